@@ -1,0 +1,59 @@
+"""The exceptions of this package.
+
+::
+
+    Exception
+    `-- TorchMPIError              the root: catches everything below
+        |-- NotStarted             a call that needs mpi.start() came before it, after mpi.stop(), or in a child process
+        |-- LaunchError            torchmpirun cannot start the job as asked
+        |-- CommunicatorError      MPI itself failed, or a communicator cannot do what was asked
+        |-- FlavourError
+        |   |-- Unimplemented      the flavour does not carry out this verb
+        |   `-- Unavailable        the flavour cannot run here; the message says why and what would help
+        |-- RanksDisagree          ranks hold, or asked for, different things
+        |-- CollectiveTimeout      an operation was not complete in time (also a TimeoutError)
+        `-- ParameterServerError   a parameter server refused or lost a request
+
+A mistake of the caller (wrong type, root out of range, unknown op) is a TypeError or a ValueError that names the
+value and the remedy; it is raised on every rank alike, before a byte moves.
+"""
+
+
+class TorchMPIError(Exception):
+    """Root of the package's own exceptions."""
+
+
+class NotStarted(TorchMPIError):  # noqa: N818 - the name says the state, as in the design
+    """A call needs a running session and there is none in this process."""
+
+
+class LaunchError(TorchMPIError):
+    """torchmpirun cannot start the job as asked."""
+
+
+class CommunicatorError(TorchMPIError):
+    """MPI failed, or a communicator cannot do what was asked; the MPI exception is the cause."""
+
+
+class FlavourError(TorchMPIError):
+    """A flavour cannot serve the call."""
+
+
+class Unimplemented(FlavourError):  # noqa: N818
+    """The flavour does not carry out this verb."""
+
+
+class Unavailable(FlavourError):  # noqa: N818
+    """The flavour cannot run here; the message says why and what would help."""
+
+
+class RanksDisagree(TorchMPIError):  # noqa: N818
+    """Ranks hold, or asked for, different things."""
+
+
+class CollectiveTimeout(TorchMPIError, TimeoutError):  # noqa: N818
+    """An operation was not complete in time; it goes on, and may be waited for again."""
+
+
+class ParameterServerError(TorchMPIError):
+    """A parameter server refused or lost a request."""
