@@ -1,1 +1,89 @@
+"""MPI for today's PyTorch: ``import torchmpi_py as mpi``, ``mpi.start()``, ``torchmpirun -n 4 train.py``.
+
+Names are loaded when they are first used, so that the launcher starts without importing torch.
+"""
+
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "collectives.consistency": ["check_with_allreduce"],
+    "collectives.registry": ["availability"],
+    "collectives.verbs": [
+        f"{verb}{form}"
+        for verb in (
+            "allgather",
+            "allgather_object",
+            "allreduce",
+            "alltoall",
+            "broadcast",
+            "broadcast_object",
+            "gather",
+            "recv",
+            "reduce",
+            "reduce_scatter",
+            "scatter",
+            "send",
+            "sendreceive",
+        )
+        for form in ("", "_async")
+    ],
+    "communicators": [
+        "Communicator",
+        "at",
+        "communicator",
+        "communicator_names",
+        "push_communicator",
+        "set_collective_span",
+        "set_communicator",
+        "split",
+    ],
+    "config": ["Tuning"],
+    "errors": [
+        "CollectiveTimeout",
+        "CommunicatorError",
+        "FlavourError",
+        "LaunchError",
+        "NotStarted",
+        "ParameterServerError",
+        "RanksDisagree",
+        "TorchMPIError",
+        "Unavailable",
+        "Unimplemented",
+    ],
+    "handles": ["Handle", "wait_all"],
+    "runtime": [
+        "barrier",
+        "device",
+        "host_name",
+        "is_started",
+        "local_rank",
+        "local_size",
+        "num_nodes",
+        "rank",
+        "session",
+        "size",
+        "start",
+        "stop",
+    ],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("engine", "nn")
+
+__all__ = sorted([*_HOME_OF, *_MODULES])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

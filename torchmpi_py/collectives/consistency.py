@@ -1,0 +1,50 @@
+"""Do all ranks hold the same values? Compared by their bits, through a 128-bit digest: one small allgather."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from torchmpi_py.collectives import verbs, wire
+from torchmpi_py.collectives.scalars import Number, is_number
+from torchmpi_py.communicators import Communicator, resolve
+from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.tensors import check_tensor, flat
+
+
+def check_with_allreduce(x: Tensor | Number, name: str = "", *, comm: Communicator | None = None) -> None:
+    """Check that ``x`` is the same, bit for bit, on every rank of ``comm`` (default: the current level). Collective.
+
+    Raises RanksDisagree on every rank, with ``name`` and the ranks that differ from most others. dtype and shape count.
+    """
+    check_all_with_allreduce({name or "the value": x}, comm=comm)
+
+
+def check_all_with_allreduce(values: Mapping[str, Tensor | Number], *, comm: Communicator | None = None) -> None:
+    """``check_with_allreduce`` of several named values at once; the error names each that differs."""
+    resolved = resolve(comm)
+    tables = verbs.allgather_object([(name, _digest(x)) for name, x in values.items()], comm=resolved)
+    names = [[name for name, _ in table] for table in tables]
+    if any(own != names[0] for own in names):
+        lists = "; ".join(f"rank {rank}: {', '.join(own)}" for rank, own in enumerate(names))
+        raise RanksDisagree(f"the ranks check different things: {lists}")
+    differing = []
+    for position, name in enumerate(names[0]):
+        digests = [table[position][1] for table in tables]
+        usual = max(digests, key=digests.count)
+        odd = [rank for rank, digest in enumerate(digests) if digest != usual]
+        if odd:
+            differing.append(f"{name} (rank {', '.join(map(str, odd))} of {resolved.size})")
+    if differing:
+        raise RanksDisagree(f"not the same bits on all ranks: {'; '.join(differing)}")
+
+
+def _digest(x: Tensor | Number) -> bytes:
+    if is_number(x):
+        return repr(x).encode()
+    x = flat(check_tensor("check_with_allreduce", "x", x).cpu())
+    digest = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=16)
+    digest.update(wire.raw(x)[0])
+    return digest.digest()

@@ -1,0 +1,124 @@
+"""From a verb's arguments to an operation: flat operands in, and what to do with them once the transfer is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives import scalars
+from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.collectives.registry import flavour_for
+from torchmpi_py.collectives.scalars import Number
+from torchmpi_py.communicators import Communicator
+from torchmpi_py.tensors import Finish, check_divisible, check_known_op, check_out, check_tensor, flat, written
+
+R = TypeVar("R")
+_CPU = torch.device("cpu")
+
+
+def in_and_out(
+    verb: str, x: Tensor, out: Tensor | None, shape: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
+    """(source, buffer, target, copy_out) for a result of ``shape`` in ``out``, or in ``x`` itself."""
+    if out is None or out is x:
+        buffer, copy_out = written(verb, x, holds_input=True)
+        return buffer, buffer, x, copy_out
+    target = check_out(verb, out, x, shape)
+    buffer, copy_out = written(verb, target, holds_input=False)
+    return _apart(flat(x), buffer), buffer, target, copy_out
+
+
+def slice_out(verb: str, x: Tensor, out: Tensor | None, size: int) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
+    """(source, buffer, target, copy_out) for a result that is one of ``size`` slices of ``x``; new without ``out``."""
+    check_divisible(verb, x, size)
+    shape = (x.shape[0] // size, *x.shape[1:])
+    return in_and_out(verb, x, x.new_empty(shape, requires_grad=False) if out is None else out, shape)
+
+
+def gathered(
+    verb: str, given: object, out: Tensor | None
+) -> tuple[Tensor, Tensor | None, Callable[[Tensor | None], Any]]:
+    """(source, buffer or None, conclude) for a result whose shape the ranks have yet to tell each other."""
+    x = check_tensor(verb, "x", given)
+    source = flat(x if x.dim() else x.reshape(1))
+    if out is None:
+        return source, None, lambda got: got
+    check_out(verb, out, x, None)
+    buffer, copy_out = written(verb, out, holds_input=False)
+
+    def conclude(got: Tensor | None) -> Tensor:
+        if copy_out is not None:
+            copy_out()
+        return out
+
+    return _apart(source, buffer), buffer, conclude
+
+
+def of_tensor(
+    verb: str,
+    comm: Communicator,
+    flavour: str | None,
+    x: Tensor,
+    arguments: tuple[Any, ...],
+    target: Tensor,
+    copy_out: Finish | None,
+) -> Operation[Any]:
+    """The operation whose result is ``target``, after ``copy_out``."""
+    if copy_out is None:
+        return operation(verb, comm, flavour, x, arguments, lambda _: target)
+
+    def conclude(_: object) -> Tensor:
+        copy_out()
+        return target
+
+    return operation(verb, comm, flavour, x, arguments, conclude)
+
+
+def of_number(
+    verb: str, comm: Communicator, flavour: str | None, arguments: tuple[Any, ...], conclude: Callable[[Any], Any]
+) -> Operation[Any]:
+    """The operation on a record, which ``conclude`` turns into a number."""
+    return Operation(verb, verb, flavour_for(verb, _CPU, flavour), comm, arguments, conclude, scalars.RECORD_BYTES)
+
+
+def reduced_number(
+    verb: str, x: Number, out: object, op: str, comm: Communicator, flavour: str | None, root: int | None
+) -> Operation[Any]:
+    """(all)reduce of numbers: gather the records and reduce them here. With a root, the others keep their ``x``."""
+    no_out(verb, out)
+    check_known_op(verb, op)
+
+    def conclude(records: Tensor) -> Number:
+        result = scalars.reduce_numbers(verb, op, scalars.from_records(records))
+        return result if root in (None, comm.rank) else x
+
+    served = flavour_for("allgather", _CPU, flavour)
+    arguments = (scalars.to_record(x), None)
+    return Operation(verb, "allgather", served, comm, arguments, conclude, scalars.RECORD_BYTES)
+
+
+def no_out(verb: str, out: object) -> None:
+    """Numbers have no ``out``."""
+    if out is not None:
+        raise TypeError(f"{verb}: a number is returned, not written; leave out= away, or pass x as a tensor")
+
+
+def operation(
+    verb: str,
+    comm: Communicator,
+    flavour: str | None,
+    x: Tensor,
+    arguments: tuple[Any, ...],
+    conclude: Callable[[Any], R],
+) -> Operation[R]:
+    """The operation on the flavour that serves ``x``."""
+    return Operation(verb, verb, flavour_for(verb, x.device, flavour), comm, arguments, conclude, x.nbytes)
+
+
+def _apart(x: Tensor, buffer: Tensor) -> Tensor:
+    """``x``, or a copy if it shares memory with ``buffer`` without being it: MPI forbids that."""
+    same_memory = x.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() and x.numel() > 0
+    return x.clone() if same_memory and x.data_ptr() != buffer.data_ptr() else x

@@ -1,0 +1,67 @@
+"""One call of a verb, checked and ready: the single body behind its blocking and its asynchronous form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from torchmpi_py.communicators import Communicator
+from torchmpi_py.errors import CommunicatorError
+from torchmpi_py.handles import Handle
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from torchmpi_py.collectives.flavour import Flavour
+
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(slots=True)
+class Operation(Generic[R]):
+    """``flavour.<method>(comm, *arguments)``, whose return value ``conclude`` turns into the caller's result."""
+
+    name: str
+    method: str
+    flavour: Flavour
+    comm: Communicator
+    arguments: tuple[Any, ...]
+    conclude: Callable[[Any], R]
+    num_bytes: int
+
+    def run(self) -> R:
+        """Carry it out now."""
+        return self._run_on(self.comm.direct)
+
+    def launch(self) -> Handle[R]:
+        """Start it."""
+        return self.flavour.launch(self)
+
+    def run_in_background(self) -> R:
+        """Carry it out in the communication thread."""
+        return self._run_on(self.comm.background)
+
+    def finish(self) -> R:
+        """The result, once the transfer is complete."""
+        return self.conclude(None)
+
+    def _run_on(self, comm: MPI.Comm) -> R:
+        try:
+            return self.conclude(getattr(self.flavour, self.method)(comm, *self.arguments))
+        except RuntimeError as error:
+            raise self.explain(error) from error
+
+    def explain(self, error: RuntimeError) -> RuntimeError | CommunicatorError:
+        """An error of MPI as ours, with the operation's name; any other error as it is."""
+        from mpi4py import MPI
+
+        if not isinstance(error, MPI.Exception):
+            return error
+        return CommunicatorError(f"{self}: MPI failed: {error}. Did every rank call it with the same sizes?")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ({self.flavour.name}, {self.num_bytes} bytes) on rank {self.comm.rank} of {self.comm.size}"
+            f" of {self.comm.key!r}"
+        )

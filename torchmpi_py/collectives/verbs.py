@@ -1,0 +1,258 @@
+"""The verbs: what each accepts, returns, promises and raises is written here, once, for all flavours.
+
+Every verb comes in two forms with the same arguments: ``mpi.<verb>`` returns the result, ``mpi.<verb>_async`` returns
+at once a Handle whose ``wait()`` returns it. What holds for all:
+
+- Every rank of ``comm`` (default: the current level) makes the same calls in the same order, with equal dtypes and shapes
+  (but for dim 0 in ``allgather`` and ``gather``).
+- Tensors may be of any dtype, strided, transposed, of size 0, or larger than 2^31 elements. 16-bit floats accumulate in
+  float32. All ranks get the same bits. Gradients do not flow through a verb.
+- ``x`` is overwritten, unless ``out=`` is given or the result has another shape. Until an asynchronous operation is
+  complete its tensors must not be touched.
+- ``x`` may be a number: then the result is a number (``allgather``, ``gather``: a list of them). Numbers follow Python's
+  rules; an int and a float may meet.
+- ``op`` is one of sum, avg, prod, min, max, band, bor, bxor, land, lor. NaN wins in min and max. ``avg`` of integers,
+  bitwise ops of floats and min or max of complex numbers are errors. On bool, sum and max mean "or", prod and min "and".
+- ``flavour`` forces one; else the registry's first that can serve the call is taken.
+- A wrong argument is a TypeError or ValueError on every rank before anything is sent; NotStarted before ``start``;
+  CommunicatorError if MPI fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives import scalars
+from torchmpi_py.collectives.forms import forms
+from torchmpi_py.collectives.operands import (
+    gathered,
+    in_and_out,
+    no_out,
+    of_number,
+    of_tensor,
+    operation,
+    reduced_number,
+    slice_out,
+)
+from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.communicators import Communicator, resolve
+from torchmpi_py.tensors import check_divisible, check_op, check_out, check_rank, check_tensor, flat, is_flat, written
+
+T = TypeVar("T", bound=Tensor | scalars.Number)
+_NO_TENSOR = torch.empty(0)
+
+
+def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
+    """Overwrite ``x`` on every rank by the ``x`` of ``root``. Returns ``x`` (or root's number)."""
+    comm = resolve(comm)
+    check_rank("broadcast", "root", root, comm.size)
+    if scalars.is_number(x):
+        record = scalars.to_record(x)
+        return of_number("broadcast", comm, flavour, (record, root), lambda _: scalars.from_record(record))
+    tensor = check_tensor("broadcast", "x", x)
+    buffer, copy_out = written("broadcast", tensor, holds_input=True)
+    return of_tensor("broadcast", comm, flavour, buffer, (buffer, root), tensor, copy_out)
+
+
+def _allreduce(
+    x: T, *, out: Tensor | None = None, op: str = "sum", comm: Communicator | None = None, flavour: str | None = None
+) -> Operation[T]:
+    """Reduce the ``x`` of all ranks with ``op``; every rank gets the result, in ``out`` if given, else in ``x``."""
+    comm = resolve(comm)
+    if scalars.is_number(x):
+        return reduced_number("allreduce", x, out, op, comm, flavour, None)
+    tensor = check_tensor("allreduce", "x", x)
+    check_op("allreduce", op, tensor.dtype)
+    source, buffer, target, copy_out = in_and_out("allreduce", tensor, out, tensor.shape)
+    return of_tensor("allreduce", comm, flavour, source, (source, buffer, op), target, copy_out)
+
+
+def _reduce(
+    x: T,
+    root: int = 0,
+    *,
+    out: Tensor | None = None,
+    op: str = "sum",
+    comm: Communicator | None = None,
+    flavour: str | None = None,
+) -> Operation[T]:
+    """Reduce the ``x`` of all ranks with ``op``; ``root`` gets the result, in ``out`` if given, else in ``x``.
+
+    On the other ranks nothing is written, and the result is ``out``, or ``x``, as it was.
+    """
+    comm = resolve(comm)
+    check_rank("reduce", "root", root, comm.size)
+    if scalars.is_number(x):
+        return reduced_number("reduce", x, out, op, comm, flavour, root)
+    tensor = check_tensor("reduce", "x", x)
+    check_op("reduce", op, tensor.dtype)
+    if comm.rank == root:
+        source, buffer, target, copy_out = in_and_out("reduce", tensor, out, tensor.shape)
+    else:
+        target = tensor if out is None else check_out("reduce", out, tensor, tensor.shape)
+        source = buffer = flat(tensor)
+        copy_out = None
+    return of_tensor("reduce", comm, flavour, source, (source, buffer, op, root), target, copy_out)
+
+
+def _allgather(
+    x: T, *, out: Tensor | None = None, comm: Communicator | None = None, flavour: str | None = None
+) -> Operation[Any]:
+    """Concatenate the ``x`` of all ranks along dim 0, in rank order; dim-0 sizes may differ, 0 included.
+
+    Returns ``out``, which must have the shape of the result, or a new tensor. A tensor without dimensions counts as one
+    row; a number gives the list of all numbers. RanksDisagree if dtypes or other dimensions differ.
+    """
+    comm = resolve(comm)
+    if scalars.is_number(x):
+        no_out("allgather", out)
+        return of_number("allgather", comm, flavour, (scalars.to_record(x), None), scalars.from_records)
+    source, buffer, conclude = gathered("allgather", x, out)
+    return operation("allgather", comm, flavour, source, (source, buffer), conclude)
+
+
+def _gather(
+    x: T, root: int = 0, *, out: Tensor | None = None, comm: Communicator | None = None, flavour: str | None = None
+) -> Operation[Any]:
+    """As ``allgather``, for ``root`` alone. The other ranks get None, and their ``out`` is not written."""
+    comm = resolve(comm)
+    check_rank("gather", "root", root, comm.size)
+    if scalars.is_number(x):
+        no_out("gather", out)
+        arguments = (scalars.to_record(x), None, root)
+        return of_number(
+            "gather", comm, flavour, arguments, lambda got: got if got is None else scalars.from_records(got)
+        )
+    source, buffer, conclude = gathered("gather", x, out if comm.rank == root else None)
+    return operation("gather", comm, flavour, source, (source, buffer, root), conclude)
+
+
+def _reduce_scatter(
+    x: Tensor,
+    *,
+    out: Tensor | None = None,
+    op: str = "sum",
+    comm: Communicator | None = None,
+    flavour: str | None = None,
+) -> Operation[Tensor]:
+    """Reduce the ``x`` of all ranks with ``op``; rank r gets slice r, of ``size`` equal slices along dim 0.
+
+    Returns ``out``, of shape (x.shape[0] / size, ...), or a new tensor.
+    """
+    comm = resolve(comm)
+    check_op("reduce_scatter", op, check_tensor("reduce_scatter", "x", x).dtype)
+    source, buffer, target, copy_out = slice_out("reduce_scatter", x, out, comm.size)
+    return of_tensor("reduce_scatter", comm, flavour, source, (source, buffer, op), target, copy_out)
+
+
+def _scatter(
+    x: Tensor,
+    root: int = 0,
+    *,
+    out: Tensor | None = None,
+    comm: Communicator | None = None,
+    flavour: str | None = None,
+) -> Operation[Tensor]:
+    """Rank r gets slice r, of ``size`` equal slices along dim 0, of root's ``x``.
+
+    The other ranks pass an ``x`` of the same shape and dtype, whose values do not matter. Returns ``out``, of shape
+    (x.shape[0] / size, ...), or a new tensor.
+    """
+    comm = resolve(comm)
+    check_rank("scatter", "root", root, comm.size)
+    source, buffer, target, copy_out = slice_out("scatter", check_tensor("scatter", "x", x), out, comm.size)
+    return of_tensor("scatter", comm, flavour, source, (source, buffer, root), target, copy_out)
+
+
+def _alltoall(
+    x: Tensor, *, out: Tensor | None = None, comm: Communicator | None = None, flavour: str | None = None
+) -> Operation[Tensor]:
+    """Slice s of the result is this rank's slice of rank s's ``x``, of ``size`` equal slices along dim 0."""
+    comm = resolve(comm)
+    check_divisible("alltoall", check_tensor("alltoall", "x", x), comm.size)
+    source, buffer, target, copy_out = in_and_out("alltoall", x, out, x.shape)
+    if source.data_ptr() == buffer.data_ptr():
+        source = source.clone()
+    return of_tensor("alltoall", comm, flavour, source, (source, buffer), target, copy_out)
+
+
+def _sendreceive(
+    x: T, source: int, destination: int, *, comm: Communicator | None = None, flavour: str | None = None
+) -> Operation[T]:
+    """Send ``x`` to ``destination`` and replace it by what ``source`` sends.
+
+    Every rank that is named by another one has to call it too; a ring shift is ``sendreceive(x, rank-1, rank+1)``.
+    """
+    comm = resolve(comm)
+    check_rank("sendreceive", "source", source, comm.size)
+    check_rank("sendreceive", "destination", destination, comm.size)
+    if scalars.is_number(x):
+        sent = scalars.to_record(x)
+        got = torch.empty_like(sent)
+        return of_number(
+            "sendreceive", comm, flavour, (sent, got, source, destination), lambda _: scalars.from_record(got)
+        )
+    tensor = check_tensor("sendreceive", "x", x)
+    sent = flat(tensor).clone() if is_flat(tensor) else flat(tensor)
+    buffer, copy_out = written("sendreceive", tensor, holds_input=False)
+    return of_tensor("sendreceive", comm, flavour, sent, (sent, buffer, source, destination), tensor, copy_out)
+
+
+def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
+    """Send ``x`` to ``destination``, which receives it with ``recv``. Returns ``x``.
+
+    Messages between two ranks arrive in the order of the calls. A large blocking send waits for its receiver.
+    """
+    comm = resolve(comm)
+    check_rank("send", "destination", destination, comm.size)
+    if scalars.is_number(x):
+        return of_number("send", comm, flavour, (scalars.to_record(x), destination), lambda _: x)
+    tensor = check_tensor("send", "x", x)
+    buffer = flat(tensor)
+    return of_tensor("send", comm, flavour, buffer, (buffer, destination), tensor, None)
+
+
+def _recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
+    """Overwrite ``x`` by what ``source`` sends with ``send``: a tensor of the same dtype and shape, or a number."""
+    comm = resolve(comm)
+    check_rank("recv", "source", source, comm.size)
+    if scalars.is_number(x):
+        record = scalars.to_record(x)
+        return of_number("recv", comm, flavour, (record, source), lambda _: scalars.from_record(record))
+    tensor = check_tensor("recv", "x", x)
+    buffer, copy_out = written("recv", tensor, holds_input=False)
+    return of_tensor("recv", comm, flavour, buffer, (buffer, source), tensor, copy_out)
+
+
+def _broadcast_object(
+    obj: object, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None
+) -> Operation[Any]:
+    """Return root's object, which must be picklable. Objects come from the other ranks of the job: trust them."""
+    comm = resolve(comm)
+    check_rank("broadcast_object", "root", root, comm.size)
+    return operation("broadcast_object", comm, flavour, _NO_TENSOR, (obj, root), lambda got: got)
+
+
+def _allgather_object(
+    obj: object, *, comm: Communicator | None = None, flavour: str | None = None
+) -> Operation[list[Any]]:
+    """Return the list of all ranks' objects, in rank order; they must be picklable."""
+    return operation("allgather_object", resolve(comm), flavour, _NO_TENSOR, (obj,), lambda got: got)
+
+
+broadcast, broadcast_async = forms(_broadcast)
+reduce, reduce_async = forms(_reduce)
+allreduce, allreduce_async = forms(_allreduce)
+allgather, allgather_async = forms(_allgather)
+gather, gather_async = forms(_gather)
+reduce_scatter, reduce_scatter_async = forms(_reduce_scatter)
+scatter, scatter_async = forms(_scatter)
+alltoall, alltoall_async = forms(_alltoall)
+sendreceive, sendreceive_async = forms(_sendreceive)
+send, send_async = forms(_send)
+recv, recv_async = forms(_recv)
+broadcast_object, broadcast_object_async = forms(_broadcast_object)
+allgather_object, allgather_object_async = forms(_allgather_object)

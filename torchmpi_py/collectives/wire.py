@@ -1,0 +1,142 @@
+"""What travels: the MPI datatype, MPI op and form in which each torch dtype is reduced.
+
+Most dtypes travel as they lie in memory. The others are *encoded* into a wire dtype and *decoded* after the reduction:
+
+16- and 8-bit floats   as float32, so that sums accumulate in float32 and are rounded once
+complex32              as complex64
+bool                   as uint8 holding 0 or 1, with MPI's bitwise ops
+min, max of floats     as integers in the same order. MPI leaves NaN to chance (ranks may even disagree); here NaN wins, as in
+                       torch.minimum, and -0.0 < +0.0. A float's bits, with the lower ones flipped when the sign is set, are
+                       an integer that orders as the float does; the largest (smallest) integer stands for NaN in max (min).
+
+Data that is only moved travels as bytes. MPI never hears of a dtype that it does not have: Open MPI would answer a
+bfloat16 sum with inf, without an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Buffer = list[Any]  # as mpi4py takes it: [memory, datatype]
+
+_MPI_TYPES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+    torch.bool: "UINT8_T",
+    torch.uint8: "UINT8_T",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+}
+_MPI_OPS = {"avg": "SUM"} | {
+    op: op.upper() for op in ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
+}
+_BOOL_OPS = {"bxor": "BXOR"} | dict.fromkeys(("sum", "max", "bor", "lor"), "BOR")
+_BOOL_OPS |= dict.fromkeys(("prod", "min", "band", "land"), "BAND")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reduction:
+    """How one (dtype, op) is reduced by MPI: ``itemsize`` bytes an element; ``encode`` None: as it lies; ``divide``: avg."""
+
+    mpi_type: MPI.Datatype
+    mpi_op: MPI.Op
+    divide: bool
+    itemsize: int
+    encode: Callable[[Tensor], Tensor] | None = None
+    decode: Callable[[Tensor], Tensor] | None = None
+
+
+@functools.cache
+def reduction(dtype: torch.dtype, op: str) -> Reduction:
+    """The row for a dtype and an op that ``tensors.check_op`` has let through."""
+    from mpi4py import MPI
+
+    wire_dtype, encode, decode = _form(dtype, op)
+    if wire_dtype not in _MPI_TYPES:
+        raise TypeError(f"op {op!r} on {dtype}: this dtype cannot be reduced; convert the tensor, as with x.float()")
+    names = _BOOL_OPS if dtype == torch.bool else _MPI_OPS
+    mpi_type, mpi_op = getattr(MPI, _MPI_TYPES[wire_dtype]), getattr(MPI, names[op])
+    return Reduction(mpi_type, mpi_op, op == "avg", wire_dtype.itemsize, encode, decode)
+
+
+def _form(
+    dtype: torch.dtype, op: str
+) -> tuple[torch.dtype, Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None]:
+    """Wire dtype, encode, decode."""
+    accumulate = dtype
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        accumulate = torch.float32
+    elif dtype == torch.complex32:
+        accumulate = torch.complex64
+    if dtype.is_floating_point and op in ("min", "max"):
+        integer = torch.int64 if accumulate == torch.float64 else torch.int32
+        of_nan = torch.iinfo(integer).max if op == "max" else torch.iinfo(integer).min
+        return (
+            integer,
+            lambda x: _ordered(x.to(accumulate).view(integer)).masked_fill_(torch.isnan(x.to(accumulate)), of_nan),
+            lambda wire: _ordered(wire).view(accumulate),
+        )
+    if accumulate != dtype:
+        return accumulate, lambda x: x.to(accumulate), lambda wire: wire
+    return dtype, None, None
+
+
+def _ordered(bits: Tensor) -> Tensor:
+    """Float bits to integers that order alike, and back: flip all but the sign where the sign is set."""
+    return bits ^ ((bits >> (8 * bits.itemsize - 1)) & torch.iinfo(bits.dtype).max)
+
+
+def typed(x: Tensor, mpi_type: MPI.Datatype) -> Buffer:
+    """A flat tensor as an MPI message of elements. The tensor must outlive the operation."""
+    from_address = _from_address()
+    return [from_address(x.data_ptr(), x.nbytes), mpi_type]
+
+
+def raw(x: Tensor) -> Buffer:
+    """A flat tensor as an MPI message of bytes. The tensor must outlive the operation."""
+    return [_from_address()(x.data_ptr(), x.nbytes), _byte()]
+
+
+@functools.cache
+def _from_address() -> Callable[[int, int], Any]:
+    from mpi4py import MPI
+
+    return MPI.memory.fromaddress
+
+
+@functools.cache
+def _byte() -> MPI.Datatype:
+    from mpi4py import MPI
+
+    return MPI.BYTE
+
+
+def pieces(max_bytes: int, itemsize: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors side by side, cut into 1-D pieces of at most ``max_bytes`` at ``itemsize`` bytes an element.
+
+    Flat tensors of equal element count. What fits in one piece comes as it is; what is empty does not come at all.
+    """
+    count = tensors[0].numel()
+    if 0 < count * itemsize <= max_bytes:
+        yield tensors
+        return
+    step = max(1, max_bytes // itemsize)
+    lines = [x.view(-1) for x in tensors]
+    for begin in range(0, count, step):
+        yield tuple(x[begin : begin + step] for x in lines)

@@ -1,0 +1,246 @@
+"""Communicators: groups of ranks, and the stack of levels that names the current one.
+
+A *level* is a partition of the ranks into groups by a key; level 0 is the whole world. Seen from one rank a level is a
+Communicator: its ``inner`` is this rank's group (the level itself), its ``outer`` links this rank with its counterparts
+in the other groups of the same parent::
+
+    parent, 5 ranks, keys A A B B B         inner: {0 1} {2 3 4}
+    cartesian (equal groups, if wanted)     outer: one per inner rank, across all groups
+    tree (else)                             outer: the roots {0 2}; every other rank has one of its own
+
+``push`` adds a level below the current one and leaves the current one current; ``set_communicator`` and ``at`` move.
+The *span* names the two levels that hierarchical collectives combine. Behaviour after TorchMPI's communicators
+(its resources.cpp), with groups in the same order in every column, any number of siblings, and keys of any length.
+
+Every Communicator owns two duplicates of its MPI communicator: ``direct`` for calls made by the user's thread, and
+``background`` for the communication thread, so that the two can never match each other's messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchmpi_py.errors import CommunicatorError, NotStarted
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Communicator:
+    """A group of ranks to pass as ``comm=``: ``rank`` and ``size`` in it, ``num_nodes`` it spreads over, its ``key``.
+
+    A level also has ``inner``, ``outer`` and ``is_cartesian``; a communicator from ``split`` is its own inner and has
+    no outer. Made by ``push_communicator`` and ``split``, freed by ``stop`` or, earlier and collectively, ``free``.
+    """
+
+    def __init__(self, group: MPI.Comm, node: int, key: str) -> None:
+        self.direct = group
+        self.background = group.Dup()
+        self.rank: int = group.rank
+        self.size: int = group.size
+        self.key = key
+        self.num_nodes = len(set(group.allgather(node)))
+        self.inner = self
+        self.outer: Communicator | None = None
+        self.is_cartesian = False
+        self.is_free = False
+
+    def free(self) -> None:
+        """Give back what MPI holds for it. Collective over the group; do it when no operation is outstanding."""
+        if not self.is_free:
+            self.is_free = True
+            if self.outer is not None:
+                self.outer.free()
+            self.background.Free()
+            self.direct.Free()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+    def __repr__(self) -> str:
+        state = ", freed" if self.is_free else ""
+        return f"<Communicator {self.key!r}: rank {self.rank} of {self.size}, {_nodes(self.num_nodes)}{state}>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouping:
+    """Where one rank of the parent lands when all ranks gave their keys: colours and ranks for two MPI splits."""
+
+    inner_colour: int
+    inner_rank: int
+    outer_colour: int
+    outer_rank: int
+    is_cartesian: bool
+
+
+def group_by_key(keys: Sequence[Hashable], rank: int, want_cartesian: bool) -> Grouping:
+    """The grouping of ``rank`` for the ``keys`` of ranks 0, 1, ... of the parent; groups count by their lowest rank."""
+    groups: dict[Hashable, list[int]] = {}
+    for member, key in enumerate(keys):
+        groups.setdefault(key, []).append(member)
+    mine = groups[keys[rank]]
+    inner_rank = mine.index(rank)
+    is_cartesian = want_cartesian and len({len(group) for group in groups.values()}) == 1
+    linked = is_cartesian or inner_rank == 0
+    return Grouping(
+        inner_colour=mine[0],
+        inner_rank=inner_rank,
+        outer_colour=inner_rank if linked else len(keys) + rank,
+        outer_rank=list(groups).index(keys[rank]),
+        is_cartesian=is_cartesian,
+    )
+
+
+class Stack:
+    """The levels of a started process, the current one, and the span."""
+
+    def __init__(self, world: MPI.Comm, node: int, want_cartesian: bool) -> None:
+        self.node = node
+        self.want_cartesian = want_cartesian
+        self.levels = [Communicator(world.Dup(), node, "global")]
+        self.levels[0].outer = Communicator(world.Split(world.rank), node, "global")
+        self.levels[0].is_cartesian = want_cartesian
+        self.current = self.levels[0]
+        self.span = (0, 0)
+        self.others: list[Communicator] = []
+
+    def push(self, key: str) -> int:
+        parent = self.current.direct
+        plan = group_by_key(parent.allgather(key), parent.rank, self.want_cartesian)
+        level = Communicator(parent.Split(plan.inner_colour, plan.inner_rank), self.node, key)
+        level.outer = Communicator(parent.Split(plan.outer_colour, plan.outer_rank), self.node, key)
+        level.is_cartesian = plan.is_cartesian
+        self.levels.append(level)
+        return len(self.levels) - 1
+
+    def level(self, index: int) -> Communicator:
+        if not isinstance(index, int) or not 0 <= index < len(self.levels):
+            raise ValueError(f"level {index!r} does not exist; there are levels 0 to {len(self.levels) - 1}")
+        return self.levels[index]
+
+    def free(self) -> None:
+        for communicator in [*reversed(self.others), *reversed(self.levels)]:
+            communicator.free()
+
+
+_stack: Stack | None = None
+_why_not = "call mpi.start() first"
+
+
+def install(stack: Stack | None, why_not: str) -> None:
+    """Make ``stack`` the one in use; with None, ``why_not`` becomes the advice that calls raise."""
+    global _stack, _why_not
+    _stack, _why_not = stack, why_not
+
+
+def stack() -> Stack:
+    """The stack in use, or NotStarted with the remedy."""
+    if _stack is None:
+        raise NotStarted(f"torchmpi_py is not started in this process: {_why_not}")
+    return _stack
+
+
+def is_started() -> bool:
+    """Whether this process is between ``start`` and ``stop``."""
+    return _stack is not None
+
+
+def resolve(comm: Communicator | None) -> Communicator:
+    """``comm``, or the current level."""
+    if comm is None:
+        return _stack.current if _stack is not None else stack().current
+    stack()
+    if not isinstance(comm, Communicator):
+        raise TypeError(f"comm={comm!r} is not a torchmpi_py communicator; make one with mpi.split or mpi.communicator")
+    if comm.is_free:
+        raise CommunicatorError(f"{comm!r} was freed; make a new one with mpi.split")
+    return comm
+
+
+def push_communicator(key: str | int) -> int:
+    """Add a level below the current one, grouping ranks that give the same ``key``; return its index.
+
+    Collective over the current level. The current level does not change: go there with ``set_communicator`` or ``at``.
+    """
+    if not isinstance(key, (str, int)):
+        raise TypeError(f"push_communicator: key must be a str or an int, not {key!r}")
+    return stack().push(str(key))
+
+
+def set_communicator(level: int) -> None:
+    """Make ``level`` the current one: what ``rank``, ``size`` and every verb without ``comm=`` refer to.
+
+    Local, but every rank has to do it: ranks at different levels cannot talk to each other.
+    """
+    stack().current = stack().level(level)
+
+
+@contextlib.contextmanager
+def at(level: int) -> Iterator[Communicator]:
+    """``with mpi.at(level):`` make it current inside the block, and the former one again after it."""
+    used = stack()
+    former = used.current
+    used.current = used.level(level)
+    try:
+        yield used.current
+    finally:
+        used.current = former
+
+
+def set_collective_span(begin: int, end: int) -> None:
+    """Name the levels that hierarchical collectives combine: ``begin`` as a whole, by way of the groups of ``end``."""
+    used = stack()
+    used.level(begin), used.level(end)
+    if begin > end:
+        raise ValueError(f"set_collective_span: begin={begin} is deeper than end={end}")
+    used.span = (begin, end)
+
+
+def communicator(level: int | None = None) -> Communicator:
+    """The communicator of ``level``, or of the current level."""
+    return stack().current if level is None else stack().level(level)
+
+
+def split(color: int | None, key: int = 0) -> Communicator | None:
+    """A communicator of the ranks that give the same ``color``, in the order of ``key`` (then of rank).
+
+    Collective over the current level. ``color=None`` takes part and gets None. Use it as ``comm=``.
+    """
+    from mpi4py import MPI
+
+    if color is not None and (isinstance(color, bool) or not isinstance(color, int) or color < 0):
+        raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
+    used = stack()
+    used.others = [other for other in used.others if not other.is_free]
+    group: Any = used.current.direct.Split(MPI.UNDEFINED if color is None else color, key)
+    if color is None:
+        return None
+    made = Communicator(group, used.node, f"split {color}")
+    used.others.append(made)
+    return made
+
+
+def communicator_names() -> str:
+    """A readable description of all levels, one a line, as this rank sees them."""
+    used = stack()
+    return "\n".join(_describe(used, index, level) for index, level in enumerate(used.levels))
+
+
+def _describe(used: Stack, index: int, level: Communicator) -> str:
+    marks = [name for name, here in (("current", level is used.current), ("span", index in used.span)) if here]
+    outer = f", outer rank {level.outer.rank} of {level.outer.size}" if level.outer is not None else ""
+    return (
+        f"level {index} {level.key!r}: rank {level.rank} of {level.size}{outer}, "
+        f"{'cartesian' if level.is_cartesian else 'tree'}, {_nodes(level.num_nodes)}"
+        f"{f'  <- {chr(44).join(marks)}' if marks else ''}"
+    )
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'' if count == 1 else 's'}"

@@ -1,0 +1,15 @@
+"""Keep a module the same on every rank: parameters at the start, gradients at every step."""
+
+from torchmpi_py.nn.async_backward import AsyncBackward, register_async_backward
+from torchmpi_py.nn.block_sequential import Block, BlockSequential
+from torchmpi_py.nn.synchronize import check_with_allreduce, synchronize_gradients, synchronize_parameters
+
+__all__ = [
+    "AsyncBackward",
+    "Block",
+    "BlockSequential",
+    "check_with_allreduce",
+    "register_async_backward",
+    "synchronize_gradients",
+    "synchronize_parameters",
+]

@@ -1,0 +1,148 @@
+"""BlockSequential: a Sequential in blocks of about equal numbers of parameters, each with flat weights and gradients.
+
+It makes the grain of communication a choice: a block's gradient is one tensor, reduced in one operation. After
+TorchMPI's class of that name, without its empty first block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass
+class Block:
+    """Neighbouring children: their parameters, which are views into ``weights``, and ``gradients`` for theirs."""
+
+    children: tuple[torch.nn.Module, ...]
+    parameters: list[torch.nn.Parameter]
+    weights: Tensor
+    gradients: Tensor
+
+    def collect(self) -> Tensor:
+        """Make every ``p.grad`` a view of ``gradients``, with its values (zero for None), and return ``gradients``."""
+        for parameter, view in zip(self.parameters, _views(self.gradients, self.parameters), strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                view.copy_(parameter.grad)
+            parameter.grad = view
+        return self.gradients
+
+
+def partition(sizes: Sequence[int], partitions: int) -> list[range]:
+    """Cut children of these sizes into runs, none larger than ceil(total / partitions) unless a single child is.
+
+    There may be more runs than ``partitions``; none is empty.
+    """
+    target = -(-sum(sizes) // partitions)
+    runs, begin, filled = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index > begin and filled + size > target:
+            runs.append(range(begin, index))
+            begin, filled = index, 0
+        filled += size
+    return [*runs, range(begin, len(sizes))] if sizes else runs
+
+
+class BlockSequential(torch.nn.Sequential):
+    """``BlockSequential(7, *layers)``: use it as a Sequential, or reduce block after block::
+
+        output = net(x)
+        loss = criterion(output, y)
+        (gradient,) = torch.autograd.grad(loss, output)
+        for block in net.backward_blocks(gradient):  # from the last block to the first
+            handles.append(mpi.allreduce_async(block.gradients, op="avg"))
+
+    ``register_async_backward`` does that inside ``loss.backward()``. All parameters of a block share a dtype and device.
+    """
+
+    def __init__(self, partitions: int, *modules: torch.nn.Module) -> None:
+        if partitions < 1:
+            raise ValueError(f"BlockSequential: partitions={partitions} must be at least 1")
+        super().__init__(*modules)
+        self.partitions = partitions
+        self._boundaries: list[Tensor] = []
+        self._flatten()
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks, first to last."""
+        return self._blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As Sequential; remembers what passes between the blocks until ``backward_blocks`` or the next forward."""
+        self._boundaries = [x]
+        for block in self._blocks:
+            for child in block.children:
+                x = child(x)
+            self._boundaries.append(x)
+        return x
+
+    def backward_blocks(self, gradient: Tensor) -> Iterator[Block]:
+        """Backward from ``gradient`` (of the last forward's output), a block at a time from the last to the first.
+
+        Yields a block when its ``gradients`` hold what was accumulated so far plus this pass. The gradient of the input,
+        if it requires one, is added to its ``grad`` at the end.
+        """
+        if not self._boundaries:
+            raise RuntimeError("backward_blocks: call forward first; each forward serves one backward")
+        boundaries, self._boundaries = self._boundaries, []
+        for index in reversed(range(len(self._blocks))):
+            block, before, after = self._blocks[index], boundaries[index], boundaries[index + 1]
+            wanted = [p for p in block.parameters if p.requires_grad] + [before] * before.requires_grad
+            found = torch.autograd.grad(after, wanted, gradient, allow_unused=True) if wanted else ()
+            block.collect()
+            for tensor, part in zip(wanted, found, strict=True):
+                if tensor is not before and part is not None:
+                    assert tensor.grad is not None, "collect() gave every parameter a view"
+                    tensor.grad.add_(part)
+            yield block
+            if before.requires_grad:
+                gradient = found[-1]
+        if boundaries[0].requires_grad and boundaries[0].is_leaf:
+            boundaries[0].grad = gradient if boundaries[0].grad is None else boundaries[0].grad + gradient
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSequential:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # to(), double(), ... replace the parameters' memory
+        self._flatten()
+        return self
+
+    def _flatten(self) -> None:
+        children = list(self.children())
+        owned = _first_owner(children)
+        sizes = [sum(p.numel() for p in parameters) for parameters in owned]
+        self._blocks = []
+        for run in partition(sizes, self.partitions):
+            parameters = [p for index in run for p in owned[index]]
+            weights = _flat_weights(parameters)
+            gradients = torch.zeros_like(weights)
+            for parameter, view in zip(parameters, _views(weights, parameters), strict=True):
+                parameter.data = view
+            self._blocks.append(Block(tuple(children[index] for index in run), parameters, weights, gradients))
+
+
+def _first_owner(children: Sequence[torch.nn.Module]) -> list[list[torch.nn.Parameter]]:
+    """The parameters of each child, a shared one with the first child that has it."""
+    seen: set[torch.nn.Parameter] = set()
+    owned = []
+    for child in children:
+        own = [p for p in child.parameters() if p not in seen]
+        seen.update(own)
+        owned.append(own)
+    return owned
+
+
+def _flat_weights(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    kinds = {(p.dtype, p.device) for p in parameters}
+    if len(kinds) > 1:
+        raise ValueError(f"BlockSequential: the parameters of a block have several dtypes or devices: {kinds}")
+    return torch.cat([p.detach().reshape(-1) for p in parameters]) if parameters else torch.empty(0)
+
+
+def _views(flat: Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
+    parts = torch.split(flat, [p.numel() for p in parameters])
+    return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]

@@ -1,0 +1,96 @@
+"""Parameters and gradients of a module, made equal on all ranks in one go.
+
+Everything runs on the current level. Small tensors travel together, in flat buffers of up to ``Tuning.fuse_bytes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from torchmpi_py import config
+from torchmpi_py.collectives import verbs
+from torchmpi_py.collectives.consistency import check_all_with_allreduce
+
+
+def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> None:
+    """Give every rank rank 0's parameters and buffers, or with ``average`` the mean of all ranks'. Collective.
+
+    Buffers of whole numbers (such as counters) come from rank 0 in both cases. The module must have the same parameters
+    and buffers, of the same shapes, on every rank.
+    """
+    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    averaged = [x for x in tensors if average and (x.is_floating_point() or x.is_complex())]
+    copied = [x for x in tensors if not average or not (x.is_floating_point() or x.is_complex())]
+    _fused(averaged, lambda flat: verbs.allreduce(flat, op="avg"))
+    _fused(copied, lambda flat: verbs.broadcast(flat, 0))
+
+
+def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None:
+    """Replace every ``p.grad`` by its mean over the ranks (sum, with ``average=False``). Collective.
+
+    TorchMPI summed. A parameter that got no gradient here counts as zero; one that got none on any rank keeps None.
+    Call it once per step, after ``backward``. The same parameters must be trainable on every rank.
+    """
+    parameters = list(trainable(module).values())
+    received = [torch.tensor([float(p.grad is not None)], dtype=p.dtype, device=p.device) for p in parameters]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    _fused([*gradients, *received], lambda flat: verbs.allreduce(flat, op="avg" if average else "sum"))
+    for parameter, gradient, anywhere in zip(parameters, gradients, received, strict=True):
+        if parameter.grad is None and anywhere.item():
+            parameter.grad = gradient
+
+
+def check_with_allreduce(module: torch.nn.Module) -> None:
+    """Check that parameters and buffers are the same, bit for bit, on every rank. Collective.
+
+    Raises RanksDisagree on every rank, with the names of those that differ and the ranks that differ from most others.
+    """
+    check_all_with_allreduce({**dict(module.named_parameters()), **dict(module.named_buffers())})
+
+
+def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that take a gradient, by name; a TypeError for a sparse gradient."""
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    for name, parameter in parameters.items():
+        check_dense(name, parameter)
+    return parameters
+
+
+def check_dense(name: str, parameter: torch.nn.Parameter) -> None:
+    """A TypeError for a sparse gradient."""
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise TypeError(
+            f"the gradient of {name} is {parameter.grad.layout}; only dense gradients can be reduced. "
+            "Build the layer with sparse=False"
+        )
+
+
+def _fused(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
+    """Run an in-place collective over all tensors, the small ones in common flat buffers, in an order of its own."""
+    for group in _groups(tensors):
+        if len(group) == 1:
+            collective(group[0])
+            continue
+        flat = torch.cat([x.reshape(-1) for x in group])
+        collective(flat)
+        for x, part in zip(group, torch.split(flat, [x.numel() for x in group]), strict=True):
+            x.copy_(part.view_as(x))
+
+
+def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype and device, in order, together not more than ``fuse_bytes`` (or one that is larger)."""
+    limit = config.tuning().fuse_bytes
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for x in tensors:
+        kinds.setdefault((x.dtype, x.device), []).append(x)
+    for members in kinds.values():
+        group: list[Tensor] = []
+        for x in members:
+            if group and sum(y.nbytes for y in group) + x.nbytes > limit:
+                yield group
+                group = []
+            group.append(x)
+        yield group

@@ -1,0 +1,87 @@
+"""Where this rank is: its place on the node, its GPU, its share of the cores. Nothing here talks to other nodes.
+
+Launchers tell the local rank in a variable of their own. It is needed before MPI starts (to choose the GPU), and it is
+believed afterwards only if the ranks of the node hold 0, 1, 2, ... between them: Open MPI may count otherwise than
+the shared-memory communicator does, and a variable may be left over from an outer job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+LOCAL_RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
+    "MPI_LOCALRANKID",  # MPICH, Intel MPI
+    "PMI_LOCAL_RANK",  # Cray
+    "PALS_LOCAL_RANKID",  # HPE
+    "MV2_COMM_WORLD_LOCAL_RANK",  # MVAPICH2
+    "SLURM_LOCALID",  # srun
+)
+LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "SLURM_TASKS_PER_NODE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """Rank and size on the node, and the cores that each rank can count on."""
+
+    rank: int
+    size: int
+    cores: int
+
+
+def told_local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The local rank that the launcher tells, or None."""
+    return _first_number(LOCAL_RANK_VARIABLES, environ)
+
+
+def _first_number(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
+
+
+def prepare_environment() -> None:
+    """Settings that Open MPI reads when it starts; the user's own win.
+
+    A component of the wheel that prints noise is left out. Ranks that fill the cores yield while they wait: on two cores
+    that is 3 ms instead of 211 for a reduction of 1 MiB over TCP.
+    """
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+    if (_first_number(LOCAL_SIZE_VARIABLES, os.environ) or 1) >= (os.cpu_count() or 1):
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "true")
+
+
+def locate(node: MPI.Comm) -> Local:
+    """This rank's place among the ranks of its node. Collective over the node."""
+    mine = (told_local_rank(), tuple(sorted(os.sched_getaffinity(0))))
+    told, cores = zip(*node.allgather(mine), strict=True)
+    told_all = [rank for rank in told if rank is not None]
+    rank = mine[0] if sorted(told_all) == list(range(node.size)) else None
+    available = len(set().union(*cores))
+    share = max(1, min(len(mine[1]), available // node.size))
+    return Local(node.rank if rank is None else rank, node.size, share)
+
+
+def limit_threads(local: Local) -> None:
+    """Give torch this rank's share of the cores, unless OMP_NUM_THREADS or the program chose fewer."""
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > local.cores:
+        torch.set_num_threads(local.cores)
+
+
+def cuda_device() -> torch.device:
+    """Pin this process to a GPU, round robin by local rank, before anything touches CUDA."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ValueError(
+            f"start(with_cuda=True): torch {torch.__version__} sees no CUDA device "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); start with with_cuda=False to run on the CPU"
+        )
+    device = torch.device("cuda", (told_local_rank() or 0) % count)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,294 @@
+"""Start and stop, and who and where this process is.
+
+``start`` initialises MPI (importing the package does not), builds the levels, and marks the environment, so that a child
+process that calls in gets an error instead of its parent's rank. ``stop`` drains, frees, and leaves MPI itself
+running until the interpreter exits, so that a process can start again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchmpi_py import communicators, config, handles, placement
+from torchmpi_py.communicators import Communicator, Stack
+from torchmpi_py.errors import NotStarted, TorchMPIError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+logger = logging.getLogger("torchmpi_py")
+
+STARTED_PID = "TORCHMPI_STARTED_PID"  # tells children that they are children; torchmpirun removes it
+_node: Communicator | None = None
+_local: placement.Local | None = None
+_device = torch.device("cpu")
+
+
+def start(
+    with_cuda: bool = False,
+    *,
+    with_ipc_groups: bool = True,
+    custom_communicator_init: Callable[[], int] | None = None,
+    with_cartesian_communicator: bool = False,
+    collective_communicator: Callable[[], int | None] | None = None,
+    tuning: config.Tuning | None = None,
+) -> None:
+    """Start this process as a rank of the job it was launched in, or as a world of one. Collective.
+
+    with_cuda: pin this rank to a GPU, round robin by local rank. with_ipc_groups: group GPUs by peer access.
+    custom_communicator_init: pushes levels of your own; returns the index of the deepest one, which becomes current.
+    with_cartesian_communicator: link every rank, not only roots, with its counterparts where groups are equal.
+    collective_communicator: pushes the levels for hierarchical collectives instead of the default, a level with a group
+    per node; returns the index of the level that ends the span (None: no span below the current level).
+    tuning: sizes and deadlines; default from the environment (TORCHMPI_*). The same on every rank.
+
+    Raises NotStarted in a child process of a started one, TorchMPIError when it is started already.
+    """
+    _check_startable()
+    tuning = tuning or config.from_environment()
+    device = placement.cuda_device() if with_cuda else torch.device("cpu")
+    world = _initialise_mpi()
+    try:
+        _build(world, with_cartesian_communicator, tuning, device)
+        _push_levels(custom_communicator_init, collective_communicator)
+    except BaseException:
+        if world.size == 1:
+            _tear_down("call mpi.start() first")
+        raise
+    os.environ[STARTED_PID] = str(os.getpid())
+    if communicators.resolve(None).rank == 0 and world.rank == 0:
+        logger.info("%s", _describe())
+
+
+def stop() -> None:
+    """Drain outstanding operations, and free windows, communicators and threads. Collective; idempotent.
+
+    It also runs by itself when the interpreter exits normally. ``start`` may be called again.
+    """
+    if not communicators.is_started():
+        return
+    handles.communication_thread().drain()
+    communicators.stack().levels[0].direct.Barrier()
+    _tear_down("mpi.stop() was called; call mpi.start() again")
+
+
+@contextlib.contextmanager
+def session(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """``with mpi.session():`` start, and stop at the end; the arguments are those of ``start``.
+
+    When the block raises, the job is aborted if other ranks could be waiting for this one.
+    """
+    start(*args, **kwargs)
+    try:
+        yield
+    except Exception:
+        if communicators.stack().levels[0].size == 1:
+            stop()
+        raise
+    stop()
+
+
+def is_started() -> bool:
+    """Whether this process is between ``start`` and ``stop``."""
+    return communicators.is_started()
+
+
+def rank() -> int:
+    """This process's rank in the current level: 0 to ``size() - 1``."""
+    return communicators.resolve(None).rank
+
+
+def size() -> int:
+    """The number of ranks in the current level."""
+    return communicators.resolve(None).size
+
+
+def barrier(comm: Communicator | None = None) -> None:
+    """Wait until every rank of ``comm`` (default: the current level) is here."""
+    communicators.resolve(comm).direct.Barrier()
+
+
+def local_rank() -> int:
+    """This process's rank among those of its node."""
+    return _located().rank
+
+
+def local_size() -> int:
+    """The number of ranks on this node."""
+    return _located().size
+
+
+def num_nodes() -> int:
+    """The number of nodes that the current level spreads over."""
+    return communicators.resolve(None).num_nodes
+
+
+def device() -> torch.device:
+    """Where this rank computes: its GPU after ``start(with_cuda=True)``, else the CPU."""
+    communicators.stack()
+    return _device
+
+
+def host_name() -> str:
+    """The name of this host. Ranks with equal names may still be on different nodes."""
+    return socket.gethostname()
+
+
+def _check_startable() -> None:
+    if communicators.is_started():
+        raise TorchMPIError("mpi.start() was called already; call mpi.stop() before starting again")
+    parent = os.environ.get(STARTED_PID)
+    if parent is not None and parent != str(os.getpid()):
+        raise NotStarted(
+            f"this process ({os.getpid()}) is a child of a started rank (process {parent}) and cannot be a rank itself; "
+            f"call torchmpi_py in the parent only, or launch a job of its own with torchmpirun (or without {STARTED_PID} "
+            "in its environment)"
+        )
+
+
+def _initialise_mpi() -> MPI.Comm:
+    placement.prepare_environment()
+    import mpi4py
+
+    mpi4py.rc.thread_level = "multiple"
+    mpi4py.rc.finalize = False  # we do it, at exit: mpi4py's own would also run in forked children
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        raise TorchMPIError("MPI was finalised in this process and cannot be started again")
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    _register_exit()
+    return MPI.COMM_WORLD
+
+
+def _build(world: MPI.Comm, cartesian: bool, tuning: config.Tuning, device: torch.device) -> None:
+    """Everything but the levels below the world."""
+    global _node, _local, _device
+    from mpi4py import MPI
+
+    config.install(tuning)
+    inline = MPI.Query_thread() < MPI.THREAD_MULTIPLE
+    if inline and world.rank == 0:
+        logger.warning("this MPI does not give MPI_THREAD_MULTIPLE: asynchronous operations run when they are launched")
+    handles.install(handles.CommunicationThread(inline=inline))
+    node_group = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
+    node = node_group.bcast(world.rank)  # a node is known by its lowest rank in the world
+    _node = Communicator(node_group, node, f"node of rank {node}")
+    _local = placement.locate(node_group)
+    _device = device
+    placement.limit_threads(_local)
+    communicators.install(Stack(world, node, cartesian), "")
+
+
+def _push_levels(custom: Callable[[], int] | None, collective: Callable[[], int | None] | None) -> None:
+    """The user's levels, then those for hierarchical collectives; the span is between the two."""
+    stack = communicators.stack()
+    entry = 0 if custom is None else custom()
+    communicators.set_communicator(_checked_level("custom_communicator_init", entry))
+    if collective is None:
+        end = stack.push(f"node of rank {stack.node}")
+    else:
+        given = collective()
+        end = entry if given is None else _checked_level("collective_communicator", given)
+        communicators.set_communicator(entry)
+    communicators.set_collective_span(entry, end)
+
+
+def _checked_level(what: str, level: object) -> int:
+    if isinstance(level, bool) or not isinstance(level, int):
+        raise TypeError(f"{what} returned {level!r}; it must return the index of the deepest level that it pushed")
+    communicators.stack().level(level)
+    return level
+
+
+def _tear_down(why_not: str) -> None:
+    global _node, _local
+    handles.communication_thread().close()
+    communicators.stack().free()
+    if _node is not None:
+        _node.free()
+    _node = _local = None
+    handles.install(None)
+    communicators.install(None, why_not)
+    os.environ.pop(STARTED_PID, None)
+
+
+def _located() -> placement.Local:
+    communicators.stack()
+    assert _local is not None, "a started process is located"
+    return _local
+
+
+def _describe() -> str:
+    from mpi4py import MPI
+
+    world = communicators.stack().levels[0]
+    vendor, version = MPI.get_vendor()
+    return (
+        f"{world.size} rank{'s' if world.size > 1 else ''} on {world.num_nodes} node{'s' if world.num_nodes > 1 else ''}, "
+        f"{vendor} {'.'.join(map(str, version))}, torch {torch.__version__}, rank 0 on {host_name()} with "
+        f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} and {_device}"
+    )
+
+
+_exit_is_registered = False
+_process = os.getpid()
+
+
+def _register_exit() -> None:
+    """Once per process: stop at exit, abort the job on an uncaught exception, disown forked children."""
+    global _exit_is_registered, _process
+    if _exit_is_registered:
+        return
+    _exit_is_registered = True
+    _process = os.getpid()
+    atexit.register(_at_exit)
+    os.register_at_fork(after_in_child=_disown)
+    if not hasattr(sys, "ps1") and not sys.flags.interactive:
+        sys.excepthook = _aborting(sys.excepthook)
+
+
+def _at_exit() -> None:
+    from mpi4py import MPI
+
+    if os.getpid() == _process and not MPI.Is_finalized():
+        stop()
+        MPI.Finalize()
+
+
+def _disown() -> None:
+    handles.install(None)
+    communicators.install(
+        None, "it was forked from a started rank, and only that one may call; in data loaders, return tensors instead"
+    )
+
+
+def _aborting(former: Callable[..., Any]) -> Callable[..., None]:
+    """An excepthook that ends the whole job after reporting: ranks that wait for this one would wait for ever."""
+
+    def hook(*failure: Any) -> None:
+        former(*failure)
+        abort(1)
+
+    return hook
+
+
+def abort(code: int) -> None:
+    """End the whole job with ``code`` if other ranks belong to it; else do nothing."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or os.getpid() != _process or not mpi.Is_initialized() or mpi.Is_finalized():
+        return
+    if mpi.COMM_WORLD.size > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(code)
