@@ -1,0 +1,97 @@
+"""Means over samples, on one rank and over all; the progress bar."""
+
+import math
+import sys
+
+import pytest
+import torch
+
+from torchmpi_py.engine import Accuracy, Average, DatasetIterator, SGDEngine, show_progress
+
+
+def test_average_weights_by_samples():
+    average = Average()
+    assert math.isnan(average.value)
+    average.add(1.0, 3)
+    average.add(torch.tensor(5.0, requires_grad=True), 1)
+    average.add(math.inf, 0)
+    assert average.value == 2.0
+    average.reset()
+    assert math.isnan(average.value)
+
+
+def test_accuracy_counts_the_first_samples():
+    scores = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+    accuracy = Accuracy()
+    accuracy.add(scores, torch.tensor([1, 0, 0]))
+    assert accuracy.value == pytest.approx(2 / 3)
+    accuracy.add(scores, torch.tensor([1, 0, 0]), 1)
+    assert accuracy.value == pytest.approx(3 / 4)
+    accuracy.add(scores, torch.tensor([0, 1, 1]), 0)
+    assert accuracy.value == pytest.approx(3 / 4)
+
+
+def test_accuracy_of_dense_predictions():
+    accuracy = Accuracy()
+    accuracy.add(torch.eye(3).expand(2, 3, 3), torch.tensor([[0, 1, 2], [0, 0, 0]]))
+    assert accuracy.value == pytest.approx(4 / 6)
+
+
+@pytest.mark.parametrize("target", [torch.zeros(2), torch.zeros(3, 2), torch.zeros(3, 1)])
+def test_accuracy_refuses_shapes_that_do_not_fit(target):
+    with pytest.raises(ValueError, match="shape"):
+        Accuracy().add(torch.zeros(3, 2), target)
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(21, 4, generator=generator)
+    return torch.utils.data.TensorDataset(inputs, (inputs[:, 0] > 0).long())
+
+
+@pytest.mark.timeout(30)
+def test_reduced_is_exact_with_uneven_ranks(mpi):
+    average = Average()
+    for i in range(mpi.rank()):  # rank 0 has none
+        average.add(10.0 * mpi.rank() + i)
+    values = [10.0 * rank + i for rank in range(mpi.size()) for i in range(rank)]
+    expected = sum(values) / len(values) if values else math.nan
+    assert average.reduced() == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.timeout(30)
+def test_progress_shows_on_rank_0_and_keeps_hooks(mpi, capsys):
+    network = torch.nn.Linear(4, 2)
+    engine = SGDEngine()
+    losses = []
+    engine.hooks.on_forward_criterion = lambda state: losses.append(float(state.loss))
+    show_progress(engine)
+    run = {"network": network, "criterion": torch.nn.CrossEntropyLoss(), "iterator": DatasetIterator(dataset(), 4)}
+    engine.hooks.on_end_epoch = chained(engine.hooks.on_end_epoch, lambda state: engine.test(**run))
+    engine.train(**run, lr=0.1, maxepoch=2)
+    shown = capsys.readouterr().err
+    assert len(losses) == 4 * len(run["iterator"])
+    assert ("epoch 2/2" in shown) == ("accuracy" in shown) == ("test" in shown) == (mpi.rank() == 0)
+
+
+def chained(first, second):
+    return lambda state: (first(state), second(state))
+
+
+def test_a_bar_without_accuracy(capsys):
+    engine = SGDEngine()
+    show_progress(engine)
+    engine.train(
+        network=torch.nn.Linear(1, 1),
+        criterion=torch.nn.MSELoss(),
+        iterator=[(torch.ones(2, 1), torch.ones(2, 1))],
+        lr=0,
+    )
+    shown = capsys.readouterr().err
+    assert "accuracy" not in shown
+
+
+def test_without_tqdm_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ImportError, match=r"torchmpi-py\[examples\]"):
+        show_progress(SGDEngine())

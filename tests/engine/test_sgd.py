@@ -1,0 +1,306 @@
+"""The loop alone: order of the hooks, the two halves of the backward pass, optimizers, modes, errors. No MPI."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchmpi_py.engine import Hooks, SGDEngine
+
+MOMENTS = [field.name for field in dataclasses.fields(Hooks)]
+PER_SAMPLE = [
+    "on_sample",
+    "on_forward",
+    "on_forward_criterion",
+    "on_backward_criterion",
+    "on_backward",
+    "on_update",
+]
+
+
+def linear(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(3, 2)
+
+
+def pairs(num_batches=2, batch_size=4):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(batch_size, 3, generator=generator), torch.randint(2, (batch_size,), generator=generator))
+        for _ in range(num_batches)
+    ]
+
+
+def recorded(engine):
+    calls = []
+    for moment in MOMENTS:
+        setattr(engine.hooks, moment, lambda state, moment=moment: calls.append(moment))
+    return calls
+
+
+def test_there_are_ten_moments():
+    assert ["on_start", "on_start_epoch", *PER_SAMPLE, "on_end_epoch", "on_end"] == MOMENTS
+
+
+def test_hooks_of_training_are_called_in_their_order():
+    engine = SGDEngine()
+    calls = recorded(engine)
+    engine.train(network=linear(), criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(2), lr=0.1, maxepoch=2)
+    epoch = ["on_start_epoch", *PER_SAMPLE, *PER_SAMPLE, "on_end_epoch"]
+    assert calls == ["on_start", *epoch, *epoch, "on_end"]
+
+
+def test_hooks_of_testing_are_called_in_their_order():
+    engine = SGDEngine()
+    calls = recorded(engine)
+    engine.test(network=linear(), criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(2))
+    sample = ["on_sample", "on_forward", "on_forward_criterion"]
+    assert calls == ["on_start", *sample, *sample, "on_end"]
+
+
+def test_a_misspelt_hook_raises():
+    with pytest.raises(AttributeError, match="on_forwards"):
+        SGDEngine().hooks.on_forwards = print
+    with pytest.raises(TypeError, match="onSample"):
+        Hooks(onSample=print)
+
+
+def test_training_is_plain_sgd():
+    network, expected = linear(), linear()
+    SGDEngine().train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), lr=0.1, maxepoch=3)
+    for _ in range(3):
+        for x, target in pairs():
+            expected.zero_grad()
+            torch.nn.functional.cross_entropy(expected(x), target).backward()
+            with torch.no_grad():
+                for parameter in expected.parameters():
+                    parameter.add_(parameter.grad, alpha=-0.1)
+    assert torch.equal(network.weight, expected.weight)
+    assert torch.equal(network.bias, expected.bias)
+
+
+def test_the_state_counts():
+    engine = SGDEngine()
+    seen = []
+    engine.hooks.on_update = lambda state: seen.append((state.epoch, state.t, state.num_samples, state.weight))
+    state = engine.train(network=linear(), criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(2), lr=0.1, maxepoch=2)
+    assert seen == [(0, 1, 4, 1.0), (0, 2, 4, 1.0), (1, 3, 4, 1.0), (1, 4, 4, 1.0)]
+    assert (state.epoch, state.t, state.training) == (2, 4, True)
+
+
+def test_a_hook_resumes_and_stops():
+    engine = SGDEngine()
+    epochs = []
+    engine.hooks.on_start = lambda state: setattr(state, "epoch", 5)
+    engine.hooks.on_start_epoch = lambda state: epochs.append(state.epoch)
+    engine.hooks.on_end_epoch = lambda state: setattr(state, "maxepoch", min(state.maxepoch, 7))
+    engine.train(network=linear(), criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), lr=0.1, maxepoch=100)
+    assert epochs == [5, 6]
+
+
+class TwoHeads(torch.nn.Module):
+    """Outputs in a nested structure, one of them without gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = linear(1), linear(2)
+
+    def forward(self, x):
+        left = self.left(x)
+        return {"scores": (left, self.right(x)), "chosen": left.argmax(1), "unused": [left * 2]}
+
+
+class Mixed(torch.nn.Module):
+    """A criterion that has a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = torch.nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, output, target):
+        left, right = output["scores"]
+        return torch.nn.functional.cross_entropy(self.mix * left + (1 - self.mix) * right, target)
+
+
+def test_the_criterion_goes_back_before_the_network_does():
+    network, criterion = TwoHeads(), Mixed()
+    engine = SGDEngine()
+    between = []
+
+    def check(state):
+        between.append((network.left.weight.grad, criterion.mix.grad, state.output["scores"][0].grad.clone()))
+
+    engine.hooks.on_backward_criterion = check
+    (sample,) = pairs(1)
+    engine.train(network=network, criterion=criterion, iterator=[sample], lr=0)
+    ((left, mix, score),) = between
+    both = torch.nn.ModuleList([network, criterion])
+    found = {name: parameter.grad.clone() for name, parameter in both.named_parameters()}
+    both.zero_grad()
+    output = network(sample[0])
+    output["scores"][0].retain_grad()
+    criterion(output, sample[1]).backward()
+    assert left is None
+    assert mix is None
+    assert torch.equal(score, output["scores"][0].grad)
+    for name, parameter in both.named_parameters():
+        assert torch.allclose(parameter.grad, found[name], rtol=1e-6, atol=0), name
+
+
+def test_the_criterion_is_trained_too():
+    criterion = Mixed()
+    SGDEngine().train(network=TwoHeads(), criterion=criterion, iterator=pairs(), lr=0.5)
+    assert criterion.mix.item() != pytest.approx(0.3)
+
+
+def test_a_penalty_on_parameters_in_the_loss_counts():
+    network = linear()
+    (sample,) = pairs(1)
+
+    def criterion(output, target):
+        return torch.nn.functional.cross_entropy(output, target) + network.weight.square().sum()
+
+    times = []
+    hook = network.weight.register_post_accumulate_grad_hook(times.append)
+    SGDEngine().train(network=network, criterion=criterion, iterator=[sample], lr=0)
+    hook.remove()
+    assert len(times) == 1  # complete at once: what is sent away by such a hook is the whole gradient
+    grad = network.weight.grad.clone()
+    network.zero_grad()
+    criterion(network(sample[0]), sample[1]).backward()
+    assert torch.allclose(grad, network.weight.grad)
+
+
+def test_parameters_that_only_the_optimizer_knows_are_trained():
+    network, extra = linear(), torch.nn.Parameter(torch.ones(()))
+    SGDEngine().train(
+        network=network,
+        criterion=lambda output, target: torch.nn.functional.cross_entropy(output * extra, target),
+        iterator=pairs(),
+        optimizer=torch.optim.SGD([*network.parameters(), extra], lr=0.1),
+    )
+    assert extra.item() != 1
+    assert extra.grad is not None
+
+
+def test_lr_zero_computes_gradients_and_updates_nothing():
+    network = linear()
+    state = SGDEngine().train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), lr=0)
+    assert state.optimizer is None
+    assert torch.equal(network.weight, linear().weight)
+    assert network.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, lambda parameters: torch.optim.Adam(parameters, lr=1e-3)])
+def test_a_function_makes_the_optimizer(make):
+    network = linear()
+    state = SGDEngine().train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), optimizer=make)
+    assert isinstance(state.optimizer, torch.optim.Adam)
+    assert not torch.equal(network.weight, linear().weight)
+
+
+def test_an_optimizer_is_taken_as_it_is():
+    network = linear()
+    optimizer = torch.optim.SGD([network.bias], lr=0.1)
+    state = SGDEngine().train(
+        network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), optimizer=optimizer
+    )
+    assert state.optimizer is optimizer
+    assert torch.equal(network.weight, linear().weight)
+    assert not torch.equal(network.bias, linear().bias)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [({}, ValueError), ({"lr": 0.1, "optimizer": torch.optim.Adam}, ValueError), ({"optimizer": 3}, TypeError)],
+)
+def test_ambiguous_optimizers_are_refused(given, error):
+    with pytest.raises(error, match="optimizer"):
+        SGDEngine().train(network=linear(), criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), **given)
+
+
+@pytest.mark.parametrize("sample", [torch.zeros(4, 3), {"input": 1, "target": 2}, (1,), "ab", 7])
+def test_a_sample_that_is_no_pair_is_refused(sample):
+    with pytest.raises(TypeError, match=r"\(input, target\)"):
+        SGDEngine().test(network=linear(), criterion=torch.nn.CrossEntropyLoss(), iterator=[sample])
+
+
+def test_a_hook_may_replace_the_sample():
+    engine = SGDEngine()
+    engine.hooks.on_sample = lambda state: setattr(state, "sample", (state.sample["x"], state.sample["y"]))
+    ((x, y),) = pairs(1)
+    network = linear()
+    state = engine.test(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=[{"x": x, "y": y}])
+    assert state.loss == torch.nn.functional.cross_entropy(network(x), y)
+
+
+def test_testing_restores_modes_and_takes_no_gradients():
+    network = torch.nn.Sequential(linear(), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(2))
+    network.train()
+    network[2].eval()
+    engine = SGDEngine()
+    modes = []
+    engine.hooks.on_forward = lambda state: modes.append((network.training, state.output.requires_grad))
+    engine.test(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(1))
+    assert modes == [(False, False)]
+    assert [module.training for module in network] == [True, True, False]
+    with pytest.raises(TypeError):
+        engine.test(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=[None])
+    assert network.training
+    assert torch.is_grad_enabled()
+
+
+class Weighted(list):
+    weight, num_samples = 0.25, 0
+
+
+def test_the_weight_scales_gradients_and_not_the_loss():
+    network = linear()
+    (sample,) = pairs(1)
+    state = SGDEngine().train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=Weighted([sample]), lr=0)
+    grad = network.weight.grad.clone()
+    network.zero_grad()
+    loss = torch.nn.functional.cross_entropy(network(sample[0]), sample[1])
+    loss.backward()
+    assert torch.equal(state.loss, loss)
+    assert state.num_samples == 0
+    assert torch.equal(grad, 0.25 * network.weight.grad)
+
+
+def test_a_dataloader_is_an_iterator_and_its_sampler_is_told_the_epoch():
+    class Sampler(torch.utils.data.SequentialSampler):
+        told = []
+
+        def set_epoch(self, epoch):
+            self.told.append(epoch)
+
+    dataset = TensorDataset(torch.randn(10, 3), torch.randint(2, (10,)))
+    loader = DataLoader(dataset, batch_size=4, sampler=Sampler(dataset))
+    engine = SGDEngine()
+    lengths = []
+    engine.hooks.on_sample = lambda state: lengths.append(state.num_samples)
+    engine.train(network=linear(), criterion=torch.nn.CrossEntropyLoss(), iterator=loader, lr=0.1, maxepoch=2)
+    assert lengths == [4, 4, 2] * 2
+    assert Sampler.told == [0, 1]
+
+
+def test_subclasses_bracket_the_run_also_when_it_fails():
+    from contextlib import contextmanager
+
+    events = []
+
+    class Bracketed(SGDEngine):
+        @contextmanager
+        def session(self, state):
+            events.append("in")
+            try:
+                yield
+            finally:
+                events.append("out")
+
+    engine = Bracketed()
+    engine.hooks.on_backward_criterion = lambda state: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.train(network=linear(), criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), lr=0.1)
+    assert events == ["in", "out"]

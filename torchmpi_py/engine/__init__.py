@@ -1,0 +1,19 @@
+"""The training engine: torchnet's loop with hooks, alone or data-parallel over MPI ranks."""
+
+from torchmpi_py.engine.allreduce_sgd import AllReduceSGDEngine
+from torchmpi_py.engine.iterators import DatasetIterator
+from torchmpi_py.engine.meters import Accuracy, Average
+from torchmpi_py.engine.progress import show_progress
+from torchmpi_py.engine.sgd import SGDEngine
+from torchmpi_py.engine.state import Hooks, State
+
+__all__ = [
+    "Accuracy",
+    "AllReduceSGDEngine",
+    "Average",
+    "DatasetIterator",
+    "Hooks",
+    "SGDEngine",
+    "State",
+    "show_progress",
+]

@@ -1,0 +1,234 @@
+"""The training loop: one action, one hook.
+
+This is torchnet's SGD engine (the parent of TorchMPI's AllReduceSGDEngine, reference section 7) on torch modules. The
+loop is ``SGDEngine.train`` below, and it is the documentation: every line that does something is followed by the hook
+that is called after it. The engine does not know of ranks, devices, clocks or logs:
+
+* users add behaviour by hooks: ``engine.hooks.on_update = lambda state: print(float(state.loss))``;
+* packages add behaviour by a subclass that overrides the small methods the loop calls (``AllReduceSGDEngine``), so that
+  the hooks stay the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from torchmpi_py.engine.state import Hooks, State
+
+OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+class SGDEngine:
+    """Train and test a network; see the module docstring for how to add to it.
+
+    Source: torchnet, ``SGDEngine``; TorchMPI reference section 7.
+    """
+
+    def __init__(self) -> None:
+        self.hooks = Hooks()
+
+    def train(
+        self,
+        *,
+        network: torch.nn.Module,
+        criterion: Callable[..., torch.Tensor],
+        iterator: Iterable[Any],
+        lr: float | None = None,
+        optimizer: OptimizerLike | None = None,
+        maxepoch: int = 1,
+    ) -> State:
+        """Train for ``maxepoch`` epochs and return the last state.
+
+        Give either ``lr`` (plain SGD on network and criterion; 0 means no update) or ``optimizer``: a torch optimizer,
+        or a function from the list of parameters to one. A hook that adds layers adds their parameters to
+        ``state.optimizer`` too, as anywhere in torch. An iterator, or its sampler, that has ``set_epoch`` is told the
+        epoch. Raises ValueError or TypeError for an ambiguous optimizer, TypeError for a sample that is not (input,
+        target).
+        """
+        state = State(network, criterion, iterator, training=True, maxepoch=maxepoch)
+        _check_one_given(lr, optimizer)
+        with self.session(state):
+            state.optimizer = _make_optimizer(state, lr, optimizer)
+            self.set_mode(state)
+            self.hooks.on_start(state)
+            while state.epoch < state.maxepoch:
+                self.hooks.on_start_epoch(state)
+                for sample in self.samples(state):
+                    self.take_sample(state, sample)
+                    self.hooks.on_sample(state)
+                    self.forward(state)
+                    self.hooks.on_forward(state)
+                    self.forward_criterion(state)
+                    self.hooks.on_forward_criterion(state)
+                    self.zero_gradients(state)
+                    self.backward_criterion(state)
+                    self.hooks.on_backward_criterion(state)
+                    self.backward(state)
+                    self.hooks.on_backward(state)
+                    self.update(state)
+                    state.t += 1
+                    self.hooks.on_update(state)
+                state.epoch += 1
+                self.hooks.on_end_epoch(state)
+            self.hooks.on_end(state)
+        return state
+
+    def test(
+        self, *, network: torch.nn.Module, criterion: Callable[..., torch.Tensor], iterator: Iterable[Any]
+    ) -> State:
+        """Run every sample forward, without gradients and in evaluation mode, and return the last state.
+
+        The hooks are those of training (``state.training`` tells them apart); each module's mode is restored.
+        """
+        state = State(network, criterion, iterator, training=False)
+        with self.session(state), torch.no_grad(), _modes_restored(state):
+            self.set_mode(state)
+            self.hooks.on_start(state)
+            for sample in self.samples(state):
+                self.take_sample(state, sample)
+                self.hooks.on_sample(state)
+                self.forward(state)
+                self.hooks.on_forward(state)
+                self.forward_criterion(state)
+                self.hooks.on_forward_criterion(state)
+                state.t += 1
+            self.hooks.on_end(state)
+        return state
+
+    # The actions of the loop, in its order. Subclasses override these; each reads and writes the state only.
+
+    def session(self, state: State) -> AbstractContextManager[None]:
+        """What brackets the whole run, also when it ends by an error."""
+        return nullcontext()
+
+    def set_mode(self, state: State) -> None:
+        """Put network and criterion into training or evaluation mode."""
+        for module in state.modules():
+            module.train(state.training)
+
+    def samples(self, state: State) -> Iterator[Any]:
+        """The samples of one epoch."""
+        samplers = [getattr(state.iterator, name, None) for name in ("sampler", "batch_sampler")]
+        for holder in (state.iterator, *samplers):
+            getattr(holder, "set_epoch", _ignored)(state.epoch)
+        return iter(state.iterator)
+
+    def take_sample(self, state: State, sample: Any) -> None:
+        """Note the sample, and its weight and number of samples: the iterator's, else 1.0 and the target's length."""
+        state.sample = sample
+        state.weight = getattr(state.iterator, "weight", 1.0)
+        told = getattr(state.iterator, "num_samples", None)
+        state.num_samples = _length(sample) if told is None else told
+
+    def forward(self, state: State) -> None:
+        """``state.output = network(input)``."""
+        state.output = state.network(_split(state.sample)[0])
+
+    def forward_criterion(self, state: State) -> None:
+        """``state.loss = criterion(output, target)``, on outputs that are cut from the network's graph.
+
+        Each tensor of the output (alone, or inside tuples, lists, dicts) is replaced by a leaf that shares its memory.
+        So the backward pass has two halves, as in torchnet: the criterion's stops at these leaves, and the network's
+        starts there. The loss must therefore reach the network's layers through the network's output: an auxiliary
+        loss that a layer computes is part of what the network returns.
+        """
+        state._cuts = []
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            leaf = tensor.detach().requires_grad_()
+            state._cuts.append((tensor, leaf))
+            return leaf
+
+        state.output = tree_map_only(torch.Tensor, cut, state.output)
+        state.loss = state.criterion(state.output, _split(state.sample)[1])
+
+    def zero_gradients(self, state: State) -> None:
+        """Forget the gradients of the previous sample."""
+        if state.optimizer is not None:
+            state.optimizer.zero_grad()
+        for module in state.modules():
+            module.zero_grad()
+
+    def backward_criterion(self, state: State) -> None:
+        """Gradients of the weighted loss at the cut outputs, and at parameters that it reaches by itself.
+
+        The latter (the criterion's own, or a penalty on the network's) are held back until ``backward``, so that every
+        parameter's gradient is accumulated once: hooks of autograd that send it away then send the whole of it.
+        """
+        loss = state.loss if state.weight == 1.0 else state.loss * state.weight
+        parameters = state.parameters()
+        outputs, leaves = [tensor for tensor, _ in state._cuts], [leaf for _, leaf in state._cuts]
+        grads = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
+        for leaf, grad in zip(leaves, grads[: len(leaves)], strict=True):
+            leaf.grad = grad
+        state._cuts = [(at, grad) for at, grad in zip([*outputs, *parameters], grads, strict=True) if grad is not None]
+
+    def backward(self, state: State) -> None:
+        """Gradients of all parameters, in one pass of autograd from where ``backward_criterion`` stopped."""
+        cuts, state._cuts = state._cuts, []  # frees the network's graph before the update, not at the next sample
+        torch.autograd.backward([tensor for tensor, _ in cuts], [grad for _, grad in cuts])
+
+    def update(self, state: State) -> None:
+        """One step of the optimizer, if there is one."""
+        if state.optimizer is not None:
+            state.optimizer.step()
+
+
+def _ignored(epoch: int) -> None:
+    """The set_epoch of an iterator that has none."""
+
+
+def _check_one_given(lr: float | None, optimizer: OptimizerLike | None) -> None:
+    if (lr is None) == (optimizer is None):
+        raise ValueError(
+            f"train(lr={lr!r}, optimizer={optimizer!r}): give exactly one of them; lr=0.1 for plain SGD, "
+            "lr=0 for no update, or optimizer=torch.optim.Adam(network.parameters())"
+        )
+
+
+def _make_optimizer(state: State, lr: float | None, optimizer: OptimizerLike | None) -> torch.optim.Optimizer | None:
+    """The optimizer asked for. Made after the session has placed the parameters on their device."""
+    if lr is not None:
+        return torch.optim.SGD(state.parameters(), lr=lr) if lr != 0 else None
+    if hasattr(optimizer, "step") and not isinstance(optimizer, type):
+        return cast(torch.optim.Optimizer, optimizer)
+    if callable(optimizer):
+        return optimizer(state.parameters())
+    raise TypeError(f"optimizer={optimizer!r} is neither a torch optimizer nor a function from parameters to one")
+
+
+@contextmanager
+def _modes_restored(state: State) -> Iterator[None]:
+    """Module by module: the user may hold some of them in evaluation mode during training."""
+    modes = [(module, module.training) for part in state.modules() for module in part.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _length(sample: Any) -> int:
+    """Number of samples by the target's length, else 1. No error here: hooks.on_sample may still replace the sample."""
+    try:
+        return len(_split(sample)[1])
+    except (TypeError, IndexError):
+        return 1
+
+
+def _split(sample: Any) -> tuple[Any, Any]:
+    """(input, target) of a sample, or a TypeError that says what came instead."""
+    if isinstance(sample, (tuple, list)) and len(sample) >= 2:
+        return sample[0], sample[1]
+    what = f"{type(sample).__name__} of length {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
+    raise TypeError(
+        f"sample is a {what}; the engine needs (input, target): "
+        "let the iterator give pairs, or make one of state.sample in hooks.on_sample"
+    )

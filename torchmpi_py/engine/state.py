@@ -1,0 +1,62 @@
+"""What the training loop knows, and the moments at which it tells: the vocabulary of the engine (torchnet's)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(eq=False)
+class State:
+    """What the loop knows; hooks read it and may write it."""
+
+    network: torch.nn.Module
+    criterion: Callable[..., torch.Tensor]  # a module or a function: criterion(output, target) -> mean loss, a scalar
+    iterator: Iterable[Any]  # gives samples; called anew each epoch
+    optimizer: torch.optim.Optimizer | None = None  # None in test(), and in train() with lr=0: no update
+    sample: Any = None  # (input, target, ...)
+    output: Any = None  # what the network gave; from on_forward_criterion on cut from its graph, so that .grad is kept
+    loss: Any = None  # scalar tensor: mean over this rank's samples, never scaled by weight
+    epoch: int = 0  # epochs completed; a hook may set it in on_start to resume, or maxepoch to stop after this epoch
+    t: int = 0  # samples (batches) completed, over all epochs
+    training: bool = False
+    maxepoch: int = 1
+    weight: float = 1.0  # of this batch in a mean over ranks: the loss is scaled by it for the backward pass only
+    num_samples: int = 0  # in this batch; 0: this rank had none left and computes on a stand-in of weight 0
+    _cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, repr=False)  # where backward resumes
+
+    def modules(self) -> list[torch.nn.Module]:
+        """The network, and the criterion if it is a module."""
+        return [part for part in (self.network, self.criterion) if isinstance(part, torch.nn.Module)]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What is trained: parameters of network, criterion and optimizer that take a gradient, each once."""
+        groups = [] if self.optimizer is None else [group["params"] for group in self.optimizer.param_groups]
+        holders = [*(module.parameters() for module in self.modules()), *groups]
+        return list(dict.fromkeys(p for holder in holders for p in holder if p.requires_grad))
+
+
+def _nothing(state: State) -> None:
+    """The hook nobody set."""
+
+
+Hook = Callable[[State], Any]
+
+
+@dataclass(slots=True)
+class Hooks:
+    """The ten moments, in their order; each is a function of the state. There is no eleventh: a misspelt one raises."""
+
+    on_start: Hook = _nothing  # once, before the first epoch (test: before the first sample)
+    on_start_epoch: Hook = _nothing
+    on_sample: Hook = _nothing  # state.sample is there, and may be replaced
+    on_forward: Hook = _nothing  # state.output
+    on_forward_criterion: Hook = _nothing  # state.loss
+    on_backward_criterion: Hook = _nothing  # d loss / d output is in state.output.grad; parameters have no gradient yet
+    on_backward: Hook = _nothing  # gradients are complete (over all ranks, if the engine averages)
+    on_update: Hook = _nothing  # parameters are new, state.t counts this sample
+    on_end_epoch: Hook = _nothing  # state.epoch counts this epoch
+    on_end: Hook = _nothing
