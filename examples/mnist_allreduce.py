@@ -1,0 +1,77 @@
+"""Digit recognition on several ranks: each computes on its share of every batch, gradients are averaged.
+
+    torchmpirun -n 4 examples/mnist_allreduce.py
+
+The batch is split over the ranks, so that any number of them takes the same steps as one (mnist_sequential.py).
+"""
+
+import argparse
+import os
+
+import digits_data
+import torch
+
+import torchmpi_py as mpi
+from torchmpi_py import nn as mpinn
+from torchmpi_py.engine import Accuracy, AllReduceSGDEngine, Average, DatasetIterator, show_progress
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--data", help="directory of MNIST's idx files; default: scikit-learn's digits")
+parser.add_argument("--epochs", type=int, default=15)
+parser.add_argument("--seed", type=int, default=1111)
+parser.add_argument(
+    "--batch", type=int, default=60, help="samples per step, over all ranks; a multiple of their number"
+)
+parser.add_argument("--lr", type=float, default=0.2)
+parser.add_argument("--asynchronous", action="store_true", help="average gradients during the backward pass")
+parser.add_argument("--usegpu", action="store_true", help="one GPU per rank")
+parser.add_argument("--progress", action="store_true", help="show a bar on rank 0")
+parser.add_argument("--save", help="file for the final parameters")
+options = parser.parse_args()
+
+if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets it: cores / ranks
+    torch.set_num_threads(1)
+
+mpi.start(with_cuda=options.usegpu)
+if options.batch % mpi.size():
+    raise SystemExit(f"--batch {options.batch} cannot be split over {mpi.size()} ranks")
+batch_size = options.batch // mpi.size()
+
+torch.manual_seed(options.seed)
+train_set, test_set = digits_data.load(options.data)
+network = digits_data.conv_net(image_size=train_set.tensors[0].shape[-1])
+criterion = torch.nn.CrossEntropyLoss()
+
+engine = AllReduceSGDEngine(usegpu=options.usegpu, asynchronous=options.asynchronous)
+loss, accuracy = Average(), Accuracy()
+
+
+def measure(state):
+    """Count what is tested, not what is trained on."""
+    if not state.training:
+        loss.add(state.loss, state.num_samples)
+        accuracy.add(state.output, state.sample[1], state.num_samples)
+
+
+engine.hooks.on_forward_criterion = measure
+if options.progress:
+    show_progress(engine)
+
+engine.train(
+    network=network,
+    criterion=criterion,
+    iterator=DatasetIterator(train_set, batch_size, seed=options.seed),
+    lr=options.lr,
+    maxepoch=options.epochs,
+)
+engine.test(network=network, criterion=criterion, iterator=DatasetIterator(test_set, batch_size, shuffle=False))
+
+final_loss, final_accuracy = loss.reduced(), accuracy.reduced()
+mpinn.check_with_allreduce(network)
+mpi.check_with_allreduce(final_accuracy, "final accuracy")
+if mpi.rank() == 0:
+    print(f"parameters are bit-identical on {mpi.size()} ranks")
+    print(f"test loss {final_loss:.4f}, accuracy {100 * final_accuracy:.2f} %")
+    if options.save:
+        torch.save(network.state_dict(), options.save)
+mpi.stop()
