@@ -1,0 +1,194 @@
+"""torchmpirun: start one process per GPU, or per core, through the MPI of this environment.
+
+    torchmpirun -n 4 train.py --epochs 5
+
+It finds the MPI, builds its argument list, starts every rank inside `wrap`, and ends with the exit code of the first
+rank that failed. On success it prints nothing of its own.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import binding, hosts, mpirun
+from torchmpi_py.launch.job import Job
+
+# What the ranks must not inherit: the place in another job of whoever starts this one, and the mark by which a started
+# process forbids MPI to its children.
+_DROPPED = ("PMIX_", "PMI_", "OMPI_COMM_", "OMPI_ARGV", "OMPI_COMMAND", "PRTE_LAUNCHED", "HYDI_", "MPI_LOCAL")
+_DROPPED_WHOLE = ("TORCHMPI_STARTED_PID",)
+_KEPT = ("PMIX_MCA_",)
+# What must reach the ranks on other hosts, besides what --env gives.
+_FORWARDED = ("TORCHMPI", "MPI4PY_", "OMPI_MCA_", "PYTHONPATH", *binding.THREAD_VARIABLES)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job as it would be started: everything that --dry-run prints."""
+
+    command: list[str]
+    environment: dict[str, str]
+    added: dict[str, str]
+    hostfile: Path | None
+    hostfile_text: str
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the command line. Everything after the program belongs to the program."""
+    parser = argparse.ArgumentParser(
+        prog="torchmpirun",
+        usage="torchmpirun [-n N] [options] program.py args...\n       torchmpirun [-n N] [options] -m module args...",
+        description="Start N ranks of a Python program through MPI.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-n", "-np", dest="num_ranks", type=_positive, metavar="N", help="ranks; default: one per GPU, core or slot")
+    add("--hostfile", type=Path, metavar="F", help="lines of `host`, `host:4` or `host slots=4`")
+    add("--hosts", metavar="a:2,b:2", help="the same on the command line")
+    add("--bind", choices=("core", "none"), default="core", help="give each rank its own cores (default), or do not")
+    add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")
+    add("--timeout", type=_seconds, metavar="S", help="end the job after S seconds, with exit code 124")
+    add("--profile", type=Path, metavar="D", help="run each rank under cProfile and write D/rank-R.prof")
+    add("--mpi", choices=[vendor.name for vendor in mpirun.VENDORS], default="", help="default: the one that is found")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in every rank; repeatable")
+    add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
+    add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")
+    add("--mpi-args", type=shlex.split, default=[], metavar="'...'", help="options for the MPI's own starter")
+    add("--dry-run", action="store_true", help="print what would be run, and run nothing")
+    add("-m", dest="as_module", action="store_true", help="the program is a module")
+    add("program", nargs=argparse.REMAINDER, help="program and its arguments")
+    options = parser.parse_args(argv)
+    if not options.program:
+        parser.error("no program to run")
+    return options
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} ranks are no job; give 1 or more")
+    return number
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text} seconds are no limit; give more than 0")
+    return seconds
+
+
+def default_num_ranks(named: tuple[hosts.Host, ...], environment: Mapping[str, str]) -> int:
+    """One rank per slot of the named hosts; else per GPU; else per core."""
+    if named:
+        return sum(host.num_slots for host in named)
+    return hosts.num_gpus(environment) or binding.num_usable_cores()
+
+
+def _named_hosts(options: argparse.Namespace) -> tuple[hosts.Host, ...]:
+    if options.hosts and options.hostfile:
+        raise LaunchError("--hosts and --hostfile both name the hosts; give one of them")
+    if options.hosts:
+        return hosts.parse_hosts(options.hosts)
+    return hosts.read_hostfile(options.hostfile) if options.hostfile else ()
+
+
+def given_environment(pairs: list[str]) -> dict[str, str]:
+    """Read --env."""
+    given = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise LaunchError(f"--env {pair!r}: write NAME=VALUE")
+        given[name] = value
+    return given
+
+
+def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without what would confuse the ranks."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _DROPPED_WHOLE and (name.startswith(_KEPT) or not name.startswith(_DROPPED))
+    }
+
+
+def wrapped(options: argparse.Namespace) -> list[str]:
+    """The command of one rank."""
+    command = [sys.executable, str(Path(__file__).with_name("wrap.py")), "--bind", options.bind]
+    if options.log_dir is not None:
+        command += ["--log-dir", str(options.log_dir.absolute())]
+    if options.profile is not None:
+        command += ["--profile", str(options.profile.absolute())]
+    return [*command, *(["-m"] if options.as_module else []), *options.program]
+
+
+def plan(options: argparse.Namespace, folder: Path, environment: Mapping[str, str]) -> Plan:
+    """Decide everything; `folder` is the job's, and is only named here."""
+    if options.mpi and options.dry_run:  # of any MPI, installed or not
+        vendor = mpirun.vendor_named(options.mpi)
+        program = vendor.programs[0]
+    else:
+        vendor, program = mpirun.find(options.mpi, environment)
+    named = _named_hosts(options)
+    num_ranks = options.num_ranks or default_num_ranks(named, environment)
+    hostfile = folder / "hostfile" if named else None
+    busy = hosts.num_ranks_on_busiest(named, num_ranks) >= binding.num_usable_cores()
+    inherited = inherited_environment(environment)
+    given = given_environment(options.env)
+    added = mpirun.settings(vendor, busy=busy, is_root=os.geteuid() == 0, hostfile=hostfile)
+    added |= mpirun.library_of(vendor, program)
+    added = {name: value for name, value in added.items() if name == vendor.hostfile_variable or name not in inherited}
+    added |= {"TORCHMPIRUN_JOB_DIR": str(folder)} | given
+    reaching = sorted({*given, *(name for name in inherited | added if name.startswith(_FORWARDED))})
+    starter = mpirun.arguments(
+        vendor,
+        num_ranks=num_ranks,
+        hostfile=hostfile,
+        forward=tuple(reaching),
+        agent=options.launch_agent,
+        elastic=options.elastic,
+        extra=tuple(options.mpi_args),
+    )
+    text = hosts.render(named, vendor.hostfile_line)
+    return Plan([program, *starter, *wrapped(options)], inherited | added, added, hostfile, text)
+
+
+def run(options: argparse.Namespace, folder: Path) -> int:
+    """Start the job, or print it; return its exit code."""
+    chosen = plan(options, folder, os.environ)
+    if options.dry_run:
+        for name, value in chosen.added.items():
+            print(f"{name}={shlex.quote(value)} \\")
+        print(shlex.join(chosen.command))
+        return 0
+    if chosen.hostfile is not None:
+        chosen.hostfile.write_text(chosen.hostfile_text)
+    return Job(
+        chosen.command,
+        chosen.environment,
+        folder,
+        timeout_seconds=options.timeout,
+        elastic=options.elastic,
+        shown_log=options.log_dir / "rank-0.log" if options.log_dir is not None else None,
+    ).run()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command `torchmpirun`."""
+    options = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
+            return run(options, Path(folder))
+    except LaunchError as error:
+        print(f"torchmpirun: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Hosts and slots: read every usual form, write the one an MPI wants.
+
+A *slot* is room for one rank. A hostfile has one host a line, in any of three forms that people carry from one MPI to
+another, and everything after ``#`` is a comment::
+
+    alpha
+    beta slots=4        # Open MPI
+    gamma:4             # MPICH, Intel MPI
+
+A host named several times has the sum of its slots, as `a`, `a` means two ranks in a file made by a batch system.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmpi_py.errors import LaunchError
+
+_FORM = re.compile(
+    r"""(?P<name> \[[0-9A-Fa-f:.]+\] | [A-Za-z0-9_][\w.-]*(?:@[\w.-]+)? )   # a name, or an IPv6 address in brackets
+        (?: :(?P<colon>\d+) | \s+slots\s*=\s*(?P<slots>\d+) )?
+        (?: \s+max[-_]slots\s*=\s*\d+ )? """,
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host and the number of ranks it has room for."""
+
+    name: str
+    num_slots: int = 1
+
+
+def parse_host(text: str, where: str) -> Host:
+    """Read one host in any form; `where` says in an error what the text came from."""
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
+        raise LaunchError(f"{where}: {text.strip()!r} is not a host; write `name`, `name:4` or `name slots=4`")
+    num_slots = int(match["colon"] or match["slots"] or 1)
+    if num_slots < 1:
+        raise LaunchError(f"{where}: {text.strip()!r} leaves no room for a rank; drop the host, or give it a slot")
+    return Host(match["name"], num_slots)
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Read ``a:2,b:2``."""
+    return merge(parse_host(part, "--hosts") for part in text.split(","))
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """Read a hostfile in any of the forms."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise LaunchError(f"--hostfile {path}: {error.strerror}") from error
+    hosts = merge(parse_host(bare, f"{path}:{number}") for number, line in enumerate(lines, 1) if (bare := _bare(line)))
+    if not hosts:
+        raise LaunchError(f"--hostfile {path} names no host")
+    return hosts
+
+
+def _bare(line: str) -> str:
+    return line.partition("#")[0].strip()
+
+
+def merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    """Add up the slots of hosts named more than once, in the order of their first naming."""
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.num_slots
+    return tuple(Host(name, num_slots) for name, num_slots in slots.items())
+
+
+def render(hosts: Iterable[Host], line: str) -> str:
+    """Write hosts in an MPI's form; a form without ``{slots}`` has one line a slot."""
+    lines: list[str] = []
+    for host in hosts:
+        times = 1 if "{slots}" in line else host.num_slots
+        lines += [line.format(name=host.name, slots=host.num_slots)] * times
+    return "".join(f"{text}\n" for text in lines)
+
+
+def num_ranks_on_busiest(hosts: tuple[Host, ...], num_ranks: int) -> int:
+    """Ranks on the fullest host when slots are filled in proportion; all of them when no host is named."""
+    if not hosts:
+        return num_ranks
+    num_slots = sum(host.num_slots for host in hosts)
+    rounds = -(-num_ranks // num_slots)
+    return min(num_ranks, max(host.num_slots for host in hosts) * rounds)
+
+
+def num_gpus(environment: Mapping[str, str]) -> int:
+    """GPUs this host shows to a program: CUDA_VISIBLE_DEVICES if set, else what the driver lists."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        # CUDA stops at the first entry that is not a device, so "-1" and "" mean none.
+        devices = [device.strip() for device in visible.split(",")]
+        return next((i for i, device in enumerate(devices) if not device or device.startswith("-")), len(devices))
+    driver = Path("/proc/driver/nvidia/gpus")
+    if driver.is_dir():
+        return len(os.listdir(driver))
+    return _num_gpus_listed()
+
+
+def _num_gpus_listed() -> int:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    try:
+        listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.splitlines())

@@ -1,0 +1,173 @@
+"""Run the MPI's starter as a job that ends: by itself, by a signal, by its time limit, or by a rank that failed.
+
+The job has a folder, named in TORCHMPIRUN_JOB_DIR. The folder's path in a process's environment marks the process as
+the job's, wherever it moved to (a new session, a new parent), so that ending the job ends every process of it and no
+other. `wrap` leaves in it how ranks failed.
+
+To end a job: its starter gets the signal and `GRACE_SECONDS` to end the ranks in its own way, also on other hosts; a
+second Ctrl-C cuts that short. Whatever is left on this host is then killed.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from torchmpi_py.launch import leftovers
+
+GRACE_SECONDS = 5.0
+FAILURE_GRACE_SECONDS = 2.5  # a rank has failed: how long the MPI may take to end the others by itself
+TIMEOUT_CODE = 124  # as timeout(1)
+_POLL_SECONDS = 0.05
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # batch systems announce the end of an allocation with them
+
+
+@dataclass
+class Job:
+    """One run of a starter and everything it starts."""
+
+    command: list[str]
+    environment: Mapping[str, str]
+    folder: Path
+    timeout_seconds: float | None = None
+    elastic: bool = False
+    shown_log: Path | None = None
+    _ending: list[int] = field(default_factory=list)
+    _shared_memory: set[str] = field(default_factory=set)
+    _shown_bytes: int = 0
+
+    def run(self) -> int:
+        """Start, wait, clean up; return the exit code of the job."""
+        if self.shown_log is not None:
+            self.shown_log.unlink(missing_ok=True)
+        # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
+        self.process = subprocess.Popen(self.command, env=self.environment, start_new_session=True)
+        try:
+            with self._signals():
+                code = self._wait()
+        finally:
+            self._clean_up()
+        return code
+
+    def _wait(self) -> int:
+        begin = time.monotonic()
+        look = begin + 0.2
+        while self._running():
+            now = time.monotonic()
+            if self._ending:
+                self._end(self._ending[0])
+                return 128 + self._ending[0]
+            if self.timeout_seconds is not None and now - begin > self.timeout_seconds:
+                print(
+                    f"torchmpirun: the job passed its limit of {self.timeout_seconds:g} s (--timeout)", file=sys.stderr
+                )
+                self._end(signal.SIGTERM)
+                return TIMEOUT_CODE
+            if not self.elastic and self._failed_for() > FAILURE_GRACE_SECONDS:
+                self._end(signal.SIGTERM)
+            if now > look:  # often until MPI is up, seldom after
+                self._shared_memory |= leftovers.shared_memory(self._processes())
+                look = now + (5.0 if self._shared_memory else 0.4)
+        if self._ending:
+            return 128 + self._ending[0]
+        return self._code()
+
+    def _running(self) -> bool:
+        self._show()
+        try:
+            self.process.wait(_POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            return True
+        return False
+
+    def _end(self, signum: int) -> None:
+        """Ask the starter, wait, then kill what is left of the job on this host."""
+        self._shared_memory |= leftovers.shared_memory(self._processes())
+        self.process.send_signal(signum)
+        until = time.monotonic() + GRACE_SECONDS
+        num_signals = len(self._ending)
+        while self._running() and time.monotonic() < until and len(self._ending) == num_signals:
+            pass
+        self._kill()
+
+    def _kill(self) -> None:
+        for _ in range(20):  # again, for a process may start another before it dies
+            alive = self._processes()
+            if not alive:
+                break
+            for process_id in alive:
+                try:
+                    os.kill(process_id, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            if self.process.poll() is None:
+                self.process.wait()
+            time.sleep(0.02)
+
+    def _processes(self) -> list[int]:
+        return leftovers.processes_marked(f"TORCHMPIRUN_JOB_DIR={self.folder}")
+
+    def _clean_up(self) -> None:
+        self._shared_memory |= leftovers.shared_memory(self._processes())
+        self._kill()
+        for _, _, held in self._failures():
+            self._shared_memory.update(held)
+        leftovers.remove_shared_memory(self._shared_memory)
+        leftovers.remove_session_folders(self.process.pid)
+        self._show()
+
+    def _failures(self) -> list[tuple[float, int, list[str]]]:
+        """Time, exit code and shared memory of the ranks that failed, in order of time."""
+        failures = []
+        for path in self.folder.glob("failed-*"):
+            first, *held = path.read_text().splitlines()
+            when, code = first.split()
+            failures.append((float(when), int(code), held))
+        return sorted(failures)
+
+    def _failed_for(self) -> float:
+        failures = self._failures()
+        return time.time() - failures[0][0] if failures else 0.0
+
+    def _code(self) -> int:
+        """That of the first rank that failed; else the starter's own, a death by signal in the shell's form."""
+        own = self.process.returncode
+        failures = self._failures()
+        if failures and not (self.elastic and own == 0):
+            return failures[0][1]
+        return 128 - own if own < 0 else int(own)
+
+    def _show(self) -> None:
+        """Copy to the terminal what rank 0 has added to its log."""
+        if self.shown_log is None or not self.shown_log.exists():
+            return
+        with self.shown_log.open("rb") as log:
+            log.seek(self._shown_bytes)
+            added = log.read()
+        if added:
+            self._shown_bytes += len(added)
+            sys.stdout.buffer.write(added)
+            sys.stdout.buffer.flush()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def end(signum: int, _: FrameType | None) -> None:
+            self._ending.append(signum)
+
+        def pass_on(signum: int, _: FrameType | None) -> None:
+            self.process.send_signal(signum)
+
+        before = {signum: signal.signal(signum, end) for signum in _ENDING}
+        before |= {signum: signal.signal(signum, pass_on) for signum in _PASSED_ON}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)

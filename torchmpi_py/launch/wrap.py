@@ -1,0 +1,187 @@
+"""Runs in every rank, around the user's program: cores and threads before torch loads, the whole job's end after.
+
+    mpirun -n 4 python .../launch/wrap.py [--bind core|none] [--log-dir D] [--profile D] [-m] program args...
+
+A rank that fails while the others wait for it in a collective would hang them all, so an uncaught exception, or
+sys.exit with a code that is not 0, prints its traceback once and then ends the job with MPI_Abort. A normal end just
+returns: the package's own stop() and MPI's finalize run at interpreter exit.
+
+torchmpirun sets TORCHMPIRUN_JOB_DIR to a folder of the job. A failing rank leaves there when it failed and with which
+code, so that the job can end with the code of the *first* failure, and which shared memory it holds, so that what
+MPI_Abort leaves behind can be removed.
+"""
+
+import argparse
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+if __name__ == "__main__":
+    # Run by path: this folder is where Python would look for modules first, and it has a `hosts` and a `job`.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from torchmpi_py.launch import binding
+
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
+_LOCAL_VARIABLES = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # Open MPI
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),  # MVAPICH
+)
+
+
+def rank_of(environment: Mapping[str, str]) -> int:
+    """The rank, as the MPI that started this process wrote it; 0 when none did."""
+    return int(next((environment[name] for name in _RANK_VARIABLES if name in environment), "0"))
+
+
+def local_rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Which of how many ranks on this host; (0, 1) when nobody says."""
+    for rank, size in _LOCAL_VARIABLES:
+        if rank in environment and size in environment:
+            return int(environment[rank]), int(environment[size])
+    layout = environment.get("SLURM_STEP_TASKS_PER_NODE")
+    if layout and "SLURM_LOCALID" in environment:
+        node = int(environment.get("SLURM_NODEID", "0"))
+        return int(environment["SLURM_LOCALID"]), binding.tasks_on_node(layout, node)
+    return 0, 1
+
+
+def bind(how: str) -> None:
+    """Give this rank its cores, and as many threads as it has cores unless the user has said how many."""
+    local_rank, local_size = local_rank_and_size(os.environ)
+    threads = binding.threads_per_rank(binding.num_usable_cores(), local_size)
+    for name in binding.THREAD_VARIABLES:
+        os.environ.setdefault(name, os.environ.get("OMP_NUM_THREADS", str(threads)))
+    if how == "core":
+        os.sched_setaffinity(0, binding.cores_of_rank(binding.allowed_cores(), local_rank, local_size))
+
+
+def log_to(folder: Path, rank: int) -> None:
+    """Send this process's output, and that of libraries and children, to its own file: by descriptor, not by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def run_program(program: list[str], *, as_module: bool) -> None:
+    """Run it as ``python program`` would: as __main__, with its own sys.argv and sys.path."""
+    sys.argv = program
+    if as_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(program[0]).resolve().parent)
+        runpy.run_path(program[0], run_name="__main__")
+
+
+def run_profiled(program: list[str], profile: Path, *, as_module: bool) -> None:
+    """As run_program, and write what cProfile saw, also of a program that fails."""
+    import cProfile
+
+    profile.parent.mkdir(parents=True, exist_ok=True)
+    profiler = cProfile.Profile()
+    try:
+        profiler.runcall(run_program, program, as_module=as_module)
+    finally:
+        profiler.dump_stats(profile)
+
+
+def exit_code(error: BaseException) -> int:
+    """The code that plain Python would end with, except that of Ctrl-C, which is a shell's."""
+    if isinstance(error, SystemExit):
+        code = error.code
+        return code & 0xFF if isinstance(code, int) else int(code is not None)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def explain(error: BaseException, rank: int) -> None:
+    """Print what plain Python would, with the rank, and without the frames of this file and runpy."""
+    if isinstance(error, SystemExit):
+        text = "" if isinstance(error.code, int) or error.code is None else f"{error.code}\n"
+    elif isinstance(error, KeyboardInterrupt):
+        text = ""  # every rank would print one, and the user knows
+    else:
+        frames = _without_ours(error.__traceback__)
+        text = f"[rank {rank}] " + "".join(traceback.format_exception(type(error), error, frames))
+    sys.stdout.flush()
+    sys.stderr.write(text)  # in one piece, so that ranks do not mix theirs
+    sys.stderr.flush()
+
+
+def _without_ours(frames: TracebackType | None) -> TracebackType | None:
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while frames is not None and (
+        frames.tb_frame.f_code.co_filename in ours or "cProfile" in frames.tb_frame.f_code.co_filename
+    ):
+        frames = frames.tb_next
+    return frames
+
+
+def record_failure(folder: str, rank: int, code: int) -> None:
+    """Leave for torchmpirun when this rank failed and with which code; on another host there is no such folder."""
+    if not os.path.isdir(folder):
+        return
+    with open("/proc/self/maps") as maps:
+        held = {line.split()[5] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
+    part = Path(folder) / f"part-{rank}"
+    part.write_text("\n".join([f"{time.time():.6f} {code}", *sorted(held)]))
+    part.rename(Path(folder) / f"failed-{rank}")  # whole, or not there
+
+
+def end_job(code: int) -> None:
+    """MPI_Abort when MPI runs here; else exit, and leave it to the MPI's starter to notice."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(code)
+    sys.exit(code)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read this file's own options; what follows the first other word is the program's."""
+    parser = argparse.ArgumentParser(prog="wrap.py", allow_abbrev=False)
+    parser.add_argument("--bind", choices=("core", "none"), default="core")
+    parser.add_argument("--log-dir", type=Path)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("-m", dest="as_module", action="store_true", help="the program is a module")
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    if not options.program:
+        parser.error("no program to run")
+    return options
+
+
+def main() -> None:
+    """Prepare the rank, run the program, and end the job if it fails."""
+    options = parse(sys.argv[1:])
+    rank, process_id = rank_of(os.environ), os.getpid()
+    bind(options.bind)
+    if options.log_dir is not None:
+        log_to(options.log_dir, rank)
+    for stream in (sys.stdout, sys.stderr):  # a pipe to the MPI's starter: show each line when it is printed
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    try:
+        if options.profile is not None:
+            run_profiled(options.program, options.profile / f"rank-{rank}.prof", as_module=options.as_module)
+        else:
+            run_program(options.program, as_module=options.as_module)
+    except BaseException as error:
+        code = exit_code(error)
+        if code == 0 or os.getpid() != process_id:  # a forked child is not the rank
+            raise
+        explain(error, rank)
+        record_failure(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), rank, code)
+        end_job(code)
+
+
+if __name__ == "__main__":
+    main()
