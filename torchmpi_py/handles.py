@@ -63,8 +63,8 @@ class Handle(ABC, Generic[R]):
     def wait(self, timeout_seconds: float | None = None) -> R:
         """Block until the operation is complete and return its result (the output tensor, or the number).
 
-        Raises what the operation raised, or CollectiveTimeout when it is not complete after ``timeout_seconds``; it then
-        goes on, and may be waited for again.
+        Raises what the operation raised, or CollectiveTimeout when it is not complete after ``timeout_seconds``; it
+        then goes on, and may be waited for again.
         """
         if not self._complete(timeout_seconds):
             raise CollectiveTimeout(

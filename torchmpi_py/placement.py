@@ -49,8 +49,8 @@ def _first_number(names: tuple[str, ...], environ: Mapping[str, str]) -> int | N
 def prepare_environment() -> None:
     """Settings that Open MPI reads when it starts; the user's own win.
 
-    A component of the wheel that prints noise is left out. Ranks that fill the cores yield while they wait: on two cores
-    that is 3 ms instead of 211 for a reduction of 1 MiB over TCP.
+    A component of the wheel that prints noise is left out. Ranks that fill the cores yield while they wait: on two
+    cores that is 3 ms instead of 211 for a reduction of 1 MiB over TCP.
     """
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     if (_first_number(LOCAL_SIZE_VARIABLES, os.environ) or 1) >= (os.cpu_count() or 1):
@@ -80,7 +80,7 @@ def cuda_device() -> torch.device:
     if count == 0:
         raise ValueError(
             f"start(with_cuda=True): torch {torch.__version__} sees no CUDA device "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); start with with_cuda=False to run on the CPU"
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); with_cuda=False runs on the CPU"
         )
     device = torch.device("cuda", (told_local_rank() or 0) % count)
     torch.cuda.set_device(device)

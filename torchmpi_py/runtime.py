@@ -1,7 +1,7 @@
 """Start and stop, and who and where this process is.
 
-``start`` initialises MPI (importing the package does not), builds the levels, and marks the environment, so that a child
-process that calls in gets an error instead of its parent's rank. ``stop`` drains, frees, and leaves MPI itself
+``start`` initialises MPI (importing the package does not), builds the levels, and marks the environment, so that a
+child process that calls in gets an error instead of its parent's rank. ``stop`` drains, frees, and leaves MPI itself
 running until the interpreter exits, so that a process can start again.
 """
 
@@ -149,9 +149,9 @@ def _check_startable() -> None:
     parent = os.environ.get(STARTED_PID)
     if parent is not None and parent != str(os.getpid()):
         raise NotStarted(
-            f"this process ({os.getpid()}) is a child of a started rank (process {parent}) and cannot be a rank itself; "
-            f"call torchmpi_py in the parent only, or launch a job of its own with torchmpirun (or without {STARTED_PID} "
-            "in its environment)"
+            f"this process ({os.getpid()}) is a child of a started rank (process {parent}) and cannot be a rank; "
+            "call torchmpi_py in the parent only, or launch a job of its own with torchmpirun (or without "
+            f"{STARTED_PID} in its environment)"
         )
 
 
@@ -235,9 +235,8 @@ def _describe() -> str:
     world = communicators.stack().levels[0]
     vendor, version = MPI.get_vendor()
     return (
-        f"{world.size} rank{'s' if world.size > 1 else ''} on {world.num_nodes} node{'s' if world.num_nodes > 1 else ''}, "
-        f"{vendor} {'.'.join(map(str, version))}, torch {torch.__version__}, rank 0 on {host_name()} with "
-        f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} and {_device}"
+        f"world of {world.size} (nodes: {world.num_nodes}), {vendor} {'.'.join(map(str, version))}, "
+        f"torch {torch.__version__}; rank 0 is on {host_name()}, device {_device}, threads {torch.get_num_threads()}"
     )
 
 

@@ -7,6 +7,7 @@ in before the operation and, when it is written, copied out after it. All checks
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,6 +34,7 @@ def check_known_op(verb: str, op: str) -> None:
         raise ValueError(f"{verb}: op {op!r} is unknown; known ops: {', '.join(OPS)}")
 
 
+@functools.cache
 def check_op(verb: str, op: str, dtype: torch.dtype) -> None:
     """Raise a ValueError that lists the known ops unless ``op`` is defined for ``dtype``."""
     check_known_op(verb, op)

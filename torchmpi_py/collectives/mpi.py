@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchmpi_py.collectives.operation import Operation
 
 R = TypeVar("R")
-Step = tuple[Any, ...]  # the name of the MPI call, then its arguments
+Step = tuple[str, tuple[Any, ...]]  # the name of the MPI call, its arguments
 Steps = Iterator[Step]
 
 
@@ -48,7 +48,7 @@ class Mpi(Flavour):
             return super().launch(operation)
         remaining = steps(operation.comm.direct, *operation.arguments)
         first = [*remaining] if is_pairwise else [step for step in (next(remaining, None),) if step is not None]
-        requests = [getattr(operation.comm.direct, f"I{name.lower()}")(*args) for name, *args in first]
+        requests = [getattr(operation.comm.direct, f"I{name.lower()}")(*arguments) for name, arguments in first]
         handle = handles.RequestHandle(_Posted(operation, remaining), requests)
         return handles.communication_thread().keep(handle)
 
@@ -120,8 +120,8 @@ class _Posted:
 
 
 def _run(comm: MPI.Comm, steps: Steps) -> None:
-    for name, *args in steps:
-        getattr(comm, name)(*args)
+    for name, arguments in steps:
+        getattr(comm, name)(*arguments)
 
 
 def _limit() -> int:
@@ -130,46 +130,47 @@ def _limit() -> int:
 
 def _broadcast(comm: MPI.Comm, x: Tensor, root: int) -> Steps:
     for (piece,) in wire.pieces(_limit(), x.itemsize, x):
-        yield "Bcast", wire.raw(piece), root
+        yield "Bcast", (wire.raw(piece), root)
 
 
 def _allreduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> Steps:
-    for how, sent, received in _reduced(comm, source, destination, op):
-        yield "Allreduce", sent, received, how.mpi_op
+    how = wire.reduction(source.dtype, op)
+    if how.decode is not None:
+        yield from _encoded(comm, source, destination, how, "Allreduce", (how.mpi_op,))
+        return
+    for sent, received in wire.pieces(config.tuning().message_bytes, how.itemsize, source, destination):
+        given, taken = wire.pair(sent, received, how.mpi_type)
+        yield "Allreduce", (given, taken, how.mpi_op)
+    if how.divide:
+        destination.div_(comm.size)
 
 
 def _reduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str, root: int) -> Steps:
-    if comm.rank == root:
-        for how, sent, received in _reduced(comm, source, destination, op):
-            yield "Reduce", sent, received, how.mpi_op, root
-        return
     how = wire.reduction(source.dtype, op)
-    limit, itemsize = (_limit(), source.itemsize) if how.encode is None else (config.tuning().wire_bytes, how.itemsize)
-    for (piece,) in wire.pieces(limit, itemsize, source):
-        sent = piece if how.encode is None else how.encode(piece)
-        yield "Reduce", wire.typed(sent, how.mpi_type), None, how.mpi_op, root
-
-
-def _reduced(
-    comm: MPI.Comm, source: Tensor, destination: Tensor, op: str
-) -> Iterator[tuple[wire.Reduction, Any, wire.Buffer]]:
-    """(how, what to send, where to receive) per piece; each result is decoded and divided when the caller goes on."""
-    from mpi4py import MPI
-
-    how = wire.reduction(source.dtype, op)
-    if how.encode is None or how.decode is None:
-        in_place = source.data_ptr() == destination.data_ptr()
-        for sent, received in wire.pieces(_limit(), source.itemsize, source, destination):
-            yield how, MPI.IN_PLACE if in_place else wire.typed(sent, how.mpi_type), wire.typed(received, how.mpi_type)
-        if how.divide:
-            destination.div_(comm.size)
+    is_root = comm.rank == root
+    if how.decode is not None:
+        yield from _encoded(comm, source, destination if is_root else None, how, "Reduce", (how.mpi_op, root))
         return
-    for piece, received in wire.pieces(config.tuning().wire_bytes, how.itemsize, source, destination):
+    for sent, received in wire.pieces(config.tuning().message_bytes, how.itemsize, source, destination):
+        buffers = wire.pair(sent, received, how.mpi_type) if is_root else (wire.typed(sent, how.mpi_type), None)
+        yield "Reduce", (*buffers, how.mpi_op, root)
+    if how.divide and is_root:
+        destination.div_(comm.size)
+
+
+def _encoded(
+    comm: MPI.Comm, source: Tensor, destination: Tensor | None, how: wire.Reduction, call: str, last: tuple[Any, ...]
+) -> Steps:
+    """The steps of (all)reduce for a dtype that travels in another form; without destination: this rank only gives."""
+    assert how.encode is not None, how
+    assert how.decode is not None, how
+    target = source if destination is None else destination  # not written without a destination
+    for piece, received in wire.pieces(config.tuning().wire_bytes, how.itemsize, source, target):
         scratch = how.encode(piece)
-        yield how, MPI.IN_PLACE, wire.typed(scratch, how.mpi_type)
-        if how.divide:
-            scratch.div_(comm.size)
-        received.copy_(how.decode(scratch).view_as(received))
+        buffer = wire.typed(scratch, how.mpi_type)
+        yield call, (buffer, None, *last) if destination is None else (wire.in_place(), buffer, *last)
+        if destination is not None:
+            received.copy_(how.decode(scratch.div_(comm.size) if how.divide else scratch).view_as(received))
 
 
 def _reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> Steps:
@@ -181,7 +182,7 @@ def _reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str
         return
     sent = source if how.encode is None else how.encode(source)
     received = destination if how.encode is None else sent.new_empty(destination.shape)
-    yield "Reduce_scatter_block", wire.typed(sent, how.mpi_type), wire.typed(received, how.mpi_type), how.mpi_op
+    yield "Reduce_scatter_block", (wire.typed(sent, how.mpi_type), wire.typed(received, how.mpi_type), how.mpi_op)
     if how.divide:
         received.div_(comm.size)
     if how.decode is not None:
@@ -190,7 +191,7 @@ def _reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str
 
 def _alltoall(comm: MPI.Comm, source: Tensor, destination: Tensor) -> Steps:
     if source.nbytes <= _limit():
-        yield "Alltoall", wire.raw(source), wire.raw(destination)
+        yield "Alltoall", (wire.raw(source), wire.raw(destination))
         return
     sent, received = source.chunk(comm.size), destination.chunk(comm.size)
     for distance in range(comm.size):
@@ -200,7 +201,7 @@ def _alltoall(comm: MPI.Comm, source: Tensor, destination: Tensor) -> Steps:
 
 def _scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> Steps:
     if source.nbytes <= _limit():
-        yield "Scatter", wire.raw(source) if comm.rank == root else None, wire.raw(destination), root
+        yield "Scatter", (wire.raw(source) if comm.rank == root else None, wire.raw(destination), root)
     elif comm.rank != root:
         yield from _recv(comm, destination, root)
     else:
@@ -213,17 +214,17 @@ def _scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> 
 
 def _sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination: int) -> Steps:
     for sent, received in wire.pieces(_limit(), x.itemsize, x, out):
-        yield "Sendrecv", wire.raw(sent), destination, 0, wire.raw(received), source, 0
+        yield "Sendrecv", (wire.raw(sent), destination, 0, wire.raw(received), source, 0)
 
 
 def _send(comm: MPI.Comm, x: Tensor, destination: int) -> Steps:
     for (piece,) in wire.pieces(_limit(), x.itemsize, x):
-        yield "Send", wire.raw(piece), destination
+        yield "Send", (wire.raw(piece), destination)
 
 
 def _recv(comm: MPI.Comm, x: Tensor, source: int) -> Steps:
     for (piece,) in wire.pieces(_limit(), x.itemsize, x):
-        yield "Recv", wire.raw(piece), source
+        yield "Recv", (wire.raw(piece), source)
 
 
 def _allgather(comm: MPI.Comm, x: Tensor, out: Tensor, sizes: Sizes) -> Steps:
@@ -233,15 +234,15 @@ def _allgather(comm: MPI.Comm, x: Tensor, out: Tensor, sizes: Sizes) -> Steps:
                 part.copy_(x)
             yield from _broadcast(comm, part, root)
     elif sizes.are_equal:
-        yield "Allgather", wire.raw(x), wire.raw(out)
+        yield "Allgather", (wire.raw(x), wire.raw(out))
     else:
-        yield "Allgatherv", wire.raw(x), [*wire.raw(out)[:1], sizes.num_bytes, wire.raw(out)[1]]
+        yield "Allgatherv", (wire.raw(x), [*wire.raw(out)[:1], sizes.num_bytes, wire.raw(out)[1]])
 
 
 def _gather(comm: MPI.Comm, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> Steps:
     if sum(sizes.num_bytes) <= _limit():
         spec = None if out is None else [wire.raw(out)[0], sizes.num_bytes, wire.raw(out)[1]]
-        yield "Gatherv", wire.raw(x), spec, root
+        yield "Gatherv", (wire.raw(x), spec, root)
     elif out is None:
         yield from _send(comm, x, root)
     else:

@@ -20,13 +20,13 @@ _CPU = torch.device("cpu")
 
 
 def in_and_out(
-    verb: str, x: Tensor, out: Tensor | None, shape: Sequence[int]
+    verb: str, x: Tensor, out: Tensor | None, shape: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
-    """(source, buffer, target, copy_out) for a result of ``shape`` in ``out``, or in ``x`` itself."""
+    """(source, buffer, target, copy_out) for a result of ``shape`` (default: x's) in ``out``, or in ``x`` itself."""
     if out is None or out is x:
         buffer, copy_out = written(verb, x, holds_input=True)
         return buffer, buffer, x, copy_out
-    target = check_out(verb, out, x, shape)
+    target = check_out(verb, out, x, x.shape if shape is None else shape)
     buffer, copy_out = written(verb, target, holds_input=False)
     return _apart(flat(x), buffer), buffer, target, copy_out
 
@@ -68,7 +68,8 @@ def of_tensor(
 ) -> Operation[Any]:
     """The operation whose result is ``target``, after ``copy_out``."""
     if copy_out is None:
-        return operation(verb, comm, flavour, x, arguments, lambda _: target)
+        served = flavour_for(verb, x.device, flavour)
+        return Operation(verb, verb, served, comm, arguments, lambda _: target, x.nbytes)
 
     def conclude(_: object) -> Tensor:
         copy_out()

@@ -11,8 +11,6 @@ from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.handles import Handle
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from torchmpi_py.collectives.flavour import Flavour
 
 R = TypeVar("R")
@@ -30,9 +28,13 @@ class Operation(Generic[R]):
     conclude: Callable[[Any], R]
     num_bytes: int
 
-    def run(self) -> R:
-        """Carry it out now."""
-        return self._run_on(self.comm.direct)
+    def run(self, *, in_background: bool = False) -> R:
+        """Carry it out now, on the duplicate of its communicator for this thread."""
+        comm = self.comm.background if in_background else self.comm.direct
+        try:
+            return self.conclude(getattr(self.flavour, self.method)(comm, *self.arguments))
+        except RuntimeError as error:
+            raise self.explain(error) from error
 
     def launch(self) -> Handle[R]:
         """Start it."""
@@ -40,17 +42,11 @@ class Operation(Generic[R]):
 
     def run_in_background(self) -> R:
         """Carry it out in the communication thread."""
-        return self._run_on(self.comm.background)
+        return self.run(in_background=True)
 
     def finish(self) -> R:
         """The result, once the transfer is complete."""
         return self.conclude(None)
-
-    def _run_on(self, comm: MPI.Comm) -> R:
-        try:
-            return self.conclude(getattr(self.flavour, self.method)(comm, *self.arguments))
-        except RuntimeError as error:
-            raise self.explain(error) from error
 
     def explain(self, error: RuntimeError) -> RuntimeError | CommunicatorError:
         """An error of MPI as ours, with the operation's name; any other error as it is."""

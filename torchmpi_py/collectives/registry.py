@@ -17,7 +17,7 @@ _BY_NAME = {flavour.name: flavour for flavour in FLAVOURS}
 
 @functools.cache
 def flavour_for(verb: str, device: torch.device, name: str | None) -> Flavour:
-    """The flavour called ``name``, or the first that serves ``verb`` on ``device``; an error that says why there is none.
+    """The flavour called ``name``, or the first that serves ``verb`` on ``device``; else an error that says why not.
 
     A name is an order: no other flavour takes its place.
     """

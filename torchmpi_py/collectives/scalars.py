@@ -28,7 +28,7 @@ RECORD_BYTES = 24
 
 def is_number(x: object) -> TypeGuard[Number]:
     """Whether ``x`` is a Python or NumPy number."""
-    return isinstance(x, numbers.Number)
+    return not isinstance(x, Tensor) and isinstance(x, numbers.Number)  # cheap for tensors
 
 
 def to_record(x: Number) -> Tensor:

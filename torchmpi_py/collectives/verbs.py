@@ -3,16 +3,17 @@
 Every verb comes in two forms with the same arguments: ``mpi.<verb>`` returns the result, ``mpi.<verb>_async`` returns
 at once a Handle whose ``wait()`` returns it. What holds for all:
 
-- Every rank of ``comm`` (default: the current level) makes the same calls in the same order, with equal dtypes and shapes
-  (but for dim 0 in ``allgather`` and ``gather``).
+- Every rank of ``comm`` (default: the current level) makes the same calls in the same order, with equal dtypes and
+  shapes (but for dim 0 in ``allgather`` and ``gather``).
 - Tensors may be of any dtype, strided, transposed, of size 0, or larger than 2^31 elements. 16-bit floats accumulate in
   float32. All ranks get the same bits. Gradients do not flow through a verb.
 - ``x`` is overwritten, unless ``out=`` is given or the result has another shape. Until an asynchronous operation is
   complete its tensors must not be touched.
-- ``x`` may be a number: then the result is a number (``allgather``, ``gather``: a list of them). Numbers follow Python's
-  rules; an int and a float may meet.
+- ``x`` may be a number: then the result is a number (``allgather``, ``gather``: a list of them). Numbers follow
+  Python's rules; an int and a float may meet.
 - ``op`` is one of sum, avg, prod, min, max, band, bor, bxor, land, lor. NaN wins in min and max. ``avg`` of integers,
-  bitwise ops of floats and min or max of complex numbers are errors. On bool, sum and max mean "or", prod and min "and".
+  bitwise ops of floats and min or max of complex numbers are errors. On bool, sum and max mean "or", prod and min
+  "and".
 - ``flavour`` forces one; else the registry's first that can serve the call is taken.
 - A wrong argument is a TypeError or ValueError on every rank before anything is sent; NotStarted before ``start``;
   CommunicatorError if MPI fails.
@@ -66,7 +67,7 @@ def _allreduce(
         return reduced_number("allreduce", x, out, op, comm, flavour, None)
     tensor = check_tensor("allreduce", "x", x)
     check_op("allreduce", op, tensor.dtype)
-    source, buffer, target, copy_out = in_and_out("allreduce", tensor, out, tensor.shape)
+    source, buffer, target, copy_out = in_and_out("allreduce", tensor, out)
     return of_tensor("allreduce", comm, flavour, source, (source, buffer, op), target, copy_out)
 
 
@@ -90,7 +91,7 @@ def _reduce(
     tensor = check_tensor("reduce", "x", x)
     check_op("reduce", op, tensor.dtype)
     if comm.rank == root:
-        source, buffer, target, copy_out = in_and_out("reduce", tensor, out, tensor.shape)
+        source, buffer, target, copy_out = in_and_out("reduce", tensor, out)
     else:
         target = tensor if out is None else check_out("reduce", out, tensor, tensor.shape)
         source = buffer = flat(tensor)
@@ -173,7 +174,7 @@ def _alltoall(
     """Slice s of the result is this rank's slice of rank s's ``x``, of ``size`` equal slices along dim 0."""
     comm = resolve(comm)
     check_divisible("alltoall", check_tensor("alltoall", "x", x), comm.size)
-    source, buffer, target, copy_out = in_and_out("alltoall", x, out, x.shape)
+    source, buffer, target, copy_out = in_and_out("alltoall", x, out)
     if source.data_ptr() == buffer.data_ptr():
         source = source.clone()
     return of_tensor("alltoall", comm, flavour, source, (source, buffer), target, copy_out)

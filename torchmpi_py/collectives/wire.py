@@ -5,9 +5,10 @@ Most dtypes travel as they lie in memory. The others are *encoded* into a wire d
 16- and 8-bit floats   as float32, so that sums accumulate in float32 and are rounded once
 complex32              as complex64
 bool                   as uint8 holding 0 or 1, with MPI's bitwise ops
-min, max of floats     as integers in the same order. MPI leaves NaN to chance (ranks may even disagree); here NaN wins, as in
-                       torch.minimum, and -0.0 < +0.0. A float's bits, with the lower ones flipped when the sign is set, are
-                       an integer that orders as the float does; the largest (smallest) integer stands for NaN in max (min).
+min, max of floats     as integers in the same order. MPI leaves NaN to chance (ranks may even disagree); here NaN
+                       wins, as in torch.minimum, and -0.0 < +0.0. A float's bits, with the lower ones flipped when the
+                       sign is set, are an integer that orders as the float does; the largest (smallest) integer stands
+                       for NaN in max (min).
 
 Data that is only moved travels as bytes. MPI never hears of a dtype that it does not have: Open MPI would answer a
 bfloat16 sum with inf, without an error.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-Buffer = list[Any]  # as mpi4py takes it: [memory, datatype]
+Buffer = Any  # as mpi4py takes it: [memory, datatype], or IN_PLACE
 
 _MPI_TYPES = {
     torch.float32: "FLOAT",
@@ -52,7 +53,10 @@ _BOOL_OPS |= dict.fromkeys(("prod", "min", "band", "land"), "BAND")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduction:
-    """How one (dtype, op) is reduced by MPI: ``itemsize`` bytes an element; ``encode`` None: as it lies; ``divide``: avg."""
+    """How one (dtype, op) is reduced: ``itemsize`` bytes an element travel, ``divide`` is for avg.
+
+    Without ``encode`` and ``decode`` it travels as it lies.
+    """
 
     mpi_type: MPI.Datatype
     mpi_op: MPI.Op
@@ -65,13 +69,11 @@ class Reduction:
 @functools.cache
 def reduction(dtype: torch.dtype, op: str) -> Reduction:
     """The row for a dtype and an op that ``tensors.check_op`` has let through."""
-    from mpi4py import MPI
-
     wire_dtype, encode, decode = _form(dtype, op)
     if wire_dtype not in _MPI_TYPES:
         raise TypeError(f"op {op!r} on {dtype}: this dtype cannot be reduced; convert the tensor, as with x.float()")
     names = _BOOL_OPS if dtype == torch.bool else _MPI_OPS
-    mpi_type, mpi_op = getattr(MPI, _MPI_TYPES[wire_dtype]), getattr(MPI, names[op])
+    mpi_type, mpi_op = getattr(_mpi(), _MPI_TYPES[wire_dtype]), getattr(_mpi(), names[op])
     return Reduction(mpi_type, mpi_op, op == "avg", wire_dtype.itemsize, encode, decode)
 
 
@@ -104,39 +106,41 @@ def _ordered(bits: Tensor) -> Tensor:
 
 def typed(x: Tensor, mpi_type: MPI.Datatype) -> Buffer:
     """A flat tensor as an MPI message of elements. The tensor must outlive the operation."""
-    from_address = _from_address()
-    return [from_address(x.data_ptr(), x.nbytes), mpi_type]
+    return [_mpi().memory.fromaddress(x.data_ptr(), x.nbytes), mpi_type]
 
 
 def raw(x: Tensor) -> Buffer:
     """A flat tensor as an MPI message of bytes. The tensor must outlive the operation."""
-    return [_from_address()(x.data_ptr(), x.nbytes), _byte()]
+    return typed(x, _mpi().BYTE)
+
+
+def pair(sent: Tensor, received: Tensor, mpi_type: MPI.Datatype) -> tuple[Buffer, Buffer]:
+    """Send and receive buffer of a reduction; the same memory is reduced in place."""
+    address, memory = received.data_ptr(), _mpi().memory.fromaddress
+    given = in_place() if sent.data_ptr() == address else typed(sent, mpi_type)
+    return given, [memory(address, received.nbytes), mpi_type]
+
+
+def in_place() -> Buffer:
+    """What stands for the send buffer when it is the receive buffer."""
+    return _mpi().IN_PLACE
 
 
 @functools.cache
-def _from_address() -> Callable[[int, int], Any]:
-    from mpi4py import MPI
+def _mpi() -> Any:
+    from mpi4py import MPI  # importing it initialises MPI: not before start() has done so
 
-    return MPI.memory.fromaddress
-
-
-@functools.cache
-def _byte() -> MPI.Datatype:
-    from mpi4py import MPI
-
-    return MPI.BYTE
+    return MPI
 
 
-def pieces(max_bytes: int, itemsize: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def pieces(max_bytes: int, itemsize: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """The tensors side by side, cut into 1-D pieces of at most ``max_bytes`` at ``itemsize`` bytes an element.
 
     Flat tensors of equal element count. What fits in one piece comes as it is; what is empty does not come at all.
     """
     count = tensors[0].numel()
     if 0 < count * itemsize <= max_bytes:
-        yield tensors
-        return
+        return (tensors,)
     step = max(1, max_bytes // itemsize)
     lines = [x.view(-1) for x in tensors]
-    for begin in range(0, count, step):
-        yield tuple(x[begin : begin + step] for x in lines)
+    return (tuple(x[begin : begin + step] for x in lines) for begin in range(0, count, step))

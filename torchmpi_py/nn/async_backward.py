@@ -1,8 +1,8 @@
 """Gradients that are reduced while backward is still computing others.
 
 A hook marks a gradient when autograd has accumulated it. Gradients are launched in one fixed order, the reverse of the
-parameters', whatever order they come in, so that ranks whose networks differ in a step still make the same calls. At the
-end of the backward pass the rest follows, with zeros for what got no gradient on this rank.
+parameters', whatever order they come in, so that ranks whose networks differ in a step still make the same calls. At
+the end of the backward pass the rest follows, with zeros for what got no gradient on this rank.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _Single:
 class AsyncBackward:
     """Reduces the gradients of a module during ``backward``; made by ``register_async_backward``.
 
-    Call ``synchronize()`` after each ``backward()`` and before reading gradients. A second backward pass before it would
-    add to gradients that are being reduced, and raises RuntimeError; to accumulate, use ``frequency``. Activation
+    Call ``synchronize()`` after each ``backward()`` and before reading gradients. A second backward pass before it
+    would add to gradients that are being reduced, and raises RuntimeError; to accumulate, use ``frequency``. Activation
     checkpointing works with ``use_reentrant=False``.
     """
 
@@ -135,9 +135,10 @@ class AsyncBackward:
 def register_async_backward(module: torch.nn.Module, *, frequency: int = 1, average: bool = True) -> AsyncBackward:
     """Reduce gradients while ``backward`` is still computing others.
 
-    Every ``frequency``-th backward pass launches the allreduce of each gradient (of each block, in a BlockSequential) when
-    it is there; the passes between accumulate. Call ``synchronize()`` on the result after each ``backward()``, before the
-    optimizer; ``remove()`` ends it. Every rank registers the same module and runs the same number of backward passes.
+    Every ``frequency``-th backward pass launches the allreduce of each gradient (of each block, in a BlockSequential)
+    when it is there; the passes between accumulate. Call ``synchronize()`` on the result after each ``backward()``,
+    before the optimizer; ``remove()`` ends it. Every rank registers the same module and runs the same number of
+    backward passes.
     """
     return AsyncBackward(module, frequency=frequency, average=average)
 

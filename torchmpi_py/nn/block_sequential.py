@@ -49,7 +49,9 @@ def partition(sizes: Sequence[int], partitions: int) -> list[range]:
 
 
 class BlockSequential(torch.nn.Sequential):
-    """``BlockSequential(7, *layers)``: use it as a Sequential, or reduce block after block::
+    """A Sequential in about ``partitions`` blocks. Use it as a Sequential, or reduce block after block.
+
+    ::
 
         output = net(x)
         loss = criterion(output, y)
@@ -57,7 +59,8 @@ class BlockSequential(torch.nn.Sequential):
         for block in net.backward_blocks(gradient):  # from the last block to the first
             handles.append(mpi.allreduce_async(block.gradients, op="avg"))
 
-    ``register_async_backward`` does that inside ``loss.backward()``. All parameters of a block share a dtype and device.
+    ``register_async_backward`` does that inside ``loss.backward()``. All parameters of a block share a dtype and
+    device.
     """
 
     def __init__(self, partitions: int, *modules: torch.nn.Module) -> None:
@@ -85,8 +88,8 @@ class BlockSequential(torch.nn.Sequential):
     def backward_blocks(self, gradient: Tensor) -> Iterator[Block]:
         """Backward from ``gradient`` (of the last forward's output), a block at a time from the last to the first.
 
-        Yields a block when its ``gradients`` hold what was accumulated so far plus this pass. The gradient of the input,
-        if it requires one, is added to its ``grad`` at the end.
+        Yields a block when its ``gradients`` hold what was accumulated so far plus this pass. The gradient of the
+        input, if it requires one, is added to its ``grad`` at the end.
         """
         if not self._boundaries:
             raise RuntimeError("backward_blocks: call forward first; each forward serves one backward")
@@ -107,8 +110,8 @@ class BlockSequential(torch.nn.Sequential):
             boundaries[0].grad = gradient if boundaries[0].grad is None else boundaries[0].grad + gradient
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSequential:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # to(), double(), ... replace the parameters' memory
-        self._flatten()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._flatten()  # to(), double(), ... gave the parameters other memory
         return self
 
     def _flatten(self) -> None:
