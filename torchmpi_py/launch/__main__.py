@@ -167,6 +167,8 @@ def run(options: argparse.Namespace, folder: Path) -> int:
             print(f"{name}={shlex.quote(value)} \\")
         print(shlex.join(chosen.command))
         return 0
+    if not options.as_module and not os.path.exists(options.program[0]):
+        raise LaunchError(f"{options.program[0]}: there is no such program here")
     if chosen.hostfile is not None:
         chosen.hostfile.write_text(chosen.hostfile_text)
     return Job(

@@ -8,6 +8,7 @@ To end a job: its starter gets the signal and `GRACE_SECONDS` to end the ranks i
 second Ctrl-C cuts that short. Whatever is left on this host is then killed.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -29,6 +30,11 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # batch systems announce the end of an allocation with them
 
 
+def _die_with_parent() -> None:
+    """In the starter, before it is executed: have the kernel end it if torchmpirun is killed without a chance to."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+
+
 @dataclass
 class Job:
     """One run of a starter and everything it starts."""
@@ -42,13 +48,16 @@ class Job:
     _ending: list[int] = field(default_factory=list)
     _shared_memory: set[str] = field(default_factory=set)
     _shown_bytes: int = 0
+    _files_before: set[str] = field(default_factory=leftovers.randomly_named)
 
     def run(self) -> int:
         """Start, wait, clean up; return the exit code of the job."""
         if self.shown_log is not None:
             self.shown_log.unlink(missing_ok=True)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
-        self.process = subprocess.Popen(self.command, env=self.environment, start_new_session=True)
+        self.process = subprocess.Popen(
+            self.command, env=self.environment, start_new_session=True, preexec_fn=_die_with_parent
+        )
         try:
             with self._signals():
                 code = self._wait()
@@ -58,7 +67,8 @@ class Job:
 
     def _wait(self) -> int:
         begin = time.monotonic()
-        look = begin + 0.2
+        look = begin
+        interval = 0.1
         while self._running():
             now = time.monotonic()
             if self._ending:
@@ -74,7 +84,8 @@ class Job:
                 self._end(signal.SIGTERM)
             if now > look:  # often until MPI is up, seldom after
                 self._shared_memory |= leftovers.shared_memory(self._processes())
-                look = now + (5.0 if self._shared_memory else 0.4)
+                interval = 5.0 if self._shared_memory else min(5.0, 1.2 * interval)
+                look = now + interval
         if self._ending:
             return 128 + self._ending[0]
         return self._code()
@@ -120,6 +131,7 @@ class Job:
         for _, _, held in self._failures():
             self._shared_memory.update(held)
         leftovers.remove_shared_memory(self._shared_memory)
+        leftovers.remove_randomly_named(self._files_before)
         leftovers.remove_session_folders(self.process.pid)
         self._show()
 

@@ -3,9 +3,13 @@
 - A *process* is the job's when its environment has the job's mark; children inherit it whatever they do.
 - A *file in /dev/shm* is the job's when one of its processes maps it. MPIs unlink theirs in MPI_Finalize, which a
   killed or aborted rank does not reach. A file that a process outside the job maps as well stays.
+- MPICH's *files with random names* cannot always be tied to a job: a rank may die before anyone has looked at what it
+  maps, and nobody maps the topology file of a hydra proxy that was cut short. They go when they appeared during the job,
+  no process maps them, and no hydra proxy lives that could own them.
 - Open MPI's *session folder* has the process id of its mpirun in its name.
 """
 
+import glob
 import os
 import shutil
 import tempfile
@@ -13,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _SHARED_MEMORY = "/dev/shm/"
+_RANDOMLY_NAMED = ("/dev/shm/mpich_shm_*", "/dev/shm/mpich_vci_*", "/tmp/hydra_hwloc_xmlfile_*")
 
 
 def processes_marked(mark: str) -> list[int]:
@@ -38,6 +43,26 @@ def remove_shared_memory(names: set[str]) -> None:
     if names:
         for name in names - shared_memory(_processes()):
             Path(name).unlink(missing_ok=True)
+
+
+def randomly_named() -> set[str]:
+    """MPICH's files on this host that belong to this user, whichever job they are of."""
+    names = {name for pattern in _RANDOMLY_NAMED for name in glob.glob(pattern)}
+    return {name for name in names if _owner(name) == os.getuid()}
+
+
+def remove_randomly_named(before: set[str]) -> None:
+    """Remove those that were not there `before` the job, unless a proxy lives that could own them."""
+    names = randomly_named() - before
+    if names and not any(_read(f"/proc/{process_id}/comm") == b"hydra_pmi_proxy\n" for process_id in _processes()):
+        remove_shared_memory(names)
+
+
+def _owner(name: str) -> int:
+    try:
+        return os.stat(name).st_uid
+    except FileNotFoundError:
+        return -1
 
 
 def remove_session_folders(starter: int) -> None:

@@ -81,7 +81,7 @@ def run_program(program: list[str], *, as_module: bool) -> None:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(program[0]).resolve().parent)
-        runpy.run_path(program[0], run_name="__main__")
+        runpy.run_path(os.path.abspath(program[0]), run_name="__main__")
 
 
 def run_profiled(program: list[str], profile: Path, *, as_module: bool) -> None:

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Start a program with MPICH's or Intel MPI's mpiexec, without torchmpirun:   launch/mpich.sh train.py --epochs 5
+#   NP=4          ranks (default: one per core)          BIND=none     leave the cores alone (default: core)
+#   LOG_DIR=logs  each rank's output in logs/rank-R.log  PROFILE=prof  each rank under cProfile, in prof/rank-R.prof
+#   PYTHON=...    the interpreter (default: python)      MPIEXEC=...   the starter (default: mpiexec)
+# For several hosts use mpich_hostfile.sh. Options of your own for mpiexec go into MPIEXEC_OPTIONS, split at spaces.
+set -euo pipefail
+
+python=${PYTHON:-python}
+np=${NP:-$(nproc)}
+wrap=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/torchmpi_py/launch/wrap.py
+
+export I_MPI_PIN=${I_MPI_PIN:-0}
+if ((np >= $(nproc))); then # a waiting rank gives its core away
+    export MPIR_CVAR_POLLS_BEFORE_YIELD=${MPIR_CVAR_POLLS_BEFORE_YIELD:-1} I_MPI_THREAD_YIELD=${I_MPI_THREAD_YIELD:-2}
+fi
+
+options=(-n "$np")
+if [[ -n ${MPIEXEC_OPTIONS:-} ]]; then
+    read -ra more <<<"$MPIEXEC_OPTIONS"
+    options+=("${more[@]}")
+fi
+rank_options=(--bind "${BIND:-core}")
+if [[ -n ${LOG_DIR:-} ]]; then rank_options+=(--log-dir "$LOG_DIR"); fi
+if [[ -n ${PROFILE:-} ]]; then rank_options+=(--profile "$PROFILE"); fi
+
+exec "${MPIEXEC:-mpiexec}" "${options[@]}" "$python" "$wrap" "${rank_options[@]}" "$@"

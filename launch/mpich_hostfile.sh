@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Start a program on several hosts with MPICH or Intel MPI:   HOSTFILE=hosts launch/mpich_hostfile.sh train.py
+#   HOSTFILE=hosts  lines of `host:4`, no comment after  NP=8   ranks (default: the sum of the slots)
+#   BIND, LOG_DIR, PROFILE, PYTHON, MPIEXEC, MPIEXEC_OPTIONS: as in mpich.sh
+# The program and Python lie at the same path on every host (a shared file system), and ssh logs in without asking.
+# mpiexec passes the whole environment on to the other hosts.
+set -euo pipefail
+
+hostfile=${HOSTFILE:?names no file; write one host a line, as: alpha:4}
+slots=$(awk '{ sub(/#.*/, "") } NF { n = 1; if (match($1, /:[0-9]+$/)) n = substr($1, RSTART + 1)
+             total += n } END { print total + 0 }' "$hostfile")
+
+export NP=${NP:-$slots}
+export MPIEXEC_OPTIONS="-f $hostfile ${MPIEXEC_OPTIONS:-}"
+export MPIR_CVAR_POLLS_BEFORE_YIELD=${MPIR_CVAR_POLLS_BEFORE_YIELD:-1000} # the default: each host has its own cores
+exec "$(dirname "${BASH_SOURCE[0]}")/mpich.sh" "$@"

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Start a program with Open MPI's own mpirun, without torchmpirun:   launch/openmpi.sh train.py --epochs 5
+#   NP=4          ranks (default: one per core)          BIND=none     leave the cores alone (default: core)
+#   LOG_DIR=logs  each rank's output in logs/rank-R.log  PROFILE=prof  each rank under cProfile, in prof/rank-R.prof
+#   PYTHON=...    the interpreter (default: python)      MPIRUN=...    the starter (default: mpirun)
+# For several hosts use openmpi_hostfile.sh. Options of your own for mpirun go into MPIRUN_OPTIONS, split at spaces.
+set -euo pipefail
+
+python=${PYTHON:-python}
+np=${NP:-$(nproc)}
+wrap=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/torchmpi_py/launch/wrap.py
+
+export OMPI_MCA_osc=${OMPI_MCA_osc:-^ucx}
+if ((np >= $(nproc))); then # a waiting rank gives its core away
+    export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-true}
+fi
+if ((EUID == 0)); then # in a container root is the only user
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    export PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1
+fi
+
+options=(-n "$np" --map-by slot:OVERSUBSCRIBE --bind-to none)
+if [[ -n ${MPIRUN_OPTIONS:-} ]]; then
+    read -ra more <<<"$MPIRUN_OPTIONS"
+    options+=("${more[@]}")
+fi
+rank_options=(--bind "${BIND:-core}")
+if [[ -n ${LOG_DIR:-} ]]; then rank_options+=(--log-dir "$LOG_DIR"); fi
+if [[ -n ${PROFILE:-} ]]; then rank_options+=(--profile "$PROFILE"); fi
+
+exec "${MPIRUN:-mpirun}" "${options[@]}" "$python" "$wrap" "${rank_options[@]}" "$@"

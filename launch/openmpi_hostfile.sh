@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Start a program on several hosts with Open MPI:   HOSTFILE=hosts launch/openmpi_hostfile.sh train.py --epochs 5
+#   HOSTFILE=hosts  lines of `host slots=4`              NP=8   ranks (default: the sum of the slots)
+#   BIND, LOG_DIR, PROFILE, PYTHON, MPIRUN, MPIRUN_OPTIONS: as in openmpi.sh
+# The program and Python lie at the same path on every host (a shared file system), and ssh logs in without asking.
+# PYTHONPATH, the thread counts and every TORCHMPI variable reach the other hosts.
+set -euo pipefail
+
+hostfile=${HOSTFILE:?names no file; write one host a line, as: alpha slots=4}
+slots=$(awk '{ sub(/#.*/, "") } NF { n = 1; if (match($0, /slots *= *[0-9]+/)) { n = substr($0, RSTART, RLENGTH);
+             sub(/.*= */, "", n) } total += n } END { print total + 0 }' "$hostfile")
+
+forward=""
+while IFS='=' read -r name _; do
+    case $name in TORCHMPI* | MPI4PY_* | PYTHONPATH | OMP_NUM_THREADS | MKL_NUM_THREADS | OPENBLAS_NUM_THREADS)
+        forward+=" -x $name" ;;
+    esac
+done < <(env)
+
+export NP=${NP:-$slots}
+export MPIRUN_OPTIONS="--hostfile $hostfile$forward ${MPIRUN_OPTIONS:-}"
+export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-false} # each host has its own cores
+exec "$(dirname "${BASH_SOURCE[0]}")/openmpi.sh" "$@"
