@@ -17,12 +17,12 @@ from torchmpi_py.engine import Accuracy, AllReduceSGDEngine, Average, DatasetIte
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--data", help="directory of MNIST's idx files; default: scikit-learn's digits")
-parser.add_argument("--epochs", type=int, default=15)
+parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--seed", type=int, default=1111)
 parser.add_argument(
     "--batch", type=int, default=60, help="samples per step, over all ranks; a multiple of their number"
 )
-parser.add_argument("--lr", type=float, default=0.2)
+parser.add_argument("--lr", type=float, default=0.3)
 parser.add_argument("--asynchronous", action="store_true", help="average gradients during the backward pass")
 parser.add_argument("--usegpu", action="store_true", help="one GPU per rank")
 parser.add_argument("--progress", action="store_true", help="show a bar on rank 0")
@@ -70,7 +70,7 @@ final_loss, final_accuracy = loss.reduced(), accuracy.reduced()
 mpinn.check_with_allreduce(network)
 mpi.check_with_allreduce(final_accuracy, "final accuracy")
 if mpi.rank() == 0:
-    print(f"parameters are bit-identical on {mpi.size()} ranks")
+    print(f"parameters are bit-identical on all {mpi.size()} ranks")
     print(f"test loss {final_loss:.4f}, accuracy {100 * final_accuracy:.2f} %")
     if options.save:
         torch.save(network.state_dict(), options.save)

@@ -5,6 +5,7 @@ Most dtypes travel as they lie in memory. The others are *encoded* into a wire d
 16- and 8-bit floats   as float32, so that sums accumulate in float32 and are rounded once
 complex32              as complex64
 bool                   as uint8 holding 0 or 1, with MPI's bitwise ops
+land, lor of integers  as bool, so that the result is 0 or 1 also in a world of one
 min, max of floats     as integers in the same order. MPI leaves NaN to chance (ranks may even disagree); here NaN
                        wins, as in torch.minimum, and -0.0 < +0.0. A float's bits, with the lower ones flipped when the
                        sign is set, are an integer that orders as the float does; the largest (smallest) integer stands
@@ -44,9 +45,7 @@ _MPI_TYPES = {
     torch.uint32: "UINT32_T",
     torch.uint64: "UINT64_T",
 }
-_MPI_OPS = {"avg": "SUM"} | {
-    op: op.upper() for op in ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
-}
+_MPI_OPS = {"avg": "SUM"} | {op: op.upper() for op in ("sum", "prod", "min", "max", "band", "bor", "bxor")}
 _BOOL_OPS = {"bxor": "BXOR"} | dict.fromkeys(("sum", "max", "bor", "lor"), "BOR")
 _BOOL_OPS |= dict.fromkeys(("prod", "min", "band", "land"), "BAND")
 
@@ -72,7 +71,7 @@ def reduction(dtype: torch.dtype, op: str) -> Reduction:
     wire_dtype, encode, decode = _form(dtype, op)
     if wire_dtype not in _MPI_TYPES:
         raise TypeError(f"op {op!r} on {dtype}: this dtype cannot be reduced; convert the tensor, as with x.float()")
-    names = _BOOL_OPS if dtype == torch.bool else _MPI_OPS
+    names = _BOOL_OPS if wire_dtype == torch.bool else _MPI_OPS
     mpi_type, mpi_op = getattr(_mpi(), _MPI_TYPES[wire_dtype]), getattr(_mpi(), names[op])
     return Reduction(mpi_type, mpi_op, op == "avg", wire_dtype.itemsize, encode, decode)
 
@@ -81,6 +80,8 @@ def _form(
     dtype: torch.dtype, op: str
 ) -> tuple[torch.dtype, Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None]:
     """Wire dtype, encode, decode."""
+    if op in ("land", "lor") and dtype != torch.bool:
+        return torch.bool, lambda x: x.to(torch.bool), lambda wire: wire
     accumulate = dtype
     if dtype.is_floating_point and dtype.itemsize < 4:
         accumulate = torch.float32

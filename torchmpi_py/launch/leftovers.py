@@ -4,8 +4,8 @@
 - A *file in /dev/shm* is the job's when one of its processes maps it. MPIs unlink theirs in MPI_Finalize, which a
   killed or aborted rank does not reach. A file that a process outside the job maps as well stays.
 - MPICH's *files with random names* cannot always be tied to a job: a rank may die before anyone has looked at what it
-  maps, and nobody maps the topology file of a hydra proxy that was cut short. They go when they appeared during the job,
-  no process maps them, and no hydra proxy lives that could own them.
+  maps, and nobody maps the topology file of a hydra proxy that was cut short. They go when they appeared during the
+  job, no process maps them, and no hydra proxy lives that could own them.
 - Open MPI's *session folder* has the process id of its mpirun in its name.
 """
 
@@ -54,7 +54,7 @@ def randomly_named() -> set[str]:
 def remove_randomly_named(before: set[str]) -> None:
     """Remove those that were not there `before` the job, unless a proxy lives that could own them."""
     names = randomly_named() - before
-    if names and not any(_read(f"/proc/{process_id}/comm") == b"hydra_pmi_proxy\n" for process_id in _processes()):
+    if names and not any(b"hydra_pmi_proxy\0" in _read(f"/proc/{process_id}/cmdline") for process_id in _processes()):
         remove_shared_memory(names)
 
 

@@ -1,0 +1,57 @@
+"""How the suite runs on many ranks: every rank runs pytest on the tests marked ``mpi``, in the same order.
+
+A test that fails on one rank leaves the others waiting, so the run ends at the first failure (``-x``), the whole job is
+aborted, and a test that waits longer than its time limit ends the job with every thread's stack.
+"""
+
+import io
+import os
+import sys
+
+import pytest
+import torch
+
+_hidden: io.StringIO | None = None
+
+
+def _is_rank_above_0() -> bool:
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+    return next((os.environ[name] for name in names if name in os.environ), "0") != "0"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    """Rank 0 reports; the others are heard only when they fail."""
+    global _hidden
+    config.addinivalue_line("markers", "mpi(min_size): runs on several ranks")
+    if _is_rank_above_0() and config.getoption("--only-mpi"):
+        _hidden = io.StringIO()
+        config.pluginmanager.getplugin("terminalreporter")._tw._file = _hidden
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    """After a failure: show it, and end the job instead of waiting for ranks that wait for this one."""
+    if getattr(config, "exit_status", 0) == 0:
+        return
+    if _hidden is not None:
+        sys.stderr.write(_hidden.getvalue())
+    from torchmpi_py import runtime
+
+    runtime.abort(1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    session.config.exit_status = 0 if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED else int(exitstatus)
+
+
+@pytest.fixture(scope="session")
+def mpi():
+    """The started package, at whatever number of ranks this run has."""
+    import torchmpi_py
+
+    torch.set_num_threads(1)
+    torchmpi_py.start()
+    yield torchmpi_py
+    torchmpi_py.stop()
