@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 
 def load(directory=None):
-    """(training set, test set): images (N, 1, height, width) from 0 to 1, and labels (N,)."""
+    """(training set, test set): images (N, 1, height, width) from -1 to 1, and labels (N,)."""
     return digits() if directory is None else mnist(pathlib.Path(directory))
 
 
@@ -22,7 +22,7 @@ def digits():
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     labels = torch.tensor(data.target)
     test = torch.arange(len(labels)) % 5 == 0
     return TensorDataset(images[~test], labels[~test]), TensorDataset(images[test], labels[test])
@@ -32,7 +32,7 @@ def mnist(directory):
     """The training set of 60000 images and the test set of 10000."""
     sets = []
     for part in ("train", "t10k"):
-        images = read_idx(directory, f"{part}-images-idx3-ubyte").unsqueeze(1).float() / 255
+        images = read_idx(directory, f"{part}-images-idx3-ubyte").unsqueeze(1) / 127.5 - 1
         labels = read_idx(directory, f"{part}-labels-idx1-ubyte").long()
         sets.append(TensorDataset(images, labels))
     return tuple(sets)

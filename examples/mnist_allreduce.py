@@ -17,12 +17,12 @@ from torchmpi_py.engine import Accuracy, AllReduceSGDEngine, Average, DatasetIte
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--data", help="directory of MNIST's idx files; default: scikit-learn's digits")
-parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--epochs", type=int, default=25)
 parser.add_argument("--seed", type=int, default=1111)
 parser.add_argument(
     "--batch", type=int, default=60, help="samples per step, over all ranks; a multiple of their number"
 )
-parser.add_argument("--lr", type=float, default=0.3)
+parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--asynchronous", action="store_true", help="average gradients during the backward pass")
 parser.add_argument("--usegpu", action="store_true", help="one GPU per rank")
 parser.add_argument("--progress", action="store_true", help="show a bar on rank 0")

@@ -13,10 +13,10 @@ from torchmpi_py.engine import Accuracy, Average, DatasetIterator, SGDEngine, sh
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--data", help="directory of MNIST's idx files")
-parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--epochs", type=int, default=25)
 parser.add_argument("--seed", type=int, default=1111)
 parser.add_argument("--batch", type=int, default=60, help="samples per step")
-parser.add_argument("--lr", type=float, default=0.3)
+parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--progress", action="store_true", help="show a bar")
 parser.add_argument("--save", help="file for the final parameters")
 options = parser.parse_args()
