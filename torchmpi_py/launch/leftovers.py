@@ -1,11 +1,12 @@
 """What a job may leave on this host: processes, shared memory, session folders. Only this job's are ever touched.
 
 - A *process* is the job's when its environment has the job's mark; children inherit it whatever they do.
-- A *file in /dev/shm* is the job's when one of its processes maps it. MPIs unlink theirs in MPI_Finalize, which a
-  killed or aborted rank does not reach. A file that a process outside the job maps as well stays.
+- A *file in /dev/shm* is the job's when it has a name that an MPI gives and one of the job's processes has it open or
+  mapped. MPIs unlink theirs in MPI_Finalize, which a killed or aborted rank does not reach. A file that a process
+  outside the job holds as well stays, and so does what a user keeps in /dev/shm, a data set for instance.
 - MPICH's *files with random names* cannot always be tied to a job: a rank may die before anyone has looked at what it
-  maps, and nobody maps the topology file of a hydra proxy that was cut short. They go when they appeared during the
-  job, no process maps them, and no hydra proxy lives that could own them.
+  maps, and a hydra proxy that was cut short leaves a topology file. They go when they appeared during the job and
+  nobody can own them: no process has the file open or mapped, and for a topology file, no hydra proxy lives.
 - Open MPI's *session folder* has the process id of its mpirun in its name.
 """
 
@@ -17,7 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _SHARED_MEMORY = "/dev/shm/"
-_RANDOMLY_NAMED = ("/dev/shm/mpich_shm_*", "/dev/shm/mpich_vci_*", "/tmp/hydra_hwloc_xmlfile_*")
+_NAMES = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma", "mpich_", "ucx_shm_", "Intel_MPI_", "torch_")
+_RANDOM_SHARED_MEMORY = ("/dev/shm/mpich_shm_*", "/dev/shm/mpich_vci_*")
+_RANDOM_TOPOLOGY = ("/tmp/hydra_hwloc_xmlfile_*",)
 
 
 def processes_marked(mark: str) -> list[int]:
@@ -27,19 +30,37 @@ def processes_marked(mark: str) -> list[int]:
 
 
 def shared_memory(processes: Iterable[int]) -> set[str]:
-    """Files in /dev/shm that these processes map and that still have a name."""
+    """Files of MPIs in /dev/shm that these processes have open or mapped and that still have a name."""
     held: set[str] = set()
     for process_id in processes:
+        held |= _open_shared_memory(process_id)  # first, for who creates a file maps it before closing it
         for line in _read(f"/proc/{process_id}/maps").splitlines():
             _, found, name = line.partition(b" " + _SHARED_MEMORY.encode())
-            if found and not name.endswith(b"(deleted)"):
+            if found:
                 held.add(_SHARED_MEMORY + os.fsdecode(name))
+    return set(filter(_is_of_an_mpi, held))
+
+
+def _is_of_an_mpi(name: str) -> bool:
+    return name.removeprefix(_SHARED_MEMORY).startswith(_NAMES) and not name.endswith("(deleted)")
+
+
+def _open_shared_memory(process_id: int) -> set[str]:
+    held: set[str] = set()
+    folder = f"/proc/{process_id}/fd"
+    try:
+        for descriptor in os.listdir(folder):
+            target = os.readlink(f"{folder}/{descriptor}")
+            if target.startswith(_SHARED_MEMORY):
+                held.add(target)
+    except OSError:  # it has ended, or is another user's
+        pass
     return held
 
 
 def remove_shared_memory(names: set[str]) -> None:
-    """Remove those of the files that exist and that no living process maps."""
-    names = {name for name in names if os.path.exists(name)}
+    """Remove those of the files that exist and that no living process has open or mapped."""
+    names = {name for name in names if _is_of_an_mpi(name) and os.path.exists(name)}
     if names:
         for name in names - shared_memory(_processes()):
             Path(name).unlink(missing_ok=True)
@@ -47,15 +68,20 @@ def remove_shared_memory(names: set[str]) -> None:
 
 def randomly_named() -> set[str]:
     """MPICH's files on this host that belong to this user, whichever job they are of."""
-    names = {name for pattern in _RANDOMLY_NAMED for name in glob.glob(pattern)}
-    return {name for name in names if _owner(name) == os.getuid()}
+    return _mine(_RANDOM_SHARED_MEMORY) | _mine(_RANDOM_TOPOLOGY)
 
 
 def remove_randomly_named(before: set[str]) -> None:
-    """Remove those that were not there `before` the job, unless a proxy lives that could own them."""
-    names = randomly_named() - before
-    if names and not any(b"hydra_pmi_proxy\0" in _read(f"/proc/{process_id}/cmdline") for process_id in _processes()):
-        remove_shared_memory(names)
+    """Remove those that were not there `before` the job and that nobody can own."""
+    remove_shared_memory(_mine(_RANDOM_SHARED_MEMORY) - before)
+    topology = _mine(_RANDOM_TOPOLOGY) - before
+    if topology and not any(b"hydra_pmi_proxy\0" in _read(f"/proc/{number}/cmdline") for number in _processes()):
+        for name in topology:
+            Path(name).unlink(missing_ok=True)
+
+
+def _mine(patterns: Iterable[str]) -> set[str]:
+    return {name for pattern in patterns for name in glob.glob(pattern) if _owner(name) == os.getuid()}
 
 
 def _owner(name: str) -> int:

@@ -1,0 +1,66 @@
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import hosts
+from torchmpi_py.launch.hosts import Host
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def test_every_usual_form_in_one_file(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text(
+        "# a cluster\n\nalpha\nbeta slots=4 # fat\n  gamma:2\ndelta slots = 3 max_slots=8\n"
+        "10.0.0.1:2\n[fe80::1]:2\nalpha\n"
+    )
+    assert hosts.read_hostfile(path) == (
+        Host("alpha", 2),
+        Host("beta", 4),
+        Host("gamma", 2),
+        Host("delta", 3),
+        Host("10.0.0.1", 2),
+        Host("[fe80::1]", 2),
+    )
+
+
+def test_hosts_on_the_command_line():
+    assert hosts.parse_hosts("a:2, b,a.b.c:3") == (Host("a", 2), Host("b", 1), Host("a.b.c", 3))
+
+
+@pytest.mark.parametrize("line", ["a b", "a:", "a:x", "a slots=", "a:0", "-a", "a slots=2 color=red", "a;rm"])
+def test_a_bad_line_is_named_with_its_place(tmp_path, line):
+    path = tmp_path / "hosts"
+    path.write_text(f"good\n{line}\n")
+    with pytest.raises(LaunchError, match="hosts:2: '"):
+        hosts.read_hostfile(path)
+
+
+def test_an_empty_and_a_missing_file(tmp_path):
+    (tmp_path / "empty").write_text("# nobody\n")
+    with pytest.raises(LaunchError, match="names no host"):
+        hosts.read_hostfile(tmp_path / "empty")
+    with pytest.raises(LaunchError, match="No such file"):
+        hosts.read_hostfile(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("{name} slots={slots}", "a slots=2\nb slots=1\n"),
+        ("{name}:{slots}", "a:2\nb:1\n"),
+        ("{name}", "a\na\nb\n"),
+    ],
+)
+def test_render(line, text):
+    assert hosts.render([Host("a", 2), Host("b")], line) == text
+
+
+def test_busiest_host():
+    named = (Host("a", 2), Host("b", 4))
+    assert [hosts.num_ranks_on_busiest(named, n) for n in (1, 4, 6, 7)] == [1, 4, 4, 7]
+    assert hosts.num_ranks_on_busiest((), 5) == 5
+
+
+@pytest.mark.parametrize(("visible", "num"), [("0,1,3", 3), ("", 0), ("-1", 0), ("0,-1,2", 1), ("GPU-1a,GPU-2b", 2)])
+def test_gpus_that_cuda_is_told_of(visible, num):
+    assert hosts.num_gpus({"CUDA_VISIBLE_DEVICES": visible}) == num

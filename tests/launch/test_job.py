@@ -1,0 +1,220 @@
+"""Real jobs through the MPI of this environment, on mpi4py alone: no mpirun around pytest is needed."""
+
+import glob
+import os
+import pstats
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import leftovers, mpirun
+
+try:
+    VENDOR = mpirun.find("", os.environ)[0].name
+    MISSING = ""
+except LaunchError as error:
+    VENDOR, MISSING = "", str(error)
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+
+BOUND_SECONDS = 15  # measured: under 3; the machine may be busy with other things
+
+HELLO = """
+import os, sys
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+total = world.allreduce(world.rank)
+mine = (world.rank, world.size, total, len(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"], sys.argv[1:])
+for line in world.gather(mine) or ():
+    print(*line, flush=True)
+"""
+
+# Rank 1 does what argv[1] says while the others wait for it; all hold shared memory.
+FAIL = """
+import os, signal, sys, time
+if sys.argv[1] == "early" and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+    raise RuntimeError("boom")
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+window = MPI.Win.Allocate_shared(1 << 20, comm=world)
+world.Barrier()
+def fail(how):
+    if how == "raise":
+        raise RuntimeError("boom")
+    if how == "code":
+        sys.exit(3)
+    if how == "text":
+        sys.exit("no data")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+if world.rank == 0:
+    print("up", flush=True)
+if world.rank == 1:
+    fail(sys.argv[1])
+if sys.argv[1] == "hang":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        time.sleep(1)
+world.Barrier()
+time.sleep(100)
+"""
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "torchmpi_py.launch", *map(str, arguments)]
+
+
+def launch(*arguments, **keywords):
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=50, check=False, **keywords)
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Write a program into a folder with a space in its name."""
+
+    def write(text):
+        path = tmp_path / "a folder" / "a program.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def no_leftovers(monkeypatch, tmp_path):
+    """Every process of the test's jobs has a mark; afterwards none lives, and the job's files are gone."""
+    value = f"{tmp_path}"
+    monkeypatch.setenv("LAUNCH_TEST", value)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+    (tmp_path / "t").mkdir()
+    before = set(glob.glob("/dev/shm/*"))
+    yield
+    assert leftovers.processes_marked(f"LAUNCH_TEST={value}") in ([], [os.getpid()])
+    assert os.listdir(tmp_path / "t") == []
+    new = set(glob.glob("/dev/shm/*")) - before
+    everyone = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    assert new <= leftovers.shared_memory(everyone)  # another job's, if any
+
+
+def test_hello(program, no_leftovers):
+    job = launch("-n", 3, program(HELLO), "a b", "--", "-n", '"$HOME"', "c'd", "*")
+    assert (job.returncode, job.stderr) == (0, "")
+    lines = job.stdout.splitlines()
+    assert [line.split()[:3] for line in lines] == [[str(rank), "3", "3"] for rank in range(3)]
+    assert all(line.endswith(str(["a b", "--", "-n", '"$HOME"', "c'd", "*"])) for line in lines)
+
+
+def test_cores_are_shared_out_unless_told_not_to(program, no_leftovers):
+    allowed = len(os.sched_getaffinity(0))
+    if allowed < 2:
+        pytest.skip("needs 2 cores")
+    bound = launch("-n", 2, program(HELLO)).stdout.splitlines()
+    assert sum(int(line.split()[3]) for line in bound) == allowed
+    free = launch("-n", 2, "--bind", "none", "--env", "OMP_NUM_THREADS=7", program(HELLO)).stdout.splitlines()
+    assert [line.split()[3:5] for line in free] == [[str(allowed), "7"]] * 2
+
+
+def test_a_module_from_the_current_folder(tmp_path, no_leftovers):
+    (tmp_path / "hello.py").write_text(HELLO + "print(__name__, __spec__.name)")
+    job = launch("-n", 2, "-m", "hello", "x", cwd=tmp_path)
+    assert (job.returncode, job.stdout.count("__main__ hello")) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "num_tracebacks"), [("raise", 1, 1), ("early", 1, 1), ("code", 3, 0), ("text", 1, 0)]
+)
+def test_a_failing_rank_ends_the_job_with_its_code(program, no_leftovers, how, code, num_tracebacks):
+    begin = time.monotonic()
+    job = launch("-n", 3, program(FAIL), how)
+    assert time.monotonic() - begin < BOUND_SECONDS
+    assert job.returncode == code
+    assert job.stderr.count("Traceback") == num_tracebacks
+    assert job.stderr.count("[rank 1] Traceback") == num_tracebacks
+    assert job.stderr.count("\nRuntimeError: boom\n") == num_tracebacks
+    assert "wrap.py" not in job.stderr
+    assert "runpy" not in job.stderr
+    assert job.stderr.count("no data") == (how == "text")
+
+
+def test_a_killed_rank_ends_the_job(program, no_leftovers):
+    begin = time.monotonic()
+    job = launch("-n", 3, program(FAIL), "kill")
+    assert time.monotonic() - begin < BOUND_SECONDS
+    assert job.returncode == {"openmpi": 137}.get(VENDOR, 9)
+
+
+@pytest.mark.parametrize("how", ["wait", "hang"])
+def test_time_limit(program, no_leftovers, how):
+    job = launch("-n", 2, "--timeout", 3, program(FAIL), how)
+    assert job.returncode == 124
+    assert "torchmpirun: the job passed its limit of 3 s (--timeout)" in job.stderr.splitlines()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_nothing_behind(program, no_leftovers, signum, code):
+    with subprocess.Popen(
+        command("-n", 3, program(FAIL), "wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout.readline() == "up\n"
+        begin = time.monotonic()
+        job.send_signal(signum)
+        job.communicate(timeout=30)
+    assert job.returncode == code
+    assert time.monotonic() - begin < BOUND_SECONDS
+
+
+def test_a_data_set_in_shared_memory_stays(program, no_leftovers):
+    data = f"/dev/shm/launch-test-{os.getpid()}.bin"
+    text = f"import mmap; file = open({data!r}, 'r+b'); held = mmap.mmap(file.fileno(), 0)\n"
+    try:
+        with open(data, "wb") as file:
+            file.write(b"mine" * 1024)
+        job = launch("-n", 2, program(text + FAIL), "raise")
+        assert (job.returncode, os.path.getsize(data)) == (1, 4096)
+    finally:
+        os.remove(data)
+
+
+def test_logs_and_profiles(program, tmp_path, no_leftovers):
+    job = launch(
+        "-n", 2, "--log-dir", tmp_path / "l", "--profile", tmp_path / "p", program(HELLO + "print(world.rank)")
+    )
+    assert job.returncode == 0
+    assert job.stdout == (tmp_path / "l" / "rank-0.log").read_text()
+    assert job.stdout.endswith("\n0\n")
+    assert (tmp_path / "l" / "rank-1.log").read_text() == "1\n"
+    for rank in range(2):
+        assert pstats.Stats(str(tmp_path / "p" / f"rank-{rank}.prof")).total_calls > 0
+
+
+def test_a_log_holds_the_traceback(program, tmp_path, no_leftovers):
+    job = launch("-n", 2, "--log-dir", tmp_path / "logs", program(FAIL), "raise")
+    assert job.returncode == 1
+    assert "RuntimeError: boom" in (tmp_path / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.parametrize("vendor", ["openmpi", "mpich", "intel", "srun"])
+def test_dry_run_of_any_mpi(vendor, no_leftovers):
+    arguments = ["--dry-run", "--mpi", vendor, "-n", 4, "--hosts", "a:2,b:2", "--env", "X=1 2", "train.py", "a b"]
+    job = launch(*arguments)
+    assert (job.returncode, job.stderr) == (0, "")
+    *added, last = job.stdout.splitlines()
+    assert "X='1 2' \\" in added
+    assert last.startswith(mpirun.vendor_named(vendor).programs[0] + " ")
+    assert last.endswith("wrap.py --bind core train.py 'a b'")
+
+
+def test_mistakes_end_with_2_and_the_remedy(program, no_leftovers):
+    for arguments, message in [
+        (["nosuch.py"], "nosuch.py: there is no such program"),
+        (["--hosts", "a:0", program(HELLO)], "leaves no room"),
+        (["--hosts", "a", "--hostfile", "f", program(HELLO)], "give one of them"),
+    ]:
+        job = launch(*arguments)
+        assert (job.returncode, job.stderr.count("\n")) == (2, 1)
+        assert message in job.stderr

