@@ -167,8 +167,8 @@ def main() -> None:
     bind(options.bind)
     if options.log_dir is not None:
         log_to(options.log_dir, rank)
-    for stream in (sys.stdout, sys.stderr):  # a pipe to the MPI's starter: show each line when it is printed
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for stream in (sys.stdout, sys.stderr):  # into the starter's pipe each line at once, and whole, also for python -u
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     try:
         if options.profile is not None:
             run_profiled(options.program, options.profile / f"rank-{rank}.prof", as_module=options.as_module)
