@@ -49,6 +49,7 @@ def dataset():
     return torch.utils.data.TensorDataset(inputs, (inputs[:, 0] > 0).long())
 
 
+@pytest.mark.mpi
 @pytest.mark.timeout(30)
 def test_reduced_is_exact_with_uneven_ranks(mpi):
     average = Average()
@@ -59,12 +60,13 @@ def test_reduced_is_exact_with_uneven_ranks(mpi):
     assert average.reduced() == pytest.approx(expected, nan_ok=True)
 
 
+@pytest.mark.mpi
 @pytest.mark.timeout(30)
 def test_progress_shows_on_rank_0_and_keeps_hooks(mpi, capsys):
     network = torch.nn.Linear(4, 2)
     engine = SGDEngine()
     losses = []
-    engine.hooks.on_forward_criterion = lambda state: losses.append(float(state.loss))
+    engine.hooks.on_forward_criterion = lambda state: losses.append(state.loss.item())
     show_progress(engine)
     run = {"network": network, "criterion": torch.nn.CrossEntropyLoss(), "iterator": DatasetIterator(dataset(), 4)}
     engine.hooks.on_end_epoch = chained(engine.hooks.on_end_epoch, lambda state: engine.test(**run))

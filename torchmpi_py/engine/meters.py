@@ -29,7 +29,7 @@ class Average:
         A value on a GPU is waited for.
         """
         if num_samples > 0:
-            self.total += float(value) * num_samples
+            self.total += float(value.detach() if isinstance(value, torch.Tensor) else value) * num_samples
             self.num_samples += num_samples
 
     @property

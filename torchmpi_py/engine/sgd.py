@@ -4,7 +4,7 @@ This is torchnet's SGD engine (the parent of TorchMPI's AllReduceSGDEngine, refe
 loop is ``SGDEngine.train`` below, and it is the documentation: every line that does something is followed by the hook
 that is called after it. The engine does not know of ranks, devices, clocks or logs:
 
-* users add behaviour by hooks: ``engine.hooks.on_update = lambda state: print(float(state.loss))``;
+* users add behaviour by hooks: ``engine.hooks.on_update = lambda state: print(state.loss.item())``;
 * packages add behaviour by a subclass that overrides the small methods the loop calls (``AllReduceSGDEngine``), so that
   the hooks stay the user's.
 """

@@ -1,0 +1,279 @@
+"""Data-parallel training equals training on one rank. Every rank computes both and compares."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from torchmpi_py import errors
+from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+cross_entropy = torch.nn.CrossEntropyLoss()
+
+
+def data(total):
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(torch.randn(total, 5, generator=generator), torch.randint(3, (total,), generator=generator))
+
+
+def network(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+
+
+def trained(mpi, engine, total, *, seed=0, batch_size=4, **options):
+    net = network(seed)
+    iterator = DatasetIterator(data(total), batch_size, seed=2)
+    state = engine.train(
+        network=net, criterion=cross_entropy, iterator=iterator, maxepoch=3, **(options or {"lr": 0.2})
+    )
+    assert state.t == 3 * len(iterator)
+    return net
+
+
+def trained_alone(total, global_batch, **options):
+    net = network(0)
+    iterator = DatasetIterator(data(total), global_batch, seed=2, rank=0, size=1)
+    SGDEngine().train(network=net, criterion=cross_entropy, iterator=iterator, maxepoch=3, **(options or {"lr": 0.2}))
+    return net
+
+
+def assert_close(one, other):
+    for (name, x), y in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(x, y, rtol=1e-5, atol=1e-6), f"{name}: {(x - y).abs().max()}"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("total", [1, 7, 40, 61])
+def test_any_number_of_ranks_trains_as_one(mpi, total, asynchronous):
+    # Sizes at which ranks have unequal shares of the last batch, or none. Ranks start from different parameters.
+    net = trained(mpi, AllReduceSGDEngine(asynchronous=asynchronous), total, seed=mpi.rank())
+    mpi.nn.check_with_allreduce(net)
+    assert_close(net, trained_alone(total, 4 * mpi.size()))
+
+
+def test_with_momentum_too(mpi):
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+    net = trained(mpi, AllReduceSGDEngine(), 50, optimizer=optimizer)
+    assert_close(net, trained_alone(50, 4 * mpi.size(), optimizer=optimizer))
+
+
+def test_synchronous_and_asynchronous_agree(mpi):
+    one = trained(mpi, AllReduceSGDEngine(), 30)
+    other = trained(mpi, AllReduceSGDEngine(asynchronous=True), 30)
+    # Not bit for bit: a large reduction may add the ranks in another order than a small one.
+    assert_close(one, other)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_hooks_see_averaged_gradients(mpi, asynchronous):
+    engine = AllReduceSGDEngine(asynchronous=asynchronous)
+    seen = []
+    engine.hooks.on_backward = lambda state: seen.append(state.network.weight.grad.item())
+    sample = (torch.tensor([[float(mpi.rank() + 1)]]), torch.zeros(1))
+    engine.train(
+        network=torch.nn.Linear(1, 1), criterion=lambda output, target: output.sum(), iterator=[sample, sample], lr=0.1
+    )
+    assert seen == [pytest.approx((mpi.size() + 1) / 2)] * 2
+
+
+class Scale(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(factor))
+        self.register_buffer("shift", torch.tensor(factor))
+
+    def forward(self, output, target):
+        return cross_entropy(output * self.factor + self.shift, target)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_parameters_and_buffers_of_the_criterion_are_shared_and_trained(mpi, asynchronous):
+    criterion = Scale(1.0 + mpi.rank())
+    iterator = DatasetIterator(data(30), 4)
+    engine = AllReduceSGDEngine(asynchronous=asynchronous)
+    engine.train(network=network(mpi.rank()), criterion=criterion, iterator=iterator, lr=0.2)
+    assert criterion.shift == 1.0
+    assert criterion.factor != 1.0
+    mpi.nn.check_with_allreduce(criterion)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_penalty_on_parameters_in_the_loss(mpi, asynchronous):
+    net = network(0)
+
+    def criterion(output, target):
+        return cross_entropy(output, target) + 0.1 * net[0].weight.square().sum()
+
+    iterator = DatasetIterator(data(8 * mpi.size()), 4)
+    engine = AllReduceSGDEngine(asynchronous=asynchronous)
+    seen = []
+    engine.hooks.on_backward = lambda state: seen.append(net[0].weight.grad.clone())
+    engine.train(network=net, criterion=criterion, iterator=iterator, lr=0)
+    alone = SGDEngine()
+    alone.hooks.on_backward = engine.hooks.on_backward
+    alone.train(
+        network=net,
+        criterion=criterion,
+        iterator=DatasetIterator(data(8 * mpi.size()), 4 * mpi.size(), rank=0, size=1),
+        lr=0,
+    )
+    assert torch.allclose(seen[0], seen[2], atol=1e-6)
+    assert torch.allclose(seen[1], seen[3], atol=1e-6)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_layers_used_on_some_ranks_only(mpi, asynchronous):
+    class Branches(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.even, self.odd, self.never = (torch.nn.Linear(5, 3) for _ in range(3))
+
+        def forward(self, x):
+            return (self.odd if mpi.rank() % 2 else self.even)(x)
+
+    net = Branches()
+    engine = AllReduceSGDEngine(asynchronous=asynchronous)
+    engine.train(network=net, criterion=cross_entropy, iterator=DatasetIterator(data(20), 2), lr=0.1)
+    mpi.nn.check_with_allreduce(net)
+    assert net.even.weight.grad is not None
+    assert (net.odd.weight.grad is not None) == (mpi.size() > 1)
+    assert net.never.weight.grad is None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_network_that_grows(mpi, asynchronous):
+    net = torch.nn.Sequential(torch.nn.Linear(5, 3))
+    engine = AllReduceSGDEngine(asynchronous=asynchronous, debug=True)
+
+    def grow(state):
+        if state.epoch == 1:
+            torch.manual_seed(100 + mpi.rank())  # the new layer starts out different on each rank
+            net.append(torch.nn.Linear(3, 3))
+            state.optimizer.add_param_group({"params": net[1].parameters()})
+            grow.initial = net[1].weight.detach().clone()
+
+    engine.hooks.on_start_epoch = grow
+    engine.train(network=net, criterion=cross_entropy, iterator=DatasetIterator(data(30), 4), lr=0.1, maxepoch=3)
+    mpi.nn.check_with_allreduce(net)
+    assert not torch.equal(net[1].weight, mpi.broadcast(grow.initial))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_debug_finds_ranks_that_differ(mpi):
+    def spoil(state):
+        if mpi.rank() == 1:
+            with torch.no_grad():
+                state.network[2].bias[0] += 1e-6
+
+    engine = AllReduceSGDEngine(debug=True)
+    engine.hooks.on_update = spoil
+    with pytest.raises(errors.RanksDisagree, match="bias"):
+        trained(mpi, engine, 50)
+
+
+def test_debug_allows_batch_statistics_of_each_rank(mpi):
+    net = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
+    engine = AllReduceSGDEngine(debug=True)
+    state = engine.train(
+        network=net, criterion=cross_entropy, iterator=DatasetIterator(data(4 * mpi.size()), 2), lr=0.1, maxepoch=2
+    )
+    assert state.t == 4
+
+
+def test_the_registration_ends_also_when_a_hook_fails(mpi):
+    net = network(0)
+    engine = AllReduceSGDEngine(asynchronous=True)
+    engine.hooks.on_update = lambda state: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.train(network=net, criterion=cross_entropy, iterator=DatasetIterator(data(30), 4), lr=0.1)
+    for _ in range(2):  # a registration left behind would refuse the second pass
+        cross_entropy(net(torch.randn(2, 5)), torch.tensor([0, 1])).backward()
+    engine.hooks.on_update = lambda state: None
+    engine.train(network=net, criterion=cross_entropy, iterator=DatasetIterator(data(30), 4), lr=0.1)
+    mpi.nn.check_with_allreduce(net)
+
+
+def test_testing_in_the_middle_of_training(mpi):
+    losses = Average()
+    engine = AllReduceSGDEngine(asynchronous=True)
+    test_set = DatasetIterator(data(11), 4, shuffle=False)
+
+    def measure(state):
+        if not state.training:
+            losses.add(state.loss, state.num_samples)
+
+    engine.hooks.on_forward_criterion = measure
+    engine.hooks.on_end_epoch = lambda state: engine.test(
+        network=state.network, criterion=cross_entropy, iterator=test_set
+    )
+    net = trained(mpi, engine, 30)
+    assert_close(net, trained_alone(30, 4 * mpi.size()))
+    losses.reset()
+    engine.test(network=net, criterion=cross_entropy, iterator=test_set)
+    inputs, targets = data(11).tensors
+    assert losses.reduced() == pytest.approx(cross_entropy(net(inputs), targets).item(), rel=1e-5)
+
+
+def test_a_dataloader_with_a_distributed_sampler(mpi):
+    dataset = data(12 * mpi.size())
+    sampler = torch.utils.data.DistributedSampler(dataset, mpi.size(), mpi.rank(), shuffle=True)
+    orders = []
+    engine = AllReduceSGDEngine()
+    engine.hooks.on_start_epoch = lambda state: orders.append([])
+    engine.hooks.on_sample = lambda state: orders[-1].extend(state.sample[1].tolist())
+    net = network(0)
+    state = engine.train(
+        network=net, criterion=cross_entropy, iterator=DataLoader(dataset, 4, sampler=sampler), lr=0.1, maxepoch=2
+    )
+    assert (state.t, state.num_samples) == (6, 4)
+    assert orders[0] != orders[1]
+    mpi.nn.check_with_allreduce(net)
+
+
+@pytest.mark.mpi(min_size=4)
+def test_on_a_level_of_groups(mpi):
+    # Two groups train two networks; the iterator takes rank and size from the level too.
+    group = mpi.rank() % 2
+    with mpi.at(mpi.push_communicator(f"group {group}")):
+        net = trained(mpi, AllReduceSGDEngine(asynchronous=True), 30, seed=group)
+        mpi.nn.check_with_allreduce(net)
+        size = mpi.size()
+    if group == 0:
+        assert_close(net, trained_alone(30, 4 * size))
+    first_weights = mpi.allgather(net[0].weight.detach()[:1, :1].contiguous()).flatten().tolist()
+    assert first_weights[0] == first_weights[2] != first_weights[1] == first_weights[3]
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 13:
+            raise LookupError("sample 13 is broken")
+        return torch.zeros(5), 0
+
+
+def test_an_error_in_the_dataset_reaches_the_caller(mpi):
+    # Every rank iterates over the whole set, so that all fail alike and none is left waiting.
+    iterator = DatasetIterator(Slow(), 4, shuffle=False, rank=0, size=1)
+    with pytest.raises(LookupError, match="sample 13"):
+        AllReduceSGDEngine(asynchronous=True).train(
+            network=network(0), criterion=cross_entropy, iterator=iterator, lr=0.1
+        )
+
+
+def test_moving_to_the_device_of_the_rank(mpi):
+    # Without CUDA that device is the CPU: what is exercised is the path, not the copy.
+    net = trained(mpi, AllReduceSGDEngine(usegpu=True, debug=True), 30)
+    assert next(net.parameters()).device == mpi.device()
+    assert_close(net.cpu(), trained_alone(30, 4 * mpi.size()))
+
+
+def test_without_a_session_the_remedy_is_named(mpi, monkeypatch):
+    monkeypatch.setattr("torchmpi_py.runtime.is_started", lambda: False)
+    with pytest.raises(errors.NotStarted, match=r"mpi\.start\(\)"):
+        trained(mpi, AllReduceSGDEngine(), 30)
