@@ -36,9 +36,9 @@ def pytest_unconfigure(config):
         return
     if _hidden is not None:
         sys.stderr.write(_hidden.getvalue())
-    from torchmpi_py import runtime
+    from torchmpi_py import exits
 
-    runtime.abort(1)
+    exits.abort(1)
 
 
 @pytest.hookimpl(trylast=True)

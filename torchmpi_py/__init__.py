@@ -10,16 +10,20 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "collectives.consistency": ["check_with_allreduce"],
+    "collectives.objects": [
+        "allgather_object",
+        "allgather_object_async",
+        "broadcast_object",
+        "broadcast_object_async",
+    ],
     "collectives.registry": ["availability"],
     "collectives.verbs": [
         f"{verb}{form}"
         for verb in (
             "allgather",
-            "allgather_object",
             "allreduce",
             "alltoall",
             "broadcast",
-            "broadcast_object",
             "gather",
             "recv",
             "reduce",

@@ -7,18 +7,16 @@ running until the interpreter exits, so that a process can start again.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchmpi_py import communicators, config, handles, placement
+from torchmpi_py import communicators, config, exits, handles, placement
 from torchmpi_py.communicators import Communicator, Stack
 from torchmpi_py.errors import NotStarted, TorchMPIError
 
@@ -167,7 +165,7 @@ def _initialise_mpi() -> MPI.Comm:
         raise TorchMPIError("MPI was finalised in this process and cannot be started again")
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    _register_exit()
+    exits.register(stop)
     return MPI.COMM_WORLD
 
 
@@ -238,56 +236,3 @@ def _describe() -> str:
         f"world of {world.size} (nodes: {world.num_nodes}), {vendor} {'.'.join(map(str, version))}, "
         f"torch {torch.__version__}; rank 0 is on {host_name()}, device {_device}, threads {torch.get_num_threads()}"
     )
-
-
-_exit_is_registered = False
-_process = os.getpid()
-
-
-def _register_exit() -> None:
-    """Once per process: stop at exit, abort the job on an uncaught exception, disown forked children."""
-    global _exit_is_registered, _process
-    if _exit_is_registered:
-        return
-    _exit_is_registered = True
-    _process = os.getpid()
-    atexit.register(_at_exit)
-    os.register_at_fork(after_in_child=_disown)
-    if not hasattr(sys, "ps1") and not sys.flags.interactive:
-        sys.excepthook = _aborting(sys.excepthook)
-
-
-def _at_exit() -> None:
-    from mpi4py import MPI
-
-    if os.getpid() == _process and not MPI.Is_finalized():
-        stop()
-        MPI.Finalize()
-
-
-def _disown() -> None:
-    handles.install(None)
-    communicators.install(
-        None, "it was forked from a started rank, and only that one may call; in data loaders, return tensors instead"
-    )
-
-
-def _aborting(former: Callable[..., Any]) -> Callable[..., None]:
-    """An excepthook that ends the whole job after reporting: ranks that wait for this one would wait for ever."""
-
-    def hook(*failure: Any) -> None:
-        former(*failure)
-        abort(1)
-
-    return hook
-
-
-def abort(code: int) -> None:
-    """End the whole job with ``code`` if other ranks belong to it; else do nothing."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or os.getpid() != _process or not mpi.Is_initialized() or mpi.Is_finalized():
-        return
-    if mpi.COMM_WORLD.size > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        mpi.COMM_WORLD.Abort(code)

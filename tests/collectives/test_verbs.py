@@ -171,7 +171,7 @@ def test_broadcast(mpi, dtype, form):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_allgather_and_gather(mpi, dtype, form):
     size = mpi.size()
-    for rows in ([2] * size, [r for r in range(size)], [0] * size, [3000 + 7 * r for r in range(size)]):
+    for rows in ([2] * size, list(range(size)), [0] * size, [3000 + 7 * r for r in range(size)]):
         parts = [values(dtype, rank, rows[rank] * 3).view(rows[rank], 3) for rank in range(size)]
         expected = torch.cat(parts)
         x = parts[mpi.rank()].clone().t().contiguous().t()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from torchmpi_py.collectives import verbs, wire
+from torchmpi_py.collectives import objects, wire
 from torchmpi_py.collectives.scalars import Number, is_number
 from torchmpi_py.communicators import Communicator, resolve
 from torchmpi_py.errors import RanksDisagree
@@ -25,7 +25,7 @@ def check_with_allreduce(x: Tensor | Number, name: str = "", *, comm: Communicat
 def check_all_with_allreduce(values: Mapping[str, Tensor | Number], *, comm: Communicator | None = None) -> None:
     """``check_with_allreduce`` of several named values at once; the error names each that differs."""
     resolved = resolve(comm)
-    tables = verbs.allgather_object([(name, _digest(x)) for name, x in values.items()], comm=resolved)
+    tables = objects.allgather_object([(name, _digest(x)) for name, x in values.items()], comm=resolved)
     names = [[name for name, _ in table] for table in tables]
     if any(own != names[0] for own in names):
         lists = "; ".join(f"rank {rank}: {', '.join(own)}" for rank, own in enumerate(names))

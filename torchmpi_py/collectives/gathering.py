@@ -29,8 +29,8 @@ class Sizes:
     def are_equal(self) -> bool:
         return len(set(self.rows)) == 1
 
-    def output(self, verb: str, x: Tensor, out: Tensor | None, writers: Sequence[int]) -> Tensor:
-        """``out``, or a new tensor. A ValueError on every rank if ``out`` does not fit on one of the ``writers``."""
+    def output_shape(self, verb: str, x: Tensor, out: Tensor | None, writers: Sequence[int]) -> torch.Size:
+        """The shape of the result. A ValueError on every rank if ``out`` does not have it on one of the ``writers``."""
         shape = torch.Size((sum(self.rows), *x.shape[1:]))
         wrong = [rank for rank in writers if self.outs[rank] not in (0, _code(shape))]
         if wrong:
@@ -39,7 +39,7 @@ class Sizes:
                 f"{verb}: the ranks bring {self.rows} rows, so the result has shape {tuple(shape)}; "
                 f"out has another shape{given} on rank {', '.join(map(str, wrong))}"
             )
-        return x.new_empty(shape) if out is None else out
+        return shape
 
     def split(self, out: Tensor) -> tuple[Tensor, ...]:
         """The part of each rank in the result."""

@@ -43,7 +43,6 @@ from torchmpi_py.communicators import Communicator, resolve
 from torchmpi_py.tensors import check_divisible, check_op, check_out, check_rank, check_tensor, flat, is_flat, written
 
 T = TypeVar("T", bound=Tensor | scalars.Number)
-_NO_TENSOR = torch.empty(0)
 
 
 def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
@@ -228,22 +227,6 @@ def _recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str |
     return of_tensor("recv", comm, flavour, buffer, (buffer, source), tensor, copy_out)
 
 
-def _broadcast_object(
-    obj: object, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None
-) -> Operation[Any]:
-    """Return root's object, which must be picklable. Objects come from the other ranks of the job: trust them."""
-    comm = resolve(comm)
-    check_rank("broadcast_object", "root", root, comm.size)
-    return operation("broadcast_object", comm, flavour, _NO_TENSOR, (obj, root), lambda got: got)
-
-
-def _allgather_object(
-    obj: object, *, comm: Communicator | None = None, flavour: str | None = None
-) -> Operation[list[Any]]:
-    """Return the list of all ranks' objects, in rank order; they must be picklable."""
-    return operation("allgather_object", resolve(comm), flavour, _NO_TENSOR, (obj,), lambda got: got)
-
-
 broadcast, broadcast_async = forms(_broadcast)
 reduce, reduce_async = forms(_reduce)
 allreduce, allreduce_async = forms(_allreduce)
@@ -255,5 +238,3 @@ alltoall, alltoall_async = forms(_alltoall)
 sendreceive, sendreceive_async = forms(_sendreceive)
 send, send_async = forms(_send)
 recv, recv_async = forms(_recv)
-broadcast_object, broadcast_object_async = forms(_broadcast_object)
-allgather_object, allgather_object_async = forms(_allgather_object)

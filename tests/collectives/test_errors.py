@@ -1,0 +1,147 @@
+"""A mistake raises the same clear error on every rank, before a byte moves; afterwards everything still works."""
+
+import pytest
+import torch
+
+from torchmpi_py.errors import CommunicatorError, RanksDisagree, Unavailable
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+
+
+def raises_everywhere(mpi, kind, match, call, *args, **kwargs):
+    """The call raises ``kind`` on all ranks, with the same words; the next collective is not disturbed."""
+    with pytest.raises(kind, match=match) as caught:
+        call(*args, **kwargs)
+    assert len(set(mpi.allgather_object(type(caught.value).__name__))) == 1
+    assert mpi.allreduce(1) == mpi.size()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["broadcast", "reduce", "gather", "scatter", "broadcast_object"])
+@pytest.mark.parametrize("form", ["", "_async"])
+def test_a_root_out_of_range(mpi, verb, form):
+    call = getattr(mpi, verb + form)
+    x = torch.ones(mpi.size())
+    raises_everywhere(mpi, ValueError, rf"{verb}: root={mpi.size()} is not a rank.*0 to", call, x, mpi.size())
+    raises_everywhere(mpi, ValueError, rf"{verb}: root=-1", call, x, -1)
+    raises_everywhere(mpi, TypeError, rf"{verb}: root must be a rank", call, x, 1.0)
+
+
+def test_sources_and_destinations_out_of_range(mpi):
+    x, size = torch.ones(3), mpi.size()
+    raises_everywhere(mpi, ValueError, f"source={size}", mpi.sendreceive, x, size, 0)
+    raises_everywhere(mpi, ValueError, "destination=-1", mpi.sendreceive, x, 0, -1)
+    raises_everywhere(mpi, ValueError, f"destination={size}", mpi.send, x, size)
+    raises_everywhere(mpi, ValueError, f"source={size}", mpi.recv, x, size)
+
+
+def test_unknown_and_undefined_ops(mpi):
+    for verb in ("allreduce", "reduce", "reduce_scatter"):
+        call = getattr(mpi, verb)
+        message = raises_everywhere(mpi, ValueError, "op 'mean' is unknown", call, torch.ones(mpi.size()), op="mean")
+        assert "sum, avg, prod, min, max, band, bor, bxor, land, lor" in message
+        z = torch.ones(mpi.size(), dtype=torch.complex64)
+        raises_everywhere(
+            mpi, ValueError, "'min' is not defined for torch.complex64.*sum, avg, prod", call, z, op="min"
+        )
+        raises_everywhere(mpi, ValueError, "'avg' is not defined for torch.int64", call, z.real.long(), op="avg")
+        raises_everywhere(mpi, ValueError, "'band' is not defined for torch.float32", call, z.real, op="band")
+    raises_everywhere(mpi, ValueError, "op 'mean' is unknown", mpi.allreduce, 1.0, op="mean")
+    raises_everywhere(mpi, ValueError, "'max' is not defined for torch.complex128", mpi.allreduce, 1j, op="max")
+    raises_everywhere(mpi, ValueError, "'bor' is not defined for torch.float64", mpi.allreduce, 1.5, op="bor")
+
+
+def test_an_out_that_does_not_fit(mpi):
+    x, size = torch.ones(mpi.size(), 2), mpi.size()
+    raises_everywhere(mpi, ValueError, rf"out has shape \(3,\).*\({size}, 2\)", mpi.allreduce, x, out=torch.ones(3))
+    raises_everywhere(mpi, ValueError, "out is torch.float64", mpi.allreduce, x, out=x.double())
+    raises_everywhere(mpi, TypeError, "out must be a torch.Tensor, not list", mpi.reduce, x, out=[1.0])
+    raises_everywhere(mpi, ValueError, r"the result has shape \(1, 2\)", mpi.reduce_scatter, x, out=x.new_empty(4))
+    raises_everywhere(mpi, ValueError, r"the result has shape \(1, 2\)", mpi.scatter, x, out=x.new_empty(2, 2))
+    raises_everywhere(mpi, ValueError, "the result has shape", mpi.alltoall, x, out=x.new_empty(4))
+    raises_everywhere(mpi, ValueError, "out has another shape", mpi.allgather, x, out=torch.ones(7, 2))
+    raises_everywhere(mpi, TypeError, "a number is returned", mpi.allreduce, 1.0, out=torch.ones(1))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_out_that_does_not_fit_on_one_rank_only(mpi):
+    """What the other ranks cannot see is told to them: nobody is left waiting."""
+    x, size = torch.ones(1, 2), mpi.size()
+    wrong = torch.empty(size + (mpi.rank() == 1), 2)
+    raises_everywhere(mpi, ValueError, "another shape.* on rank 1", mpi.allgather, x, out=wrong)
+    raises_everywhere(mpi, ValueError, "another shape.* on rank 1", mpi.gather, x, 1, out=wrong)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gathering_different_things(mpi):
+    x = torch.ones(2, 3 if mpi.rank() else 4)
+    message = raises_everywhere(mpi, RanksDisagree, "only dim 0 may differ", mpi.allgather, x)
+    assert "rank 0 brings torch.float32 (2, 4), rank 1 brings torch.float32 (2, 3)" in message
+    y = torch.ones(2, dtype=torch.float64 if mpi.rank() else torch.int64)
+    raises_everywhere(mpi, RanksDisagree, "rank 0 brings torch.int64", mpi.gather, y)
+    handle = mpi.allgather_async(x)
+    for _ in range(2):
+        raises_everywhere(mpi, RanksDisagree, "only dim 0 may differ", handle.wait)
+
+
+def test_things_that_are_no_tensors(mpi):
+    for verb in ("broadcast", "allreduce", "allgather", "reduce_scatter", "alltoall"):
+        raises_everywhere(mpi, TypeError, f"{verb}: x must be a torch.Tensor, not list", getattr(mpi, verb), [1.0])
+    raises_everywhere(mpi, TypeError, "not NoneType", mpi.allreduce, None)
+    sparse = torch.eye(3).to_sparse()
+    raises_everywhere(mpi, TypeError, r"torch.sparse_coo tensor; pass a dense one", mpi.allreduce, sparse)
+
+
+def test_tensors_that_cannot_be_written(mpi):
+    x = torch.ones(1).expand(4)
+    for verb in ("allreduce", "broadcast", "alltoall"):
+        if verb != "alltoall" or 4 % mpi.size() == 0:
+            raises_everywhere(mpi, ValueError, f"{verb}: cannot write into an expanded tensor", getattr(mpi, verb), x)
+    assert mpi.allreduce(x, out=torch.empty(4)).tolist() == [mpi.size()] * 4
+
+
+@pytest.mark.mpi(min_size=2)
+def test_shapes_that_do_not_split(mpi):
+    for verb in ("reduce_scatter", "scatter", "alltoall"):
+        call = getattr(mpi, verb)
+        raises_everywhere(mpi, ValueError, "cannot be split into", call, torch.ones(mpi.size() + 1))
+        raises_everywhere(mpi, ValueError, "cannot be split into", call, torch.ones(()))
+
+
+def test_flavours(mpi):
+    message = raises_everywhere(
+        mpi, ValueError, "flavour 'nccl' is unknown", mpi.allreduce, torch.ones(1), flavour="nccl"
+    )
+    assert "known flavours: mpi" in message
+    raises_everywhere(mpi, Unavailable, "serves cpu tensors only", mpi.allreduce, torch.ones(1, device="meta"))
+    assert mpi.allreduce(torch.ones(1), flavour="mpi").item() == mpi.size()
+    table = mpi.availability()
+    assert {row.status for row in table if row.device == "cpu"} == {"available"}
+    assert "broadcast" in str(table)
+
+
+def test_communicators_that_cannot_be_used(mpi):
+    raises_everywhere(mpi, TypeError, "comm=3 is not a torchmpi_py communicator", mpi.allreduce, torch.ones(1), comm=3)
+    comm = mpi.split(0)
+    comm.free()
+    comm.free()
+    raises_everywhere(mpi, CommunicatorError, "was freed; make a new one", mpi.allreduce, torch.ones(1), comm=comm)
+
+
+def test_numbers_that_do_not_fit(mpi):
+    raises_everywhere(mpi, ValueError, "does not fit into 64 bits; pass it as a float", mpi.allreduce, 2**70)
+
+
+def test_dtypes_that_have_no_arithmetic_still_move(mpi):
+    x = torch.full((4,), mpi.rank(), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    assert mpi.broadcast(x, mpi.size() - 1).view(torch.uint8).tolist() == [mpi.size() - 1] * 4
+
+
+def test_autograd_notices_what_was_overwritten(mpi):
+    """A tensor that backward needs was changed by a verb: autograd refuses instead of giving a wrong gradient."""
+    weight = torch.ones(3, requires_grad=True)
+    x = torch.ones(3)
+    loss = (weight * x).sum()
+    mpi.allreduce(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,71 @@
+import math
+
+import numpy as np
+import pytest
+
+from torchmpi_py.collectives import scalars
+
+NUMBERS = [True, False, 0, -5, 2**63 - 1, -(2**63), 1.5, -0.0, math.inf, 1 + 2j, -1j]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_record_keeps_value_and_type(number):
+    back = scalars.from_record(scalars.to_record(number))
+    assert type(back) is type(number)
+    assert str(back) == str(number)
+
+
+@pytest.mark.parametrize(("given", "kind"), [(np.float32(1.5), float), (np.int8(3), int), (np.bool_(True), bool)])
+def test_numpy_numbers_are_numbers(given, kind):
+    back = scalars.from_record(scalars.to_record(given))
+    assert type(back) is kind
+    assert back == given
+
+
+@pytest.mark.parametrize(
+    ("op", "values", "expected"),
+    [
+        ("sum", [1, 2.5], 3.5),
+        ("sum", [True, True], 2),
+        ("sum", [2**62, 2**62], 2**63),
+        ("avg", [1, 2], 1.5),
+        ("prod", [2, 3, 4], 24),
+        ("min", [3, 1.5], 1.5),
+        ("max", [3, True], 3),
+        ("band", [6, 3], 2),
+        ("bor", [6, 3], 7),
+        ("bxor", [6, 3], 5),
+        ("land", [6, 0], 0),
+        ("lor", [6, 0], 1),
+        ("sum", [1j, 1], 1 + 1j),
+    ],
+)
+def test_reductions_follow_python(op, values, expected):
+    result = scalars.reduce_numbers("allreduce", op, values)
+    assert result == expected
+    assert type(result) is type(expected)
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+@pytest.mark.parametrize("values", [[1.0, math.nan], [math.nan, 1.0]])
+def test_nan_wins(op, values):
+    assert math.isnan(scalars.reduce_numbers("allreduce", op, values))
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(60)
+def test_numbers_through_the_verbs(mpi):
+    rank, size = mpi.rank(), mpi.size()
+    last = size - 1
+    assert mpi.allreduce(rank) == size * last // 2
+    assert mpi.allreduce(rank, op="max") == last
+    assert mpi.allreduce_async(0.5).wait() == 0.5 * size
+    assert mpi.reduce(rank + 1, last) == (size * (size + 1) // 2 if rank == last else rank + 1)
+    assert mpi.broadcast(rank if rank != last else 2.5, last) == 2.5
+    assert mpi.allgather(rank) == list(range(size))
+    assert mpi.gather(rank * 1.0, last) == ([float(r) for r in range(size)] if rank == last else None)
+    assert mpi.sendreceive(rank, (rank - 1) % size, (rank + 1) % size) == (rank - 1) % size
+    receiving = mpi.recv_async(0, (rank - 1) % size)
+    assert mpi.send_async(rank + 0.5, (rank + 1) % size).wait() == rank + 0.5
+    assert receiving.wait() == (rank - 1) % size + 0.5
+    assert mpi.allreduce(0 if rank else 1.5) == 1.5  # an int meets a float

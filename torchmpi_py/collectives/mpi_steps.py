@@ -1,0 +1,164 @@
+"""The steps of each verb over stock MPI: which blocking MPI calls, with which buffers, in which order.
+
+Messages longer than ``Tuning.message_bytes`` travel in pieces. Where an MPI collective would count beyond 32 bits in
+total, the verb is composed of calls that do not: allgather of broadcasts, reduce_scatter of reduces, the others of
+messages between pairs. Tensors are flat. A generator goes on when its last step is complete: what follows a ``yield``
+(a division, a conversion) sees the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from torchmpi_py import config
+from torchmpi_py.collectives import wire
+from torchmpi_py.collectives.gathering import Sizes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Step = tuple[str, tuple[Any, ...]]  # the name of the MPI call, its arguments
+Steps = Iterator[Step]
+
+
+def _limit() -> int:
+    return config.tuning().message_bytes
+
+
+def broadcast(comm: MPI.Comm, x: Tensor, root: int) -> Steps:
+    """Bcast."""
+    for (piece,) in wire.pieces(_limit(), x.itemsize, x):
+        yield "Bcast", (wire.raw(piece), root)
+
+
+def allreduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> Steps:
+    """Allreduce."""
+    how = wire.reduction(source.dtype, op)
+    if how.decode is not None:
+        yield from _encoded(comm, source, destination, how, "Allreduce", (how.mpi_op,))
+        return
+    for sent, received in wire.pieces(config.tuning().message_bytes, how.itemsize, source, destination):
+        given, taken = wire.pair(sent, received, how.mpi_type)
+        yield "Allreduce", (given, taken, how.mpi_op)
+    if how.divide:
+        destination.div_(comm.size)
+
+
+def reduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str, root: int) -> Steps:
+    """Reduce."""
+    how = wire.reduction(source.dtype, op)
+    is_root = comm.rank == root
+    if how.decode is not None:
+        yield from _encoded(comm, source, destination if is_root else None, how, "Reduce", (how.mpi_op, root))
+        return
+    for sent, received in wire.pieces(config.tuning().message_bytes, how.itemsize, source, destination):
+        buffers = wire.pair(sent, received, how.mpi_type) if is_root else (wire.typed(sent, how.mpi_type), None)
+        yield "Reduce", (*buffers, how.mpi_op, root)
+    if how.divide and is_root:
+        destination.div_(comm.size)
+
+
+def _encoded(
+    comm: MPI.Comm, source: Tensor, destination: Tensor | None, how: wire.Reduction, call: str, last: tuple[Any, ...]
+) -> Steps:
+    """The steps of (all)reduce for a dtype that travels in another form; without destination: this rank only gives."""
+    assert how.encode is not None, how
+    assert how.decode is not None, how
+    target = source if destination is None else destination  # not written without a destination
+    for piece, received in wire.pieces(config.tuning().wire_bytes, how.itemsize, source, target):
+        scratch = how.encode(piece)
+        buffer = wire.typed(scratch, how.mpi_type)
+        yield call, (buffer, None, *last) if destination is None else (wire.in_place(), buffer, *last)
+        if destination is not None:
+            received.copy_(how.decode(scratch.div_(comm.size) if how.divide else scratch).view_as(received))
+
+
+def reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> Steps:
+    """Reduce_scatter_block; large: a reduce per rank."""
+    how = wire.reduction(source.dtype, op)
+    limit = _limit() if how.encode is None else config.tuning().wire_bytes
+    if source.numel() * how.itemsize > limit:
+        for root, part in enumerate(source.chunk(comm.size)):
+            yield from reduce(comm, part, destination, op, root)
+        return
+    sent = source if how.encode is None else how.encode(source)
+    received = destination if how.encode is None else sent.new_empty(destination.shape)
+    yield "Reduce_scatter_block", (wire.typed(sent, how.mpi_type), wire.typed(received, how.mpi_type), how.mpi_op)
+    if how.divide:
+        received.div_(comm.size)
+    if how.decode is not None:
+        destination.copy_(how.decode(received))
+
+
+def alltoall(comm: MPI.Comm, source: Tensor, destination: Tensor) -> Steps:
+    """Alltoall; large: pairwise exchanges at growing distance."""
+    if source.nbytes <= _limit():
+        yield "Alltoall", (wire.raw(source), wire.raw(destination))
+        return
+    sent, received = source.chunk(comm.size), destination.chunk(comm.size)
+    for distance in range(comm.size):
+        to, of = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
+        yield from sendreceive(comm, sent[to], received[of], of, to)
+
+
+def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> Steps:
+    """Scatter; large: messages from root."""
+    if source.nbytes <= _limit():
+        yield "Scatter", (wire.raw(source) if comm.rank == root else None, wire.raw(destination), root)
+    elif comm.rank != root:
+        yield from recv(comm, destination, root)
+    else:
+        for rank, part in enumerate(source.chunk(comm.size)):
+            if rank == root:
+                destination.copy_(part)
+            else:
+                yield from send(comm, part, rank)
+
+
+def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination: int) -> Steps:
+    """Sendrecv."""
+    for sent, received in wire.pieces(_limit(), x.itemsize, x, out):
+        yield "Sendrecv", (wire.raw(sent), destination, 0, wire.raw(received), source, 0)
+
+
+def send(comm: MPI.Comm, x: Tensor, destination: int) -> Steps:
+    """Send."""
+    for (piece,) in wire.pieces(_limit(), x.itemsize, x):
+        yield "Send", (wire.raw(piece), destination)
+
+
+def recv(comm: MPI.Comm, x: Tensor, source: int) -> Steps:
+    """Recv."""
+    for (piece,) in wire.pieces(_limit(), x.itemsize, x):
+        yield "Recv", (wire.raw(piece), source)
+
+
+def allgather(comm: MPI.Comm, x: Tensor, out: Tensor, sizes: Sizes) -> Steps:
+    """Allgather(v); large: a broadcast per rank."""
+    if out.nbytes > _limit():
+        for root, part in enumerate(sizes.split(out)):
+            if root == comm.rank:
+                part.copy_(x)
+            yield from broadcast(comm, part, root)
+    elif sizes.are_equal:
+        yield "Allgather", (wire.raw(x), wire.raw(out))
+    else:
+        yield "Allgatherv", (wire.raw(x), [*wire.raw(out)[:1], sizes.num_bytes, wire.raw(out)[1]])
+
+
+def gather(comm: MPI.Comm, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> Steps:
+    """Gatherv; large: messages to root."""
+    if sum(sizes.num_bytes) <= _limit():
+        spec = None if out is None else [wire.raw(out)[0], sizes.num_bytes, wire.raw(out)[1]]
+        yield "Gatherv", (wire.raw(x), spec, root)
+    elif out is None:
+        yield from send(comm, x, root)
+    else:
+        for rank, part in enumerate(sizes.split(out)):
+            if rank == root:
+                part.copy_(x)
+            else:
+                yield from recv(comm, part, rank)

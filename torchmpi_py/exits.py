@@ -1,0 +1,66 @@
+"""How a started process ends: stop at a normal exit, abort of the whole job on an uncaught exception.
+
+A forked child is disowned: it must neither use its parent's rank nor shut its parent's MPI down.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torchmpi_py import communicators, handles
+
+_exit_is_registered = False
+_process = os.getpid()
+
+
+def register(stop: Callable[[], None]) -> None:
+    """Once per process: stop at exit, abort the job on an uncaught exception, disown forked children."""
+    global _exit_is_registered, _process
+    if _exit_is_registered:
+        return
+    _exit_is_registered = True
+    _process = os.getpid()
+    atexit.register(_at_exit, stop)
+    os.register_at_fork(after_in_child=_disown)
+    if not hasattr(sys, "ps1") and not sys.flags.interactive:
+        sys.excepthook = _aborting(sys.excepthook)
+
+
+def _at_exit(stop: Callable[[], None]) -> None:
+    from mpi4py import MPI
+
+    if os.getpid() == _process and not MPI.Is_finalized():
+        stop()
+        MPI.Finalize()
+
+
+def _disown() -> None:
+    handles.install(None)
+    communicators.install(
+        None, "it was forked from a started rank, and only that one may call; in data loaders, return tensors instead"
+    )
+
+
+def _aborting(former: Callable[..., Any]) -> Callable[..., None]:
+    """An excepthook that ends the whole job after reporting: ranks that wait for this one would wait for ever."""
+
+    def hook(*failure: Any) -> None:
+        former(*failure)
+        abort(1)
+
+    return hook
+
+
+def abort(code: int) -> None:
+    """End the whole job with ``code`` if other ranks belong to it; else do nothing."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or os.getpid() != _process or not mpi.Is_initialized() or mpi.Is_finalized():
+        return
+    if mpi.COMM_WORLD.size > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(code)
