@@ -1,4 +1,4 @@
-"""The loop alone: order of the hooks, the two halves of the backward pass, optimizers, modes, errors. No MPI."""
+"""The loop alone: order of the hooks, state, optimizers, modes, samples, errors. No MPI."""
 
 import dataclasses
 
@@ -99,91 +99,6 @@ def test_a_hook_resumes_and_stops():
     assert epochs == [5, 6]
 
 
-class TwoHeads(torch.nn.Module):
-    """Outputs in a nested structure, one of them without gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = linear(1), linear(2)
-
-    def forward(self, x):
-        left = self.left(x)
-        return {"scores": (left, self.right(x)), "chosen": left.argmax(1), "unused": [left * 2]}
-
-
-class Mixed(torch.nn.Module):
-    """A criterion that has a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.mix = torch.nn.Parameter(torch.tensor(0.3))
-
-    def forward(self, output, target):
-        left, right = output["scores"]
-        return torch.nn.functional.cross_entropy(self.mix * left + (1 - self.mix) * right, target)
-
-
-def test_the_criterion_goes_back_before_the_network_does():
-    network, criterion = TwoHeads(), Mixed()
-    engine = SGDEngine()
-    between = []
-
-    def check(state):
-        between.append((network.left.weight.grad, criterion.mix.grad, state.output["scores"][0].grad.clone()))
-
-    engine.hooks.on_backward_criterion = check
-    (sample,) = pairs(1)
-    engine.train(network=network, criterion=criterion, iterator=[sample], lr=0)
-    ((left, mix, score),) = between
-    both = torch.nn.ModuleList([network, criterion])
-    found = {name: parameter.grad.clone() for name, parameter in both.named_parameters()}
-    both.zero_grad()
-    output = network(sample[0])
-    output["scores"][0].retain_grad()
-    criterion(output, sample[1]).backward()
-    assert left is None
-    assert mix is None
-    assert torch.equal(score, output["scores"][0].grad)
-    for name, parameter in both.named_parameters():
-        assert torch.allclose(parameter.grad, found[name], rtol=1e-6, atol=0), name
-
-
-def test_the_criterion_is_trained_too():
-    criterion = Mixed()
-    SGDEngine().train(network=TwoHeads(), criterion=criterion, iterator=pairs(), lr=0.5)
-    assert criterion.mix.item() != pytest.approx(0.3)
-
-
-def test_a_penalty_on_parameters_in_the_loss_counts():
-    network = linear()
-    (sample,) = pairs(1)
-
-    def criterion(output, target):
-        return torch.nn.functional.cross_entropy(output, target) + network.weight.square().sum()
-
-    times = []
-    hook = network.weight.register_post_accumulate_grad_hook(times.append)
-    SGDEngine().train(network=network, criterion=criterion, iterator=[sample], lr=0)
-    hook.remove()
-    assert len(times) == 1  # complete at once: what is sent away by such a hook is the whole gradient
-    grad = network.weight.grad.clone()
-    network.zero_grad()
-    criterion(network(sample[0]), sample[1]).backward()
-    assert torch.allclose(grad, network.weight.grad)
-
-
-def test_parameters_that_only_the_optimizer_knows_are_trained():
-    network, extra = linear(), torch.nn.Parameter(torch.ones(()))
-    SGDEngine().train(
-        network=network,
-        criterion=lambda output, target: torch.nn.functional.cross_entropy(output * extra, target),
-        iterator=pairs(),
-        optimizer=torch.optim.SGD([*network.parameters(), extra], lr=0.1),
-    )
-    assert extra.item() != 1
-    assert extra.grad is not None
-
-
 def test_lr_zero_computes_gradients_and_updates_nothing():
     network = linear()
     state = SGDEngine().train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), lr=0)
@@ -249,23 +164,6 @@ def test_testing_restores_modes_and_takes_no_gradients():
         engine.test(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=[None])
     assert network.training
     assert torch.is_grad_enabled()
-
-
-class Weighted(list):
-    weight, num_samples = 0.25, 0
-
-
-def test_the_weight_scales_gradients_and_not_the_loss():
-    network = linear()
-    (sample,) = pairs(1)
-    state = SGDEngine().train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=Weighted([sample]), lr=0)
-    grad = network.weight.grad.clone()
-    network.zero_grad()
-    loss = torch.nn.functional.cross_entropy(network(sample[0]), sample[1])
-    loss.backward()
-    assert torch.equal(state.loss, loss)
-    assert state.num_samples == 0
-    assert torch.equal(grad, 0.25 * network.weight.grad)
 
 
 def test_a_dataloader_is_an_iterator_and_its_sampler_is_told_the_epoch():

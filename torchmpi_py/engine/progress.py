@@ -88,8 +88,8 @@ class _Progress:
         run = self.runs.pop()
         loss, accuracy = run.loss.reduced(), run.accuracy.reduced()
         shown = "" if accuracy != accuracy else f", accuracy {100 * accuracy:.2f} %"
-        run.bar.set_postfix_str(f"loss {loss:.4f}{shown}")
-        run.bar.close()
+        run.bar.set_postfix_str(f"loss {loss:.4f}{shown}", refresh=False)
+        run.bar.close()  # shows it
 
 
 def _are_scores(output: Any, target: Any) -> bool:

@@ -1,0 +1,101 @@
+"""The examples, run as their users run them."""
+
+import gzip
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.timeout(120)
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
+pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'torchmpi-py[examples]'")
+needs_launcher = pytest.mark.skipif(not TORCHMPIRUN.exists(), reason=f"no {TORCHMPIRUN}: install the package")
+
+
+def run(*command, fails=False):
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
+    )
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def sequential(*options, **expected):
+    return run(sys.executable, EXAMPLES / "mnist_sequential.py", *options, **expected)
+
+
+def allreduce(num_ranks, *options, **expected):
+    return run(TORCHMPIRUN, "-n", num_ranks, EXAMPLES / "mnist_allreduce.py", *options, **expected)
+
+
+def result(output):
+    """(test loss, accuracy in percent), printed once."""
+    ((loss, accuracy),) = re.findall(r"test loss ([\d.]+), accuracy ([\d.]+) %", output)
+    return float(loss), float(accuracy)
+
+
+def assert_close(file, other):
+    others = torch.load(other)
+    for name, x in torch.load(file).items():
+        assert (x - others[name]).abs().max() < 1e-5 * others[name].abs().max(), name
+
+
+def test_sequential_learns():
+    first, third = (result(sequential("--epochs", epochs))[0] for epochs in (1, 3))
+    assert 2.4 > first > 1 > third
+
+
+@needs_launcher
+def test_two_ranks_learn_the_digits():
+    output = allreduce(2)
+    loss, accuracy = result(output)
+    assert loss < 0.1
+    assert accuracy >= 97
+    assert "bit-identical on all 2 ranks" in output
+
+
+@needs_launcher
+@pytest.mark.parametrize("how", [[], ["--asynchronous"]])
+def test_four_ranks_train_as_one_process(tmp_path, how):
+    alone = sequential("--epochs", 3, "--save", tmp_path / "1.pt")
+    four = allreduce(4, "--epochs", 3, "--save", tmp_path / "4.pt", *how)
+    assert result(alone)[1] == result(four)[1]
+    assert result(alone)[0] == pytest.approx(result(four)[0], abs=2e-4)
+    assert_close(tmp_path / "4.pt", tmp_path / "1.pt")
+
+
+@needs_launcher
+def test_progress_is_shown_once():
+    output = allreduce(2, "--epochs", 2, "--progress")
+    assert len(re.findall("epoch 2/2: 100%.*accuracy", output)) == 1
+
+
+@needs_launcher
+def test_a_batch_that_cannot_be_split_is_refused():
+    assert "--batch 61 cannot be split over 2 ranks" in allreduce(2, "--batch", 61, fails=True)
+
+
+def idx(tensor):
+    sizes = b"".join(size.to_bytes(4, "big") for size in tensor.shape)
+    return bytes([0, 0, 8, tensor.ndim]) + sizes + bytes(tensor.flatten().tolist())
+
+
+def test_mnist_files_are_read_plain_and_gzipped(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    for part, total in (("train", 90), ("t10k", 30)):
+        labels = torch.randint(10, (total,), generator=generator)
+        images = torch.zeros(total, 28, 28, dtype=torch.int64)
+        images[torch.arange(total), labels + 9, :] = 255  # a bar at the height of the label
+        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels))
+    assert result(sequential("--data", tmp_path, "--epochs", 20, "--batch", 10))[1] > 90
+
+
+def test_missing_and_broken_files_are_named(tmp_path):
+    assert "train-images-idx3-ubyte.gz" in sequential("--data", tmp_path, fails=True)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\x09short")
+    assert "is not an idx file" in sequential("--data", tmp_path, fails=True)
