@@ -1,0 +1,56 @@
+"""The ready scripts of launch/, through the MPI of this environment."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import __main__ as launcher
+from torchmpi_py.launch import mpirun
+
+try:
+    FOUND = mpirun.find("", os.environ)
+except LaunchError:
+    FOUND = (None, "")
+VENDOR, PROGRAM = FOUND
+FOLDER = Path(__file__).parents[2] / "launch"
+HOST_LINE = {"openmpi": "localhost slots=2\n", "mpich": "localhost:2\n"}
+
+pytestmark = pytest.mark.timeout(60)
+
+HELLO = "import sys; from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1), sys.argv[1:])"
+
+
+@pytest.mark.parametrize("several", ["", "_hostfile"])
+@pytest.mark.skipif(VENDOR is None or VENDOR.name not in HOST_LINE, reason="neither Open MPI nor MPICH here")
+def test_script(tmp_path, several):
+    program = tmp_path / "a program.py"
+    program.write_text(HELLO)
+    (tmp_path / "hosts").write_text(HOST_LINE[VENDOR.name])
+    where = {"HOSTFILE": str(tmp_path / "hosts")} if several else {"NP": "2"}
+    where |= {"PYTHON": sys.executable, "MPIRUN": PROGRAM, "MPIEXEC": PROGRAM, "LOG_DIR": str(tmp_path / "logs")}
+    script = FOLDER / f"{VENDOR.name}{several}.sh"
+    job = subprocess.run(
+        [script, program, "a b", "$HOME"],
+        env=launcher.inherited_environment(os.environ) | where,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
+    for rank in range(2):
+        assert (tmp_path / "logs" / f"rank-{rank}.log").read_text() == "2 ['a b', '$HOME']\n"
+
+
+@pytest.mark.parametrize("script", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+def test_scripts_are_executable_and_parse(script):
+    assert os.access(script, os.X_OK)
+    subprocess.run([shutil.which("bash"), "-n", script], check=True, timeout=20)
+    lines = script.read_text().splitlines()
+    assert all(line.startswith("#") for line in lines[:6])
+    assert "set -euo pipefail" in lines
