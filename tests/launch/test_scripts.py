@@ -47,6 +47,23 @@ def test_script(tmp_path, several):
         assert (tmp_path / "logs" / f"rank-{rank}.log").read_text() == "2 ['a b', '$HOME']\n"
 
 
+@pytest.mark.skipif(VENDOR is None or VENDOR.name not in HOST_LINE, reason="neither Open MPI nor MPICH here")
+def test_a_rank_that_fails_before_mpi_starts_ends_the_job_without_torchmpirun(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1': raise RuntimeError('early')\n"
+        "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()\n"
+    )
+    environment = launcher.inherited_environment(os.environ) | {"NP": "2", "PYTHON": sys.executable}
+    environment |= {"MPIRUN": PROGRAM, "MPIEXEC": PROGRAM}
+    environment.pop("TORCHMPIRUN_JOB_DIR", None)
+    script = FOLDER / f"{VENDOR.name}.sh"
+    job = subprocess.run([script, program], env=environment, capture_output=True, text=True, timeout=50, check=False)
+    assert job.returncode != 0  # not always 1: some Open MPI starters crash over a rank that leaves this early
+    assert job.stderr.count("Traceback") == 1
+
+
 @pytest.mark.parametrize("script", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
 def test_scripts_are_executable_and_parse(script):
     assert os.access(script, os.X_OK)

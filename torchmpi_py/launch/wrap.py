@@ -12,8 +12,10 @@ MPI_Abort leaves behind can be removed.
 """
 
 import argparse
+import importlib
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -35,6 +37,8 @@ _LOCAL_VARIABLES = (
     ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),  # MVAPICH
 )
+
+_LAST_SECONDS = 30
 
 
 def rank_of(environment: Mapping[str, str]) -> int:
@@ -138,12 +142,23 @@ def record_failure(folder: str, rank: int, code: int) -> None:
     part.rename(Path(folder) / f"failed-{rank}")  # whole, or not there
 
 
-def end_job(code: int) -> None:
-    """MPI_Abort when MPI runs here; else exit, and leave it to the MPI's starter to notice."""
+def end_job(code: int, folder: str) -> None:
+    """MPI_Abort when MPI runs here; else exit, and leave it to the MPI's starter, or to torchmpirun, to notice."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is None and not os.path.isdir(folder) and int(os.environ.get("PMI_SIZE", "1")) > 1:
+        mpi = _mpi_at_last()
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(code)
     sys.exit(code)
+
+
+def _mpi_at_last() -> Any:
+    """Start MPI only to abort it: MPICH does not notice a rank that exits before MPI_Init, where the others wait."""
+    signal.alarm(_LAST_SECONDS)  # the others may not come
+    try:
+        return importlib.import_module("mpi4py.MPI")
+    except Exception:
+        return None
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -179,8 +194,9 @@ def main() -> None:
         if code == 0 or os.getpid() != process_id:  # a forked child is not the rank
             raise
         explain(error, rank)
-        record_failure(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), rank, code)
-        end_job(code)
+        folder = os.environ.get("TORCHMPIRUN_JOB_DIR", "")
+        record_failure(folder, rank, code)
+        end_job(code, folder)
 
 
 if __name__ == "__main__":
