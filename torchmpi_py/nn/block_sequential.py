@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,13 +97,12 @@ class BlockSequential(torch.nn.Sequential):
         boundaries, self._boundaries = self._boundaries, []
         for index in reversed(range(len(self._blocks))):
             block, before, after = self._blocks[index], boundaries[index], boundaries[index + 1]
-            wanted = [p for p in block.parameters if p.requires_grad] + [before] * before.requires_grad
+            wanted = [*_used(block), *[before] * before.requires_grad]
             found = torch.autograd.grad(after, wanted, gradient, allow_unused=True) if wanted else ()
             block.collect()
             for tensor, part in zip(wanted, found, strict=True):
                 if tensor is not before and part is not None:
-                    assert tensor.grad is not None, "collect() gave every parameter a view"
-                    tensor.grad.add_(part)
+                    tensor.grad = part if tensor.grad is None else tensor.grad.add_(part)
             yield block
             if before.requires_grad:
                 gradient = found[-1]
@@ -114,8 +114,12 @@ class BlockSequential(torch.nn.Sequential):
         self._flatten()  # to(), double(), ... gave the parameters other memory
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._flatten()  # a copy, or what was unpickled, has memory for every parameter apart
+
     def _flatten(self) -> None:
-        children = list(self.children())
+        children = list(self)  # not children(), which leaves out a module that comes again
         owned = _first_owner(children)
         sizes = [sum(p.numel() for p in parameters) for parameters in owned]
         self._blocks = []
@@ -137,6 +141,11 @@ def _first_owner(children: Sequence[torch.nn.Module]) -> list[list[torch.nn.Para
         seen.update(own)
         owned.append(own)
     return owned
+
+
+def _used(block: Block) -> list[Tensor]:
+    """The trainable parameters that a block computes with; a shared one may belong to an earlier block."""
+    return list(dict.fromkeys(p for child in block.children for p in child.parameters() if p.requires_grad))
 
 
 def _flat_weights(parameters: Sequence[torch.nn.Parameter]) -> Tensor:

@@ -1,0 +1,186 @@
+import copy
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def mpinn(mpi):
+    return mpi.nn
+
+
+def network(width=9):
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(width, 2))
+
+
+def batch(rank, step=0):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(6, 4, generator=generator)
+
+
+def loss(net, x):
+    return net(x).square().mean()
+
+
+def equal_gradients(a, b):
+    """Equal but for the order in which MPI adds, which depends on how gradients are packed into messages."""
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("width", [9, 200])  # posted to MPI, and in the communication thread
+def test_it_gives_what_synchronize_gradients_gives(mpi, mpinn, average, width):
+    a = network(width)
+    b = copy.deepcopy(a)
+    backward = mpinn.register_async_backward(b, average=average)
+    for step in range(3):
+        x = batch(mpi.rank(), step)
+        a.zero_grad()
+        b.zero_grad(set_to_none=step % 2 == 0)
+        loss(a, x).backward()
+        mpinn.synchronize_gradients(a, average=average)
+        loss(b, x).backward()
+        backward.synchronize()
+        backward.synchronize()
+        equal_gradients(a, b)
+        for name, parameter in b.named_parameters():
+            mpi.check_with_allreduce(parameter.grad, name)
+
+
+@pytest.mark.parametrize("frequency", [2, 3])
+@pytest.mark.parametrize("every_pass", [True, False])
+def test_frequency(mpi, mpinn, frequency, every_pass):
+    a, b = network(), network()
+    backward = mpinn.register_async_backward(b, frequency=frequency)
+    for _ in range(2):
+        a.zero_grad()
+        b.zero_grad()
+        for step in range(frequency):
+            loss(a, batch(mpi.rank(), step)).backward()
+            loss(b, batch(mpi.rank(), step)).backward()
+            if every_pass:
+                backward.synchronize()
+            if step < frequency - 1:
+                equal_gradients(a, b)  # this rank's own, so far
+        backward.synchronize()
+        mpinn.synchronize_gradients(a)
+        equal_gradients(a, b)
+
+
+def test_ranks_may_use_different_parts_of_a_network(mpi, mpinn):
+    """Launches come in one order on all ranks, with zeros for what was not used."""
+
+    class Forked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.left, self.right = (torch.nn.Linear(4, 4) for _ in range(3))
+            self.never = torch.nn.Linear(4, 4)
+
+        def forward(self, x, left):
+            x = self.first(x)
+            return (self.left(x) if left else self.right(x)).sum()
+
+    a = Forked()
+    b = copy.deepcopy(a)
+    backward = mpinn.register_async_backward(b)
+    for step in range(4):
+        left = (mpi.rank() + step) % 2 == 0
+        a.zero_grad()
+        b.zero_grad()
+        a(batch(mpi.rank(), step), left).backward()
+        b(batch(mpi.rank(), step), left).backward()
+        mpinn.synchronize_gradients(a)
+        backward.synchronize()
+        for (name, p), q in zip(a.named_parameters(), b.named_parameters(), strict=True):
+            assert (p.grad is None) == (q[1].grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, q[1].grad)
+        assert b.never.weight.grad is None
+
+
+def test_shared_parameters_are_reduced_once(mpi, mpinn):
+    def tied():
+        net = network()
+        net[2].weight = torch.nn.Parameter(net[2].weight.detach().clone())
+        net.append(torch.nn.Linear(2, 4)).append(net[0])
+        return net
+
+    a, b = tied(), tied()
+    backward = mpinn.register_async_backward(b)
+    loss(a, batch(mpi.rank())).backward()
+    mpinn.synchronize_gradients(a)
+    loss(b, batch(mpi.rank())).backward()
+    backward.synchronize()
+    equal_gradients(a, b)
+
+
+def test_a_second_backward_before_synchronize_is_an_error(mpi, mpinn):
+    net = network()
+    backward = mpinn.register_async_backward(net)
+    loss(net, batch(mpi.rank())).backward()
+    with pytest.raises(RuntimeError, match=r"ran again before synchronize\(\).*frequency"):
+        loss(net, batch(mpi.rank())).backward()
+    backward.synchronize()
+
+
+def test_a_backward_that_breaks_off(mpi, mpinn):
+    """Every rank loses the same pass; the next one is right."""
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("planted")
+
+    net = network()
+    backward = mpinn.register_async_backward(net)
+    broken = torch.nn.Sequential(*net[:3])
+    with pytest.raises(ArithmeticError, match="planted"):
+        net[4](torch.tanh(Breaks.apply(broken(batch(mpi.rank()))))).sum().backward()
+    net.zero_grad()
+    reference = network()
+    loss(net, batch(mpi.rank())).backward()
+    backward.synchronize()
+    loss(reference, batch(mpi.rank())).backward()
+    mpinn.synchronize_gradients(reference)
+    equal_gradients(reference, net)
+
+
+def test_remove(mpi, mpinn):
+    net = network()
+    backward = mpinn.register_async_backward(net)
+    loss(net, batch(mpi.rank())).backward()
+    backward.remove()
+    net.zero_grad()
+    loss(net, batch(mpi.rank())).backward()
+    alone = network()
+    loss(alone, batch(mpi.rank())).backward()
+    equal_gradients(alone, net)
+    backward.remove()
+    with pytest.raises(ValueError, match="frequency=0: give a whole number"):
+        mpinn.register_async_backward(net, frequency=0)
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 3, 9])
+def test_blocks_are_reduced_whole(mpi, mpinn, partitions):
+    a = network()
+    b = mpinn.BlockSequential(partitions, *network())
+    backward = mpinn.register_async_backward(b)
+    for step in range(3):
+        x = batch(mpi.rank(), step)
+        a.zero_grad()
+        b.zero_grad(set_to_none=step % 2 == 0)
+        loss(a, x).backward()
+        mpinn.synchronize_gradients(a)
+        loss(b, x).backward()
+        backward.synchronize()
+        equal_gradients(a, b)

@@ -1,0 +1,118 @@
+import copy
+
+import pytest
+import torch
+
+from torchmpi_py.nn import BlockSequential
+from torchmpi_py.nn.block_sequential import partition
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "partitions", "expected"),
+    [
+        ([110] * 31, 7, [4] * 7 + [3]),  # TorchMPI's own test
+        ([5], 3, [1]),
+        ([100, 1, 1], 3, [1, 2]),  # a first child above the target: no empty block before it
+        ([1, 1, 100], 2, [2, 1]),
+        ([0, 0, 0], 2, [3]),
+        ([], 2, []),
+        ([3, 0, 3, 0], 2, [2, 2]),
+    ],
+)
+def test_partition(sizes, partitions, expected):
+    runs = partition(sizes, partitions)
+    assert [len(run) for run in runs] == expected
+    assert [index for run in runs for index in run] == list(range(len(sizes)))
+
+
+def layers(count=5):
+    torch.manual_seed(0)
+    return [module for _ in range(count) for module in (torch.nn.Linear(6, 6), torch.nn.Tanh())]
+
+
+def make(partitions, **kwargs):
+    plain = torch.nn.Sequential(*layers(**kwargs))
+    return plain, BlockSequential(partitions, *layers(**kwargs))
+
+
+def same_gradients(plain, blocks):
+    for p, q in zip(plain.parameters(), blocks.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 3, 50])
+def test_it_computes_what_sequential_computes(partitions):
+    plain, blocks = make(partitions)
+    x = torch.randn(4, 6, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    for _ in range(2):  # the second time gradients accumulate
+        plain(x).square().sum().backward()
+        output = blocks(y)
+        (gradient,) = torch.autograd.grad(output.square().sum(), output)
+        order = list(blocks.backward_blocks(gradient))
+        assert order == blocks.blocks[::-1]
+        same_gradients(plain, blocks)
+        torch.testing.assert_close(x.grad, y.grad)
+    with pytest.raises(RuntimeError, match="call forward first"):
+        next(blocks.backward_blocks(gradient))
+
+
+def test_a_block_is_complete_when_it_is_yielded():
+    plain, blocks = make(3)
+    x = torch.randn(4, 6)
+    plain(x).sum().backward()
+    output = blocks(x)
+    for block in blocks.backward_blocks(torch.ones_like(output)):
+        block.gradients.mul_(2)  # what an allreduce would do
+    for p, q in zip(plain.parameters(), blocks.parameters(), strict=True):
+        torch.testing.assert_close(2 * p.grad, q.grad)
+
+
+def test_ordinary_backward_and_optimizers_work():
+    plain, blocks = make(2)
+    x = torch.randn(4, 6)
+    for net in (plain, blocks):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(x).square().sum().backward()
+            optimizer.step()
+    for p, q in zip(plain.parameters(), blocks.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    assert all(
+        torch.equal(block.weights[: p.numel()], p.reshape(-1)) for block in blocks.blocks for p in block.parameters[:1]
+    )
+
+
+def test_weights_stay_flat_when_the_module_is_converted_or_copied():
+    _, blocks = make(2)
+    for net in (blocks.double(), copy.deepcopy(blocks)):
+        block = net.blocks[0]
+        assert block.weights.dtype == torch.float64
+        block.weights.zero_()
+        assert all((p == 0).all() for p in block.parameters)
+        assert [id(p) for b in net.blocks for p in b.parameters] == [id(p) for p in net.parameters()]
+
+
+def test_shared_and_frozen_parameters():
+    first = torch.nn.Linear(3, 3)
+    net = BlockSequential(2, first, torch.nn.Linear(3, 3), first)
+    net[1].bias.requires_grad_(False)
+    reference = copy.deepcopy(torch.nn.Sequential(*net))
+    x = torch.randn(2, 3)
+    reference(x).sum().backward()
+    output = net(x)
+    for _ in net.backward_blocks(torch.ones_like(output)):
+        pass
+    for (name, p), q in zip(reference.named_parameters(), net.parameters(), strict=True):
+        if q.requires_grad:
+            torch.testing.assert_close(p.grad, q.grad, msg=name)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="partitions=0 must be at least 1"):
+        BlockSequential(0, torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="several dtypes or devices"):
+        BlockSequential(1, torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).double())

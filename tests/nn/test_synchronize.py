@@ -1,0 +1,108 @@
+import pytest
+import torch
+
+from torchmpi_py import config
+from torchmpi_py.errors import RanksDisagree
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def mpinn(mpi):
+    return mpi.nn
+
+
+def network(rank, dtype=torch.float32):
+    """A network that is different on every rank."""
+    torch.manual_seed(rank)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+    net[1].num_batches_tracked += rank
+    net[1].running_mean += rank
+    return net.to(dtype)
+
+
+@pytest.mark.parametrize("fuse_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_parameters(mpi, mpinn, monkeypatch, fuse_bytes, dtype):
+    monkeypatch.setattr(config, "_tuning", config.Tuning(fuse_bytes=fuse_bytes))
+    all_states = [network(rank, dtype).state_dict() for rank in range(mpi.size())]
+    net = network(mpi.rank(), dtype)
+    mpinn.synchronize_parameters(net)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, all_states[0][name]), name
+    mpinn.check_with_allreduce(net)
+
+    net = network(mpi.rank(), dtype)
+    mpinn.synchronize_parameters(net, average=True)
+    for name, value in net.state_dict().items():
+        if value.is_floating_point():
+            mean = torch.stack([state[name].double() for state in all_states]).mean(0)
+            torch.testing.assert_close(value.double(), mean, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        else:
+            assert torch.equal(value, all_states[0][name])
+    mpinn.check_with_allreduce(net)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("fuse_bytes", [1, 100, 1 << 20])
+def test_gradients(mpi, mpinn, monkeypatch, average, fuse_bytes):
+    monkeypatch.setattr(config, "_tuning", config.Tuning(fuse_bytes=fuse_bytes))
+    net = network(0)
+    for i, parameter in enumerate(net.parameters()):
+        parameter.grad = (torch.arange(parameter.numel()) * (mpi.rank() + 1.0) + i).view_as(parameter)
+    mpinn.synchronize_gradients(net, average=average)
+    total = sum(range(1, mpi.size() + 1))
+    for i, parameter in enumerate(net.parameters()):
+        expected = (torch.arange(parameter.numel()) * total + i * mpi.size()).view_as(parameter).float()
+        torch.testing.assert_close(parameter.grad, expected / mpi.size() if average else expected)
+
+
+def test_gradients_that_are_missing(mpi, mpinn):
+    """None here and a gradient elsewhere counts as zero; None everywhere stays None; frozen ones take no part."""
+    net = torch.nn.ParameterDict({name: torch.ones(2) for name in ("all", "some", "never", "frozen")})
+    net["frozen"].requires_grad_(False)
+    net["all"].grad = torch.tensor([1.0, mpi.rank()])
+    if mpi.rank() == mpi.size() - 1:
+        net["some"].grad = torch.tensor([5.0, 7.0])
+    mpinn.synchronize_gradients(net, average=False)
+    assert net["all"].grad.tolist() == [mpi.size(), sum(range(mpi.size()))]
+    assert net["some"].grad.tolist() == [5, 7]
+    assert net["never"].grad is None
+    assert net["frozen"].grad is None
+
+
+def test_sparse_gradients_are_refused(mpi, mpinn):
+    net = torch.nn.Embedding(4, 2, sparse=True)
+    net(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match=r"gradient of weight is torch.sparse_coo.*sparse=False"):
+        mpinn.synchronize_gradients(net)
+
+
+def test_a_module_without_parameters(mpi, mpinn):
+    mpinn.synchronize_parameters(torch.nn.ReLU())
+    mpinn.synchronize_gradients(torch.nn.ReLU())
+    mpinn.check_with_allreduce(torch.nn.ReLU())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_check_compares_bits_and_names_parameter_and_ranks(mpi, mpinn):
+    net = network(0)
+    net[1].running_mean.zero_()
+    mpinn.check_with_allreduce(net)
+    with torch.no_grad():
+        if mpi.rank() == mpi.size() - 1:
+            net[3].weight[1, 2].neg_()  # same mean of absolute values, same variance: TorchMPI's check saw nothing
+    if mpi.size() > 2:
+        expected = rf"not the same bits on all ranks: 3.weight \(rank {mpi.size() - 1} of {mpi.size()}\)$"
+    else:
+        expected = "not the same bits on all ranks: 3.weight"
+    with pytest.raises(RanksDisagree, match=expected):
+        mpinn.check_with_allreduce(net)
+    with pytest.raises(RanksDisagree, match="the loss"):
+        mpi.check_with_allreduce(0.5 + mpi.rank() * 1e-16 + (mpi.rank() == 1) * 1e-12, "the loss")
+    with pytest.raises(RanksDisagree, match="the ranks check different things"):
+        mpinn.check_with_allreduce(torch.nn.Linear(2, 2, bias=mpi.rank() == 0))
+    mpi.check_with_allreduce(torch.tensor(float("nan")), "one element, NaN")
+    zero = torch.zeros(1) if mpi.rank() else -torch.zeros(1)
+    with pytest.raises(RanksDisagree):
+        mpi.check_with_allreduce(zero)
