@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchmpi_py.nn import BlockSequential
-from torchmpi_py.nn.block_sequential import partition
+from torchmpi_py.nn.block_sequential import inseparable, partition
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,6 +25,21 @@ def test_partition(sizes, partitions, expected):
     runs = partition(sizes, partitions)
     assert [len(run) for run in runs] == expected
     assert [index for run in runs for index in run] == list(range(len(sizes)))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ([["a"], [], ["b", "c"]], [1, 1, 1]),
+        ([["a"], ["b"], ["a"], ["c"]], [3, 1]),
+        ([["a"], ["b"], ["a"], ["b"], []], [4, 1]),
+        ([], []),
+    ],
+)
+def test_children_that_share_stay_together(parameters, expected):
+    runs = inseparable(parameters)
+    assert [len(run) for run in runs] == expected
+    assert [index for run in runs for index in run] == list(range(len(parameters)))
 
 
 def layers(count=5):

@@ -7,7 +7,7 @@ TorchMPI's class of that name, without its empty first block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,8 @@ class BlockSequential(torch.nn.Sequential):
         for block in net.backward_blocks(gradient):  # from the last block to the first
             handles.append(mpi.allreduce_async(block.gradients, op="avg"))
 
-    ``register_async_backward`` does that inside ``loss.backward()``. All parameters of a block share a dtype and
+    ``register_async_backward`` does that inside ``loss.backward()``. Children that share parameters, and those between
+    them, stay in one block. All parameters of a block share a dtype and
     device.
     """
 
@@ -97,12 +98,14 @@ class BlockSequential(torch.nn.Sequential):
         boundaries, self._boundaries = self._boundaries, []
         for index in reversed(range(len(self._blocks))):
             block, before, after = self._blocks[index], boundaries[index], boundaries[index + 1]
-            wanted = [*_used(block), *[before] * before.requires_grad]
+            wanted: list[Tensor] = [p for p in block.parameters if p.requires_grad]
+            wanted += [before] * before.requires_grad
             found = torch.autograd.grad(after, wanted, gradient, allow_unused=True) if wanted else ()
             block.collect()
             for tensor, part in zip(wanted, found, strict=True):
                 if tensor is not before and part is not None:
-                    tensor.grad = part if tensor.grad is None else tensor.grad.add_(part)
+                    assert tensor.grad is not None, "collect() gave every parameter a view"
+                    tensor.grad.add_(part)
             yield block
             if before.requires_grad:
                 gradient = found[-1]
@@ -120,32 +123,32 @@ class BlockSequential(torch.nn.Sequential):
 
     def _flatten(self) -> None:
         children = list(self)  # not children(), which leaves out a module that comes again
-        owned = _first_owner(children)
-        sizes = [sum(p.numel() for p in parameters) for parameters in owned]
+        atoms = inseparable([list(child.parameters()) for child in children])
+        owned = [_parameters(children[index] for index in atom) for atom in atoms]
         self._blocks = []
-        for run in partition(sizes, self.partitions):
-            parameters = [p for index in run for p in owned[index]]
+        for run in partition([sum(p.numel() for p in parameters) for parameters in owned], self.partitions):
+            parameters = [p for atom in run for p in owned[atom]]
             weights = _flat_weights(parameters)
-            gradients = torch.zeros_like(weights)
             for parameter, view in zip(parameters, _views(weights, parameters), strict=True):
                 parameter.data = view
-            self._blocks.append(Block(tuple(children[index] for index in run), parameters, weights, gradients))
+            members = tuple(children[index] for atom in run for index in atoms[atom])
+            self._blocks.append(Block(members, parameters, weights, torch.zeros_like(weights)))
 
 
-def _first_owner(children: Sequence[torch.nn.Module]) -> list[list[torch.nn.Parameter]]:
-    """The parameters of each child, a shared one with the first child that has it."""
-    seen: set[torch.nn.Parameter] = set()
-    owned = []
-    for child in children:
-        own = [p for p in child.parameters() if p not in seen]
-        seen.update(own)
-        owned.append(own)
-    return owned
+def inseparable(parameters: Sequence[Sequence[Hashable]]) -> list[range]:
+    """Cut children, given the parameters of each, into the shortest runs that share none; a block holds whole runs."""
+    last = {p: index for index, own in enumerate(parameters) for p in own}
+    runs, begin, end = [], 0, 0
+    for index, own in enumerate(parameters):
+        end = max([end, *(last[p] for p in own)])
+        if index == end:
+            runs.append(range(begin, index + 1))
+            begin = end = index + 1
+    return runs
 
 
-def _used(block: Block) -> list[Tensor]:
-    """The trainable parameters that a block computes with; a shared one may belong to an earlier block."""
-    return list(dict.fromkeys(p for child in block.children for p in child.parameters() if p.requires_grad))
+def _parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    return list(dict.fromkeys(p for module in modules for p in module.parameters()))
 
 
 def _flat_weights(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
