@@ -175,11 +175,20 @@ def test_an_error_in_the_dataset_reaches_the_caller(mpi):
         )
 
 
-def test_moving_to_the_device_of_the_rank(mpi):
-    # Without CUDA that device is the CPU: what is exercised is the path, not the copy.
-    net = trained(mpi, AllReduceSGDEngine(usegpu=True, debug=True), 30)
-    assert next(net.parameters()).device == mpi.device()
-    assert_close(net.cpu(), trained_alone(30, 4 * mpi.size()))
+def test_network_and_samples_move_to_the_device_of_the_rank(mpi, monkeypatch):
+    # The meta device stands in for a GPU: it takes part in everything but communication.
+    monkeypatch.setattr("torchmpi_py.runtime.device", lambda: torch.device("meta"))
+    net = network(0)
+    iterator = DatasetIterator(data(4), 4, rank=0, size=1)
+    state = AllReduceSGDEngine(usegpu=True).test(network=net, criterion=cross_entropy, iterator=iterator)
+    assert next(net.parameters()).is_meta
+    assert state.sample[1].is_meta
+    assert state.loss.is_meta
+
+
+def test_usegpu_in_a_session_without_gpus_is_refused(mpi):
+    with pytest.raises(ValueError, match="with_cuda=True"):
+        trained(mpi, AllReduceSGDEngine(usegpu=True), 30)
 
 
 def test_without_a_session_the_remedy_is_named(mpi, monkeypatch):

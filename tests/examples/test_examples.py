@@ -69,6 +69,13 @@ def test_four_ranks_train_as_one_process(tmp_path, how):
 
 
 @needs_launcher
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+@pytest.mark.parametrize("how", [[], ["--asynchronous"]])
+def test_on_gpus(how):
+    assert result(allreduce(2, "--usegpu", *how))[1] >= 97
+
+
+@needs_launcher
 def test_progress_is_shown_once():
     output = allreduce(2, "--epochs", 2, "--progress")
     assert len(re.findall("epoch 2/2: 100%.*accuracy", output)) == 1

@@ -33,7 +33,8 @@ class AllReduceSGDEngine(SGDEngine):
     """Train one copy of the network per rank, all copies equal at every step.
 
     Every rank of the current communicator calls ``train`` and ``test`` alike, with iterators that give the same number
-    of samples (``DatasetIterator`` does). With one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``.
+    of samples (``DatasetIterator`` does). With one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``,
+    and ValueError for ``usegpu`` in a session without GPUs.
 
     usegpu: network, criterion and samples are moved to ``mpi.device()``.
     asynchronous: average gradients during the backward pass instead of after it.
@@ -66,6 +67,7 @@ class AllReduceSGDEngine(SGDEngine):
         if not runtime.is_started():
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
         if self.usegpu:
+            _check_device()
             for module in state.modules():
                 module.to(runtime.device())
         if not state.training:
@@ -108,6 +110,11 @@ class AllReduceSGDEngine(SGDEngine):
     def _wait_for_device(self) -> None:
         if self.usegpu and self.devicesync and runtime.device().type == "cuda":
             torch.cuda.synchronize(runtime.device())
+
+
+def _check_device() -> None:
+    if runtime.device().type == "cpu":
+        raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")
 
 
 class _Replicas:
