@@ -47,11 +47,12 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 @pytest.fixture(scope="session")
-def mpi():
+def mpi(request):
     """The started package, at whatever number of ranks this run has."""
     import torchmpi_py
 
     torch.set_num_threads(1)
     torchmpi_py.start()
     yield torchmpi_py
-    torchmpi_py.stop()
+    if not request.session.testsfailed:  # stop() would wait for ranks that wait for this one
+        torchmpi_py.stop()
