@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 Finish = Callable[[], None]
 
@@ -105,7 +106,7 @@ def written(verb: str, target: Tensor, *, holds_input: bool) -> tuple[Tensor, Fi
 
     With ``holds_input`` the flat memory starts with the values of ``target``.
     """
-    torch.autograd.graph.increment_version(target)  # so that autograd notices what MPI writes behind its back
+    increment_version(target)  # so that autograd notices what MPI writes behind its back
     if is_flat(target):
         return target.detach() if target.requires_grad else target, None
     check_writable(verb, target)

@@ -107,7 +107,7 @@ def _ordered(bits: Tensor) -> Tensor:
 
 def typed(x: Tensor, mpi_type: MPI.Datatype) -> Buffer:
     """A flat tensor as an MPI message of elements. The tensor must outlive the operation."""
-    return [_mpi().memory.fromaddress(x.data_ptr(), x.nbytes), mpi_type]
+    return [_memory()(x.data_ptr(), x.nbytes), mpi_type]
 
 
 def raw(x: Tensor) -> Buffer:
@@ -117,14 +117,18 @@ def raw(x: Tensor) -> Buffer:
 
 def pair(sent: Tensor, received: Tensor, mpi_type: MPI.Datatype) -> tuple[Buffer, Buffer]:
     """Send and receive buffer of a reduction; the same memory is reduced in place."""
-    address, memory = received.data_ptr(), _mpi().memory.fromaddress
-    given = in_place() if sent.data_ptr() == address else typed(sent, mpi_type)
-    return given, [memory(address, received.nbytes), mpi_type]
+    given = in_place() if sent.data_ptr() == received.data_ptr() else typed(sent, mpi_type)
+    return given, typed(received, mpi_type)
 
 
 def in_place() -> Buffer:
     """What stands for the send buffer when it is the receive buffer."""
     return _mpi().IN_PLACE
+
+
+@functools.cache
+def _memory() -> Any:
+    return _mpi().memory.fromaddress  # a fifth of the time of x.numpy()
 
 
 @functools.cache
