@@ -32,6 +32,13 @@ def script(tmp_path):
     return write
 
 
+def vendor():
+    """The MPI whose mpiexec lies beside this Python."""
+    starter = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    version = subprocess.run([starter, "--version"], capture_output=True, text=True).stdout
+    return "openmpi" if "Open MPI" in version or "OpenRTE" in version or "prrte" in version.lower() else "mpich"
+
+
 def launch(path, ranks, *options, seconds=90):
     torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
     command = [torchmpirun, "-n", str(ranks), *options, path]
@@ -179,8 +186,7 @@ def test_an_exception_under_plain_mpirun_ends_the_job(script):
         mpi.barrier()
     """)
     mpirun = os.path.join(os.path.dirname(sys.executable), "mpiexec")
-    vendor = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
-    options = ["--map-by", ":OVERSUBSCRIBE"] if "Open MPI" in vendor else []
+    options = ["--map-by", ":OVERSUBSCRIBE"] if vendor() == "openmpi" else []
     root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     root |= dict.fromkeys(("PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     done = subprocess.run(
@@ -264,6 +270,29 @@ def test_tuning_from_the_environment():
         config.Tuning(message_bytes=-1)
     with pytest.raises(ValueError, match="native_async_bytes = 4194304 is more than"):
         config.Tuning(native_async_bytes=4 << 20)
+
+
+@pytest.mark.parametrize("by_block", [0, 1])
+def test_nodes_are_counted_whatever_the_placement(script, by_block):
+    """MPICH can present one host as two nodes, with ranks 0 1 | 2 3 or 0 2 | 1 3."""
+    if vendor() != "mpich":
+        pytest.skip("only MPICH can present one host as two nodes")
+    path = script("""
+    import torch, torchmpi_py as mpi
+    mpi.start()
+    assert mpi.num_nodes() == 2 and mpi.local_size() == 2
+    with mpi.at(1) as node:
+        assert mpi.size() == 2 and mpi.num_nodes() == 1 and mpi.local_rank() == mpi.rank()
+        members = mpi.allgather(node.rank * 0 + mpi.communicator(0).rank)
+        assert node.outer.size == (2 if node.rank == 0 else 1)
+    assert mpi.allreduce(torch.ones(100000))[7] == 4
+    if mpi.rank() == 0:
+        print(*members)
+    """)
+    options = ["--env", "MPIR_CVAR_NUM_CLIQUES=2", "--env", f"MPIR_CVAR_CLIQUES_BY_BLOCK={by_block}"]
+    code, out, err = launch(path, 4, *options)
+    assert code == 0, err
+    assert out == ("0 1\n" if by_block else "0 2\n")
 
 
 @pytest.mark.mpi
