@@ -6,13 +6,19 @@ A forked child is disowned: it must neither use its parent's rank nor shut its p
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from torchmpi_py import communicators, handles
+from torchmpi_py.communicators import Communicator
 
+logger = logging.getLogger("torchmpi_py")
+
+STOP_WARNING_SECONDS = 20.0
 _exit_is_registered = False
 _process = os.getpid()
 
@@ -28,6 +34,26 @@ def register(stop: Callable[[], None]) -> None:
     os.register_at_fork(after_in_child=_disown)
     if not hasattr(sys, "ps1") and not sys.flags.interactive:
         sys.excepthook = _aborting(sys.excepthook)
+
+
+def meet(world: Communicator) -> None:
+    """Wait for all ranks; say so when it takes long, for a rank that left early waits here for ever.
+
+    On the background communicator, which is idle by now: a barrier that another rank's program is in is not this one.
+    """
+    request = world.background.Ibarrier()
+    begin, warned = time.monotonic(), False
+    while not request.Test():
+        waited = time.monotonic() - begin
+        time.sleep(min(0.001, waited / 10))
+        if waited > STOP_WARNING_SECONDS and not warned:
+            warned = True
+            logger.warning(
+                "rank %d has been waiting in mpi.stop() for %.0f s; the other ranks are still in their program. "
+                "If it left early (sys.exit on one rank?), they wait for it too, and the job hangs",
+                world.rank,
+                waited,
+            )
 
 
 def _at_exit(stop: Callable[[], None]) -> None:
@@ -52,6 +78,7 @@ def _aborting(former: Callable[..., Any]) -> Callable[..., None]:
         former(*failure)
         abort(1)
 
+    hook.aborts = True  # type: ignore[attr-defined]  # for launch/wrap.py, which aborts by itself
     return hook
 
 

@@ -75,7 +75,7 @@ def stop() -> None:
     if not communicators.is_started():
         return
     handles.communication_thread().drain()
-    communicators.stack().levels[0].direct.Barrier()
+    exits.meet(communicators.stack().levels[0])
     _tear_down("mpi.stop() was called; call mpi.start() again")
 
 

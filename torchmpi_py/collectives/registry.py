@@ -47,8 +47,8 @@ class Table(tuple[Row, ...]):
     """The rows; print it for a table."""
 
     def __str__(self) -> str:
-        lines = [f"{'verb':15} {'device':7} {'flavour':13} status"]
-        return "\n".join(lines + [f"{row.verb:15} {row.device:7} {row.flavour:13} {row.status}" for row in self])
+        lines = [f"{'verb':17} {'device':7} {'flavour':13} status"]
+        return "\n".join(lines + [f"{row.verb:17} {row.device:7} {row.flavour:13} {row.status}" for row in self])
 
 
 def availability() -> Table:

@@ -177,7 +177,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         folder,
         timeout_seconds=options.timeout,
         elastic=options.elastic,
-        shown_log=options.log_dir / "rank-0.log" if options.log_dir is not None else None,
+        log_dir=options.log_dir,
     ).run()
 
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from torchmpi_py.launch import leftovers
 
@@ -35,6 +36,15 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
+class Failure(NamedTuple):
+    """How `wrap` tells that a rank failed."""
+
+    when: float
+    rank: int
+    code: int
+    held: list[str]  # shared memory
+
+
 @dataclass
 class Job:
     """One run of a starter and everything it starts."""
@@ -44,7 +54,7 @@ class Job:
     folder: Path
     timeout_seconds: float | None = None
     elastic: bool = False
-    shown_log: Path | None = None
+    log_dir: Path | None = None
     _ending: list[int] = field(default_factory=list)
     _shared_memory: set[str] = field(default_factory=set)
     _shown_bytes: int = 0
@@ -52,8 +62,8 @@ class Job:
 
     def run(self) -> int:
         """Start, wait, clean up; return the exit code of the job."""
-        if self.shown_log is not None:
-            self.shown_log.unlink(missing_ok=True)
+        if self.log_dir is not None:
+            (self.log_dir / "rank-0.log").unlink(missing_ok=True)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
         self.process = subprocess.Popen(
             self.command, env=self.environment, start_new_session=True, preexec_fn=_die_with_parent
@@ -128,39 +138,42 @@ class Job:
     def _clean_up(self) -> None:
         self._shared_memory |= leftovers.shared_memory(self._processes())
         self._kill()
-        for _, _, held in self._failures():
-            self._shared_memory.update(held)
+        for failure in self._failures():
+            self._shared_memory.update(failure.held)
         leftovers.remove_shared_memory(self._shared_memory)
         leftovers.remove_randomly_named(self._files_before)
         leftovers.remove_session_folders(self.process.pid)
         self._show()
 
-    def _failures(self) -> list[tuple[float, int, list[str]]]:
-        """Time, exit code and shared memory of the ranks that failed, in order of time."""
+    def _failures(self) -> list[Failure]:
+        """The ranks that failed, in order of time."""
         failures = []
         for path in self.folder.glob("failed-*"):
             first, *held = path.read_text().splitlines()
             when, code = first.split()
-            failures.append((float(when), int(code), held))
+            failures.append(Failure(float(when), int(path.name.removeprefix("failed-")), int(code), held))
         return sorted(failures)
 
     def _failed_for(self) -> float:
         failures = self._failures()
-        return time.time() - failures[0][0] if failures else 0.0
+        return time.time() - failures[0].when if failures else 0.0
 
     def _code(self) -> int:
         """That of the first rank that failed; else the starter's own, a death by signal in the shell's form."""
         own = self.process.returncode
         failures = self._failures()
         if failures and not (self.elastic and own == 0):
-            return failures[0][1]
+            first = failures[0]
+            where = "" if self.log_dir is None else f"; its output is in {self.log_dir / f'rank-{first.rank}.log'}"
+            print(f"torchmpirun: rank {first.rank} failed first, with exit code {first.code}{where}", file=sys.stderr)
+            return first.code
         return 128 - own if own < 0 else int(own)
 
     def _show(self) -> None:
         """Copy to the terminal what rank 0 has added to its log."""
-        if self.shown_log is None or not self.shown_log.exists():
+        if self.log_dir is None or not (self.log_dir / "rank-0.log").exists():
             return
-        with self.shown_log.open("rb") as log:
+        with (self.log_dir / "rank-0.log").open("rb") as log:
             log.seek(self._shown_bytes)
             added = log.read()
         if added:
