@@ -22,6 +22,9 @@ class Work:
 
     finish = run_in_background
 
+    def explain(self, error):
+        return error
+
     def __str__(self):
         return "some work"
 

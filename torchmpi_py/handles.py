@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 import queue
 import threading
 import time
@@ -36,6 +37,9 @@ class Work(Protocol[R_co]):
 
     def finish(self) -> R_co:
         """What is left to do once the transfer is complete (conversions, copies out); return the result."""
+
+    def explain(self, error: RuntimeError) -> Exception:
+        """An error of MPI in the operation's own words."""
 
 
 class Handle(ABC, Generic[R]):
@@ -129,25 +133,32 @@ class RequestHandle(Handle[R]):
         self._lock = threading.Lock()
 
     def _complete(self, timeout_seconds: float | None) -> bool:
-        with self._lock:
-            if self._work is None:
-                return True
-            if timeout_seconds is None:
-                self._settle(self._wait_and_finish)
-                return True
-            deadline = time.monotonic() + timeout_seconds
-            while not all(request.Test() for request in self._requests):
-                if time.monotonic() >= deadline:
+        deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        if not self._lock.acquire(timeout=-1 if timeout_seconds is None else max(0.0, timeout_seconds)):
+            return False  # another thread is waiting for it
+        try:
+            while self._work is not None:
+                self._advance(self._work, wait=timeout_seconds is None)
+                if self._work is not None and time.monotonic() >= deadline:
                     return False
-                time.sleep(0)
-            self._settle(self._work.finish)
             return True
+        finally:
+            self._lock.release()
 
-    def _wait_and_finish(self) -> R:
-        assert self._work is not None
-        for request in self._requests:
-            request.Wait()
-        return self._work.finish()
+    def _advance(self, work: Work[R], *, wait: bool) -> None:
+        """Let MPI move the transfer forward; settle the operation when it is complete, or has failed."""
+        try:
+            while self._requests:
+                if wait:
+                    self._requests[-1].Wait()
+                elif not self._requests[-1].Test():
+                    time.sleep(0)
+                    return
+                self._requests.pop()
+        except RuntimeError as error:
+            self._error, self._work = work.explain(error), None
+            return
+        self._settle(work.finish)
 
 
 class CommunicationThread:
@@ -212,6 +223,9 @@ class _Nothing:
         return None
 
     finish = run_in_background
+
+    def explain(self, error: RuntimeError) -> Exception:
+        return error
 
 
 _thread: CommunicationThread | None = None

@@ -145,3 +145,16 @@ def test_autograd_notices_what_was_overwritten(mpi):
     mpi.allreduce(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_that_is_too_long_is_an_error_where_it_arrives(mpi):
+    words = r"(?s)recv \(mpi, 16 bytes\) on rank 1 of .*MPI failed: .*same sizes"
+    for receive in (mpi.recv, lambda x, source: mpi.recv_async(x, source).wait()):
+        if mpi.rank() == 0:
+            mpi.send(torch.ones(8), 1)
+        elif mpi.rank() == 1:
+            with pytest.raises(CommunicatorError, match=words) as caught:
+                receive(torch.ones(4), 0)
+            assert "TRUNCATE" in str(caught.value.__cause__).upper()
+        mpi.barrier()

@@ -106,6 +106,7 @@ class _Posted:
         self.operation = operation
         self.remaining = remaining
         self.run_in_background = operation.run_in_background
+        self.explain = operation.explain
 
     def finish(self) -> Any:
         for step in self.remaining:

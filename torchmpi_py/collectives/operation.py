@@ -34,7 +34,7 @@ class Operation(Generic[R]):
         try:
             return self.conclude(getattr(self.flavour, self.method)(comm, *self.arguments))
         except RuntimeError as error:
-            raise self.explain(error) from error
+            raise self.explain(error)  # noqa: B904 - it carries its cause
 
     def launch(self) -> Handle[R]:
         """Start it."""
@@ -54,7 +54,9 @@ class Operation(Generic[R]):
 
         if not isinstance(error, MPI.Exception):
             return error
-        return CommunicatorError(f"{self}: MPI failed: {error}. Did every rank call it with the same sizes?")
+        explained = CommunicatorError(f"{self}: MPI failed: {error}. Did every rank call it with the same sizes?")
+        explained.__cause__ = error
+        return explained
 
     def __str__(self) -> str:
         return (
