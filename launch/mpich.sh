@@ -7,15 +7,17 @@
 set -euo pipefail
 
 python=${PYTHON:-python}
-np=${NP:-$(nproc)}
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which obeys those two
+np=${NP:-$cores}
 wrap=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/torchmpi_py/launch/wrap.py
 
 export I_MPI_PIN=${I_MPI_PIN:-0}
-if ((np >= $(nproc))); then # a waiting rank gives its core away
+if ((np >= cores)); then # a waiting rank gives its core away
     export MPIR_CVAR_POLLS_BEFORE_YIELD=${MPIR_CVAR_POLLS_BEFORE_YIELD:-1} I_MPI_THREAD_YIELD=${I_MPI_THREAD_YIELD:-2}
 fi
 
 options=(-n "$np")
+options+=(${hostfile_options[@]+"${hostfile_options[@]}"}) # of the script that sources this one
 if [[ -n ${MPIEXEC_OPTIONS:-} ]]; then
     read -ra more <<<"$MPIEXEC_OPTIONS"
     options+=("${more[@]}")

@@ -10,7 +10,7 @@ hostfile=${HOSTFILE:?names no file; write one host a line, as: alpha:4}
 slots=$(awk '{ sub(/#.*/, "") } NF { n = 1; if (match($1, /:[0-9]+$/)) n = substr($1, RSTART + 1)
              total += n } END { print total + 0 }' "$hostfile")
 
-export NP=${NP:-$slots}
-export MPIEXEC_OPTIONS="-f $hostfile ${MPIEXEC_OPTIONS:-}"
+NP=${NP:-$slots}
+hostfile_options=(-f "$hostfile")
 export MPIR_CVAR_POLLS_BEFORE_YIELD=${MPIR_CVAR_POLLS_BEFORE_YIELD:-1000} # the default: each host has its own cores
-exec "$(dirname "${BASH_SOURCE[0]}")/mpich.sh" "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/mpich.sh" "$@"

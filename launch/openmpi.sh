@@ -7,11 +7,12 @@
 set -euo pipefail
 
 python=${PYTHON:-python}
-np=${NP:-$(nproc)}
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which obeys those two
+np=${NP:-$cores}
 wrap=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/torchmpi_py/launch/wrap.py
 
 export OMPI_MCA_osc=${OMPI_MCA_osc:-^ucx}
-if ((np >= $(nproc))); then # a waiting rank gives its core away
+if ((np >= cores)); then # a waiting rank gives its core away
     export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-true}
 fi
 if ((EUID == 0)); then # in a container root is the only user
@@ -20,6 +21,7 @@ if ((EUID == 0)); then # in a container root is the only user
 fi
 
 options=(-n "$np" --map-by slot:OVERSUBSCRIBE --bind-to none)
+options+=(${hostfile_options[@]+"${hostfile_options[@]}"}) # of the script that sources this one
 if [[ -n ${MPIRUN_OPTIONS:-} ]]; then
     read -ra more <<<"$MPIRUN_OPTIONS"
     options+=("${more[@]}")

@@ -10,14 +10,13 @@ hostfile=${HOSTFILE:?names no file; write one host a line, as: alpha slots=4}
 slots=$(awk '{ sub(/#.*/, "") } NF { n = 1; if (match($0, /slots *= *[0-9]+/)) { n = substr($0, RSTART, RLENGTH);
              sub(/.*= */, "", n) } total += n } END { print total + 0 }' "$hostfile")
 
-forward=""
+hostfile_options=(--hostfile "$hostfile")
 while IFS='=' read -r name _; do
     case $name in TORCHMPI* | MPI4PY_* | PYTHONPATH | OMP_NUM_THREADS | MKL_NUM_THREADS | OPENBLAS_NUM_THREADS)
-        forward+=" -x $name" ;;
+        hostfile_options+=(-x "$name") ;;
     esac
 done < <(env)
 
-export NP=${NP:-$slots}
-export MPIRUN_OPTIONS="--hostfile $hostfile$forward ${MPIRUN_OPTIONS:-}"
+NP=${NP:-$slots}
 export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-false} # each host has its own cores
-exec "$(dirname "${BASH_SOURCE[0]}")/openmpi.sh" "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/openmpi.sh" "$@"

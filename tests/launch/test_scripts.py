@@ -30,8 +30,8 @@ HELLO = "import sys; from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1), 
 def test_script(tmp_path, several):
     program = tmp_path / "a program.py"
     program.write_text(HELLO)
-    (tmp_path / "hosts").write_text(HOST_LINE[VENDOR.name])
-    where = {"HOSTFILE": str(tmp_path / "hosts")} if several else {"NP": "2"}
+    (tmp_path / "the hosts").write_text(HOST_LINE[VENDOR.name])
+    where = {"HOSTFILE": str(tmp_path / "the hosts")} if several else {"NP": "2"}
     where |= {"PYTHON": sys.executable, "MPIRUN": PROGRAM, "MPIEXEC": PROGRAM, "LOG_DIR": str(tmp_path / "logs")}
     script = FOLDER / f"{VENDOR.name}{several}.sh"
     job = subprocess.run(
@@ -62,6 +62,14 @@ def test_a_rank_that_fails_before_mpi_starts_ends_the_job_without_torchmpirun(tm
     job = subprocess.run([script, program], env=environment, capture_output=True, text=True, timeout=50, check=False)
     assert job.returncode != 0  # not always 1: some Open MPI starters crash over a rank that leaves this early
     assert job.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("name", ["openmpi.sh", "mpich.sh"])
+def test_thread_settings_do_not_change_the_default_number_of_ranks(name):
+    environment = os.environ | {"OMP_NUM_THREADS": "1000", "OMP_THREAD_LIMIT": "1", "MPIRUN": "echo", "MPIEXEC": "echo"}
+    environment.pop("NP", None)
+    job = subprocess.run([FOLDER / name, "a.py"], env=environment, capture_output=True, text=True, timeout=20)
+    assert job.stdout.startswith(f"{len(os.sched_getaffinity(0))} ")  # echo takes the -n for itself
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
