@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from torchmpi_py.launch import binding, wrap
+from torchmpi_py.launch import binding, variables, wrap
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -45,10 +45,9 @@ def test_quota(text, cores):
 
 
 def test_slurm_layout():
-    assert [binding.tasks_on_node("4(x2),3", node) for node in range(3)] == [4, 4, 3]
-    assert binding.tasks_on_node("2", 0) == 2
-    with pytest.raises(ValueError, match="does not say"):
-        binding.tasks_on_node("4(x2),3", 3)
+    assert [variables.tasks_on_node("4(x2),3", node) for node in range(3)] == [4, 4, 3]
+    assert variables.tasks_on_node("2", 0) == 2
+    assert [variables.tasks_on_node(layout, 3) for layout in ("4(x2),3", "", "x")] == [None] * 3
 
 
 def test_usable_cores_are_at_least_one_and_at_most_the_allowed():
@@ -80,11 +79,13 @@ def test_usable_cores_are_at_least_one_and_at_most_the_allowed():
             5,
             (1, 2),
         ),
+        ({"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PMI_LOCAL_SIZE": "4"}, 5, (1, 4)),
+        ({"PMI_RANK": "5", "PALS_LOCAL_RANKID": "1"}, 5, (0, 1)),  # nobody says of how many
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "PMI_RANK": "3"}, 3, (0, 1)),  # mpiexec in an allocation
     ],
 )
 def test_rank_and_local_rank_in_every_mpis_words(environment, rank, local):
-    assert wrap.rank_of(environment) == rank
+    assert (variables.rank(environment) or 0) == rank
     assert wrap.local_rank_and_size(environment) == local
 
 

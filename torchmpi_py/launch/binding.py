@@ -11,7 +11,6 @@ number of threads, and leaves the cores as they are.
 
 import math
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,19 +34,6 @@ def cores_of_rank(cores: Sequence[int], local_rank: int, local_size: int) -> tup
 def threads_per_rank(num_cores: int, local_size: int) -> int:
     """Threads a rank may start so that all ranks of a host together fill its cores; at least one."""
     return max(1, num_cores // local_size)
-
-
-def tasks_on_node(layout: str, node: int) -> int:
-    """Read Slurm's ``4(x2),3``: four tasks on each of two nodes, then three on the next one."""
-    first = 0
-    for part in layout.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            break
-        first += int(match[2] or 1)
-        if node < first:
-            return int(match[1])
-    raise ValueError(f"{layout!r} does not say how many tasks node {node} has")
 
 
 def quota_cores(text: str) -> float:

@@ -12,14 +12,16 @@ MPI_Abort leaves behind can be removed.
 """
 
 import argparse
+import contextlib
 import importlib
+import io
 import os
 import runpy
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,34 +30,15 @@ if __name__ == "__main__":
     # Run by path: this folder is where Python would look for modules first, and it has a `hosts` and a `job`.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from torchmpi_py.launch import binding
-
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
-_LOCAL_VARIABLES = (
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # Open MPI
-    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-    ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),  # MVAPICH
-)
+from torchmpi_py.launch import binding, variables
 
 _LAST_SECONDS = 30
 
 
-def rank_of(environment: Mapping[str, str]) -> int:
-    """The rank, as the MPI that started this process wrote it; 0 when none did."""
-    return int(next((environment[name] for name in _RANK_VARIABLES if name in environment), "0"))
-
-
 def local_rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Which of how many ranks on this host; (0, 1) when nobody says."""
-    for rank, size in _LOCAL_VARIABLES:
-        if rank in environment and size in environment:
-            return int(environment[rank]), int(environment[size])
-    layout = environment.get("SLURM_STEP_TASKS_PER_NODE")
-    if layout and "SLURM_LOCALID" in environment:
-        node = int(environment.get("SLURM_NODEID", "0"))
-        return int(environment["SLURM_LOCALID"]), binding.tasks_on_node(layout, node)
-    return 0, 1
+    """Which of how many ranks on this host; (0, 1) when nobody says, or when what is said does not fit."""
+    rank, size = variables.local_rank(environment) or 0, variables.local_size(environment) or 1
+    return (rank, size) if rank < size else (0, 1)
 
 
 def bind(how: str) -> None:
@@ -115,11 +98,26 @@ def explain(error: BaseException, rank: int) -> None:
     elif isinstance(error, KeyboardInterrupt):
         text = ""  # every rank would print one, and the user knows
     else:
-        frames = _without_ours(error.__traceback__)
-        text = f"[rank {rank}] " + "".join(traceback.format_exception(type(error), error, frames))
-    sys.stdout.flush()
+        error = error.with_traceback(_without_ours(error.__traceback__))
+        if _shown_by_the_programs_hook(error):
+            return
+        text = f"[rank {rank}] " + "".join(traceback.format_exception(error))
     sys.stderr.write(text)  # in one piece, so that ranks do not mix theirs
     sys.stderr.flush()
+
+
+def _shown_by_the_programs_hook(error: BaseException) -> bool:
+    """Whether the program, or a library of its choice, has an excepthook, and that has done its work."""
+    hook: Any = sys.excepthook
+    while getattr(hook, "aborts", False):  # the package's own, around the one before it; ending the job is our part
+        hook = getattr(hook, "former", sys.__excepthook__)
+    if hook is sys.__excepthook__:
+        return False
+    with contextlib.suppress(BaseException):
+        hook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+        return True
+    return False
 
 
 def _without_ours(frames: TracebackType | None) -> TracebackType | None:
@@ -140,6 +138,34 @@ def record_failure(folder: str, rank: int, code: int) -> None:
     part = Path(folder) / f"part-{rank}"
     part.write_text("\n".join([f"{time.time():.6f} {code}", *sorted(held)]))
     part.rename(Path(folder) / f"failed-{rank}")  # whole, or not there
+
+
+def fail(error: BaseException, code: int, rank: int) -> None:
+    """Record, explain, and end the job whatever stands in the way: a closed stderr, a full disk."""
+    folder = os.environ.get("TORCHMPIRUN_JOB_DIR", "")
+    with contextlib.suppress(BaseException):
+        record_failure(folder, rank, code)
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+    with contextlib.suppress(BaseException):
+        explain(error, rank)
+    end_job(code, folder)
+
+
+@contextlib.contextmanager
+def marked_as_running(folder: str, rank: int) -> Iterator[None]:
+    """Leave a file in the job's folder until the program ends: MPICH takes os._exit(0) on one rank for success."""
+    mark = Path(folder) / f"running-{rank}"
+    if folder and os.path.isdir(folder):
+        with contextlib.suppress(OSError):
+            mark.touch()
+    process_id = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() == process_id:  # a forked child is not the rank
+            with contextlib.suppress(OSError):
+                mark.unlink()
 
 
 def end_job(code: int, folder: str) -> None:
@@ -175,15 +201,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    """Prepare the rank, run the program, and end the job if it fails."""
-    options = parse(sys.argv[1:])
-    rank, process_id = rank_of(os.environ), os.getpid()
-    bind(options.bind)
-    if options.log_dir is not None:
-        log_to(options.log_dir, rank)
-    for stream in (sys.stdout, sys.stderr):  # into the starter's pipe each line at once, and whole, also for python -u
-        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+def run_and_end(options: argparse.Namespace, rank: int) -> None:
+    """Run the program, and end the job if it fails."""
+    process_id = os.getpid()
     try:
         if options.profile is not None:
             run_profiled(options.program, options.profile / f"rank-{rank}.prof", as_module=options.as_module)
@@ -193,10 +213,21 @@ def main() -> None:
         code = exit_code(error)
         if code == 0 or os.getpid() != process_id:  # a forked child is not the rank
             raise
-        explain(error, rank)
-        folder = os.environ.get("TORCHMPIRUN_JOB_DIR", "")
-        record_failure(folder, rank, code)
-        end_job(code, folder)
+        fail(error, code, rank)
+
+
+def main() -> None:
+    """Prepare the rank and run the program."""
+    options = parse(sys.argv[1:])
+    rank = variables.rank(os.environ) or 0
+    bind(options.bind)
+    if options.log_dir is not None:
+        log_to(options.log_dir, rank)
+    for stream in (sys.stdout, sys.stderr):  # into the starter's pipe each line at once, and whole, also for python -u
+        if isinstance(stream, io.TextIOWrapper):  # not when it was closed
+            stream.reconfigure(line_buffering=True, write_through=False)
+    with marked_as_running(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), rank):
+        run_and_end(options, rank)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,62 @@
+"""Rank, local rank and local size, as whoever started this process wrote them into its environment.
+
+Each MPI has its own names. The more specific ones stand first: Slurm's are also set for a batch script, from which
+another starter may have come.
+"""
+
+import re
+from collections.abc import Mapping
+
+_RANK = (
+    "OMPI_COMM_WORLD_RANK",  # Open MPI
+    "PMIX_RANK",
+    "PMI_RANK",  # MPICH, Intel MPI, Cray
+    "PALS_RANKID",  # HPE
+    "MV2_COMM_WORLD_RANK",  # MVAPICH
+    "SLURM_PROCID",
+)
+_LOCAL_RANK = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",  # MPICH, Intel MPI
+    "PMI_LOCAL_RANK",  # Cray
+    "PALS_LOCAL_RANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
+_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+
+def rank(environment: Mapping[str, str]) -> int | None:
+    """The rank in the job."""
+    return _first_number(_RANK, environment)
+
+
+def local_rank(environment: Mapping[str, str]) -> int | None:
+    """The rank among those on this host."""
+    return _first_number(_LOCAL_RANK, environment)
+
+
+def local_size(environment: Mapping[str, str]) -> int | None:
+    """The number of ranks on this host."""
+    told = _first_number(_LOCAL_SIZE, environment)
+    if told is not None:
+        return told
+    node = _first_number(("SLURM_NODEID",), environment) or 0
+    return tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
+
+
+def tasks_on_node(layout: str, node: int) -> int | None:
+    """Read Slurm's ``4(x2),3``: four tasks on each of two nodes, then three on the next one."""
+    first = 0
+    for part in layout.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            break
+        first += int(match[2] or 1)
+        if node < first:
+            return int(match[1])
+    return None
+
+
+def _first_number(names: tuple[str, ...], environment: Mapping[str, str]) -> int | None:
+    return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), None)
