@@ -11,8 +11,10 @@ PACKAGE = pathlib.Path(torchmpi_py.__file__).parent
 
 # Lowest first: a module may import from its own row and from rows above it in this list, never from a later one.
 ROWS = [
-    ["errors", "config"],
-    ["tensors", "handles", "placement", "communicators"],
+    ["errors", "config", "grouping"],
+    ["tensors", "handles", "placement"],
+    ["communication_thread"],
+    ["communicators"],
     ["exits"],
     ["collectives.operation", "collectives.wire", "collectives.scalars", "collectives.flavour"],
     ["collectives.gathering"],

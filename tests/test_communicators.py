@@ -3,8 +3,8 @@ import gc
 import pytest
 import torch
 
-from torchmpi_py.communicators import group_by_key
-from torchmpi_py.errors import NotStarted
+from torchmpi_py.errors import CommunicatorError, NotStarted, RanksDisagree
+from torchmpi_py.grouping import group_by_key
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -57,7 +57,7 @@ def levels(mpi):
     number, span = len(stack.levels), stack.span
     yield mpi
     for level in reversed(stack.levels[number:]):
-        level.free()
+        level._give_back()
     del stack.levels[number:]
     stack.current, stack.span = stack.levels[0], span
 
@@ -149,6 +149,31 @@ def test_many_communicators_come_and_go(mpi):
         assert mpi.allreduce(1, comm=comm) == mpi.size()
         comm.free()
     gc.collect()
+
+
+@pytest.mark.mpi
+def test_freeing_waits_for_what_is_under_way(mpi):
+    with mpi.split(0) as comm:
+        handles = [mpi.allreduce_async(torch.ones(300_000), comm=comm) for _ in range(5)]
+    assert [handle.wait()[7].item() for handle in handles] == [mpi.size()] * 5
+    with pytest.raises(CommunicatorError, match="is a level; levels live until"):
+        mpi.communicator().free()
+    assert mpi.allreduce(1) == mpi.size()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_are_tuned_differently_cannot_start(mpi):
+    mpi.stop()
+    with pytest.raises(RanksDisagree, match=r"start: rank 0 has Tuning\(native_async_bytes=0.*rank 1 has"):
+        mpi.start(tuning=mpi.Tuning(native_async_bytes=mpi_rank()))
+    mpi.start()
+    assert mpi.allreduce(1) == mpi.size()
+
+
+def mpi_rank():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.rank
 
 
 def restart(mpi, **kwargs):

@@ -5,8 +5,9 @@ import time
 import pytest
 import torch
 
+from torchmpi_py.communication_thread import CommunicationThread
 from torchmpi_py.errors import CollectiveTimeout
-from torchmpi_py.handles import CommunicationThread, wait_all
+from torchmpi_py.handles import wait_all
 
 SMALL, LARGE = 16, 200_000  # posted to MPI, and run in the communication thread
 
@@ -158,3 +159,38 @@ def test_blocking_and_asynchronous_operations_mix(mpi):
             handles[3].wait()
         mpi.wait_all(reversed(handles))
         assert all(t[0] == t[-1] == mpi.size() for t in x)
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(60)
+def test_a_posted_operation_that_is_complete_is_let_go(mpi):
+    """Also behind a receive that stays under way."""
+    import weakref
+
+    rank, size = mpi.rank(), mpi.size()
+    waiting = mpi.recv_async(torch.zeros(1), (rank - 1) % size)
+    kept = []
+    for _ in range(50):
+        x = torch.ones(SMALL)
+        kept.append(weakref.ref(x))
+        mpi.allreduce_async(x).wait()
+        del x
+    gc.collect()
+    assert [ref for ref in kept if ref() is not None] == []
+    mpi.send(torch.ones(1), (rank + 1) % size)
+    waiting.wait()
+    assert waiting.wait(float("inf")).item() == 1
+
+
+def test_a_traceback_does_not_grow_with_every_wait(thread):
+    def fail():
+        raise KeyError("lost")
+
+    handle = thread.submit(Work(fail))
+
+    def depth():
+        with pytest.raises(KeyError) as caught:
+            handle.wait()
+        return len(caught.traceback)
+
+    assert len({depth() for _ in range(5)}) == 1

@@ -162,6 +162,23 @@ def test_a_forked_child_that_exits_does_not_shut_its_parent_down(script):
     assert code == 0, err
 
 
+def test_a_child_that_is_forked_after_stop_cannot_start(script):
+    path = script("""
+    import os, torchmpi_py as mpi
+    mpi.start()
+    mpi.stop()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            mpi.start()
+        except mpi.NotStarted:
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    """)
+    code, _, err = launch(path, 2)
+    assert code == 0, err
+
+
 def test_an_exception_on_one_rank_ends_the_job(script):
     path = script("""
     import torch, torchmpi_py as mpi

@@ -19,11 +19,12 @@ Every Communicator owns two duplicates of its MPI communicator: ``direct`` for c
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from torchmpi_py import communication_thread
 from torchmpi_py.errors import CommunicatorError, NotStarted
+from torchmpi_py.grouping import group_by_key
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,11 +50,21 @@ class Communicator:
         self.is_free = False
 
     def free(self) -> None:
-        """Give back what MPI holds for it. Collective over the group; do it when no operation is outstanding."""
+        """Wait for the operations under way, and give back what MPI holds for it. Collective over the group.
+
+        Levels are freed by ``stop`` alone; for them it is a CommunicatorError.
+        """
+        if self.outer is not None:
+            raise CommunicatorError(f"{self!r} is a level; levels live until mpi.stop()")
+        if not self.is_free:
+            communication_thread.current().drain()
+            self._give_back()
+
+    def _give_back(self) -> None:
         if not self.is_free:
             self.is_free = True
             if self.outer is not None:
-                self.outer.free()
+                self.outer._give_back()
             self.background.Free()
             self.direct.Free()
 
@@ -66,35 +77,6 @@ class Communicator:
     def __repr__(self) -> str:
         state = ", freed" if self.is_free else ""
         return f"<Communicator {self.key!r}: rank {self.rank} of {self.size}, {_nodes(self.num_nodes)}{state}>"
-
-
-@dataclasses.dataclass(frozen=True)
-class Grouping:
-    """Where one rank of the parent lands when all ranks gave their keys: colours and ranks for two MPI splits."""
-
-    inner_colour: int
-    inner_rank: int
-    outer_colour: int
-    outer_rank: int
-    is_cartesian: bool
-
-
-def group_by_key(keys: Sequence[Hashable], rank: int, want_cartesian: bool) -> Grouping:
-    """The grouping of ``rank`` for the ``keys`` of ranks 0, 1, ... of the parent; groups count by their lowest rank."""
-    groups: dict[Hashable, list[int]] = {}
-    for member, key in enumerate(keys):
-        groups.setdefault(key, []).append(member)
-    mine = groups[keys[rank]]
-    inner_rank = mine.index(rank)
-    is_cartesian = want_cartesian and len({len(group) for group in groups.values()}) == 1
-    linked = is_cartesian or inner_rank == 0
-    return Grouping(
-        inner_colour=mine[0],
-        inner_rank=inner_rank,
-        outer_colour=inner_rank if linked else len(keys) + rank,
-        outer_rank=list(groups).index(keys[rank]),
-        is_cartesian=is_cartesian,
-    )
 
 
 class Stack:
@@ -126,7 +108,7 @@ class Stack:
 
     def free(self) -> None:
         for communicator in [*reversed(self.others), *reversed(self.levels)]:
-            communicator.free()
+            communicator._give_back()
 
 
 _stack: Stack | None = None
@@ -214,7 +196,7 @@ def split(color: int | None, key: int = 0) -> Communicator | None:
     """
     from mpi4py import MPI
 
-    if color is not None and (isinstance(color, bool) or not isinstance(color, int) or color < 0):
+    if color is not None and (isinstance(color, bool) or not hasattr(color, "__index__") or color < 0):
         raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
     used = stack()
     used.others = [other for other in used.others if not other.is_free]

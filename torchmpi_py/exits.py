@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchmpi_py import communicators, handles
+from torchmpi_py import communication_thread, communicators
 from torchmpi_py.communicators import Communicator
 
 logger = logging.getLogger("torchmpi_py")
@@ -34,6 +34,11 @@ def register(stop: Callable[[], None]) -> None:
     os.register_at_fork(after_in_child=_disown)
     if not hasattr(sys, "ps1") and not sys.flags.interactive:
         sys.excepthook = _aborting(sys.excepthook)
+
+
+def is_forked() -> bool:
+    """Whether this process is a fork of one that had started."""
+    return _exit_is_registered and os.getpid() != _process
 
 
 def meet(world: Communicator) -> None:
@@ -65,7 +70,7 @@ def _at_exit(stop: Callable[[], None]) -> None:
 
 
 def _disown() -> None:
-    handles.install(None)
+    communication_thread.install(None)
     communicators.install(
         None, "it was forked from a started rank, and only that one may call; in data loaders, return tensors instead"
     )

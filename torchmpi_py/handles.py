@@ -1,4 +1,4 @@
-"""Wait handles, and the communication thread behind most of them.
+"""Wait handles.
 
 A handle is one operation under way. It owns the operation, and with it every buffer, until the operation is complete:
 the communication thread or the list of posted requests refers to the handle, so that dropping one is safe. Two kinds:
@@ -9,20 +9,16 @@ RequestHandle   the operation was posted to MPI as a nonblocking call; MPI moves
 
 from __future__ import annotations
 
-import collections
 import logging
 import math
-import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
 
 from torchmpi_py.errors import CollectiveTimeout
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 logger = logging.getLogger("torchmpi_py")
 R_co = TypeVar("R_co", covariant=True)
@@ -38,8 +34,16 @@ class Work(Protocol[R_co]):
     def finish(self) -> R_co:
         """What is left to do once the transfer is complete (conversions, copies out); return the result."""
 
-    def explain(self, error: RuntimeError) -> Exception:
+    def explain(self, error: Exception) -> Exception:
         """An error of MPI in the operation's own words."""
+
+
+class Request(Protocol):
+    """What a handle needs of a nonblocking call: mpi4py's Request has it."""
+
+    def Test(self) -> bool: ...  # noqa: N802
+
+    def Wait(self) -> Any: ...  # noqa: N802
 
 
 class Handle(ABC, Generic[R]):
@@ -54,6 +58,7 @@ class Handle(ABC, Generic[R]):
         self._name = str(work)
         self._result: R | None = None
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
         self._error_was_seen = False
 
     @abstractmethod
@@ -77,7 +82,7 @@ class Handle(ABC, Generic[R]):
             )
         if self._error is not None:
             self._error_was_seen = True
-            raise self._error
+            raise self._error.with_traceback(self._traceback)  # as it was, however often it is raised
         return self._result  # type: ignore[return-value]
 
     def synchronize(self) -> None:
@@ -89,7 +94,7 @@ class Handle(ABC, Generic[R]):
         try:
             self._result = step()
         except BaseException as error:
-            self._error = error
+            self._error, self._traceback = error, error.__traceback__
         self._work = None
 
     def __bool__(self) -> bool:
@@ -118,7 +123,7 @@ class ThreadHandle(Handle[R]):
         self._open.release()
 
     def _complete(self, timeout_seconds: float | None) -> bool:
-        if not self._open.acquire(timeout=-1 if timeout_seconds is None else max(0.0, timeout_seconds)):
+        if not self._open.acquire(timeout=_lock_timeout(timeout_seconds)):
             return False
         self._open.release()
         return True
@@ -127,14 +132,16 @@ class ThreadHandle(Handle[R]):
 class RequestHandle(Handle[R]):
     """An operation posted to MPI as one or more nonblocking calls."""
 
-    def __init__(self, work: Work[R], requests: list[MPI.Request]) -> None:
+    def __init__(self, work: Work[R], requests: Sequence[Request]) -> None:
         super().__init__(work)
-        self._requests = requests
+        self._requests = list(requests)
+        self._failure: Exception | None = None
         self._lock = threading.Lock()
+        self.on_settled: Callable[[], object] = lambda: None
 
     def _complete(self, timeout_seconds: float | None) -> bool:
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
-        if not self._lock.acquire(timeout=-1 if timeout_seconds is None else max(0.0, timeout_seconds)):
+        if not self._lock.acquire(timeout=_lock_timeout(timeout_seconds)):
             return False  # another thread is waiting for it
         try:
             while self._work is not None:
@@ -146,101 +153,27 @@ class RequestHandle(Handle[R]):
             self._lock.release()
 
     def _advance(self, work: Work[R], *, wait: bool) -> None:
-        """Let MPI move the transfer forward; settle the operation when it is complete, or has failed."""
-        try:
-            while self._requests:
+        """Let MPI move the transfer forward; settle the operation when all requests are complete or have failed."""
+        while self._requests:
+            try:
                 if wait:
                     self._requests[-1].Wait()
                 elif not self._requests[-1].Test():
                     time.sleep(0)
                     return
-                self._requests.pop()
-        except RuntimeError as error:
-            self._error, self._work = work.explain(error), None
-            return
-        self._settle(work.finish)
+            except Exception as error:
+                self._failure = self._failure or work.explain(error)
+            self._requests.pop()
+        self._settle(work.finish if self._failure is None else self._fail)
+        self.on_settled()
+
+    def _fail(self) -> R:
+        assert self._failure is not None
+        raise self._failure
 
 
-class CommunicationThread:
-    """Carries out operations one after the other, in the order of their launch, which is the same on every rank.
-
-    With ``inline`` (an MPI without MPI_THREAD_MULTIPLE) the launching thread does it, before the launch returns.
-    """
-
-    def __init__(self, *, inline: bool) -> None:
-        self.inline = inline
-        self._queue: queue.SimpleQueue[ThreadHandle[Any] | None] = queue.SimpleQueue()
-        self._posted: collections.deque[RequestHandle[Any]] = collections.deque()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, work: Work[R]) -> Handle[R]:
-        """Queue an operation."""
-        handle = ThreadHandle(work)
-        if self.inline:
-            handle._execute()
-        else:
-            self._ensure_thread()
-            self._queue.put(handle)
-        return handle
-
-    def keep(self, handle: RequestHandle[R]) -> Handle[R]:
-        """Hold a posted operation until it is complete, also when its handle is dropped."""
-        while self._posted and self._posted[0].done():
-            self._posted.popleft()
-        self._posted.append(handle)
-        return handle
-
-    def drain(self) -> None:
-        """Block until everything launched so far is complete. Errors stay with their handles."""
-        while self._posted:
-            self._posted.popleft()._complete(None)
-        if self._thread is not None:
-            self.submit(_Nothing())._complete(None)
-
-    def close(self) -> None:
-        """Drain, and end the thread."""
-        self.drain()
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _ensure_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="torchmpi_py-communication", daemon=True)
-            self._thread.start()
-
-    def _loop(self) -> None:
-        while (handle := self._queue.get()) is not None:
-            handle._execute()
-            del handle  # or the last operation's buffers would live until the next one
-
-
-class _Nothing:
-    """The operation that marks the end of the queue."""
-
-    def run_in_background(self) -> None:
-        return None
-
-    finish = run_in_background
-
-    def explain(self, error: RuntimeError) -> Exception:
-        return error
-
-
-_thread: CommunicationThread | None = None
-
-
-def install(thread: CommunicationThread | None) -> None:
-    """Make ``thread`` the one that operations are launched on."""
-    global _thread
-    _thread = thread
-
-
-def communication_thread() -> CommunicationThread:
-    """The communication thread of this process."""
-    assert _thread is not None, "operations are launched after start() has installed the communication thread"
-    return _thread
+def _lock_timeout(seconds: float | None) -> float:
+    return -1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
 
 def wait_all(handles: Iterable[Handle[Any]]) -> list[Any]:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchmpi_py import communicators, config, exits, handles, placement
+from torchmpi_py import communication_thread, communicators, config, exits, placement
 from torchmpi_py.communicators import Communicator, Stack
-from torchmpi_py.errors import NotStarted, TorchMPIError
+from torchmpi_py.errors import NotStarted, RanksDisagree, TorchMPIError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -59,7 +59,7 @@ def start(
         _build(world, with_cartesian_communicator, tuning, device)
         _push_levels(custom_communicator_init, collective_communicator)
     except BaseException:
-        if world.size == 1:
+        if world.size == 1 and communicators.is_started():
             _tear_down("call mpi.start() first")
         raise
     os.environ[STARTED_PID] = str(os.getpid())
@@ -74,7 +74,7 @@ def stop() -> None:
     """
     if not communicators.is_started():
         return
-    handles.communication_thread().drain()
+    communication_thread.current().drain()
     exits.meet(communicators.stack().levels[0])
     _tear_down("mpi.stop() was called; call mpi.start() again")
 
@@ -83,7 +83,8 @@ def stop() -> None:
 def session(*args: Any, **kwargs: Any) -> Iterator[None]:
     """``with mpi.session():`` start, and stop at the end; the arguments are those of ``start``.
 
-    When the block raises, the job is aborted if other ranks could be waiting for this one.
+    When the block raises, the error goes on, and ends the job unless it is caught: other ranks may be waiting for this
+    one, so a rank by itself cannot stop.
     """
     start(*args, **kwargs)
     try:
@@ -144,6 +145,8 @@ def host_name() -> str:
 def _check_startable() -> None:
     if communicators.is_started():
         raise TorchMPIError("mpi.start() was called already; call mpi.stop() before starting again")
+    if exits.is_forked():
+        raise NotStarted("this process was forked from one that had started MPI; it cannot be a rank itself")
     parent = os.environ.get(STARTED_PID)
     if parent is not None and parent != str(os.getpid()):
         raise NotStarted(
@@ -174,11 +177,17 @@ def _build(world: MPI.Comm, cartesian: bool, tuning: config.Tuning, device: torc
     global _node, _local, _device
     from mpi4py import MPI
 
+    tunings = world.allgather(tuning)
+    if any(other != tunings[0] for other in tunings):
+        rank, other = next((rank, other) for rank, other in enumerate(tunings) if other != tunings[0])
+        raise RanksDisagree(
+            f"start: rank 0 has {tunings[0]}, rank {rank} has {other}; set TORCHMPI_* alike on all hosts"
+        )
     config.install(tuning)
     inline = MPI.Query_thread() < MPI.THREAD_MULTIPLE
     if inline and world.rank == 0:
         logger.warning("this MPI does not give MPI_THREAD_MULTIPLE: asynchronous operations run when they are launched")
-    handles.install(handles.CommunicationThread(inline=inline))
+    communication_thread.install(communication_thread.CommunicationThread(inline=inline))
     node_group = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
     node = node_group.bcast(world.rank)  # a node is known by its lowest rank in the world
     _node = Communicator(node_group, node, f"node of rank {node}")
@@ -211,12 +220,12 @@ def _checked_level(what: str, level: object) -> int:
 
 def _tear_down(why_not: str) -> None:
     global _node, _local
-    handles.communication_thread().close()
+    communication_thread.current().close()
     communicators.stack().free()
     if _node is not None:
-        _node.free()
+        _node._give_back()
     _node = _local = None
-    handles.install(None)
+    communication_thread.install(None)
     communicators.install(None, why_not)
     os.environ.pop(STARTED_PID, None)
 

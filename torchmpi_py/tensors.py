@@ -45,7 +45,7 @@ def check_op(verb: str, op: str, dtype: torch.dtype) -> None:
 
 def check_rank(verb: str, what: str, value: int, size: int) -> int:
     """``value`` as a rank of a communicator of ``size`` ranks."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{verb}: {what} must be a rank (an int), not {value!r}")
     if not 0 <= value < size:
         raise ValueError(f"{verb}: {what}={value} is not a rank of this communicator; ranks are 0 to {size - 1}")

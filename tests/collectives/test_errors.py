@@ -158,3 +158,79 @@ def test_a_message_that_is_too_long_is_an_error_where_it_arrives(mpi):
                 receive(torch.ones(4), 0)
             assert "TRUNCATE" in str(caught.value.__cause__).upper()
         mpi.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_that_is_too_short_is_an_error_where_it_arrives(mpi):
+    """MPI takes it for a whole one and leaves the rest of the tensor stale."""
+    for receive in (mpi.recv, lambda x, source: mpi.recv_async(x, source).wait()):
+        if mpi.rank() == 0:
+            mpi.send(torch.ones(3), 1)
+        elif mpi.rank() == 1:
+            with pytest.raises(RanksDisagree, match="rank 0 sent 12 bytes where 24 were expected"):
+                receive(torch.zeros(6), 0)
+        mpi.barrier()
+    x = torch.ones(3 if mpi.rank() == 0 else 6)
+    if mpi.size() == 2:
+        with pytest.raises((RanksDisagree, CommunicatorError), match=r"sent 12 bytes where 24|MPI failed"):
+            mpi.sendreceive(x, 1 - mpi.rank(), 1 - mpi.rank())
+    assert mpi.allreduce(1) == mpi.size()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_receive_under_way_catches_no_piece_of_another_verb(mpi, monkeypatch):
+    from torchmpi_py import config
+
+    monkeypatch.setattr(config, "_tuning", config.Tuning(native_async_bytes=8, message_bytes=100))
+    rank, size = mpi.rank(), mpi.size()
+    x = torch.full((size * 50,), float(rank))
+    waiting = mpi.recv_async(torch.zeros(25), (rank - 1) % size)
+    y = mpi.sendreceive(torch.full((25,), 10.0 + rank), (rank - 1) % size, (rank + 1) % size)
+    assert y.tolist() == [10.0 + (rank - 1) % size] * 25
+    expected = torch.arange(float(size)).repeat_interleave(50)
+    assert torch.equal(mpi.alltoall(x), expected)
+    mpi.gather(x, 0)
+    mpi.send(torch.full((25,), 20.0 + rank), (rank + 1) % size)
+    assert waiting.wait().tolist() == [20.0 + (rank - 1) % size] * 25
+
+
+def test_an_out_that_shares_memory_with_x(mpi):
+    """MPI forbids it; MPICH says so on some ranks only, and Open MPI says nothing."""
+    rank, size = mpi.rank(), mpi.size()
+    out = torch.zeros(2 * size)
+    out[:2] = torch.tensor([rank, rank + 0.5])
+    mpi.allgather(out[:2], out=out)
+    assert out.tolist() == [r + half for r in range(size) for half in (0, 0.5)]
+    x = torch.arange(2.0 * size) + rank
+    whole = sum(torch.arange(2.0 * size) + r for r in range(size))
+    mpi.reduce_scatter(x, out=x[:2])
+    assert x[:2].tolist() == whole[2 * rank : 2 * rank + 2].tolist()
+    x = torch.arange(2.0 * size) + rank
+    mpi.scatter(x, size - 1, out=x[:2])
+    assert x[:2].tolist() == [2.0 * rank + size - 1, 2.0 * rank + size]
+    x = torch.arange(5.0) + rank
+    mpi.allreduce(x[:4], out=x[1:])
+    assert x[1:].tolist() == [sum(j + r for r in range(size)) for j in range(4)]
+    if size > 1:
+        raises_everywhere(mpi, ValueError, "the result has shape", mpi.scatter, torch.ones(size), out=torch.ones(size))
+        z = torch.ones(size)
+        raises_everywhere(mpi, ValueError, "the result has shape", mpi.scatter, z, out=z)
+        raises_everywhere(mpi, ValueError, "the result has shape", mpi.reduce_scatter, z, out=z)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_number_that_does_not_fit_on_one_rank_only(mpi):
+    raises_everywhere(mpi, ValueError, "does not fit into 64 bits", mpi.allreduce, 2**63 if mpi.rank() == 0 else 1)
+
+
+def test_things_that_look_like_numbers(mpi):
+    import decimal
+
+    import numpy as np
+
+    assert mpi.allreduce(np.bool_(True)) == mpi.size()
+    assert mpi.allreduce(np.float32(0.5)) == 0.5 * mpi.size()
+    raises_everywhere(mpi, TypeError, "not Decimal", mpi.allreduce, decimal.Decimal("1.5"))
+    assert torch.equal(mpi.broadcast(torch.ones(2), np.int64(mpi.size() - 1)), torch.ones(2))
+    with torch.device("meta"):
+        assert mpi.allreduce(2) == 2 * mpi.size()

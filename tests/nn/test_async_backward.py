@@ -129,7 +129,8 @@ def test_a_second_backward_before_synchronize_is_an_error(mpi, mpinn):
     backward.synchronize()
 
 
-def test_a_backward_that_breaks_off(mpi, mpinn):
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_backward_that_breaks_off(mpi, mpinn, blocks):
     """Every rank loses the same pass; the next one is right."""
 
     class Breaks(torch.autograd.Function):
@@ -141,7 +142,7 @@ def test_a_backward_that_breaks_off(mpi, mpinn):
         def backward(ctx, grad):
             raise ArithmeticError("planted")
 
-    net = network()
+    net = mpinn.BlockSequential(1, *network()) if blocks else network()
     backward = mpinn.register_async_backward(net)
     broken = torch.nn.Sequential(*net[:3])
     with pytest.raises(ArithmeticError, match="planted"):

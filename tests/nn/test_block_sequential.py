@@ -131,3 +131,45 @@ def test_bad_arguments():
         BlockSequential(0, torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match="several dtypes or devices"):
         BlockSequential(1, torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).double())
+
+
+def reduced_gradients(net, x):
+    output = net(x)
+    for block in net.backward_blocks(torch.ones_like(output)):
+        block.gradients.add_(1)
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def test_blocks_follow_what_is_done_to_the_module():
+    x = torch.randn(2, 3)
+    net = BlockSequential(2, torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    net.append(torch.nn.Linear(3, 2))
+    assert net(x).shape == (2, 2)
+    net[0] = torch.nn.Identity()
+    assert torch.equal(net(x), net[2](net[1](x)))
+    state = {name: torch.ones_like(value) for name, value in net.state_dict().items()}
+    net.load_state_dict(state, assign=True)
+    reduced_gradients(net, x)
+    assert all((block.weights == 1).all() for block in net.blocks)
+    assert [id(p) for block in net.blocks for p in block.parameters] == [id(p) for p in net.parameters()]
+    again = copy.deepcopy(net)  # after a forward pass
+    assert torch.equal(again(x), net(x))
+    assert isinstance(net[1:], torch.nn.Sequential)
+    assert len(net[1:]) == 2
+
+
+def test_shared_memory_stays_shared():
+    net = BlockSequential(2, torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    net.share_memory()
+    net(torch.ones(1, 3))
+    assert all(p.is_shared() for p in net.parameters())
+    assert all(block.weights.is_shared() for block in net.blocks)
+
+
+def test_frozen_parameters_get_no_gradient():
+    net = BlockSequential(1, torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    net[0].weight.requires_grad_(False)
+    output = net(torch.ones(1, 3))
+    assert [block.collect().numel() for block in net.backward_blocks(torch.ones_like(output))] == [24]
+    assert net[0].weight.grad is None
+    assert net[0].bias.grad is not None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from torchmpi_py import handles
+from torchmpi_py import communication_thread, handles
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -53,7 +53,7 @@ class Flavour:
 
     def launch(self, operation: Operation[R]) -> handles.Handle[R]:
         """Start an operation without waiting for it: in the communication thread, unless a flavour has a better way."""
-        return handles.communication_thread().submit(operation)
+        return communication_thread.current().submit(operation)
 
     def broadcast(self, comm: MPI.Comm, x: Tensor, root: int) -> None:
         """Overwrite ``x`` by root's."""

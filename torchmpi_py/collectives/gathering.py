@@ -51,7 +51,9 @@ def exchange_sizes(comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Sizes:
 
     RanksDisagree, on every rank, if more than dim 0 differs.
     """
-    mine = torch.tensor([x.shape[0], x.nbytes, 0 if out is None else _code(out.shape), _code(x.dtype, x.shape[1:])])
+    mine = torch.tensor(
+        [x.shape[0], x.nbytes, 0 if out is None else _code(out.shape), _code(x.dtype, x.shape[1:])], device="cpu"
+    )
     table = mine.new_empty((comm.size, 4))
     comm.Allgather(wire.raw(mine), wire.raw(table))
     rows, num_bytes, outs, kinds = table.t().tolist()

@@ -7,12 +7,13 @@ also posted as the nonblocking call of the same name, and the steps go on when t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from torchmpi_py import config, handles
+from torchmpi_py import communication_thread, config, handles
 from torchmpi_py.collectives import mpi_steps
 from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.gathering import exchange_sizes
@@ -33,19 +34,19 @@ class Mpi(Flavour):
     devices = frozenset({"cpu"})
 
     def launch(self, operation: Operation[R]) -> handles.Handle[R]:
-        """Post small collectives and all point-to-point messages to MPI; leave the rest to the communication thread.
+        """Post small collectives and all send and recv to MPI; leave the rest to the communication thread.
 
         Point-to-point messages must not queue: a receive launched before its counterpart's send would block the thread.
         """
-        steps = _STEPS.get(operation.method)
-        is_pairwise = operation.method in ("send", "recv")
-        if steps is None or (operation.num_bytes > config.tuning().native_async_bytes and not is_pairwise):
+        comm, thread = operation.comm.direct, communication_thread.current()
+        if operation.method in _POSTS:
+            requests = _POSTS[operation.method](comm, *operation.arguments)
+            return thread.keep(handles.RequestHandle(operation, requests))
+        if operation.method not in _STEPS or operation.num_bytes > config.tuning().native_async_bytes:
             return super().launch(operation)
-        remaining = steps(operation.comm.direct, *operation.arguments)
-        first = [*remaining] if is_pairwise else [step for step in (next(remaining, None),) if step is not None]
-        requests = [getattr(operation.comm.direct, f"I{name.lower()}")(*arguments) for name, arguments in first]
-        handle = handles.RequestHandle(_Posted(operation, remaining), requests)
-        return handles.communication_thread().keep(handle)
+        remaining = _STEPS[operation.method](comm, *operation.arguments)
+        requests = [getattr(comm, f"I{name.lower()}")(*arguments) for name, arguments in itertools.islice(remaining, 1)]
+        return thread.keep(handles.RequestHandle(_Posted(operation, remaining), requests))
 
     def broadcast(self, comm: MPI.Comm, x: Tensor, root: int) -> None:
         _run(comm, mpi_steps.broadcast(comm, x, root))
@@ -122,13 +123,15 @@ def _run(comm: MPI.Comm, steps: Steps) -> None:
         getattr(comm, name)(*arguments)
 
 
-_STEPS: dict[str, Callable[..., Steps]] = {
+_STEPS: dict[str, Callable[..., Steps]] = {  # the collectives that take one step when they are small
     "broadcast": mpi_steps.broadcast,
     "reduce": mpi_steps.reduce,
     "allreduce": mpi_steps.allreduce,
     "reduce_scatter": mpi_steps.reduce_scatter,
     "alltoall": mpi_steps.alltoall,
     "scatter": mpi_steps.scatter,
-    "send": mpi_steps.send,
-    "recv": mpi_steps.recv,
+}
+_POSTS: dict[str, Callable[..., Sequence[handles.Request]]] = {
+    "send": mpi_steps.post_send,
+    "recv": mpi_steps.post_recv,
 }

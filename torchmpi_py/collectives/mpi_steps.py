@@ -16,12 +16,15 @@ from torch import Tensor
 from torchmpi_py import config
 from torchmpi_py.collectives import wire
 from torchmpi_py.collectives.gathering import Sizes
+from torchmpi_py.errors import RanksDisagree
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 Step = tuple[str, tuple[Any, ...]]  # the name of the MPI call, its arguments
 Steps = Iterator[Step]
+
+MESSAGE, EXCHANGE, INTERNAL = range(3)  # tags: a receive that is under way must not catch a piece of another verb
 
 
 def _limit() -> int:
@@ -40,7 +43,7 @@ def allreduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> S
     if how.decode is not None:
         yield from _encoded(comm, source, destination, how, "Allreduce", (how.mpi_op,))
         return
-    for sent, received in wire.pieces(config.tuning().message_bytes, how.itemsize, source, destination):
+    for sent, received in wire.pieces(_limit(), how.itemsize, source, destination):
         given, taken = wire.pair(sent, received, how.mpi_type)
         yield "Allreduce", (given, taken, how.mpi_op)
     if how.divide:
@@ -54,7 +57,7 @@ def reduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str, root: i
     if how.decode is not None:
         yield from _encoded(comm, source, destination if is_root else None, how, "Reduce", (how.mpi_op, root))
         return
-    for sent, received in wire.pieces(config.tuning().message_bytes, how.itemsize, source, destination):
+    for sent, received in wire.pieces(_limit(), how.itemsize, source, destination):
         buffers = wire.pair(sent, received, how.mpi_type) if is_root else (wire.typed(sent, how.mpi_type), None)
         yield "Reduce", (*buffers, how.mpi_op, root)
     if how.divide and is_root:
@@ -109,31 +112,75 @@ def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> S
     if source.nbytes <= _limit():
         yield "Scatter", (wire.raw(source) if comm.rank == root else None, wire.raw(destination), root)
     elif comm.rank != root:
-        yield from recv(comm, destination, root)
+        yield from recv(comm, destination, root, INTERNAL)
     else:
         for rank, part in enumerate(source.chunk(comm.size)):
             if rank == root:
                 destination.copy_(part)
             else:
-                yield from send(comm, part, rank)
+                yield from send(comm, part, rank, INTERNAL)
 
 
 def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination: int) -> Steps:
     """Sendrecv."""
     for sent, received in wire.pieces(_limit(), x.itemsize, x, out):
-        yield "Sendrecv", (wire.raw(sent), destination, 0, wire.raw(received), source, 0)
+        status = wire.status()
+        yield "Sendrecv", (wire.raw(sent), destination, EXCHANGE, wire.raw(received), source, EXCHANGE, status)
+        check_arrived(status, source, received.nbytes)
 
 
-def send(comm: MPI.Comm, x: Tensor, destination: int) -> Steps:
+def send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -> Steps:
     """Send."""
     for (piece,) in wire.pieces(_limit(), x.itemsize, x):
-        yield "Send", (wire.raw(piece), destination)
+        yield "Send", (wire.raw(piece), destination, tag)
 
 
-def recv(comm: MPI.Comm, x: Tensor, source: int) -> Steps:
+def recv(comm: MPI.Comm, x: Tensor, source: int, tag: int = MESSAGE) -> Steps:
     """Recv."""
     for (piece,) in wire.pieces(_limit(), x.itemsize, x):
-        yield "Recv", (wire.raw(piece), source)
+        status = wire.status()
+        yield "Recv", (wire.raw(piece), source, tag, status)
+        check_arrived(status, source, piece.nbytes)
+
+
+class Receipt:
+    """A posted receive, which must bring as many bytes as it has room for."""
+
+    def __init__(self, comm: MPI.Comm, piece: Tensor, source: int) -> None:
+        self.request = comm.Irecv(wire.raw(piece), source, MESSAGE)
+        self.source = source
+        self.num_bytes = piece.nbytes
+        self.status = wire.status()
+
+    def Test(self) -> bool:  # noqa: N802 - as mpi4py's Request
+        if not self.request.Test(self.status):
+            return False
+        check_arrived(self.status, self.source, self.num_bytes)
+        return True
+
+    def Wait(self) -> None:  # noqa: N802
+        self.request.Wait(self.status)
+        check_arrived(self.status, self.source, self.num_bytes)
+
+
+def post_recv(comm: MPI.Comm, x: Tensor, source: int) -> list[Receipt]:
+    """Irecv of every piece."""
+    return [Receipt(comm, piece, source) for (piece,) in wire.pieces(_limit(), x.itemsize, x)]
+
+
+def post_send(comm: MPI.Comm, x: Tensor, destination: int) -> list[MPI.Request]:
+    """Isend of every piece."""
+    return [comm.Isend(wire.raw(piece), destination, MESSAGE) for (piece,) in wire.pieces(_limit(), x.itemsize, x)]
+
+
+def check_arrived(status: MPI.Status, source: int, num_bytes: int) -> None:
+    """RanksDisagree unless so many bytes came: MPI itself takes a shorter message for a whole one."""
+    arrived = status.Get_elements(wire.byte())
+    if arrived != num_bytes:
+        raise RanksDisagree(
+            f"rank {source} sent {arrived} bytes where {num_bytes} were expected; the rest of the tensor is as it was. "
+            "Sender and receiver need tensors of the same dtype and number of elements"
+        )
 
 
 def allgather(comm: MPI.Comm, x: Tensor, out: Tensor, sizes: Sizes) -> Steps:
@@ -155,10 +202,10 @@ def gather(comm: MPI.Comm, x: Tensor, out: Tensor | None, root: int, sizes: Size
         spec = None if out is None else [wire.raw(out)[0], sizes.num_bytes, wire.raw(out)[1]]
         yield "Gatherv", (wire.raw(x), spec, root)
     elif out is None:
-        yield from send(comm, x, root)
+        yield from send(comm, x, root, INTERNAL)
     else:
         for rank, part in enumerate(sizes.split(out)):
             if rank == root:
                 part.copy_(x)
             else:
-                yield from recv(comm, part, rank)
+                yield from recv(comm, part, rank, INTERNAL)

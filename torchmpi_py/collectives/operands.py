@@ -23,7 +23,7 @@ def in_and_out(
     verb: str, x: Tensor, out: Tensor | None, shape: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
     """(source, buffer, target, copy_out) for a result of ``shape`` (default: x's) in ``out``, or in ``x`` itself."""
-    if out is None or out is x:
+    if out is None or (out is x and shape is None):
         buffer, copy_out = written(verb, x, holds_input=True)
         return buffer, buffer, x, copy_out
     target = check_out(verb, out, x, x.shape if shape is None else shape)
@@ -68,8 +68,7 @@ def of_tensor(
 ) -> Operation[Any]:
     """The operation whose result is ``target``, after ``copy_out``."""
     if copy_out is None:
-        served = flavour_for(verb, x.device, flavour)
-        return Operation(verb, verb, served, comm, arguments, lambda _: target, x.nbytes)
+        return operation(verb, comm, flavour, x, arguments, lambda _: target)
 
     def conclude(_: object) -> Tensor:
         copy_out()
@@ -120,6 +119,8 @@ def operation(
 
 
 def _apart(x: Tensor, buffer: Tensor) -> Tensor:
-    """``x``, or a copy if it shares memory with ``buffer`` without being it: MPI forbids that."""
-    same_memory = x.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() and x.numel() > 0
-    return x.clone() if same_memory and x.data_ptr() != buffer.data_ptr() else x
+    """``x``, or a copy if it shares memory with ``buffer`` without being all of it: MPI forbids that."""
+    begin, start = x.data_ptr(), buffer.data_ptr()
+    overlap = begin < start + buffer.nbytes and start < begin + x.nbytes
+    is_same = begin == start and x.nbytes == buffer.nbytes
+    return x.clone() if overlap and not is_same else x

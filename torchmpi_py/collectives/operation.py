@@ -48,7 +48,7 @@ class Operation(Generic[R]):
         """The result, once the transfer is complete."""
         return self.conclude(None)
 
-    def explain(self, error: RuntimeError) -> RuntimeError | CommunicatorError:
+    def explain(self, error: Exception) -> Exception:
         """An error of MPI as ours, with the operation's name; any other error as it is."""
         from mpi4py import MPI
 

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,11 +25,12 @@ Number = bool | int | float | complex
 _DTYPES = (torch.bool, torch.int64, torch.float64, torch.complex128)  # a kind is an index into this
 _FORMATS = ("<qqq", "<qqq", "<qdd", "<qdd")
 RECORD_BYTES = 24
+TOO_LARGE = len(_FORMATS)  # the kind of a number that does not fit
 
 
 def is_number(x: object) -> TypeGuard[Number]:
     """Whether ``x`` is a Python or NumPy number."""
-    return not isinstance(x, Tensor) and isinstance(x, numbers.Number)  # cheap for tensors
+    return not isinstance(x, Tensor) and isinstance(x, (numbers.Complex, np.bool_))  # cheap for tensors
 
 
 def to_record(x: Number) -> Tensor:
@@ -37,9 +39,11 @@ def to_record(x: Number) -> Tensor:
     words = (value.real, value.imag) if kind == 3 else (value, 0)
     try:
         packed = struct.pack(_FORMATS[kind], kind, *words)
-    except struct.error as error:
-        raise ValueError(f"{x} does not fit into 64 bits; pass it as a float") from error
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8).view(1, RECORD_BYTES)
+    except struct.error:
+        packed = struct.pack(
+            "<qqq", TOO_LARGE, 0, 0
+        )  # whoever reads it raises: an error here would leave others waiting
+    return torch.from_numpy(np.frombuffer(bytearray(packed), dtype=np.uint8)).view(1, RECORD_BYTES)
 
 
 def from_record(record: Tensor) -> Number:
@@ -87,7 +91,7 @@ _REDUCE: dict[str, Callable[[Sequence[Number]], Number]] = {
 
 
 def _kind_and_value(x: Number) -> tuple[int, Number]:
-    if isinstance(x, bool) or type(x).__name__ in ("bool", "bool_"):
+    if isinstance(x, (bool, np.bool_)):
         return 0, bool(x)
     if isinstance(x, numbers.Integral):
         return 1, int(x)
@@ -98,5 +102,7 @@ def _kind_and_value(x: Number) -> tuple[int, Number]:
 
 def _unpack(data: bytes) -> Number:
     kind = struct.unpack_from("<q", data)[0]
+    if kind == TOO_LARGE:
+        raise ValueError("a rank brought a whole number that does not fit into 64 bits; pass it as a float")
     _, value, imaginary = struct.unpack(_FORMATS[kind], data)
     return (bool(value), value, value, complex(value, imaginary))[kind]

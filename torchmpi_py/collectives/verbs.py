@@ -5,6 +5,8 @@ at once a Handle whose ``wait()`` returns it. What holds for all:
 
 - Every rank of ``comm`` (default: the current level) makes the same calls in the same order, with equal dtypes and
   shapes (but for dim 0 in ``allgather`` and ``gather``).
+  Blocking and asynchronous forms are different calls (but send, recv and their twins may meet), and asynchronous calls
+  come in the same order across all communicators. Sizes that differ otherwise are not noticed in every case.
 - Tensors may be of any dtype, strided, transposed, of size 0, or larger than 2^31 elements. 16-bit floats accumulate in
   float32. All ranks get the same bits. Gradients do not flow through a verb.
 - ``x`` is overwritten, unless ``out=`` is given or the result has another shape. Until an asynchronous operation is
@@ -209,7 +211,8 @@ def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: 
     comm = resolve(comm)
     check_rank("send", "destination", destination, comm.size)
     if scalars.is_number(x):
-        return of_number("send", comm, flavour, (scalars.to_record(x), destination), lambda _: x)
+        record = scalars.to_record(x)
+        return of_number("send", comm, flavour, (record, destination), lambda _: scalars.from_record(record))
     tensor = check_tensor("send", "x", x)
     buffer = flat(tensor)
     return of_tensor("send", comm, flavour, buffer, (buffer, destination), tensor, None)

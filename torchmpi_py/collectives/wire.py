@@ -112,13 +112,23 @@ def typed(x: Tensor, mpi_type: MPI.Datatype) -> Buffer:
 
 def raw(x: Tensor) -> Buffer:
     """A flat tensor as an MPI message of bytes. The tensor must outlive the operation."""
-    return typed(x, _mpi().BYTE)
+    return typed(x, byte())
 
 
 def pair(sent: Tensor, received: Tensor, mpi_type: MPI.Datatype) -> tuple[Buffer, Buffer]:
     """Send and receive buffer of a reduction; the same memory is reduced in place."""
     given = in_place() if sent.data_ptr() == received.data_ptr() else typed(sent, mpi_type)
     return given, typed(received, mpi_type)
+
+
+def byte() -> Any:
+    """MPI's datatype of raw bytes."""
+    return _mpi().BYTE
+
+
+def status() -> Any:
+    """A place for what MPI tells about a message that came."""
+    return _mpi().Status()
 
 
 def in_place() -> Buffer:

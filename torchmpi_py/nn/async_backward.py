@@ -46,8 +46,8 @@ class AsyncBackward:
     """Reduces the gradients of a module during ``backward``; made by ``register_async_backward``.
 
     Call ``synchronize()`` after each ``backward()`` and before reading gradients. A second backward pass before it
-    would add to gradients that are being reduced, and raises RuntimeError; to accumulate, use ``frequency``. Activation
-    checkpointing works with ``use_reentrant=False``.
+    would add to gradients that are being reduced, and raises RuntimeError; to accumulate, use ``frequency``. Every
+    rank's loss has to reach at least one parameter. Activation checkpointing works with ``use_reentrant=False``.
     """
 
     def __init__(self, module: torch.nn.Module, *, frequency: int = 1, average: bool = True) -> None:
@@ -102,9 +102,8 @@ class AsyncBackward:
                 "backward() ran again before synchronize(): it would add to gradients that are being reduced. Call "
                 "synchronize() after each backward(), or accumulate with register_async_backward(frequency=...)"
             )
-        if self._handles:  # the last pass broke off
-            wait_all(self._handles)
-            self._reset()
+        wait_all(self._handles)  # none, unless the last pass broke off
+        self._handles, self._ready = [], [0] * len(self._units)
         self._pass_id = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
@@ -113,7 +112,7 @@ class AsyncBackward:
         self._passes += 1
         if self._passes < self.frequency:
             return
-        here = torch.tensor([p.grad is not None for p in self.names], dtype=torch.uint8)
+        here = torch.tensor([p.grad is not None for p in self.names], dtype=torch.uint8, device="cpu")
         self._launch(only_ready=False)
         self._anywhere = verbs.allreduce_async(here, op="max")
 

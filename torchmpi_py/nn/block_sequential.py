@@ -7,7 +7,7 @@ TorchMPI's class of that name, without its empty first block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class Block:
     def collect(self) -> Tensor:
         """Make every ``p.grad`` a view of ``gradients``, with its values (zero for None), and return ``gradients``."""
         for parameter, view in zip(self.parameters, _views(self.gradients, self.parameters), strict=True):
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.data_ptr() != view.data_ptr():
@@ -71,17 +73,25 @@ class BlockSequential(torch.nn.Sequential):
         super().__init__(*modules)
         self.partitions = partitions
         self._boundaries: list[Tensor] = []
+        self._blocks: list[Block] = []
+        self._seen: tuple[list[int], list[int]] = ([], [])
         self._flatten()
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks, first to last."""
+        """The blocks, first to last; cut anew when children or parameters were exchanged."""
+        if not self._is_current():
+            self._flatten()
         return self._blocks
+
+    def __getitem__(self, index: Any) -> Any:
+        """A child, or for a slice a plain Sequential."""
+        return torch.nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def forward(self, x: Tensor) -> Tensor:
         """As Sequential; remembers what passes between the blocks until ``backward_blocks`` or the next forward."""
         self._boundaries = [x]
-        for block in self._blocks:
+        for block in self.blocks:
             for child in block.children:
                 x = child(x)
             self._boundaries.append(x)
@@ -112,14 +122,23 @@ class BlockSequential(torch.nn.Sequential):
         if boundaries[0].requires_grad and boundaries[0].is_leaf:
             boundaries[0].grad = gradient if boundaries[0].grad is None else boundaries[0].grad + gradient
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSequential:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._flatten()  # to(), double(), ... gave the parameters other memory
-        return self
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_boundaries": []}  # what a forward pass left behind cannot be copied
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._flatten()  # a copy, or what was unpickled, has memory for every parameter apart
+    def _is_current(self) -> bool:
+        """Whether the blocks still hold this module's children and parameters, in their flat memory."""
+        if self._seen != (seen := self._look()):
+            views = [view for block in self._blocks for view in _views(block.weights, block.parameters)]
+            # share_memory() moves parameters and flat memory together
+            if self._seen[0] != seen[0] or [view.data_ptr() for view in views] != seen[1]:
+                return False
+            self._seen = seen
+        return True
+
+    def _look(self) -> tuple[list[int], list[int]]:
+        """What tells a change: identities of children and parameters, addresses of parameters."""
+        parameters = _parameters(self)
+        return [id(x) for x in (*self, *parameters)], [p.data_ptr() for p in parameters]
 
     def _flatten(self) -> None:
         children = list(self)  # not children(), which leaves out a module that comes again
@@ -133,6 +152,7 @@ class BlockSequential(torch.nn.Sequential):
                 parameter.data = view
             members = tuple(children[index] for atom in run for index in atoms[atom])
             self._blocks.append(Block(members, parameters, weights, torch.zeros_like(weights)))
+        self._seen = self._look()
 
 
 def inseparable(parameters: Sequence[Sequence[Hashable]]) -> list[range]:

@@ -1,0 +1,114 @@
+"""The communication thread: asynchronous operations run in it, and posted ones are held until they are complete."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import queue
+import threading
+from typing import Any, TypeVar
+
+from torchmpi_py.handles import Handle, RequestHandle, ThreadHandle, Work
+
+logger = logging.getLogger("torchmpi_py")
+R = TypeVar("R")
+DRAIN_WARNING_SECONDS = 20.0
+
+
+class CommunicationThread:
+    """Carries out operations one after the other, in the order of their launch, which is the same on every rank.
+
+    With ``inline`` (an MPI without MPI_THREAD_MULTIPLE) the launching thread does it, before the launch returns.
+    """
+
+    def __init__(self, *, inline: bool) -> None:
+        self.inline = inline
+        self._queue: queue.SimpleQueue[ThreadHandle[Any] | None] = queue.SimpleQueue()
+        self._posted: dict[int, RequestHandle[Any]] = {}  # oldest first
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, work: Work[R]) -> Handle[R]:
+        """Queue an operation."""
+        handle = ThreadHandle(work)
+        if self.inline:
+            handle._execute()
+        else:
+            self._ensure_thread()
+            self._queue.put(handle)
+        return handle
+
+    def keep(self, handle: RequestHandle[R]) -> Handle[R]:
+        """Hold a posted operation until it is complete, also when its handle is dropped."""
+        with self._lock:
+            self._posted[id(handle)] = handle
+            handle.on_settled = functools.partial(self._posted.pop, id(handle), None)
+            for key in list(itertools.islice(self._posted, 2)):  # look at the two that were looked at longest ago
+                if (oldest := self._posted.pop(key, None)) is not None and not oldest.done():
+                    self._posted[key] = oldest
+        return handle
+
+    def drain(self) -> None:
+        """Block until everything launched so far is complete; say so when it takes long. Errors stay with handles."""
+        while self._posted:
+            key, handle = next(iter(self._posted.items()))
+            _wait_audibly(handle)
+            self._posted.pop(key, None)
+        if self._thread is not None:
+            _wait_audibly(self.submit(_Nothing()))
+
+    def close(self) -> None:
+        """Drain, and end the thread."""
+        self.drain()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _ensure_thread(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="torchmpi_py-communication", daemon=True)
+                self._thread.start()
+
+    def _loop(self) -> None:
+        while (handle := self._queue.get()) is not None:
+            handle._execute()
+            del handle  # or the last operation's buffers would live until the next one
+
+
+def _wait_audibly(handle: Handle[Any]) -> None:
+    if not handle._complete(DRAIN_WARNING_SECONDS):
+        logger.warning("waiting for %r; has every rank called its counterpart?", handle)
+        handle._complete(None)
+
+
+class _Nothing:
+    """The operation that marks the end of the queue."""
+
+    def run_in_background(self) -> None:
+        return None
+
+    finish = run_in_background
+
+    def explain(self, error: Exception) -> Exception:
+        return error
+
+    def __str__(self) -> str:
+        return "the operations in the communication thread"
+
+
+_thread: CommunicationThread | None = None
+
+
+def install(thread: CommunicationThread | None) -> None:
+    """Make ``thread`` the one that operations are launched on."""
+    global _thread
+    _thread = thread
+
+
+def current() -> CommunicationThread:
+    """The communication thread of this process."""
+    assert _thread is not None, "operations are launched after start() has installed the communication thread"
+    return _thread
