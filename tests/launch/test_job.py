@@ -10,7 +10,7 @@ import time
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import leftovers, mpirun
+from torchmpi_py.launch import mpirun
 
 try:
     VENDOR = mpirun.find("", os.environ)[0].name
@@ -80,34 +80,6 @@ def launch(*arguments, **keywords):
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=50, check=False, **keywords)
 
 
-@pytest.fixture
-def program(tmp_path):
-    """Write a program into a folder with a space in its name."""
-
-    def write(text):
-        path = tmp_path / "a folder" / "a program.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        return path
-
-    return write
-
-
-@pytest.fixture
-def no_leftovers(monkeypatch, tmp_path):
-    """Every process of the test's jobs has a mark; afterwards none lives, and the job's files are gone."""
-    value = str(tmp_path)
-    monkeypatch.setenv("LAUNCH_TEST", value)
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
-    (tmp_path / "t").mkdir()
-    yield
-    assert leftovers.processes_marked(f"LAUNCH_TEST={value}") in ([], [os.getpid()])
-    assert os.listdir(tmp_path / "t") == []
-    lines = [line for path in tmp_path.glob("held-*") for line in path.read_text().splitlines()]
-    held = {line.split(maxsplit=5)[5] for line in lines}
-    assert not {name for name in held if os.path.exists(name)}
-
-
 def test_hello(program, no_leftovers):
     job = launch("-n", 3, program(HELLO), "a b", "--", "-n", '"$HOME"', "c'd", "*")
     assert (job.returncode, job.stderr) == (0, "")
@@ -140,6 +112,7 @@ def test_a_failing_rank_ends_the_job_with_its_code(program, no_leftovers, how, c
     job = launch("-n", 3, program(FAIL), how)
     assert time.monotonic() - begin < BOUND_SECONDS
     assert job.returncode == code
+    assert f"torchmpirun: rank 1 failed first, with exit code {code}\n" in job.stderr
     assert job.stderr.count("Traceback") == num_tracebacks
     assert job.stderr.count("[rank 1] Traceback") == num_tracebacks
     assert job.stderr.count("\nRuntimeError: boom\n") == num_tracebacks
@@ -202,7 +175,9 @@ def test_logs_and_profiles(program, tmp_path, no_leftovers):
 def test_a_log_holds_the_traceback(program, tmp_path, no_leftovers):
     job = launch("-n", 2, "--log-dir", tmp_path / "logs", program(FAIL), "raise")
     assert job.returncode == 1
-    assert "RuntimeError: boom" in (tmp_path / "logs" / "rank-1.log").read_text()
+    log = tmp_path / "logs" / "rank-1.log"
+    assert "RuntimeError: boom" in log.read_text()
+    assert f"torchmpirun: rank 1 failed first, with exit code 1; its output is in {log}\n" in job.stderr
 
 
 @pytest.mark.parametrize("vendor", ["openmpi", "mpich", "intel", "srun"])
@@ -219,6 +194,7 @@ def test_dry_run_of_any_mpi(vendor, no_leftovers):
 def test_mistakes_end_with_2_and_the_remedy(program, no_leftovers):
     for arguments, message in [
         (["nosuch.py"], "nosuch.py: there is no such program"),
+        (["/usr/bin/python3.12", program(HELLO)], "leave out /usr/bin/python3.12"),
         (["--hosts", "a:0", program(HELLO)], "leaves no room"),
         (["--hosts", "a", "--hostfile", "f", program(HELLO)], "give one of them"),
     ]:

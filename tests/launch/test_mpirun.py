@@ -118,6 +118,18 @@ def test_nothing_found_names_the_remedy(nowhere):
         mpirun.find("mpich", {"PATH": str(nowhere)})
 
 
+def test_what_was_passed_over_is_named_with_the_reason(nowhere):
+    strange = fake(nowhere / "path", "mpirun", "FooMPI 1.0")
+    mpich = fake(nowhere / "path", "mpiexec", "HYDRA build details:")
+    environment = {"PATH": str(nowhere / "path"), "MPI4PY_MPIABI": "openmpi"}
+    with pytest.raises(LaunchError) as caught:
+        mpirun.find("", environment)
+    assert f"{strange} (its --version names no MPI that we know)" in str(caught.value)
+    assert f"{mpich} (it is mpich's, and MPI4PY_MPIABI is openmpi)" in str(caught.value)
+    with pytest.raises(LaunchError, match=r"no intel .*mpiexec \(it is mpich's\)"):
+        mpirun.find("intel", environment)
+
+
 def test_srun_only_inside_an_allocation_and_without_mpirun(nowhere):
     srun = fake(nowhere / "path", "srun", "slurm 23.02.7")
     environment = {"PATH": str(nowhere / "path")}
@@ -152,9 +164,12 @@ def test_everything_after_the_program_is_the_programs():
     assert (options.num_ranks, options.program) == (3, ["train.py", "-n", "5", "--", "--timeout", "x", "-m"])
     options = launcher.parse(["-m", "package.train", "-m", "--env"])
     assert (options.as_module, options.program) == (True, ["package.train", "-m", "--env"])
+    assert launcher.parse(["-n", "3", "--", "train.py", "--", "-n"]).program == ["train.py", "--", "-n"]
 
 
-@pytest.mark.parametrize("argv", [[], ["-n", "0", "a.py"], ["-n", "x", "a.py"], ["--timeout", "0", "a.py"], ["--tim"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["--"], ["-n", "0", "a.py"], ["-n", "x", "a.py"], ["--timeout", "0", "a.py"], ["--tim"]]
+)
 def test_a_bad_command_line_ends_with_2(argv, capsys):
     with pytest.raises(SystemExit, match="2"):
         launcher.parse(argv)
@@ -164,5 +179,13 @@ def test_a_bad_command_line_ends_with_2(argv, capsys):
 def test_default_number_of_ranks():
     named = launcher.hosts.parse_hosts("a:3,b:2")
     assert launcher.default_num_ranks(named, {"CUDA_VISIBLE_DEVICES": "0"}) == 5
+    assert launcher.default_num_ranks(named, {"SLURM_NTASKS": "4"}) == 5
+    assert launcher.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2", "SLURM_NTASKS": "8"}) == 8
     assert launcher.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 3
     assert launcher.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": ""}) == launcher.binding.num_usable_cores()
+
+
+def test_elsewhere_than_on_linux_it_says_so(monkeypatch, capsys):
+    monkeypatch.delattr(launcher.os, "sched_getaffinity")
+    assert launcher.main(["-n", "2", "a.py"]) == 2
+    assert "Linux only" in capsys.readouterr().err

