@@ -141,6 +141,12 @@ def test_a_program_that_asks_the_terminal_does_not_wait_for_ever(program, no_lef
     assert "EOFError" in job.stderr
 
 
+def test_no_input_is_the_end_of_the_input(program, no_leftovers):
+    job = launch("-n", 1, program("input()"), stdin=subprocess.DEVNULL)
+    assert job.returncode == 1
+    assert "EOFError" in job.stderr
+
+
 def test_standard_input_that_is_no_terminal_reaches_rank_0(program, no_leftovers):
     job = launch("-n", 1, program("print(input())"), input="a line\n")
     assert (job.returncode, job.stdout) == (0, "a line\n")

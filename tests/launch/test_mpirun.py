@@ -69,6 +69,11 @@ def test_elastic_is_open_mpis_only():
         mpirun.arguments(MPICH, num_ranks=1, elastic=True)
 
 
+def test_no_input_is_told_to_open_mpi():
+    assert mpirun.arguments(OPENMPI, num_ranks=1, no_input=True, extra=("--z",))[-3:] == ["--stdin", "none", "--z"]
+    assert mpirun.arguments(MPICH, num_ranks=1, no_input=True) == mpirun.arguments(MPICH, num_ranks=1)
+
+
 def test_settings():
     assert mpirun.settings(OPENMPI, busy=False, is_root=False) == {"OMPI_MCA_osc": "^ucx"}
     assert mpirun.settings(OPENMPI, busy=True, is_root=True) == {

@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import shlex
+import stat
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -167,10 +168,19 @@ def plan(options: argparse.Namespace, folder: Path, environment: Mapping[str, st
         forward=tuple(reaching),
         agent=options.launch_agent,
         elastic=options.elastic,
+        no_input=not has_input(),
         extra=tuple(options.mpi_args),
     )
     text = hosts.render(named, vendor.hostfile_line)
     return Plan(vendor, [program, *starter, *wrapped(options)], inherited | added, added, hostfile, text)
+
+
+def has_input() -> bool:
+    """Whether standard input is something to read for rank 0: no terminal (see `job`), not /dev/null, not closed."""
+    try:
+        return not stat.S_ISCHR(os.fstat(0).st_mode)
+    except OSError:
+        return False
 
 
 def check_program(program: str) -> None:

@@ -45,6 +45,7 @@ class Vendor:
     forward: Options = ()  # repeated for each name; without {name}: once
     agent: Options = ()
     elastic: Options = ()
+    no_input: Options = ()  # for one that never tells rank 0 that its standard input is empty
     hostfile_variable: str = ""
     stop_signals: tuple[int, ...] = ()  # what ends it, where Ctrl-C and SIGTERM themselves do not
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -79,6 +80,7 @@ VENDORS = (
         forward=("-x", "{name}"),
         agent=("--prtemca", "plm_ssh_agent", "{agent}"),
         elastic=("--with-ft", "ulfm"),
+        no_input=("--stdin", "none"),
         environment={"OMPI_MCA_osc": "^ucx"},  # this component prints noise where there is no InfiniBand
         busy_environment={"OMPI_MCA_mpi_yield_when_idle": "true"},
         root_environment={
@@ -134,6 +136,7 @@ def arguments(
     forward: tuple[str, ...] = (),
     agent: str = "",
     elastic: bool = False,
+    no_input: bool = False,
     extra: tuple[str, ...] = (),
 ) -> list[str]:
     """The vendor's argument list, without its program and without what it is to start."""
@@ -148,7 +151,7 @@ def arguments(
         options += [option.format(name=name) for name in forward for option in vendor.forward]
     else:
         options += vendor.forward
-    return [*options, *extra]
+    return [*options, *(vendor.no_input if no_input else ()), *extra]
 
 
 def _offered(vendor: Vendor, options: Options, flag: str) -> Options:
