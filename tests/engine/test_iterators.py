@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from torchmpi_py.engine import DatasetIterator, SGDEngine
-from torchmpi_py.engine.iterators import prefetched, share
+from torchmpi_py.engine.iterators import share
+from torchmpi_py.engine.prefetch import prefetched
 
 SIZES = range(1, 38)
 
@@ -90,6 +91,31 @@ def test_weight_and_number_stand_beside_their_batch(prefetch):
     seen = [(batch[0].tolist(), iterator.num_samples, iterator.weight) for batch in iterator]
     assert len(iterator) == 2
     assert seen == [([4, 5], 2, 1.0), ([8], 0, 0.0)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_dropping_the_last_batch_leaves_full_shares(size):
+    kept, every = (
+        [epoch_of(50, 12 // size, rank=rank, size=size, drop_last=drop) for rank in range(size)]
+        for drop in (True, False)
+    )
+    assert kept == [batches[:4] for batches in every]
+    assert {len(batch) for batches in kept for batch in batches} == {12 // size}
+    iterator = DatasetIterator(numbers(48), 12 // size, rank=0, size=size, drop_last=True)
+    assert len(iterator) == len(list(iterator)) == 4  # a last batch that is complete stays
+    assert (iterator.weight, iterator.num_samples) == (1.0, 12 // size)
+
+
+def test_batch_statistics_with_a_rest_of_one_sample():
+    options = {
+        "network": torch.nn.BatchNorm1d(1),
+        "criterion": torch.nn.MSELoss(),
+        "lr": 0.1,
+    }
+    dataset = TensorDataset(torch.randn(9, 1), torch.randn(9, 1))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        SGDEngine().train(iterator=DatasetIterator(dataset, 4), **options)
+    assert SGDEngine().train(iterator=DatasetIterator(dataset, 4, drop_last=True), **options).t == 2
 
 
 class Squares(Dataset):
@@ -205,6 +231,7 @@ def test_prefetching_overlaps_with_the_step():
         ({"batch_size": 1, "rank": 2, "size": 2}, ValueError),
         ({"batch_size": 1, "rank": 0}, ValueError),
         ({"batch_size": 1, "dataset": numbers(0)}, ValueError),
+        ({"batch_size": 2, "rank": 0, "size": 2, "drop_last": True}, ValueError),
         ({"batch_size": 1, "dataset": iter([1])}, TypeError),
     ],
 )

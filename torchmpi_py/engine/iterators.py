@@ -6,22 +6,21 @@ global batch b is ``order[b * G : (b + 1) * G]``, and a rank's *share* of it is 
 differ by at most one sample.
 
 What follows: every rank takes the same number of steps, whatever the size of the dataset (a rank with one step more
-would wait for the others for ever); no sample is dropped, and none is used twice in an epoch; the global batches depend
-on G alone, so that 4 ranks of 16 train as 1 rank of 64.
+would wait for the others for ever); no sample is dropped (unless asked for), and none is used twice in an epoch; the
+global batches depend on G alone, so that 4 ranks of 16 train as 1 rank of 64.
 
 Shares of the last batch may differ, and a plain average over ranks would favour the samples of the small ones. Hence
 each batch has a *weight*, num_samples * size / (samples in the global batch): a mean loss scaled by it has gradients
 whose average over the ranks is the gradient of the mean over the global batch, exactly. A rank with an empty share gets
-one sample to compute on, with weight 0.
+one sample to compute on, with weight 0. Layers that need several samples (BatchNorm) want ``drop_last``, which leaves
+out an incomplete last global batch: then every share is full.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +28,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from torchmpi_py import runtime
-
-T = TypeVar("T")
+from torchmpi_py.engine.prefetch import prefetched
 
 
 class Share(NamedTuple):
@@ -60,10 +58,16 @@ class DatasetIterator:
     chooses another (the engine does). All ranks must iterate alike. ``rank`` and ``size`` default to those of the
     current communicator, or to 0 of 1 when the package is not started. ``prefetch`` batches are built ahead by a thread
     (0: none, inline), and moved to ``device`` if one is given; an error in the dataset surfaces in the loop. A batch is
-    ``collate_fn`` of a list of samples (default: torch's), or the indexed tensors of a TensorDataset.
+    ``collate_fn`` of a list of samples (default: torch's), or the indexed tensors of a TensorDataset. ``drop_last``
+    leaves out the last global batch of an epoch if it is incomplete (other samples in each epoch, with ``shuffle``).
+
+    The thread shares the global random generators (torch's, numpy's, Python's) with the training loop, and who draws
+    first is chance. A dataset with random augmentation should draw from a generator of its own, or be given
+    ``prefetch=0``; else runs are not reproducible.
 
     Beside each batch stand ``weight`` and ``num_samples``, as the module docstring explains; the engine reads them.
-    Raises TypeError for a dataset without length and indexing, ValueError for an empty one or a number out of range.
+    Raises TypeError for a dataset without length and indexing, ValueError for one without a batch, or a number out of
+    range.
     """
 
     def __init__(
@@ -76,12 +80,14 @@ class DatasetIterator:
         prefetch: int = 2,
         device: torch.device | str | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise TypeError(f"dataset is a {type(dataset).__name__}; it must have a length and be indexed by integers")
         self.rank, self.size = _place(rank, size)
+        self._place_given = rank is not None
         self.dataset = dataset
         self.total = len(dataset)
         self.batch_size = _at_least(1, "batch_size", batch_size)
@@ -90,15 +96,31 @@ class DatasetIterator:
         self.prefetch = _at_least(0, "prefetch", prefetch)
         self.device = _indexed(device)
         self.collate_fn = collate_fn
+        self.drop_last = drop_last
         self.epoch = 0  # the one that iterating starts next
         self.weight = 1.0
         self.num_samples = 0
         if self.total == 0:
             raise ValueError("the dataset is empty: there is nothing to iterate over")
+        if len(self) == 0:
+            raise ValueError(
+                f"drop_last=True leaves nothing of {self.total} samples: batch_size={batch_size} on {self.size} ranks "
+                "is more; take a smaller batch_size"
+            )
 
     def __len__(self) -> int:
         """Batches in an epoch, the same on every rank."""
-        return -(-self.total // (self.batch_size * self.size))
+        full, rest = divmod(self.total, self.batch_size * self.size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def check_place(self) -> None:
+        """ValueError if rank and size were taken by default, and the current communicator's are others."""
+        rank, size = (self.rank, self.size) if self._place_given else _place(None, None)
+        if (rank, size) != (self.rank, self.size):
+            raise ValueError(
+                f"the DatasetIterator was made for rank {self.rank} of {self.size}, but this is rank {rank} of {size}: "
+                "make it after mpi.start(), at the level at which it is used (or give it rank= and size=)"
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration run through ``epoch``; the same on every rank."""
@@ -128,50 +150,6 @@ class DatasetIterator:
         else:
             batch = (self.collate_fn or default_collate)(_items(self.dataset, indices.tolist()))
         return _moved(batch, self.device)
-
-
-def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
-    """The same items, up to ``depth`` of them computed ahead by a daemon thread; 0: no thread.
-
-    Closing the generator ends the thread: at once, or when the item under construction is done. An exception from
-    ``items`` is raised here, in its place in the sequence, with its own traceback.
-    """
-    if depth == 0:
-        yield from items
-        return
-    ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
-    stopped = threading.Event()
-    thread = threading.Thread(target=_fill, args=(items, ready, stopped), name="torchmpi_py prefetch", daemon=True)
-    thread.start()
-    try:
-        while (item := ready.get()) is not _END:
-            if isinstance(item, _Raised):
-                raise item.error
-            yield item
-    finally:
-        stopped.set()
-        # The thread puts at most one thing after it could have seen the event: an emptied queue has room for that.
-        while not ready.empty():
-            ready.get_nowait()
-        thread.join()
-
-
-class _Raised(NamedTuple):
-    error: BaseException
-
-
-_END = object()
-
-
-def _fill(items: Iterable[Any], ready: queue.Queue[Any], stopped: threading.Event) -> None:
-    try:
-        for item in items:
-            ready.put(item)
-            if stopped.is_set():
-                return
-        ready.put(_END)
-    except BaseException as error:  # raised again in the loop that asked for the items
-        ready.put(_Raised(error))
 
 
 def _items(dataset: Any, indices: Sequence[int]) -> list[Any]:
