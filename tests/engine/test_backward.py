@@ -104,6 +104,16 @@ def test_parameters_that_only_the_optimizer_knows_are_trained():
     assert extra.grad is not None
 
 
+def test_a_network_that_is_all_frozen_runs_through():
+    network = linear().requires_grad_(False)
+    engine = SGDEngine()
+    losses = []
+    engine.hooks.on_update = lambda state: losses.append(state.loss.item())
+    engine.train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), lr=0)
+    assert len(losses) == 2
+    assert network.weight.grad is None
+
+
 class Weighted(list):
     weight, num_samples = 0.25, 0
 

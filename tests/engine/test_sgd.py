@@ -135,6 +135,33 @@ def test_ambiguous_optimizers_are_refused(given, error):
         SGDEngine().train(network=linear(), criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), **given)
 
 
+@pytest.mark.parametrize("as_function", [False, True])
+def test_an_optimizer_that_needs_a_closure_is_refused(as_function):
+    network = linear()
+    optimizer = torch.optim.LBFGS if as_function else torch.optim.LBFGS(network.parameters())
+    with pytest.raises(TypeError, match=r"LBFGS\.step needs a closure"):
+        SGDEngine().train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), optimizer=optimizer)
+
+
+def test_an_optimizer_with_a_schedule_is_taken():
+    network = linear()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps optimizer.step
+    engine = SGDEngine()
+    engine.hooks.on_end_epoch = lambda state: schedule.step()
+    engine.train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("once", [lambda pairs: (pair for pair in pairs), iter, lambda pairs: map(tuple, pairs)])
+def test_what_can_be_run_through_once_is_refused_for_two_epochs(once):
+    options = {"network": linear(), "criterion": torch.nn.CrossEntropyLoss(), "lr": 0.1}
+    iterator = once(pairs())
+    with pytest.raises(TypeError, match="run through only once, and maxepoch=2"):
+        SGDEngine().train(iterator=iterator, maxepoch=2, **options)
+    assert SGDEngine().train(iterator=iterator, **options).t == 2
+
+
 @pytest.mark.parametrize("sample", [torch.zeros(4, 3), {"input": 1, "target": 2}, (1,), "ab", 7])
 def test_a_sample_that_is_no_pair_is_refused(sample):
     with pytest.raises(TypeError, match=r"\(input, target\)"):

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from torchmpi_py.engine.optimizers import OptimizerLike, check_one_given, make_optimizer
 from torchmpi_py.engine.state import Hooks, State
-
-OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class SGDEngine:
@@ -46,14 +45,22 @@ class SGDEngine:
 
         Give either ``lr`` (plain SGD on network and criterion; 0 means no update) or ``optimizer``: a torch optimizer,
         or a function from the list of parameters to one. A hook that adds layers adds their parameters to
-        ``state.optimizer`` too, as anywhere in torch. An iterator, or its sampler, that has ``set_epoch`` is told the
-        epoch. Raises ValueError or TypeError for an ambiguous optimizer, TypeError for a sample that is not (input,
-        target).
+        ``state.optimizer`` too, as anywhere in torch.
+
+        An iterator, or its sampler, that has ``set_epoch`` is told the epoch, and draws its order from (seed, epoch).
+        Each call counts from epoch 0: several calls with ``maxepoch=1`` all see the same order. Make one call with a
+        larger ``maxepoch``, or go on where the last one ended: ``on_start`` may set ``state.epoch`` (``maxepoch``
+        counts from the very first epoch).
+
+        Raises ValueError or TypeError for an ambiguous optimizer, TypeError for one that needs a closure (LBFGS), for
+        an iterator that can be run through only once (a generator) with ``maxepoch`` > 1, and for a sample that is not
+        (input, target).
         """
         state = State(network, criterion, iterator, training=True, maxepoch=maxepoch)
-        _check_one_given(lr, optimizer)
+        check_one_given(lr, optimizer)
+        _check_repeatable(iterator, maxepoch)
         with self.session(state):
-            state.optimizer = _make_optimizer(state, lr, optimizer)
+            state.optimizer = make_optimizer(state, lr, optimizer)
             self.set_mode(state)
             self.hooks.on_start(state)
             while state.epoch < state.maxepoch:
@@ -61,6 +68,7 @@ class SGDEngine:
                 for sample in self.samples(state):
                     self.take_sample(state, sample)
                     self.hooks.on_sample(state)
+                    self.prepare(state)
                     self.forward(state)
                     self.hooks.on_forward(state)
                     self.forward_criterion(state)
@@ -125,6 +133,9 @@ class SGDEngine:
         told = getattr(state.iterator, "num_samples", None)
         state.num_samples = _length(sample) if told is None else told
 
+    def prepare(self, state: State) -> None:
+        """In training, what must come after all that ``hooks.on_sample`` may do, and before the forward pass."""
+
     def forward(self, state: State) -> None:
         """``state.output = network(input)``."""
         state.output = state.network(_split(state.sample)[0])
@@ -135,7 +146,8 @@ class SGDEngine:
         Each tensor of the output (alone, or inside tuples, lists, dicts) is replaced by a leaf that shares its memory.
         So the backward pass has two halves, as in torchnet: the criterion's stops at these leaves, and the network's
         starts there. The loss must therefore reach the network's layers through the network's output: an auxiliary
-        loss that a layer computes is part of what the network returns.
+        loss that a layer computes is part of what the network returns. And the criterion must not modify its input in
+        place, as it is a leaf that takes a gradient (torch refuses).
         """
         state._cuts = []
 
@@ -165,7 +177,8 @@ class SGDEngine:
         loss = state.loss if state.weight == 1.0 else state.loss * state.weight
         parameters = state.parameters()
         outputs, leaves = [tensor for tensor, _ in state._cuts], [leaf for _, leaf in state._cuts]
-        grads = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
+        asked = [*leaves, *parameters]
+        grads = torch.autograd.grad(loss, asked, allow_unused=True) if asked else ()  # (): all is frozen
         for leaf, grad in zip(leaves, grads[: len(leaves)], strict=True):
             leaf.grad = grad
         state._cuts = [(at, grad) for at, grad in zip([*outputs, *parameters], grads, strict=True) if grad is not None]
@@ -185,23 +198,13 @@ def _ignored(epoch: int) -> None:
     """The set_epoch of an iterator that has none."""
 
 
-def _check_one_given(lr: float | None, optimizer: OptimizerLike | None) -> None:
-    if (lr is None) == (optimizer is None):
-        raise ValueError(
-            f"train(lr={lr!r}, optimizer={optimizer!r}): give exactly one of them; lr=0.1 for plain SGD, "
-            "lr=0 for no update, or optimizer=torch.optim.Adam(network.parameters())"
+def _check_repeatable(iterator: Iterable[Any], maxepoch: int) -> None:
+    # The first question comes first because iter() of a DataLoader starts its workers.
+    if maxepoch > 1 and isinstance(iterator, Iterator) and iter(iterator) is iterator:
+        raise TypeError(
+            f"iterator is a {type(iterator).__name__}, which can be run through only once, and maxepoch={maxepoch}: "
+            "give what starts anew at each epoch, such as a list, a DataLoader, or an object whose __iter__ does"
         )
-
-
-def _make_optimizer(state: State, lr: float | None, optimizer: OptimizerLike | None) -> torch.optim.Optimizer | None:
-    """The optimizer asked for. Made after the session has placed the parameters on their device."""
-    if lr is not None:
-        return torch.optim.SGD(state.parameters(), lr=lr) if lr != 0 else None
-    if hasattr(optimizer, "step") and not isinstance(optimizer, type):
-        return cast(torch.optim.Optimizer, optimizer)
-    if callable(optimizer):
-        return optimizer(state.parameters())
-    raise TypeError(f"optimizer={optimizer!r} is neither a torch optimizer nor a function from parameters to one")
 
 
 @contextmanager
