@@ -1,5 +1,7 @@
 """Data-parallel training equals training on one rank. Every rank computes both and compares."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -195,3 +197,21 @@ def test_without_a_session_the_remedy_is_named(mpi, monkeypatch):
     monkeypatch.setattr("torchmpi_py.runtime.is_started", lambda: False)
     with pytest.raises(errors.NotStarted, match=r"mpi\.start\(\)"):
         trained(mpi, AllReduceSGDEngine(), 30)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("training", [False, True])
+def test_an_iterator_made_elsewhere_is_refused(mpi, monkeypatch, training):
+    with monkeypatch.context() as patch:
+        patch.setattr("torchmpi_py.runtime.is_started", lambda: False)
+        early = DatasetIterator(data(30), 4)  # as if before mpi.start()
+    engine, run = AllReduceSGDEngine(), {"network": network(0), "criterion": cross_entropy}
+    run_it = functools.partial(engine.train, lr=0.1) if training else engine.test
+    with pytest.raises(ValueError, match=rf"rank 0 of 1, but this is rank {mpi.rank()} of .*after mpi\.start\(\)"):
+        run_it(iterator=early, **run)
+    run_it(iterator=DatasetIterator(data(30), 4, rank=0, size=1), **run)  # asked for: the whole of it, on every rank
+    with mpi.at(mpi.push_communicator(f"alone {mpi.rank()}")):
+        on_level = DatasetIterator(data(30), 4)
+        run_it(iterator=on_level, **run)
+    with pytest.raises(ValueError, match="at the level at which it is used"):
+        run_it(iterator=on_level, **run)

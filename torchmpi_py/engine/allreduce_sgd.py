@@ -2,7 +2,8 @@
 
 What it adds to ``SGDEngine``, by overriding the loop's small methods, so that all hooks stay the user's:
 
-* before the first sample, rank 0's parameters and buffers of network and criterion are broadcast;
+* before the first sample, rank 0's parameters and buffers of network and criterion, and the parameters that only the
+  optimizer holds, are broadcast;
 * after each backward pass, gradients are averaged over the ranks; ``hooks.on_backward`` sees the averages. Synchronous:
   after the pass. Asynchronous: each gradient sets out during the pass, as soon as it is complete, and the end of the
   pass waits for all of them.
@@ -22,8 +23,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from torchmpi_py import nn, runtime
-from torchmpi_py.collectives.consistency import check_all_with_allreduce
+from torchmpi_py import runtime
+from torchmpi_py.engine.iterators import DatasetIterator
+from torchmpi_py.engine.replicas import Replicas
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
@@ -34,15 +36,16 @@ class AllReduceSGDEngine(SGDEngine):
 
     Every rank of the current communicator calls ``train`` and ``test`` alike, with iterators that give the same number
     of samples (``DatasetIterator`` does). With one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``,
-    and ValueError for ``usegpu`` in a session without GPUs.
+    and ValueError for ``usegpu`` in a session without GPUs, or for a ``DatasetIterator`` whose rank and size were taken
+    before ``mpi.start()`` or at another level.
 
     usegpu: network, criterion and samples are moved to ``mpi.device()``.
     asynchronous: average gradients during the backward pass instead of after it.
     devicesync: with usegpu, wait for the device at each sample and after the criterion's backward pass, as TorchMPI
         does; without usegpu it does nothing.
-    dynamicnetwork: look at each sample whether hooks have changed the set of trained parameters (on all ranks alike);
-        if so broadcast parameters and buffers and register gradients anew.
-    debug: at each sample, check that all ranks hold the same parameters; RanksDisagree if not.
+    dynamicnetwork: look before each forward pass whether hooks have changed the set of trained parameters (on all ranks
+        alike); if so broadcast parameters and buffers and register gradients anew.
+    debug: before each forward pass, check that all ranks hold the same parameters; RanksDisagree if not.
     """
 
     def __init__(
@@ -59,13 +62,15 @@ class AllReduceSGDEngine(SGDEngine):
         self.devicesync = devicesync
         self.dynamicnetwork = dynamicnetwork
         self.debug = debug
-        self._replicas: _Replicas | None = None  # of the train() in progress; None with one rank
+        self._replicas: Replicas | None = None  # of the train() in progress; None with one rank
 
     @contextmanager
     def session(self, state: State) -> Iterator[None]:
         """Place and broadcast the parameters, register their gradients; undo the registration at the end."""
         if not runtime.is_started():
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
+        if isinstance(state.iterator, DatasetIterator):
+            state.iterator.check_place()
         if self.usegpu:
             _check_device()
             for module in state.modules():
@@ -76,7 +81,7 @@ class AllReduceSGDEngine(SGDEngine):
         enclosing, self._replicas = self._replicas, None  # a hook may train another network with this engine
         try:
             if runtime.size() > 1:
-                self._replicas = _Replicas(state, self.asynchronous)
+                self._replicas = Replicas(state, self.asynchronous)
                 self._replicas.follow()
             yield
         finally:
@@ -84,13 +89,23 @@ class AllReduceSGDEngine(SGDEngine):
                 self._replicas.close()
             self._replicas = enclosing
 
+    def set_mode(self, state: State) -> None:
+        """As in ``SGDEngine``, then broadcast what the optimizer alone holds: it was made after the session began."""
+        super().set_mode(state)
+        if state.training and self._replicas is not None:
+            self._replicas.follow()
+
     def take_sample(self, state: State, sample: Any) -> None:
-        """Move the sample to the device; follow changes of the network; check the ranks, if asked."""
+        """As in ``SGDEngine``, after moving the sample to the device."""
         if self.usegpu:
             sample = tree_map_only(torch.Tensor, lambda tensor: tensor.to(runtime.device()), sample)
         super().take_sample(state, sample)
         self._wait_for_device()
-        if state.training and self._replicas is not None:
+
+    def prepare(self, state: State) -> None:
+        """Follow changes of the network; check that the ranks agree, if asked."""
+        super().prepare(state)
+        if self._replicas is not None:
             if self.dynamicnetwork:
                 self._replicas.follow()
             if self.debug:
@@ -102,7 +117,7 @@ class AllReduceSGDEngine(SGDEngine):
         self._wait_for_device()
 
     def backward(self, state: State) -> None:
-        """As in ``SGDEngine``, then average the gradients of network and criterion over the ranks."""
+        """As in ``SGDEngine``, then average the gradients over the ranks."""
         super().backward(state)
         if self._replicas is not None:
             self._replicas.average_gradients()
@@ -115,43 +130,3 @@ class AllReduceSGDEngine(SGDEngine):
 def _check_device() -> None:
     if runtime.device().type == "cpu":
         raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")
-
-
-class _Replicas:
-    """One rank's copy of what is trained, and how it is kept equal to the others'. All methods are collective."""
-
-    def __init__(self, state: State, asynchronous: bool) -> None:
-        modules = [module for module in state.modules() if any(True for _ in module.parameters())]
-        # Criterion and network under one registration: gradients then set out in one order, the same on every rank.
-        self.module = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
-        self.asynchronous = asynchronous
-        self.trained: list[torch.nn.Parameter] = []
-        self.registration: Any = None
-
-    def follow(self) -> None:
-        """Broadcast and register, if the set of trained parameters is not the one of the last time."""
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        if len(trained) == len(self.trained) and all(a is b for a, b in zip(trained, self.trained, strict=True)):
-            return
-        self.close()
-        nn.synchronize_parameters(self.module)
-        if self.asynchronous:
-            self.registration = nn.register_async_backward(self.module)
-        self.trained = trained
-
-    def average_gradients(self) -> None:
-        """Every gradient becomes its mean over the ranks."""
-        if self.registration is not None:
-            self.registration.synchronize()
-        else:
-            nn.synchronize_gradients(self.module)
-
-    def check(self) -> None:
-        """RanksDisagree if the parameters differ between ranks. Buffers may: batch statistics are each rank's own."""
-        check_all_with_allreduce(dict(self.module.named_parameters()))
-
-    def close(self) -> None:
-        """Undo the registration."""
-        if self.registration is not None:
-            self.registration.remove()
-            self.registration = None

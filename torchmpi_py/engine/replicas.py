@@ -1,0 +1,69 @@
+"""What is trained on this rank, as one of equal copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchmpi_py import nn
+from torchmpi_py.collectives.consistency import check_all_with_allreduce
+from torchmpi_py.engine.state import State
+
+
+class Replicas:
+    """This rank's copy of what a state trains, and how it is kept equal to the others'. All methods are collective.
+
+    It covers parameters and buffers of network and criterion, and the parameters that only the optimizer holds.
+    """
+
+    def __init__(self, state: State, asynchronous: bool) -> None:
+        self.state = state
+        self.asynchronous = asynchronous
+        self.module: torch.nn.Module = torch.nn.ModuleDict()
+        self.trained: list[torch.nn.Parameter] | None = None  # when last broadcast
+        self.registration: Any = None
+
+    def follow(self) -> None:
+        """Broadcast and register, if the set of trained parameters is not the one of the last time."""
+        trained = self.state.parameters()
+        if self.trained is not None and [id(p) for p in trained] == [id(p) for p in self.trained]:
+            return
+        self.close()
+        self.module = _together(self.state)
+        nn.synchronize_parameters(self.module)
+        if self.asynchronous:
+            self.registration = nn.register_async_backward(self.module)
+        self.trained = trained
+
+    def average_gradients(self) -> None:
+        """Every gradient becomes its mean over the ranks."""
+        if self.registration is not None:
+            self.registration.synchronize()
+        else:
+            nn.synchronize_gradients(self.module)
+
+    def check(self) -> None:
+        """RanksDisagree if the parameters differ between ranks. Buffers may: batch statistics are each rank's own."""
+        check_all_with_allreduce(dict(self.module.named_parameters()))
+
+    def close(self) -> None:
+        """Undo the registration."""
+        if self.registration is not None:
+            self.registration.remove()
+            self.registration = None
+
+
+def _together(state: State) -> torch.nn.Module:
+    """All of it as one module: gradients then set out in one order, the same on every rank."""
+    named = {"network": state.network, "criterion": state.criterion}
+    modules = {name: part for name, part in named.items() if isinstance(part, torch.nn.Module)}
+    inside = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    outside = [parameter for parameter in state.parameters() if id(parameter) not in inside]
+    for tensor in outside:
+        if not isinstance(tensor, torch.nn.Parameter):
+            raise TypeError(
+                f"the optimizer holds a plain tensor of shape {tuple(tensor.shape)}, which cannot be trained on "
+                "several ranks: make it a torch.nn.Parameter"
+            )
+    return torch.nn.ModuleDict({**modules, "optimizer": torch.nn.ParameterList(outside)})
