@@ -64,7 +64,7 @@ class Accuracy:
 
         Raises ValueError when the shapes do not fit each other.
         """
-        if output.ndim < 2 or output.shape[:1] + output.shape[2:] != target.shape:
+        if not shapes_fit(output, target):
             raise ValueError(
                 f"output of shape {tuple(output.shape)} and target of shape {tuple(target.shape)}: "
                 "give scores (N, classes, ...) and class indices (N, ...)"
@@ -81,3 +81,8 @@ class Accuracy:
     def reduced(self) -> float:
         """The share over all ranks, as ``Average.reduced``."""
         return self._hits.reduced()
+
+
+def shapes_fit(output: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether these are shapes of scores (N, classes, ...) and of class indices (N, ...)."""
+    return output.ndim >= 2 and output.shape[:1] + output.shape[2:] == target.shape

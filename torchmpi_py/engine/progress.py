@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchmpi_py import runtime
-from torchmpi_py.engine.meters import Accuracy, Average
+from torchmpi_py.engine.meters import Accuracy, Average, shapes_fit
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.state import Hook, Hooks, State
 
@@ -96,4 +96,4 @@ def _are_scores(output: Any, target: Any) -> bool:
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return False
     is_class = not (target.is_floating_point() or target.is_complex())
-    return is_class and output.ndim >= 2 and output.shape[:1] + output.shape[2:] == target.shape
+    return is_class and shapes_fit(output, target)
