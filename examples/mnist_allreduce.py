@@ -2,7 +2,8 @@
 
     torchmpirun -n 4 examples/mnist_allreduce.py
 
-The batch is split over the ranks, so that any number of them takes the same steps as one (mnist_sequential.py).
+The batch is split over the ranks, so that any number of them takes the same steps as one (mnist_sequential.py). A batch
+that cannot be split evenly is rounded up.
 """
 
 import argparse
@@ -20,7 +21,7 @@ parser.add_argument("--data", help="directory of MNIST's idx files; default: sci
 parser.add_argument("--epochs", type=int, default=25)
 parser.add_argument("--seed", type=int, default=1111)
 parser.add_argument(
-    "--batch", type=int, default=60, help="samples per step, over all ranks; a multiple of their number"
+    "--batch", type=int, default=60, help="samples per step, over all ranks; rounded up to a multiple of their number"
 )
 parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--asynchronous", action="store_true", help="average gradients during the backward pass")
@@ -33,9 +34,11 @@ if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets it: cores / ranks
     torch.set_num_threads(1)
 
 mpi.start(with_cuda=options.usegpu)
-if options.batch % mpi.size():
-    raise SystemExit(f"--batch {options.batch} cannot be split over {mpi.size()} ranks")
-batch_size = options.batch // mpi.size()
+batch_size = -(-options.batch // mpi.size())
+if mpi.rank() == 0 and batch_size * mpi.size() != options.batch:
+    print(
+        f"batch of {options.batch} rounded up to {batch_size * mpi.size()}, {batch_size} on each of {mpi.size()} ranks"
+    )
 
 torch.manual_seed(options.seed)
 train_set, test_set = digits_data.load(options.data)

@@ -87,8 +87,12 @@ def test_progress_is_shown_once():
 
 
 @needs_launcher
-def test_a_batch_that_cannot_be_split_is_refused():
-    assert "--batch 61 cannot be split over 2 ranks" in allreduce(2, "--batch", 61, fails=True)
+def test_a_batch_that_cannot_be_split_is_rounded_up():
+    output = allreduce(2, "--epochs", 1, "--batch", 61)
+    assert output.count("batch of 61 rounded up to 62, 31 on each of 2 ranks") == 1
+    loss, accuracy = result(output)
+    assert (pytest.approx(loss, abs=2e-4), accuracy) == result(sequential("--epochs", 1, "--batch", 62))
+    assert "rounded" not in allreduce(2, "--epochs", 1)
 
 
 def idx(tensor):
