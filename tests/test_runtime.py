@@ -10,6 +10,7 @@ import pytest
 
 from torchmpi_py import config, placement
 from torchmpi_py.errors import TorchMPIError
+from torchmpi_py.launch import variables
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -264,19 +265,13 @@ class Node:
 )
 def test_a_told_local_rank_is_believed_only_if_it_can_be_true(told, expected, monkeypatch):
     for rank, own in enumerate(told):
-        for name in placement.LOCAL_RANK_VARIABLES:
+        for name in variables._LOCAL_RANK:
             monkeypatch.delenv(name, raising=False)
         if own is not None:
             monkeypatch.setenv("SLURM_LOCALID", str(own))
         local = placement.locate(Node(rank, told))
         assert (local.rank, local.size) == (expected[rank], 3)
         assert local.cores >= 1
-
-
-@pytest.mark.parametrize("variable", placement.LOCAL_RANK_VARIABLES)
-def test_local_rank_variables(variable):
-    assert placement.told_local_rank({variable: "3"}) == 3
-    assert placement.told_local_rank({}) is None
 
 
 def test_tuning_from_the_environment():

@@ -83,7 +83,8 @@ def _aborting(former: Callable[..., Any]) -> Callable[..., None]:
         former(*failure)
         abort(1)
 
-    hook.aborts = True  # type: ignore[attr-defined]  # for launch/wrap.py, which aborts by itself
+    hook.aborts = True  # type: ignore[attr-defined]  # launch/wrap.py aborts by itself, after the user's own hook
+    hook.former = former  # type: ignore[attr-defined]
     return hook
 
 

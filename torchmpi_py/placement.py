@@ -9,23 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
+from torchmpi_py.launch import variables
+
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-LOCAL_RANK_VARIABLES = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
-    "MPI_LOCALRANKID",  # MPICH, Intel MPI
-    "PMI_LOCAL_RANK",  # Cray
-    "PALS_LOCAL_RANKID",  # HPE
-    "MV2_COMM_WORLD_LOCAL_RANK",  # MVAPICH2
-    "SLURM_LOCALID",  # srun
-)
-LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "SLURM_TASKS_PER_NODE")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +28,6 @@ class Local:
     cores: int
 
 
-def told_local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The local rank that the launcher tells, or None."""
-    return _first_number(LOCAL_RANK_VARIABLES, environ)
-
-
-def _first_number(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
-    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
-
-
 def prepare_environment() -> None:
     """Settings that an MPI reads when it starts; the user's own win. torchmpirun makes the same ones for all ranks.
 
@@ -53,14 +35,14 @@ def prepare_environment() -> None:
     two cores that is 3 ms instead of 211 for Open MPI to reduce 1 MiB over TCP.
     """
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")
-    if (_first_number(LOCAL_SIZE_VARIABLES, os.environ) or 1) >= len(os.sched_getaffinity(0)):
+    if (variables.local_size(os.environ) or 1) >= len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "true")
         os.environ.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "1")
 
 
 def locate(node: MPI.Comm) -> Local:
     """This rank's place among the ranks of its node. Collective over the node."""
-    mine = (told_local_rank(), tuple(sorted(os.sched_getaffinity(0))))
+    mine = (variables.local_rank(os.environ), tuple(sorted(os.sched_getaffinity(0))))
     told, cores = zip(*node.allgather(mine), strict=True)
     told_all = [rank for rank in told if rank is not None]
     rank = mine[0] if sorted(told_all) == list(range(node.size)) else None
@@ -83,6 +65,6 @@ def cuda_device() -> torch.device:
             f"start(with_cuda=True): torch {torch.__version__} sees no CUDA device "
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); with_cuda=False runs on the CPU"
         )
-    device = torch.device("cuda", (told_local_rank() or 0) % count)
+    device = torch.device("cuda", (variables.local_rank(os.environ) or 0) % count)
     torch.cuda.set_device(device)
     return device

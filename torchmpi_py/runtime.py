@@ -145,8 +145,6 @@ def host_name() -> str:
 def _check_startable() -> None:
     if communicators.is_started():
         raise TorchMPIError("mpi.start() was called already; call mpi.stop() before starting again")
-    if exits.is_forked():
-        raise NotStarted("this process was forked from one that had started MPI; it cannot be a rank itself")
     parent = os.environ.get(STARTED_PID)
     if parent is not None and parent != str(os.getpid()):
         raise NotStarted(
@@ -154,6 +152,8 @@ def _check_startable() -> None:
             "call torchmpi_py in the parent only, or launch a job of its own with torchmpirun (or without "
             f"{STARTED_PID} in its environment)"
         )
+    if exits.is_forked():
+        raise NotStarted("this process was forked from one that had started MPI; it cannot be a rank itself")
 
 
 def _initialise_mpi() -> MPI.Comm:
