@@ -42,11 +42,11 @@ class CommunicationThread:
     def keep(self, handle: RequestHandle[R]) -> Handle[R]:
         """Hold a posted operation until it is complete, also when its handle is dropped."""
         with self._lock:
-            self._posted[id(handle)] = handle
-            handle.on_settled = functools.partial(self._posted.pop, id(handle), None)
             for key in list(itertools.islice(self._posted, 2)):  # look at the two that were looked at longest ago
                 if (oldest := self._posted.pop(key, None)) is not None and not oldest.done():
                     self._posted[key] = oldest
+            self._posted[id(handle)] = handle
+            handle.on_settled = functools.partial(self._posted.pop, id(handle), None)
         return handle
 
     def drain(self) -> None:

@@ -55,15 +55,11 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tuning:
     return Tuning(**values)
 
 
-_tuning = Tuning()
+current = Tuning()
+"""The tuning in use; read it as ``config.current``, for ``install`` replaces it."""
 
 
 def install(tuning: Tuning) -> None:
     """Make ``tuning`` the one in use."""
-    global _tuning
-    _tuning = tuning
-
-
-def tuning() -> Tuning:
-    """The tuning in use."""
-    return _tuning
+    global current
+    current = tuning

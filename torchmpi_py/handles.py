@@ -146,8 +146,10 @@ class RequestHandle(Handle[R]):
         try:
             while self._work is not None:
                 self._advance(self._work, wait=timeout_seconds is None)
-                if self._work is not None and time.monotonic() >= deadline:
-                    return False
+                if self._work is not None:
+                    if time.monotonic() >= deadline:
+                        return False
+                    time.sleep(0)
             return True
         finally:
             self._lock.release()
@@ -159,7 +161,6 @@ class RequestHandle(Handle[R]):
                 if wait:
                     self._requests[-1].Wait()
                 elif not self._requests[-1].Test():
-                    time.sleep(0)
                     return
             except Exception as error:
                 self._failure = self._failure or work.explain(error)

@@ -20,6 +20,7 @@ OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
 _FLOAT_OPS = ("sum", "avg", "prod", "min", "max")
 _COMPLEX_OPS = ("sum", "avg", "prod")
 _INTEGER_OPS = ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
+_STRIDED = torch.strided
 
 
 def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
@@ -56,7 +57,7 @@ def check_tensor(verb: str, name: str, x: object) -> Tensor:
     """``x`` as a dense tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{verb}: {name} must be a torch.Tensor, not {type(x).__name__}; use torch.as_tensor({name})")
-    if x.layout is not torch.strided or x.is_quantized:
+    if x.layout is not _STRIDED or x.is_quantized:
         kind = "quantized" if x.is_quantized else str(x.layout)
         raise TypeError(f"{verb}: {name} is a {kind} tensor; pass a dense one, such as {name}.to_dense()")
     return x

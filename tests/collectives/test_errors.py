@@ -181,7 +181,7 @@ def test_a_message_that_is_too_short_is_an_error_where_it_arrives(mpi):
 def test_a_receive_under_way_catches_no_piece_of_another_verb(mpi, monkeypatch):
     from torchmpi_py import config
 
-    monkeypatch.setattr(config, "_tuning", config.Tuning(native_async_bytes=8, message_bytes=100))
+    monkeypatch.setattr(config, "current", config.Tuning(native_async_bytes=8, message_bytes=100))
     rank, size = mpi.rank(), mpi.size()
     x = torch.full((size * 50,), float(rank))
     waiting = mpi.recv_async(torch.zeros(25), (rank - 1) % size)

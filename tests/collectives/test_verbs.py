@@ -293,7 +293,7 @@ def test_long_messages_travel_in_pieces(mpi, monkeypatch):
     """With messages of at most 1000 bytes every verb takes the path of tensors beyond 2^31 bytes."""
     from torchmpi_py import config
 
-    monkeypatch.setattr(config, "_tuning", config.Tuning(native_async_bytes=8, message_bytes=1000, wire_bytes=600))
+    monkeypatch.setattr(config, "current", config.Tuning(native_async_bytes=8, message_bytes=1000, wire_bytes=600))
     size, me, rows = mpi.size(), mpi.rank(), 701
     for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.complex128):
         for form in FORMS:

@@ -24,7 +24,7 @@ def network(rank, dtype=torch.float32):
 @pytest.mark.parametrize("fuse_bytes", [1, 100, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_parameters(mpi, mpinn, monkeypatch, fuse_bytes, dtype):
-    monkeypatch.setattr(config, "_tuning", config.Tuning(fuse_bytes=fuse_bytes))
+    monkeypatch.setattr(config, "current", config.Tuning(fuse_bytes=fuse_bytes))
     all_states = [network(rank, dtype).state_dict() for rank in range(mpi.size())]
     net = network(mpi.rank(), dtype)
     mpinn.synchronize_parameters(net)
@@ -46,7 +46,7 @@ def test_parameters(mpi, mpinn, monkeypatch, fuse_bytes, dtype):
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("fuse_bytes", [1, 100, 1 << 20])
 def test_gradients(mpi, mpinn, monkeypatch, average, fuse_bytes):
-    monkeypatch.setattr(config, "_tuning", config.Tuning(fuse_bytes=fuse_bytes))
+    monkeypatch.setattr(config, "current", config.Tuning(fuse_bytes=fuse_bytes))
     net = network(0)
     for i, parameter in enumerate(net.parameters()):
         parameter.grad = (torch.arange(parameter.numel()) * (mpi.rank() + 1.0) + i).view_as(parameter)

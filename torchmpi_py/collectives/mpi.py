@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from torchmpi_py import communication_thread, config, handles
-from torchmpi_py.collectives import mpi_steps
+from torchmpi_py.collectives import mpi_steps, wire
 from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.gathering import exchange_sizes
 from torchmpi_py.collectives.mpi_steps import Steps
@@ -42,7 +42,7 @@ class Mpi(Flavour):
         if operation.method in _POSTS:
             requests = _POSTS[operation.method](comm, *operation.arguments)
             return thread.keep(handles.RequestHandle(operation, requests))
-        if operation.method not in _STEPS or operation.num_bytes > config.tuning().native_async_bytes:
+        if operation.method not in _STEPS or operation.num_bytes > config.current.native_async_bytes:
             return super().launch(operation)
         remaining = _STEPS[operation.method](comm, *operation.arguments)
         requests = [getattr(comm, f"I{name.lower()}")(*arguments) for name, arguments in itertools.islice(remaining, 1)]
@@ -55,7 +55,11 @@ class Mpi(Flavour):
         _run(comm, mpi_steps.reduce(comm, source, destination, op, root))
 
     def allreduce(self, comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> None:
-        _run(comm, mpi_steps.allreduce(comm, source, destination, op))
+        how = wire.reduction(source.dtype, op)
+        if how.is_direct and source.nbytes <= config.current.message_bytes:  # the one step by hand: 0.6 us less a call
+            comm.Allreduce(*wire.pair(source, destination, how.mpi_type), how.mpi_op)
+        else:
+            _run(comm, mpi_steps.allreduce(comm, source, destination, op))
 
     def reduce_scatter(self, comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> None:
         _run(comm, mpi_steps.reduce_scatter(comm, source, destination, op))

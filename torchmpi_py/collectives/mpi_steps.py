@@ -28,7 +28,7 @@ MESSAGE, EXCHANGE, INTERNAL = range(3)  # tags: a receive that is under way must
 
 
 def _limit() -> int:
-    return config.tuning().message_bytes
+    return config.current.message_bytes
 
 
 def broadcast(comm: MPI.Comm, x: Tensor, root: int) -> Steps:
@@ -71,7 +71,7 @@ def _encoded(
     assert how.encode is not None, how
     assert how.decode is not None, how
     target = source if destination is None else destination  # not written without a destination
-    for piece, received in wire.pieces(config.tuning().wire_bytes, how.itemsize, source, target):
+    for piece, received in wire.pieces(config.current.wire_bytes, how.itemsize, source, target):
         scratch = how.encode(piece)
         buffer = wire.typed(scratch, how.mpi_type)
         yield call, (buffer, None, *last) if destination is None else (wire.in_place(), buffer, *last)
@@ -82,7 +82,7 @@ def _encoded(
 def reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> Steps:
     """Reduce_scatter_block; large: a reduce per rank."""
     how = wire.reduction(source.dtype, op)
-    limit = _limit() if how.encode is None else config.tuning().wire_bytes
+    limit = _limit() if how.encode is None else config.current.wire_bytes
     if source.numel() * how.itemsize > limit:
         for root, part in enumerate(source.chunk(comm.size)):
             yield from reduce(comm, part, destination, op, root)

@@ -67,14 +67,14 @@ def of_tensor(
     copy_out: Finish | None,
 ) -> Operation[Any]:
     """The operation whose result is ``target``, after ``copy_out``."""
-    if copy_out is None:
-        return operation(verb, comm, flavour, x, arguments, lambda _: target)
 
     def conclude(_: object) -> Tensor:
+        assert copy_out is not None
         copy_out()
         return target
 
-    return operation(verb, comm, flavour, x, arguments, conclude)
+    finish = None if copy_out is None else conclude
+    return Operation(verb, verb, flavour_for(verb, x.device, flavour), comm, arguments, finish, x.nbytes, target)
 
 
 def of_number(

@@ -18,21 +18,26 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(slots=True)
 class Operation(Generic[R]):
-    """``flavour.<method>(comm, *arguments)``, whose return value ``conclude`` turns into the caller's result."""
+    """``flavour.<method>(comm, *arguments)``, whose return value ``conclude`` turns into the caller's result.
+
+    Without ``conclude`` the result is ``target``, as the flavour left it.
+    """
 
     name: str
     method: str
     flavour: Flavour
     comm: Communicator
     arguments: tuple[Any, ...]
-    conclude: Callable[[Any], R]
+    conclude: Callable[[Any], R] | None
     num_bytes: int
+    target: R | None = None
 
     def run(self, *, in_background: bool = False) -> R:
         """Carry it out now, on the duplicate of its communicator for this thread."""
         comm = self.comm.background if in_background else self.comm.direct
         try:
-            return self.conclude(getattr(self.flavour, self.method)(comm, *self.arguments))
+            returned = getattr(self.flavour, self.method)(comm, *self.arguments)
+            return self.target if self.conclude is None else self.conclude(returned)  # type: ignore[return-value]
         except RuntimeError as error:
             raise self.explain(error)  # noqa: B904 - it carries its cause
 
@@ -46,7 +51,7 @@ class Operation(Generic[R]):
 
     def finish(self) -> R:
         """The result, once the transfer is complete."""
-        return self.conclude(None)
+        return self.target if self.conclude is None else self.conclude(None)  # type: ignore[return-value]
 
     def explain(self, error: Exception) -> Exception:
         """An error of MPI as ours, with the operation's name; any other error as it is."""

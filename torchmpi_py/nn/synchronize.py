@@ -82,7 +82,7 @@ def _fused(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) ->
 
 def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one dtype and device, in order, together not more than ``fuse_bytes`` (or one that is larger)."""
-    limit = config.tuning().fuse_bytes
+    limit = config.current.fuse_bytes
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for x in tensors:
         kinds.setdefault((x.dtype, x.device), []).append(x)
