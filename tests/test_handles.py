@@ -15,6 +15,8 @@ SMALL, LARGE = 16, 200_000  # posted to MPI, and run in the communication thread
 class Work:
     """An operation without MPI."""
 
+    label = "some work"
+
     def __init__(self, action):
         self.action = action
 
@@ -25,9 +27,6 @@ class Work:
 
     def explain(self, error):
         return error
-
-    def __str__(self):
-        return "some work"
 
 
 @pytest.fixture(params=[False, True], ids=["thread", "inline"])

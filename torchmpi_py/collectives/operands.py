@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -49,12 +50,7 @@ def gathered(
     check_out(verb, out, x, None)
     buffer, copy_out = written(verb, out, holds_input=False)
 
-    def conclude(got: Tensor | None) -> Tensor:
-        if copy_out is not None:
-            copy_out()
-        return out
-
-    return _apart(source, buffer), buffer, conclude
+    return _apart(source, buffer), buffer, functools.partial(_result, out, copy_out)
 
 
 def of_tensor(
@@ -67,14 +63,8 @@ def of_tensor(
     copy_out: Finish | None,
 ) -> Operation[Any]:
     """The operation whose result is ``target``, after ``copy_out``."""
-
-    def conclude(_: object) -> Tensor:
-        assert copy_out is not None
-        copy_out()
-        return target
-
-    finish = None if copy_out is None else conclude
-    return Operation(verb, verb, flavour_for(verb, x.device, flavour), comm, arguments, finish, x.nbytes, target)
+    conclude = None if copy_out is None else functools.partial(_result, target, copy_out)
+    return Operation(verb, verb, flavour_for(verb, x.device, flavour), comm, arguments, conclude, x.nbytes, target)
 
 
 def of_number(
@@ -116,6 +106,13 @@ def operation(
 ) -> Operation[R]:
     """The operation on the flavour that serves ``x``."""
     return Operation(verb, verb, flavour_for(verb, x.device, flavour), comm, arguments, conclude, x.nbytes)
+
+
+def _result(target: Tensor, copy_out: Finish | None, _: object) -> Tensor:
+    """What a call that wrote into a buffer of ``target`` returns."""
+    if copy_out is not None:
+        copy_out()
+    return target
 
 
 def _apart(x: Tensor, buffer: Tensor) -> Tensor:

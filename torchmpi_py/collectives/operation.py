@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.errors import CommunicatorError
@@ -14,6 +14,19 @@ if TYPE_CHECKING:
     from torchmpi_py.collectives.flavour import Flavour
 
 R = TypeVar("R")
+
+
+class Label(NamedTuple):
+    """What identifies an operation to a reader, without its buffers; put into words only when it is shown."""
+
+    name: str
+    flavour: str
+    num_bytes: int
+    comm: Communicator
+
+    def __str__(self) -> str:
+        where = f"on rank {self.comm.rank} of {self.comm.size} of {self.comm.key!r}"
+        return f"{self.name} ({self.flavour}, {self.num_bytes} bytes) {where}"
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,8 +76,10 @@ class Operation(Generic[R]):
         explained.__cause__ = error
         return explained
 
+    @property
+    def label(self) -> Label:
+        """What to call it."""
+        return Label(self.name, self.flavour.name, self.num_bytes, self.comm)
+
     def __str__(self) -> str:
-        return (
-            f"{self.name} ({self.flavour.name}, {self.num_bytes} bytes) on rank {self.comm.rank} of {self.comm.size}"
-            f" of {self.comm.key!r}"
-        )
+        return str(self.label)

@@ -63,7 +63,6 @@ class Reduction:
     itemsize: int
     encode: Callable[[Tensor], Tensor] | None = None
     decode: Callable[[Tensor], Tensor] | None = None
-    is_direct: bool = False  # nothing to do before or after
 
 
 @functools.cache
@@ -74,8 +73,7 @@ def reduction(dtype: torch.dtype, op: str) -> Reduction:
         raise TypeError(f"op {op!r} on {dtype}: this dtype cannot be reduced; convert the tensor, as with x.float()")
     names = _BOOL_OPS if wire_dtype == torch.bool else _MPI_OPS
     mpi_type, mpi_op = getattr(_mpi(), _MPI_TYPES[wire_dtype]), getattr(_mpi(), names[op])
-    is_direct = encode is None and op != "avg"
-    return Reduction(mpi_type, mpi_op, op == "avg", wire_dtype.itemsize, encode, decode, is_direct)
+    return Reduction(mpi_type, mpi_op, op == "avg", wire_dtype.itemsize, encode, decode)
 
 
 def _form(

@@ -60,7 +60,6 @@ class AsyncBackward:
         self._unit_of = {p: index for index, unit in enumerate(self._units) for p in unit.parameters}
         self._passes = 0  # complete ones since the last reduction
         self._pass_id = -1  # autograd's number for the backward pass under way
-        self._has_gradient: set[torch.nn.Parameter] = set()
         self._ready = [0] * len(self._units)  # gradients there, per unit
         self._handles: list[Handle[Tensor]] = []
         self._anywhere: Handle[Tensor] | None = None

@@ -63,8 +63,7 @@ class BlockSequential(torch.nn.Sequential):
             handles.append(mpi.allreduce_async(block.gradients, op="avg"))
 
     ``register_async_backward`` does that inside ``loss.backward()``. Children that share parameters, and those between
-    them, stay in one block. All parameters of a block share a dtype and
-    device.
+    them, stay in one block. All parameters of a block share a dtype and device.
     """
 
     def __init__(self, partitions: int, *modules: torch.nn.Module) -> None:
