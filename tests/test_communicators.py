@@ -106,7 +106,7 @@ def test_names_and_spans(levels):
     assert "'green'" in lines[-1]
     mpi.set_collective_span(0, level)
     assert mpi.communicator_names().splitlines()[-1].endswith("<- span")
-    with pytest.raises(ValueError, match=f"begin={level} is deeper than end=0"):
+    with pytest.raises(ValueError, match=f"level end=0 is not below level begin={level}"):
         mpi.set_collective_span(level, 0)
     for bad in (level + 1, -1, "green"):
         with pytest.raises(ValueError, match=f"there are levels 0 to {level}"):

@@ -9,6 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "collectives.autotune": ["autotune"],
     "collectives.consistency": ["check_with_allreduce"],
     "collectives.objects": [
         "allgather_object",
@@ -17,6 +18,7 @@ _HOMES = {
         "broadcast_object_async",
     ],
     "collectives.registry": ["availability"],
+    "collectives.selector": ["selector"],
     "collectives.verbs": [
         f"{verb}{form}"
         for verb in (
@@ -72,6 +74,7 @@ _HOMES = {
         "start",
         "stop",
     ],
+    "symmetric": ["symmetric_empty"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("engine", "nn")

@@ -2,12 +2,14 @@
 
 from torchmpi_py import engine as engine
 from torchmpi_py import nn as nn
+from torchmpi_py.collectives.autotune import autotune as autotune
 from torchmpi_py.collectives.consistency import check_with_allreduce as check_with_allreduce
 from torchmpi_py.collectives.objects import allgather_object as allgather_object
 from torchmpi_py.collectives.objects import allgather_object_async as allgather_object_async
 from torchmpi_py.collectives.objects import broadcast_object as broadcast_object
 from torchmpi_py.collectives.objects import broadcast_object_async as broadcast_object_async
 from torchmpi_py.collectives.registry import availability as availability
+from torchmpi_py.collectives.selector import selector as selector
 from torchmpi_py.collectives.verbs import allgather as allgather
 from torchmpi_py.collectives.verbs import allgather_async as allgather_async
 from torchmpi_py.collectives.verbs import allreduce as allreduce
@@ -63,5 +65,6 @@ from torchmpi_py.runtime import session as session
 from torchmpi_py.runtime import size as size
 from torchmpi_py.runtime import start as start
 from torchmpi_py.runtime import stop as stop
+from torchmpi_py.symmetric import symmetric_empty as symmetric_empty
 
 __version__: str

@@ -12,8 +12,8 @@ in the other groups of the same parent::
 The *span* names the two levels that hierarchical collectives combine. Behaviour after TorchMPI's communicators
 (its resources.cpp), with groups in the same order in every column, any number of siblings, and keys of any length.
 
-Every Communicator owns two duplicates of its MPI communicator: ``direct`` for calls made by the user's thread, and
-``background`` for the communication thread, so that the two can never match each other's messages.
+Every Communicator owns two channels (``channels.py``): ``direct`` for calls made by the user's thread, and
+``background`` for the communication thread.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torchmpi_py import communication_thread
+from torchmpi_py.channels import BACKGROUND, DIRECT, Channel, Place
 from torchmpi_py.errors import CommunicatorError, NotStarted
 from torchmpi_py.grouping import group_by_key
 
@@ -37,17 +38,20 @@ class Communicator:
     no outer. Made by ``push_communicator`` and ``split``, freed by ``stop`` or, earlier and collectively, ``free``.
     """
 
-    def __init__(self, group: MPI.Comm, node: int, key: str) -> None:
-        self.direct = group
-        self.background = group.Dup()
+    def __init__(self, group: MPI.Comm, place: Place, key: str) -> None:
+        places = [Place(*told) for told in group.allgather(tuple(place))]
+        self.direct = Channel(group, places, DIRECT)
+        self.background = Channel(group.Dup(), places, BACKGROUND)
         self.rank: int = group.rank
         self.size: int = group.size
         self.key = key
-        self.num_nodes = len(set(group.allgather(node)))
+        self.num_nodes = self.direct.num_nodes
         self.inner = self
         self.outer: Communicator | None = None
         self.is_cartesian = False
+        self.parent: Communicator | None = None
         self.is_free = False
+        self.plans: dict[Any, Any] = {}  # the selector's, for this communicator
 
     def free(self) -> None:
         """Wait for the operations under way, and give back what MPI holds for it. Collective over the group.
@@ -65,8 +69,8 @@ class Communicator:
             self.is_free = True
             if self.outer is not None:
                 self.outer._give_back()
-            self.background.Free()
-            self.direct.Free()
+            self.background.free()
+            self.direct.free()
 
     def __enter__(self) -> Communicator:
         return self
@@ -82,22 +86,23 @@ class Communicator:
 class Stack:
     """The levels of a started process, the current one, and the span."""
 
-    def __init__(self, world: MPI.Comm, node: int, want_cartesian: bool) -> None:
-        self.node = node
+    def __init__(self, world: MPI.Comm, place: Place, want_cartesian: bool) -> None:
+        self.place = place
         self.want_cartesian = want_cartesian
-        self.levels = [Communicator(world.Dup(), node, "global")]
-        self.levels[0].outer = Communicator(world.Split(world.rank), node, "global")
+        self.levels = [Communicator(world.Dup(), place, "global")]
+        self.levels[0].outer = Communicator(world.Split(world.rank), place, "global")
         self.levels[0].is_cartesian = want_cartesian
         self.current = self.levels[0]
         self.span = (0, 0)
         self.others: list[Communicator] = []
 
     def push(self, key: str) -> int:
-        parent = self.current.direct
+        parent = self.current.direct.mpi
         plan = group_by_key(parent.allgather(key), parent.rank, self.want_cartesian)
-        level = Communicator(parent.Split(plan.inner_colour, plan.inner_rank), self.node, key)
-        level.outer = Communicator(parent.Split(plan.outer_colour, plan.outer_rank), self.node, key)
+        level = Communicator(parent.Split(plan.inner_colour, plan.inner_rank), self.place, key)
+        level.outer = Communicator(parent.Split(plan.outer_colour, plan.outer_rank), self.place, key)
         level.is_cartesian = plan.is_cartesian
+        level.parent = self.current
         self.levels.append(level)
         return len(self.levels) - 1
 
@@ -178,10 +183,15 @@ def at(level: int) -> Iterator[Communicator]:
 def set_collective_span(begin: int, end: int) -> None:
     """Name the levels that hierarchical collectives combine: ``begin`` as a whole, by way of the groups of ``end``."""
     used = stack()
-    used.level(begin), used.level(end)
-    if begin > end:
-        raise ValueError(f"set_collective_span: begin={begin} is deeper than end={end}")
+    whole, below = used.level(begin), used.level(end)
+    while below is not whole and below.parent is not None:
+        below = below.parent
+    if below is not whole:
+        raise ValueError(f"set_collective_span: level end={end} is not below level begin={begin}")
+    communication_thread.current().drain()  # what was launched before still combines the former levels
     used.span = (begin, end)
+    for level in used.levels:
+        level.plans.clear()
 
 
 def communicator(level: int | None = None) -> Communicator:
@@ -200,18 +210,17 @@ def split(color: int | None, key: int = 0) -> Communicator | None:
         raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
     used = stack()
     used.others = [other for other in used.others if not other.is_free]
-    group: Any = used.current.direct.Split(MPI.UNDEFINED if color is None else color, key)
+    group: Any = used.current.direct.mpi.Split(MPI.UNDEFINED if color is None else color, key)
     if color is None:
         return None
-    made = Communicator(group, used.node, f"split {color}")
+    made = Communicator(group, used.place, f"split {color}")
     used.others.append(made)
     return made
 
 
 def communicator_names() -> str:
     """A readable description of all levels, one a line, as this rank sees them."""
-    used = stack()
-    return "\n".join(_describe(used, index, level) for index, level in enumerate(used.levels))
+    return "\n".join(_describe(stack(), index, level) for index, level in enumerate(stack().levels))
 
 
 def _describe(used: Stack, index: int, level: Communicator) -> str:

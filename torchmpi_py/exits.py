@@ -19,6 +19,7 @@ from torchmpi_py.communicators import Communicator
 logger = logging.getLogger("torchmpi_py")
 
 STOP_WARNING_SECONDS = 20.0
+OUTPUT_SECONDS = 0.3  # an abort overtakes output: MPICH's mpiexec drops what it has not yet read of the traceback
 _exit_is_registered = False
 _process = os.getpid()
 
@@ -46,7 +47,7 @@ def meet(world: Communicator) -> None:
 
     On the background communicator, which is idle by now: a barrier that another rank's program is in is not this one.
     """
-    request = world.background.Ibarrier()
+    request = world.background.mpi.Ibarrier()
     begin, warned = time.monotonic(), False
     while not request.Test():
         waited = time.monotonic() - begin
@@ -96,4 +97,5 @@ def abort(code: int) -> None:
     if mpi.COMM_WORLD.size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(OUTPUT_SECONDS)
         mpi.COMM_WORLD.Abort(code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,3 +69,14 @@ def cuda_device() -> torch.device:
     device = torch.device("cuda", (variables.local_rank(os.environ) or 0) % count)
     torch.cuda.set_device(device)
     return device
+
+
+def describe(device: torch.device, size: int, num_nodes: int) -> str:
+    """The job in a line, as rank 0 sees it."""
+    from mpi4py import MPI
+
+    vendor, version = MPI.get_vendor()
+    return (
+        f"world of {size} (nodes: {num_nodes}), {vendor} {'.'.join(map(str, version))}, torch {torch.__version__}; "
+        f"rank 0 is on {socket.gethostname()}, device {device}, threads {torch.get_num_threads()}"
+    )

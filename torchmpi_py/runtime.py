@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchmpi_py import communication_thread, communicators, config, exits, placement
+from torchmpi_py import communication_thread, communicators, config, exits, placement, symmetric
+from torchmpi_py.channels import Place
+from torchmpi_py.collectives import tuning_file
 from torchmpi_py.communicators import Communicator, Stack
 from torchmpi_py.errors import NotStarted, RanksDisagree, TorchMPIError
 
@@ -57,6 +59,7 @@ def start(
     world = _initialise_mpi()
     try:
         _build(world, with_cartesian_communicator, tuning, device)
+        tuning_file.load_for(communicators.stack().levels[0])
         _push_levels(custom_communicator_init, collective_communicator)
     except BaseException:
         if world.size == 1 and communicators.is_started():
@@ -64,11 +67,11 @@ def start(
         raise
     os.environ[STARTED_PID] = str(os.getpid())
     if communicators.resolve(None).rank == 0 and world.rank == 0:
-        logger.info("%s", _describe())
+        logger.info("%s", placement.describe(_device, world.size, num_nodes()))
 
 
 def stop() -> None:
-    """Drain outstanding operations, and free windows, communicators and threads. Collective; idempotent.
+    """Drain outstanding operations, and free communicators, staging memory and threads. Collective; idempotent.
 
     It also runs by itself when the interpreter exits normally. ``start`` may be called again.
     """
@@ -113,7 +116,7 @@ def size() -> int:
 
 def barrier(comm: Communicator | None = None) -> None:
     """Wait until every rank of ``comm`` (default: the current level) is here."""
-    communicators.resolve(comm).direct.Barrier()
+    communicators.resolve(comm).direct.mpi.Barrier()
 
 
 def local_rank() -> int:
@@ -189,12 +192,13 @@ def _build(world: MPI.Comm, cartesian: bool, tuning: config.Tuning, device: torc
         logger.warning("this MPI does not give MPI_THREAD_MULTIPLE: asynchronous operations run when they are launched")
     communication_thread.install(communication_thread.CommunicationThread(inline=inline))
     node_group = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
-    node = node_group.bcast(world.rank)  # a node is known by its lowest rank in the world
-    _node = Communicator(node_group, node, f"node of rank {node}")
+    place = Place(node_group.bcast(world.rank), node_group.rank)
+    _node = Communicator(node_group, place, f"node of rank {place.node}")
+    symmetric.install(node_group, _node.direct.places, tuning.staging_bytes)
     _local = placement.locate(node_group)
     _device = device
     placement.limit_threads(_local)
-    communicators.install(Stack(world, node, cartesian), "")
+    communicators.install(Stack(world, place, cartesian), "")
 
 
 def _push_levels(custom: Callable[[], int] | None, collective: Callable[[], int | None] | None) -> None:
@@ -203,7 +207,7 @@ def _push_levels(custom: Callable[[], int] | None, collective: Callable[[], int 
     entry = 0 if custom is None else custom()
     communicators.set_communicator(_checked_level("custom_communicator_init", entry))
     if collective is None:
-        end = stack.push(f"node of rank {stack.node}")
+        end = stack.push(f"node of rank {stack.place.node}")
     else:
         given = collective()
         end = entry if given is None else _checked_level("collective_communicator", given)
@@ -226,6 +230,7 @@ def _tear_down(why_not: str) -> None:
         _node._give_back()
     _node = _local = None
     communication_thread.install(None)
+    symmetric.install(None)
     communicators.install(None, why_not)
     os.environ.pop(STARTED_PID, None)
 
@@ -234,14 +239,3 @@ def _located() -> placement.Local:
     communicators.stack()
     assert _local is not None, "a started process is located"
     return _local
-
-
-def _describe() -> str:
-    from mpi4py import MPI
-
-    world = communicators.stack().levels[0]
-    vendor, version = MPI.get_vendor()
-    return (
-        f"world of {world.size} (nodes: {world.num_nodes}), {vendor} {'.'.join(map(str, version))}, "
-        f"torch {torch.__version__}; rank 0 is on {host_name()}, device {_device}, threads {torch.get_num_threads()}"
-    )

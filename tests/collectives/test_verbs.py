@@ -1,4 +1,4 @@
-"""Every verb x dtype x op x layout x size x form, on any number of ranks, against closed-form or float64 answers.
+"""Every verb x dtype x op x layout x size x form x flavour, on any number of ranks, against closed-form answers.
 
 Element j on rank r holds a value that depends on both, so that a swapped chunk shows. Every rank computes what every
 other one holds, so the expected result needs no communication.
@@ -20,6 +20,8 @@ DTYPES = [*FLOATS, *COMPLEX, *SIGNED, *UNSIGNED, torch.bool]
 SIZES = [0, 1, 7, 1000, 20011]  # the last one is beyond what is posted natively, for most dtypes
 CASES = [(dtype, op) for dtype in DTYPES for op in ops_of(dtype)]
 FORMS = ["blocking", "asynchronous"]
+# Forced flavours see flat tensors only, so their layouts are fewer. "symmetric": tensors from mpi.symmetric_empty.
+WAYS = [*FORMS, "shared", "symmetric", "ring", "hierarchical", "gloo"]
 
 
 def name(value):
@@ -85,134 +87,197 @@ def bits(x):
     return x.contiguous().reshape(-1).view(torch.uint8).numpy() if x.numel() else np.empty(0)
 
 
-def call(mpi, form, verb, *args, **kwargs):
-    if form == "blocking":
-        return getattr(mpi, verb)(*args, **kwargs)
-    handle = getattr(mpi, f"{verb}_async")(*args, **kwargs)
-    result = handle.wait()
-    assert handle.wait() is result
-    return result
+class Way:
+    """How a verb is called: the flavour forced, if any; blocking or not; on which tensors."""
+
+    def __init__(self, mpi, text):
+        self.mpi = mpi
+        self.flavour = next((f for f in ("shared", "ring", "hierarchical", "gloo") if text.startswith(f)), None)
+        self.is_symmetric = text.startswith("symmetric")
+        self.flavour = "shared" if self.is_symmetric else self.flavour
+        self.is_asynchronous = text.endswith("asynchronous")
+        self.pool = mpi.symmetric_empty(16 << 20, dtype=torch.uint8) if self.is_symmetric else None
+        self.used = 0
+        self.sizes = [0, 7, 20011] if mpi.size() > 3 or self.flavour else SIZES
+        if self.flavour and mpi.size() > 3:  # many ranks on few cores: each meeting takes long
+            self.sizes = [7, 5003]
+
+    def skip_unless_available(self, verb):
+        if self.flavour is not None:
+            rows = {
+                row.verb: row.status
+                for row in self.mpi.availability()
+                if row.flavour == self.flavour and row.device == "cpu"
+            }
+            if rows[verb] != "available":
+                pytest.skip(f"{self.flavour}: {rows[verb]}")
+
+    def __call__(self, verb, *args, **kwargs):
+        """Call a verb, blocking or not."""
+        if not self.is_asynchronous:
+            return getattr(self.mpi, verb)(*args, flavour=self.flavour, **kwargs)
+        handle = getattr(self.mpi, f"{verb}_async")(*args, flavour=self.flavour, **kwargs)
+        result = handle.wait()
+        assert handle.wait() is result
+        return result
+
+    def place(self, x):
+        """A copy of ``x``, in symmetric memory if that is the way."""
+        if self.pool is None:
+            return x.clone()
+        begin = self.used = self.used if self.used + x.nbytes <= self.pool.numel() else 0
+        self.used += -(-x.nbytes // 64) * 64
+        placed = self.pool[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
+        return placed.copy_(x)
+
+    def layouts(self, x):
+        """The same values in the layouts that a user may pass: (name, tensor)."""
+        yield "flat", self.place(x)
+        if self.flavour is not None:
+            return
+        if x.numel() > 1:
+            wide = torch.zeros(2 * x.numel(), dtype=x.dtype)
+            wide[::2] = x
+            yield "strided", wide[::2]
+            yield "offset", torch.cat([x[:1], x])[1:]
+        if x.numel() % 4 == 0:
+            yield "transposed", x.view(4, -1).clone().t().contiguous().t()
+        if x.numel() == 1:
+            yield "no dimensions", x.clone().reshape(())
 
 
-def layouts(x):
-    """The same values in every layout that a user may pass: (name, tensor)."""
-    yield "flat", x.clone()
-    if x.numel() > 1:
-        wide = torch.zeros(2 * x.numel(), dtype=x.dtype)
-        wide[::2] = x
-        yield "strided", wide[::2]
-        yield "offset", torch.cat([x[:1], x])[1:]
-    if x.numel() % 4 == 0:
-        yield "transposed", x.view(4, -1).clone().t().contiguous().t()
-    if x.numel() == 1:
-        yield "no dimensions", x.clone().reshape(())
+@pytest.fixture(scope="module", params=WAYS)
+def way(request, mpi):
+    """Each way in turn; hierarchical combines the odd and the even ranks."""
+    if request.param != "hierarchical":
+        yield Way(mpi, request.param)
+        return
+    level = mpi.push_communicator(mpi.rank() % 2)
+    mpi.set_collective_span(0, level)
+    yield Way(mpi, request.param)
+    mpi.set_collective_span(0, 1)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=name)
-def test_allreduce(mpi, dtype, op, form):
-    for count in SIZES:
+def test_allreduce(mpi, dtype, op, way):
+    way.skip_unless_available("allreduce")
+    for count in way.sizes:
         inputs = [values(dtype, rank, count, op) for rank in range(mpi.size())]
         expected = reference(dtype, op, inputs)
-        for layout, x in layouts(inputs[mpi.rank()]):
+        for layout, x in way.layouts(inputs[mpi.rank()]):
             shape = x.shape
             before = x.clone()
-            out = torch.full_like(x, 1)
-            assert call(mpi, form, "allreduce", x, out=out, op=op) is out
+            out = way.place(torch.full_like(x, 1))
+            assert way("allreduce", x, out=out, op=op) is out
             same(out, expected.view(shape), op)
             np.testing.assert_array_equal(bits(x), bits(before), err_msg=f"{layout}: the input was overwritten")
-            assert call(mpi, form, "allreduce", x, op=op) is x
+            assert way("allreduce", x, op=op) is x
             same(x, expected.view(shape), op)
         mpi.check_with_allreduce(x, f"allreduce of {count} {dtype} with {op}")
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=name)
-def test_reduce(mpi, dtype, op, form):
-    for count in SIZES:
+def test_reduce(mpi, dtype, op, way):
+    way.skip_unless_available("reduce")
+    for count in way.sizes:
         inputs = [values(dtype, rank, count, op) for rank in range(mpi.size())]
         expected = reference(dtype, op, inputs)
         for root in range(mpi.size()):
-            for _, x in layouts(inputs[mpi.rank()]):
+            for _, x in way.layouts(inputs[mpi.rank()]):
                 before = x.clone()
                 out = torch.full_like(x, 1)
-                call(mpi, form, "reduce", x, root, out=out, op=op)
+                way("reduce", x, root, out=out, op=op)
                 same(out, expected.view(x.shape) if mpi.rank() == root else torch.full_like(out, 1), op)
-                assert call(mpi, form, "reduce", x, root, op=op) is x
+                assert way("reduce", x, root, op=op) is x
                 same(x, expected.view(x.shape) if mpi.rank() == root else before, op)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=name)
-def test_reduce_scatter(mpi, dtype, op, form):
+def test_reduce_scatter(mpi, dtype, op, way):
+    way.skip_unless_available("reduce_scatter")
     size = mpi.size()
     for rows in (0, 1, 3, 4000):
         inputs = [values(dtype, rank, size * rows * 2, op).view(size * rows, 2) for rank in range(size)]
         expected = reference(dtype, op, inputs)[mpi.rank() * rows : (mpi.rank() + 1) * rows]
-        x = inputs[mpi.rank()].clone()
-        same(call(mpi, form, "reduce_scatter", x, op=op), expected, op)
+        x = way.place(inputs[mpi.rank()])
+        same(way("reduce_scatter", x, op=op), expected, op)
         out = torch.empty(2, rows, dtype=dtype).t()
-        assert call(mpi, form, "reduce_scatter", x, op=op, out=out) is out
+        assert way("reduce_scatter", x, op=op, out=out) is out
         same(out, expected, op)
         np.testing.assert_array_equal(bits(x), bits(inputs[mpi.rank()]))
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_broadcast(mpi, dtype, form):
-    for count in SIZES:
+def test_broadcast(mpi, dtype, way):
+    way.skip_unless_available("broadcast")
+    for count in way.sizes:
         for root in range(mpi.size()):
-            for _, x in layouts(values(dtype, mpi.rank(), count)):
-                assert call(mpi, form, "broadcast", x, root) is x
+            for _, x in way.layouts(values(dtype, mpi.rank(), count)):
+                assert way("broadcast", x, root) is x
                 same(x, values(dtype, root, count).view(x.shape))
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_allgather_and_gather(mpi, dtype, form):
+def test_allgather(mpi, dtype, way):
+    way.skip_unless_available("allgather")
     size = mpi.size()
     for rows in ([2] * size, list(range(size)), [0] * size, [3000 + 7 * r for r in range(size)]):
         parts = [values(dtype, rank, rows[rank] * 3).view(rows[rank], 3) for rank in range(size)]
         expected = torch.cat(parts)
-        x = parts[mpi.rank()].clone().t().contiguous().t()
-        same(call(mpi, form, "allgather", x), expected)
+        x = parts[mpi.rank()].clone().t().contiguous().t() if way.flavour is None else way.place(parts[mpi.rank()])
+        same(way("allgather", x), expected)
         out = torch.full_like(expected, 1)
-        assert call(mpi, form, "allgather", x, out=out) is out
+        assert way("allgather", x, out=out) is out
         same(out, expected)
-        for root in range(size):
-            got = call(mpi, form, "gather", x, root)
+    single = values(dtype, mpi.rank(), 1).reshape(())
+    same(way("allgather", single), torch.cat([values(dtype, rank, 1) for rank in range(size)]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_gather(mpi, dtype, way):
+    way.skip_unless_available("gather")
+    for rows in ([2] * mpi.size(), [0] * mpi.size(), [3000 + 7 * r for r in range(mpi.size())]):
+        parts = [values(dtype, rank, rows[rank] * 3).view(rows[rank], 3) for rank in range(mpi.size())]
+        for root in range(mpi.size()):
+            got = way("gather", way.place(parts[mpi.rank()]), root)
             assert (got is None) == (mpi.rank() != root)
             if got is not None:
-                same(got, expected)
-    single = values(dtype, mpi.rank(), 1).reshape(())
-    same(call(mpi, form, "allgather", single), torch.cat([values(dtype, rank, 1) for rank in range(size)]))
+                same(got, torch.cat(parts))
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_scatter_and_alltoall(mpi, dtype, form):
+def test_scatter(mpi, dtype, way):
+    way.skip_unless_available("scatter")
     size, me = mpi.size(), mpi.rank()
     for rows in (0, 1, 3000):
         inputs = [values(dtype, rank, size * rows * 2).view(size * rows, 2) for rank in range(size)]
-        x = inputs[me].clone()
         for root in range(size):
-            same(call(mpi, form, "scatter", x, root), inputs[root][me * rows : (me + 1) * rows])
+            same(way("scatter", way.place(inputs[me]), root), inputs[root][me * rows : (me + 1) * rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_alltoall(mpi, dtype, way):
+    way.skip_unless_available("alltoall")
+    size, me = mpi.size(), mpi.rank()
+    for rows in (0, 1, 3000):
+        inputs = [values(dtype, rank, size * rows * 2).view(size * rows, 2) for rank in range(size)]
+        x = way.place(inputs[me])
         expected = torch.cat([part[me * rows : (me + 1) * rows] for part in inputs])
         out = torch.full_like(x, 1)
-        assert call(mpi, form, "alltoall", x, out=out) is out
+        assert way("alltoall", x, out=out) is out
         same(out, expected)
         same(x, inputs[me])
-        assert call(mpi, form, "alltoall", x) is x
+        assert way("alltoall", x) is x
         same(x, expected)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_sendreceive_around_the_ring(mpi, dtype, form):
+def test_sendreceive_around_the_ring(mpi, dtype, way):
+    way.skip_unless_available("sendreceive")
     size, me = mpi.size(), mpi.rank()
-    for count in SIZES:
-        for _, x in layouts(values(dtype, me, count)):
-            assert call(mpi, form, "sendreceive", x, (me - 1) % size, (me + 1) % size) is x
+    for count in way.sizes:
+        for _, x in way.layouts(values(dtype, me, count)):
+            assert way("sendreceive", x, (me - 1) % size, (me + 1) % size) is x
             same(x, values(dtype, (me - 1) % size, count).view(x.shape))
 
 
@@ -220,7 +285,7 @@ def test_sendreceive_around_the_ring(mpi, dtype, form):
 def test_send_and_recv(mpi, dtype):
     size, me = mpi.size(), mpi.rank()
     for count in SIZES:
-        for _, x in layouts(values(dtype, me, count)):
+        for _, x in Way(mpi, "blocking").layouts(values(dtype, me, count)):
             got = torch.zeros_like(x)
             receiving = mpi.recv_async(got, (me - 1) % size)  # launched first on all ranks: it must not block the send
             sending = mpi.send_async(x, (me + 1) % size)
@@ -232,6 +297,30 @@ def test_send_and_recv(mpi, dtype):
         got = torch.empty(50000, dtype=dtype)
         assert mpi.recv(got, 0) is got
         same(got, values(dtype, 0, 50000))
+
+
+def call(mpi, form, verb, *args, **kwargs):
+    return Way(mpi, form)(verb, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "way", ["shared asynchronous", "symmetric asynchronous", "ring asynchronous", "gloo asynchronous"]
+)
+def test_flavours_in_the_communication_thread(mpi, way):
+    """Blocking and asynchronous calls take turns, so that the two threads' memory would show if it were one."""
+    background, direct = Way(mpi, way), Way(mpi, way.partition(" ")[0])
+    background.skip_unless_available("allreduce")
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        inputs = [values(dtype, rank, 600_001) for rank in range(mpi.size())]
+        for root in range(mpi.size()):
+            background.used = 0  # the three must not overlap
+            x, y, z = (background.place(inputs[mpi.rank()]) for _ in range(3))
+            handles = [mpi.allreduce_async(x, flavour=background.flavour)]
+            handles += [mpi.broadcast_async(y, root, flavour=background.flavour)]
+            same(direct("allreduce", z), reference(dtype, "sum", inputs), "sum")
+            mpi.wait_all(handles)
+            same(x, reference(dtype, "sum", inputs), "sum")
+            same(y, inputs[root])
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,4 +1,6 @@
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -185,3 +187,52 @@ def test_blocks_are_reduced_whole(mpi, mpinn, partitions):
         loss(b, x).backward()
         backward.synchronize()
         equal_gradients(a, b)
+
+
+def test_a_dropped_model_gives_its_memory_back(mpi, mpinn):
+    net = network()
+    backward = mpinn.register_async_backward(net)
+    loss(net, batch(mpi.rank())).backward()
+    backward.synchronize()
+    weight = weakref.ref(net[0].weight)
+    del net, backward
+    gc.collect()
+    assert weight() is None
+
+
+def test_a_registration_nobody_holds_goes_on(mpi, mpinn):
+    net = network()
+    mpinn.register_async_backward(net)
+    gc.collect()
+    loss(net, batch(mpi.rank())).backward()
+    with pytest.raises(RuntimeError, match="before synchronize"):
+        loss(net, batch(mpi.rank())).backward()
+
+
+def test_parameters_that_become_trainable(mpi, mpinn):
+    net = network()
+    net[0].weight.requires_grad_(False)
+    backward = mpinn.register_async_backward(net)
+    loss(net, batch(mpi.rank())).backward()
+    backward.synchronize()
+    net[0].weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"0\.weight: new or trainable only since register_async_backward"):
+        loss(net, batch(mpi.rank())).backward()
+
+
+def test_a_module_converted_after_registration(mpi, mpinn):
+    net = network()
+    mpinn.register_async_backward(net)
+    net.double()
+    with pytest.raises(RuntimeError, match="another shape, dtype or device"):
+        loss(net, batch(mpi.rank()).double()).backward()
+
+
+def test_blocks_that_share_a_parameter(mpi, mpinn):
+    """It is reduced once, also where two BlockSequentials hold it."""
+    shared = torch.nn.Linear(4, 4)
+    net = torch.nn.ModuleList([mpinn.BlockSequential(1, shared), mpinn.BlockSequential(1, shared)])
+    backward = mpinn.register_async_backward(net, average=False)
+    (net[0](torch.ones(1, 4)) + net[1](torch.ones(1, 4))).sum().backward()
+    backward.synchronize()
+    assert (shared.bias.grad == 2 * mpi.size()).all()

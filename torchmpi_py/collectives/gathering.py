@@ -1,20 +1,29 @@
-"""What the ranks bring to a gather: each tells its size along dim 0, and the rest has to agree."""
+"""Gathers, whose ranks may bring different sizes: each tells its own first, and the rest has to agree.
+
+Only then is the size of the result known, and by it the flavour is chosen that moves the data.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from torchmpi_py import communication_thread
 from torchmpi_py.collectives import wire
 from torchmpi_py.errors import RanksDisagree
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from torchmpi_py.channels import Channel
+    from torchmpi_py.collectives.flavour import Flavour
+    from torchmpi_py.collectives.operation import Operation
+    from torchmpi_py.handles import Handle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +50,53 @@ class Sizes:
             )
         return shape
 
+    @classmethod
+    def equal(cls, x: Tensor, size: int) -> Sizes:
+        """Every one of ``size`` ranks brings as much as ``x``."""
+        return cls([x.shape[0]] * size, [x.nbytes] * size, [0] * size)
+
+    def of(self, ranks: Sequence[int]) -> Sizes:
+        """The sizes of some ranks, in the order given."""
+        return Sizes(*([column[rank] for rank in ranks] for column in (self.rows, self.num_bytes, self.outs)))
+
+    def together(self, groups: Sequence[Sequence[int]]) -> Sizes:
+        """The sizes of groups of ranks, each taken as one."""
+        rows, num_bytes = (
+            [sum(col[rank] for rank in group) for group in groups] for col in (self.rows, self.num_bytes)
+        )
+        return Sizes(rows, num_bytes, [0] * len(rows))
+
     def split(self, out: Tensor) -> tuple[Tensor, ...]:
         """The part of each rank in the result."""
         return torch.split(out, self.rows)
+
+
+class Gathering:
+    """Stands for a flavour until the sizes are known, and then leaves the work to ``choose(bytes of the result)``."""
+
+    def __init__(self, name: str, choose: Callable[[int], Flavour]) -> None:
+        self.name = name
+        self.choose = choose
+
+    def allgather(self, channel: Channel, x: Tensor, out: Tensor | None) -> Tensor:
+        """All ``x`` along dim 0, in ``out`` or a new tensor."""
+        sizes = exchange_sizes(channel.mpi, x, out)
+        shape = sizes.output_shape("allgather", x, out, writers=range(channel.size))
+        result = x.new_empty(shape) if out is None else out
+        self.choose(sum(sizes.num_bytes)).allgather(channel, x, result, sizes)
+        return result
+
+    def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int) -> Tensor | None:
+        """As ``allgather`` on root; None elsewhere."""
+        sizes = exchange_sizes(channel.mpi, x, out)
+        shape = sizes.output_shape("gather", x, out, writers=(root,))
+        result = None if channel.rank != root else x.new_empty(shape) if out is None else out
+        self.choose(sum(sizes.num_bytes)).gather(channel, x, result, root, sizes)
+        return result
+
+    def launch(self, operation: Operation[Any]) -> Handle[Any]:
+        """In the communication thread: the exchange comes first."""
+        return communication_thread.current().submit(operation)
 
 
 def exchange_sizes(comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Sizes:

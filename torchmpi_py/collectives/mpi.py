@@ -16,12 +16,13 @@ from torch import Tensor
 from torchmpi_py import communication_thread, config, handles
 from torchmpi_py.collectives import mpi_steps, wire
 from torchmpi_py.collectives.flavour import Flavour
-from torchmpi_py.collectives.gathering import exchange_sizes
 from torchmpi_py.collectives.mpi_steps import Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from torchmpi_py.channels import Channel
+    from torchmpi_py.collectives.gathering import Sizes
     from torchmpi_py.collectives.operation import Operation
 
 R = TypeVar("R")
@@ -38,7 +39,7 @@ class Mpi(Flavour):
 
         Point-to-point messages must not queue: a receive launched before its counterpart's send would block the thread.
         """
-        comm, thread = operation.comm.direct, communication_thread.current()
+        comm, thread = operation.comm.direct.mpi, communication_thread.current()
         if operation.method in _POSTS:
             requests = _POSTS[operation.method](comm, *operation.arguments)
             return thread.keep(handles.RequestHandle(operation, requests))
@@ -48,61 +49,53 @@ class Mpi(Flavour):
         requests = [getattr(comm, f"I{name.lower()}")(*arguments) for name, arguments in itertools.islice(remaining, 1)]
         return thread.keep(handles.RequestHandle(_Posted(operation, remaining), requests))
 
-    def broadcast(self, comm: MPI.Comm, x: Tensor, root: int) -> None:
-        _run(comm, mpi_steps.broadcast(comm, x, root))
+    def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
+        _run(channel.mpi, mpi_steps.broadcast(channel.mpi, x, root))
 
-    def reduce(self, comm: MPI.Comm, source: Tensor, destination: Tensor, op: str, root: int) -> None:
-        _run(comm, mpi_steps.reduce(comm, source, destination, op, root))
+    def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
+        _run(channel.mpi, mpi_steps.reduce(channel.mpi, source, destination, op, root))
 
-    def allreduce(self, comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> None:
+    def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         how = wire.reduction(source.dtype, op)
         if how.decode is None and not how.divide and source.nbytes <= config.current.message_bytes:
             # The one step, by hand: 0.6 us less a call than through the generator.
-            comm.Allreduce(*wire.pair(source, destination, how.mpi_type), how.mpi_op)
+            channel.mpi.Allreduce(*wire.pair(source, destination, how.mpi_type), how.mpi_op)
         else:
-            _run(comm, mpi_steps.allreduce(comm, source, destination, op))
+            _run(channel.mpi, mpi_steps.allreduce(channel.mpi, source, destination, op))
 
-    def reduce_scatter(self, comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> None:
-        _run(comm, mpi_steps.reduce_scatter(comm, source, destination, op))
+    def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
+        _run(channel.mpi, mpi_steps.reduce_scatter(channel.mpi, source, destination, op))
 
-    def alltoall(self, comm: MPI.Comm, source: Tensor, destination: Tensor) -> None:
-        _run(comm, mpi_steps.alltoall(comm, source, destination))
+    def alltoall(self, channel: Channel, source: Tensor, destination: Tensor) -> None:
+        _run(channel.mpi, mpi_steps.alltoall(channel.mpi, source, destination))
 
-    def scatter(self, comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> None:
-        _run(comm, mpi_steps.scatter(comm, source, destination, root))
+    def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
+        _run(channel.mpi, mpi_steps.scatter(channel.mpi, source, destination, root))
 
-    def sendreceive(self, comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination: int) -> None:
-        _run(comm, mpi_steps.sendreceive(comm, x, out, source, destination))
+    def sendreceive(self, channel: Channel, x: Tensor, out: Tensor, source: int, destination: int) -> None:
+        _run(channel.mpi, mpi_steps.sendreceive(channel.mpi, x, out, source, destination))
 
-    def send(self, comm: MPI.Comm, x: Tensor, destination: int) -> None:
-        _run(comm, mpi_steps.send(comm, x, destination))
+    def send(self, channel: Channel, x: Tensor, destination: int) -> None:
+        _run(channel.mpi, mpi_steps.send(channel.mpi, x, destination))
 
-    def recv(self, comm: MPI.Comm, x: Tensor, source: int) -> None:
-        _run(comm, mpi_steps.recv(comm, x, source))
+    def recv(self, channel: Channel, x: Tensor, source: int) -> None:
+        _run(channel.mpi, mpi_steps.recv(channel.mpi, x, source))
 
-    def allgather(self, comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Tensor:
-        sizes = exchange_sizes(comm, x, out)
-        shape = sizes.output_shape("allgather", x, out, writers=range(comm.size))
-        result = x.new_empty(shape) if out is None else out
-        _run(comm, mpi_steps.allgather(comm, x, result, sizes))
-        return result
+    def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
+        _run(channel.mpi, mpi_steps.allgather(channel.mpi, x, out, sizes))
 
-    def gather(self, comm: MPI.Comm, x: Tensor, out: Tensor | None, root: int) -> Tensor | None:
-        sizes = exchange_sizes(comm, x, out)
-        shape = sizes.output_shape("gather", x, out, writers=(root,))
-        result = None if comm.rank != root else x.new_empty(shape) if out is None else out
-        _run(comm, mpi_steps.gather(comm, x, result, root, sizes))
-        return result
+    def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
+        _run(channel.mpi, mpi_steps.gather(channel.mpi, x, out, root, sizes))
 
-    def broadcast_object(self, comm: MPI.Comm, obj: object, root: int) -> Any:
+    def broadcast_object(self, channel: Channel, obj: object, root: int) -> Any:
         from mpi4py.util import pkl5  # objects of any size, large buffers out of band
 
-        return pkl5.Intracomm(comm).bcast(obj, root)
+        return pkl5.Intracomm(channel.mpi).bcast(obj, root)
 
-    def allgather_object(self, comm: MPI.Comm, obj: object) -> list[Any]:
+    def allgather_object(self, channel: Channel, obj: object) -> list[Any]:
         from mpi4py.util import pkl5
 
-        return list(pkl5.Intracomm(comm).allgather(obj))
+        return list(pkl5.Intracomm(channel.mpi).allgather(obj))
 
 
 class _Posted:

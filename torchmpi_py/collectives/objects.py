@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from torchmpi_py.collectives.forms import forms
-from torchmpi_py.collectives.operands import operation
+from torchmpi_py.collectives.operands import of_object
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.communicators import Communicator, resolve
 from torchmpi_py.tensors import check_rank
-
-_NO_TENSOR = torch.empty(0)
 
 
 def _broadcast_object(
@@ -24,14 +20,14 @@ def _broadcast_object(
     """Return root's object; the other ranks pass anything."""
     comm = resolve(comm)
     check_rank("broadcast_object", "root", root, comm.size)
-    return operation("broadcast_object", comm, flavour, _NO_TENSOR, (obj, root), lambda got: got)
+    return of_object("broadcast_object", comm, flavour, (obj, root))
 
 
 def _allgather_object(
     obj: object, *, comm: Communicator | None = None, flavour: str | None = None
 ) -> Operation[list[Any]]:
     """Return the list of all ranks' objects, in rank order; they must be picklable."""
-    return operation("allgather_object", resolve(comm), flavour, _NO_TENSOR, (obj,), lambda got: got)
+    return of_object("allgather_object", resolve(comm), flavour, (obj,))
 
 
 broadcast_object, broadcast_object_async = forms(_broadcast_object)

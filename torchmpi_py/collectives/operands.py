@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchmpi_py import symmetric
 from torchmpi_py.collectives import scalars
+from torchmpi_py.collectives.flavour import Flavour
+from torchmpi_py.collectives.gathering import Gathering, Sizes
 from torchmpi_py.collectives.operation import Operation
-from torchmpi_py.collectives.registry import flavour_for
 from torchmpi_py.collectives.scalars import Number
+from torchmpi_py.collectives.selector import selector
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.tensors import Finish, check_divisible, check_known_op, check_out, check_tensor, flat, written
 
-R = TypeVar("R")
 _CPU = torch.device("cpu")
 
 
@@ -62,16 +64,58 @@ def of_tensor(
     target: Tensor,
     copy_out: Finish | None,
 ) -> Operation[Any]:
-    """The operation whose result is ``target``, after ``copy_out``."""
+    """The operation whose result is ``target``, after ``copy_out``.
+
+    ``x``, as the user gave it and so alike on all ranks, tells size, device and kind of memory.
+    """
     conclude = None if copy_out is None else functools.partial(_result, target, copy_out)
-    return Operation(verb, verb, flavour_for(verb, x.device, flavour), comm, arguments, conclude, x.nbytes, target)
+    num_bytes = x.nbytes
+    served = _flavour(verb, comm, x.device, num_bytes, flavour, is_symmetric=symmetric.find(x) is not None)
+    return Operation(verb, verb, served, comm, arguments, conclude, num_bytes, target)
+
+
+def of_gather(
+    verb: str,
+    comm: Communicator,
+    flavour: str | None,
+    x: Tensor,
+    arguments: tuple[Any, ...],
+    conclude: Callable[[Any], Any],
+) -> Operation[Any]:
+    """The (all)gather of tensors, whose flavour is chosen when all ranks have told their sizes.
+
+    Whether ``x`` is symmetric does not count: a tensor of no rows, which one rank may bring, has no address.
+    """
+    plan = selector.plan(verb, comm, x.device, symmetric=False, name=flavour)  # as it is at launch, on all ranks
+    served: Any = Gathering(flavour or "selector", plan.flavour_for)
+    return Operation(verb, verb, served, comm, arguments, conclude, x.nbytes)
 
 
 def of_number(
     verb: str, comm: Communicator, flavour: str | None, arguments: tuple[Any, ...], conclude: Callable[[Any], Any]
 ) -> Operation[Any]:
     """The operation on a record, which ``conclude`` turns into a number."""
-    return Operation(verb, verb, flavour_for(verb, _CPU, flavour), comm, arguments, conclude, scalars.RECORD_BYTES)
+    served = _flavour(verb, comm, _CPU, scalars.RECORD_BYTES, flavour)
+    return Operation(verb, verb, served, comm, arguments, conclude, scalars.RECORD_BYTES)
+
+
+def gathered_numbers(
+    verb: str, comm: Communicator, flavour: str | None, x: Number, conclude: Callable[[list[Number]], Any]
+) -> Operation[Any]:
+    """The allgather of records, all of one size, whose numbers ``conclude`` turns into the result."""
+    record = scalars.to_record(x)
+    records = record.new_empty((comm.size, scalars.RECORD_BYTES))
+    sizes = Sizes.equal(record, comm.size)
+    served = _flavour("allgather", comm, _CPU, records.nbytes, flavour)
+    return Operation(
+        verb,
+        "allgather",
+        served,
+        comm,
+        (record, records, sizes),
+        lambda _: conclude(scalars.from_records(records)),
+        scalars.RECORD_BYTES,
+    )
 
 
 def reduced_number(
@@ -81,13 +125,11 @@ def reduced_number(
     no_out(verb, out)
     check_known_op(verb, op)
 
-    def conclude(records: Tensor) -> Number:
-        result = scalars.reduce_numbers(verb, op, scalars.from_records(records))
+    def conclude(values: list[Number]) -> Number:
+        result = scalars.reduce_numbers(verb, op, values)
         return result if root in (None, comm.rank) else x
 
-    served = flavour_for("allgather", _CPU, flavour)
-    arguments = (scalars.to_record(x), None)
-    return Operation(verb, "allgather", served, comm, arguments, conclude, scalars.RECORD_BYTES)
+    return gathered_numbers(verb, comm, flavour, x, conclude)
 
 
 def no_out(verb: str, out: object) -> None:
@@ -96,16 +138,15 @@ def no_out(verb: str, out: object) -> None:
         raise TypeError(f"{verb}: a number is returned, not written; leave out= away, or pass x as a tensor")
 
 
-def operation(
-    verb: str,
-    comm: Communicator,
-    flavour: str | None,
-    x: Tensor,
-    arguments: tuple[Any, ...],
-    conclude: Callable[[Any], R],
-) -> Operation[R]:
-    """The operation on the flavour that serves ``x``."""
-    return Operation(verb, verb, flavour_for(verb, x.device, flavour), comm, arguments, conclude, x.nbytes)
+def of_object(verb: str, comm: Communicator, flavour: str | None, arguments: tuple[Any, ...]) -> Operation[Any]:
+    """The operation on Python objects."""
+    return Operation(verb, verb, _flavour(verb, comm, _CPU, 0, flavour), comm, arguments, lambda got: got, 0)
+
+
+def _flavour(
+    verb: str, comm: Communicator, device: torch.device, num_bytes: int, name: str | None, *, is_symmetric: bool = False
+) -> Flavour:
+    return selector.flavour_for(verb, comm, device, num_bytes, symmetric=is_symmetric, name=name)
 
 
 def _result(target: Tensor, copy_out: Finish | None, _: object) -> Tensor:

@@ -31,7 +31,7 @@ class Label(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Operation(Generic[R]):
-    """``flavour.<method>(comm, *arguments)``, whose return value ``conclude`` turns into the caller's result.
+    """``flavour.<method>(channel, *arguments)``, whose return value ``conclude`` turns into the caller's result.
 
     Without ``conclude`` the result is ``target``, as the flavour left it.
     """
@@ -46,10 +46,10 @@ class Operation(Generic[R]):
     target: R | None = None
 
     def run(self, *, in_background: bool = False) -> R:
-        """Carry it out now, on the duplicate of its communicator for this thread."""
-        comm = self.comm.background if in_background else self.comm.direct
+        """Carry it out now, on the channel for this thread."""
+        channel = self.comm.background if in_background else self.comm.direct
         try:
-            returned = getattr(self.flavour, self.method)(comm, *self.arguments)
+            returned = getattr(self.flavour, self.method)(channel, *self.arguments)
             return self.target if self.conclude is None else self.conclude(returned)  # type: ignore[return-value]
         except RuntimeError as error:
             raise self.explain(error)  # noqa: B904 - it carries its cause

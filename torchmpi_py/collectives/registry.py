@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-
-import torch
 
 from torchmpi_py.collectives.flavour import VERBS, Flavour
+from torchmpi_py.collectives.hierarchical import Hierarchical
 from torchmpi_py.collectives.mpi import Mpi
-from torchmpi_py.errors import Unavailable, Unimplemented
+from torchmpi_py.collectives.ring import Ring
+from torchmpi_py.collectives.shared import Shared
+from torchmpi_py.collectives.torch_group import Gloo
+from torchmpi_py.communicators import Communicator, resolve
 
-FLAVOURS: tuple[Flavour, ...] = (Mpi(),)  # in order of preference
-_BY_NAME = {flavour.name: flavour for flavour in FLAVOURS}
-
-
-@functools.cache
-def flavour_for(verb: str, device: torch.device, name: str | None) -> Flavour:
-    """The flavour called ``name``, or the first that serves ``verb`` on ``device``; else an error that says why not.
-
-    A name is an order: no other flavour takes its place.
-    """
-    if name is not None and name not in _BY_NAME:
-        raise ValueError(f"{verb}: flavour {name!r} is unknown; known flavours: {', '.join(_BY_NAME)}")
-    candidates = FLAVOURS if name is None else (_BY_NAME[name],)
-    reasons = []
-    for flavour in candidates:
-        if flavour.implements(verb) and device.type in flavour.devices and not flavour.missing():
-            return flavour
-        reasons.append(f"{flavour.name}: {_status(flavour, verb, device.type)}")
-    kind = Unimplemented if name is not None and not candidates[0].implements(verb) else Unavailable
-    raise kind(f"{verb} of a tensor on {device}: no flavour can do it ({'; '.join(reasons)})")
+FLAVOURS: tuple[Flavour, ...] = (  # the first is taken where the selector knows nothing better
+    mpi := Mpi(),
+    shared := Shared(),
+    ring := Ring(),
+    Hierarchical(inners=(shared, mpi), outer=ring),
+    Gloo(),
+)
+BY_NAME = {flavour.name: flavour for flavour in FLAVOURS}
+DEVICES = ("cpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +41,25 @@ class Table(tuple[Row, ...]):
         return "\n".join(lines + [f"{row.verb:17} {row.device:7} {row.flavour:13} {row.status}" for row in self])
 
 
-def availability() -> Table:
-    """What every flavour can do here: a table of verb, device, flavour and status, with the reason for every "no"."""
+def availability(comm: Communicator | None = None) -> Table:
+    """What every flavour can do on ``comm`` (default: the current level), with the reason for every "no".
+
+    A table of verb, device, flavour and status; print it. It is computed, and asks nothing of other ranks.
+    """
+    resolved = resolve(comm)
     return Table(
-        Row(verb, device, flavour.name, _status(flavour, verb, device))
+        Row(verb, device, flavour.name, status(flavour, verb, device, resolved))
         for verb in VERBS
-        for device in ("cpu", "cuda")
+        for device in DEVICES
         for flavour in FLAVOURS
     )
 
 
-def _status(flavour: Flavour, verb: str, device: str) -> str:
+def status(flavour: Flavour, verb: str, device: str, comm: Communicator) -> str:
+    """In words: available, unimplemented, or unavailable and why."""
     if not flavour.implements(verb):
         return "unimplemented"
     if device not in flavour.devices:
         return f"unavailable: serves {', '.join(sorted(flavour.devices))} tensors only"
-    reason = flavour.missing()
+    reason = flavour.missing() or flavour.refuses(comm)
     return f"unavailable: {reason}" if reason else "available"

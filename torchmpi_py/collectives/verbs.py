@@ -16,7 +16,8 @@ at once a Handle whose ``wait()`` returns it. What holds for all:
 - ``op`` is one of sum, avg, prod, min, max, band, bor, bxor, land, lor. NaN wins in min and max. ``avg`` of integers,
   bitwise ops of floats and min or max of complex numbers are errors. On bool, sum and max mean "or", prod and min
   "and".
-- ``flavour`` forces one; else the registry's first that can serve the call is taken.
+- ``flavour`` forces one; else ``mpi.selector`` chooses by verb, size and place. A tensor from ``symmetric_empty`` on
+  one rank meets one on every rank.
 - A wrong argument is a TypeError or ValueError on every rank before anything is sent; NotStarted before ``start``;
   CommunicatorError if MPI fails.
 """
@@ -32,11 +33,12 @@ from torchmpi_py.collectives import scalars
 from torchmpi_py.collectives.forms import forms
 from torchmpi_py.collectives.operands import (
     gathered,
+    gathered_numbers,
     in_and_out,
     no_out,
+    of_gather,
     of_number,
     of_tensor,
-    operation,
     reduced_number,
     slice_out,
 )
@@ -56,7 +58,7 @@ def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour
         return of_number("broadcast", comm, flavour, (record, root), lambda _: scalars.from_record(record))
     tensor = check_tensor("broadcast", "x", x)
     buffer, copy_out = written("broadcast", tensor, holds_input=True)
-    return of_tensor("broadcast", comm, flavour, buffer, (buffer, root), tensor, copy_out)
+    return of_tensor("broadcast", comm, flavour, tensor, (buffer, root), tensor, copy_out)
 
 
 def _allreduce(
@@ -69,7 +71,7 @@ def _allreduce(
     tensor = check_tensor("allreduce", "x", x)
     check_op("allreduce", op, tensor.dtype)
     source, buffer, target, copy_out = in_and_out("allreduce", tensor, out)
-    return of_tensor("allreduce", comm, flavour, source, (source, buffer, op), target, copy_out)
+    return of_tensor("allreduce", comm, flavour, target, (source, buffer, op), target, copy_out)
 
 
 def _reduce(
@@ -97,7 +99,7 @@ def _reduce(
         target = tensor if out is None else check_out("reduce", out, tensor, tensor.shape)
         source = buffer = flat(tensor)
         copy_out = None
-    return of_tensor("reduce", comm, flavour, source, (source, buffer, op, root), target, copy_out)
+    return of_tensor("reduce", comm, flavour, tensor, (source, buffer, op, root), target, copy_out)
 
 
 def _allgather(
@@ -111,9 +113,9 @@ def _allgather(
     comm = resolve(comm)
     if scalars.is_number(x):
         no_out("allgather", out)
-        return of_number("allgather", comm, flavour, (scalars.to_record(x), None), scalars.from_records)
+        return gathered_numbers("allgather", comm, flavour, x, lambda values: values)
     source, buffer, conclude = gathered("allgather", x, out)
-    return operation("allgather", comm, flavour, source, (source, buffer), conclude)
+    return of_gather("allgather", comm, flavour, source, (source, buffer), conclude)
 
 
 def _gather(
@@ -124,12 +126,9 @@ def _gather(
     check_rank("gather", "root", root, comm.size)
     if scalars.is_number(x):
         no_out("gather", out)
-        arguments = (scalars.to_record(x), None, root)
-        return of_number(
-            "gather", comm, flavour, arguments, lambda got: got if got is None else scalars.from_records(got)
-        )
+        return gathered_numbers("gather", comm, flavour, x, lambda values: values if comm.rank == root else None)
     source, buffer, conclude = gathered("gather", x, out if comm.rank == root else None)
-    return operation("gather", comm, flavour, source, (source, buffer, root), conclude)
+    return of_gather("gather", comm, flavour, source, (source, buffer, root), conclude)
 
 
 def _reduce_scatter(
@@ -147,7 +146,7 @@ def _reduce_scatter(
     comm = resolve(comm)
     check_op("reduce_scatter", op, check_tensor("reduce_scatter", "x", x).dtype)
     source, buffer, target, copy_out = slice_out("reduce_scatter", x, out, comm.size)
-    return of_tensor("reduce_scatter", comm, flavour, source, (source, buffer, op), target, copy_out)
+    return of_tensor("reduce_scatter", comm, flavour, x, (source, buffer, op), target, copy_out)
 
 
 def _scatter(
@@ -166,7 +165,7 @@ def _scatter(
     comm = resolve(comm)
     check_rank("scatter", "root", root, comm.size)
     source, buffer, target, copy_out = slice_out("scatter", check_tensor("scatter", "x", x), out, comm.size)
-    return of_tensor("scatter", comm, flavour, source, (source, buffer, root), target, copy_out)
+    return of_tensor("scatter", comm, flavour, x, (source, buffer, root), target, copy_out)
 
 
 def _alltoall(
@@ -178,7 +177,7 @@ def _alltoall(
     source, buffer, target, copy_out = in_and_out("alltoall", x, out)
     if source.data_ptr() == buffer.data_ptr():
         source = source.clone()
-    return of_tensor("alltoall", comm, flavour, source, (source, buffer), target, copy_out)
+    return of_tensor("alltoall", comm, flavour, x, (source, buffer), target, copy_out)
 
 
 def _sendreceive(

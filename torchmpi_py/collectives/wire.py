@@ -1,18 +1,7 @@
-"""What travels: the MPI datatype, MPI op and form in which each torch dtype is reduced.
+"""What travels over MPI: the MPI datatype and op for each torch dtype and op, and tensors as MPI messages.
 
-Most dtypes travel as they lie in memory. The others are *encoded* into a wire dtype and *decoded* after the reduction:
-
-16- and 8-bit floats   as float32, so that sums accumulate in float32 and are rounded once
-complex32              as complex64
-bool                   as uint8 holding 0 or 1, with MPI's bitwise ops
-land, lor of integers  as bool, so that the result is 0 or 1 also in a world of one
-min, max of floats     as integers in the same order. MPI leaves NaN to chance (ranks may even disagree); here NaN
-                       wins, as in torch.minimum, and -0.0 < +0.0. A float's bits, with the lower ones flipped when the
-                       sign is set, are an integer that orders as the float does; the largest (smallest) integer stands
-                       for NaN in max (min).
-
-Data that is only moved travels as bytes. MPI never hears of a dtype that it does not have: Open MPI would answer a
-bfloat16 sum with inf, without an error.
+Values are reduced in the *form* that ``reductions.py`` gives them; data that is only moved travels as bytes. MPI never
+hears of a dtype that it does not have: Open MPI would answer a bfloat16 sum with inf, without an error.
 """
 
 from __future__ import annotations
@@ -24,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from torchmpi_py.collectives.reductions import BOOL_OPS, form
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -46,8 +37,6 @@ _MPI_TYPES = {
     torch.uint64: "UINT64_T",
 }
 _MPI_OPS = {"avg": "SUM"} | {op: op.upper() for op in ("sum", "prod", "min", "max", "band", "bor", "bxor")}
-_BOOL_OPS = {"bxor": "BXOR"} | dict.fromkeys(("sum", "max", "bor", "lor"), "BOR")
-_BOOL_OPS |= dict.fromkeys(("prod", "min", "band", "land"), "BAND")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,41 +57,12 @@ class Reduction:
 @functools.cache
 def reduction(dtype: torch.dtype, op: str) -> Reduction:
     """The row for a dtype and an op that ``tensors.check_op`` has let through."""
-    wire_dtype, encode, decode = _form(dtype, op)
+    wire_dtype, encode, decode = form(dtype, op)
     if wire_dtype not in _MPI_TYPES:
         raise TypeError(f"op {op!r} on {dtype}: this dtype cannot be reduced; convert the tensor, as with x.float()")
-    names = _BOOL_OPS if wire_dtype == torch.bool else _MPI_OPS
-    mpi_type, mpi_op = getattr(_mpi(), _MPI_TYPES[wire_dtype]), getattr(_mpi(), names[op])
+    name = BOOL_OPS[op].upper() if wire_dtype == torch.bool else _MPI_OPS[op]
+    mpi_type, mpi_op = getattr(_mpi(), _MPI_TYPES[wire_dtype]), getattr(_mpi(), name)
     return Reduction(mpi_type, mpi_op, op == "avg", wire_dtype.itemsize, encode, decode)
-
-
-def _form(
-    dtype: torch.dtype, op: str
-) -> tuple[torch.dtype, Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None]:
-    """Wire dtype, encode, decode."""
-    if op in ("land", "lor") and dtype != torch.bool:
-        return torch.bool, lambda x: x.to(torch.bool), lambda wire: wire
-    accumulate = dtype
-    if dtype.is_floating_point and dtype.itemsize < 4:
-        accumulate = torch.float32
-    elif dtype == torch.complex32:
-        accumulate = torch.complex64
-    if dtype.is_floating_point and op in ("min", "max"):
-        integer = torch.int64 if accumulate == torch.float64 else torch.int32
-        of_nan = torch.iinfo(integer).max if op == "max" else torch.iinfo(integer).min
-        return (
-            integer,
-            lambda x: _ordered(x.to(accumulate).view(integer)).masked_fill_(torch.isnan(x.to(accumulate)), of_nan),
-            lambda wire: _ordered(wire).view(accumulate),
-        )
-    if accumulate != dtype:
-        return accumulate, lambda x: x.to(accumulate), lambda wire: wire
-    return dtype, None, None
-
-
-def _ordered(bits: Tensor) -> Tensor:
-    """Float bits to integers that order alike, and back: flip all but the sign where the sign is set."""
-    return bits ^ ((bits >> (8 * bits.itemsize - 1)) & torch.iinfo(bits.dtype).max)
 
 
 def typed(x: Tensor, mpi_type: MPI.Datatype) -> Buffer:

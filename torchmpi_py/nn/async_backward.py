@@ -1,45 +1,25 @@
 """Gradients that are reduced while backward is still computing others.
 
-A hook marks a gradient when autograd has accumulated it. Gradients are launched in one fixed order, the reverse of the
-parameters', whatever order they come in, so that ranks whose networks differ in a step still make the same calls. At
-the end of the backward pass the rest follows, with zeros for what got no gradient on this rank.
+A hook puts a gradient into its bucket when autograd has accumulated it, and launches buckets that are complete, in
+their fixed order. At the end of the backward pass the rest follows, with zeros for what got no gradient on this rank.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from torchmpi_py.buckets import Buckets
 from torchmpi_py.collectives import verbs
+from torchmpi_py.communicators import resolve
 from torchmpi_py.handles import Handle, wait_all
 from torchmpi_py.nn.block_sequential import BlockSequential
 from torchmpi_py.nn.synchronize import check_dense, trainable
-
-
-class Unit(Protocol):
-    """What is reduced in one operation."""
-
-    parameters: list[torch.nn.Parameter]
-
-    def collect(self) -> Tensor:
-        """Give every parameter a gradient (zero for None), and return the tensor that holds all of them."""
-
-
-class _Single:
-    """A parameter by itself."""
-
-    def __init__(self, parameter: torch.nn.Parameter) -> None:
-        self.parameters = [parameter]
-
-    def collect(self) -> Tensor:
-        (parameter,) = self.parameters
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
 
 
 class AsyncBackward:
@@ -56,14 +36,16 @@ class AsyncBackward:
         self.frequency = frequency
         self.op = "avg" if average else "sum"
         self.names = {p: name for name, p in trainable(module).items()}
-        self._units = _units(module, list(self.names))
-        self._unit_of = {p: index for index, unit in enumerate(self._units) for p in unit.parameters}
+        self._buckets = Buckets(list(self.names), resolve(None), _blocks(module))
         self._passes = 0  # complete ones since the last reduction
         self._pass_id = -1  # autograd's number for the backward pass under way
-        self._ready = [0] * len(self._units)  # gradients there, per unit
+        self._ready = [0] * len(self._buckets.all)  # gradients there, per bucket
         self._handles: list[Handle[Tensor]] = []
         self._anywhere: Handle[Tensor] | None = None
-        self._hooks = [_after_gradient(p, self._on_gradient) for p in self.names]
+        self._module = weakref.ref(module)
+        hook = weakref.WeakMethod(self._on_gradient)  # hooks of tensors are not seen by the collector of cycles
+        self._hooks = [_after_gradient(p, lambda parameter: _alive(hook)(parameter)) for p in self.names]
+        _registered.setdefault(module, []).append(self)
 
     def synchronize(self) -> None:
         """Wait until the gradients of the last backward pass are reduced. Collective.
@@ -75,9 +57,7 @@ class AsyncBackward:
         handles, anywhere = [*self._handles, self._anywhere], self._anywhere
         self._reset()
         wait_all(handles)
-        for parameter, received in zip(self.names, anywhere.wait().tolist(), strict=True):
-            if not received:
-                parameter.grad = None
+        self._buckets.settle(anywhere.wait())
 
     def remove(self) -> None:
         """Wait for what is under way, and leave the module as it was."""
@@ -85,6 +65,8 @@ class AsyncBackward:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if (module := self._module()) is not None and self in _registered.get(module, []):
+            _registered[module].remove(self)
 
     def _on_gradient(self, parameter: Any) -> None:
         check_dense(self.names[parameter], parameter)
@@ -92,7 +74,9 @@ class AsyncBackward:
             self._begin_pass()
         if self._passes + 1 < self.frequency:
             return
-        self._ready[self._unit_of[parameter]] += 1
+        index = self._buckets.index_of[parameter]
+        self._buckets.all[index].take(parameter)
+        self._ready[index] += 1
         self._launch(only_ready=True)
 
     def _begin_pass(self) -> None:
@@ -101,42 +85,61 @@ class AsyncBackward:
                 "backward() ran again before synchronize(): it would add to gradients that are being reduced. Call "
                 "synchronize() after each backward(), or accumulate with register_async_backward(frequency=...)"
             )
+        self._check_parameters()
         wait_all(self._handles)  # none, unless the last pass broke off
-        self._handles, self._ready = [], [0] * len(self._units)
+        self._handles, self._ready = [], [0] * len(self._buckets.all)
         self._pass_id = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _check_parameters(self) -> None:
+        module = self._module()
+        named = () if module is None else module.named_parameters()
+        unknown = [name for name, p in named if p.requires_grad and p not in self.names]
+        if unknown:
+            raise RuntimeError(
+                f"{', '.join(unknown)}: new or trainable only since register_async_backward, so that nobody would "
+                "average it; remove() the registration, and register again"
+            )
+        if not all(bucket.fits(bucket.parameters) for bucket in self._buckets.all):
+            raise RuntimeError(
+                "parameters have another shape, dtype or device than at register_async_backward; remove() the "
+                "registration, and register again"
+            )
 
     def _end_pass(self) -> None:
         self._pass_id = -1
         self._passes += 1
         if self._passes < self.frequency:
             return
-        here = torch.tensor([p.grad is not None for p in self.names], dtype=torch.uint8, device="cpu")
+        here = self._buckets.received()
         self._launch(only_ready=False)
-        self._anywhere = verbs.allreduce_async(here, op="max")
+        self._anywhere = verbs.allreduce_async(here, op="max", comm=self._buckets.comm)
 
     def _launch(self, *, only_ready: bool) -> None:
-        """Launch the next units, in order, as long as their gradients are there."""
-        while len(self._handles) < len(self._units):
-            index = len(self._handles)
-            if only_ready and self._ready[index] < len(self._units[index].parameters):
+        """Launch the next buckets, in order, as long as their gradients are there."""
+        for bucket in self._buckets.all[len(self._handles) :]:
+            if only_ready and self._ready[len(self._handles)] < len(bucket.parameters):
                 return
-            self._handles.append(verbs.allreduce_async(self._units[index].collect(), op=self.op))
+            self._handles.append(bucket.launch(self.op))
 
     def _reset(self) -> None:
         self._passes = 0
-        self._ready = [0] * len(self._units)
+        self._ready = [0] * len(self._buckets.all)
         self._handles = []
         self._anywhere = None
+
+
+_registered: weakref.WeakKeyDictionary[torch.nn.Module, list[AsyncBackward]] = weakref.WeakKeyDictionary()
 
 
 def register_async_backward(module: torch.nn.Module, *, frequency: int = 1, average: bool = True) -> AsyncBackward:
     """Reduce gradients while ``backward`` is still computing others.
 
-    Every ``frequency``-th backward pass launches the allreduce of each gradient (of each block, in a BlockSequential)
-    when it is there; the passes between accumulate. Call ``synchronize()`` on the result after each ``backward()``,
-    before the optimizer; ``remove()`` ends it. Every rank registers the same module and runs the same number of
-    backward passes.
+    Every ``frequency``-th backward pass launches the allreduce of each bucket of gradients (each block, in a
+    BlockSequential) when they are there; the passes between accumulate. ``p.grad`` becomes a view of a flat buffer that
+    the next reduction overwrites: clone what you want to keep, save or send. Call ``synchronize()`` on the result after
+    each ``backward()``, before the optimizer; ``remove()`` ends it. Every rank registers the same module and runs the
+    same number of backward passes.
     """
     return AsyncBackward(module, frequency=frequency, average=average)
 
@@ -145,13 +148,12 @@ def _after_gradient(parameter: torch.nn.Parameter, hook: Callable[[Any], None]) 
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _units(module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Unit]:
-    """Blocks of the BlockSequentials inside, and every other parameter by itself, in the order of backward."""
-    blocks = [b for m in module.modules() if isinstance(m, BlockSequential) for b in m.blocks]
-    whole = [block for block in blocks if block.parameters and all(p.requires_grad for p in block.parameters)]
-    unit_of: dict[torch.nn.Parameter, Unit] = {p: block for block in whole for p in block.parameters}
-    units: dict[int, Unit] = {}
-    for parameter in reversed(parameters):
-        unit = unit_of.get(parameter) or _Single(parameter)
-        units.setdefault(id(unit), unit)
-    return list(units.values())
+def _alive(method: Callable[[], Callable[[Any], None] | None]) -> Callable[[Any], None]:
+    """The method; once its object is gone nothing happens."""
+    return method() or (lambda parameter: None)
+
+
+def _blocks(module: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
+    """The parameters of the blocks of all BlockSequentials inside that are trained as a whole."""
+    blocks = [block.parameters for m in module.modules() if isinstance(m, BlockSequential) for block in m.blocks]
+    return [parameters for parameters in blocks if parameters and all(p.requires_grad for p in parameters)]

@@ -5,14 +5,18 @@ Everything runs on the current level. Small tensors travel together, in flat buf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from torchmpi_py import config
+from torchmpi_py.buckets import Buckets, grouped
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.consistency import check_all_with_allreduce
+from torchmpi_py.communicators import resolve
+
+_buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
 
 
 def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> None:
@@ -32,15 +36,15 @@ def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None
     """Replace every ``p.grad`` by its mean over the ranks (sum, with ``average=False``). Collective.
 
     TorchMPI summed. A parameter that got no gradient here counts as zero; one that got none on any rank keeps None.
-    Call it once per step, after ``backward``. The same parameters must be trainable on every rank.
+    Call it once per step, after ``backward``. The same parameters must be trainable on every rank. ``p.grad`` becomes a
+    view of a flat buffer, which is made at the first call and overwritten at the next: clone what you want to keep,
+    save or send.
     """
-    parameters = list(trainable(module).values())
-    received = [torch.tensor([float(p.grad is not None)], dtype=p.dtype, device=p.device) for p in parameters]
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    _fused([*gradients, *received], lambda flat: verbs.allreduce(flat, op="avg" if average else "sum"))
-    for parameter, gradient, anywhere in zip(parameters, gradients, received, strict=True):
-        if parameter.grad is None and anywhere.item():
-            parameter.grad = gradient
+    parameters, comm = list(trainable(module).values()), resolve(None)
+    buckets = _buckets.get(module)
+    if buckets is None or not buckets.fit(parameters, comm):
+        buckets = _buckets[module] = Buckets(parameters, comm)
+    buckets.reduce("avg" if average else "sum")
 
 
 def check_with_allreduce(module: torch.nn.Module) -> None:
@@ -70,7 +74,7 @@ def check_dense(name: str, parameter: torch.nn.Parameter) -> None:
 
 def _fused(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
     """Run an in-place collective over all tensors, the small ones in common flat buffers, in an order of its own."""
-    for group in _groups(tensors):
+    for group in grouped(tensors):
         if len(group) == 1:
             collective(group[0])
             continue
@@ -78,19 +82,3 @@ def _fused(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) ->
         collective(flat)
         for x, part in zip(group, torch.split(flat, [x.numel() for x in group]), strict=True):
             x.copy_(part.view_as(x))
-
-
-def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device, in order, together not more than ``fuse_bytes`` (or one that is larger)."""
-    limit = config.current.fuse_bytes
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for x in tensors:
-        kinds.setdefault((x.dtype, x.device), []).append(x)
-    for members in kinds.values():
-        group: list[Tensor] = []
-        for x in members:
-            if group and sum(y.nbytes for y in group) + x.nbytes > limit:
-                yield group
-                group = []
-            group.append(x)
-        yield group

@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from torchmpi_py.bench import arguments
+from torchmpi_py.bench.__main__ import main
+from torchmpi_py.bench.errors import UsageError
+
+
+def test_options():
+    options = arguments.parse(["compare", "--sizes", "4:1K:16x", "--dtype", "bfloat16", "--flavours", "mpi,ring"])
+    assert options.sizes == [4, 64, 1024]
+    assert options.dtype == torch.bfloat16
+    assert options.flavours == ["mpi", "ring"]
+    assert (options.verb, options.op, options.buffers, options.verify) == ("allreduce", "sum", "both", True)
+    assert arguments.parse(["run"]).dtype == torch.float32
+    assert arguments.parse(["step", "--layers", "8,4,2"]).layers == [8, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "run | compare | step | tune | plot"),
+        ("tune --seconds x", "'x' is not"),
+        ("run --verb foo", "'foo'.*allreduce.*scatter"),
+        ("run --op foo", "'foo'.*sum.*lor"),
+        ("run --dtype foo", "'foo'.*float32.*bool"),
+        ("run --sizes 4Q", "'4Q'.*64K"),
+        ("run --seconds 0", "'0' is not"),
+        ("run --max-memory much", "'much'"),
+        ("step --layers 4", "'4'.*two widths"),
+        ("step --batch x", "'x'"),
+        ("step --steps -1", "'-1'"),
+        ("plot a.json", "FILE.png"),
+    ],
+)
+def test_a_mistake_is_named_with_what_is_known(words, told):
+    with pytest.raises(UsageError, match=told):
+        arguments.parse(words.split())
+
+
+def test_without_a_launcher_a_mistake_is_told_at_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torchmpi_py.launch.variables.rank", lambda environment: None)
+    assert main(["plot", str(tmp_path / "none.json"), "x.png"]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_help_is_given_by_rank_0_alone(capsys, monkeypatch):
+    for rank, is_shown in ((None, True), (0, True), (1, False)):
+        monkeypatch.setattr("torchmpi_py.launch.variables.rank", lambda environment, rank=rank: rank)
+        with pytest.raises(SystemExit):
+            arguments.parse(["run", "--help"])
+        assert ("--verb" in capsys.readouterr().out) is is_shown

@@ -1,0 +1,63 @@
+import itertools
+
+import pytest
+import torch
+
+from torchmpi_py.bench import buffers
+from torchmpi_py.bench.errors import UsageError
+from torchmpi_py.bench.verbs import VERBS, Task
+
+MIB = 1 << 20
+
+
+def task(verb):
+    return Task(VERBS[verb], torch.float32, "sum", 0, 2)
+
+
+def planned(verb, sizes, **changed):
+    options = {"max_bytes": 64 * MIB, "cache_bytes": 8 * MIB, "with_symmetric": False, "with_cold": True} | changed
+    return buffers.plan(task(verb), sizes, **options)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("num_bytes", [8, 4096, MIB])
+def test_cold_slots_exceed_the_cache_and_do_not_overlap(verb, num_bytes):
+    plan = planned(verb, [8, MIB])
+    num_slots = plan.num_slots(task(verb), num_bytes, is_symmetric=False, is_cold=True)
+    slab = buffers.make_slab(plan.plain_bytes)
+    rotation = buffers.Rotation(slab, task(verb), num_bytes, num_slots)
+    slots = [rotation.take() for _ in range(num_slots)]
+    tensors = [t for slot in slots for t in (slot.x, slot.out) if t is not None]
+    ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
+    assert ranges[-1][1] - ranges[0][0] > 8 * MIB
+    assert not plan.is_too_small(task(verb), num_bytes)
+    assert rotation.take().x.data_ptr() == slots[0].x.data_ptr()
+    assert slots[0].whole.nbytes == num_bytes
+
+
+def test_warm_slots_are_as_few_as_will_do():
+    plan = planned("allreduce", [MIB], with_symmetric=True, with_cold=False)
+    assert [plan.num_slots(task("allreduce"), 8, is_symmetric=kind, is_cold=False) for kind in (False, True)] == [2, 1]
+    assert plan.plain_bytes < 2.1 * MIB
+    assert plan.symmetric_bytes < 1.1 * MIB
+
+
+def test_memory_is_kept_within_the_limit():
+    plan = planned("allreduce", [8, MIB], max_bytes=4 * MIB, with_symmetric=True)
+    assert plan.plain_bytes + plan.symmetric_bytes <= 4 * MIB
+    assert plan.is_too_small(task("allreduce"), MIB)
+    with pytest.raises(UsageError, match=r"allreduce of 2 MiB needs buffers of .* the limit is 4 MiB"):
+        planned("allreduce", [8, 2 * MIB], max_bytes=4 * MIB)
+
+
+def test_clearing_starts_anew():
+    rotation = buffers.Rotation(buffers.make_slab(MIB), task("allgather"), 64, 2)
+    first = rotation.take()
+    first.x.fill_(3)
+    first.result.fill_(4)
+    rotation.clear()
+    again = rotation.take()
+    assert again.x.data_ptr() == first.x.data_ptr()
+    assert not again.x.any()
+    assert not again.result.any()

@@ -1,0 +1,52 @@
+"""The command, run as its users run it: two ranks through the MPI of this environment."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchmpi_py.bench import results
+
+TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
+pytestmark = [
+    pytest.mark.timeout(90),
+    pytest.mark.skipif(not TORCHMPIRUN.exists(), reason=f"no {TORCHMPIRUN}: install the package"),
+]
+
+
+def bench(*words, code=0):
+    command = [TORCHMPIRUN, "-n", 2, "-m", "torchmpi_py.bench", *words]
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=80, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def test_compare(tmp_path):
+    pytest.importorskip("matplotlib")
+    quick = ["--seconds", "0.01", "--max-memory", "1M", "--progress"]
+    files = ["--json", tmp_path / "r.json", "--plot", tmp_path / "r.png"]
+    output, errors = bench("compare", "--sizes", "4,1K", *quick, *files)
+    report = results.load(tmp_path / "r.json")
+    assert report.num_ranks == 2
+    assert {(row.num_bytes, row.buffers) for row in report.rows} == {
+        (num_bytes, kind) for num_bytes in (4, 1024) for kind in ("warm", "cold")
+    }
+    assert output.count("| us median |") == 1
+    assert output.count("\n|") == 2 + len(report.rows)
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert "cold" in errors  # the bar
+
+
+def test_a_training_step():
+    output, errors = bench("step", "--layers", "6,5,3", "--batch", "4", "--steps", "5")
+    assert "| engine, asynchronous " in output
+    assert errors == ""
+
+
+def test_a_mistake_ends_all_ranks_with_code_2():
+    output, errors = bench("compare", "--verb", "foo", code=2)
+    assert output == ""
+    assert errors.count("'foo'") == 1

@@ -1,0 +1,147 @@
+"""Reports of real measurements, in this process and its fellow ranks."""
+
+import pytest
+import torch
+
+from torchmpi_py.bench import arguments, collective, field, gloo
+from torchmpi_py.bench.contestants import COPY, GLOO, RAW_MPI
+from torchmpi_py.bench.errors import UsageError, WrongValue
+from torchmpi_py.bench.verbs import VERBS, Task
+from torchmpi_py.collectives.registry import Row
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+QUICK = ["--seconds", "0.001", "--max-memory", "1M"]
+
+
+def measured(*words):
+    from mpi4py import MPI
+
+    return collective.report(MPI.COMM_WORLD, arguments.parse([*words, *QUICK]))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_gives_right_values(mpi, verb):
+    report = measured("run", "--verb", verb, "--sizes", "4,3K")
+    assert [(row.what, row.buffers) for row in report.rows] == [("selector", "warm"), ("selector", "cold")] * 2
+    assert all(row.median_seconds <= row.p99_seconds for row in report.rows)
+    assert all(row.num_turns >= 5 for row in report.rows)
+
+
+@pytest.mark.parametrize(("dtype", "op"), [("bfloat16", "avg"), ("int8", "prod"), ("bool", "bxor"), ("float64", "max")])
+def test_every_dtype_gives_right_values(mpi, dtype, op):
+    report = measured("run", "--verb", "reduce_scatter", "--sizes", "200K", "--dtype", dtype, "--op", op)
+    assert (report.dtype, report.op) == (dtype, op)
+
+
+def test_asynchronous_and_symmetric_forms_are_named(mpi):
+    assert measured("run", "--sizes", "4", "--async", "--buffers", "warm").rows[0].what == "selector, async"
+    if field.has_symmetric():
+        report = measured("run", "--sizes", "4", "--flavour", "mpi", "--symmetric", "--buffers", "warm")
+        assert report.rows[0].what == "mpi, symmetric"
+
+
+@pytest.mark.parametrize("verb", ["allreduce", "gather"])
+def test_all_take_part_at_every_size(mpi, verb):
+    ours = ["mpi", "selector", *(["symmetric"] if field.has_symmetric() else [])]
+    words = ["compare", "--verb", verb, "--sizes", "8,3K", "--buffers", "warm", "--flavours", ",".join(ours)]
+    report = measured(*words)
+    names = [row.what for row in report.rows]
+    assert {*ours, RAW_MPI, COPY} <= set(names)
+    assert names == 2 * names[: len(names) // 2]
+    assert GLOO in names or any(GLOO in note for note in report.notes)
+    assert report.num_ranks == mpi.size()
+    from mpi4py import MPI
+
+    assert MPI.COMM_WORLD.allgather(report.rows) == [report.rows] * mpi.size()
+
+
+def test_without_flavours_all_that_are_available_take_part(mpi):
+    from mpi4py import MPI
+
+    task = Task(VERBS["allreduce"], torch.float32, "sum", mpi.rank(), mpi.size())
+    names = [contestant.name for contestant in field.for_compare(MPI.COMM_WORLD, task, None, with_gloo=True)]
+    rows = [row for row in mpi.availability() if (row.verb, row.device) == ("allreduce", "cpu")]
+    available = [row.flavour for row in rows if row.status == "available"]
+    assert names[: len(available) + 1] == [*available, "selector"]
+    assert names[-3:] == [RAW_MPI, GLOO, COPY]
+
+
+def test_who_cannot_is_left_out_with_the_reason(mpi, monkeypatch):
+    monkeypatch.setattr(gloo, "_host", lambda: "nowhere.invalid" / 0)
+    report = measured("compare", "--sizes", "4", "--dtype", "bfloat16", "--buffers", "warm", "--flavours", "mpi")
+    assert [row.what for row in report.rows] == ["mpi", COPY]
+    assert any(f"{GLOO} is left out: " in note for note in report.notes)
+    assert any(f"{RAW_MPI} is left out: " in note for note in report.notes)
+
+
+def test_cold_buffers_that_fit_the_cache_are_pointed_out(mpi, monkeypatch):
+    monkeypatch.setattr("torchmpi_py.bench.machine.last_level_cache_bytes", lambda: 1 << 30)
+    assert any("may be warm" in note for note in measured("run", "--sizes", "4").notes)
+    monkeypatch.setattr("torchmpi_py.bench.machine.last_level_cache_bytes", lambda: 1 << 16)
+    assert measured("run", "--sizes", "4").notes == []
+
+
+def corrupted(verb, rank, calls=0):
+    """The verb, which from call number ``calls`` on gives a wrong last element on ``rank``."""
+    made = 0
+
+    def wrong(x, **options):
+        nonlocal made
+        result = verb(x, **options)
+        if made >= calls and mpi_rank() == rank:
+            result[-1] += 1
+        made += 1
+        return result
+
+    return wrong
+
+
+def mpi_rank():
+    import torchmpi_py
+
+    return torchmpi_py.rank()
+
+
+def test_a_wrong_value_ends_the_run_on_every_rank(mpi, monkeypatch):
+    last = mpi.size() - 1
+    monkeypatch.setattr(mpi, "allreduce", corrupted(mpi.allreduce, last))
+    told = (
+        rf"^mpi: allreduce of 1024 bytes \(float32 sum\), warm buffers, before timing: rank {last} has .* element 255"
+    )
+    with pytest.raises(WrongValue, match=told):
+        measured("compare", "--sizes", "1K", "--flavours", "mpi")
+    assert measured("run", "--sizes", "1K", "--flavour", "mpi", "--no-verify").rows
+
+
+def test_a_value_that_goes_wrong_later_is_found(mpi, monkeypatch):
+    monkeypatch.setattr(mpi, "allreduce", corrupted(mpi.allreduce, 0, calls=4))
+    with pytest.raises(WrongValue, match="after timing: rank 0 has"):
+        measured("run", "--sizes", "1K", "--flavour", "mpi")
+
+
+def test_flavours_that_cannot_be_had_are_refused_with_the_reason(mpi, monkeypatch):
+    with pytest.raises(UsageError, match=r"'foo' is unknown; known flavours: mpi.*selector"):
+        measured("run", "--flavour", "foo")
+    rows = [Row("allreduce", "cpu", "mpi", "unavailable: the moon is full")]
+    monkeypatch.setattr(mpi, "availability", lambda: rows)
+    with pytest.raises(UsageError, match=r"'mpi' cannot do allreduce here: unavailable: the moon is full"):
+        measured("compare", "--flavours", "mpi")
+
+
+def test_what_the_verb_does_not_take_is_refused(mpi):
+    with pytest.raises(UsageError, match=r"'band' is not defined for torch\.float32"):
+        measured("run", "--op", "band")
+    with pytest.raises(UsageError, match="--max-memory"):
+        measured("run", "--sizes", "4,1G")
+
+
+def test_timed_sums_stay_finite(mpi, monkeypatch):
+    seen = []
+
+    def noted(x, **options):
+        seen.append(x)
+        return x
+
+    monkeypatch.setattr(mpi, "allreduce", noted)
+    measured("run", "--sizes", "1K", "--no-verify", "--buffers", "warm")
+    assert torch.equal(seen[-1], torch.zeros(256))

@@ -1,0 +1,105 @@
+import dataclasses
+import json
+
+import pytest
+
+from torchmpi_py.bench import plot, table
+from torchmpi_py.bench.contestants import COPY, RAW_MPI
+from torchmpi_py.bench.errors import UsageError
+from torchmpi_py.bench.results import Report, Row, load, make_row, quantile, store
+
+
+def report(verb="allreduce", kinds=("warm", "cold")):
+    rows = [
+        Row(num_bytes, what, kind, seconds * num_bytes, 2 * seconds * num_bytes, 7)
+        for num_bytes in (4, 1 << 20)
+        for kind in kinds
+        for what, seconds in (("mpi", 2e-9), ("ring", 1e-9), (RAW_MPI, 3e-9), (COPY, 0.5e-9))
+    ]
+    return Report(verb, "float32", "sum", 4, {"processor": "a fast one", "cores": "8"}, ["a remark"], rows)
+
+
+def test_quantiles_are_times_that_were_measured():
+    times = [float(second) for second in range(100, 0, -1)]
+    assert quantile(times, 0.5) == 50
+    assert quantile(times, 0.99) == 99
+    assert quantile([3.0], 0.5) == quantile([3.0], 0.99) == 3
+    assert make_row(8, "mpi", "warm", [1.0, 3.0, 2.0]) == Row(8, "mpi", "warm", 2.0, 3.0, 3)
+
+
+def test_bandwidths_and_ratios():
+    measured = report()
+    ring = measured.rows[1]
+    assert ring.bytes_per_second == pytest.approx(1e9)
+    assert measured.bus_bytes_per_second(ring) == pytest.approx(1.5e9)
+    assert measured.times_faster(ring, RAW_MPI) == pytest.approx(3)
+    assert measured.times_faster(ring, COPY) == pytest.approx(0.5)
+    assert measured.times_faster(ring, "torch gloo") is None
+
+
+def test_json_round_trip(tmp_path):
+    store(report(), tmp_path / "r.json")
+    assert load(tmp_path / "r.json") == report()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "else"}', '{"format": "torchmpi_py.bench collective 1"}'])
+def test_another_file_is_refused_by_name(tmp_path, text):
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(UsageError, match=r"r\.json is not a report"):
+        load(tmp_path / "r.json")
+
+
+def test_the_table_is_markdown_with_columns_in_line():
+    text = table.render(report())
+    assert "- cores: 8" in text
+    assert "Note: a remark." in text
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({len(line) for line in lines}) == 1
+    assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in lines}) == 1
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")][-2:] == ["x raw MPI", "x limit"]
+    cells = [cell.strip() for cell in lines[3].strip("|").split("|")]
+    assert cells == ["4", "ring", "warm", "0.00400", "0.00800", "1.00", "1.50", "3.00", "0.500"]
+
+
+def test_one_contestant_has_nothing_to_be_compared_with():
+    alone = dataclasses.replace(report(), rows=report().rows[2:3])
+    assert "x raw MPI" not in table.render(alone)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0.0, "0.00"),
+        (1234.5, "1234"),
+        (99.96, "100"),
+        (12.34, "12.3"),
+        (0.5, "0.500"),
+        (1.2e-7, "0.00000"),
+    ],
+)
+def test_numbers_have_three_digits(value, text):
+    assert table.number(value) == text
+
+
+@pytest.mark.parametrize("kinds", [("warm",), ("warm", "cold")])
+def test_a_picture_is_drawn(tmp_path, kinds):
+    pytest.importorskip("matplotlib")
+    plot.draw(report(kinds=kinds), tmp_path / "r.png")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_unknown_kind_is_refused(tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(UsageError, match=r"r\.foo"):
+        plot.draw(report(), tmp_path / "r.foo")
+
+
+def test_ticks_are_short():
+    assert [plot._short(value, 0) for value in (4, 1024, 1.5 * 2**20, 2**30)] == ["4", "1K", "1.5M", "1G"]
+
+
+def test_stored_reports_are_plain(tmp_path):
+    store(report(), tmp_path / "r.json")
+    stored = json.loads((tmp_path / "r.json").read_text())
+    assert stored["rows"][0]["what"] == "mpi"

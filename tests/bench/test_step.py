@@ -1,0 +1,89 @@
+import json
+
+import pytest
+import torch
+
+from torchmpi_py.bench import arguments, step
+from torchmpi_py.bench.errors import WrongValue
+from torchmpi_py.bench.trainers import DDP, NONE, make_network, make_samples, trainers
+from torchmpi_py.errors import RanksDisagree
+
+pytestmark = pytest.mark.timeout(60)
+TINY = ["step", "--layers", "6,5,3", "--batch", "4", "--steps", "7"]
+
+
+@pytest.mark.mpi
+def test_every_way_is_timed_and_trains_alike(mpi, capsys, tmp_path):
+    from mpi4py import MPI
+
+    if mpi.size() > 3:
+        pytest.skip("the first use of DDP and of an optimizer imports for seconds a rank; 3 ranks show as much")
+    file = tmp_path / "step.json"
+    step.main(MPI.COMM_WORLD, arguments.parse([*TINY, "--json", str(file)]))
+    if mpi.rank() == 0:
+        printed = capsys.readouterr().out
+        stored = json.loads(file.read_text())
+        assert list(stored["median_seconds"]) == [
+            NONE,
+            DDP,
+            "synchronize_gradients",
+            "register_async_backward",
+            "engine",
+            "engine, asynchronous",
+        ]
+        assert all(f"| {name} " in printed for name in stored["median_seconds"])
+        assert stored["num_steps"] == 9  # whole runs
+        assert "x DDP's added" in printed
+
+
+@pytest.mark.mpi
+def test_a_way_that_does_not_average_is_found(mpi, monkeypatch):
+    from mpi4py import MPI
+
+    if mpi.size() not in (2, 3):
+        pytest.skip("one rank has nothing to average, and 3 show as much as more")
+    monkeypatch.setattr("torchmpi_py.nn.synchronize_gradients", lambda network: None)
+    with pytest.raises(WrongValue, match="'synchronize_gradients' is not that of 'DDP on gloo'"):
+        step.main(MPI.COMM_WORLD, arguments.parse(TINY))
+
+
+@pytest.mark.mpi
+def test_parameters_that_drift_apart_are_found(mpi, monkeypatch):
+    from mpi4py import MPI
+
+    if mpi.size() not in (2, 3):
+        pytest.skip("one rank agrees with itself, and 3 show as much as more")
+    monkeypatch.setattr(step, "_check_alike", lambda made: None)
+    monkeypatch.setattr("torchmpi_py.nn.synchronize_gradients", lambda network: None)
+    with pytest.raises(RanksDisagree):
+        step.main(MPI.COMM_WORLD, arguments.parse(TINY))
+
+
+@pytest.mark.mpi
+def test_a_step_ends_with_done_in_every_way(mpi):
+    samples = make_samples([6, 5, 3], batch=4, num_steps=3, rank=mpi.rank())
+    for trainer in trainers([6, 5, 3], with_ddp=False):
+        ends = []
+        before = [parameter.clone() for parameter in trainer.network.parameters()]
+        trainer.train(samples, lambda ends=ends: ends.append(1))
+        assert len(ends) == 3, trainer.name
+        assert not any(old.equal(new) for old, new in zip(before, trainer.network.parameters(), strict=True))
+
+
+def test_networks_are_equal_and_data_is_each_ranks_own():
+    one, other = make_network([6, 5, 3]), make_network([6, 5, 3])
+    assert all(x.equal(y) for x, y in zip(one.parameters(), other.parameters(), strict=True))
+    (x, y), (of_other, _) = (make_samples([6, 5, 3], 4, 1, rank)[0] for rank in (0, 1))
+    assert x.shape == (4, 6)
+    assert y.dtype == torch.int64
+    assert not x.equal(of_other)
+
+
+def test_the_table_without_ddp_has_no_ratio():
+    report = step.StepReport(
+        [6, 3], 4, 5, {}, ["DDP on gloo is left out: no reason"], {NONE: 0.001, "engine": 0.003}, {}
+    )
+    lines = step.render(report).splitlines()
+    assert any(
+        line.split("|")[1:5] == [" engine           ", "    3.00 ", "     2.00 ", "             - "] for line in lines
+    )

@@ -1,0 +1,47 @@
+import collections
+import itertools
+import time
+
+import pytest
+
+from torchmpi_py.collectives import timing
+
+
+@pytest.mark.parametrize("num_functions", range(1, 8))
+def test_every_function_follows_every_other_one_equally_often(num_functions):
+    pairs = collections.Counter()
+    for turn in range(2 * num_functions):
+        order = timing.order(num_functions, turn)
+        assert sorted(order) == list(range(num_functions))
+        pairs.update(itertools.pairwise(order))
+    assert len(pairs) == num_functions * (num_functions - 1)
+    assert set(pairs.values()) <= {2}
+
+
+@pytest.mark.mpi
+def test_all_ranks_get_the_times_of_the_slowest(mpi):
+    from mpi4py import MPI
+
+    calls = []
+    functions = {"quick": lambda: calls.append("quick"), "slow": lambda: time.sleep(0.02 * (mpi.rank() == 0))}
+    times = timing.interleaved(MPI.COMM_WORLD, functions, seconds=0, min_turns=3, max_turns=9)
+    assert list(times) == ["quick", "slow"]
+    assert [len(of_function) for of_function in times.values()] == [3, 3]
+    assert len(calls) == 4  # one is untimed
+    assert min(times["slow"]) >= 0.02
+    assert MPI.COMM_WORLD.allgather(times) == [times] * mpi.size()
+
+
+@pytest.mark.mpi
+def test_rank_0_decides_the_number_of_turns(mpi):
+    from mpi4py import MPI
+
+    seconds = 10.0 if mpi.rank() == 0 else 0.0
+    times = timing.interleaved(MPI.COMM_WORLD, {"f": lambda: None}, seconds=seconds, min_turns=1, max_turns=7)
+    assert len(times["f"]) == 7
+    assert timing.interleaved(MPI.COMM_WORLD, {}, seconds=0.0, min_turns=1, max_turns=2) == {}
+
+
+def test_turns_must_be_positive():
+    with pytest.raises(ValueError, match="min_turns=0"):
+        timing.interleaved(None, {}, seconds=1.0, min_turns=0, max_turns=3)

@@ -1,0 +1,287 @@
+"""The autotuner: choices from times, the file that keeps them, and a small real run."""
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import types
+
+import pytest
+
+from torchmpi_py import config
+from torchmpi_py.channels import Place
+from torchmpi_py.collectives import autotune, crossovers, tuning_file
+from torchmpi_py.collectives.selector import Choice, Key, selector
+from torchmpi_py.errors import RanksDisagree, TorchMPIError
+
+pytestmark = pytest.mark.timeout(120)
+
+FACTS = tuning_file.Facts("Some MPI 1.2", "here", "2x1", "a processor")
+ROWS = {
+    Key("allreduce"): [Choice(4096, "mpi", "2.0x shared at 64 B, measured"), Choice(math.inf, "shared", "measured")],
+    Key("broadcast", "nodes", True): [Choice(math.inf, "mpi", "measured")],
+}
+
+
+@pytest.fixture
+def table():
+    """The selector, which gets its rows back."""
+    rows, source = {key: selector[key] for key in selector}, selector.source
+    yield selector
+    selector.load(rows, source)
+
+
+def pairs(choices):
+    return [(choice.max_bytes, choice.flavour) for choice in choices]
+
+
+# From times to choices
+
+
+def chosen(points):
+    return crossovers.choose([(size, {name: [took] * 3 for name, took in times.items()}) for size, times in points])
+
+
+def hopeless(name, points):
+    return crossovers.is_hopeless(
+        name, [(size, {key: [took] for key, took in times.items()}) for size, times in points]
+    )
+
+
+def test_crossovers_are_between_the_sizes_where_the_winner_changes():
+    points = [(4, {"mpi": 1, "ring": 9}), (16, {"mpi": 2, "ring": 4}), (64, {"mpi": 8, "ring": 4})]
+    choices = chosen(points)
+    assert pairs(choices) == [(32, "mpi"), (math.inf, "ring")]
+    assert [choice.why for choice in choices] == ["2.0x ring at 16 B, measured", "2.0x mpi at 64 B, measured"]
+
+
+def test_a_close_call_displaces_nobody():
+    close = [(4, {"mpi": 1, "ring": 2}), (16, {"mpi": 1.04, "ring": 1}), (64, {"mpi": 1, "ring": 1.01})]
+    assert pairs(chosen(close)) == [(math.inf, "mpi")]
+    clear = [(4, {"mpi": 1, "ring": 2}), (16, {"mpi": 1.06, "ring": 1}), (64, {"mpi": 1, "ring": 1.04})]
+    assert pairs(chosen(clear)) == [(8, "mpi"), (math.inf, "ring")]
+
+
+def test_a_load_that_comes_and_goes_displaces_nobody():
+    calm, loaded = {"mpi": [1, 1, 1, 1], "ring": [2, 2, 2, 2]}, {"mpi": [1, 1, 9, 9, 9], "ring": [2, 2, 2, 2, 2]}
+    assert pairs(crossovers.choose([(4, calm), (16, loaded)])) == [(math.inf, "mpi")]
+
+
+def test_a_flavour_that_was_dropped_cannot_win():
+    points = [(1 << 20, {"mpi": 1, "ring": 2}), (4 << 20, {"ring": 3, "shared": 2})]
+    assert pairs(chosen(points)) == [(2 << 20, "mpi"), (math.inf, "shared")]
+    assert chosen(points)[1].why == "1.5x ring at 4 MiB, measured"
+    assert chosen([(4, {"mpi": 1})]) == [Choice(math.inf, "mpi", "the only one in the race")]
+
+
+def test_hopeless_is_twice_running_and_where_it_costs():
+    slow = {"mpi": 1, "ring": 9}
+    assert hopeless("ring", [(256 << 10, slow), (1 << 20, slow)])
+    assert not hopeless("mpi", [(256 << 10, slow), (1 << 20, slow)])
+    assert not hopeless("ring", [(256 << 10, {"mpi": 1, "ring": 7}), (1 << 20, slow)])
+    assert not hopeless("ring", [(4, slow), (16, slow)])
+    assert not hopeless("ring", [(1 << 20, slow)])
+
+
+def test_sizes_are_multiples_of_the_ranks_where_they_must_be():
+    assert autotune._counts("allreduce", 3, 256) == [1, 4, 16, 64]
+    assert autotune._counts("alltoall", 3, 256) == [3, 6, 18, 66]
+    assert autotune._counts("allgather", 5, 64) == [5, 20]
+
+
+# The file
+
+
+def test_ranks_per_node():
+    assert tuning_file.ranks_per_node([Place(0, 0), Place(0, 1)]) == "2x1"
+    assert tuning_file.ranks_per_node([Place(0, 0), Place(1, 0), Place(0, 1), Place(3, 0), Place(1, 1)]) == "2x2+1x1"
+
+
+def test_where_the_file_is(monkeypatch):
+    assert config.tuning_directory({"TORCHMPI_TUNING_DIR": "/a", "XDG_CACHE_HOME": "/b"}).as_posix() == "/a"
+    assert config.tuning_directory({"XDG_CACHE_HOME": "/b"}).as_posix() == "/b/torchmpi_py"
+    assert config.tuning_directory({}).as_posix().endswith("/.cache/torchmpi_py")
+    monkeypatch.setenv("TORCHMPI_TUNING_DIR", "/a")
+    assert FACTS.path().as_posix() == "/a/selector-Some_MPI_1.2-here-2x1.json"
+
+
+def test_the_file_gives_back_what_was_written_and_keeps_other_rows(tmp_path):
+    path = tmp_path / "new" / "file.json"
+    date = tuning_file.write(path, FACTS, ROWS)
+    assert tuning_file.read(path, FACTS) == (ROWS, date)
+    more = {Key("allreduce"): [Choice(math.inf, "ring", "measured")]}
+    tuning_file.write(path, FACTS, more)
+    assert tuning_file.read(path, FACTS)[0] == {**ROWS, **more}
+    other = FACTS._replace(host="there")
+    tuning_file.write(path, other, more)
+    assert tuning_file.read(path, other)[0] == more
+    assert os.listdir(path.parent) == ["file.json"]
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch, caplog):
+    """The path of a sound file for a made-up job, and a function that starts that job: it returns what was logged."""
+    monkeypatch.setenv("TORCHMPI_TUNING_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning_file, "facts", lambda world: FACTS)
+    caplog.set_level(logging.INFO, "torchmpi_py")
+    tuning_file.write(FACTS.path(), FACTS, ROWS)
+    channel = types.SimpleNamespace(mpi=types.SimpleNamespace(bcast=lambda x: x))
+
+    def load():
+        tuning_file.load_for(types.SimpleNamespace(rank=0, direct=channel))
+        return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+    return FACTS.path(), load
+
+
+def test_loading_fills_the_selector_and_says_so(table, kept):
+    path, load = kept
+    table["reduce"] = "mpi"
+    table["broadcast", "nodes", True] = [(100, "mpi"), (math.inf, "shared")]
+    ((level, said),) = load()
+    assert level == "INFO"
+    assert said == f"selector: {table.source}"
+    assert said.startswith("selector: measured on ")
+    assert said.endswith(str(path))
+    assert table["allreduce"] == ROWS[Key("allreduce")]
+    assert pairs(table["broadcast", "nodes", True]) == [(100, "mpi"), (math.inf, "shared")], "the program's own choice"
+    assert pairs(table["reduce"]) == [(math.inf, "mpi")]
+
+
+def test_no_file_is_no_news(table, kept):
+    path, load = kept
+    path.unlink()
+    assert load() == []
+
+
+def spoil(content, **changes):
+    return json.dumps({**content, **changes})
+
+
+def with_choices(content, *choices):
+    return spoil(content, rows=[{"verb": "allreduce", "scope": "node", "symmetric": False, "choices": choices}])
+
+
+SPOILT = {
+    "not JSON": lambda content: "{",
+    "not text": lambda content: b"\xff\xfe\xff".decode("latin-1") + "\x00",
+    "a list": lambda content: "[]",
+    "another format": lambda content: spoil(content, format=0),
+    "another host": lambda content: spoil(content, facts={**content["facts"], "host": "there"}),
+    "another processor": lambda content: spoil(content, facts={**content["facts"], "cpu": "another"}),
+    "facts are missing": lambda content: spoil(content, facts={}),
+    "rows are missing": lambda content: spoil(content, rows=None),
+    "unknown verb": lambda content: spoil(content, rows=[{**content["rows"][0], "verb": "allred"}]),
+    "unknown flavour": lambda content: with_choices(content, [None, "quick", ""]),
+    "not monotonic": lambda content: with_choices(content, [64, "mpi", ""], [16, "shared", ""], [None, "mpi", ""]),
+    "no end": lambda content: with_choices(content, [64, "mpi", ""]),
+    "no choices": lambda content: with_choices(content),
+    "no limits": lambda content: with_choices(content, ["mpi"]),
+    "words": lambda content: with_choices(content, ["64", "mpi", ""], [None, "mpi", ""]),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_file_that_is_stale_or_broken_is_ignored_with_one_warning(table, kept, how):
+    path, load = kept
+    before = str(table)
+    path.write_text(SPOILT[how](json.loads(path.read_text())))
+    ((level, said),) = load()
+    assert level == "WARNING"
+    assert said.startswith(f"selector: {path} is ignored: it ")
+    assert str(table) == before
+
+
+# The real thing
+
+
+@pytest.mark.mpi
+def test_a_small_run(mpi, table, tmp_path):
+    mpi.selector["reduce"] = "mpi"
+    path = tmp_path / "rows.json"
+    mpi.autotune(verbs=("allreduce", "allgather", "scatter"), max_bytes=300, seconds=0.2, path=path)
+    if mpi.size() == 1:
+        assert not path.exists()
+        return
+    mpi.check_with_allreduce(len(str(mpi.selector)))
+    assert len(set(mpi.allgather_object(str(mpi.selector)))) == 1
+    scope = "node" if mpi.num_nodes() == 1 else "nodes"
+    assert {Key(verb, scope, kind) for verb in ("allreduce", "allgather") for kind in (False, True)} < set(table)
+    assert pairs(table["reduce"]) == [(math.inf, "mpi")]
+    assert "gloo" not in str(table)
+    assert path.exists() == (mpi.rank() == 0)
+    assert table.source.startswith("measured on ")
+
+
+@pytest.mark.mpi
+def test_a_peer_on_demand_and_a_file_that_cannot_be_written(mpi, table):
+    if mpi.size() == 1:
+        return
+    options = {"verbs": ["allreduce"], "flavours": ["gloo"], "max_bytes": 4, "seconds": 0.1}
+    with pytest.raises(TorchMPIError, match="cannot be kept"):
+        mpi.autotune(**options, path=os.path.join(os.devnull, "rows.json"))
+    assert pairs(table["allreduce", "node" if mpi.num_nodes() == 1 else "nodes"]) == [(math.inf, "gloo")]
+    assert table.source == "measured in this process"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"verbs": ["send"]}, "verbs=.*give some of allreduce"),
+        ({"verbs": []}, "verbs="),
+        ({"flavours": ["quick"]}, "flavours=.*give some of mpi"),
+        ({"max_bytes": 3}, "max_bytes=3"),
+        ({"seconds": 0}, "seconds=0"),
+    ],
+)
+def test_wrong_arguments(mpi, options, said):
+    with pytest.raises(ValueError, match=said):
+        mpi.autotune(**options)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_pass_different_arguments(mpi):
+    with pytest.raises(RanksDisagree, match=r"autotune: rank 0 passes .*max_bytes=4"):
+        mpi.autotune(max_bytes=4 + mpi.rank())
+
+
+def test_a_later_start_uses_the_file_and_says_so(tmp_path):
+    program = """
+    import logging, sys, torchmpi_py as mpi
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    mpi.start()
+    if "measure" in sys.argv:
+        mpi.autotune(verbs=["allreduce"], max_bytes=64, seconds=0.1)
+    assert mpi.selector.source.startswith("measured on 2"), mpi.selector.source
+    """
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(program))
+    environ = {**os.environ, "TORCHMPI_TUNING_DIR": str(tmp_path / "tuning")}
+    torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
+    said = []
+    for arguments in (["measure"], []):
+        command = [torchmpirun, "-n", "2", str(path), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ)
+        assert (done.returncode, done.stderr) == (0, "")
+        said.append(done.stdout)
+    (name,) = os.listdir(tmp_path / "tuning")
+    assert f"autotune: wrote {tmp_path / 'tuning' / name}" in said[0]
+    assert "selector: measured on 2" in said[1]
+    assert said[1].count(name) == 1
+
+
+def test_what_was_not_measured_stays():
+    """Beyond the largest size measured the former table holds, from its next change on."""
+    former = [Choice(100, "mpi", ""), Choice(1 << 24, "ring", ""), Choice(math.inf, "shared", "")]
+    measured = [Choice(500, "mpi", "measured"), Choice(math.inf, "ring", "measured")]
+    assert [c[:2] for c in crossovers.beyond(measured, 4096, former)] == [
+        (500, "mpi"),
+        (1 << 24, "ring"),
+        (math.inf, "shared"),
+    ]
+    assert crossovers.beyond(measured, 1 << 25, former) == measured
+    assert crossovers.beyond(measured, 4096, []) == measured

@@ -1,0 +1,202 @@
+"""Flavour hierarchical: on two nodes, as MPICH can present one host; and how much goes between the groups."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from torchmpi_py import config
+from torchmpi_py.collectives import registry
+from torchmpi_py.collectives.ring import Ring
+from torchmpi_py.launch import mpirun
+
+pytestmark = pytest.mark.timeout(120)
+
+PROGRAM = """
+import torch, torchmpi_py as mpi
+from torchmpi_py import symmetric
+from torchmpi_py.collectives import registry
+
+mpi.start()
+size, me = mpi.size(), mpi.rank()
+assert (size, mpi.num_nodes(), mpi.local_size()) == (4, 2, 2)
+status = {(row.verb, row.flavour): row.status for row in mpi.availability() if row.device == "cpu"}
+assert status["allreduce", "shared"] == "unavailable: the communicator spreads over 2 nodes", status
+assert {status[verb, "hierarchical"] for verb in ("allreduce", "broadcast", "reduce", "allgather")} == {"available"}
+with mpi.at(1) as node:
+    assert all(row.status in ("available", "unimplemented")
+               for row in mpi.availability() if (row.flavour, row.device) == ("shared", "cpu"))
+    neighbours = mpi.allgather(me)
+
+def values(rank, count, dtype):
+    return ((torch.arange(count) * 7 + rank * 3) % 11).to(dtype)
+
+def check(place):
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for count in (0, 1, 7, 100003):
+            inputs = [values(rank, count, dtype) for rank in range(size)]
+            total = torch.stack([x.double() for x in inputs]).sum(0).to(dtype)
+            x, out = place(inputs[me]), place(torch.ones(count, dtype=dtype))
+            assert torch.equal(mpi.allreduce(x, out=out, flavour="hierarchical"), total)
+            assert torch.equal(x, inputs[me])
+            assert torch.equal(mpi.allreduce(x, flavour="hierarchical"), total)
+            assert torch.equal(mpi.allreduce_async(place(inputs[me]), flavour="hierarchical").wait(), total)
+            assert torch.equal(mpi.allgather(place(inputs[me]), flavour="hierarchical"), torch.cat(inputs))
+            for root in range(size):
+                got = mpi.broadcast(place(inputs[me]), root, flavour="hierarchical")
+                assert torch.equal(got, inputs[root])
+                got = mpi.reduce(place(inputs[me]), root, flavour="hierarchical")
+                assert torch.equal(got, total if me == root else inputs[me])
+        parts = [values(rank, (rank * 5) % 7, dtype) for rank in range(size)]
+        assert torch.equal(mpi.allgather(place(parts[me]), flavour="hierarchical"), torch.cat(parts))
+
+check(torch.clone)
+pool = mpi.symmetric_empty(100003, dtype=torch.int64).view(torch.uint8)
+other = mpi.symmetric_empty(100003, dtype=torch.int64).view(torch.uint8)
+turns = [pool, other]
+
+def symmetric_copy(x):
+    turns.reverse()
+    return turns[0][: x.nbytes].view(x.dtype).copy_(x)
+
+check(symmetric_copy)
+
+x = mpi.symmetric_empty(5000).fill_(me)
+segment, _ = symmetric.find(x)
+mpi.barrier()
+assert sorted(segment.part_of) == [0, 1]
+seen = {segment.view(index, x.dtype, 5000)[77].item() for index in segment.part_of}
+assert seen == set(neighbours) and me in seen, (seen, neighbours)
+mpi.barrier()
+with mpi.at(1):
+    assert (mpi.allreduce(x, flavour="shared") == sum(neighbours)).all()
+
+taken = []
+flavour = registry.BY_NAME["hierarchical"]
+real = flavour.allreduce
+flavour.allreduce = lambda *args: (taken.append("hierarchical"), real(*args))
+assert (mpi.allreduce(torch.ones(1 << 20)) == size).all()
+assert (mpi.allreduce(mpi.symmetric_empty(1 << 20).fill_(1)) == size).all()
+assert taken == ["hierarchical"] * 2
+mpi.allreduce(torch.ones(3))
+assert len(taken) == 2
+
+net = torch.nn.Linear(600, 700)
+net.weight.grad = torch.full((700, 600), me + 1.0)
+net.bias.grad = torch.full((700,), me + 1.0) if me == 3 else None
+mpi.nn.synchronize_gradients(net, average=False)
+assert (net.weight.grad == 10).all() and (net.bias.grad == 4).all()
+mpi.stop()
+"""
+
+
+@pytest.mark.parametrize("by_block", [0, 1])
+def test_two_nodes(tmp_path, by_block):
+    """Ranks 0 2 | 1 3, then 0 1 | 2 3."""
+    if mpirun.find("", os.environ)[0].name != "mpich":
+        pytest.skip("only MPICH can present one host as two nodes")
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(PROGRAM))
+    torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
+    options = ["--env", "MPIR_CVAR_NUM_CLIQUES=2", "--env", f"MPIR_CVAR_CLIQUES_BY_BLOCK={by_block}"]
+    command = [torchmpirun, "-n", "4", "--timeout", "90", *options, path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Bytes between groups.
+
+
+class Counted(Ring):
+    """Ring, which counts the elements that it is given."""
+
+    def __init__(self):
+        self.given = dict.fromkeys(("allreduce", "begin_allreduce", "broadcast", "reduce", "allgather"), 0)
+        self.is_within = False
+
+    def _count(self, verb, x, *args):
+        """What a verb hands to another one is counted once."""
+        if not self.is_within:
+            self.given[verb] += x.numel()
+        outermost, self.is_within = not self.is_within, True
+        try:
+            return getattr(super(), verb)(*args)
+        finally:
+            self.is_within = not outermost
+
+    def allreduce(self, channel, source, destination, op):
+        return self._count("allreduce", source, channel, source, destination, op)
+
+    def begin_allreduce(self, channel, source, destination, op):
+        return self._count("begin_allreduce", source, channel, source, destination, op)
+
+    def broadcast(self, channel, x, root):
+        return self._count("broadcast", x, channel, x, root)
+
+    def reduce(self, channel, source, destination, op, root):
+        return self._count("reduce", source, channel, source, destination, op, root)
+
+    def allgather(self, channel, x, out, sizes):
+        return self._count("allgather", x, channel, x, out, sizes)
+
+
+@pytest.fixture(params=["odd and even", "first and rest"])
+def groups(request, mpi):
+    """Two groups: the ranks of each. They may be equal by chance."""
+    size = mpi.size()
+    colours = [rank % 2 if request.param == "odd and even" else int(rank > 0) for rank in range(size)]
+    level = mpi.push_communicator(colours[mpi.rank()])
+    mpi.set_collective_span(0, level)
+    yield [[rank for rank in range(size) if colours[rank] == colour] for colour in (0, 1)]
+    mpi.set_collective_span(0, 1)
+
+
+@pytest.fixture
+def outer(monkeypatch):
+    counted = Counted()
+    monkeypatch.setattr(registry.BY_NAME["hierarchical"], "outer", counted)
+    return counted
+
+
+def values(rank, count):
+    return ((torch.arange(count) * 7 + rank * 3) % 11).float()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("count", [12, 180_000])  # in one chunk, and in three
+def test_what_goes_between_groups(mpi, groups, outer, monkeypatch, count):
+    """allreduce: S/m for every rank of equal groups, S for the roots of unequal ones. The others: S for the roots."""
+    monkeypatch.setattr(config, "current", config.Tuning(wire_bytes=256 << 10))
+    size, me = mpi.size(), mpi.rank()
+    mine = next(members for members in groups if me in members)
+    is_root, are_equal = me == mine[0], len(groups[0]) == len(groups[1])
+    total = torch.stack([values(rank, count) for rank in range(size)]).sum(0)
+    got = mpi.allreduce(values(me, count), flavour="hierarchical")
+    assert torch.equal(got, total)
+    expected = count // len(mine) if are_equal else count * is_root
+    padding = 3 * len(mine) if count % len(mine) else 0
+    assert expected <= outer.given["begin_allreduce"] + outer.given["allreduce"] <= expected + padding
+    for root in {0, size - 1}:
+        for verb in outer.given:
+            outer.given[verb] = 0
+        assert torch.equal(mpi.broadcast(values(me, count), root, flavour="hierarchical"), values(root, count))
+        got = mpi.reduce(values(me, count), root, flavour="hierarchical")
+        assert torch.equal(got, total if me == root else values(me, count))
+        got = mpi.allgather(values(me, count // 12), flavour="hierarchical")
+        assert torch.equal(got, torch.cat([values(rank, count // 12) for rank in range(size)]))
+        wanted = {"broadcast": count, "reduce": count, "allgather": count // 12 * len(mine)}
+        assert {verb: number for verb, number in outer.given.items() if number} == (wanted if is_root else {})
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_goes_between_groups_is_in_the_form_of_partial_results(mpi, groups, outer):
+    """16-bit floats leave a group as float32, rounded once in the end; of a size that no group divides."""
+    size, count = mpi.size(), 30_011
+    inputs = [torch.randn(count, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(size)]
+    got = mpi.allreduce(inputs[mpi.rank()].clone(), op="avg", flavour="hierarchical")
+    exact = torch.stack([x.double() for x in inputs]).mean(0)
+    torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-6)
+    mpi.check_with_allreduce(got)

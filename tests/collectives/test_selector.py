@@ -1,0 +1,258 @@
+"""The selector: what may be assigned, what is then chosen, and what it and ``availability`` say about it."""
+
+import math
+
+import pytest
+import torch
+
+from torchmpi_py.collectives import registry
+from torchmpi_py.collectives.flavour import VERBS
+from torchmpi_py.collectives.selector import Choice, Key, Selector
+from torchmpi_py.errors import Unavailable, Unimplemented
+
+pytestmark = pytest.mark.timeout(60)
+in_a_job = pytest.mark.mpi
+NAMES = [flavour.name for flavour in registry.FLAVOURS]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def selector(mpi):
+    """The one in use, as it was when the test is over."""
+    rows = {key: mpi.selector[key] for key in mpi.selector}
+    source = mpi.selector.source
+    yield mpi.selector
+    mpi.selector.load(rows, source)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The flavours that carry out allreduce from now on, in order."""
+    log = []
+    for flavour in registry.FLAVOURS:
+
+        def allreduce(channel, *args, name=flavour.name, real=flavour.allreduce):
+            log.append(name)
+            return real(channel, *args)
+
+        monkeypatch.setattr(flavour, "allreduce", allreduce)
+    return log
+
+
+# The table by itself.
+
+
+def test_assignment():
+    table = Selector()
+    table["alltoall"] = "ring"
+    assert table["alltoall"] == [Choice(math.inf, "ring", "assigned")]
+    table["gather", "nodes"] = [(100, "gloo"), (math.inf, "mpi")]
+    assert table["gather", "nodes"] == [Choice(100, "gloo", "assigned"), Choice(math.inf, "mpi", "assigned")]
+    assert table["gather"] == [Choice(math.inf, "mpi", "nothing else is known to be faster")]
+    table["gather", "node", True] = "shared"
+    assert table["gather", "node", True] == [Choice(math.inf, "shared", "assigned")]
+    assert table["gather", "node", False] == table["gather", "node"] == table["gather"]
+    assert Key("gather", "nodes") in list(table)
+    assert list(table) == sorted(table)
+    assert Selector()["alltoall"] != table["alltoall"]
+    table.load({Key("scatter"): [Choice(math.inf, "ring", "planted")]}, "a file")
+    assert list(table) == [Key("scatter")]
+    assert table.source == "a file"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "all_reduce",
+        (),
+        ("allreduce", "world"),
+        ("allreduce", True),
+        ("allreduce", "node", 1),
+        ("allreduce", "node", True, 2),
+    ],
+    ids=repr,
+)
+def test_bad_keys(key):
+    table = Selector()
+    with pytest.raises(KeyError, match=r"selector\[.*the key is a verb \(broadcast, .*then a scope \(node or nodes\)"):
+        table[key] = "mpi"
+    with pytest.raises(KeyError, match=r"whether the tensors are symmetric \(True or False\)"):
+        table[key]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        "nccl",
+        [],
+        [(100, "mpi")],
+        [(math.inf, "mpi"), (100, "ring")],
+        [(200, "mpi"), (100, "ring"), (math.inf, "mpi")],
+        [(100, "mpi"), (math.inf, "nccl")],
+        [("ring", 100), (math.inf, "mpi")],
+    ],
+    ids=repr,
+)
+def test_bad_choices(choices):
+    table = Selector()
+    before = table["allreduce"]
+    with pytest.raises(ValueError, match=r"neither a flavour nor a list .*math\.inf; flavours: mpi, shared, ring"):
+        table["allreduce"] = choices
+    assert table["allreduce"] == before
+
+
+@pytest.mark.parametrize("choices", [5, [5], [(100, "ring", 3)], None], ids=repr)
+def test_choices_that_are_no_pairs(choices):
+    with pytest.raises(ValueError, match=r"neither a flavour nor a list .*flavours: mpi, shared, ring"):
+        Selector()["allreduce"] = choices
+
+
+def test_printing_says_why():
+    table = Selector()
+    table["alltoall"] = [(1000, "mpi"), (math.inf, "ring")]
+    text = str(table)
+    assert text.startswith("source: built-in defaults\n")
+    assert text.endswith("\nall else: mpi")
+    lines = text.splitlines()
+    at = lines.index("alltoall on one node:")
+    assert [line.split() for line in lines[at + 1 : at + 3]] == [
+        ["to", "1000", "B", "mpi", "assigned"],
+        ["larger", "ring", "assigned"],
+    ]
+    assert "allreduce on one node, symmetric:" in lines
+    at = lines.index("allreduce on several nodes:")
+    assert "each byte leaves a node once" in lines[at + 2]
+    assert str(Key("reduce", "nodes", True)) == "reduce on several nodes, symmetric"
+
+
+def test_every_default_is_sound():
+    table = Selector()
+    for key in table:
+        again = Selector()
+        again[tuple(key)] = [(choice.max_bytes, choice.flavour) for choice in table[key]]
+        assert all(registry.BY_NAME[choice.flavour].implements(key.verb) for choice in table[key])
+
+
+# What is chosen.
+
+
+def chosen(mpi, num_bytes, verb="allreduce", comm=None, symmetric=False):
+    comm = comm or mpi.communicator(0)
+    return mpi.selector.flavour_for(verb, comm, CPU, num_bytes, symmetric=symmetric, name=None).name
+
+
+@in_a_job
+def test_crossovers(mpi, selector, asked):
+    selector["allreduce"] = [(400, "mpi"), (4000, "ring"), (math.inf, "gloo")]
+    for count, name in ((0, "mpi"), (100, "mpi"), (101, "ring"), (1000, "ring"), (1001, "gloo"), (50_000, "gloo")):
+        asked.clear()
+        x = mpi.allreduce(torch.full((count,), mpi.rank() + 1.0))
+        assert (x == sum(range(1, mpi.size() + 1))).all()
+        assert asked == [name], count
+        assert chosen(mpi, count * 4) == name
+    selector["allreduce"] = "ring"
+    assert [chosen(mpi, size) for size in (0, 1 << 40)] == ["ring", "ring"]
+
+
+@in_a_job
+def test_symmetric_tensors_have_rows_of_their_own(mpi, selector, asked):
+    selector["allreduce"] = "mpi"
+    selector["allreduce", "node", True] = "ring"
+    mpi.allreduce(mpi.symmetric_empty(10).fill_(1))
+    mpi.allreduce(torch.ones(10))
+    mpi.allreduce(torch.ones(10), out=mpi.symmetric_empty(10))
+    mpi.allreduce(mpi.symmetric_empty(10).fill_(1), out=torch.ones(10))
+    assert asked == ["ring", "mpi", "ring", "mpi"]  # it is the result that counts
+
+
+@in_a_job
+def test_what_is_not_available_is_passed_over(mpi, selector, asked, monkeypatch):
+    selector["allreduce"] = [(400, "hierarchical"), (800, "ring"), (math.inf, "shared")]
+    assert [chosen(mpi, size) for size in (1, 400, 401, 801)] == ["ring", "ring", "ring", "shared"]
+    monkeypatch.setattr(type(registry.BY_NAME["shared"]), "missing", lambda self: "planted")
+    selector["allreduce"] = [(400, "shared"), (math.inf, "hierarchical")]
+    assert [chosen(mpi, size) for size in (1, 401)] == ["mpi", "mpi"]  # the first of all that can
+    assert mpi.allreduce(1.0) == mpi.size()
+    selector["gather", "node"] = "hierarchical"  # which does not know that verb
+    assert chosen(mpi, 1, "gather") == "mpi"
+    with pytest.raises(Unavailable, match=r"allreduce of a tensor on cpu: no flavour can do it \(.*shared.*planted"):
+        mpi.allreduce(torch.ones(2), flavour="shared")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_span_that_makes_a_flavour_available(mpi, selector):
+    selector["allreduce"] = "hierarchical"
+    assert chosen(mpi, 1) == "mpi"
+    level = mpi.push_communicator(mpi.rank() % 2)
+    mpi.set_collective_span(0, level)
+    try:
+        assert chosen(mpi, 1) == "hierarchical"
+        with mpi.at(level) as inner:
+            assert chosen(mpi, 1, comm=inner) == "mpi"
+    finally:
+        mpi.set_collective_span(0, 1)
+    assert chosen(mpi, 1) == "mpi"
+
+
+@in_a_job
+@pytest.mark.parametrize("form", ["", "_async"])
+def test_a_forced_flavour_stays_forced(mpi, selector, asked, form):
+    def call(verb, *args, **kwargs):
+        result = getattr(mpi, verb + form)(*args, **kwargs)
+        return result.wait() if form else result
+
+    selector["allreduce"] = "ring"
+    for name in ("gloo", "mpi", "shared"):
+        asked.clear()
+        call("allreduce", torch.ones(100_000), flavour=name)
+        assert asked == [name]
+    with pytest.raises(Unavailable, match=r"hierarchical: unavailable: all ranks are on one node; set_collective_span"):
+        call("allreduce", torch.ones(3), flavour="hierarchical")
+    with pytest.raises(Unimplemented, match=r"scatter of a tensor on cpu: .*\(hierarchical: unimplemented\)"):
+        call("scatter", torch.ones(mpi.size()), flavour="hierarchical")
+    with pytest.raises(ValueError, match=r"allreduce: flavour 'nccl' is unknown; known flavours: " + ", ".join(NAMES)):
+        call("allreduce", torch.ones(3), flavour="nccl")
+    with pytest.raises(ValueError, match="flavour 'nccl' is unknown"):
+        call("allgather", torch.ones(3), flavour="nccl")
+    with pytest.raises(Unimplemented, match="shared: unimplemented"):
+        call("sendreceive", 1, 0, 0, flavour="shared")
+
+
+@in_a_job
+def test_a_device_that_no_flavour_serves(mpi, selector):
+    message = r"allreduce of a tensor on meta: no flavour can do it \(.*mpi: unavailable: serves cpu tensors only"
+    with pytest.raises(Unavailable, match=message):
+        mpi.allreduce(torch.empty(3, device="meta"))
+
+
+# What is available.
+
+
+@in_a_job
+def test_availability(mpi):
+    table = mpi.availability()
+    assert len(table) == len(VERBS) * 2 * len(NAMES)
+    status = {(row.verb, row.device, row.flavour): row.status for row in table}
+    assert {status[verb, "cpu", "mpi"] for verb in VERBS} == {"available"}
+    assert {status[verb, "cuda", "mpi"] for verb in VERBS} == {"unavailable: serves cpu tensors only"}
+    assert status["allreduce", "cpu", "shared"] == "available"
+    assert status["send", "cpu", "shared"] == "unimplemented"
+    assert status["allreduce", "cpu", "hierarchical"].startswith("unavailable: all ranks are on one node")
+    lines = str(table).splitlines()
+    assert lines[0].split() == ["verb", "device", "flavour", "status"]
+    assert len(lines) == len(table) + 1
+    assert any(line.split() == ["broadcast", "cpu", "ring", "available"] for line in lines)
+
+
+@in_a_job
+def test_availability_on_a_communicator_within(mpi):
+    with mpi.split(mpi.rank() % 2) as half:
+        assert mpi.availability(half) == mpi.availability()
+        level = mpi.push_communicator(mpi.rank() % 2)
+        mpi.set_collective_span(0, level)
+        rows = {comm: {row.flavour: row.status for row in mpi.availability(comm)[:5]} for comm in (None, half)}
+        mpi.set_collective_span(0, 1)
+        assert rows[None]["hierarchical"] == "available" or mpi.size() == 1
+        assert rows[half]["hierarchical"].startswith("unavailable: all ranks are on one node")
+    with pytest.raises(mpi.CommunicatorError, match="was freed"):
+        mpi.availability(half)

@@ -1,0 +1,155 @@
+"""The command line. Mistakes are a UsageError, so that all ranks end alike and one of them tells."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, NoReturn, TypeVar
+
+import torch
+
+from torchmpi_py.bench.contestants import SELECTOR
+from torchmpi_py.bench.errors import UsageError
+from torchmpi_py.bench.sizes import parse_size, parse_sizes
+from torchmpi_py.bench.verbs import VERBS
+from torchmpi_py.launch import variables
+from torchmpi_py.tensors import OPS
+
+T = TypeVar("T")
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}")
+
+    def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
+        if not variables.rank(os.environ):
+            super().print_help(file)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options; ``command`` is the subcommand. UsageError for what cannot be understood."""
+    parser = _Parser(
+        prog="torchmpi_py.bench",
+        description="Measure collectives and training steps. Run it under torchmpirun -n N -m torchmpi_py.bench ...",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run | compare | step | tune | plot")
+    _add_run(commands)
+    _add_compare(commands)
+    _add_step(commands)
+    _add_tune(commands)
+    _add_plot(commands)
+    return parser.parse_args(argv)
+
+
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser("run", help="one verb and flavour over sizes")
+    parser.add_argument("--flavour", default=SELECTOR, help="default: the one that a call without flavour= takes")
+    parser.add_argument("--symmetric", action="store_true", help="on tensors from mpi.symmetric_empty")
+    parser.add_argument("--async", dest="asynchronous", action="store_true", help="the asynchronous form, then wait()")
+    _add_collective(parser)
+
+
+def _add_compare(commands: Any) -> None:
+    parser = commands.add_parser("compare", help="all flavours, raw mpi4py, gloo and a plain copy, in one run")
+    parser.add_argument(
+        "--flavours", type=lambda text: text.split(","), metavar="a,b", help="of ours, only these; default: all"
+    )
+    _add_collective(parser)
+
+
+def _add_collective(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--verb", choices=list(VERBS), default="allreduce")
+    add("--sizes", type=_told(parse_sizes), default="4:64M:8x", help="bytes, as 4,64K or 4:64M:8x (default)")
+    add("--dtype", type=_dtype, default="float32", help="default: float32")
+    add("--op", choices=OPS, default="sum", metavar="OP", help=f"default: sum; of {', '.join(OPS)}")
+    add("--buffers", choices=("warm", "cold", "both"), default="both", help="default: both")
+    add("--seconds", type=_positive, default=1.0, help="about so long for each size and kind of buffers; default: 1")
+    add("--max-memory", type=_told(parse_size), metavar="BYTES", help="of buffers a rank; default: what fits, to 1G")
+    add("--no-verify", dest="verify", action="store_false", help="do not check the values of the results")
+    add("--plot", type=Path, metavar="FILE.png", help="draw latency and bandwidth against size")
+    _add_output(parser)
+
+
+def _add_step(commands: Any) -> None:
+    parser = commands.add_parser("step", help="one training step, with gradients averaged in several ways")
+    parser.add_argument(
+        "--layers", type=_layers, default="784,4096,4096,10", help="widths, input first; default: 784,4096,4096,10"
+    )
+    parser.add_argument("--batch", type=_count, default=32, help="samples a rank; default: 32")
+    parser.add_argument("--steps", type=_count, default=25, help="timed steps of each way; default: 25")
+    _add_output(parser)
+
+
+def _add_tune(commands: Any) -> None:
+    parser = commands.add_parser("tune", help="measure which flavours are the fastest here, for later start()s to use")
+    add = parser.add_argument
+    add("--verbs", type=lambda text: text.split(","), metavar="a,b", help="default: all that have a choice")
+    add("--flavours", type=lambda text: text.split(","), metavar="a,b", help="default: all but gloo")
+    add("--max-bytes", type=_told(parse_size), default="64M", metavar="SIZE", help="largest size; default: 64M")
+    add("--seconds", type=_positive, default=40.0, help="about how long it takes; default: 40")
+    add("--json", type=Path, metavar="FILE", help="another file than the one that start() looks for")
+
+
+def _add_plot(commands: Any) -> None:
+    parser = commands.add_parser("plot", help="draw a report that was stored with --json; needs no launcher")
+    parser.add_argument("json", type=Path, metavar="FILE.json")
+    parser.add_argument("plot", type=Path, metavar="FILE.png")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="store the report")
+    parser.add_argument("--progress", action="store_true", help="show a bar, also where standard error is no terminal")
+
+
+def _told(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """``parse`` as argparse wants it: the text of a ValueError reaches the user."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+@_told
+def _dtype(text: str) -> torch.dtype:
+    if text not in DTYPES:
+        raise ValueError(f"{text!r} is unknown; known dtypes: {', '.join(DTYPES)}")
+    return DTYPES[text]
+
+
+@_told
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{text!r} is not a number above 0")
+    return value
+
+
+@_told
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+@_told
+def _layers(text: str) -> list[int]:
+    parts = text.split(",")
+    if len(parts) < 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"{text!r}: give at least two widths, as 784,4096,10")
+    return [int(part) for part in parts]

@@ -1,0 +1,128 @@
+"""The buffers that are measured: warm ones, used again and again, and cold ones, which have left the cache.
+
+All tensors of a run lie in *slabs*: one of ordinary memory, one of symmetric memory if that is measured. A slab is cut
+into *slots*, each with the tensors of one call, and calls take one slot after the other. Warm: there are as few slots
+as possible, and each call is made once untimed on its slot before it is timed. Cold: there are so many that together
+they exceed the last-level cache, and a slot has been evicted by the time that it comes again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.bench.errors import UsageError
+from torchmpi_py.bench.sizes import format_size
+from torchmpi_py.bench.verbs import Task
+
+_PAGE_BYTES = 4096
+_LINE_BYTES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """The tensors of one call, 1-D. ``whole`` is the larger one, which "bytes" counts; ``out`` is None if in place."""
+
+    x: Tensor
+    out: Tensor | None
+
+    @property
+    def result(self) -> Tensor:
+        """Where the result is."""
+        return self.x if self.out is None else self.out
+
+    @property
+    def whole(self) -> Tensor:
+        """The larger of the two."""
+        return self.x if self.out is None or self.x.numel() >= self.out.numel() else self.out
+
+
+class Rotation:
+    """The slots of one size in a slab, taken one after the other, round and round."""
+
+    def __init__(self, slab: Tensor, task: Task, num_bytes: int, num_slots: int) -> None:
+        self.slab = slab
+        self.x_count = task.count(task.verb.x, num_bytes)
+        self.out_count = task.count(task.verb.out, num_bytes)
+        self.dtype = task.dtype
+        self.stride_bytes = stride_bytes(task, num_bytes)
+        self.num_slots = num_slots
+        self._next = 0
+
+    def take(self) -> Slot:
+        """The next slot. Every rank takes alike: symmetric tensors must lie at the same place in the slab."""
+        begin = self._next * self.stride_bytes
+        self._next = (self._next + 1) % self.num_slots
+        x = self._tensor(begin, self.x_count)
+        out = self._tensor(begin + _aligned(x.nbytes), self.out_count) if self.out_count else None
+        return Slot(x, out)
+
+    def clear(self) -> None:
+        """Zero all slots, in order. Timed sums stay zero: other values would grow to infinity in place."""
+        self.slab[: self.num_slots * self.stride_bytes].zero_()
+        self._next = 0
+
+    def _tensor(self, begin_bytes: int, count: int) -> Tensor:
+        return self.slab[begin_bytes : begin_bytes + count * self.dtype.itemsize].view(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the memory of a rank is divided: bytes of the ordinary slab and of the symmetric one (0: none)."""
+
+    plain_bytes: int
+    symmetric_bytes: int
+    cache_bytes: int
+
+    def num_slots(self, task: Task, num_bytes: int, *, is_symmetric: bool, is_cold: bool) -> int:
+        """Slots of one size: as few as will do when warm, more than the cache holds, if there is room, when cold."""
+        room = (self.symmetric_bytes if is_symmetric else self.plain_bytes) // stride_bytes(task, num_bytes)
+        return min(room, _num_cold(task, num_bytes, self.cache_bytes)) if is_cold else _num_warm(is_symmetric)
+
+    def is_too_small(self, task: Task, num_bytes: int) -> bool:
+        """Whether the cold rotation stays within the cache."""
+        slots = self.num_slots(task, num_bytes, is_symmetric=False, is_cold=True)
+        return slots * stride_bytes(task, num_bytes) <= self.cache_bytes
+
+
+def plan(
+    task: Task, sizes: list[int], *, max_bytes: int, cache_bytes: int, with_symmetric: bool, with_cold: bool
+) -> Plan:
+    """Divide ``max_bytes`` a rank; UsageError if the largest of ``sizes`` (bytes) does not fit."""
+    kinds = [False, True] if with_symmetric else [False]
+    needed = [max(_num_warm(kind) * stride_bytes(task, size) for size in sizes) for kind in kinds]
+    if sum(needed) > max_bytes:
+        raise UsageError(
+            f"{task.verb.name} of {format_size(sizes[-1])} needs buffers of {format_size(sum(needed))} a rank, and the "
+            f"limit is {format_size(max_bytes)}: give --max-memory, or smaller --sizes"
+        )
+    wanted = [max(_num_cold(task, size, cache_bytes) * stride_bytes(task, size) for size in sizes) for _ in kinds]
+    spare = (max_bytes - sum(needed)) // len(kinds)
+    given = [min(least + spare, max(least, most)) for least, most in zip(needed, wanted, strict=True)]
+    plain_bytes, symmetric_bytes = [*(given if with_cold else needed), 0][:2]
+    return Plan(plain_bytes, symmetric_bytes, cache_bytes)
+
+
+def stride_bytes(task: Task, num_bytes: int) -> int:
+    """From one slot to the next: whole pages and a cache line, so that slots do not all fall on the same cache set."""
+    tensors = [task.count(part, num_bytes) * task.dtype.itemsize for part in (task.verb.x, task.verb.out)]
+    return -(-sum(map(_aligned, tensors)) // _PAGE_BYTES) * _PAGE_BYTES + _LINE_BYTES
+
+
+def make_slab(num_bytes: int) -> Tensor:
+    """Ordinary memory."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+
+
+def _num_warm(is_symmetric: bool) -> int:
+    return 1 if is_symmetric else 2  # the copy goes from one slot to another
+
+
+def _num_cold(task: Task, num_bytes: int, cache_bytes: int) -> int:
+    return cache_bytes // stride_bytes(task, num_bytes) + 2

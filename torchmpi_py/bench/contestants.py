@@ -1,0 +1,64 @@
+"""Who takes part: the flavours of this package, and the copy that no collective can be expected to beat.
+
+The peers are in ``raw_mpi.py`` and ``gloo.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torchmpi_py as mpi
+from torchmpi_py.bench.buffers import Slot
+from torchmpi_py.bench.verbs import Task
+
+SELECTOR, SYMMETRIC = "selector", "symmetric"
+RAW_MPI, GLOO, COPY = "raw MPI", "torch gloo", "copy"
+
+Call = Callable[[], object]
+Take = Callable[[], Slot]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """One way to do the task. ``bind`` takes a slot and returns the call on it, ready to be timed."""
+
+    name: str
+    bind: Callable[[Take], Call]
+    is_ours: bool = False
+    is_symmetric: bool = False
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there is a result to check."""
+        return self.name != COPY
+
+
+def ours(task: Task, name: str, *, is_symmetric: bool = False, asynchronous: bool = False) -> Contestant:
+    """A verb of this package; ``name`` is a flavour, or "selector" to force none, or that on symmetric tensors."""
+    options: dict[str, Any] = {} if name in (SELECTOR, SYMMETRIC) else {"flavour": name}
+    if task.verb.reduces:
+        options["op"] = task.op
+
+    def bind(take: Take) -> Call:
+        slot = take()
+        verb = getattr(mpi, f"{task.verb.name}_async" if asynchronous else task.verb.name)
+        given = options if slot.out is None else options | {"out": slot.out}
+        call = functools.partial(verb, slot.x, **given)
+        return (lambda: call().wait()) if asynchronous else call
+
+    is_symmetric = is_symmetric or name == SYMMETRIC
+    label = f"{name}, symmetric" if is_symmetric and name != SYMMETRIC else name
+    return Contestant(f"{label}, async" if asynchronous else label, bind, is_ours=True, is_symmetric=is_symmetric)
+
+
+def copy_limit() -> Contestant:
+    """Every rank copies a private buffer of as many bytes, all at the same time."""
+
+    def bind(take: Take) -> Call:
+        source, destination = take().whole, take().whole
+        return functools.partial(destination.copy_, source)
+
+    return Contestant(COPY, bind)

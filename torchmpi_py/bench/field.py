@@ -1,0 +1,61 @@
+"""Which contestants a command line asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torchmpi_py as mpi
+from torchmpi_py.bench.contestants import SELECTOR, SYMMETRIC, Contestant, copy_limit, ours
+from torchmpi_py.bench.errors import UsageError
+from torchmpi_py.bench.gloo import gloo
+from torchmpi_py.bench.raw_mpi import raw_mpi
+from torchmpi_py.bench.verbs import Task
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_AVAILABLE = "available"
+
+
+def for_run(task: Task, flavour: str, *, symmetric: bool, asynchronous: bool) -> list[Contestant]:
+    """One flavour alone. UsageError if it is unknown or unavailable."""
+    _check(task, [flavour])
+    return [ours(task, flavour, is_symmetric=symmetric, asynchronous=asynchronous)]
+
+
+def for_compare(comm: MPI.Comm, task: Task, flavours: Sequence[str] | None, *, with_gloo: bool) -> list[Contestant]:
+    """Ours, all that are available or ``flavours``; then the peers and the copy. UsageError as in ``for_run``."""
+    if flavours is not None:
+        _check(task, flavours)
+    names = _available(task) if flavours is None else list(dict.fromkeys(flavours))
+    peers = [raw_mpi(comm, task), *([gloo(task)] if with_gloo else [])]
+    return [*(ours(task, name) for name in names), *peers, copy_limit()]
+
+
+def _available(task: Task) -> list[str]:
+    flavours = [name for name, status in _statuses(task).items() if status == _AVAILABLE]
+    return [*flavours, SELECTOR, *([SYMMETRIC] if has_symmetric() else [])]
+
+
+def has_symmetric() -> bool:
+    """Whether this version of the package has symmetric tensors."""
+    return hasattr(mpi, "symmetric_empty")
+
+
+def _check(task: Task, names: Sequence[str]) -> None:
+    statuses = _statuses(task)
+    for name in names:
+        if name in (SELECTOR, SYMMETRIC):
+            continue
+        if name not in statuses:
+            known = ", ".join([*statuses, SELECTOR, SYMMETRIC])
+            raise UsageError(f"flavour {name!r} is unknown; known flavours: {known}")
+        if statuses[name] != _AVAILABLE:
+            raise UsageError(f"flavour {name!r} cannot do {task.verb.name} here: {statuses[name]}")
+
+
+def _statuses(task: Task) -> dict[str, str]:
+    """What each flavour says of the verb on CPU tensors."""
+    rows = mpi.availability()
+    return {row.flavour: row.status for row in rows if (row.verb, row.device) == (task.verb.name, "cpu")}

@@ -1,0 +1,117 @@
+"""The ways to train that ``step`` compares: the same network, data and optimizer, with gradients averaged differently.
+
+Each way is a *trainer*: a function that takes some steps of an ongoing training and calls ``done`` after each one. What
+happens between two calls is one whole step, from taking the sample to the new parameters, also where the loop is the
+engine's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchmpi_py import nn as mpinn
+from torchmpi_py.engine import AllReduceSGDEngine
+
+NONE, DDP = "no communication", "DDP on gloo"
+SEED, LEARNING_RATE = 1111, 0.01
+
+Sample = tuple[torch.Tensor, torch.Tensor]
+Done = Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """``train(samples, done)`` takes one step per sample. Collective, but for NONE."""
+
+    name: str
+    network: torch.nn.Module
+    train: Callable[[Sequence[Sample], Done], None]
+
+
+def trainers(layers: Sequence[int], *, with_ddp: bool) -> list[Trainer]:
+    """All of them, each with a network of its own from the same seed."""
+    ways: list[tuple[str, Callable[[torch.nn.Module], Callable[[Sequence[Sample], Done], None]]]] = [
+        (NONE, _alone),
+        *([(DDP, _ddp)] if with_ddp else []),
+        ("synchronize_gradients", _synchronized),
+        ("register_async_backward", _async_backward),
+        ("engine", lambda network: _engine(network, asynchronous=False)),
+        ("engine, asynchronous", lambda network: _engine(network, asynchronous=True)),
+    ]
+    made = [(name, make_network(layers), way) for name, way in ways]
+    return [Trainer(name, network, way(network)) for name, network, way in made]
+
+
+def make_network(layers: Sequence[int]) -> torch.nn.Module:
+    """A multilayer perceptron, the same for each call and on each rank."""
+    torch.manual_seed(SEED)
+    parts: list[torch.nn.Module] = []
+    for inputs, outputs in itertools.pairwise(layers):
+        parts += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
+    return torch.nn.Sequential(*parts[:-1])
+
+
+def make_samples(layers: Sequence[int], batch: int, num_steps: int, rank: int) -> list[Sample]:
+    """The batches of ``rank``: inputs (batch, layers[0]) and class indices (batch,)."""
+    generator = torch.Generator().manual_seed(SEED + rank)
+    return [
+        (
+            torch.randn(batch, layers[0], generator=generator),
+            torch.randint(layers[-1], (batch,), generator=generator),
+        )
+        for _ in range(num_steps)
+    ]
+
+
+def _loop(
+    network: torch.nn.Module, forward: Callable[[torch.Tensor], Any], after_backward: Callable[[], None]
+) -> Callable[[Sequence[Sample], Done], None]:
+    """A hand-written loop."""
+    criterion = torch.nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
+
+    def train(samples: Sequence[Sample], done: Done) -> None:
+        for x, y in samples:
+            optimizer.zero_grad()
+            criterion(forward(x), y).backward()
+            after_backward()
+            optimizer.step()
+            done()
+
+    return train
+
+
+def _alone(network: torch.nn.Module) -> Callable[[Sequence[Sample], Done], None]:
+    return _loop(network, network, _nothing)
+
+
+def _ddp(network: torch.nn.Module) -> Callable[[Sequence[Sample], Done], None]:
+    return _loop(network, torch.nn.parallel.DistributedDataParallel(network), _nothing)
+
+
+def _synchronized(network: torch.nn.Module) -> Callable[[Sequence[Sample], Done], None]:
+    return _loop(network, network, lambda: mpinn.synchronize_gradients(network))
+
+
+def _async_backward(network: torch.nn.Module) -> Callable[[Sequence[Sample], Done], None]:
+    return _loop(network, network, mpinn.register_async_backward(network).synchronize)
+
+
+def _engine(network: torch.nn.Module, *, asynchronous: bool) -> Callable[[Sequence[Sample], Done], None]:
+    """The package's loop; a step ends with its last hook."""
+    engine = AllReduceSGDEngine(asynchronous=asynchronous)
+
+    def train(samples: Sequence[Sample], done: Done) -> None:
+        engine.hooks.on_update = lambda state: done()
+        engine.train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=samples, lr=LEARNING_RATE)
+
+    return train
+
+
+def _nothing() -> None:
+    """Nothing to do after the backward pass."""

@@ -1,0 +1,64 @@
+"""Channels: a communicator as one thread of a process uses it.
+
+Every communicator has two: ``direct`` for calls made by the user's thread, ``background`` for the communication thread.
+Each has an MPI communicator of its own, so that the two threads can never match each other's messages, and its own
+share of what flavours keep between calls (staging memory, process groups, inner and outer groups).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+DIRECT, BACKGROUND = 0, 1
+
+
+class Place(NamedTuple):
+    """Where a rank is: its node (known by the lowest rank of the world there) and its local rank there."""
+
+    node: int
+    local: int
+
+
+class Resource(Protocol):
+    """What a flavour may keep with a channel."""
+
+    def free(self) -> None:
+        """Give it back. Called by all ranks of the channel, in the same order, when its communicator is freed."""
+
+
+Kept = TypeVar("Kept", bound=Resource)
+
+
+class Channel:
+    """An MPI communicator (``mpi``) for one thread (``lane``: DIRECT or BACKGROUND), and the places of its ranks."""
+
+    def __init__(self, mpi: MPI.Comm, places: Sequence[Place], lane: int) -> None:
+        self.mpi = mpi
+        self.rank: int = mpi.rank
+        self.size: int = mpi.size
+        self.places = tuple(places)
+        self.lane = lane
+        self.num_nodes = len({place.node for place in places})
+        self._kept: dict[Hashable, Resource] = {}
+
+    def keep(self, key: Hashable, make: Callable[[Channel], Kept]) -> Kept:
+        """What is kept under ``key``; made on first use. ``make`` may be collective over the channel."""
+        if key not in self._kept:
+            self._kept[key] = make(self)
+        return self._kept[key]  # type: ignore[return-value]
+
+    def split(self, colours: Sequence[int]) -> Channel:
+        """The channel of the ranks that have this rank's colour, in rank order. ``colours`` is equal on all ranks."""
+        mine = colours[self.rank]
+        places = [place for place, colour in zip(self.places, colours, strict=True) if colour == mine]
+        return Channel(self.mpi.Split(mine, self.rank), places, self.lane)
+
+    def free(self) -> None:
+        """Give back what is kept, the youngest first, and the MPI communicator. Collective."""
+        while self._kept:
+            self._kept.popitem()[1].free()
+        self.mpi.Free()

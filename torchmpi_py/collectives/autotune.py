@@ -1,0 +1,192 @@
+"""The autotuner: measures which flavour is the fastest here, per verb and size, and fills the selector with that.
+
+For each verb, and for ordinary and symmetric tensors, sizes grow by factors of 4, and at each size the flavours take
+turns (``timing.py``). What follows from the times is in ``crossovers.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives import timing, tuning_file
+from torchmpi_py.collectives import verbs as all_verbs
+from torchmpi_py.collectives.crossovers import Point, beyond, choose, in_units, is_hopeless
+from torchmpi_py.collectives.registry import BY_NAME, status
+from torchmpi_py.collectives.selector import Choice, Key, selector
+from torchmpi_py.communicators import Communicator, stack
+from torchmpi_py.errors import RanksDisagree, TorchMPIError, Unavailable
+from torchmpi_py.symmetric import symmetric_empty
+
+logger = logging.getLogger("torchmpi_py")
+
+Buffers = tuple[Tensor, Tensor]  # what calls read, and what they write if that is something else
+
+_VERBS = ("allreduce", "broadcast", "reduce", "reduce_scatter", "allgather", "alltoall")
+_MEASURABLE = (*_VERBS, "gather", "scatter")
+_IN_ONE_PIECE = ("allreduce", "broadcast", "reduce")  # the others need a multiple of the ranks
+_INDIFFERENT = ("allgather", "gather")  # symmetric tensors are as fast as others
+_PEERS = ("gloo",)  # to compare with; not chosen unless the user says so
+_DTYPE = torch.float32
+_MIN_TURNS, _MAX_TURNS = 3, 300
+
+
+class _Settings(NamedTuple):
+    """The caller's wishes."""
+
+    verbs: tuple[str, ...]
+    flavours: tuple[str, ...]
+    max_bytes: int
+    seconds: float
+    save: bool
+
+
+def autotune(
+    *,
+    verbs: Sequence[str] = _VERBS,
+    flavours: Sequence[str] | None = None,
+    max_bytes: int = 64 << 20,
+    seconds: float = 40.0,
+    path: str | pathlib.Path | None = None,
+    save: bool = True,
+) -> None:
+    """Measure which flavours are the fastest on this machine, put them into ``mpi.selector``, and keep them in a file.
+
+    Collective over the world; every rank passes the same arguments. From then on ``start`` loads the file in jobs with
+    the same MPI, host, and number of ranks on each node. What was measured takes the place of all other choices for its
+    verbs, assigned ones too. A world of one has nothing to measure.
+
+    flavours: those to choose from; default all but gloo, which is there to compare with. max_bytes: the largest size to
+    measure, with a second tensor as large; what is best there is taken for larger ones too, up to where the table had
+    another change. seconds: about how long it takes. path: another file than the one that ``start`` looks for in
+    TORCHMPI_TUNING_DIR (default ~/.cache/torchmpi_py).
+
+    Raises ValueError for a wrong argument, RanksDisagree if they differ, Unavailable if no flavour asked for can run,
+    TorchMPIError if the file cannot be written (the selector has the choices nevertheless); each on every rank.
+    """
+    settings = _checked(tuple(verbs), flavours, max_bytes, seconds, save)
+    world = stack().levels[0]
+    given = world.direct.mpi.allgather(settings)
+    if any(other != given[0] for other in given):
+        raise RanksDisagree("autotune: " + "; ".join(f"rank {rank} passes {one}" for rank, one in enumerate(given)))
+    if world.size == 1:
+        logger.info("autotune: nothing to measure in a world of one")
+        return
+    rows = _measure(world, settings)
+    if not rows:
+        raise Unavailable(f"autotune: none of {', '.join(settings.flavours)} is available; print(mpi.availability())")
+    tuning_file.install(rows, "measured in this process")
+    if save:
+        selector.source = _save(world, rows, path)
+
+
+def _checked(
+    verbs: tuple[str, ...], flavours: Sequence[str] | None, max_bytes: int, seconds: float, save: bool
+) -> _Settings:
+    names = tuple(name for name in BY_NAME if name not in _PEERS) if flavours is None else tuple(flavours)
+    for what, wanted, known in (("verbs", verbs, _MEASURABLE), ("flavours", names, tuple(BY_NAME))):
+        if not wanted or not set(wanted) <= set(known):
+            raise ValueError(f"autotune: {what}={wanted!r}: give some of {', '.join(known)}")
+    if not isinstance(max_bytes, int) or max_bytes < _DTYPE.itemsize or not 0 < seconds < math.inf:
+        raise ValueError(
+            f"autotune: max_bytes={max_bytes}, seconds={seconds}: give at least {_DTYPE.itemsize}, and > 0"
+        )
+    return _Settings(verbs, names, max_bytes, seconds, save)
+
+
+def _measure(world: Communicator, settings: _Settings) -> tuning_file.Rows:
+    """The rows for all verbs; each takes its share of the time that is left."""
+    rows: tuning_file.Rows = {}
+    buffers = _buffers(world, settings.max_bytes)
+    series = [(verb, kind) for verb in settings.verbs for kind in buffers if not (kind and verb in _INDIFFERENT)]
+    ends = time.perf_counter() + settings.seconds
+    for index, (verb, is_symmetric) in enumerate(series):
+        seconds = (ends - time.perf_counter()) / (len(series) - index)
+        key = Key(verb, "node" if world.num_nodes == 1 else "nodes", is_symmetric)
+        points = _points(world, verb, buffers[is_symmetric], settings, seconds)
+        if not points:
+            continue
+        former = [choice for choice in selector[key] if choice.flavour in settings.flavours]
+        choices = beyond(choose(points), points[-1][0], former)
+        rows |= {key: choices} | ({key._replace(symmetric=True): choices} if verb in _INDIFFERENT else {})
+        if world.rank == 0:
+            logger.info("autotune: %d of %d, %s: %s", index + 1, len(series), key, _in_words(choices))
+    return rows
+
+
+def _buffers(world: Communicator, max_bytes: int) -> dict[bool, Buffers]:
+    """Ordinary memory, and symmetric memory (True) where it can be had; of zeros, which may be summed for ever."""
+    count = max_bytes // _DTYPE.itemsize + world.size
+    made = {False: (torch.zeros(count, dtype=_DTYPE), torch.zeros(count, dtype=_DTYPE))}
+    try:
+        x, out = (symmetric_empty(count, dtype=_DTYPE, comm=world) for _ in range(2))
+        made[True] = (x.zero_(), out.zero_())
+    except Unavailable as error:
+        logger.info("autotune: without symmetric tensors: %s", error)
+    return made
+
+
+def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Settings, seconds: float) -> list[Point]:
+    """The times at all sizes, as far as time allows and more than one flavour is in the race."""
+    mpi, ends = world.direct.mpi, time.perf_counter() + seconds
+    names = [name for name in settings.flavours if status(BY_NAME[name], verb, "cpu", world) == "available"]
+    counts = _counts(verb, world.size, settings.max_bytes) if names else []
+    points: list[Point] = []
+    for index, count in enumerate(counts):
+        left_seconds = mpi.bcast(ends - time.perf_counter())
+        if points and (left_seconds <= 0 or len(names) == 1):
+            break
+        calls = {name: _call(world, verb, name, buffers, count) for name in names}
+        share = left_seconds / (len(counts) - index)
+        times = timing.interleaved(mpi, calls, seconds=share, min_turns=_MIN_TURNS, max_turns=_MAX_TURNS)
+        points.append((count * _DTYPE.itemsize, times))
+        names = [name for name in names if not is_hopeless(name, points)]
+    return points
+
+
+def _counts(verb: str, num_ranks: int, max_bytes: int) -> list[int]:
+    """How many elements the larger tensor has at each size."""
+    step = 1 if verb in _IN_ONE_PIECE else num_ranks
+    powers = itertools.takewhile(lambda count: count * _DTYPE.itemsize <= max_bytes, (4**n for n in itertools.count()))
+    return sorted({-(-count // step) * step for count in powers})
+
+
+def _call(world: Communicator, verb: str, name: str, buffers: Buffers, count: int) -> Callable[[], object]:
+    """A call of ``verb`` that is ``count`` elements large, as the selector counts them."""
+    part = 0 if verb in _IN_ONE_PIECE else count // world.size
+    x_count = part if verb in ("allgather", "gather") else count
+    out_count = part if verb in ("reduce_scatter", "scatter") else count
+    call = functools.partial(getattr(all_verbs, verb), buffers[0][:x_count], comm=world, flavour=name)
+    return call if verb in _IN_ONE_PIECE else functools.partial(call, out=buffers[1][:out_count])
+
+
+def _save(world: Communicator, rows: tuning_file.Rows, path: str | pathlib.Path | None) -> str:
+    """Write the file on rank 0, and tell all ranks where the rows come from now."""
+    source, failure = "", ""
+    if world.rank == 0:
+        known = tuning_file.facts(world)
+        target = known.path() if path is None else pathlib.Path(path)
+        try:
+            source = f"measured on {tuning_file.write(target, known, rows)}, {target}"
+            logger.info("autotune: wrote %s", target)
+        except OSError as error:
+            failure = f"autotune: what was measured is in use, but cannot be kept: {error}; give another path"
+    told: tuple[str, str] = world.direct.mpi.bcast((source, failure))
+    if told[1]:
+        raise TorchMPIError(told[1])
+    return told[0]
+
+
+def _in_words(choices: Sequence[Choice]) -> str:
+    return ", ".join(
+        f"{c.flavour} {'beyond' if c.max_bytes == math.inf else 'to ' + in_units(c.max_bytes)}" for c in choices
+    )

@@ -1,0 +1,157 @@
+"""The ranks of a channel that all run on one node, and the shared memory through which they work together.
+
+Every operation begins with a *meeting* (but gathers, whose ranks have told their sizes before): each rank writes into
+its record in the arena what it is about to do, with which sizes, and where its tensors lie if they are symmetric; after
+a barrier it reads the records of the others. So all ranks know whether they can work in place on each other's tensors,
+and ranks that disagree find out before any data is touched. Every operation ends with a barrier; until then no rank may
+change its record, its slots or its tensors.
+
+Staging: each rank has four slots in its part of the arena, two *in* slots (what it gives) and two *out* slots (what it
+has reduced), which alternate between chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import zlib
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchmpi_py import config, symmetric
+from torchmpi_py.channels import Channel
+from torchmpi_py.errors import RanksDisagree
+
+_RECORD = struct.Struct("<6q")  # code, count; then segment and offset of what is read, and of what is written
+_HEADER_BYTES = 4096
+_NOWHERE = (0, 0)
+MOST_PREPARED = 1024
+
+
+class Meeting(NamedTuple):
+    """What the ranks told each other: the offsets of what each reads and writes in a segment that all have in common.
+
+    None for tensors that are not all in one: those have to be staged.
+    """
+
+    read: list[int] | None
+    written: list[int] | None
+
+
+class Prepared(NamedTuple):
+    """What an operation on symmetric tensors needs when it comes again: good while its segment lives."""
+
+    segment: symmetric.Segment
+    record: bytes
+    work: Any
+
+
+class NodeGroup:
+    """A channel within a node; kept with the channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        arena = symmetric.arena()
+        assert arena is not None, "flavour shared is available only with an arena"
+        assert channel.num_nodes == 1, channel.places
+        self.rank, self.size = channel.rank, channel.size
+        self.barrier = channel.mpi.Barrier
+        self._mpi = channel.mpi
+        self._segment = arena.segment
+        self._indices = [place.local for place in channel.places]
+        self._lane_offset = channel.lane * arena.lane_bytes
+        self._memory = memoryview(arena.mapping).cast("B")
+        parts = [arena.segment.part_of[index] * arena.segment.part_bytes for index in self._indices]
+        self._records = [part + self._lane_offset for part in parts]
+        self._slot_bytes = (arena.lane_bytes - _HEADER_BYTES) // 4 // 64 * 64
+        self._slots: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self.prepared: dict[Hashable, Prepared] = {}
+        self.chunk_bytes = min(config.current.chunk_bytes, self._slot_bytes)
+
+    def record(self, what: str, x: Tensor, out: Tensor | None = None) -> bytes:
+        """What this rank is about to do, to be announced."""
+        read = _where(x)
+        return _RECORD.pack(_code(what, x.dtype), x.numel(), *read, *(read if out is None or out is x else _where(out)))
+
+    def announce(self, record: bytes) -> bool:
+        """Tell the others, meet them, and return whether all said the same."""
+        begin = self._records[self.rank]
+        memory, length = self._memory, _RECORD.size
+        memory[begin : begin + length] = record
+        self.barrier()
+        return all(memory[at : at + length] == record for at in self._records)
+
+    def meet(self, what: str, x: Tensor, out: Tensor | None = None) -> Meeting:
+        """Announce, and read what the others said. RanksDisagree, on all ranks, if they are to do different things."""
+        self.announce(self.record(what, x, out))
+        return self.read(what, x)
+
+    def read(self, what: str, x: Tensor) -> Meeting:
+        """What the ranks have announced."""
+        texts = [self._memory[at : at + _RECORD.size] for at in self._records]
+        kinds, counts, *places = zip(*(_RECORD.unpack(text) for text in texts), strict=True)
+        if len(set(kinds)) > 1 or len(set(counts)) > 1:
+            self._disagree(what, x)
+        return Meeting(_common(*places[:2]), _common(*places[2:]))
+
+    def _disagree(self, what: str, x: Tensor) -> None:
+        told = self._mpi.allgather(f"{what} of {x.numel()} elements of {x.dtype}")
+        raise RanksDisagree("; ".join(f"rank {rank} calls {text}" for rank, text in enumerate(told)))
+
+    def is_within(self, segment: symmetric.Segment) -> bool:
+        """Whether all these ranks have a part of the segment."""
+        return all(local in segment.part_of for local in self._indices)
+
+    def keep_prepared(self, key: Hashable, prepared: Prepared) -> None:
+        """Remember it for the next time; all is forgotten when it has become much."""
+        if key not in self.prepared and len(self.prepared) >= MOST_PREPARED:
+            self.prepared.clear()
+        self.prepared[key] = prepared
+
+    def views(self, x: Tensor, offsets: Sequence[int]) -> list[Tensor]:
+        """The symmetric tensors of all ranks, of the dtype and size of this rank's ``x``; they keep no memory alive."""
+        found = symmetric.find(x)
+        assert found is not None, "all ranks met with symmetric tensors"
+        return [
+            found[0].view(local, x.dtype, x.numel(), offset)
+            for local, offset in zip(self._indices, offsets, strict=True)
+        ]
+
+    def given(self, rank: int, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
+        """The in slot of a rank for a chunk."""
+        return self._slot(rank, chunk % 2, dtype, count)
+
+    def reduced(self, rank: int, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
+        """The out slot of a rank for a chunk."""
+        return self._slot(rank, 2 + chunk % 2, dtype, count)
+
+    def _slot(self, rank: int, slot: int, dtype: torch.dtype, count: int) -> Tensor:
+        assert count * dtype.itemsize <= self._slot_bytes, (count, dtype, self._slot_bytes)
+        whole = self._slots.get((rank, slot, dtype))
+        if whole is None:
+            offset = self._lane_offset + _HEADER_BYTES + slot * self._slot_bytes
+            whole = self._segment.view(self._indices[rank], dtype, self._slot_bytes // dtype.itemsize, offset)
+            self._slots[rank, slot, dtype] = whole
+        return whole[:count]
+
+    def free(self) -> None:
+        """Let go of the arena."""
+        self.prepared.clear()
+        self._slots.clear()
+        self._memory.release()
+
+
+def _where(x: Tensor) -> tuple[int, int]:
+    found = symmetric.find(x)
+    return _NOWHERE if found is None else (found[0].key, found[1])
+
+
+def _common(segments: Sequence[int], offsets: Sequence[int]) -> list[int] | None:
+    return list(offsets) if segments[0] and len(set(segments)) == 1 else None
+
+
+@functools.cache
+def _code(what: str, dtype: torch.dtype) -> int:
+    return zlib.crc32(f"{what} {dtype}".encode())

@@ -1,0 +1,121 @@
+"""Where the ranks of a channel meet over TCP, for libraries that do not start over MPI.
+
+Rank 0 opens a store of torch.distributed on a free port, and MPI tells the others where: no MASTER_ADDR is needed.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import distributed
+
+from torchmpi_py.channels import Channel
+from torchmpi_py.errors import CommunicatorError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Names the network interfaces to use, separated by commas; gloo's own variable."""
+
+_CONNECT_TIMEOUT = dt.timedelta(seconds=60)
+_LOOPBACK = "127.0.0.1"
+_OUTSIDE = ("192.0.2.1", 9)  # reserved for documentation: nobody is there, and nothing is sent
+_SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
+
+
+def open_store(channel: Channel, who: str) -> Any:
+    """A store that all ranks of a channel are connected to; rank 0, which has it, must be the last to drop it.
+
+    Collective. CommunicatorError, on every rank, if it cannot be had; ``who`` wants it.
+    """
+    is_server = channel.rank == 0
+
+    def attempt(host: str, port: int) -> Any:
+        factory = getattr(distributed, "TCPStore")  # noqa: B009 - its stub does not export it
+        return factory(host, port, channel.size, is_server, timeout=_CONNECT_TIMEOUT, wait_for_workers=False)
+
+    opened = together(
+        channel.mpi, f"{who}: cannot open a store on rank 0", lambda: attempt(_LOOPBACK, 0) if is_server else None
+    )
+    host, port = channel.mpi.bcast(opened and (own_address(channel.num_nodes), opened.port))
+    what = f"{who}: cannot reach the store of rank 0 at {host}, port {port}"
+    return together(channel.mpi, what, lambda: opened or attempt(host, port))
+
+
+def together(comm: MPI.Comm, what: str, attempt: Callable[[], T]) -> T:
+    """What ``attempt`` returns; a CommunicatorError that begins with ``what``, on every rank, if it fails on one."""
+    made, failure = None, ""
+    try:
+        made = attempt()
+    except (RuntimeError, ValueError) as error:
+        failure = str(error).partition("\n")[0]
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(failure)) if text]
+    if failures:
+        raise CommunicatorError(
+            f"{what} ({'; '.join(failures)}). Name the network interface through which all nodes reach each other in "
+            f"{INTERFACE_VARIABLE} (for all ranks), and see that no firewall blocks it"
+        )
+    return made  # type: ignore[return-value]
+
+
+def interfaces() -> list[str]:
+    """The interfaces that the user names; empty if there is no wish."""
+    return [name for name in os.environ.get(INTERFACE_VARIABLE, "").split(",") if name]
+
+
+def own_address(num_nodes: int) -> str:
+    """An address of this host for ranks that spread over ``num_nodes``.
+
+    That of the interface which the user names; else loopback on one node; else what the host name stands for, unless it
+    is loopback (as Debian has it); else the address from which packets would leave.
+    """
+    for name in interfaces():
+        address = _of_interface(name)
+        if address:
+            return address
+    if num_nodes == 1:
+        return _LOOPBACK
+    return _of_host_name() or _outward() or socket.gethostname()
+
+
+def _of_interface(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _of_host_name() -> str:
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    addresses = [str(where[0]) for *_, where in found]
+    return next((address for address in addresses if _is_reachable(address)), "")
+
+
+def _is_reachable(address: str) -> bool:
+    """Whether other hosts may reach it: loopback and link-local addresses mean something on this host alone."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return not (parsed.is_loopback or parsed.is_link_local)
+
+
+def _outward() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trying:
+        try:
+            trying.connect(_OUTSIDE)
+        except OSError:
+            return ""
+        return str(trying.getsockname()[0])

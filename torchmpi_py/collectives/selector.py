@@ -1,0 +1,195 @@
+"""The selector: which flavour carries out a call that forces none.
+
+It is data. For a verb, a scope (``node``: all ranks on one node; ``nodes``: several), and whether the tensors are
+symmetric, an ordered list of choices: up to so many bytes, this flavour, for this reason. The table is filled from the
+defaults below, from what ``autotune`` measured on this machine, and by assignment. Looking up costs a dictionary access
+and a bisect; nothing is asked of other ranks, so the table, the size and the memory that a tensor lies in must be the
+same on all of them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchmpi_py.collectives.flavour import VERBS, Flavour
+from torchmpi_py.collectives.registry import BY_NAME, FLAVOURS, status
+from torchmpi_py.communicators import Communicator
+from torchmpi_py.errors import Unavailable, Unimplemented
+
+SCOPES = ("node", "nodes")
+
+
+class Choice(NamedTuple):
+    """Up to ``max_bytes`` (the last one's is infinite) take ``flavour``; ``why`` is for the reader."""
+
+    max_bytes: float
+    flavour: str
+    why: str
+
+
+class Key(NamedTuple):
+    """What a list of choices is for."""
+
+    verb: str
+    scope: str = "node"
+    symmetric: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.verb} on {'one node' if self.scope == 'node' else 'several nodes'}" + (
+            ", symmetric" if self.symmetric else ""
+        )
+
+
+class Plan(NamedTuple):
+    """The choices that are available for one communicator."""
+
+    limits: list[float]
+    flavours: list[Flavour]
+
+    def flavour_for(self, num_bytes: int) -> Flavour:
+        """The choice for a size."""
+        return self.flavours[bisect.bisect_left(self.limits, num_bytes)]
+
+
+class Selector:
+    """The table; print it to see what is chosen and why, assign to it to choose yourself (alike on every rank).
+
+    ``mpi.selector["allreduce"] = "ring"`` always takes ring; ``= [(65536, "mpi"), (math.inf, "ring")]`` by size, in
+    bytes of ``x``, for gathers of the result. ``mpi.selector["allreduce", "nodes"]`` is for communicators that spread
+    over several nodes alone, and ``["allreduce", "node", True]`` for tensors from ``mpi.symmetric_empty`` alone (for
+    allreduce: an ``out`` from there). A flavour that cannot serve a call is passed over, in favour of the next in the
+    list, then of any other: ``print(mpi.availability())`` says why it cannot.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[Key, list[Choice]] = _defaults()
+        self._generation = 0
+        self.source = "built-in defaults"
+
+    def load(self, rows: dict[Key, list[Choice]], source: str) -> None:
+        """Replace the whole table."""
+        self._rows = dict(rows)
+        self.source = source
+        self._generation += 1
+
+    def __setitem__(self, key: str | tuple[object, ...], choices: str | Sequence[tuple[float, str]]) -> None:
+        given, checked = _checked_key(key), _checked_choices(choices)
+        num_parts = len(key) if isinstance(key, tuple) else 1
+        for scope in SCOPES if num_parts < 2 else (given.scope,):
+            for symmetric in (False, True) if num_parts < 3 else (given.symmetric,):
+                self._rows[Key(given.verb, scope, symmetric)] = list(checked)
+        self._generation += 1
+
+    def __getitem__(self, key: str | tuple[object, ...]) -> list[Choice]:
+        default = [Choice(math.inf, FLAVOURS[0].name, "nothing else is known to be faster")]
+        return list(self._rows.get(_checked_key(key), default))
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(sorted(self._rows))
+
+    def __str__(self) -> str:
+        lines = [f"source: {self.source}"]
+        for key in self:
+            lines.append(f"{key}:")
+            lines += [f"    {_up_to(c.max_bytes):>14}  {c.flavour:13} {c.why}" for c in self._rows[key]]
+        return "\n".join([*lines, f"all else: {FLAVOURS[0].name}"])
+
+    def flavour_for(
+        self, verb: str, comm: Communicator, device: torch.device, num_bytes: int, *, symmetric: bool, name: str | None
+    ) -> Flavour:
+        """The flavour called ``name``, or the table's for ``num_bytes``; else an error that says why there is none.
+
+        A name is an order: no other flavour takes its place.
+        """
+        return self.plan(verb, comm, device, symmetric=symmetric, name=name).flavour_for(num_bytes)
+
+    def plan(self, verb: str, comm: Communicator, device: torch.device, *, symmetric: bool, name: str | None) -> Plan:
+        """What ``flavour_for`` goes by as things stand, for when the size is not known yet."""
+        key = (self._generation, verb, device, symmetric, name)
+        plan = comm.plans.get(key)
+        if plan is None:
+            plan = comm.plans[key] = self._plan(verb, comm, device, symmetric, name)
+        return plan
+
+    def _plan(self, verb: str, comm: Communicator, device: torch.device, symmetric: bool, name: str | None) -> Plan:
+        if name is not None and name not in BY_NAME:
+            raise ValueError(f"{verb}: flavour {name!r} is unknown; known flavours: {', '.join(BY_NAME)}")
+        others = [Choice(math.inf, flavour.name, "") for flavour in FLAVOURS]
+        scope = "node" if comm.num_nodes == 1 else "nodes"
+        wanted = [*self[verb, scope, symmetric], *others] if name is None else [Choice(math.inf, name, "")]
+        statuses = {choice.flavour: status(BY_NAME[choice.flavour], verb, device.type, comm) for choice in wanted}
+        usable = [choice for choice in wanted if statuses[choice.flavour] == "available"]
+        if not usable:
+            kind = Unimplemented if name is not None and statuses[name] == "unimplemented" else Unavailable
+            reasons = "; ".join(f"{flavour}: {reason}" for flavour, reason in statuses.items())
+            raise kind(f"{verb} of a tensor on {device}: no flavour can do it ({reasons})")
+        return Plan([choice.max_bytes for choice in usable], [BY_NAME[choice.flavour] for choice in usable])
+
+
+def _checked_key(key: str | tuple[object, ...]) -> Key:
+    parts = key if isinstance(key, tuple) else (key,)
+    wanted = Key(*parts) if 1 <= len(parts) <= 3 else None  # type: ignore[arg-type]
+    if (
+        wanted is None
+        or wanted.verb not in VERBS
+        or wanted.scope not in SCOPES
+        or not isinstance(wanted.symmetric, bool)
+    ):
+        raise KeyError(
+            f"selector[{key!r}]: the key is a verb ({', '.join(VERBS)}), then a scope ({' or '.join(SCOPES)}), "
+            "then whether the tensors are symmetric (True or False)"
+        )
+    return wanted
+
+
+def _checked_choices(choices: str | Sequence[tuple[float, str]]) -> list[Choice]:
+    try:
+        pairs = [(math.inf, choices)] if isinstance(choices, str) else [(limit, flavour) for limit, flavour in choices]
+    except (TypeError, ValueError):
+        pairs = []
+    limits = [limit for limit, _ in pairs]
+    unknown = [flavour for _, flavour in pairs if flavour not in BY_NAME]
+    if unknown or not pairs or limits != sorted(limits) or limits[-1] != math.inf:
+        raise ValueError(
+            f"selector: {choices!r} is neither a flavour nor a list of (up to so many bytes, flavour) in rising order "
+            f"whose last limit is math.inf; flavours: {', '.join(BY_NAME)}"
+        )
+    return [Choice(limit, flavour, "assigned") for limit, flavour in pairs]
+
+
+def _up_to(limit: float) -> str:
+    return "larger" if limit == math.inf else f"to {limit:.0f} B"
+
+
+def _defaults() -> dict[Key, list[Choice]]:
+    """What holds until something is measured here: crossovers of 2 and 4 ranks with Open MPI 5 on two cores."""
+    crossovers = {  # the flavour for larger sizes, and from where: ordinary tensors, symmetric ones
+        "allreduce": ("shared", 16 << 20, 32 << 10),
+        "broadcast": ("shared", 16 << 20, 4 << 20),
+        "reduce": ("shared", 4 << 20, 512 << 10),
+        "reduce_scatter": ("shared", 1 << 20, 512 << 10),
+        "allgather": ("shared", 32 << 20, 32 << 20),
+        "alltoall": ("shared", 64 << 20, 16 << 20),
+    }
+    rows = {}
+    for verb, (flavour, *limits) in crossovers.items():
+        for limit, symmetric in zip(limits, (False, True), strict=True):
+            rows[Key(verb, "node", symmetric)] = [
+                Choice(limit, "mpi", "default: fewer meetings when small"),
+                Choice(math.inf, flavour, "default: each byte moves once, through memory"),
+            ]
+    for verb in ("allreduce", "reduce", "broadcast"):
+        for symmetric in (False, True):
+            rows[Key(verb, "nodes", symmetric)] = [
+                Choice(1 << 20, "mpi", "default: fewer messages when small"),
+                Choice(math.inf, "hierarchical", "default: each byte leaves a node once, not once a rank"),
+            ]
+    return rows
+
+
+selector = Selector()

@@ -1,0 +1,86 @@
+"""Times of alternatives that take turns: machine load then hits all of them alike, and ratios within a run hold.
+
+The autotuner and the bench measure with this, and with nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_BeforeAndCall = tuple[Callable[[], object], Callable[[], object]]
+
+
+def interleaved(
+    comm: MPI.Comm,
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float,
+    min_turns: int,
+    max_turns: int,
+    before: Mapping[str, Callable[[], object]] | None = None,
+) -> dict[str, list[float]]:
+    """Call each function once a turn, and return the times of its calls in seconds, one per turn, in order.
+
+    Collective over ``comm``: every rank gives functions of the same names in the same order, and gets the same times.
+    All ranks meet in a barrier before each call; the time of a call is that of the slowest rank. After one untimed turn
+    the first timed one tells how many turns fill about ``seconds`` (rank 0 decides), within ``min_turns`` and
+    ``max_turns``. The order of the functions changes from turn to turn, so that none always follows the same one.
+    ``before``, by the same names, is called untimed before each call, ahead of the barrier: to choose or warm buffers.
+
+    Raises ValueError unless 1 <= min_turns <= max_turns. What a function raises goes through; the other ranks then wait
+    for this one, so let it end the job.
+    """
+    if not 1 <= min_turns <= max_turns:
+        raise ValueError(f"interleaved: min_turns={min_turns}, max_turns={max_turns}; give 1 <= min_turns <= max_turns")
+    calls = [((before or {}).get(name, _nothing), function) for name, function in functions.items()]
+    _turn(comm, calls, 0)
+    begin = time.perf_counter()
+    turns = [_turn(comm, calls, 0)]
+    wanted = seconds / (time.perf_counter() - begin)
+    num_turns = comm.bcast(int(min(max(wanted, min_turns), max_turns)))
+    turns += [_turn(comm, calls, turn) for turn in range(1, num_turns)]
+    times = np.array(turns, dtype=np.float64)
+    slowest = np.empty_like(times)
+    comm.Allreduce(times, slowest, _max())
+    return {name: column.tolist() for name, column in zip(functions, slowest.T, strict=True)}
+
+
+def order(num_functions: int, turn: int) -> list[int]:
+    """The order of ``num_functions`` functions in a turn: a zigzag 0, 1, -1, 2, -2, ... shifted by the turn.
+
+    Within ``2 * num_functions`` turns every function follows every other one equally often (a Williams square).
+    """
+    zigzag = [(step + 1) // 2 if step % 2 else -(step // 2) for step in range(num_functions)]
+    if turn // max(1, num_functions) % 2:
+        zigzag.reverse()
+    return [(place + turn) % num_functions for place in zigzag]
+
+
+def _turn(comm: MPI.Comm, calls: Sequence[_BeforeAndCall], turn: int) -> list[float]:
+    """The time of each call on this rank."""
+    times = [0.0] * len(calls)
+    for index in order(len(calls), turn):
+        before, call = calls[index]
+        before()
+        comm.Barrier()
+        begin = time.perf_counter()
+        call()
+        times[index] = time.perf_counter() - begin
+    return times
+
+
+def _nothing() -> None:
+    """What is called before a function when nothing is."""
+
+
+def _max() -> MPI.Op:
+    from mpi4py import MPI  # importing it initialises MPI
+
+    return MPI.MAX

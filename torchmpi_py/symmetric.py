@@ -1,0 +1,249 @@
+"""Symmetric memory: memory of equal size on every rank of a node, mapped by all of them.
+
+A *segment* is one file without a name (``memfd_create``), cut into a part per rank. Every rank maps the whole file, so
+it can read and write the parts of the others as its own. Where the ranks cannot open each other's nameless files (each
+in a container of its own), a file in /dev/shm takes its place, whose pages are reserved before use: a small /dev/shm
+gives an error, never a bus error. Nothing is left behind when a rank is killed: the name, if there was one, is gone
+before the segment is used.
+
+``symmetric_empty`` returns this rank's part of a new segment as a tensor; ``find`` tells by a bisect over the addresses
+of live parts whether a tensor lies in one, and where. A part is unmapped when its last tensor dies; that is each rank's
+own affair, for a mapping keeps the memory alive for whoever still has one. Every process also has the *arena*: a
+segment of the whole node, made by ``start``, through which flavour ``shared`` stages tensors that are not symmetric.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import secrets
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.channels import Place
+from torchmpi_py.communicators import Communicator, resolve
+from torchmpi_py.errors import RanksDisagree, Unavailable
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_Create = Callable[[int, contextlib.ExitStack], str]
+SHARED_DIRECTORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+class Segment:
+    """A mapped segment as one rank sees it, without owning it.
+
+    ``key`` names it on all its ranks; ``indices`` says which part belongs to which rank, by its index on the node.
+    """
+
+    def __init__(self, mapping: mmap.mmap, key: int, part_bytes: int, indices: Sequence[int], own: int) -> None:
+        self.key = key
+        self.part_bytes = part_bytes
+        self.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        self.part_of = {index: part for part, index in enumerate(indices)}
+        self.begin = self.address + self.part_of[own] * part_bytes
+
+    def view(self, index: int, dtype: torch.dtype, count: int, offset_bytes: int = 0) -> Tensor:
+        """``count`` elements of the part of the rank with this index on the node. The segment must outlive it."""
+        begin = self.address + self.part_of[index] * self.part_bytes + offset_bytes
+        if count == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(begin)
+        return torch.frombuffer(memory, dtype=dtype)
+
+
+_Live = tuple[list[int], list[Segment]]
+_live: _Live = ([], [])  # where this rank's parts begin, in order; the segments. Replaced as a whole: threads read it
+
+
+def find(x: Tensor) -> tuple[Segment, int] | None:
+    """The segment in whose part of this rank the flat tensor ``x`` lies, and at which offset in bytes; or None."""
+    begins, segments = _live
+    if not begins:
+        return None
+    address = x.data_ptr()
+    position = bisect.bisect_right(begins, address) - 1
+    if position < 0:
+        return None
+    segment = segments[position]
+    offset = address - segment.begin
+    return (segment, offset) if offset + x.nbytes <= segment.part_bytes and x.device.type == "cpu" else None
+
+
+def is_live(segment: Segment) -> bool:
+    """Whether this rank's part of a segment is still in use."""
+    return segment in _live[1]
+
+
+def symmetric_empty(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    comm: Communicator | None = None,
+) -> Tensor:
+    """A new tensor, not initialised, that the other ranks of ``comm`` on this node can read and write. Collective.
+
+    Every rank passes the same size and dtype (default: torch's default dtype), and gets a tensor of its own to use as
+    any other. Reductions, broadcast and scatter that are given such tensors on all ranks, and alltoall with ``out=``,
+    work on them in place, without a copy. Whole tensors and contiguous parts of them (``x[10:20]``) are as good. The
+    memory is given back when the last view of it is dropped; until then it takes a file descriptor: make one and cut it
+    up, rather than hundreds.
+
+    Raises ValueError for a bad size or a device other than the CPU, RanksDisagree if the ranks ask for different
+    things, Unavailable if the memory cannot be had.
+    """
+    comm = resolve(comm)
+    shape = _shape(size)
+    dtype = dtype or torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"symmetric_empty: dtype={dtype!r}: give a torch dtype, as torch.float32")
+    if torch.device(device or "cpu").type != "cpu":
+        raise ValueError(f"symmetric_empty: device={device!r}: symmetric memory is on the CPU for now; leave it out")
+    channel = comm.direct
+    asked = channel.mpi.allgather((tuple(shape), str(dtype)))
+    if any(other != asked[0] for other in asked):
+        told = ", ".join(f"rank {rank}: {list(s)} {d}" for rank, (s, d) in enumerate(asked))
+        raise RanksDisagree(f"symmetric_empty: the ranks ask for different tensors ({told})")
+    mapping, segment = allocate(channel.mpi, channel.places, math.prod(shape) * dtype.itemsize)
+    _replace_live(added=segment)
+    weakref.finalize(mapping, _replace_live, gone=segment).atexit = False
+    return torch.frombuffer(mapping, dtype=dtype, count=max(1, shape.numel()), offset=segment.begin - segment.address)[
+        : shape.numel()
+    ].view(shape)
+
+
+def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[mmap.mmap, Segment]:
+    """A segment with a part of at least ``num_bytes`` per rank of this node in ``comm``. Collective over ``comm``.
+
+    It lives as long as the mapping. Unavailable, on every rank, if it cannot be had on every node.
+    """
+    mine = [rank for rank, place in enumerate(places) if place.node == places[comm.rank].node]
+    part_bytes = -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    reasons = []
+    for create in (_nameless, _named):
+        with contextlib.ExitStack() as until_mapped:
+            offer = _offer(create, part_bytes * len(mine), until_mapped) if comm.rank == mine[0] else None
+            path, key, identity, reason = comm.allgather(offer)[mine[0]]
+            mapping, reason = (None, reason) if reason else _map(path, part_bytes * len(mine), identity)
+            failures = [text for text in comm.allgather(reason) if text]
+        if mapping is not None and not failures:
+            indices = [places[rank].local for rank in mine]
+            return mapping, Segment(mapping, key, part_bytes, indices, places[comm.rank].local)
+        reasons.append(failures[0])
+    raise Unavailable(f"no symmetric memory of {num_bytes} bytes a rank: {'; '.join(reasons)}")
+
+
+def _offer(
+    create: _Create, num_bytes: int, until_mapped: contextlib.ExitStack
+) -> tuple[str, int, tuple[int, int], str]:
+    """(path, key, device and inode, reason why not) of a new file, there until the stack is closed."""
+    try:
+        path = create(num_bytes, until_mapped)
+        status = os.stat(path)
+        return path, secrets.randbits(62), (status.st_dev, status.st_ino), ""
+    except (OSError, OverflowError) as error:
+        return "", 0, (0, 0), f"{getattr(error, 'strerror', None) or error} ({create.__doc__})"
+
+
+def _nameless(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
+    """A nameless file."""
+    file = os.memfd_create("torchmpi_py") if hasattr(os, "memfd_create") else _refuse("this system has no memfd_create")
+    until_mapped.callback(os.close, file)
+    os.ftruncate(file, num_bytes)
+    return f"/proc/{os.getpid()}/fd/{file}"
+
+
+def _named(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
+    """A file in /dev/shm; give a container more with --shm-size or --ipc=host."""
+    file, path = tempfile.mkstemp(prefix="torchmpi_py_", dir=SHARED_DIRECTORY)
+    until_mapped.callback(os.unlink, path)
+    try:
+        os.posix_fallocate(file, 0, num_bytes)
+    finally:
+        os.close(file)
+    return path
+
+
+def _refuse(why: str) -> int:
+    raise OSError(why)
+
+
+def _map(path: str, num_bytes: int, identity: tuple[int, int]) -> tuple[mmap.mmap | None, str]:
+    """The mapping of a file, or why not: in another container the same path may lead to another file."""
+    try:
+        file = os.open(path, os.O_RDWR)
+        try:
+            status = os.fstat(file)
+            if (status.st_dev, status.st_ino) != identity or status.st_size != num_bytes:
+                return None, f"cannot map {path}: it is another file here"
+            mapping = mmap.mmap(file, num_bytes)
+            with contextlib.suppress(OSError, AttributeError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)  # taken where the system lets shared memory have large pages
+            return mapping, ""
+        finally:
+            os.close(file)
+    except (OSError, OverflowError, ValueError) as error:
+        return None, f"cannot map {path}: {getattr(error, 'strerror', None) or error}"
+
+
+def _replace_live(*, added: Segment | None = None, gone: Segment | None = None) -> None:
+    """Change the list of live segments, also where the collector runs this in the middle of the same function."""
+    global _live
+    while True:
+        before = _live
+        segments = [segment for segment in (*before[1], added) if segment is not None and segment is not gone]
+        segments.sort(key=lambda segment: segment.begin)
+        after = [segment.begin for segment in segments], segments
+        if _live is before:  # nothing can come between this and the next line: no call, no allocation
+            _live = after
+            return
+
+
+def _shape(size: Sequence[int | Sequence[int]]) -> torch.Size:
+    given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in given):
+        raise ValueError(f"symmetric_empty: size {size!r}: give whole numbers >= 0, as in symmetric_empty(3, 4)")
+    return torch.Size(given)  # type: ignore[arg-type]
+
+
+class Arena:
+    """The staging memory of this process: one segment of the node, ``Tuning.staging_bytes`` a rank, half a lane."""
+
+    def __init__(self, comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> None:
+        self.lane_bytes = num_bytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+        self.mapping, self.segment = allocate(comm, places, num_bytes)
+
+
+_arena: Arena | None = None
+_why_not = "call mpi.start() first"
+
+
+def install(comm: MPI.Comm | None, places: Sequence[Place] = (), num_bytes: int = 0) -> None:
+    """Make the arena, collectively over the node; with None give it up."""
+    global _arena, _why_not
+    _arena = None
+    if comm is not None:
+        try:
+            _arena = Arena(comm, places, num_bytes)
+        except Unavailable as error:
+            _why_not = str(error)
+
+
+def arena() -> Arena | None:
+    """The arena, if there is one."""
+    return _arena
+
+
+def why_no_arena() -> str:
+    """Why there is none."""
+    return _why_not
