@@ -1,4 +1,4 @@
-"""Rank, local rank and local size, as whoever started this process wrote them into its environment.
+"""Rank, size, local rank and local size, as whoever started this process wrote them into its environment.
 
 Each MPI has its own names. The more specific ones stand first: Slurm's are also set for a batch script, from which
 another starter may have come.
@@ -15,6 +15,7 @@ _RANK = (
     "MV2_COMM_WORLD_RANK",  # MVAPICH
     "SLURM_PROCID",
 )
+_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _LOCAL_RANK = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",  # MPICH, Intel MPI
@@ -29,6 +30,11 @@ _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"
 def rank(environment: Mapping[str, str]) -> int | None:
     """The rank in the job."""
     return _first_number(_RANK, environment)
+
+
+def size(environment: Mapping[str, str]) -> int | None:
+    """The number of ranks in the job, if Open MPI or MPICH started it."""
+    return _first_number(_SIZE, environment)
 
 
 def local_rank(environment: Mapping[str, str]) -> int | None:

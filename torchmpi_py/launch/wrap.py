@@ -171,7 +171,7 @@ def marked_as_running(folder: str, rank: int) -> Iterator[None]:
 def end_job(code: int, folder: str) -> None:
     """MPI_Abort when MPI runs here; else exit, and leave it to the MPI's starter, or to torchmpirun, to notice."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    if mpi is None and not os.path.isdir(folder) and int(os.environ.get("PMI_SIZE", "1")) > 1:
+    if mpi is None and not os.path.isdir(folder) and (variables.size(os.environ) or 1) > 1:
         mpi = _mpi_at_last()
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(code)
@@ -179,7 +179,10 @@ def end_job(code: int, folder: str) -> None:
 
 
 def _mpi_at_last() -> Any:
-    """Start MPI only to abort it: MPICH does not notice a rank that exits before MPI_Init, where the others wait."""
+    """Start MPI only to abort it: a rank that exits before MPI_Init, where the others wait, is not always noticed.
+
+    MPICH never does. Open MPI's mpirun does, but now and then hangs or crashes over a rank that it kills while connecting.
+    """
     signal.alarm(_LAST_SECONDS)  # the others may not come
     try:
         return importlib.import_module("mpi4py.MPI")
