@@ -181,7 +181,8 @@ def end_job(code: int, folder: str) -> None:
 def _mpi_at_last() -> Any:
     """Start MPI only to abort it: a rank that exits before MPI_Init, where the others wait, is not always noticed.
 
-    MPICH never does. Open MPI's mpirun does, but now and then hangs or crashes over a rank that it kills while connecting.
+    MPICH's starter never does. Open MPI's does, but now and then hangs or crashes over a rank that it kills while that
+    one is connecting.
     """
     signal.alarm(_LAST_SECONDS)  # the others may not come
     try:
