@@ -153,7 +153,7 @@ def test_a_torch_without_gloo(mpi, monkeypatch):
     with mpi.split(0) as comm, pytest.raises(Unavailable, match="built without gloo"):
         mpi.allreduce(torch.ones(2), flavour="gloo", comm=comm)
     monkeypatch.setattr(torch_group.distributed, "is_available", lambda: False)
-    assert "without torch.distributed" in torch_group.Gloo().missing()
+    assert "without torch.distributed" in torch_group.Gloo().missing("cpu")
 
 
 @pytest.mark.mpi

@@ -45,8 +45,11 @@ class Flavour:
     name: ClassVar[str]
     devices: ClassVar[frozenset[str]]
 
-    def missing(self) -> str:
-        """Why this flavour cannot run here, and what would help; empty when it can."""
+    def missing(self, device: str) -> str:
+        """Why this flavour cannot serve tensors of a device type (one of ``devices``) here, and what would help; or "".
+
+        The same on all ranks.
+        """
         return ""
 
     def refuses(self, comm: Communicator | Channel) -> str:

@@ -114,7 +114,7 @@ class Hierarchical(Flavour):
 
     def _inner(self, channel: Channel) -> Flavour:
         group = _groups(channel).inner
-        return next(inner for inner in self.inners if not inner.missing() and not inner.refuses(group))
+        return next(inner for inner in self.inners if not inner.missing("cpu") and not inner.refuses(group))
 
 
 class _Sliced:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from torchmpi_py.collectives.flavour import VERBS, Flavour
-from torchmpi_py.collectives.registry import BY_NAME, FLAVOURS, status
+from torchmpi_py.collectives.registry import BY_NAME, DEVICES, FLAVOURS, status
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.errors import Unavailable, Unimplemented
 
@@ -38,11 +38,11 @@ class Key(NamedTuple):
     verb: str
     scope: str = "node"
     symmetric: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
-        return f"{self.verb} on {'one node' if self.scope == 'node' else 'several nodes'}" + (
-            ", symmetric" if self.symmetric else ""
-        )
+        where = "one node" if self.scope == "node" else "several nodes"
+        return f"{self.verb} on {where}{', symmetric' * self.symmetric}{', cuda' * (self.device == 'cuda')}"
 
 
 class Plan(NamedTuple):
@@ -61,8 +61,9 @@ class Selector:
 
     ``mpi.selector["allreduce"] = "ring"`` always takes ring; ``= [(65536, "mpi"), (math.inf, "ring")]`` by size, in
     bytes of ``x``, for gathers of the result. ``mpi.selector["allreduce", "nodes"]`` is for communicators that spread
-    over several nodes alone, and ``["allreduce", "node", True]`` for tensors from ``mpi.symmetric_empty`` alone (for
-    allreduce: an ``out`` from there). A flavour that cannot serve a call is passed over, in favour of the next in the
+    over several nodes alone, ``["allreduce", "node", True]`` for tensors from ``mpi.symmetric_empty`` alone (for
+    allreduce: an ``out`` from there), and ``["allreduce", "node", True, "cuda"]`` for such tensors on GPUs alone;
+    what a shorter key leaves out holds for all kinds of tensors that the flavours serve. A flavour that cannot serve a call is passed over, in favour of the next in the
     list, then of any other: ``print(mpi.availability())`` says why it cannot.
     """
 
@@ -82,7 +83,8 @@ class Selector:
         num_parts = len(key) if isinstance(key, tuple) else 1
         for scope in SCOPES if num_parts < 2 else (given.scope,):
             for symmetric in (False, True) if num_parts < 3 else (given.symmetric,):
-                self._rows[Key(given.verb, scope, symmetric)] = list(checked)
+                for device in _devices(checked) if num_parts < 4 else (given.device,):
+                    self._rows[Key(given.verb, scope, symmetric, device)] = list(checked)
         self._generation += 1
 
     def __getitem__(self, key: str | tuple[object, ...]) -> list[Choice]:
@@ -121,7 +123,7 @@ class Selector:
             raise ValueError(f"{verb}: flavour {name!r} is unknown; known flavours: {', '.join(BY_NAME)}")
         others = [Choice(math.inf, flavour.name, "") for flavour in FLAVOURS]
         scope = "node" if comm.num_nodes == 1 else "nodes"
-        wanted = [*self[verb, scope, symmetric], *others] if name is None else [Choice(math.inf, name, "")]
+        wanted = [*self[verb, scope, symmetric, device.type], *others] if name is None else [Choice(math.inf, name, "")]
         statuses = {choice.flavour: status(BY_NAME[choice.flavour], verb, device.type, comm) for choice in wanted}
         usable = [choice for choice in wanted if statuses[choice.flavour] == "available"]
         if not usable:
@@ -133,16 +135,17 @@ class Selector:
 
 def _checked_key(key: str | tuple[object, ...]) -> Key:
     parts = key if isinstance(key, tuple) else (key,)
-    wanted = Key(*parts) if 1 <= len(parts) <= 3 else None  # type: ignore[arg-type]
+    wanted = Key(*parts) if 1 <= len(parts) <= 4 else None  # type: ignore[arg-type]
     if (
         wanted is None
         or wanted.verb not in VERBS
         or wanted.scope not in SCOPES
         or not isinstance(wanted.symmetric, bool)
+        or wanted.device not in DEVICES
     ):
         raise KeyError(
             f"selector[{key!r}]: the key is a verb ({', '.join(VERBS)}), then a scope ({' or '.join(SCOPES)}), "
-            "then whether the tensors are symmetric (True or False)"
+            "then whether the tensors are symmetric (True or False), then the type of their device (cpu or cuda)"
         )
     return wanted
 
@@ -160,6 +163,11 @@ def _checked_choices(choices: str | Sequence[tuple[float, str]]) -> list[Choice]
             f"whose last limit is math.inf; flavours: {', '.join(BY_NAME)}"
         )
     return [Choice(limit, flavour, "assigned") for limit, flavour in pairs]
+
+
+def _devices(choices: Sequence[Choice]) -> list[str]:
+    """The types of device that at least one of the flavours serves."""
+    return sorted({device for choice in choices for device in BY_NAME[choice.flavour].devices})
 
 
 def _up_to(limit: float) -> str:

@@ -26,7 +26,7 @@ class Shared(Flavour):
     name = "shared"
     devices = frozenset({"cpu"})
 
-    def missing(self) -> str:
+    def missing(self, device: str) -> str:
         return "" if symmetric.arena() is not None else symmetric.why_no_arena()
 
     def refuses(self, comm: Communicator | Channel) -> str:

@@ -55,7 +55,7 @@ class Gloo(Flavour):
     name = "gloo"
     devices = frozenset({"cpu"})
 
-    def missing(self) -> str:
+    def missing(self, device: str) -> str:
         if not distributed.is_available():
             return "this torch was built without torch.distributed; install one from pip"
         return "" if distributed.is_gloo_available() else "this torch was built without gloo; install one from pip"

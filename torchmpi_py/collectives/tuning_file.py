@@ -31,7 +31,7 @@ from torchmpi_py.communicators import Communicator
 
 logger = logging.getLogger("torchmpi_py")
 
-FORMAT = 1
+FORMAT = 2
 Rows = dict[Key, list[Choice]]
 
 
@@ -118,7 +118,7 @@ def _why_stale(content: Mapping[str, Any], expected: Facts) -> str:
 
 
 def _row(record: Mapping[str, Any]) -> tuple[Key, list[Choice]]:
-    key = Key(record["verb"], record["scope"], record["symmetric"])
+    key = Key(record["verb"], record["scope"], record["symmetric"], record["device"])
     choices = [Choice(*choice) for choice in record["choices"]]
     choices = [
         choice._replace(max_bytes=math.inf if choice.max_bytes is None else choice.max_bytes) for choice in choices
