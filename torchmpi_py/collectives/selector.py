@@ -62,9 +62,9 @@ class Selector:
     ``mpi.selector["allreduce"] = "ring"`` always takes ring; ``= [(65536, "mpi"), (math.inf, "ring")]`` by size, in
     bytes of ``x``, for gathers of the result. ``mpi.selector["allreduce", "nodes"]`` is for communicators that spread
     over several nodes alone, ``["allreduce", "node", True]`` for tensors from ``mpi.symmetric_empty`` alone (for
-    allreduce: an ``out`` from there), and ``["allreduce", "node", True, "cuda"]`` for such tensors on GPUs alone;
-    what a shorter key leaves out holds for all kinds of tensors that the flavours serve. A flavour that cannot serve a call is passed over, in favour of the next in the
-    list, then of any other: ``print(mpi.availability())`` says why it cannot.
+    allreduce: an ``out`` from there), and ``["allreduce", "node", True, "cuda"]`` for such tensors on GPUs alone; what
+    a shorter key leaves out holds for all that one of the flavours serves. A flavour that cannot serve a call is passed
+    over, in favour of the next in the list, then of any other: ``print(mpi.availability())`` says why it cannot.
     """
 
     def __init__(self) -> None:
