@@ -16,11 +16,24 @@ def test_options():
     assert arguments.parse(["step", "--layers", "8,4,2"]).layers == [8, 4, 2]
 
 
+@pytest.mark.parametrize("command", ["run", "compare", "step", "tune"])
+def test_the_device_is_the_cpu_unless_told(command):
+    assert arguments.parse([command]).device == "cpu"
+    assert arguments.parse([command, "--device", "cuda"]).device == "cuda"
+
+
+def test_default_sizes_follow_the_device():
+    sizes = {device: arguments.parse(["compare", "--device", device]).sizes for device in ("cpu", "cuda")}
+    assert [(of_device[0], of_device[-1]) for of_device in sizes.values()] == [(4, 64 << 20), (4, 1 << 30)]
+    assert arguments.parse(["compare", "--device", "cuda", "--sizes", "4K"]).sizes == [4096]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         ("", "run | compare | step | tune | plot"),
         ("tune --seconds x", "'x' is not"),
+        ("run --device tpu", "'tpu'.*cpu.*cuda"),
         ("run --verb foo", "'foo'.*allreduce.*scatter"),
         ("run --op foo", "'foo'.*sum.*lor"),
         ("run --dtype foo", "'foo'.*float32.*bool"),

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchmpi_py.bench import results
 
@@ -44,6 +45,15 @@ def test_a_training_step():
     output, errors = bench("step", "--layers", "6,5,3", "--batch", "4", "--steps", "5")
     assert "| engine, asynchronous " in output
     assert errors == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["compare", "step", "tune"])
+def test_without_a_gpu_all_ranks_end_with_the_reason(command):
+    output, errors = bench(command, "--device", "cuda", code=2)
+    assert output == ""
+    assert errors.count("sees no CUDA device") == 1
+    assert "Traceback" not in errors
 
 
 def test_a_mistake_ends_all_ranks_with_code_2():

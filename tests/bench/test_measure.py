@@ -1,5 +1,7 @@
 """Reports of real measurements, in this process and its fellow ranks."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -64,6 +66,17 @@ def test_without_flavours_all_that_are_available_take_part(mpi):
     available = [row.flavour for row in rows if row.status == "available"]
     assert names[: len(available) + 1] == [*available, "selector"]
     assert names[-3:] == [RAW_MPI, GLOO, COPY]
+
+
+def test_on_a_gpu_raw_mpi_takes_part_only_if_this_mpi_reads_its_memory(monkeypatch):
+    import torchmpi_py as mpi
+
+    task = Task(VERBS["allreduce"], torch.float32, "sum", 0, 2, torch.device("cuda", 0))
+    for status, takes_part in (("available", True), ("unavailable: not CUDA-aware", False)):
+        rows = [Row("allreduce", "cpu", "mpi", "available"), Row("allreduce", "cuda", "mpi", status)]
+        monkeypatch.setattr(mpi, "availability", lambda rows=rows: rows)
+        assert field._has_raw_mpi(task) is takes_part
+        assert field._has_raw_mpi(dataclasses.replace(task, device=torch.device("cpu")))
 
 
 def test_who_cannot_is_left_out_with_the_reason(mpi, monkeypatch):

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from torchmpi_py.bench import plot, table
-from torchmpi_py.bench.contestants import COPY, RAW_MPI
+from torchmpi_py.bench.contestants import COPY, DEVICE_COPY, HOST_COPY, RAW_MPI
 from torchmpi_py.bench.errors import UsageError
 from torchmpi_py.bench.results import Report, Row, load, make_row, quantile, store
 
@@ -61,6 +61,29 @@ def test_the_table_is_markdown_with_columns_in_line():
     assert cells == ["4", "ring", "warm", "0.00400", "0.00800", "1.00", "1.50", "3.00", "0.500"]
 
 
+def on_gpus():
+    names = {"mpi": "staged", "ring": "cudaipc", RAW_MPI: DEVICE_COPY, COPY: HOST_COPY}
+    rows = [dataclasses.replace(row, what=names[row.what]) for row in report().rows]
+    return dataclasses.replace(report(), rows=rows, device="cuda", facts={"GPUs": "1 x A GPU"})
+
+
+def test_on_gpus_the_copies_take_the_place_of_raw_mpi():
+    lines = table.render(on_gpus()).splitlines()
+    assert lines[0] == "# allreduce (sum) of float32 on cuda"
+    header, _, _, cudaipc, device_copy, *_ = [line.strip("|").split("|") for line in lines if line.startswith("|")]
+    assert [cell.strip() for cell in header][-2:] == ["x device copy", "x host copy"]
+    assert [cell.strip() for cell in cudaipc][-2:] == ["3.00", "0.500"]
+    assert [cell.strip() for cell in device_copy][-3:] == ["-", "1.00", "0.167"]
+
+
+def test_a_report_from_before_there_were_devices_is_of_the_cpu(tmp_path):
+    store(report(), tmp_path / "r.json")
+    stored = json.loads((tmp_path / "r.json").read_text())
+    del stored["device"]
+    (tmp_path / "r.json").write_text(json.dumps(stored))
+    assert load(tmp_path / "r.json") == report()
+
+
 def test_one_contestant_has_nothing_to_be_compared_with():
     alone = dataclasses.replace(report(), rows=report().rows[2:3])
     assert "x raw MPI" not in table.render(alone)
@@ -85,6 +108,8 @@ def test_numbers_have_three_digits(value, text):
 @pytest.mark.parametrize("kinds", [("warm",), ("warm", "cold")])
 def test_a_picture_is_drawn(tmp_path, kinds):
     pytest.importorskip("matplotlib")
+    plot.draw(on_gpus(), tmp_path / "gpu.png")
+    assert (tmp_path / "gpu.png").exists()
     plot.draw(report(kinds=kinds), tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 

@@ -79,6 +79,11 @@ def test_networks_are_equal_and_data_is_each_ranks_own():
     assert not x.equal(of_other)
 
 
+def test_the_device_stands_in_the_title():
+    report = step.StepReport([6, 3], 4, 5, {}, [], {NONE: 0.001}, {}, "cuda")
+    assert step.render(report).startswith("# a training step on cuda: layers 6-3")
+
+
 def test_the_table_without_ddp_has_no_ratio():
     report = step.StepReport(
         [6, 3], 4, 5, {}, ["DDP on gloo is left out: no reason"], {NONE: 0.001, "engine": 0.003}, {}

@@ -3,6 +3,7 @@ import itertools
 import time
 
 import pytest
+import torch
 
 from torchmpi_py.collectives import timing
 
@@ -40,6 +41,15 @@ def test_rank_0_decides_the_number_of_turns(mpi):
     times = timing.interleaved(MPI.COMM_WORLD, {"f": lambda: None}, seconds=seconds, min_turns=1, max_turns=7)
     assert len(times["f"]) == 7
     assert timing.interleaved(MPI.COMM_WORLD, {}, seconds=0.0, min_turns=1, max_turns=2) == {}
+
+
+def test_a_call_on_a_gpu_ends_when_the_gpu_has_carried_it_out(monkeypatch):
+    device, said = torch.device("cuda", 3), []
+    monkeypatch.setattr(torch.cuda, "synchronize", said.append)
+    timing.until_done(lambda: said.append("call"), device)()
+    assert said == ["call", device]
+    call = list
+    assert timing.until_done(call, torch.device("cpu")) is call
 
 
 def test_turns_must_be_positive():

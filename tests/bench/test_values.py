@@ -50,6 +50,14 @@ def test_a_buffer_is_the_pattern_again_and_again(count):
     assert values.first_wrong(x, numbers, 1e-6) == 0
 
 
+def test_several_periods_at_once_are_the_same_pattern():
+    numbers, x = values.pattern(torch.float32, "sum", 1, 2), torch.empty(7 * values.PERIOD + 5)
+    values.write(x, numbers.repeat(3))
+    assert values.first_wrong(x, numbers, 0.0) is None
+    x[4 * values.PERIOD + 9] += 1
+    assert values.first_wrong(x, numbers.repeat(3), 0.0) == 4 * values.PERIOD + 9
+
+
 def test_a_slice_goes_on_where_the_pattern_is():
     numbers, x = values.pattern(torch.int32, "sum", 0, 1), torch.empty(3 * values.PERIOD, dtype=torch.int32)
     values.write(x, numbers)

@@ -20,6 +20,7 @@ from torchmpi_py.errors import RanksDisagree, TorchMPIError
 pytestmark = pytest.mark.timeout(120)
 
 FACTS = tuning_file.Facts("Some MPI 1.2", "here", "2x1", "a processor")
+ON_GPU = FACTS._replace(gpu="A GPU 80GB")
 ROWS = {
     Key("allreduce"): [Choice(4096, "mpi", "2.0x shared at 64 B, measured"), Choice(math.inf, "shared", "measured")],
     Key("broadcast", "nodes", True): [Choice(math.inf, "mpi", "measured")],
@@ -106,6 +107,7 @@ def test_where_the_file_is(monkeypatch):
     assert config.tuning_directory({}).as_posix().endswith("/.cache/torchmpi_py")
     monkeypatch.setenv("TORCHMPI_TUNING_DIR", "/a")
     assert FACTS.path().as_posix() == "/a/selector-Some_MPI_1.2-here-2x1.json"
+    assert ON_GPU.path().as_posix() == "/a/selector-Some_MPI_1.2-here-2x1-A_GPU_80GB.json"
 
 
 def test_the_file_gives_back_what_was_written_and_keeps_other_rows(tmp_path):
@@ -125,7 +127,7 @@ def test_the_file_gives_back_what_was_written_and_keeps_other_rows(tmp_path):
 def kept(tmp_path, monkeypatch, caplog):
     """The path of a sound file for a made-up job, and a function that starts that job: it returns what was logged."""
     monkeypatch.setenv("TORCHMPI_TUNING_DIR", str(tmp_path))
-    monkeypatch.setattr(tuning_file, "facts", lambda world: FACTS)
+    monkeypatch.setattr(tuning_file, "facts", lambda world, device="cpu": FACTS if device == "cpu" else ON_GPU)
     caplog.set_level(logging.INFO, "torchmpi_py")
     tuning_file.write(FACTS.path(), FACTS, ROWS)
     channel = types.SimpleNamespace(mpi=types.SimpleNamespace(bcast=lambda x: x))
@@ -149,6 +151,22 @@ def test_loading_fills_the_selector_and_says_so(table, kept):
     assert table["allreduce"] == ROWS[Key("allreduce")]
     assert pairs(table["broadcast", "nodes", True]) == [(100, "mpi"), (math.inf, "shared")], "the program's own choice"
     assert pairs(table["reduce"]) == [(math.inf, "mpi")]
+
+
+def test_a_session_with_gpus_loads_their_file_too(table, kept, monkeypatch):
+    path, load = kept
+    key = Key("allreduce", "node", False, "cuda")
+    tuning_file.write(ON_GPU.path(), ON_GPU, {key: [Choice(math.inf, "gloo", "measured")]})
+    load()
+    assert table.source.endswith(str(path)), "a session without GPUs"
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    load()
+    assert pairs(table[key]) == [(math.inf, "gloo")]
+    assert table["allreduce"] == ROWS[Key("allreduce")]
+    assert str(path) in table.source
+    assert table.source.endswith(str(ON_GPU.path()))
+    ON_GPU.path().write_text(ON_GPU.path().read_text().replace("A GPU 80GB", "Another"))
+    assert "measured with gpu 'Another', not 'A GPU 80GB'" in load()[-1][1]
 
 
 def test_no_file_is_no_news(table, kept):
@@ -236,11 +254,19 @@ def test_a_peer_on_demand_and_a_file_that_cannot_be_written(mpi, table):
         ({"flavours": ["quick"]}, "flavours=.*give some of mpi"),
         ({"max_bytes": 3}, "max_bytes=3"),
         ({"seconds": 0}, "seconds=0"),
+        ({"device": "tpu"}, "device='tpu': give one of cpu, cuda"),
     ],
 )
 def test_wrong_arguments(mpi, options, said):
     with pytest.raises(ValueError, match=said):
         mpi.autotune(**options)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_without_a_gpu_is_told_on_every_rank(mpi, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: mpi.rank() == 0)
+    with pytest.raises(ValueError, match=r"device='cuda': torch sees no CUDA device on rank 1"):
+        mpi.autotune(device="cuda")
 
 
 @pytest.mark.mpi(min_size=2)

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import arguments, collective, results, step, table
+from torchmpi_py.bench import arguments, collective, gpu, results, step, table
 from torchmpi_py.bench.errors import UsageError, WrongValue
 from torchmpi_py.launch import variables
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace) -> None:
-    mpi.start()
+    gpu.start(getattr(options, "device", "cpu"))
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
@@ -56,7 +56,9 @@ def _tune(options: argparse.Namespace) -> None:
     given = {"verbs": options.verbs, "flavours": options.flavours}
     chosen = {name: names for name, names in given.items() if names is not None}
     try:
-        mpi.autotune(**chosen, max_bytes=options.max_bytes, seconds=options.seconds, path=options.json)
+        mpi.autotune(
+            **chosen, device=options.device, max_bytes=options.max_bytes, seconds=options.seconds, path=options.json
+        )
     except (ValueError, mpi.TorchMPIError) as error:
         raise UsageError(str(error)) from error
     if mpi.rank() == 0:

@@ -23,6 +23,8 @@ DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
 }
+DEVICES = ("cpu", "cuda")
+_SIZES = {"cpu": "4:64M:8x", "cuda": "4:1G:8x"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,7 +48,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     _add_step(commands)
     _add_tune(commands)
     _add_plot(commands)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if getattr(options, "sizes", ...) is None:
+        options.sizes = parse_sizes(_SIZES[options.device])
+    return options
 
 
 def _add_run(commands: Any) -> None:
@@ -68,12 +73,19 @@ def _add_compare(commands: Any) -> None:
 def _add_collective(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--verb", choices=list(VERBS), default="allreduce")
-    add("--sizes", type=_told(parse_sizes), default="4:64M:8x", help="bytes, as 4,64K or 4:64M:8x (default)")
+    _add_device(parser)
+    sizes = "bytes, as 4,64K or 4:64M:8x (default; with --device cuda 4:1G:8x)"
+    add("--sizes", type=_told(parse_sizes), help=sizes)
     add("--dtype", type=_dtype, default="float32", help="default: float32")
     add("--op", choices=OPS, default="sum", metavar="OP", help=f"default: sum; of {', '.join(OPS)}")
     add("--buffers", choices=("warm", "cold", "both"), default="both", help="default: both")
     add("--seconds", type=_positive, default=1.0, help="about so long for each size and kind of buffers; default: 1")
-    add("--max-memory", type=_told(parse_size), metavar="BYTES", help="of buffers a rank; default: what fits, to 1G")
+    add(
+        "--max-memory",
+        type=_told(parse_size),
+        metavar="BYTES",
+        help="of buffers a rank; default: what fits, to 1G (cuda: 8G)",
+    )
     add("--no-verify", dest="verify", action="store_false", help="do not check the values of the results")
     add("--plot", type=Path, metavar="FILE.png", help="draw latency and bandwidth against size")
     _add_output(parser)
@@ -84,6 +96,7 @@ def _add_step(commands: Any) -> None:
     parser.add_argument(
         "--layers", type=_layers, default="784,4096,4096,10", help="widths, input first; default: 784,4096,4096,10"
     )
+    _add_device(parser)
     parser.add_argument("--batch", type=_count, default=32, help="samples a rank; default: 32")
     parser.add_argument("--steps", type=_count, default=25, help="timed steps of each way; default: 25")
     _add_output(parser)
@@ -94,6 +107,7 @@ def _add_tune(commands: Any) -> None:
     add = parser.add_argument
     add("--verbs", type=lambda text: text.split(","), metavar="a,b", help="default: all that have a choice")
     add("--flavours", type=lambda text: text.split(","), metavar="a,b", help="default: all but gloo")
+    _add_device(parser)
     add("--max-bytes", type=_told(parse_size), default="64M", metavar="SIZE", help="largest size; default: 64M")
     add("--seconds", type=_positive, default=40.0, help="about how long it takes; default: 40")
     add("--json", type=Path, metavar="FILE", help="another file than the one that start() looks for")
@@ -103,6 +117,11 @@ def _add_plot(commands: Any) -> None:
     parser = commands.add_parser("plot", help="draw a report that was stored with --json; needs no launcher")
     parser.add_argument("json", type=Path, metavar="FILE.json")
     parser.add_argument("plot", type=Path, metavar="FILE.png")
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    told = "where the tensors are; default: cpu. cuda: on a GPU per rank, or on fewer that ranks share"
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help=told)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

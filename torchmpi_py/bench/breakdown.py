@@ -10,7 +10,7 @@ import torch
 from torchmpi_py import nn as mpinn
 from torchmpi_py.bench.results import quantile
 from torchmpi_py.bench.trainers import Sample, make_network
-from torchmpi_py.collectives.timing import interleaved
+from torchmpi_py.collectives.timing import interleaved, until_done
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -21,10 +21,11 @@ COPY = "a copy of as many bytes, all ranks at once"
 
 
 def measure(comm: MPI.Comm, layers: list[int], sample: Sample, num_turns: int) -> dict[str, float]:
-    """Median seconds of each part. Collective over ``comm``, which holds all ranks."""
-    network, criterion = make_network(layers), torch.nn.CrossEntropyLoss()
+    """Median seconds of each part, where the sample is. Collective over ``comm``, which holds all ranks."""
+    device = sample[0].device
+    network, criterion = make_network(layers).to(device), torch.nn.CrossEntropyLoss()
     count = sum(p.numel() for p in network.parameters())
-    source, destination = torch.ones(count), torch.ones(count)
+    source, destination = (torch.ones(count, device=device) for _ in range(2))
 
     def synchronize() -> None:
         mpinn.synchronize_gradients(network)
@@ -39,6 +40,9 @@ def measure(comm: MPI.Comm, layers: list[int], sample: Sample, num_turns: int) -
         COPY: lambda: destination.copy_(source),
     }
     before: dict[str, Callable[[], object]] = {CALL: backward, REDUCTION: synchronize}
+    calls, before = (
+        {name: until_done(call, device) for name, call in functions.items()} for functions in (calls, before)
+    )
     synchronize()
     times = interleaved(comm, calls, seconds=1.0, min_turns=num_turns, max_turns=num_turns, before=before)
     return {name: quantile(seconds, 0.5) for name, seconds in times.items()}

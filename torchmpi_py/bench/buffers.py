@@ -3,7 +3,8 @@
 All tensors of a run lie in *slabs*: one of ordinary memory, one of symmetric memory if that is measured. A slab is cut
 into *slots*, each with the tensors of one call, and calls take one slot after the other. Warm: there are as few slots
 as possible, and each call is made once untimed on its slot before it is timed. Cold: there are so many that together
-they exceed the last-level cache, and a slot has been evicted by the time that it comes again.
+they exceed the last-level cache, and a slot has been evicted by the time that it comes again. On a GPU both lie there,
+and they exceed its cache.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torchmpi_py.bench.verbs import Task
 
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64
+_CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +113,9 @@ def stride_bytes(task: Task, num_bytes: int) -> int:
     return -(-sum(map(_aligned, tensors)) // _PAGE_BYTES) * _PAGE_BYTES + _LINE_BYTES
 
 
-def make_slab(num_bytes: int) -> Tensor:
+def make_slab(num_bytes: int, device: torch.device = _CPU) -> Tensor:
     """Ordinary memory."""
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import buffers, field, machine, progress
+from torchmpi_py.bench import buffers, field, gpu, machine, progress
 from torchmpi_py.bench.contestants import Contestant
 from torchmpi_py.bench.errors import UsageError
 from torchmpi_py.bench.gloo import process_group
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
-    """Measure what ``options`` ask for. Collective over ``comm``, which holds all ranks.
+    """Measure what ``options`` ask for, on ``mpi.device()``. Collective over ``comm``, which holds all ranks.
 
     Raises UsageError and WrongValue, on every rank.
     """
@@ -47,7 +47,7 @@ def _task(comm: MPI.Comm, options: argparse.Namespace) -> Task:
             check_op(verb.name, options.op, options.dtype)
         except ValueError as error:
             raise UsageError(str(error)) from None
-    return Task(verb, options.dtype, options.op, comm.rank, comm.size)
+    return Task(verb, options.dtype, options.op, comm.rank, comm.size, mpi.device())
 
 
 def _measured(
@@ -56,7 +56,7 @@ def _measured(
     sizes = sorted({task.rounded(num_bytes) for num_bytes in options.sizes})
     kinds = ["warm", "cold"] if options.buffers == "both" else [options.buffers]
     plan = _plan(comm, options, task, sizes, contestants)
-    slabs, contestants, remarks = make_slabs(plan, contestants)
+    slabs, contestants, remarks = make_slabs(plan, contestants, task.device)
     measurement = Measurement(comm, task, contestants, plan, slabs, options.seconds, options.verify)
     notes += [*remarks, *measurement.drop_unable(sizes[0])]
     if not any(contestant.is_ours for contestant in measurement.contestants):
@@ -72,7 +72,8 @@ def _measured(
         rows += measurement.rows(size, kind)
     op = task.op if task.verb.reduces else ""
     dtype = str(task.dtype).removeprefix("torch.")
-    return Report(task.verb.name, dtype, op, comm.size, machine.facts(), notes, rows)
+    facts = machine.facts() | gpu.facts(comm, task.device)
+    return Report(task.verb.name, dtype, op, comm.size, facts, notes, rows, task.device.type)
 
 
 def _plan(
@@ -81,11 +82,17 @@ def _plan(
     with_symmetric = any(contestant.is_symmetric for contestant in contestants)
     if with_symmetric and not hasattr(mpi, "symmetric_empty"):
         raise UsageError("this version of torchmpi_py has no symmetric tensors (mpi.symmetric_empty)")
+    if task.device.type == "cpu":
+        max_bytes = machine.agreed_max_bytes(comm, options.max_memory)
+        cache_bytes = machine.agreed_cache_bytes(comm)
+    else:
+        max_bytes = gpu.agreed_max_bytes(comm, options.max_memory, task.device)
+        cache_bytes = gpu.CACHE_BYTES
     return buffers.plan(
         task,
         sizes,
-        max_bytes=machine.agreed_max_bytes(comm, options.max_memory),
-        cache_bytes=machine.agreed_cache_bytes(comm),
+        max_bytes=max_bytes,
+        cache_bytes=cache_bytes,
         with_symmetric=with_symmetric,
         with_cold=options.buffers != "warm",
     )

@@ -1,6 +1,6 @@
-"""Who takes part: the flavours of this package, and the copy that no collective can be expected to beat.
+"""Who takes part: what a contestant is, and the flavours of this package.
 
-The peers are in ``raw_mpi.py`` and ``gloo.py``.
+The peers are in ``raw_mpi.py`` and ``gloo.py``, the copies that no collective can be expected to beat in ``limits.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torchmpi_py.bench.buffers import Slot
 from torchmpi_py.bench.verbs import Task
 
 SELECTOR, SYMMETRIC = "selector", "symmetric"
-RAW_MPI, GLOO, COPY = "raw MPI", "torch gloo", "copy"
+RAW_MPI, GLOO = "raw MPI", "torch gloo"
+COPY, DEVICE_COPY, HOST_COPY = LIMITS = "copy", "device copy", "host copy"
 
 Call = Callable[[], object]
 Take = Callable[[], Slot]
@@ -33,7 +34,7 @@ class Contestant:
     @property
     def has_values(self) -> bool:
         """Whether there is a result to check."""
-        return self.name != COPY
+        return self.name not in LIMITS
 
 
 def ours(task: Task, name: str, *, is_symmetric: bool = False, asynchronous: bool = False) -> Contestant:
@@ -52,13 +53,3 @@ def ours(task: Task, name: str, *, is_symmetric: bool = False, asynchronous: boo
     is_symmetric = is_symmetric or name == SYMMETRIC
     label = f"{name}, symmetric" if is_symmetric and name != SYMMETRIC else name
     return Contestant(f"{label}, async" if asynchronous else label, bind, is_ours=True, is_symmetric=is_symmetric)
-
-
-def copy_limit() -> Contestant:
-    """Every rank copies a private buffer of as many bytes, all at the same time."""
-
-    def bind(take: Take) -> Call:
-        source, destination = take().whole, take().whole
-        return functools.partial(destination.copy_, source)
-
-    return Contestant(COPY, bind)

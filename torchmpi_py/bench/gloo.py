@@ -1,4 +1,4 @@
-"""The peer "torch gloo": torch.distributed's collectives on CPU tensors, in a process group that MPI helps to start."""
+"""The peer "torch gloo": torch.distributed's collectives, in a process group that MPI helps to start."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torchmpi_py.bench.contestants import Call, Contestant, Take
 from torchmpi_py.bench.results import Row, make_row
 from torchmpi_py.bench.verbs import Task
 from torchmpi_py.bench.verification import verify, why_not
-from torchmpi_py.collectives.timing import interleaved
+from torchmpi_py.collectives.timing import interleaved, until_done
 from torchmpi_py.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -57,10 +57,11 @@ class Measurement:
         timed = {
             c.name: (_Cold if is_cold else _Warm)(c.bind, rotations[c.is_symmetric].take) for c in self.contestants
         }
+        device = self.task.device
         times = interleaved(
             self.comm,
-            {name: each.call for name, each in timed.items()},
-            before={name: each.before for name, each in timed.items()},
+            {name: until_done(each.call, device) for name, each in timed.items()},
+            before={name: until_done(each.before, device) for name, each in timed.items()},
             seconds=self.seconds,
             min_turns=MIN_TURNS,
             max_turns=MAX_TURNS,
@@ -112,13 +113,15 @@ def _nothing() -> None:
     """Replaced before the first call."""
 
 
-def make_slabs(plan: Plan, contestants: Sequence[Contestant]) -> tuple[dict[bool, Tensor], list[Contestant], list[str]]:
+def make_slabs(
+    plan: Plan, contestants: Sequence[Contestant], device: torch.device
+) -> tuple[dict[bool, Tensor], list[Contestant], list[str]]:
     """The slabs, the contestants for whom there is one, and remarks. Collective."""
-    slabs = {False: make_slab(plan.plain_bytes)}
+    slabs = {False: make_slab(plan.plain_bytes, device)}
     if not plan.symmetric_bytes:
         return slabs, list(contestants), []
     try:
-        slabs[True] = mpi.symmetric_empty(plan.symmetric_bytes, dtype=torch.uint8)
+        slabs[True] = mpi.symmetric_empty(plan.symmetric_bytes, dtype=torch.uint8, device=device)
     except Unavailable as error:
         without = [contestant for contestant in contestants if not contestant.is_symmetric]
         return slabs, without, [f"symmetric tensors are left out: {error}"]

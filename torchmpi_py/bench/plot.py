@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchmpi_py.bench.contestants import COPY, GLOO, RAW_MPI
+from torchmpi_py.bench.contestants import COPY, DEVICE_COPY, GLOO, HOST_COPY, RAW_MPI
 from torchmpi_py.bench.errors import UsageError
 from torchmpi_py.bench.results import Report, Row
 
@@ -15,6 +15,8 @@ _GREY: dict[str, dict[str, Any]] = {
     RAW_MPI: {"color": "0.25", "linestyle": "--", "marker": "s"},
     GLOO: {"color": "0.5", "linestyle": "-.", "marker": "^"},
     COPY: {"color": "0.65", "linestyle": ":", "marker": None},
+    DEVICE_COPY: {"color": "0.65", "linestyle": ":", "marker": None},
+    HOST_COPY: {"color": "0.4", "linestyle": ":", "marker": "x"},
 }
 
 
@@ -28,9 +30,8 @@ def draw(report: Report, path: Path) -> None:
     kinds = list(dict.fromkeys(row.buffers for row in report.rows))
     figure = Figure(figsize=(12, 4.6 * len(kinds)), layout="constrained")
     op = f" ({report.op})" if report.op else ""
-    figure.suptitle(
-        f"{report.verb}{op} of {report.dtype}, {report.num_ranks} ranks, {report.facts.get('processor', '')}"
-    )
+    machine = report.facts.get("processor" if report.device == "cpu" else "GPUs", "")
+    figure.suptitle(f"{report.verb}{op} of {report.dtype}, {report.num_ranks} ranks, {machine}")
     axes = figure.subplots(len(kinds), 2, squeeze=False)
     for (latency, bandwidth), kind in zip(axes, kinds, strict=True):
         rows = [row for row in report.rows if row.buffers == kind]

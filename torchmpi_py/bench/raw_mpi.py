@@ -9,6 +9,7 @@ import torch
 
 from torchmpi_py.bench.contestants import RAW_MPI, Call, Contestant, Take
 from torchmpi_py.bench.verbs import ROOT, Task
+from torchmpi_py.collectives.timing import until_done
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -21,6 +22,8 @@ def raw_mpi(comm: MPI.Comm, task: Task) -> Contestant:
         slot = take()
         x, out = (None if tensor is None else _array(tensor, task.verb.reduces) for tensor in (slot.x, slot.out))
         call = _call(comm, task, x, out)
+        if task.device.type == "cuda":
+            call = functools.partial(_in_order, call, task.device)
         has_result = task.verb.name != "reduce" or comm.rank == ROOT
         if task.verb.reduces and task.op == "avg" and has_result:
             return functools.partial(_divided, call, x if out is None else out, comm.size)
@@ -31,7 +34,8 @@ def raw_mpi(comm: MPI.Comm, task: Task) -> Contestant:
 
 def _array(x: torch.Tensor, reduces: bool) -> Any:
     """The memory of a tensor; what is only moved travels as bytes, whatever its dtype."""
-    return x.numpy() if reduces else x.view(torch.uint8).numpy()
+    x = x if reduces else x.view(torch.uint8)
+    return x.numpy() if x.device.type == "cpu" else x
 
 
 def _call(comm: MPI.Comm, task: Task, x: Any, out: Any) -> Call:
@@ -51,6 +55,16 @@ def _call(comm: MPI.Comm, task: Task, x: Any, out: Any) -> Call:
     }
     function, *arguments = calls[task.verb.name]
     return functools.partial(function, *arguments)
+
+
+def _in_order(call: Call, device: torch.device) -> None:
+    """MPI knows nothing of streams: what the tensors are to hold must be in them."""
+    until_done(_nothing, device)()
+    call()
+
+
+def _nothing() -> None:
+    """What is waited for was launched before."""
 
 
 def _divided(call: Call, result: Any, size: int) -> None:

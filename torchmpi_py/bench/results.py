@@ -43,6 +43,7 @@ class Report:
     facts: dict[str, str]
     notes: list[str]
     rows: list[Row]
+    device: str = "cpu"
 
     def bus_bytes_per_second(self, row: Row) -> float:
         """Bus bandwidth: what the hardware has to move, whatever the verb and the number of ranks."""

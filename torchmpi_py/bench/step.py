@@ -1,7 +1,8 @@
 """The subcommand ``step``: what averaging the gradients adds to one training step.
 
 The trainers take turns in short runs of several steps, in one run of the bench. The first step of each run is not
-counted: it follows another trainer's, and the engine's includes the begin of ``train``.
+counted: it follows another trainer's, and the engine's includes the begin of ``train``. On a GPU every step of every
+trainer ends with waiting for the GPU.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import torch
 
 import torchmpi_py as mpi
 from torchmpi_py import nn as mpinn
-from torchmpi_py.bench import breakdown, machine, progress, table
+from torchmpi_py.bench import breakdown, gpu, machine, progress, table
 from torchmpi_py.bench.errors import WrongValue
 from torchmpi_py.bench.gloo import process_group
 from torchmpi_py.bench.results import quantile
 from torchmpi_py.bench.trainers import DDP, NONE, Sample, Trainer, make_samples, trainers
-from torchmpi_py.collectives.timing import order
+from torchmpi_py.collectives.timing import order, until_done
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,6 +45,7 @@ class StepReport:
     notes: list[str]
     median_seconds: dict[str, float]
     parts_seconds: dict[str, float]
+    device: str = "cpu"
 
     def added_seconds(self, name: str) -> float:
         """What a trainer takes above the loop without communication."""
@@ -51,21 +53,23 @@ class StepReport:
 
 
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
-    """Measure, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
+    """Measure on ``mpi.device()``, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
 
     Raises RanksDisagree if a trainer leaves different parameters on different ranks, and WrongValue if its parameters
     after the first steps are not those of the others.
     """
     _limit_threads()
+    device = mpi.device()
     with process_group(comm) as no_gloo:
-        made = trainers(options.layers, with_ddp=not no_gloo)
+        made = trainers(options.layers, with_ddp=not no_gloo, device=device)
         notes = [f"{DDP} is left out: {no_gloo}"] if no_gloo else []
-        samples = make_samples(options.layers, options.batch, STEPS_PER_RUN + 1, comm.rank)
+        samples = make_samples(options.layers, options.batch, STEPS_PER_RUN + 1, comm.rank, device)
         seconds = _measured(comm, made, samples, options)
     num_steps = len(seconds[NONE])
     medians = {name: quantile(times, 0.5) for name, times in seconds.items()}
     parts = breakdown.measure(comm, options.layers, samples[0], min(options.steps, 15))
-    report = StepReport(options.layers, options.batch, num_steps, machine.facts(), notes, medians, parts)
+    facts = machine.facts() | gpu.facts(comm, device)
+    report = StepReport(options.layers, options.batch, num_steps, facts, notes, medians, parts, device.type)
     if comm.rank == 0:
         print(render(report), flush=True)
         if options.json is not None:
@@ -75,7 +79,8 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
 def render(report: StepReport) -> str:
     """The report in Markdown."""
     layers = "-".join(map(str, report.layers))
-    title = f"a training step: layers {layers}, batches of {report.batch} a rank, {report.num_steps} steps"
+    where = "" if report.device == "cpu" else f" on {report.device}"
+    title = f"a training step{where}: layers {layers}, batches of {report.batch} a rank, {report.num_steps} steps"
     header = ["what", "step ms", "added ms", "x DDP's added"]
     rows = [_row(report, name) for name in report.median_seconds]
     parts = [[name, table.number(seconds * 1e3)] for name, seconds in report.parts_seconds.items()]
@@ -124,7 +129,13 @@ def _measured(
 def _run(trainer: Trainer, samples: Sequence[Sample]) -> list[float]:
     """The times of all steps but the first."""
     ends: list[float] = []
-    trainer.train(samples, lambda: ends.append(time.perf_counter()))
+    wait = until_done(_ignored, samples[0][0].device)
+
+    def done() -> None:
+        wait()
+        ends.append(time.perf_counter())
+
+    trainer.train(samples, done)
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
@@ -146,4 +157,4 @@ def _check_alike(made: Sequence[Trainer]) -> None:
 
 
 def _ignored() -> None:
-    """The end of an untimed step."""
+    """The end of an untimed step, or of nothing but what is under way."""

@@ -5,16 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from torchmpi_py.bench.contestants import COPY, GLOO, RAW_MPI
+from torchmpi_py.bench.contestants import COPY, DEVICE_COPY, GLOO, HOST_COPY, LIMITS, RAW_MPI
 from torchmpi_py.bench.results import Report, Row
 
-_REFERENCES = {RAW_MPI: "x raw MPI", GLOO: "x gloo", COPY: "x limit"}
+_REFERENCES = {
+    RAW_MPI: "x raw MPI",
+    GLOO: "x gloo",
+    COPY: "x limit",
+    DEVICE_COPY: "x device copy",
+    HOST_COPY: "x host copy",
+}
 
 
 def render(report: Report) -> str:
     """The facts, the remarks and the table."""
     op = f" ({report.op})" if report.op else ""
-    return document(f"{report.verb}{op} of {report.dtype}", report.facts, report.notes, *_cells(report))
+    where = "" if report.device == "cpu" else f" on {report.device}"
+    return document(f"{report.verb}{op} of {report.dtype}{where}", report.facts, report.notes, *_cells(report))
 
 
 def document(
@@ -67,7 +74,7 @@ def _cells(report: Report) -> tuple[list[str], list[list[str]]]:
 
 
 def _row(report: Report, row: Row, references: Sequence[str]) -> list[str]:
-    bus = None if row.what == COPY else report.bus_bytes_per_second(row) / 1e9
+    bus = None if row.what in LIMITS else report.bus_bytes_per_second(row) / 1e9
     return [
         str(row.num_bytes),
         row.what,

@@ -2,7 +2,7 @@
 
 Each way is a *trainer*: a function that takes some steps of an ongoing training and calls ``done`` after each one. What
 happens between two calls is one whole step, from taking the sample to the new parameters, also where the loop is the
-engine's.
+engine's. On a GPU the step is then queued; whoever measures waits for it in ``done``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ SEED, LEARNING_RATE = 1111, 0.01
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 Done = Callable[[], None]
+_CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Trainer:
     train: Callable[[Sequence[Sample], Done], None]
 
 
-def trainers(layers: Sequence[int], *, with_ddp: bool) -> list[Trainer]:
-    """All of them, each with a network of its own from the same seed."""
+def trainers(layers: Sequence[int], *, with_ddp: bool, device: torch.device = _CPU) -> list[Trainer]:
+    """All of them, each with a network of its own from the same seed, on ``device``."""
     ways: list[tuple[str, Callable[[torch.nn.Module], Callable[[Sequence[Sample], Done], None]]]] = [
         (NONE, _alone),
         *([(DDP, _ddp)] if with_ddp else []),
@@ -43,7 +44,7 @@ def trainers(layers: Sequence[int], *, with_ddp: bool) -> list[Trainer]:
         ("engine", lambda network: _engine(network, asynchronous=False)),
         ("engine, asynchronous", lambda network: _engine(network, asynchronous=True)),
     ]
-    made = [(name, make_network(layers), way) for name, way in ways]
+    made = [(name, make_network(layers).to(device), way) for name, way in ways]
     return [Trainer(name, network, way(network)) for name, network, way in made]
 
 
@@ -56,13 +57,15 @@ def make_network(layers: Sequence[int]) -> torch.nn.Module:
     return torch.nn.Sequential(*parts[:-1])
 
 
-def make_samples(layers: Sequence[int], batch: int, num_steps: int, rank: int) -> list[Sample]:
-    """The batches of ``rank``: inputs (batch, layers[0]) and class indices (batch,)."""
+def make_samples(
+    layers: Sequence[int], batch: int, num_steps: int, rank: int, device: torch.device = _CPU
+) -> list[Sample]:
+    """The batches of ``rank``: inputs (batch, layers[0]) and class indices (batch,), on ``device``."""
     generator = torch.Generator().manual_seed(SEED + rank)
     return [
         (
-            torch.randn(batch, layers[0], generator=generator),
-            torch.randint(layers[-1], (batch,), generator=generator),
+            torch.randn(batch, layers[0], generator=generator).to(device),
+            torch.randint(layers[-1], (batch,), generator=generator).to(device),
         )
         for _ in range(num_steps)
     ]
@@ -104,7 +107,8 @@ def _async_backward(network: torch.nn.Module) -> Callable[[Sequence[Sample], Don
 
 def _engine(network: torch.nn.Module, *, asynchronous: bool) -> Callable[[Sequence[Sample], Done], None]:
     """The package's loop; a step ends with its last hook."""
-    engine = AllReduceSGDEngine(asynchronous=asynchronous)
+    on_gpu = next(network.parameters()).is_cuda
+    engine = AllReduceSGDEngine(usegpu=on_gpu, asynchronous=asynchronous)
 
     def train(samples: Sequence[Sample], done: Done) -> None:
         engine.hooks.on_update = lambda state: done()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 PERIOD = 65521
+_PERIODS_AT_ONCE_ON_GPU = 64  # there a step takes longer to launch than to carry out
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -57,18 +58,27 @@ def shifted(numbers: Tensor, begin: int) -> Tensor:
 
 def write(x: Tensor, numbers: Tensor) -> None:
     """Fill the 1-D tensor ``x`` with the pattern."""
-    for part in torch.split(x, PERIOD):
+    numbers = _beside(x, numbers)
+    for part in torch.split(x, numbers.numel()):
         part.copy_(numbers[: part.numel()])
 
 
 def first_wrong(x: Tensor, numbers: Tensor, tolerance: float) -> int | None:
     """The index of the first element of the 1-D tensor ``x`` that is not the pattern's, or None. NaN is wrong."""
-    for index, part in enumerate(torch.split(x, PERIOD)):
+    numbers = _beside(x, numbers)
+    for index, part in enumerate(torch.split(x, numbers.numel())):
         right = numbers[: part.numel()]
         is_right = (part - right).abs() <= tolerance * right.abs() if tolerance else part == right
         if not is_right.all():
-            return index * PERIOD + int((~is_right).nonzero()[0])
+            return index * numbers.numel() + int((~is_right).nonzero()[0])
     return None
+
+
+def _beside(x: Tensor, numbers: Tensor, periods_on_gpu: int = _PERIODS_AT_ONCE_ON_GPU) -> Tensor:
+    """The pattern on the device of ``x``; on a GPU several periods of it, as many as ``x`` has use for."""
+    if x.device.type == "cpu":
+        return numbers
+    return numbers.to(x.device).repeat(max(1, min(periods_on_gpu, -(-x.numel() // PERIOD))))
 
 
 def _whole_numbers(dtype: torch.dtype, op: str, rank: int, size: int) -> Tensor:

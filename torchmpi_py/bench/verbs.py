@@ -16,6 +16,7 @@ from torch import Tensor
 from torchmpi_py.bench import values
 
 ROOT = 0
+_CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +67,14 @@ VERBS = {
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is measured at every size: a verb on tensors of a dtype, as rank ``rank`` of ``size`` sees it."""
+    """What is measured at every size: a verb on tensors of a dtype and device, as rank ``rank`` of ``size`` sees it."""
 
     verb: Verb
     dtype: torch.dtype
     op: str
     rank: int
     size: int
+    device: torch.device = _CPU
 
     def rounded(self, num_bytes: int) -> int:
         """The next larger number of bytes that is whole elements, and divides by the ranks where the verb needs it."""

@@ -12,6 +12,7 @@ from torchmpi_py.bench.buffers import Rotation, Slot
 from torchmpi_py.bench.contestants import Contestant
 from torchmpi_py.bench.errors import WrongValue
 from torchmpi_py.bench.verbs import Task
+from torchmpi_py.collectives.timing import until_done
 from torchmpi_py.errors import FlavourError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _mistake(task: Task, contestant: Contestant, rotation: Rotation, num_bytes: 
     values.write(slot.x, task.pattern(task.rank))
     if slot.out is not None:
         slot.out.fill_(1)
-    contestant.bind(lambda: slot)()
+    until_done(contestant.bind(lambda: slot), task.device)()
     return _first_wrong(task, slot, task.expected(num_bytes))
 
 

@@ -1,7 +1,8 @@
 """The autotuner: measures which flavour is the fastest here, per verb and size, and fills the selector with that.
 
 For each verb, and for ordinary and symmetric tensors, sizes grow by factors of 4, and at each size the flavours take
-turns (``timing.py``). What follows from the times is in ``crossovers.py``.
+turns (``timing.py``). What follows from the times is in ``crossovers.py``. On a GPU a call's time ends when the GPU has
+carried it out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from torchmpi_py.collectives import timing, tuning_file
 from torchmpi_py.collectives import verbs as all_verbs
 from torchmpi_py.collectives.crossovers import Point, beyond, choose, in_units, is_hopeless
-from torchmpi_py.collectives.registry import BY_NAME, status
+from torchmpi_py.collectives.registry import BY_NAME, DEVICES, status
 from torchmpi_py.collectives.selector import Choice, Key, selector
 from torchmpi_py.communicators import Communicator, stack
 from torchmpi_py.errors import RanksDisagree, TorchMPIError, Unavailable
@@ -48,6 +49,7 @@ class _Settings(NamedTuple):
     max_bytes: int
     seconds: float
     save: bool
+    device: str
 
 
 def autotune(
@@ -58,26 +60,26 @@ def autotune(
     seconds: float = 40.0,
     path: str | pathlib.Path | None = None,
     save: bool = True,
+    device: str = "cpu",
 ) -> None:
     """Measure which flavours are the fastest on this machine, put them into ``mpi.selector``, and keep them in a file.
 
     Collective over the world; every rank passes the same arguments. From then on ``start`` loads the file in jobs with
     the same MPI, host, and number of ranks on each node. What was measured takes the place of all other choices for its
-    verbs, assigned ones too. A world of one has nothing to measure.
+    verbs and kind of device, assigned ones too. A world of one has nothing to measure.
 
     flavours: those to choose from; default all but gloo, which is there to compare with. max_bytes: the largest size to
     measure, with a second tensor as large; what is best there is taken for larger ones too, up to where the table had
     another change. seconds: about how long it takes. path: another file than the one that ``start`` looks for in
-    TORCHMPI_TUNING_DIR (default ~/.cache/torchmpi_py).
+    TORCHMPI_TUNING_DIR (default ~/.cache/torchmpi_py). device: "cpu", or "cuda" for tensors on the GPUs that
+    ``start(with_cuda=True)`` chose; theirs is another file, which such a ``start`` loads too.
 
     Raises ValueError for a wrong argument, RanksDisagree if they differ, Unavailable if no flavour asked for can run,
     TorchMPIError if the file cannot be written (the selector has the choices nevertheless); each on every rank.
     """
-    settings = _checked(tuple(verbs), flavours, max_bytes, seconds, save)
+    settings = _checked(tuple(verbs), flavours, max_bytes, seconds, save, device)
     world = stack().levels[0]
-    given = world.direct.mpi.allgather(settings)
-    if any(other != given[0] for other in given):
-        raise RanksDisagree("autotune: " + "; ".join(f"rank {rank} passes {one}" for rank, one in enumerate(given)))
+    _check_ranks(world, settings)
     if world.size == 1:
         logger.info("autotune: nothing to measure in a world of one")
         return
@@ -86,11 +88,11 @@ def autotune(
         raise Unavailable(f"autotune: none of {', '.join(settings.flavours)} is available; print(mpi.availability())")
     tuning_file.install(rows, "measured in this process")
     if save:
-        selector.source = _save(world, rows, path)
+        selector.source = _save(world, rows, path, device)
 
 
 def _checked(
-    verbs: tuple[str, ...], flavours: Sequence[str] | None, max_bytes: int, seconds: float, save: bool
+    verbs: tuple[str, ...], flavours: Sequence[str] | None, max_bytes: int, seconds: float, save: bool, device: str
 ) -> _Settings:
     names = tuple(name for name in BY_NAME if name not in _PEERS) if flavours is None else tuple(flavours)
     for what, wanted, known in (("verbs", verbs, _MEASURABLE), ("flavours", names, tuple(BY_NAME))):
@@ -100,18 +102,35 @@ def _checked(
         raise ValueError(
             f"autotune: max_bytes={max_bytes}, seconds={seconds}: give at least {_DTYPE.itemsize}, and > 0"
         )
-    return _Settings(verbs, names, max_bytes, seconds, save)
+    if device not in DEVICES:
+        raise ValueError(f"autotune: device={device!r}: give one of {', '.join(DEVICES)}")
+    return _Settings(verbs, names, max_bytes, seconds, save, device)
+
+
+def _check_ranks(world: Communicator, settings: _Settings) -> None:
+    """Whether all want the same, and have what it takes; the same error on every rank."""
+    can = settings.device == "cpu" or torch.cuda.is_available()
+    told = world.direct.mpi.allgather((settings, can))
+    given = [one for one, _ in told]
+    if any(other != given[0] for other in given):
+        raise RanksDisagree("autotune: " + "; ".join(f"rank {rank} passes {one}" for rank, one in enumerate(given)))
+    without = [rank for rank, (_, can) in enumerate(told) if not can]
+    if without:
+        raise ValueError(
+            f"autotune: device={settings.device!r}: torch sees no CUDA device on rank {without[0]}; it takes GPUs, and "
+            "mpi.start(with_cuda=True)"
+        )
 
 
 def _measure(world: Communicator, settings: _Settings) -> tuning_file.Rows:
     """The rows for all verbs; each takes its share of the time that is left."""
     rows: tuning_file.Rows = {}
-    buffers = _buffers(world, settings.max_bytes)
+    buffers = _buffers(world, settings.max_bytes, _current(settings.device))
     series = [(verb, kind) for verb in settings.verbs for kind in buffers if not (kind and verb in _INDIFFERENT)]
     ends = time.perf_counter() + settings.seconds
     for index, (verb, is_symmetric) in enumerate(series):
         seconds = (ends - time.perf_counter()) / (len(series) - index)
-        key = Key(verb, "node" if world.num_nodes == 1 else "nodes", is_symmetric)
+        key = Key(verb, "node" if world.num_nodes == 1 else "nodes", is_symmetric, settings.device)
         points = _points(world, verb, buffers[is_symmetric], settings, seconds)
         if not points:
             continue
@@ -123,12 +142,18 @@ def _measure(world: Communicator, settings: _Settings) -> tuning_file.Rows:
     return rows
 
 
-def _buffers(world: Communicator, max_bytes: int) -> dict[bool, Buffers]:
+def _current(device: str) -> torch.device:
+    """The device of that kind that this rank was pinned to."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+
+
+def _buffers(world: Communicator, max_bytes: int, device: torch.device) -> dict[bool, Buffers]:
     """Ordinary memory, and symmetric memory (True) where it can be had; of zeros, which may be summed for ever."""
     count = max_bytes // _DTYPE.itemsize + world.size
-    made = {False: (torch.zeros(count, dtype=_DTYPE), torch.zeros(count, dtype=_DTYPE))}
+    zeros = functools.partial(torch.zeros, count, dtype=_DTYPE, device=device)
+    made = {False: (zeros(), zeros())}
     try:
-        x, out = (symmetric_empty(count, dtype=_DTYPE, comm=world) for _ in range(2))
+        x, out = (symmetric_empty(count, dtype=_DTYPE, device=device, comm=world) for _ in range(2))
         made[True] = (x.zero_(), out.zero_())
     except Unavailable as error:
         logger.info("autotune: without symmetric tensors: %s", error)
@@ -138,7 +163,7 @@ def _buffers(world: Communicator, max_bytes: int) -> dict[bool, Buffers]:
 def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Settings, seconds: float) -> list[Point]:
     """The times at all sizes, as far as time allows and more than one flavour is in the race."""
     mpi, ends = world.direct.mpi, time.perf_counter() + seconds
-    names = [name for name in settings.flavours if status(BY_NAME[name], verb, "cpu", world) == "available"]
+    names = [name for name in settings.flavours if status(BY_NAME[name], verb, settings.device, world) == "available"]
     counts = _counts(verb, world.size, settings.max_bytes) if names else []
     points: list[Point] = []
     for index, count in enumerate(counts):
@@ -166,14 +191,16 @@ def _call(world: Communicator, verb: str, name: str, buffers: Buffers, count: in
     x_count = part if verb in ("allgather", "gather") else count
     out_count = part if verb in ("reduce_scatter", "scatter") else count
     call = functools.partial(getattr(all_verbs, verb), buffers[0][:x_count], comm=world, flavour=name)
-    return call if verb in _IN_ONE_PIECE else functools.partial(call, out=buffers[1][:out_count])
+    if verb not in _IN_ONE_PIECE:
+        call = functools.partial(call, out=buffers[1][:out_count])
+    return timing.until_done(call, buffers[0].device)
 
 
-def _save(world: Communicator, rows: tuning_file.Rows, path: str | pathlib.Path | None) -> str:
+def _save(world: Communicator, rows: tuning_file.Rows, path: str | pathlib.Path | None, device: str) -> str:
     """Write the file on rank 0, and tell all ranks where the rows come from now."""
     source, failure = "", ""
     if world.rank == 0:
-        known = tuning_file.facts(world)
+        known = tuning_file.facts(world, device)
         target = known.path() if path is None else pathlib.Path(path)
         try:
             source = f"measured on {tuning_file.write(target, known, rows)}, {target}"

@@ -1,6 +1,7 @@
 """Times of alternatives that take turns: machine load then hits all of them alike, and ratios within a run hold.
 
-The autotuner and the bench measure with this, and with nothing else.
+The autotuner and the bench measure with this, and with nothing else. A call on GPU tensors returns when its work has
+been queued; ``until_done`` makes a call of it that returns when the work is done.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -50,6 +52,18 @@ def interleaved(
     slowest = np.empty_like(times)
     comm.Allreduce(times, slowest, _max())
     return {name: column.tolist() for name, column in zip(functions, slowest.T, strict=True)}
+
+
+def until_done(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """``call``; on a GPU, the call and then waiting until the GPU has carried out all that this process gave it."""
+    if device.type == "cpu":
+        return call
+
+    def call_and_wait() -> None:
+        call()
+        torch.cuda.synchronize(device)
+
+    return call_and_wait
 
 
 def order(num_functions: int, turn: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""What ``autotune`` measured, kept in a file: one per MPI, host, and number of ranks on each node.
+"""What ``autotune`` measured, kept in a file: one per MPI, host, number of ranks on each node, and GPU, if any.
 
-``start`` loads the file of the job at hand. A file that does not fit or cannot be understood is ignored, with a warning
-on rank 0; the built-in defaults then hold.
+``start`` loads the file of the job at hand, and with GPUs a second one, which holds the rows for them. A file that does
+not fit or cannot be understood is ignored, with a warning on rank 0; the built-in defaults then hold.
 """
 
 from __future__ import annotations
@@ -42,20 +42,23 @@ class Facts(NamedTuple):
     host: str
     ranks: str
     cpu: str
+    gpu: str = ""  # of a measurement on GPUs
 
     def path(self) -> pathlib.Path:
         """Where the measurement is kept."""
-        parts = (re.sub(r"[^A-Za-z0-9.+]+", "_", text) for text in (self.mpi, self.host, self.ranks))
+        named = filter(None, (self.mpi, self.host, self.ranks, self.gpu))
+        parts = (re.sub(r"[^A-Za-z0-9.+]+", "_", text) for text in named)
         return config.tuning_directory() / f"selector-{'-'.join(parts)}.json"
 
 
-def facts(world: Communicator) -> Facts:
-    """The facts of the job at hand."""
+def facts(world: Communicator, device: str = "cpu") -> Facts:
+    """The facts of the job at hand, for measurements on that kind of device."""
     from mpi4py import MPI
 
     vendor, version = MPI.get_vendor()
     mpi = f"{vendor} {'.'.join(map(str, version))}"
-    return Facts(mpi, socket.gethostname(), ranks_per_node(world.direct.places), _cpu_model())
+    gpu = torch.cuda.get_device_name() if device == "cuda" else ""
+    return Facts(mpi, socket.gethostname(), ranks_per_node(world.direct.places), _cpu_model(), gpu)
 
 
 def ranks_per_node(places: Iterable[Place]) -> str:
@@ -70,15 +73,27 @@ def load_for(world: Communicator) -> None:
 
     What the program has assigned itself stays.
     """
-    found = world.direct.mpi.bcast(_find(facts(world)) if world.rank == 0 else None)
-    if found is not None:
+    found = world.direct.mpi.bcast(_find_all(world) if world.rank == 0 else None)
+    if found:
+        rows = {key: choices for of_device, _ in found for key, choices in of_device.items()}
         assigned = {key: selector[key] for key in selector if any(c.why == "assigned" for c in selector[key])}
-        install({**found[0], **assigned}, found[1])
+        install({**rows, **assigned}, "; ".join(source for _, source in found))
 
 
 def install(rows: Rows, source: str) -> None:
     """Put rows into the selector in place of those with the same keys."""
     selector.load({**{key: selector[key] for key in selector}, **rows}, source)
+
+
+def _find_all(world: Communicator) -> list[tuple[Rows, str]]:
+    """What is kept for a job: for its CPUs, and for its GPUs if it uses them."""
+    expected = [facts(world), *([facts(world, "cuda")] if _has_cuda() else [])]
+    return [found for found in map(_find, expected) if found is not None]
+
+
+def _has_cuda() -> bool:
+    """Whether this session computes on a GPU: ``start`` has chosen it by now. Asking for more would touch CUDA."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _find(expected: Facts) -> tuple[Rows, str] | None:

@@ -1,0 +1,96 @@
+"""Measuring on GPUs: the session, the memory that may be used, and the facts for the header of a report.
+
+Ranks may share a GPU; the facts say how many do.
+"""
+
+from __future__ import annotations
+
+import collections
+import subprocess
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import torchmpi_py as mpi
+from torchmpi_py.bench.errors import UsageError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+CACHE_BYTES = 256 << 20  # more than the cache of any GPU so far
+_MOST_BYTES = 8 << 30  # for 1 GiB of each verb
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def start(device: str) -> None:
+    """Start the package for measurements on "cpu" or "cuda". UsageError, on every rank, if a rank has no GPU."""
+    failure = ""
+    try:
+        mpi.start(with_cuda=device == "cuda")
+    except (ValueError, mpi.TorchMPIError) as error:
+        if device == "cpu":
+            raise
+        failure = str(error)
+        if not mpi.is_started():
+            mpi.start()
+    from mpi4py import MPI
+
+    failures = [text for text in MPI.COMM_WORLD.allgather(failure) if text]
+    if failures:
+        raise UsageError(f"--device cuda: {failures[0]}")
+
+
+def agreed_max_bytes(comm: MPI.Comm, given: int | None, device: torch.device) -> int:
+    """Bytes of buffers a rank: ``given``, or a quarter of what its GPU has free over the ranks there, at most 8 GiB.
+
+    Collective; the same on all ranks.
+    """
+    identity = _identity(device)
+    num_sharing = comm.allgather(identity).count(identity)
+    shares: list[int] = comm.allgather(torch.cuda.mem_get_info(device)[0] // 4 // num_sharing)
+    return given or min(_MOST_BYTES, *shares)
+
+
+def facts(comm: MPI.Comm, device: torch.device) -> dict[str, str]:
+    """What a reader needs to know of the GPUs of all ranks; nothing on CPU. Collective."""
+    if device.type == "cpu":
+        return {}
+    gpus = comm.allgather((_identity(device), torch.cuda.get_device_name(device)))
+    return describe(gpus) | {"GPU driver": _driver(), "CUDA": str(torch.version.cuda)}
+
+
+def describe(gpus: Sequence[tuple[Hashable, str]]) -> dict[str, str]:
+    """Identity and name of each rank's GPU, in words."""
+    ranks = collections.Counter(identity for identity, _ in gpus)
+    names = collections.Counter(dict(gpus).values())
+    return {
+        "GPUs": ", ".join(f"{number} x {name}" for name, number in names.items()),
+        "ranks per GPU": " or ".join(map(str, sorted(set(ranks.values())))),
+    }
+
+
+def _identity(device: torch.device) -> tuple[str, str]:
+    """What two ranks have in common that share a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return mpi.host_name(), str(getattr(properties, "uuid", device.index))
+
+
+def _driver() -> str:
+    """The version of the kernel's driver."""
+    try:
+        line = _DRIVER.read_text().splitlines()[0]
+        return next(word for word in line.split() if word[0].isdigit() and "." in word)
+    except (OSError, IndexError, StopIteration):
+        return _asked_driver()
+
+
+def _asked_driver() -> str:
+    """The same by asking, where the kernel does not show it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip().partition("\n")[0] or "unknown"
