@@ -11,10 +11,11 @@ PACKAGE = pathlib.Path(torchmpi_py.__file__).parent
 
 # Lowest first: a module may import from its own row and from rows above it in this list, never from a later one.
 ROWS = [
-    ["errors", "config", "grouping"],
+    ["errors", "config", "grouping", "clocks", "trace_rows"],
     ["tensors", "handles", "placement", "channels"],
     ["communication_thread"],
     ["communicators"],
+    ["tracing"],
     ["exits", "symmetric"],
     [
         "collectives.operation",

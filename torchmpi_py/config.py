@@ -83,6 +83,12 @@ def tuning_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
     return pathlib.Path(given) if given else pathlib.Path(cache, "torchmpi_py")
 
 
+def profile_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path | None:
+    """Where traces go, if this job is traced: TORCHMPI_PROFILE, which ``torchmpirun --profile`` sets."""
+    given = environ.get(f"{PREFIX}PROFILE")
+    return pathlib.Path(given).absolute() if given else None
+
+
 current = Tuning()
 """The tuning in use; read it as ``config.current``, for ``install`` replaces it."""
 

@@ -6,6 +6,7 @@ A forked child is disowned: it must neither use its parent's rank nor shut its p
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchmpi_py import communication_thread, communicators
+from torchmpi_py import communication_thread, communicators, tracing
 from torchmpi_py.communicators import Communicator
 
 logger = logging.getLogger("torchmpi_py")
@@ -95,6 +96,8 @@ def abort(code: int) -> None:
     if mpi is None or os.getpid() != _process or not mpi.Is_initialized() or mpi.Is_finalized():
         return
     if mpi.COMM_WORLD.size > 1:
+        with contextlib.suppress(Exception):
+            tracing.save()
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(OUTPUT_SECONDS)

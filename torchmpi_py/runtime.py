@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchmpi_py import communication_thread, communicators, config, exits, placement, symmetric
+from torchmpi_py import communication_thread, communicators, config, exits, placement, symmetric, tracing
 from torchmpi_py.channels import Place
 from torchmpi_py.collectives import tuning_file
 from torchmpi_py.communicators import Communicator, Stack
@@ -61,6 +61,7 @@ def start(
         _build(world, with_cartesian_communicator, tuning, device)
         tuning_file.load_for(communicators.stack().levels[0])
         _push_levels(custom_communicator_init, collective_communicator)
+        tracing.start(communicators.stack().levels[0])
     except BaseException:
         if world.size == 1 and communicators.is_started():
             _tear_down("call mpi.start() first")
@@ -79,6 +80,7 @@ def stop() -> None:
         return
     communication_thread.current().drain()
     exits.meet(communicators.stack().levels[0])
+    tracing.stop()
     _tear_down("mpi.stop() was called; call mpi.start() again")
 
 

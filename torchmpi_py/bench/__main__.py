@@ -1,4 +1,4 @@
-"""The command: ``torchmpirun -n N -m torchmpi_py.bench run | compare | step | tune | plot ...``.
+"""The command: ``torchmpirun -n N -m torchmpi_py.bench run | compare | step | tune | plot | trace ...``.
 
 Exit codes: 0; 1 for a wrong value; 2 for a command line that cannot be carried out.
 """
@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import arguments, collective, gpu, results, step, table
+from torchmpi_py.bench import arguments, collective, gpu, results, step, table, trace
 from torchmpi_py.bench.errors import UsageError, WrongValue
 from torchmpi_py.launch import variables
 
@@ -28,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
         options = arguments.parse(argv)
         if options.command == "plot":
             _plot(results.load(options.json), options)
+        elif options.command == "trace":
+            trace.main(options)
         else:
             _measure(options)
     except (UsageError, WrongValue) as error:

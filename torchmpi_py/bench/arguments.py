@@ -42,12 +42,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="torchmpi_py.bench",
         description="Measure collectives and training steps. Run it under torchmpirun -n N -m torchmpi_py.bench ...",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run | compare | step | tune | plot")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="run | compare | step | tune | plot | trace"
+    )
     _add_run(commands)
     _add_compare(commands)
     _add_step(commands)
     _add_tune(commands)
     _add_plot(commands)
+    _add_trace(commands)
     options = parser.parse_args(argv)
     if getattr(options, "sizes", ...) is None:
         options.sizes = parse_sizes(_SIZES[options.device])
@@ -122,6 +125,12 @@ def _add_plot(commands: Any) -> None:
 def _add_device(parser: argparse.ArgumentParser) -> None:
     told = "where the tensors are; default: cpu. cuda: on a GPU per rank, or on fewer that ranks share"
     parser.add_argument("--device", choices=DEVICES, default="cpu", help=told)
+
+
+def _add_trace(commands: Any) -> None:
+    parser = commands.add_parser("trace", help="merge the traces of torchmpirun --profile DIR; needs no launcher")
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: DIR/trace.json")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from torchmpi_py import tracing
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.handles import Handle
+from torchmpi_py.trace_rows import POSTED
 
 if TYPE_CHECKING:
     from torchmpi_py.collectives.flavour import Flavour
@@ -44,18 +47,26 @@ class Operation(Generic[R]):
     conclude: Callable[[Any], R] | None
     num_bytes: int
     target: R | None = None
+    launched: int = 0  # when, if it was launched and is traced
 
     def run(self, *, in_background: bool = False) -> R:
         """Carry it out now, on the channel for this thread."""
         channel = self.comm.background if in_background else self.comm.direct
+        trace = tracing.current
+        begin = 0 if trace is None else trace.begin(self)
         try:
             returned = getattr(self.flavour, self.method)(channel, *self.arguments)
             return self.target if self.conclude is None else self.conclude(returned)  # type: ignore[return-value]
         except RuntimeError as error:
             raise self.explain(error)  # noqa: B904 - it carries its cause
+        finally:
+            if trace is not None:
+                trace.end(self, channel.lane, begin)
 
     def launch(self) -> Handle[R]:
         """Start it."""
+        if tracing.current is not None:
+            self.launched = time.time_ns()
         return self.flavour.launch(self)
 
     def run_in_background(self) -> R:
@@ -64,6 +75,8 @@ class Operation(Generic[R]):
 
     def finish(self) -> R:
         """The result, once the transfer is complete."""
+        if tracing.current is not None and self.launched:
+            tracing.current.end(self, POSTED, self.launched)
         return self.target if self.conclude is None else self.conclude(None)  # type: ignore[return-value]
 
     def explain(self, error: Exception) -> Exception:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import binding, hosts, mpirun
-from torchmpi_py.launch.job import Job
+from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
 
 # What the ranks must not inherit: the place in another job of whoever starts this one, and the mark by which a started
 # process forbids MPI to its children.
@@ -64,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--bind", choices=("core", "none"), default="core", help="give each rank its own cores (default), or do not")
     add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")
     add("--timeout", type=_seconds, metavar="S", help="end the job after S seconds, with exit code 124")
-    add("--profile", type=Path, metavar="D", help="run each rank under cProfile and write D/rank-R.prof")
+    add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
     add("--mpi", choices=[vendor.name for vendor in mpirun.VENDORS], default="", help="default: the one that is found")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in every rank; repeatable")
     add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
@@ -210,6 +210,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         timeout_seconds=options.timeout,
         elastic=options.elastic,
         log_dir=options.log_dir,
+        failure_grace_seconds=FAILURE_GRACE_SECONDS + TRACE_SECONDS * (options.profile is not None),
         stop_signals=chosen.vendor.stop_signals,
     ).run()
 

@@ -29,6 +29,7 @@ from torchmpi_py.launch import leftovers
 
 GRACE_SECONDS = 5.0
 FAILURE_GRACE_SECONDS = 2.5  # a rank has failed: how long the MPI may take to end the others by itself
+TRACE_SECONDS = 30.0  # and how long the rank may take to write its trace before that
 TIMEOUT_CODE = 124  # as timeout(1)
 _POLL_SECONDS = 0.05
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -73,6 +74,7 @@ class Job:
     timeout_seconds: float | None = None
     elastic: bool = False
     log_dir: Path | None = None
+    failure_grace_seconds: float = FAILURE_GRACE_SECONDS
     stop_signals: tuple[int, ...] = ()  # in place of the signal that ends the job
     _ending: list[int] = field(default_factory=list)
     _shared_memory: set[str] = field(default_factory=set)
@@ -111,7 +113,7 @@ class Job:
                 _say(f"the job passed its limit of {self.timeout_seconds:g} s (--timeout)")
                 self._end(signal.SIGTERM)
                 return TIMEOUT_CODE
-            if not self.elastic and self._failed_for() > FAILURE_GRACE_SECONDS:
+            if not self.elastic and self._failed_for() > self.failure_grace_seconds:
                 self._end(signal.SIGTERM)
             if now > look:  # often until MPI is up, seldom after
                 self._shared_memory |= leftovers.shared_memory(self._processes())

@@ -33,6 +33,7 @@ if __name__ == "__main__":
 from torchmpi_py.launch import binding, variables
 
 _LAST_SECONDS = 30
+_SILENT = "99"  # torch's profiler says on stderr when it starts and stops
 
 
 def local_rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
@@ -71,16 +72,10 @@ def run_program(program: list[str], *, as_module: bool) -> None:
         runpy.run_path(os.path.abspath(program[0]), run_name="__main__")
 
 
-def run_profiled(program: list[str], profile: Path, *, as_module: bool) -> None:
-    """As run_program, and write what cProfile saw, also of a program that fails."""
-    import cProfile
-
-    profile.parent.mkdir(parents=True, exist_ok=True)
-    profiler = cProfile.Profile()
-    try:
-        profiler.runcall(run_program, program, as_module=as_module)
-    finally:
-        profiler.dump_stats(profile)
+def profile_to(folder: Path) -> None:
+    """Ask the package to trace this rank into a folder; it does from mpi.start() on."""
+    os.environ["TORCHMPI_PROFILE"] = str(folder.absolute())
+    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
 
 
 def exit_code(error: BaseException) -> int:
@@ -122,9 +117,7 @@ def _shown_by_the_programs_hook(error: BaseException) -> bool:
 
 def _without_ours(frames: TracebackType | None) -> TracebackType | None:
     ours = (__file__, runpy.__file__, "<frozen runpy>")
-    while frames is not None and (
-        frames.tb_frame.f_code.co_filename in ours or "cProfile" in frames.tb_frame.f_code.co_filename
-    ):
+    while frames is not None and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next
     return frames
 
@@ -141,7 +134,7 @@ def record_failure(folder: str, rank: int, code: int) -> None:
 
 
 def fail(error: BaseException, code: int, rank: int) -> None:
-    """Record, explain, and end the job whatever stands in the way: a closed stderr, a full disk."""
+    """Record, explain, write the trace, and end the job whatever stands in the way: a closed stderr, a full disk."""
     folder = os.environ.get("TORCHMPIRUN_JOB_DIR", "")
     with contextlib.suppress(BaseException):
         record_failure(folder, rank, code)
@@ -149,6 +142,10 @@ def fail(error: BaseException, code: int, rank: int) -> None:
         sys.stdout.flush()
     with contextlib.suppress(BaseException):
         explain(error, rank)
+    tracing: Any = sys.modules.get("torchmpi_py.tracing")
+    if tracing is not None:
+        with contextlib.suppress(BaseException):
+            tracing.save()
     end_job(code, folder)
 
 
@@ -209,10 +206,7 @@ def run_and_end(options: argparse.Namespace, rank: int) -> None:
     """Run the program, and end the job if it fails."""
     process_id = os.getpid()
     try:
-        if options.profile is not None:
-            run_profiled(options.program, options.profile / f"rank-{rank}.prof", as_module=options.as_module)
-        else:
-            run_program(options.program, as_module=options.as_module)
+        run_program(options.program, as_module=options.as_module)
     except BaseException as error:
         code = exit_code(error)
         if code == 0 or os.getpid() != process_id:  # a forked child is not the rank
@@ -227,6 +221,8 @@ def main() -> None:
     bind(options.bind)
     if options.log_dir is not None:
         log_to(options.log_dir, rank)
+    if options.profile is not None:
+        profile_to(options.profile)
     for stream in (sys.stdout, sys.stderr):  # into the starter's pipe each line at once, and whole, also for python -u
         if isinstance(stream, io.TextIOWrapper):  # not when it was closed
             stream.reconfigure(line_buffering=True, write_through=False)

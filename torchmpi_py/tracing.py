@@ -1,0 +1,201 @@
+"""Profiling traces: what this rank did and when, in a file that Chrome and Perfetto show.
+
+With TORCHMPI_PROFILE=DIR, which ``torchmpirun --profile DIR`` sets, ``start`` begins a trace and ``stop`` writes it to
+DIR/rank-R.json: what torch.profiler saw (operators of the thread that called ``start``, and of backward passes; CUDA
+kernels), and our operations in rows of their own (``trace_rows.py``). Both are on one axis, for torch's times are those
+of time.time_ns, counted from ``baseTimeNanoseconds``.
+
+A file also says how far this rank's clock was from rank 0's, at the begin and, unless the rank failed, at the end;
+``python -m torchmpi_py.bench trace DIR`` puts the ranks on one axis by that. While nothing is traced ``current`` is
+None, which is all that an operation looks at.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchmpi_py import clocks, config
+from torchmpi_py.errors import RanksDisagree, TorchMPIError
+from torchmpi_py.trace_rows import CATEGORY, POSTED, Event, chrome_events
+
+if TYPE_CHECKING:
+    from torchmpi_py.collectives.operation import Operation
+    from torchmpi_py.communicators import Communicator
+
+logger = logging.getLogger("torchmpi_py")
+
+current: Trace | None = None
+"""The trace that is being recorded; read it as ``tracing.current``."""
+
+_num_traces = 0
+_job = time.time_ns()  # rank 0's tells the traces of one job from those of the next one
+
+
+class Trace:
+    """What is recorded between ``start`` and ``stop``, and how it is written."""
+
+    def __init__(self, path: pathlib.Path, world: Communicator, job: int) -> None:
+        self.path = path
+        self.world = world
+        self.job = job
+        self.events: list[Event] = []
+        self.readings: list[clocks.Reading] = []
+        self._thread = threading.get_ident()
+        self._nvtx = _nvtx()
+        self._profiler = _started_profiler()
+        self.read_clock()
+
+    def read_clock(self) -> None:
+        """Compare the clocks of all ranks. Collective."""
+        nodes = [place.node for place in self.world.background.places]
+        self.readings.append(clocks.read(self.world.background.mpi, nodes))
+
+    def begin(self, operation: Operation[Any]) -> int:
+        """An operation begins; what is returned belongs to ``end``."""
+        if self._nvtx is not None:
+            self._nvtx.range_push(f"{operation.name} {operation.flavour.name} {operation.num_bytes} bytes")
+        return time.time_ns()
+
+    def end(self, operation: Operation[Any], lane: int, begin: int) -> None:
+        """It is over, with a result or an error."""
+        end = time.time_ns()
+        if self._nvtx is not None and lane != POSTED:
+            self._nvtx.range_pop()
+        comm = operation.comm
+        event = Event(
+            operation.name,
+            operation.flavour.name,
+            operation.num_bytes,
+            comm.key,
+            comm.size,
+            lane,
+            operation.launched,
+            begin,
+            end,
+        )
+        self.events.append(event)
+
+    def write(self) -> None:
+        """End torch's profiler, and write everything to ``path``, whole or not at all."""
+        part = self.path.with_suffix(".part")
+        try:
+            data = self._of_torch(part)
+            data["traceEvents"] += chrome_events(self.events, os.getpid(), data["baseTimeNanoseconds"])
+            data |= {CATEGORY: self._about(), "traceName": str(self.path)}
+            part.write_text(json.dumps(data))
+            part.rename(self.path)
+        except (OSError, ValueError) as error:
+            logger.error("cannot write the trace %s: %s", self.path, error)
+
+    def _of_torch(self, part: pathlib.Path) -> dict[str, Any]:
+        """What its profiler saw; without it, nothing, with a warning."""
+        empty = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self.readings[0].at_ns, "traceEvents": []}
+        if self._profiler is None:  # it has been warned of
+            return empty
+        try:
+            if threading.get_ident() != self._thread:
+                raise RuntimeError("it ends only in the thread in which it began")
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(part))
+            data: dict[str, Any] = {"baseTimeNanoseconds": 0} | json.loads(part.read_text(errors="replace"))
+        except (OSError, RuntimeError, ValueError) as error:
+            logger.warning("the trace %s is without what torch.profiler saw: %s", self.path, error)
+            return empty
+        with_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if with_cuda and not any(event.get("cat") == "kernel" for event in data["traceEvents"]):
+            logger.warning("%s: torch.profiler saw no CUDA kernels; KINETO_LOG_LEVEL=0 may tell why", self.path)
+        return data
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "rank": self.world.rank,
+            "size": self.world.size,
+            "host": socket.gethostname(),
+            "job": self.job,
+            "clock": [reading._asdict() for reading in self.readings],
+        }
+
+
+def start(world: Communicator) -> None:
+    """Begin a trace if TORCHMPI_PROFILE names a directory. Collective over ``world``, which is all ranks."""
+    global current, _num_traces
+    directory = config.profile_directory()
+    problem = "" if directory is None else _problem(directory)
+    told = world.background.mpi.allgather((directory is not None, problem, _job))
+    wanted = [rank for rank, (is_wanted, _, _) in enumerate(told) if is_wanted]
+    if not wanted:
+        return
+    if len(wanted) < len(told):
+        without = next(rank for rank in range(len(told)) if rank not in wanted)
+        raise RanksDisagree(
+            f"start: {config.PREFIX}PROFILE is set on rank {wanted[0]} and not on rank {without}; set it on all hosts, "
+            "or use torchmpirun --profile"
+        )
+    failed = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(told) if text]
+    if failed:
+        raise TorchMPIError(f"start: no folder for traces on {failed[0]}; give --profile another one")
+    assert directory is not None, "every rank wants a trace"
+    _num_traces += 1
+    number = "" if _num_traces == 1 else f"-{_num_traces}"
+    current = Trace(directory / f"rank-{world.rank}{number}.json", world, told[0][2])
+
+
+def stop() -> None:
+    """Write the trace, if there is one. Collective: the clocks are compared once more."""
+    global current
+    if current is not None:
+        trace, current = current, None
+        trace.read_clock()
+        trace.write()
+
+
+def save() -> None:
+    """Write the trace of this rank alone, which has failed and will end the job; launch/wrap.py calls it, too."""
+    global current
+    if current is not None:
+        trace, current = current, None
+        trace.write()
+
+
+def _problem(directory: pathlib.Path) -> str:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    return "" if os.access(directory, os.W_OK) else f"{directory} may not be written to"
+
+
+def _started_profiler() -> Any:
+    """A running one of torch; None, with a warning, where that is impossible. Two at a time end in a crash."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    try:
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            raise RuntimeError("the program has started one itself")
+        profiler = torch.profiler.profile(activities=activities)
+        profiler.start()
+    except RuntimeError as error:
+        logger.warning("torch.profiler does not run, so traces hold our operations only: %s", error)
+        return None
+    return profiler
+
+
+def _nvtx() -> Any:
+    """NVTX through torch, where it works: ranges for Nsight."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.nvtx.mark("torchmpi")  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None
+    return torch.cuda.nvtx
