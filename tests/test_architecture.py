@@ -12,20 +12,22 @@ PACKAGE = pathlib.Path(torchmpi_py.__file__).parent
 # Lowest first: a module may import from its own row and from rows above it in this list, never from a later one.
 ROWS = [
     ["errors", "config", "grouping", "clocks", "trace_rows"],
-    ["tensors", "handles", "placement", "channels"],
-    ["communication_thread"],
-    ["communicators"],
+    ["tensors", "handles", "placement", "channels", "devices", "shared_files"],
+    ["communication_thread", "gpus"],
+    ["communicators", "streams", "cuda_ipc"],
     ["tracing"],
     ["exits", "symmetric"],
     [
+        "collectives.cuda_trial",
         "collectives.operation",
         "collectives.reductions",
         "collectives.scalars",
         "collectives.schedule",
         "collectives.ring_schedule",
     ],
-    ["collectives.wire", "collectives.two_shot", "collectives.node_group"],
-    ["collectives.gathering", "collectives.rendezvous", "collectives.staging"],
+    ["collectives.cuda_aware", "collectives.wire", "collectives.two_shot", "collectives.node_group"],
+    ["collectives.gathering", "collectives.rendezvous", "collectives.process_groups", "collectives.staging"],
+    ["collectives.ipc_group", "collectives.host_slots", "collectives.groups"],
     ["collectives.flavour"],
     ["collectives.mpi_steps"],
     [
@@ -33,6 +35,8 @@ ROWS = [
         "collectives.shared",
         "collectives.ring",
         "collectives.hierarchical",
+        "collectives.cudaipc",
+        "collectives.staged",
         "collectives.torch_group",
     ],
     ["collectives.registry"],
@@ -52,7 +56,7 @@ ROWS = [
     ["engine"],
     ["bench"],
 ]
-FLAVOURS = ["mpi", "shared", "ring", "hierarchical", "torch_group"]
+FLAVOURS = ["mpi", "shared", "ring", "hierarchical", "cudaipc", "staged", "torch_group"]
 ROW_OF = {name: index for index, row in enumerate(ROWS) for name in row}
 
 
@@ -125,9 +129,13 @@ def test_the_launcher_imports_the_standard_library_only():
 
 def test_optional_dependencies_are_met_in_one_file():
     homes = {
-        "cupy": {"collectives/cudaipc.py"},
         "matplotlib": {"bench/plot.py"},
-        "torch.distributed": {"collectives/rendezvous.py", "collectives/torch_group.py", "bench/gloo.py"},
+        "torch.distributed": {
+            "collectives/rendezvous.py",
+            "collectives/process_groups.py",
+            "collectives/torch_group.py",
+            "bench/gloo.py",
+        },
         "tqdm": {"engine/progress.py", "bench/progress.py"},
     }
     for name, path in modules().items():

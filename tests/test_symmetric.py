@@ -14,7 +14,7 @@ import textwrap
 import pytest
 import torch
 
-from torchmpi_py import config, symmetric
+from torchmpi_py import config, shared_files, symmetric
 from torchmpi_py.errors import RanksDisagree, Unavailable
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,7 +68,7 @@ def test_bad_sizes_and_devices(mpi):
     for size in ((-1,), (2.0,), (True,), ("3",), ([2], 3), (None,), (3, -2)):
         with pytest.raises(ValueError, match="give whole numbers >= 0, as in symmetric_empty"):
             mpi.symmetric_empty(*size)
-    with pytest.raises(ValueError, match=r"device='cuda:0': symmetric memory is on the CPU"):
+    with pytest.raises(ValueError, match=r"device='cuda:0': this session computes on the CPU"):
         mpi.symmetric_empty(2, device="cuda:0")
     with pytest.raises(TypeError, match="is not a torchmpi_py communicator"):
         mpi.symmetric_empty(2, comm="world")
@@ -97,13 +97,13 @@ def test_memory_that_cannot_be_had(mpi):
 
 def test_more_bytes_than_a_file_can_have():
     with contextlib.ExitStack() as stack:
-        assert symmetric._offer(symmetric._nameless, 1 << 63, stack)[-1]
+        assert shared_files.offer(shared_files.nameless, 1 << 63, stack)[-1]
 
 
 def test_a_file_that_is_too_small(tmp_path):
     path = tmp_path / "small"
     path.write_bytes(bytes(100))
-    mapping, reason = symmetric._map(str(path), 8192, (path.stat().st_dev, path.stat().st_ino))
+    mapping, reason = shared_files.map_file(str(path), 8192, (path.stat().st_dev, path.stat().st_ino))
     assert mapping is None
     assert "cannot map" in reason
 
@@ -354,7 +354,7 @@ def test_without_nameless_files(tmp_path):
     import os, sys, torch, torchmpi_py as mpi
     from torchmpi_py import symmetric
     del os.memfd_create
-    symmetric.SHARED_DIRECTORY = sys.argv[1]
+    shared_files.SHARED_DIRECTORY = sys.argv[1]
     mpi.start()
     assert symmetric.arena() is not None and os.listdir(sys.argv[1]) == []
     x = mpi.symmetric_empty(100_003).fill_(mpi.rank() + 1)
@@ -383,14 +383,14 @@ def test_without_room_for_shared_memory(tmp_path):
     (tmp_path / "shm").mkdir()
     code = """
     import errno, os, sys, torch, torchmpi_py as mpi
-    from torchmpi_py import symmetric
+    from torchmpi_py import shared_files
 
     def full(file, begin, num_bytes):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     del os.memfd_create
     os.posix_fallocate = full
-    symmetric.SHARED_DIRECTORY = sys.argv[1]
+    shared_files.SHARED_DIRECTORY = sys.argv[1]
     mpi.start()
     rows = [row for row in mpi.availability() if row.flavour == "shared" and row.device == "cpu"]
     for row in rows:

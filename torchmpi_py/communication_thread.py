@@ -9,7 +9,7 @@ import queue
 import threading
 from typing import Any, TypeVar
 
-from torchmpi_py.handles import Handle, RequestHandle, ThreadHandle, Work
+from torchmpi_py.handles import Handle, RequestHandle, ThreadHandle
 
 logger = logging.getLogger("torchmpi_py")
 R = TypeVar("R")
@@ -29,9 +29,9 @@ class CommunicationThread:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def submit(self, work: Work[R]) -> Handle[R]:
-        """Queue an operation."""
-        handle = ThreadHandle(work)
+    def submit(self, work: Any, kind: type[ThreadHandle[R]] = ThreadHandle) -> Handle[R]:
+        """Queue an operation; its handle is of a ``kind``."""
+        handle = kind(work)
         if self.inline:
             handle._execute()
         else:

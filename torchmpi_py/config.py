@@ -40,6 +40,17 @@ class Tuning:
     """What a reduction in shared memory touches at a time, over all ranks' tensors: a share of a core's own cache, but
     large enough to hide Python (2 ranks, 4 to 64 MiB: a quarter of it takes 1.1 to 1.4 times as long)."""
 
+    gpu_chunk_bytes: int = 4 << 20
+    """Flavour staged copies tensors between GPU and host in chunks of up to this size, with room for six of them per
+    communicator and thread in pinned memory."""
+
+    gpu_scratch_bytes: int = 128 << 20
+    """GPU memory per rank, as much as the largest tensor takes but not more than this, through which flavour cudaipc
+    passes tensors that are not symmetric; once per communicator and thread. The ranks meet twice per this size."""
+
+    gpu_cache_bytes: int = 24 << 20
+    """What a reduction on a GPU touches at a time, over all ranks' tensors: half of a large GPU's second-level cache."""
+
     fuse_bytes: int = 16 << 20
     """Gradients and parameters: small tensors travel together in flat buffers of up to this size."""
 
@@ -56,6 +67,8 @@ class Tuning:
                 f"Tuning.staging_bytes = {self.staging_bytes}, chunk_bytes = {self.chunk_bytes}: "
                 "give at least 1048576 and 256"
             )
+        if self.gpu_chunk_bytes < 1 << 20:
+            raise ValueError(f"Tuning.gpu_chunk_bytes = {self.gpu_chunk_bytes}: give at least 1048576")
         if self.native_async_bytes > min(self.wire_bytes // 4, self.message_bytes):
             raise ValueError(
                 f"Tuning.native_async_bytes = {self.native_async_bytes} is more than message_bytes or a quarter of "

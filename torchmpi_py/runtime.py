@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchmpi_py import communication_thread, communicators, config, exits, placement, symmetric, tracing
+from torchmpi_py import communication_thread, communicators, config, exits, gpus, placement, symmetric, tracing
 from torchmpi_py.channels import Place
 from torchmpi_py.collectives import tuning_file
 from torchmpi_py.communicators import Communicator, Stack
@@ -44,7 +44,8 @@ def start(
 ) -> None:
     """Start this process as a rank of the job it was launched in, or as a world of one. Collective.
 
-    with_cuda: pin this rank to a GPU, round robin by local rank. with_ipc_groups: group GPUs by peer access.
+    with_cuda: pin this rank to a GPU, round robin by local rank. with_ipc_groups: let ranks whose GPUs reach each other
+    map each other's GPU memory (flavour cudaipc); the default level then has a group per set of such ranks, not node.
     custom_communicator_init: pushes levels of your own; returns the index of the deepest one, which becomes current.
     with_cartesian_communicator: link every rank, not only roots, with its counterparts where groups are equal.
     collective_communicator: pushes the levels for hierarchical collectives instead of the default, a level with a group
@@ -58,7 +59,7 @@ def start(
     device = placement.cuda_device() if with_cuda else torch.device("cpu")
     world = _initialise_mpi()
     try:
-        _build(world, with_cartesian_communicator, tuning, device)
+        _build(world, with_cartesian_communicator, tuning, device, with_ipc_groups)
         tuning_file.load_for(communicators.stack().levels[0])
         _push_levels(custom_communicator_init, collective_communicator)
         tracing.start(communicators.stack().levels[0])
@@ -177,7 +178,7 @@ def _initialise_mpi() -> MPI.Comm:
     return MPI.COMM_WORLD
 
 
-def _build(world: MPI.Comm, cartesian: bool, tuning: config.Tuning, device: torch.device) -> None:
+def _build(world: MPI.Comm, cartesian: bool, tuning: config.Tuning, device: torch.device, with_ipc: bool) -> None:
     """Everything but the levels below the world."""
     global _node, _local, _device
     from mpi4py import MPI
@@ -198,8 +199,9 @@ def _build(world: MPI.Comm, cartesian: bool, tuning: config.Tuning, device: torc
     _node = Communicator(node_group, place, f"node of rank {place.node}")
     symmetric.install(node_group, _node.direct.places, tuning.staging_bytes)
     _local = placement.locate(node_group)
-    _device = device
+    _device = device = placement.settled(device, _local)
     placement.limit_threads(_local)
+    gpus.install(world, place, device, with_ipc=with_ipc)
     communicators.install(Stack(world, place, cartesian), "")
 
 
@@ -209,7 +211,8 @@ def _push_levels(custom: Callable[[], int] | None, collective: Callable[[], int 
     entry = 0 if custom is None else custom()
     communicators.set_communicator(_checked_level("custom_communicator_init", entry))
     if collective is None:
-        end = stack.push(f"node of rank {stack.place.node}")
+        group, node = gpus.group(stack.place), stack.place.node
+        end = stack.push(f"node of rank {node}" if group == node else f"IPC group of rank {group}")
     else:
         given = collective()
         end = entry if given is None else _checked_level("collective_communicator", given)
@@ -233,6 +236,7 @@ def _tear_down(why_not: str) -> None:
     _node = _local = None
     communication_thread.install(None)
     symmetric.install(None)
+    gpus.forget()
     communicators.install(None, why_not)
     os.environ.pop(STARTED_PID, None)
 

@@ -1,10 +1,8 @@
 """Symmetric memory: memory of equal size on every rank of a node, mapped by all of them.
 
-A *segment* is one file without a name (``memfd_create``), cut into a part per rank. Every rank maps the whole file, so
-it can read and write the parts of the others as its own. Where the ranks cannot open each other's nameless files (each
-in a container of its own), a file in /dev/shm takes its place, whose pages are reserved before use: a small /dev/shm
-gives an error, never a bus error. Nothing is left behind when a rank is killed: the name, if there was one, is gone
-before the segment is used.
+On the host a *segment* is one file (``shared_files.py``), cut into a part per rank. Every rank maps the whole file, so
+it can read and write the parts of the others as its own. On GPUs a part is memory of its own, which the ranks of the
+same IPC group map (``cuda_ipc.py``).
 
 ``symmetric_empty`` returns this rank's part of a new segment as a tensor; ``find`` tells by a bisect over the addresses
 of live parts whether a tensor lies in one, and where. A part is unmapped when its last tensor dies; that is each rank's
@@ -19,32 +17,29 @@ import contextlib
 import ctypes
 import math
 import mmap
-import os
-import secrets
-import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from torchmpi_py.channels import Place
+from torchmpi_py import cuda_ipc, gpus, shared_files
+from torchmpi_py.channels import Channel, Place
 from torchmpi_py.communicators import Communicator, resolve
 from torchmpi_py.errors import RanksDisagree, Unavailable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_Create = Callable[[int, contextlib.ExitStack], str]
-SHARED_DIRECTORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-
 
 class Segment:
-    """A mapped segment as one rank sees it, without owning it.
+    """A segment on the host, as one rank sees it, without owning it.
 
     ``key`` names it on all its ranks; ``indices`` says which part belongs to which rank, by its index on the node.
     """
+
+    device_type = "cpu"
 
     def __init__(self, mapping: mmap.mmap, key: int, part_bytes: int, indices: Sequence[int], own: int) -> None:
         self.key = key
@@ -62,11 +57,12 @@ class Segment:
         return torch.frombuffer(memory, dtype=dtype)
 
 
-_Live = tuple[list[int], list[Segment]]
+AnySegment = Segment | cuda_ipc.GpuSegment
+_Live = tuple[list[int], list[AnySegment]]
 _live: _Live = ([], [])  # where this rank's parts begin, in order; the segments. Replaced as a whole: threads read it
 
 
-def find(x: Tensor) -> tuple[Segment, int] | None:
+def find(x: Tensor) -> tuple[AnySegment, int] | None:
     """The segment in whose part of this rank the flat tensor ``x`` lies, and at which offset in bytes; or None."""
     begins, segments = _live
     if not begins:
@@ -77,10 +73,12 @@ def find(x: Tensor) -> tuple[Segment, int] | None:
         return None
     segment = segments[position]
     offset = address - segment.begin
-    return (segment, offset) if offset + x.nbytes <= segment.part_bytes and x.device.type == "cpu" else None
+    return (
+        (segment, offset) if offset + x.nbytes <= segment.part_bytes and x.device.type == segment.device_type else None
+    )
 
 
-def is_live(segment: Segment) -> bool:
+def is_live(segment: AnySegment) -> bool:
     """Whether this rank's part of a segment is still in use."""
     return segment in _live[1]
 
@@ -93,33 +91,46 @@ def symmetric_empty(
 ) -> Tensor:
     """A new tensor, not initialised, that the other ranks of ``comm`` on this node can read and write. Collective.
 
-    Every rank passes the same size and dtype (default: torch's default dtype), and gets a tensor of its own to use as
-    any other. Reductions, broadcast and scatter that are given such tensors on all ranks, and alltoall with ``out=``,
-    work on them in place, without a copy. Whole tensors and contiguous parts of them (``x[10:20]``) are as good. The
-    memory is given back when the last view of it is dropped; until then it takes a file descriptor: make one and cut it
-    up, rather than hundreds.
+    Every rank passes the same size, dtype (default: torch's default dtype) and type of ``device`` (default: the CPU;
+    "cuda" is the GPU of this rank), and gets a tensor of its own to use as any other. Reductions, broadcast and scatter
+    that are given such tensors on all ranks, and alltoall with ``out=``, work on them in place, without a copy. Whole
+    tensors and contiguous parts of them (``x[10:20]``) are as good. The memory is given back when the last view of it
+    is dropped; until then it takes a file descriptor, or a mapping of every peer's GPU memory: make one and cut it up,
+    rather than hundreds.
 
-    Raises ValueError for a bad size or a device other than the CPU, RanksDisagree if the ranks ask for different
-    things, Unavailable if the memory cannot be had.
+    Raises ValueError for a bad size or device, RanksDisagree if the ranks ask for different things, Unavailable if the
+    memory cannot be had.
     """
     comm = resolve(comm)
     shape = _shape(size)
     dtype = dtype or torch.get_default_dtype()
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"symmetric_empty: dtype={dtype!r}: give a torch dtype, as torch.float32")
-    if torch.device(device or "cpu").type != "cpu":
-        raise ValueError(f"symmetric_empty: device={device!r}: symmetric memory is on the CPU for now; leave it out")
-    channel = comm.direct
-    asked = channel.mpi.allgather((tuple(shape), str(dtype)))
+    where = _device(device)
+    asked = comm.direct.mpi.allgather((tuple(shape), str(dtype), where.type))
     if any(other != asked[0] for other in asked):
-        told = ", ".join(f"rank {rank}: {list(s)} {d}" for rank, (s, d) in enumerate(asked))
+        told = ", ".join(f"rank {rank}: {list(s)} {d} on {kind}" for rank, (s, d, kind) in enumerate(asked))
         raise RanksDisagree(f"symmetric_empty: the ranks ask for different tensors ({told})")
-    mapping, segment = allocate(channel.mpi, channel.places, math.prod(shape) * dtype.itemsize)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return memory(comm.direct, num_bytes, where)[:num_bytes].view(dtype).view(shape)
+
+
+def memory(channel: Channel, num_bytes: int, device: torch.device) -> Tensor:
+    """This rank's part, at least so many bytes, of a new segment of the ranks of a channel. Collective over it.
+
+    Unavailable, on every rank, if it cannot be had.
+    """
+    if device.type == "cuda":
+        if reason := gpus.why_no_ipc():
+            raise Unavailable(f"symmetric memory on {device}: {reason}")
+        part, gpu_segment = cuda_ipc.allocate(channel.mpi, channel.places, num_bytes, device, _remove)
+        _replace_live(added=gpu_segment)
+        return part
+    mapping, segment = allocate(channel.mpi, channel.places, num_bytes)
     _replace_live(added=segment)
-    weakref.finalize(mapping, _replace_live, gone=segment).atexit = False
-    return torch.frombuffer(mapping, dtype=dtype, count=max(1, shape.numel()), offset=segment.begin - segment.address)[
-        : shape.numel()
-    ].view(shape)
+    weakref.finalize(mapping, _remove, segment).atexit = False
+    begin = segment.begin - segment.address
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=segment.part_bytes, offset=begin)
 
 
 def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[mmap.mmap, Segment]:
@@ -130,11 +141,13 @@ def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[m
     mine = [rank for rank, place in enumerate(places) if place.node == places[comm.rank].node]
     part_bytes = -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     reasons = []
-    for create in (_nameless, _named):
+    for create in (shared_files.nameless, shared_files.named):
         with contextlib.ExitStack() as until_mapped:
-            offer = _offer(create, part_bytes * len(mine), until_mapped) if comm.rank == mine[0] else None
+            offer = shared_files.offer(create, part_bytes * len(mine), until_mapped) if comm.rank == mine[0] else None
             path, key, identity, reason = comm.allgather(offer)[mine[0]]
-            mapping, reason = (None, reason) if reason else _map(path, part_bytes * len(mine), identity)
+            mapping, reason = (
+                (None, reason) if reason else shared_files.map_file(path, part_bytes * len(mine), identity)
+            )
             failures = [text for text in comm.allgather(reason) if text]
         if mapping is not None and not failures:
             indices = [places[rank].local for rank in mine]
@@ -143,60 +156,11 @@ def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[m
     raise Unavailable(f"no symmetric memory of {num_bytes} bytes a rank: {'; '.join(reasons)}")
 
 
-def _offer(
-    create: _Create, num_bytes: int, until_mapped: contextlib.ExitStack
-) -> tuple[str, int, tuple[int, int], str]:
-    """(path, key, device and inode, reason why not) of a new file, there until the stack is closed."""
-    try:
-        path = create(num_bytes, until_mapped)
-        status = os.stat(path)
-        return path, secrets.randbits(62), (status.st_dev, status.st_ino), ""
-    except (OSError, OverflowError) as error:
-        return "", 0, (0, 0), f"{getattr(error, 'strerror', None) or error} ({create.__doc__})"
+def _remove(segment: AnySegment) -> None:
+    _replace_live(gone=segment)
 
 
-def _nameless(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
-    """A nameless file."""
-    file = os.memfd_create("torchmpi_py") if hasattr(os, "memfd_create") else _refuse("this system has no memfd_create")
-    until_mapped.callback(os.close, file)
-    os.ftruncate(file, num_bytes)
-    return f"/proc/{os.getpid()}/fd/{file}"
-
-
-def _named(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
-    """A file in /dev/shm; give a container more with --shm-size or --ipc=host."""
-    file, path = tempfile.mkstemp(prefix="torchmpi_py_", dir=SHARED_DIRECTORY)
-    until_mapped.callback(os.unlink, path)
-    try:
-        os.posix_fallocate(file, 0, num_bytes)
-    finally:
-        os.close(file)
-    return path
-
-
-def _refuse(why: str) -> int:
-    raise OSError(why)
-
-
-def _map(path: str, num_bytes: int, identity: tuple[int, int]) -> tuple[mmap.mmap | None, str]:
-    """The mapping of a file, or why not: in another container the same path may lead to another file."""
-    try:
-        file = os.open(path, os.O_RDWR)
-        try:
-            status = os.fstat(file)
-            if (status.st_dev, status.st_ino) != identity or status.st_size != num_bytes:
-                return None, f"cannot map {path}: it is another file here"
-            mapping = mmap.mmap(file, num_bytes)
-            with contextlib.suppress(OSError, AttributeError):
-                mapping.madvise(mmap.MADV_HUGEPAGE)  # taken where the system lets shared memory have large pages
-            return mapping, ""
-        finally:
-            os.close(file)
-    except (OSError, OverflowError, ValueError) as error:
-        return None, f"cannot map {path}: {getattr(error, 'strerror', None) or error}"
-
-
-def _replace_live(*, added: Segment | None = None, gone: Segment | None = None) -> None:
+def _replace_live(*, added: AnySegment | None = None, gone: AnySegment | None = None) -> None:
     """Change the list of live segments, also where the collector runs this in the middle of the same function."""
     global _live
     while True:
@@ -214,6 +178,21 @@ def _shape(size: Sequence[int | Sequence[int]]) -> torch.Size:
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in given):
         raise ValueError(f"symmetric_empty: size {size!r}: give whole numbers >= 0, as in symmetric_empty(3, 4)")
     return torch.Size(given)  # type: ignore[arg-type]
+
+
+def _device(given: torch.device | str | None) -> torch.device:
+    """ValueError unless it is the CPU or this process's GPU."""
+    device = torch.device(given or "cpu")
+    if device.type == "cuda":
+        if gpus.table() is None:
+            raise ValueError(f"symmetric_empty: device={given!r}: {gpus.why_no_ipc()}")
+        current = torch.device("cuda", torch.cuda.current_device())
+        device = current if device.index is None else device
+        if device == current:
+            return device
+    if device.type != "cpu":
+        raise ValueError(f'symmetric_empty: device={given!r}: give the CPU, or "cuda" for the GPU of this rank')
+    return device
 
 
 class Arena:

@@ -157,7 +157,9 @@ def groups(request, mpi):
 @pytest.fixture
 def outer(monkeypatch):
     counted = Counted()
-    monkeypatch.setattr(registry.BY_NAME["hierarchical"], "outer", counted)
+    hierarchical = registry.BY_NAME["hierarchical"]
+    members = hierarchical.members["cpu"]._replace(outer=counted)
+    monkeypatch.setattr(hierarchical, "members", {**hierarchical.members, "cpu": members})
     return counted
 
 

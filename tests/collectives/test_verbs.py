@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchmpi_py.collectives import registry
 from torchmpi_py.tensors import ops_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
@@ -21,7 +22,9 @@ SIZES = [0, 1, 7, 1000, 20011]  # the last one is beyond what is posted natively
 CASES = [(dtype, op) for dtype in DTYPES for op in ops_of(dtype)]
 FORMS = ["blocking", "asynchronous"]
 # Forced flavours see flat tensors only, so their layouts are fewer. "symmetric": tensors from mpi.symmetric_empty.
-WAYS = [*FORMS, "shared", "symmetric", "ring", "hierarchical", "gloo"]
+# Flavours for GPU tensors are carried out on the host: all but streams, events and IPC handles is the same.
+FORCED = ["shared", "ring", "hierarchical", "gloo", "staged", "cudaipc"]
+WAYS = [*FORMS, "shared", "symmetric", "ring", "hierarchical", "gloo", "staged", "cudaipc", "cudaipc symmetric"]
 
 
 def name(value):
@@ -92,9 +95,9 @@ class Way:
 
     def __init__(self, mpi, text):
         self.mpi = mpi
-        self.flavour = next((f for f in ("shared", "ring", "hierarchical", "gloo") if text.startswith(f)), None)
-        self.is_symmetric = text.startswith("symmetric")
-        self.flavour = "shared" if self.is_symmetric else self.flavour
+        self.flavour = next((f for f in FORCED if text.startswith(f)), None)
+        self.is_symmetric = "symmetric" in text
+        self.flavour = "shared" if text.startswith("symmetric") else self.flavour
         self.is_asynchronous = text.endswith("asynchronous")
         self.pool = mpi.symmetric_empty(16 << 20, dtype=torch.uint8) if self.is_symmetric else None
         self.used = 0
@@ -146,8 +149,17 @@ class Way:
             yield "no dimensions", x.clone().reshape(())
 
 
+@pytest.fixture(scope="module")
+def gpu_flavours_on_the_host():
+    """They serve CPU tensors too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("staged", "cudaipc"):
+            patch.setattr(registry.BY_NAME[name], "devices", frozenset({"cpu", "cuda"}))
+        yield patch
+
+
 @pytest.fixture(scope="module", params=WAYS)
-def way(request, mpi):
+def way(request, mpi, gpu_flavours_on_the_host):
     """Each way in turn; hierarchical combines the odd and the even ranks."""
     if request.param != "hierarchical":
         yield Way(mpi, request.param)
@@ -304,9 +316,9 @@ def call(mpi, form, verb, *args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "way", ["shared asynchronous", "symmetric asynchronous", "ring asynchronous", "gloo asynchronous"]
+    "way", [f"{name} asynchronous" for name in ("shared", "symmetric", "ring", "gloo", "staged", "cudaipc")]
 )
-def test_flavours_in_the_communication_thread(mpi, way):
+def test_flavours_in_the_communication_thread(mpi, way, gpu_flavours_on_the_host):
     """Blocking and asynchronous calls take turns, so that the two threads' memory would show if it were one."""
     background, direct = Way(mpi, way), Way(mpi, way.partition(" ")[0])
     background.skip_unless_available("allreduce")
@@ -380,7 +392,6 @@ def test_lazy_conjugation_and_negation(mpi):
 
 def test_long_messages_travel_in_pieces(mpi, monkeypatch):
     """With messages of at most 1000 bytes every verb takes the path of tensors beyond 2^31 bytes."""
-    from torchmpi_py import config
 
     monkeypatch.setattr(config, "current", config.Tuning(native_async_bytes=8, message_bytes=1000, wire_bytes=600))
     size, me, rows = mpi.size(), mpi.rank(), 701

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from torchmpi_py import communication_thread, handles
+from torchmpi_py import handles, streams
 
 if TYPE_CHECKING:
     from torchmpi_py.channels import Channel
@@ -62,7 +62,7 @@ class Flavour:
 
     def launch(self, operation: Operation[R]) -> handles.Handle[R]:
         """Start an operation without waiting for it: in the communication thread, unless a flavour has a better way."""
-        return communication_thread.current().submit(operation)
+        return streams.submit(operation, operation.device, operation.tensors)
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         """Overwrite ``x`` by root's."""

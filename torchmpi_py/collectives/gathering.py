@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchmpi_py import communication_thread
+from torchmpi_py import streams
 from torchmpi_py.collectives import wire
 from torchmpi_py.errors import RanksDisagree
 
@@ -96,7 +96,7 @@ class Gathering:
 
     def launch(self, operation: Operation[Any]) -> Handle[Any]:
         """In the communication thread: the exchange comes first."""
-        return communication_thread.current().submit(operation)
+        return streams.submit(operation, operation.device, operation.tensors)
 
 
 def exchange_sizes(comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Sizes:

@@ -16,43 +16,56 @@ After TorchMPI's hierarchical collectives (reference 2.8), which had no such thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
-from torchmpi_py import communicators, config
+from torchmpi_py import config
 from torchmpi_py.channels import Channel
-from torchmpi_py.collectives import mpi_steps, wire
 from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.gathering import Sizes
+from torchmpi_py.collectives.groups import Groups, groups_of, span_end
 from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.collectives.schedule import chunks, pipeline
 from torchmpi_py.communicators import Communicator
 
 
+class Members(NamedTuple):
+    """What is combined: ``inners`` inside groups (the first that can serve the group), ``outer`` between them.
+
+    The last of the inners serves any group, and carries messages between two ranks.
+    """
+
+    inners: Sequence[Flavour]
+    outer: Flavour
+
+
 class Hierarchical(Flavour):
-    """``inners`` inside groups (the first that can serve the group), ``outer`` between them."""
+    """One flavour inside groups, one between them, for each type of device."""
 
     name = "hierarchical"
-    devices = frozenset({"cpu"})
 
-    def __init__(self, inners: Sequence[Flavour], outer: Flavour) -> None:
-        self.inners = inners
-        self.outer = outer
+    def __init__(self, members: Mapping[str, Members]) -> None:
+        self.members = members
+        self.devices = frozenset(members)  # type: ignore[misc]
+
+    def missing(self, device: str) -> str:
+        return self.members[device].inners[-1].missing(device)
 
     def refuses(self, comm: Communicator | Channel) -> str:
-        if _span_end(comm) is not None or comm.num_nodes > 1:
+        if span_end(comm) is not None or comm.num_nodes > 1:
             return ""
         return (
             "all ranks are on one node; set_collective_span(begin, end) with end below begin names groups of your own"
         )
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        groups, x, out = _groups(channel), source.view(-1), destination.view(-1)
-        how, inner = kernel(x.dtype, op), self._inner(channel)
+        groups, x, out = groups_of(channel), source.view(-1), destination.view(-1)
+        how, inner, outer = kernel(x.dtype, op), self._inner(channel, x), self.members[x.device.type].outer
         form = _Sliced if groups.are_equal else _ByRoots
         pieces = chunks(0, x.numel(), _step(x, groups.inner.size if groups.are_equal else 1))
-        reduction = form(groups, inner, self.outer, how, channel.size)
+        reduction = form(groups, inner, outer, how, channel.size)
         under_way: dict[int, Callable[[], Tensor]] = {}
 
         def reduce_inside(k: int) -> None:
@@ -64,21 +77,22 @@ class Hierarchical(Flavour):
         pipeline(len(pieces), [reduce_inside, spread_inside], _no_meeting)
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
-        groups, x, out = _groups(channel), source.view(-1), destination.view(-1)
-        how, inner = kernel(x.dtype, op), self._inner(channel)
+        groups, x, out = groups_of(channel), source.view(-1), destination.view(-1)
+        how, inner, of_device = kernel(x.dtype, op), self._inner(channel, x), self.members[x.device.type]
         group, index = groups.location[root]
         for piece in chunks(0, x.numel(), _step(x, 1)):
             total = _own(how, x[slice(*piece)])
             inner.reduce(groups.inner, total, total, how.op, 0)
             if groups.inner.rank == 0:
-                self.outer.reduce(groups.roots, total, total, how.op, group)
+                of_device.outer.reduce(groups.roots, total, total, how.op, group)
             if index and groups.group == group:
-                _pass_on(groups.inner, total, 0, index)
+                _pass_on(of_device.inners[-1], groups.inner, total, 0, index)
             if channel.rank == root:
                 out[slice(*piece)].copy_(how.result(total, channel.size, x.dtype))
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
-        groups, x, inner = _groups(channel), x.view(-1), self._inner(channel)
+        groups, x, inner = groups_of(channel), x.view(-1), self._inner(channel, x)
+        outer = self.members[x.device.type].outer
         group, index = groups.location[root]
         pieces = chunks(0, x.numel(), _step(x, 1))
 
@@ -87,7 +101,7 @@ class Hierarchical(Flavour):
             if groups.group == group:
                 inner.broadcast(groups.inner, piece, index)
             if groups.inner.rank == 0:
-                self.outer.broadcast(groups.roots, piece, group)
+                outer.broadcast(groups.roots, piece, group)
 
         def spread_inside(k: int) -> None:
             if groups.group != group:
@@ -96,7 +110,7 @@ class Hierarchical(Flavour):
         pipeline(len(pieces), [reach_groups, spread_inside], _no_meeting)
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
-        groups, inner = _groups(channel), self._inner(channel)
+        groups, inner = groups_of(channel), self._inner(channel, x)
         mine = groups.members[groups.group]
         is_root = groups.inner.rank == 0
         part = x.new_empty((sum(sizes.rows[rank] for rank in mine), *x.shape[1:])) if is_root else None
@@ -105,16 +119,18 @@ class Hierarchical(Flavour):
             in_order = [rank for members in groups.members for rank in members]
             is_sorted = in_order == sorted(in_order)
             gathered = out if is_sorted else out.new_empty(out.shape)
-            self.outer.allgather(groups.roots, part, gathered, sizes.together(groups.members))
+            outer = self.members[x.device.type].outer
+            outer.allgather(groups.roots, part, gathered, sizes.together(groups.members))
             if not is_sorted:
                 parts = sizes.split(out)
                 for rank, rows in zip(in_order, sizes.of(in_order).split(gathered), strict=True):
                     parts[rank].copy_(rows)
         inner.broadcast(groups.inner, out, 0)
 
-    def _inner(self, channel: Channel) -> Flavour:
-        group = _groups(channel).inner
-        return next(inner for inner in self.inners if not inner.missing("cpu") and not inner.refuses(group))
+    def _inner(self, channel: Channel, x: Tensor) -> Flavour:
+        group, device = groups_of(channel).inner, x.device.type
+        inners = self.members[device].inners
+        return next(inner for inner in inners if not inner.missing(device) and not inner.refuses(group))
 
 
 class _Sliced:
@@ -171,50 +187,6 @@ class _ByRoots(_Sliced):
         self.inner.broadcast(self.groups.inner, out, 0)
 
 
-class Groups:
-    """How the ranks of a channel fall into groups; kept with the channel. Groups count by their lowest rank."""
-
-    def __init__(self, channel: Channel) -> None:
-        colours = _colours(channel)
-        self.members = [[rank for rank, c in enumerate(colours) if c == colour] for colour in dict.fromkeys(colours)]
-        self.location = {rank: (g, i) for g, members in enumerate(self.members) for i, rank in enumerate(members)}
-        self.group, _ = self.location[channel.rank]
-        self.are_equal = len({len(members) for members in self.members}) == 1
-        self.inner = channel.split(colours)
-        indices = [self.location[rank][1] for rank in range(channel.size)]
-        self.outer = channel.split(indices)  # columns; the first one holds the roots of all groups
-        self.roots = self.outer
-
-    def free(self) -> None:
-        """Give the channels back."""
-        self.outer.free()
-        self.inner.free()
-
-
-def _groups(channel: Channel) -> Groups:
-    return channel.keep((Groups, communicators.stack().span), Groups)
-
-
-def _span_end(comm: Communicator | Channel) -> Communicator | None:
-    """The level whose groups are combined on ``comm``: where the span ends, if it begins there.
-
-    None where it does not, or where those groups are not smaller: then nodes are the groups.
-    """
-    stack = communicators.stack()
-    level, groups = (stack.levels[index] for index in stack.span)
-    is_begin = comm in (level, level.direct, level.background)
-    return groups if is_begin and groups.size < level.size else None
-
-
-def _colours(channel: Channel) -> list[int]:
-    """For every rank of a channel a number that the ranks of its group, and no others, have. Collective over it."""
-    end = _span_end(channel)
-    if end is None:
-        return [place.node for place in channel.places]
-    group = (end.direct, end.background)[channel.lane].mpi
-    return channel.mpi.allgather(group.bcast(communicators.stack().levels[0].rank))
-
-
 def _step(x: Tensor, size: int) -> int:
     """Elements of a chunk: a multiple of ``size`` that fits ``Tuning.wire_bytes`` also where 8 bits travel as 32."""
     step: int = max(1, config.current.wire_bytes // max(4, x.itemsize) // size) * size
@@ -226,12 +198,12 @@ def _own(how: Kernel, x: Tensor) -> Tensor:
     return x.view(how.dtype).clone() if how.is_plain else how.partial(x)
 
 
-def _pass_on(channel: Channel, x: Tensor, source: int, destination: int) -> None:
+def _pass_on(flavour: Flavour, channel: Channel, x: Tensor, source: int, destination: int) -> None:
     """Send ``x`` from one rank of a channel to another."""
     if channel.rank == source:
-        channel.mpi.Send(wire.raw(x), destination, mpi_steps.INTERNAL)
+        flavour.send(channel, x, destination)
     elif channel.rank == destination:
-        channel.mpi.Recv(wire.raw(x), source, mpi_steps.INTERNAL)
+        flavour.recv(channel, x, source)
 
 
 def _no_meeting() -> None:

@@ -44,7 +44,7 @@ class Meeting(NamedTuple):
 class Prepared(NamedTuple):
     """What an operation on symmetric tensors needs when it comes again: good while its segment lives."""
 
-    segment: symmetric.Segment
+    segment: symmetric.AnySegment
     record: bytes
     work: Any
 
@@ -70,10 +70,11 @@ class NodeGroup:
         self.prepared: dict[Hashable, Prepared] = {}
         self.chunk_bytes = min(config.current.chunk_bytes, self._slot_bytes)
 
-    def record(self, what: str, x: Tensor, out: Tensor | None = None) -> bytes:
-        """What this rank is about to do, to be announced."""
+    def record(self, what: str, x: Tensor, out: Tensor | None = None, count: int | None = None) -> bytes:
+        """What this rank is about to do, to be announced. ``count``: of elements, where ``x`` has not all of them."""
         read = _where(x)
-        return _RECORD.pack(_code(what, x.dtype), x.numel(), *read, *(read if out is None or out is x else _where(out)))
+        written = read if out is None or out is x else _where(out)
+        return _RECORD.pack(_code(what, x.dtype), x.numel() if count is None else count, *read, *written)
 
     def announce(self, record: bytes) -> bool:
         """Tell the others, meet them, and return whether all said the same."""
@@ -83,24 +84,24 @@ class NodeGroup:
         self.barrier()
         return all(memory[at : at + length] == record for at in self._records)
 
-    def meet(self, what: str, x: Tensor, out: Tensor | None = None) -> Meeting:
+    def meet(self, what: str, x: Tensor, out: Tensor | None = None, count: int | None = None) -> Meeting:
         """Announce, and read what the others said. RanksDisagree, on all ranks, if they are to do different things."""
-        self.announce(self.record(what, x, out))
-        return self.read(what, x)
+        self.announce(self.record(what, x, out, count))
+        return self.read(what, x, count)
 
-    def read(self, what: str, x: Tensor) -> Meeting:
+    def read(self, what: str, x: Tensor, count: int | None = None) -> Meeting:
         """What the ranks have announced."""
         texts = [self._memory[at : at + _RECORD.size] for at in self._records]
         kinds, counts, *places = zip(*(_RECORD.unpack(text) for text in texts), strict=True)
         if len(set(kinds)) > 1 or len(set(counts)) > 1:
-            self._disagree(what, x)
+            self._disagree(f"{what} of {x.numel() if count is None else count} elements of {x.dtype}")
         return Meeting(_common(*places[:2]), _common(*places[2:]))
 
-    def _disagree(self, what: str, x: Tensor) -> None:
-        told = self._mpi.allgather(f"{what} of {x.numel()} elements of {x.dtype}")
+    def _disagree(self, text: str) -> None:
+        told = self._mpi.allgather(text)
         raise RanksDisagree("; ".join(f"rank {rank} calls {text}" for rank, text in enumerate(told)))
 
-    def is_within(self, segment: symmetric.Segment) -> bool:
+    def is_within(self, segment: symmetric.AnySegment) -> bool:
         """Whether all these ranks have a part of the segment."""
         return all(local in segment.part_of for local in self._indices)
 

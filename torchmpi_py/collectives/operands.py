@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py import symmetric
+from torchmpi_py import devices, symmetric
 from torchmpi_py.collectives import scalars
 from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.gathering import Gathering, Sizes
@@ -71,7 +71,8 @@ def of_tensor(
     conclude = None if copy_out is None else functools.partial(_result, target, copy_out)
     num_bytes = x.nbytes
     served = _flavour(verb, comm, x.device, num_bytes, flavour, is_symmetric=symmetric.find(x) is not None)
-    return Operation(verb, verb, served, comm, arguments, conclude, num_bytes, target)
+    device = _gpu(verb, x) if x.is_cuda else None
+    return Operation(verb, verb, served, comm, arguments, conclude, num_bytes, target, device=device)
 
 
 def of_gather(
@@ -88,7 +89,8 @@ def of_gather(
     """
     plan = selector.plan(verb, comm, x.device, symmetric=False, name=flavour)  # as it is at launch, on all ranks
     served: Any = Gathering(flavour or "selector", plan.flavour_for)
-    return Operation(verb, verb, served, comm, arguments, conclude, x.nbytes)
+    device = _gpu(verb, x) if x.is_cuda else None
+    return Operation(verb, verb, served, comm, arguments, conclude, x.nbytes, device=device)
 
 
 def of_number(
@@ -147,6 +149,16 @@ def _flavour(
     verb: str, comm: Communicator, device: torch.device, num_bytes: int, name: str | None, *, is_symmetric: bool = False
 ) -> Flavour:
     return selector.flavour_for(verb, comm, device, num_bytes, symmetric=is_symmetric, name=name)
+
+
+def _gpu(verb: str, x: Tensor) -> torch.device:
+    """Where ``x`` is. RuntimeError while a graph is being captured."""
+    if devices.of(x.device).is_capturing():
+        raise RuntimeError(
+            f"{verb}: a CUDA graph is being captured, and a collective cannot be part of one: the ranks meet on the "
+            "host. Call it before or after the part that torch.cuda.graph captures"
+        )
+    return x.device
 
 
 def _result(target: Tensor, copy_out: Finish | None, _: object) -> Tensor:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
 
 from torchmpi_py import tracing
 from torchmpi_py.communicators import Communicator
@@ -48,6 +51,7 @@ class Operation(Generic[R]):
     num_bytes: int
     target: R | None = None
     launched: int = 0  # when, if it was launched and is traced
+    device: torch.device | None = None  # of the tensors, where it has streams
 
     def run(self, *, in_background: bool = False) -> R:
         """Carry it out now, on the channel for this thread."""
@@ -88,6 +92,11 @@ class Operation(Generic[R]):
         explained = CommunicatorError(f"{self}: MPI failed: {error}. Did every rank call it with the same sizes?")
         explained.__cause__ = error
         return explained
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All that it reads and writes."""
+        return (x for x in (*self.arguments, self.target) if isinstance(x, Tensor))
 
     @property
     def label(self) -> Label:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 
+from torchmpi_py.collectives.cudaipc import CudaIpc
 from torchmpi_py.collectives.flavour import VERBS, Flavour
-from torchmpi_py.collectives.hierarchical import Hierarchical
+from torchmpi_py.collectives.hierarchical import Hierarchical, Members
 from torchmpi_py.collectives.mpi import Mpi
 from torchmpi_py.collectives.ring import Ring
 from torchmpi_py.collectives.shared import Shared
-from torchmpi_py.collectives.torch_group import Gloo
+from torchmpi_py.collectives.staged import Staged
+from torchmpi_py.collectives.torch_group import Gloo, Nccl
 from torchmpi_py.communicators import Communicator, resolve
 
 FLAVOURS: tuple[Flavour, ...] = (  # the first is taken where the selector knows nothing better
     mpi := Mpi(),
     shared := Shared(),
     ring := Ring(),
-    Hierarchical(inners=(shared, mpi), outer=ring),
+    cudaipc := CudaIpc(),
+    nccl := Nccl(),
+    staged := Staged(inners=((shared, 32 << 10), (ring, 1 << 20), (mpi, 0)), point=mpi),
+    Hierarchical({"cpu": Members((shared, mpi), ring), "cuda": Members((cudaipc, nccl, staged), staged)}),
     Gloo(),
 )
 BY_NAME = {flavour.name: flavour for flavour in FLAVOURS}

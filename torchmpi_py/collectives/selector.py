@@ -130,7 +130,9 @@ class Selector:
             kind = Unimplemented if name is not None and statuses[name] == "unimplemented" else Unavailable
             reasons = "; ".join(f"{flavour}: {reason}" for flavour, reason in statuses.items())
             raise kind(f"{verb} of a tensor on {device}: no flavour can do it ({reasons})")
-        return Plan([choice.max_bytes for choice in usable], [BY_NAME[choice.flavour] for choice in usable])
+        limits = [choice.max_bytes for choice in usable]
+        num_used = limits.index(math.inf) + 1  # the choices behind that one are for when it is not available
+        return Plan(limits[:num_used], [BY_NAME[choice.flavour] for choice in usable[:num_used]])
 
 
 def _checked_key(key: str | tuple[object, ...]) -> Key:
@@ -195,6 +197,28 @@ def _defaults() -> dict[Key, list[Choice]]:
         for symmetric in (False, True):
             rows[Key(verb, "nodes", symmetric)] = [
                 Choice(1 << 20, "mpi", "default: fewer messages when small"),
+                Choice(math.inf, "hierarchical", "default: each byte leaves a node once, not once a rank"),
+            ]
+    return rows | _gpu_defaults()
+
+
+def _gpu_defaults() -> dict[Key, list[Choice]]:
+    """On GPUs: the links between them, or their own memory, if all ranks reach each other by them; else the host."""
+    ordinary = [
+        Choice(math.inf, "nccl", "default: made for links between GPUs"),
+        Choice(math.inf, "cudaipc", "default: through the GPUs' memory alone"),
+        Choice(math.inf, "staged", "default: through the host"),
+    ]
+    symmetric = [ordinary[1], ordinary[0], ordinary[2]]
+    rows = {}
+    for verb in ("allreduce", "broadcast", "reduce", "reduce_scatter", "allgather", "alltoall", "gather", "scatter"):
+        rows[Key(verb, "node", False, "cuda")] = list(ordinary)
+        rows[Key(verb, "node", True, "cuda")] = list(symmetric)
+    for verb in ("allreduce", "reduce", "broadcast"):
+        for kind in (False, True):
+            rows[Key(verb, "nodes", kind, "cuda")] = [
+                ordinary[0],
+                Choice(1 << 20, "staged", "default: fewer messages when small"),
                 Choice(math.inf, "hierarchical", "default: each byte leaves a node once, not once a rank"),
             ]
     return rows
