@@ -27,6 +27,10 @@ T = TypeVar("T")
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Names the network interfaces to use, separated by commas; gloo's own variable."""
 
+_REMEDY = (
+    f"Name the network interface through which all nodes reach each other in {INTERFACE_VARIABLE} (for all ranks), and "
+    "see that no firewall blocks it"
+)
 _CONNECT_TIMEOUT = dt.timedelta(seconds=60)
 _LOOPBACK = "127.0.0.1"
 _OUTSIDE = ("192.0.2.1", 9)  # reserved for documentation: nobody is there, and nothing is sent
@@ -52,8 +56,8 @@ def open_store(channel: Channel, who: str) -> Any:
     return together(channel.mpi, what, lambda: opened or attempt(host, port))
 
 
-def together(comm: MPI.Comm, what: str, attempt: Callable[[], T]) -> T:
-    """What ``attempt`` returns; a CommunicatorError that begins with ``what``, on every rank, if it fails on one."""
+def together(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str = _REMEDY) -> T:
+    """What ``attempt`` returns; if it fails on one rank, a CommunicatorError of ``what`` and ``remedy`` on all."""
     made, failure = None, ""
     try:
         made = attempt()
@@ -61,10 +65,7 @@ def together(comm: MPI.Comm, what: str, attempt: Callable[[], T]) -> T:
         failure = str(error).partition("\n")[0]
     failures = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(failure)) if text]
     if failures:
-        raise CommunicatorError(
-            f"{what} ({'; '.join(failures)}). Name the network interface through which all nodes reach each other in "
-            f"{INTERFACE_VARIABLE} (for all ranks), and see that no firewall blocks it"
-        )
+        raise CommunicatorError(f"{what} ({'; '.join(failures)}). {remedy}")
     return made  # type: ignore[return-value]
 
 
