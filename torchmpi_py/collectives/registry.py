@@ -23,7 +23,6 @@ FLAVOURS: tuple[Flavour, ...] = (  # the first is taken where the selector knows
     staged := Staged(inners=((shared, 32 << 10), (ring, 1 << 20), (mpi, 0)), point=mpi),
     Hierarchical({"cpu": Members((shared, mpi), ring), "cuda": Members((cudaipc, nccl, staged), staged)}),
     Gloo(),
-    Nccl(),
 )
 BY_NAME = {flavour.name: flavour for flavour in FLAVOURS}
 DEVICES = ("cpu", "cuda")
