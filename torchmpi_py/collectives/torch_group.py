@@ -18,7 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, distributed
 
-from torchmpi_py.channels import Channel, Place
+from torchmpi_py import gpus
+from torchmpi_py.channels import Channel
 from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.gathering import Sizes
 from torchmpi_py.collectives.process_groups import GlooGroup, Group, NcclGroup
@@ -149,10 +150,10 @@ class Nccl(TorchGroup):
             return "this torch was built without NCCL; install one with CUDA from pip"
         if not torch.cuda.is_available():
             return f"torch {torch.__version__} sees no CUDA device"
-        return "" if _gpus() is not None else "ranks have no GPUs of their own; call mpi.start(with_cuda=True)"
+        return "" if gpus.table() is not None else "ranks have no GPUs of their own; call mpi.start(with_cuda=True)"
 
     def refuses(self, comm: Communicator | Channel) -> str:
-        table, ranks_of = _gpus(), dict[str, list[int]]()
+        table, ranks_of = gpus.table(), dict[str, list[int]]()
         if table is None:
             return ""  # what is missing says why
         for rank, place in enumerate(comm.places if isinstance(comm, Channel) else comm.direct.places):
@@ -172,13 +173,6 @@ class Nccl(TorchGroup):
             total = out.view(wire.dtype) if _is_as_it_lies(how) else wire.new_empty(out.numel())
             self._group(channel).run("_reduce_scatter_base", _pairs(total), _pairs(wire), reduceOp=self._op(how))
             _finish(how, total, channel.size, out)
-
-
-def _gpus() -> dict[Place, str] | None:
-    """The GPU of each rank of the world; None if ranks have none."""
-    from torchmpi_py import gpus
-
-    return gpus.table()
 
 
 def _wire_dtype(how: Kernel) -> torch.dtype:
