@@ -22,7 +22,11 @@ HOST_LINE = {"openmpi": "localhost slots=2\n", "mpich": "localhost:2\n"}
 
 pytestmark = pytest.mark.timeout(60)
 
-HELLO = "import sys; from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1), sys.argv[1:])"
+HELLO = """
+import os, sys
+from mpi4py import MPI
+print(MPI.COMM_WORLD.allreduce(1), sys.argv[1:], os.environ.get("TORCHMPI_PROFILE"))
+"""
 
 
 @pytest.mark.parametrize("several", ["", "_hostfile"])
@@ -33,6 +37,7 @@ def test_script(tmp_path, several):
     (tmp_path / "the hosts").write_text(HOST_LINE[VENDOR.name])
     where = {"HOSTFILE": str(tmp_path / "the hosts")} if several else {"NP": "2"}
     where |= {"PYTHON": sys.executable, "MPIRUN": PROGRAM, "MPIEXEC": PROGRAM, "LOG_DIR": str(tmp_path / "logs")}
+    where |= {"PROFILE": "traces"}
     script = FOLDER / f"{VENDOR.name}{several}.sh"
     job = subprocess.run(
         [script, program, "a b", "$HOME"],
@@ -44,7 +49,8 @@ def test_script(tmp_path, several):
     )
     assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
     for rank in range(2):
-        assert (tmp_path / "logs" / f"rank-{rank}.log").read_text() == "2 ['a b', '$HOME']\n"
+        log = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        assert log == f"2 ['a b', '$HOME'] {Path.cwd() / 'traces'}\n"
 
 
 @pytest.mark.skipif(VENDOR is None or VENDOR.name not in HOST_LINE, reason="neither Open MPI nor MPICH here")

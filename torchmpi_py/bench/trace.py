@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -107,7 +108,7 @@ def merge(traces: list[RankTrace]) -> dict[str, Any]:
     """One Chrome trace of all."""
     origin_ns = traces[0].base_ns
     times = (trace.on_rank_0(event["ts"], origin_ns) for trace in traces for event in _shown(trace))
-    origin_ns += int(min(times, default=0.0) * 1000)
+    origin_ns += math.floor(min(times, default=0.0) * 1000)
     events: list[dict[str, Any]] = []
     ids: dict[tuple[Path, Any], int] = {}
     for rank, group in itertools.groupby(traces, key=lambda trace: trace.rank):
