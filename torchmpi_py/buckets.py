@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from torchmpi_py import config
+from torchmpi_py import config, gpus
 from torchmpi_py.collectives import verbs
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.errors import Unavailable
@@ -27,7 +27,7 @@ from torchmpi_py.handles import Handle
 from torchmpi_py.symmetric import find, symmetric_empty
 
 T = TypeVar("T", bound=Tensor)
-_ALIGNMENT = 64  # bytes: no two buckets share a cache line
+_ALIGNMENT = 512  # bytes: no two buckets share a cache line; as torch aligns memory on GPUs
 
 
 class Bucket:
@@ -180,14 +180,15 @@ def _runs(
 
 
 def _memory(runs: list[list[torch.nn.Parameter]], comm: Communicator) -> list[Tensor]:
-    """A flat tensor of zeros for each run of parameters; on the CPU all in one symmetric tensor, if possible."""
+    """A flat tensor of zeros for each run of parameters; on one device, all in one symmetric tensor, if possible."""
     counts = [sum(p.numel() for p in run) for run in runs]
     num_bytes = [
         -(-count * run[0].itemsize // _ALIGNMENT) * _ALIGNMENT for count, run in zip(counts, runs, strict=True)
     ]
-    if comm.size > 1 and all(run[0].device.type == "cpu" for run in runs):
+    kinds = {run[0].device.type for run in runs}
+    if comm.size > 1 and (kinds == {"cpu"} or (kinds == {"cuda"} and not gpus.why_no_ipc())):
         try:
-            pool = symmetric_empty(sum(num_bytes), dtype=torch.uint8, comm=comm).zero_()
+            pool = symmetric_empty(sum(num_bytes), dtype=torch.uint8, device=runs[0][0].device, comm=comm).zero_()
             parts = zip(torch.split(pool, num_bytes), counts, runs, strict=True)
             return [part[: count * run[0].itemsize].view(run[0].dtype) for part, count, run in parts]
         except Unavailable:

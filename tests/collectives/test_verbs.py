@@ -73,6 +73,7 @@ def reference(dtype, op, tensors):
 
 def same(got, expected, op=None):
     """Equal bits; after a reduction equal values, and an average may be off by a rounding of its last place."""
+    got = got.cpu()
     assert got.dtype == expected.dtype
     assert got.shape == expected.shape
     if op is None:
@@ -87,19 +88,20 @@ def same(got, expected, op=None):
 
 
 def bits(x):
-    return x.contiguous().reshape(-1).view(torch.uint8).numpy() if x.numel() else np.empty(0)
+    return x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if x.numel() else np.empty(0)
 
 
 class Way:
     """How a verb is called: the flavour forced, if any; blocking or not; on which tensors."""
 
-    def __init__(self, mpi, text):
+    def __init__(self, mpi, text, device="cpu"):
         self.mpi = mpi
+        self.device = device
         self.flavour = next((f for f in FORCED if text.startswith(f)), None)
         self.is_symmetric = "symmetric" in text
         self.flavour = "shared" if text.startswith("symmetric") else self.flavour
         self.is_asynchronous = text.endswith("asynchronous")
-        self.pool = mpi.symmetric_empty(16 << 20, dtype=torch.uint8) if self.is_symmetric else None
+        self.pool = mpi.symmetric_empty(16 << 20, dtype=torch.uint8, device=device) if self.is_symmetric else None
         self.used = 0
         self.sizes = [0, 7, 20011] if mpi.size() > 3 or self.flavour else SIZES
         if self.flavour and mpi.size() > 3:  # many ranks on few cores: each meeting takes long
@@ -110,7 +112,7 @@ class Way:
             rows = {
                 row.verb: row.status
                 for row in self.mpi.availability()
-                if row.flavour == self.flavour and row.device == "cpu"
+                if row.flavour == self.flavour and row.device == self.device
             }
             if rows[verb] != "available":
                 pytest.skip(f"{self.flavour}: {rows[verb]}")
@@ -127,7 +129,7 @@ class Way:
     def place(self, x):
         """A copy of ``x``, in symmetric memory if that is the way."""
         if self.pool is None:
-            return x.clone()
+            return x.clone() if self.device == "cpu" else x.to(self.device)
         begin = self.used = self.used if self.used + x.nbytes <= self.pool.numel() else 0
         self.used += -(-x.nbytes // 64) * 64
         placed = self.pool[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
@@ -141,12 +143,12 @@ class Way:
         if x.numel() > 1:
             wide = torch.zeros(2 * x.numel(), dtype=x.dtype)
             wide[::2] = x
-            yield "strided", wide[::2]
-            yield "offset", torch.cat([x[:1], x])[1:]
+            yield "strided", wide.to(self.device)[::2]
+            yield "offset", torch.cat([x[:1], x]).to(self.device)[1:]
         if x.numel() % 4 == 0:
-            yield "transposed", x.view(4, -1).clone().t().contiguous().t()
+            yield "transposed", x.view(4, -1).clone().t().contiguous().to(self.device).t()
         if x.numel() == 1:
-            yield "no dimensions", x.clone().reshape(())
+            yield "no dimensions", x.clone().reshape(()).to(self.device)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +215,7 @@ def test_reduce_scatter(mpi, dtype, op, way):
         expected = reference(dtype, op, inputs)[mpi.rank() * rows : (mpi.rank() + 1) * rows]
         x = way.place(inputs[mpi.rank()])
         same(way("reduce_scatter", x, op=op), expected, op)
-        out = torch.empty(2, rows, dtype=dtype).t()
+        out = torch.empty(2, rows, dtype=dtype, device=x.device).t()
         assert way("reduce_scatter", x, op=op, out=out) is out
         same(out, expected, op)
         np.testing.assert_array_equal(bits(x), bits(inputs[mpi.rank()]))
@@ -236,12 +238,12 @@ def test_allgather(mpi, dtype, way):
     for rows in ([2] * size, list(range(size)), [0] * size, [3000 + 7 * r for r in range(size)]):
         parts = [values(dtype, rank, rows[rank] * 3).view(rows[rank], 3) for rank in range(size)]
         expected = torch.cat(parts)
-        x = parts[mpi.rank()].clone().t().contiguous().t() if way.flavour is None else way.place(parts[mpi.rank()])
-        same(way("allgather", x), expected)
-        out = torch.full_like(expected, 1)
+        x = way.place(parts[mpi.rank()])
+        same(way("allgather", x if way.flavour else x.t().contiguous().t()), expected)
+        out = torch.full_like(expected, 1, device=x.device)
         assert way("allgather", x, out=out) is out
         same(out, expected)
-    single = values(dtype, mpi.rank(), 1).reshape(())
+    single = values(dtype, mpi.rank(), 1).reshape(()).to(way.device)
     same(way("allgather", single), torch.cat([values(dtype, rank, 1) for rank in range(size)]))
 
 

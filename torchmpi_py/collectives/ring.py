@@ -213,7 +213,7 @@ class _Rooms:
 
     def take(self) -> Tensor:
         """A room; put it back among the ``unused`` when no message comes or goes there any more."""
-        return self.unused.pop() if self.unused else torch.empty(self.num_bytes, dtype=torch.uint8)
+        return self.unused.pop() if self.unused else torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
 
     def free(self) -> None:
         self.unused.clear()

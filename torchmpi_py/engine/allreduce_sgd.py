@@ -39,7 +39,8 @@ class AllReduceSGDEngine(SGDEngine):
     and ValueError for ``usegpu`` in a session without GPUs, or for a ``DatasetIterator`` whose rank and size were taken
     before ``mpi.start()`` or at another level.
 
-    usegpu: network, criterion and samples are moved to ``mpi.device()``.
+    usegpu: network, criterion and samples are moved to ``mpi.device()``; the batches of a ``DatasetIterator`` ahead of
+        their use, from pinned memory, while the step before is computed.
     asynchronous: average gradients during the backward pass instead of after it.
     devicesync: with usegpu, wait for the device at each sample and after the criterion's backward pass, as TorchMPI
         does; without usegpu it does nothing.
@@ -66,18 +67,40 @@ class AllReduceSGDEngine(SGDEngine):
 
     @contextmanager
     def session(self, state: State) -> Iterator[None]:
-        """Place and broadcast the parameters, register their gradients; undo the registration at the end."""
+        """Check, then place what is to be computed on, and keep the copies equal while training."""
         if not runtime.is_started():
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
         if isinstance(state.iterator, DatasetIterator):
             state.iterator.check_place()
-        if self.usegpu:
-            _check_device()
-            for module in state.modules():
-                module.to(runtime.device())
-        if not state.training:
+        with self._on_gpu(state):
+            if state.training:
+                with self._replicated(state):
+                    yield
+            else:
+                yield
+
+    @contextmanager
+    def _on_gpu(self, state: State) -> Iterator[None]:
+        """With usegpu, move the modules there, and let the iterator do so with batches, ahead of their use."""
+        if not self.usegpu:
             yield
             return
+        _check_device()
+        for module in state.modules():
+            module.to(runtime.device())
+        iterator = state.iterator if isinstance(state.iterator, DatasetIterator) else None
+        given = None if iterator is None else iterator.device
+        try:
+            if iterator is not None and given is None:
+                iterator.device = runtime.device()
+            yield
+        finally:
+            if iterator is not None:
+                iterator.device = given
+
+    @contextmanager
+    def _replicated(self, state: State) -> Iterator[None]:
+        """Broadcast the parameters, register their gradients; undo the registration at the end."""
         enclosing, self._replicas = self._replicas, None  # a hook may train another network with this engine
         try:
             if runtime.size() > 1:

@@ -134,7 +134,7 @@ class DatasetIterator:
     def order(self, epoch: int) -> torch.Tensor:
         """The indices of the dataset in the order of this epoch: a function of (seed, epoch) alone."""
         if not self.shuffle:
-            return torch.arange(self.total)
+            return torch.arange(self.total, device="cpu")
         return torch.from_numpy(np.random.default_rng((self.seed, epoch)).permutation(self.total))
 
     def _batches(self, order: torch.Tensor) -> Iterator[Any]:

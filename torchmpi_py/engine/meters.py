@@ -44,7 +44,7 @@ class Average:
         """
         if not runtime.is_started():
             return self.value
-        sums = torch.tensor([self.total, self.num_samples], dtype=torch.float64)
+        sums = torch.tensor([self.total, self.num_samples], dtype=torch.float64, device="cpu")
         total, num_samples = verbs.allreduce(sums).tolist()
         return total / num_samples if num_samples else float("nan")
 
