@@ -8,6 +8,7 @@ the shared-memory communicator does, and a variable may be left over from an out
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import socket
 from typing import TYPE_CHECKING
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+logger = logging.getLogger("torchmpi_py")
+
+
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """Rank and size on the node, and the cores that each rank can count on."""
+    """Rank and size on the node, the cores that each rank can count on, and by which number a rank chooses its GPU."""
 
     rank: int
     size: int
     cores: int
+    gpu_rank: int
 
 
 def prepare_environment() -> None:
@@ -49,7 +54,9 @@ def locate(node: MPI.Comm) -> Local:
     rank = mine[0] if sorted(told_all) == list(range(node.size)) else None
     available = len(set().union(*cores))
     share = max(1, min(len(mine[1]), available // node.size))
-    return Local(node.rank if rank is None else rank, node.size, share)
+    # Parts of one host can pass for nodes (a container per rank): there told ranks are distinct, and number its GPUs.
+    gpu_rank = mine[0] if mine[0] is not None and len(set(told_all)) == node.size else node.rank
+    return Local(node.rank if rank is None else rank, node.size, share, gpu_rank)
 
 
 def limit_threads(local: Local) -> None:
@@ -59,16 +66,44 @@ def limit_threads(local: Local) -> None:
 
 
 def cuda_device() -> torch.device:
-    """Pin this process to a GPU, round robin by local rank, before anything touches CUDA."""
+    """Pin this process to a GPU, round robin by local rank, before anything touches CUDA, MPI included.
+
+    Without an index, and not pinned, if no launcher tells the local rank: then MPI has to be asked, and ``settled``
+    pins. The GPUs are those that CUDA_VISIBLE_DEVICES shows; where each rank is shown only its own, that is the first.
+    """
+    count = _num_gpus()
+    told = variables.local_rank(os.environ)
+    return torch.device("cuda") if told is None else _pin(told % count)
+
+
+def settled(device: torch.device, local: Local) -> torch.device:
+    """The GPU of this rank, given what ``cuda_device`` chose before MPI had told who is on the node; pinned to it."""
+    if device.type != "cuda":
+        return device
+    index = local.gpu_rank % _num_gpus()
+    if device.index == index:
+        return device
+    if device.index is not None:
+        logger.info("the launcher's local rank cannot be right and led to %s; now on cuda:%d", device, index)
+    return _pin(index)
+
+
+def _pin(index: int) -> torch.device:
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _num_gpus() -> int:
     count = torch.cuda.device_count()
     if count == 0:
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ValueError(
-            f"start(with_cuda=True): torch {torch.__version__} sees no CUDA device "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); with_cuda=False runs on the CPU"
+            f"start(with_cuda=True): torch {torch.__version__} ({built}) sees no CUDA device "
+            f"(CUDA_VISIBLE_DEVICES{' is not set' if visible is None else f'={visible!r}'}); "
+            "with_cuda=False runs on the CPU"
         )
-    device = torch.device("cuda", (variables.local_rank(os.environ) or 0) % count)
-    torch.cuda.set_device(device)
-    return device
+    return count
 
 
 def describe(device: torch.device, size: int, num_nodes: int) -> str:

@@ -1,8 +1,12 @@
-"""Flavour ``mpi``: stock MPI through mpi4py, for CPU tensors.
+"""Flavour ``mpi``: stock MPI through mpi4py; GPU tensors too where the MPI takes addresses of GPU memory.
 
 Each verb is written once, as the *steps* it takes (``mpi_steps.py``): names of blocking MPI calls with their arguments.
 Run one after the other they are the blocking form; small collectives, which take a single step, and send and recv are
 also posted as the nonblocking call of the same name, and the steps go on when that is complete.
+
+MPI knows nothing of streams: before each call on a GPU tensor the host waits for what the current stream has in it, the
+conversions of the steps before included. Of GPU tensors only send and recv are posted; collectives leave that waiting
+to the communication thread.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from torchmpi_py import communication_thread, config, handles
-from torchmpi_py.collectives import mpi_steps, wire
+from torchmpi_py.collectives import cuda_aware, mpi_steps, wire
 from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.mpi_steps import Steps
 
@@ -32,7 +36,10 @@ class Mpi(Flavour):
     """Stock MPI."""
 
     name = "mpi"
-    devices = frozenset({"cpu"})
+    devices = frozenset({"cpu", "cuda"})
+
+    def missing(self, device: str) -> str:
+        return cuda_aware.why_not() if device == "cuda" else ""
 
     def launch(self, operation: Operation[R]) -> handles.Handle[R]:
         """Post small collectives and all send and recv to MPI; leave the rest to the communication thread.
@@ -40,52 +47,56 @@ class Mpi(Flavour):
         Point-to-point messages must not queue: a receive launched before its counterpart's send would block the thread.
         """
         comm, thread = operation.comm.direct.mpi, communication_thread.current()
+        x = operation.arguments[0]
         if operation.method in _POSTS:
-            requests = _POSTS[operation.method](comm, *operation.arguments)
-            return thread.keep(handles.RequestHandle(operation, requests))
-        if operation.method not in _STEPS or operation.num_bytes > config.current.native_async_bytes:
+            if x.is_cuda:
+                wire.settle(x)
+            return thread.keep(handles.RequestHandle(operation, _POSTS[operation.method](comm, *operation.arguments)))
+        is_small = operation.num_bytes <= config.current.native_async_bytes
+        if operation.method not in _STEPS or not is_small or x.is_cuda:
             return super().launch(operation)
         remaining = _STEPS[operation.method](comm, *operation.arguments)
         requests = [getattr(comm, f"I{name.lower()}")(*arguments) for name, arguments in itertools.islice(remaining, 1)]
         return thread.keep(handles.RequestHandle(_Posted(operation, remaining), requests))
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
-        _run(channel.mpi, mpi_steps.broadcast(channel.mpi, x, root))
+        _run(channel.mpi, mpi_steps.broadcast(channel.mpi, x, root), x)
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
-        _run(channel.mpi, mpi_steps.reduce(channel.mpi, source, destination, op, root))
+        _run(channel.mpi, mpi_steps.reduce(channel.mpi, source, destination, op, root), source)
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         how = wire.reduction(source.dtype, op)
-        if how.decode is None and not how.divide and source.nbytes <= config.current.message_bytes:
+        is_one_step = how.decode is None and not how.divide and not source.is_cuda
+        if is_one_step and source.nbytes <= config.current.message_bytes:
             # The one step, by hand: 0.6 us less a call than through the generator.
             channel.mpi.Allreduce(*wire.pair(source, destination, how.mpi_type), how.mpi_op)
         else:
-            _run(channel.mpi, mpi_steps.allreduce(channel.mpi, source, destination, op))
+            _run(channel.mpi, mpi_steps.allreduce(channel.mpi, source, destination, op), source)
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        _run(channel.mpi, mpi_steps.reduce_scatter(channel.mpi, source, destination, op))
+        _run(channel.mpi, mpi_steps.reduce_scatter(channel.mpi, source, destination, op), source)
 
     def alltoall(self, channel: Channel, source: Tensor, destination: Tensor) -> None:
-        _run(channel.mpi, mpi_steps.alltoall(channel.mpi, source, destination))
+        _run(channel.mpi, mpi_steps.alltoall(channel.mpi, source, destination), source)
 
     def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
-        _run(channel.mpi, mpi_steps.scatter(channel.mpi, source, destination, root))
+        _run(channel.mpi, mpi_steps.scatter(channel.mpi, source, destination, root), source)
 
     def sendreceive(self, channel: Channel, x: Tensor, out: Tensor, source: int, destination: int) -> None:
-        _run(channel.mpi, mpi_steps.sendreceive(channel.mpi, x, out, source, destination))
+        _run(channel.mpi, mpi_steps.sendreceive(channel.mpi, x, out, source, destination), x)
 
     def send(self, channel: Channel, x: Tensor, destination: int) -> None:
-        _run(channel.mpi, mpi_steps.send(channel.mpi, x, destination))
+        _run(channel.mpi, mpi_steps.send(channel.mpi, x, destination), x)
 
     def recv(self, channel: Channel, x: Tensor, source: int) -> None:
-        _run(channel.mpi, mpi_steps.recv(channel.mpi, x, source))
+        _run(channel.mpi, mpi_steps.recv(channel.mpi, x, source), x)
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
-        _run(channel.mpi, mpi_steps.allgather(channel.mpi, x, out, sizes))
+        _run(channel.mpi, mpi_steps.allgather(channel.mpi, x, out, sizes), x)
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
-        _run(channel.mpi, mpi_steps.gather(channel.mpi, x, out, root, sizes))
+        _run(channel.mpi, mpi_steps.gather(channel.mpi, x, out, root, sizes), x)
 
     def broadcast_object(self, channel: Channel, obj: object, root: int) -> Any:
         from mpi4py.util import pkl5  # objects of any size, large buffers out of band
@@ -114,8 +125,11 @@ class _Posted:
         return self.operation.finish()
 
 
-def _run(comm: MPI.Comm, steps: Steps) -> None:
+def _run(comm: MPI.Comm, steps: Steps, x: Tensor) -> None:
+    """Make the steps; ``x`` tells on which device their tensors are."""
     for name, arguments in steps:
+        if x.is_cuda:
+            wire.settle(x)
         getattr(comm, name)(*arguments)
 
 

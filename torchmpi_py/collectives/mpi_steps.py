@@ -3,7 +3,8 @@
 Messages longer than ``Tuning.message_bytes`` travel in pieces. Where an MPI collective would count beyond 32 bits in
 total, the verb is composed of calls that do not: allgather of broadcasts, reduce_scatter of reduces, the others of
 messages between pairs. Tensors are flat. A generator goes on when its last step is complete: what follows a ``yield``
-(a division, a conversion) sees the result.
+(a division, a conversion) sees the result. On a GPU what comes before a ``yield`` has only been queued; who makes the
+call waits for it.
 """
 
 from __future__ import annotations

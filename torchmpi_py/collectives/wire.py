@@ -81,6 +81,11 @@ def pair(sent: Tensor, received: Tensor, mpi_type: MPI.Datatype) -> tuple[Buffer
     return given, typed(received, mpi_type)
 
 
+def settle(x: Tensor) -> None:
+    """Let the host wait for all work that this thread has queued for the device of ``x``: MPI sees memory only."""
+    torch.cuda.current_stream(x.device).synchronize()
+
+
 def byte() -> Any:
     """MPI's datatype of raw bytes."""
     return _mpi().BYTE

@@ -1,0 +1,356 @@
+"""The trial that decides whether MPI may be handed GPU memory, on memory of the host; and what comes of its ends."""
+
+import ctypes
+import dataclasses
+import json
+import os
+import sys
+import types
+
+import pytest
+import torch
+
+from torchmpi_py import config
+from torchmpi_py.collectives import cuda_aware, cuda_trial, mpi_steps, wire
+from torchmpi_py.collectives import mpi as mpi_flavour
+from torchmpi_py.collectives.cuda_aware import Facts, Verdict
+from torchmpi_py.collectives.flavour import Flavour
+from torchmpi_py.collectives.mpi import Mpi
+
+pytestmark = pytest.mark.timeout(60)
+
+FACTS = Facts("Some MPI 1.0", "libmpi.so of 1", "UCX_TLS=all", "2.13", "a host/1", "A GPU")
+
+
+def floats(message):
+    """The elements of a message, as a tensor."""
+    address, num_bytes = message[0]
+    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.float32)
+
+
+class FakeMpi:
+    """What the trial uses of MPI, for memory of the host; sums may be off by something in the last element."""
+
+    BYTE = FLOAT = None
+    memory = types.SimpleNamespace(fromaddress=lambda address, num_bytes: (address, num_bytes))
+
+    def __init__(self, off_from=1 << 30, error=None):
+        def reduce_local(given, summed):
+            target = floats(summed)
+            target += floats(given)
+            if len(target) >= off_from:
+                target[-1] += 1
+
+        def allreduce(given, taken, op):
+            floats(taken).copy_(floats(given))
+
+        def sendrecv(given, destination, tag, taken, source, tag_too):
+            if error is not None:
+                raise error
+            floats(taken).copy_(floats(given))
+
+        self.SUM = types.SimpleNamespace(Reduce_local=reduce_local)
+        self.COMM_SELF = types.SimpleNamespace(Allreduce=allreduce, Sendrecv=sendrecv)
+
+
+def test_right_values_are_right_in_all_trials():
+    reports = list(cuda_trial.reports(FakeMpi(), "cpu"))
+    tried = [f"trying {name} of {size} bytes" for size in (64, 1048576) for name in cuda_trial.TRIALS]
+    assert reports == [*tried, "right"]
+
+
+@pytest.mark.parametrize(("off_from", "size"), [(1, 64), (17, 1048576)])
+def test_a_wrong_sum_is_found(off_from, size):
+    *_, last = cuda_trial.reports(FakeMpi(off_from), "cpu")
+    assert last == f"wrong Reduce_local of {size} bytes"
+
+
+def test_an_error_of_mpi_is_told_in_one_line():
+    *_, last = cuda_trial.reports(FakeMpi(error=RuntimeError("MPI_ERR_BUFFER:\n invalid buffer")), "cpu")
+    assert last == "failed Sendrecv of 64 bytes: MPI_ERR_BUFFER: invalid buffer"
+
+
+def python(code):
+    return [sys.executable, "-S", "-c", "import os, signal, time\n" + code]
+
+
+TRYING = f"print('noise {cuda_trial.MARK} trying Sendrecv of 64 bytes', flush=True)\n"
+ENDS = {
+    "right": (f"print('{cuda_trial.MARK} right', flush=True); os._exit(3)", True, ""),
+    "wrong": (
+        TRYING + f"print('{cuda_trial.MARK} wrong Sendrecv of 64 bytes')",
+        True,
+        "not CUDA-aware: a trial gave wrong values in Sendrecv of 64 bytes; use another flavour",
+    ),
+    "error": (f"print('{cuda_trial.MARK} failed Sendrecv: no')", True, "a trial failed in Sendrecv: no;"),
+    "crash": (
+        TRYING + "os.kill(os.getpid(), signal.SIGSEGV)",
+        True,
+        "crashed with signal 11 (Segmentation fault) on GPU memory, in Sendrecv of 64 bytes",
+    ),
+    "early crash": (
+        "os.kill(os.getpid(), signal.SIGABRT)",
+        False,
+        "not known whether this MPI is CUDA-aware: a trial crashed with signal 6 (Aborted) before it came to GPU",
+    ),
+    "hang": (TRYING + "time.sleep(60)", True, "did not end within 1.5 s on GPU memory, in Sendrecv of 64 bytes"),
+    "nonsense": ("print('hello')", False, "ended with exit code 0 before it came to GPU memory: hello"),
+    "traceback": (
+        "raise RuntimeError('CUDA error: busy')",
+        False,
+        "exit code 1 before it came to GPU memory: RuntimeError",
+    ),
+    "silence": ("os._exit(2)", False, "ended with exit code 2 before it came to GPU memory: it said nothing"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_how_a_child_ends_is_the_verdict(end):
+    code, is_final, words = ENDS[end]
+    verdict = cuda_aware.run_trial(python(code), 1.5 if end == "hang" else 30)
+    assert verdict.is_final == is_final
+    assert words in verdict.why_not
+    assert bool(words) == bool(verdict.why_not)
+
+
+def test_a_child_that_cannot_be_started():
+    verdict = cuda_aware.run_trial(["/nowhere/python"])
+    assert not verdict.is_final
+    assert "no trial could start: [Errno 2]" in verdict.why_not
+
+
+def test_a_child_is_no_rank():
+    job = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_MCA_ess": "^singleton",
+        "OMPI_MCA_orte_hnp_uri": "a",
+        "OMPI_MCA_num_procs": "2",
+        "PMIX_RANK": "1",
+        "PMI_FD": "9",
+        "PRTE_LAUNCHED": "1",
+        "HYDI_CONTROL_FD": "7",
+        "MPI_LOCALRANKID": "1",
+        "SLURM_PROCID": "1",
+        "TORCHMPI_STARTED_PID": "1",
+    }
+    users = {
+        "OMPI_MCA_pml": "ucx",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "PMIX_MCA_gds": "hash",
+        "MPI4PY_LIBMPI": "libmpi.so",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "TORCHMPIRUN_JOB_DIR": "/tmp/job",
+        "PATH": "/bin",
+    }
+    assert cuda_aware.singleton_environment({**job, **users}) == users
+
+
+def test_this_mpi_passes_on_memory_of_the_host():
+    assert cuda_aware.run_trial(cuda_aware.command("cpu")) == Verdict("")
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHMPI_TUNING_DIR", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+@pytest.mark.parametrize("why", ["", "it crashed"])
+def test_a_verdict_comes_back_from_its_file(folder, why):
+    assert cuda_aware.read(FACTS) is None
+    cuda_aware.write(FACTS, Verdict(why))
+    cuda_aware.write(FACTS, Verdict(why))
+    (path,) = folder.iterdir()
+    assert path == FACTS.path()
+    assert path.name.startswith("cuda_aware-a_host_1-")
+    assert cuda_aware.read(FACTS) == Verdict(f"{why}; delete {path} to have it tried again" if why else "")
+    assert cuda_aware.read(FACTS._replace(gpu="Another GPU")) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: {**content, "format": 0},
+        lambda content: {**content, "facts": {**content["facts"], "torch": "2.4"}},
+        lambda content: {**content, "why_not": None},
+        lambda content: {"format": content["format"]},
+        lambda content: [1],
+    ],
+)
+def test_a_file_that_does_not_fit_is_ignored(folder, change):
+    cuda_aware.write(FACTS, Verdict(""))
+    FACTS.path().write_text(json.dumps(change(json.loads(FACTS.path().read_text()))))
+    assert cuda_aware.read(FACTS) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100000])
+def test_a_broken_file_is_ignored(folder, content):
+    cuda_aware.write(FACTS, Verdict(""))
+    FACTS.path().write_bytes(content)
+    assert cuda_aware.read(FACTS) is None
+
+
+def test_without_a_directory_nothing_is_kept(monkeypatch):
+    monkeypatch.setenv("TORCHMPI_TUNING_DIR", os.devnull)
+    assert cuda_aware.read(FACTS) is None
+    with pytest.raises(OSError, match="null"):
+        cuda_aware.write(FACTS, Verdict(""))
+
+
+def test_before_the_probe_gpu_tensors_are_refused(monkeypatch):
+    assert "call mpi.start(with_cuda=True) first" in Mpi().missing("cuda")
+    assert Mpi().missing("cpu") == ""
+
+
+@pytest.fixture
+def probe(mpi, monkeypatch):
+    """Make the probe as if there were GPUs, with a trial of one's own on this rank; the reason afterwards."""
+    monkeypatch.setattr(cuda_aware, "_why_not", "not yet")
+    monkeypatch.setattr(cuda_aware, "_facts", lambda: FACTS)
+    monkeypatch.setattr(cuda_aware, "_no_gpu", lambda: "")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def run(command):
+        monkeypatch.setattr(cuda_aware, "command", lambda device: command)
+        cuda_aware.probe(mpi.communicator(0))
+        told = mpi.allgather_object(cuda_aware.why_not())
+        assert len(set(told)) == 1
+        assert Mpi().missing("cuda") == told[0]
+        return told[0]
+
+    return run
+
+
+@pytest.mark.mpi
+def test_a_job_asks_the_file_before_a_child(mpi, probe, folder):
+    folder = mpi.broadcast_object(str(folder))
+    os.environ["TORCHMPI_TUNING_DIR"] = folder  # the fixture takes it back
+    assert probe(cuda_aware.command("cpu")) == ""
+    assert probe(python("os._exit(1)")) == ""
+    mpi.barrier()
+    if mpi.rank() == 0:
+        assert json.loads(FACTS.path().read_text())["facts"]["gpu"] == "A GPU"
+        FACTS.path().unlink()
+    mpi.barrier()
+    assert "exit code 1" in probe(python("os._exit(1)"))
+    assert "known whether" in probe(python("os._exit(1)"))
+    assert not FACTS.path().exists()  # what came to no trial is tried again
+    assert "crashed with signal 11" in probe(python(TRYING + "os.kill(os.getpid(), signal.SIGSEGV)"))
+    assert "delete" in probe(cuda_aware.command("cpu"))
+
+
+@pytest.mark.mpi
+def test_one_rank_without_a_gpu_is_enough_for_a_no(mpi, probe, monkeypatch):
+    monkeypatch.setattr(cuda_aware, "_no_gpu", lambda: "no CUDA device" if mpi.rank() == mpi.size() - 1 else "")
+    assert "no CUDA device (on " in probe(python(f"print('{cuda_trial.MARK} right')"))
+
+
+@pytest.mark.mpi
+def test_without_a_gpu_no_child_is_asked(mpi, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.setattr(cuda_aware, "_why_not", "not yet")
+    monkeypatch.setattr(cuda_aware, "run_trial", None)
+    cuda_aware.probe(mpi.communicator(0))
+    assert "sees no CUDA device (on " in cuda_aware.why_not()
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the host that says it is on a GPU."""
+
+    is_cuda = True
+
+
+class Recorded:
+    """A communicator that notes its calls, and makes them."""
+
+    def __init__(self, comm, log):
+        self.comm, self.log = comm, log
+        self.rank, self.size = comm.rank, comm.size
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.log.append(name)
+            return getattr(self.comm, name)(*arguments)
+
+        return call
+
+
+@dataclasses.dataclass
+class FakeChannel:
+    mpi: Recorded
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What happens, in order: "settle" for the wait for the GPU."""
+    happened = []
+    monkeypatch.setattr(wire, "settle", lambda x: happened.append("settle"))
+    return happened
+
+
+@pytest.mark.mpi
+def test_every_call_of_mpi_on_gpu_tensors_comes_after_a_wait(mpi, log):
+    channel = FakeChannel(Recorded(mpi.communicator(0).direct.mpi, log))
+    size = mpi.size()
+    x = torch.arange(2.0 * size).as_subclass(OnGpu)
+    y = torch.empty(2 * size).as_subclass(OnGpu)
+    flavour = Mpi()
+    flavour.allreduce(channel, x, y, "sum")
+    flavour.broadcast(channel, x, 0)
+    flavour.reduce(channel, x, y, "avg", 0)
+    flavour.alltoall(channel, x, y)
+    flavour.reduce_scatter(channel, x, y[:2], "sum")
+    flavour.scatter(channel, x, y[:2], 0)
+    flavour.sendreceive(channel, x, y, mpi.rank(), mpi.rank())
+    calls = ["Allreduce", "Bcast", "Reduce", "Alltoall", "Reduce_scatter_block", "Scatter", "Sendrecv"]
+    assert log == [step for call in calls for step in ("settle", call)]
+
+
+@pytest.mark.mpi
+def test_a_conversion_comes_before_the_wait(mpi, log, monkeypatch):
+    before = config.current
+    config.install(dataclasses.replace(before, wire_bytes=16, native_async_bytes=0))
+    row = wire.reduction(torch.float16, "sum")
+    noted = dataclasses.replace(
+        row,
+        encode=lambda x: (log.append("encode"), row.encode(x))[1],
+        decode=lambda x: (log.append("decode"), row.decode(x))[1],
+    )
+    monkeypatch.setattr(wire, "reduction", lambda dtype, op: noted)
+    x = torch.arange(8).half()
+    try:
+        Mpi().allreduce(FakeChannel(Recorded(mpi.communicator(0).direct.mpi, log)), x.as_subclass(OnGpu), x, "sum")
+    finally:
+        config.install(before)
+    assert x.tolist() == [mpi.size() * value for value in range(8)]
+    assert log == ["encode", "settle", "Allreduce", "decode"] * 2
+
+
+@pytest.mark.mpi
+def test_posts_of_gpu_tensors_come_after_a_wait_and_collectives_are_not_posted(mpi, log, monkeypatch):
+    for name in ("post_send", "post_recv"):
+        posted = getattr(mpi_steps, name)
+        noting = lambda *arguments, posted=posted, name=name: (log.append(name), posted(*arguments))[1]  # noqa: E731
+        monkeypatch.setitem(mpi_flavour._POSTS, name.removeprefix("post_"), noting)
+    rank, size = mpi.rank(), mpi.size()
+    x, y = torch.full((3,), float(rank)).as_subclass(OnGpu), torch.zeros(3).as_subclass(OnGpu)
+    mpi.wait_all(
+        [
+            mpi.recv_async(y, (rank - 1) % size, flavour="mpi"),
+            mpi.send_async(x, (rank + 1) % size, flavour="mpi"),
+        ]
+    )
+    assert y.tolist() == [(rank - 1) % size] * 3
+    assert log == ["settle", "post_recv", "settle", "post_send"]
+    monkeypatch.setattr(Flavour, "launch", lambda self, operation: f"{operation.name} in the communication thread")
+    assert mpi.allreduce_async(x, flavour="mpi") == "allreduce in the communication thread"
+    assert mpi.sendreceive_async(x, rank, rank, flavour="mpi") == "sendreceive in the communication thread"
+
+
+def test_settling_waits_for_the_current_stream_of_the_tensors_device(monkeypatch):
+    asked = []
+    stream = types.SimpleNamespace(synchronize=lambda: asked.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: (asked.append(device), stream)[1])
+    wire.settle(types.SimpleNamespace(device=torch.device("cuda", 1)))
+    assert asked == [torch.device("cuda", 1), "synchronize"]
