@@ -37,6 +37,140 @@ def test_a_rank_that_is_none_is_named(local_rank):
         binding.cores_of_rank([0, 1], local_rank, 2)
 
 
+TWO_SOCKETS = [range(16), range(16), range(16, 32), range(16, 32)]  # 4 GPUs, 2 on each
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "near", "expected"),
+    [
+        # As many ranks as GPUs, in the order of sockets, and not.
+        (32, TWO_SOCKETS, [range(8), range(8, 16), range(16, 24), range(24, 32)]),
+        (32, TWO_SOCKETS[::-1], [range(16, 24), range(24, 32), range(8), range(8, 16)]),
+        # Ranks share GPUs, and the cores near them.
+        (32, TWO_SOCKETS[1:3], [range(8), range(16, 24), range(8, 16), range(24, 32)]),
+        # Two threads a core: 0-7 and 16-23 are those of the first socket.
+        (24, [{*range(8), *range(16, 24)}], [(0, 1, 16, 17), (2, 3, 18, 19), (4, 5, 20, 21), (6, 7, 22, 23)]),
+        # Half of the machine is near no GPU: half of the part, but not less.
+        (
+            16,
+            [range(4), range(8, 12), range(4, 8), range(12, 16)],
+            [range(4), range(8, 12), range(4, 8), range(12, 16)],
+        ),
+        (32, [range(8)] * 2, [None] * 4),
+        (32, [range(2), range(8, 16)], [None] * 4),
+        # Nothing near is allowed; sets overlap; nothing is known.
+        (8, [range(16, 32)], [None] * 4),
+        (32, [range(16), range(8, 24)], [None] * 4),
+        (32, [], [None] * 4),
+        (3, TWO_SOCKETS, [None] * 4),
+    ],
+)
+def test_cores_near_the_gpu_of_each_rank(num_cores, near, expected):
+    cores = range(num_cores)
+    near = [frozenset(some) for some in near]
+    plain = [binding.cores_of_rank(cores, rank, 4) for rank in range(4)]
+    parts = [binding.cores_of_rank(cores, rank, 4, near) for rank in range(4)]
+    assert parts == [usual if wanted is None else tuple(wanted) for wanted, usual in zip(expected, plain, strict=True)]
+
+
+@pytest.mark.parametrize("local_size", range(2, 20))
+def test_parts_near_gpus_are_disjoint_and_allowed(local_size):
+    for num_gpus in range(1, 9):
+        near = [frozenset(range(gpu // 2 * 12, gpu // 2 * 12 + 12)) for gpu in range(num_gpus)]
+        cores = [core for core in range(48) if core % 7]
+        parts = [binding.cores_of_rank(cores, rank, local_size, near) for rank in range(local_size)]
+        bound = [core for part in parts for core in part]
+        assert len(set(bound)) == len(bound)
+        assert set(bound) <= set(cores)
+        assert min(map(len, parts)) >= len(cores) // local_size // 2
+
+
+def test_a_rank_alone_has_all_cores():
+    assert binding.cores_of_rank(range(8), 0, 1, [frozenset(range(4))]) == tuple(range(8))
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Write the folders of the driver and of PCI devices for GPUs (address, model, cores); returns what reads them."""
+
+    def write(*gpus):
+        for address, model, cores in gpus:
+            (tmp_path / "driver" / address).mkdir(parents=True)
+            (tmp_path / "pci" / address).mkdir(parents=True)
+            (tmp_path / "pci" / address / "device").write_text(model + "\n")
+            if cores is not None:
+                (tmp_path / "pci" / address / "local_cpulist").write_text(cores + "\n")
+        (tmp_path / "pci" / "0000:00:1f.0").mkdir(parents=True, exist_ok=True)  # something else
+        return lambda **environment: binding.cores_near_gpus(environment, tmp_path / "driver", tmp_path / "pci")
+
+    return write
+
+
+A, B, C, D = (frozenset(some) for some in ((0, 1, 8, 9), (2, 3), (4, 5), (6, 7)))
+FOUR = [
+    ("0000:c1:00.0", "0x20b0", "6-7"),
+    ("0000:07:00.0", "0x20b0", "0-1,8-9"),
+    ("0000:47:00.0", "0x20b0", "2-3"),
+    ("0000:81:00.0", "0x20b0", "4-5"),
+]
+
+
+@pytest.mark.parametrize(
+    ("environment", "near"),
+    [
+        ({}, [A, B, C, D]),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [A, B, C, D]),
+        ({"CUDA_VISIBLE_DEVICES": "3, 1"}, [D, B]),
+        ({"CUDA_VISIBLE_DEVICES": "3,1", "SLURM_JOB_ID": "7"}, []),
+        ({"CUDA_VISIBLE_DEVICES": "3,2,1,0", "SLURM_JOB_ID": "7"}, [D, C, B, A]),
+        *(
+            ({"CUDA_VISIBLE_DEVICES": text}, [])
+            for text in ("", "-1", "2", "0,9", "1,1", "0,-1", "GPU-3f", "MIG-1", "0,")
+        ),
+    ],
+)
+def test_gpus_are_counted_as_cuda_does(machine, environment, near):
+    assert machine(*FOUR)(**environment) == near
+
+
+def test_one_gpu_is_clear(machine):
+    near = machine(FOUR[0])
+    assert near() == near(CUDA_VISIBLE_DEVICES="0") == near(CUDA_VISIBLE_DEVICES="0", SLURM_JOB_ID="1") == [D]
+
+
+def test_gpus_of_several_models_need_the_order_of_addresses(machine):
+    near = machine(*FOUR[:3], ("0000:81:00.0", "0x1db6", "4-5"))
+    assert near() == near(CUDA_DEVICE_ORDER="FASTEST_FIRST") == []
+    assert near(CUDA_DEVICE_ORDER="PCI_BUS_ID") == [A, B, C, D]
+
+
+@pytest.mark.parametrize("cores", [None, "", "all", "3-x"])
+def test_what_is_not_told_is_not_guessed(machine, cores):
+    assert machine(*FOUR[1:], ("0000:c1:00.0", "0x20b0", cores))() == []
+
+
+def test_without_a_driver_there_are_no_gpus(machine, tmp_path):
+    assert machine()() == []
+    (tmp_path / "driver").mkdir()
+    assert binding.cores_near_gpus({}, tmp_path / "driver", tmp_path / "pci") == []
+
+
+@pytest.mark.parametrize(
+    ("how", "near", "cores"), [("core", [], 4), ("core", [range(2), range(4, 6)], 2), ("none", [], 0)]
+)
+def test_a_rank_is_bound_and_told_its_threads(monkeypatch, how, near, cores):
+    bound = []
+    monkeypatch.setattr(binding, "cores_near_gpus", lambda environment: [frozenset(some) for some in near])
+    monkeypatch.setattr(binding, "allowed_cores", lambda: tuple(range(8)))
+    monkeypatch.setattr(binding, "num_usable_cores", lambda: 8)
+    monkeypatch.setattr(wrap.os, "sched_setaffinity", lambda process, cores: bound.append(cores))
+    monkeypatch.setattr(wrap.os, "environ", {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    wrap.bind(how)
+    assert [len(some) for some in bound] == ([cores] if cores else [])
+    assert not bound or min(bound[0]) == 4
+    assert {wrap.os.environ[name] for name in binding.THREAD_VARIABLES} == {str(cores or 4)}
+
+
 @pytest.mark.parametrize(
     ("text", "cores"), [("max 100000", math.inf), ("150000 100000\n", 1.5), ("-1\n 100000", math.inf), ("", math.inf)]
 )

@@ -46,10 +46,13 @@ def bind(how: str) -> None:
     """Give this rank its cores, and as many threads as it has cores unless the user has said how many."""
     local_rank, local_size = local_rank_and_size(os.environ)
     threads = binding.threads_per_rank(binding.num_usable_cores(), local_size)
+    if how == "core":
+        near = binding.cores_near_gpus(os.environ)
+        cores = binding.cores_of_rank(binding.allowed_cores(), local_rank, local_size, near)
+        os.sched_setaffinity(0, cores)
+        threads = min(threads, len(cores))
     for name in binding.THREAD_VARIABLES:
         os.environ.setdefault(name, os.environ.get("OMP_NUM_THREADS", str(threads)))
-    if how == "core":
-        os.sched_setaffinity(0, binding.cores_of_rank(binding.allowed_cores(), local_rank, local_size))
 
 
 def log_to(folder: Path, rank: int) -> None:
