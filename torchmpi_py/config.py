@@ -46,10 +46,10 @@ class Tuning:
 
     gpu_scratch_bytes: int = 128 << 20
     """GPU memory per rank, as much as the largest tensor takes but not more than this, through which flavour cudaipc
-    passes tensors that are not symmetric; once per communicator and thread. The ranks meet twice per this size."""
+    passes tensors that are not symmetric; once per communicator and thread. The ranks meet twice for this much."""
 
     gpu_cache_bytes: int = 24 << 20
-    """What a reduction on a GPU touches at a time, over all ranks' tensors: half of a large GPU's second-level cache."""
+    """What a reduction on a GPU touches at a time, over all ranks' tensors: half of a large GPU's L2 cache."""
 
     fuse_bytes: int = 16 << 20
     """Gradients and parameters: small tensors travel together in flat buffers of up to this size."""

@@ -7,6 +7,7 @@ every rank sees its own GPU alone, those of others cannot be mapped.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -122,4 +123,4 @@ def _identity(index: int) -> str:
     """The same in every process, whatever the order and number of the GPUs that it sees."""
     properties = torch.cuda.get_device_properties(index)
     uuid = getattr(properties, "uuid", None)  # of a MIG instance: its own
-    return f"GPU-{uuid}" if uuid is not None else f"{properties.name} {index}"
+    return f"GPU-{uuid}" if uuid is not None else f"{properties.name} {index} of {socket.gethostname()}"

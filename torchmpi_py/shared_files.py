@@ -18,9 +18,7 @@ Create = Callable[[int, contextlib.ExitStack], str]
 SHARED_DIRECTORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 
 
-def offer(
-    create: Create, num_bytes: int, until_mapped: contextlib.ExitStack
-) -> tuple[str, int, tuple[int, int], str]:
+def offer(create: Create, num_bytes: int, until_mapped: contextlib.ExitStack) -> tuple[str, int, tuple[int, int], str]:
     """(path, key, device and inode, reason why not) of a new file, there until the stack is closed."""
     try:
         path = create(num_bytes, until_mapped)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchmpi_py import config
 from torchmpi_py.collectives import registry
 from torchmpi_py.tensors import ops_of
 

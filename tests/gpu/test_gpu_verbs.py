@@ -38,7 +38,7 @@ WAYS = [
 def way(request, mpi):
     """Each way in turn."""
     test_verbs.FORCED.extend(name for name in ("mpi", "nccl") if name not in test_verbs.FORCED)
-    yield Way(mpi, request.param, device="cuda")
+    return Way(mpi, request.param, device="cuda")
 
 
 @pytest.fixture(autouse=True)

@@ -88,8 +88,11 @@ class Selector:
         self._generation += 1
 
     def __getitem__(self, key: str | tuple[object, ...]) -> list[Choice]:
+        return self._choices(_checked_key(key))
+
+    def _choices(self, key: Key) -> list[Choice]:
         default = [Choice(math.inf, FLAVOURS[0].name, "nothing else is known to be faster")]
-        return list(self._rows.get(_checked_key(key), default))
+        return list(self._rows.get(key, default))
 
     def __iter__(self) -> Iterator[Key]:
         return iter(sorted(self._rows))
@@ -123,7 +126,8 @@ class Selector:
             raise ValueError(f"{verb}: flavour {name!r} is unknown; known flavours: {', '.join(BY_NAME)}")
         others = [Choice(math.inf, flavour.name, "") for flavour in FLAVOURS]
         scope = "node" if comm.num_nodes == 1 else "nodes"
-        wanted = [*self[verb, scope, symmetric, device.type], *others] if name is None else [Choice(math.inf, name, "")]
+        wanted = [*self._choices(Key(verb, scope, symmetric, device.type)), *others]
+        wanted = wanted if name is None else [Choice(math.inf, name, "")]
         statuses = {choice.flavour: status(BY_NAME[choice.flavour], verb, device.type, comm) for choice in wanted}
         usable = [choice for choice in wanted if statuses[choice.flavour] == "available"]
         if not usable:

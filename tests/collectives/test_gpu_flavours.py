@@ -1,0 +1,207 @@
+"""What flavours staged and cudaipc do beyond the values of a call, on the host: pieces, kinds of memory, order."""
+
+import collections
+import contextlib
+import itertools
+import random
+
+import pytest
+import torch
+from test_verbs import gpu_flavours_on_the_host  # noqa: F401 - a fixture
+
+from torchmpi_py import config, devices
+from torchmpi_py.collectives import host_slots, ipc_group
+from torchmpi_py.collectives.ipc_group import IpcGroup
+from torchmpi_py.errors import RanksDisagree
+
+pytestmark = pytest.mark.timeout(120)
+FLAVOURS = ["staged", "cudaipc"]
+
+
+@pytest.fixture
+def comm(mpi, gpu_flavours_on_the_host, monkeypatch):  # noqa: F811
+    """A new communicator with little scratch memory and small chunks."""
+    monkeypatch.setattr(config, "current", config.Tuning(gpu_chunk_bytes=1 << 20, gpu_scratch_bytes=1 << 20))
+    with mpi.split(0) as made:
+        yield made
+
+
+def values(rank, count):
+    return ((torch.arange(count) * 7 + rank * 3) % 1001).double()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_several_pieces(mpi, comm, flavour):
+    """Each verb, with tensors of 4.6 MiB: pieces of 1 MiB, the last one shorter."""
+    size, me, count = comm.size, comm.rank, 60_060 * 10
+    options = {"comm": comm, "flavour": flavour}
+    inputs = [values(rank, count) for rank in range(size)]
+    total, share = sum(inputs), count // size
+    mine = slice(me * share, (me + 1) * share)
+    split = [x[: share * size] for x in inputs]
+    for root in {0, size - 1}:
+        assert torch.equal(mpi.broadcast(inputs[me].clone(), root, **options), inputs[root])
+        assert torch.equal(mpi.reduce(inputs[me].clone(), root, **options), total if me == root else inputs[me])
+        assert torch.equal(mpi.scatter(split[me].clone(), root, **options), inputs[root][mine])
+        got = mpi.gather(inputs[me][: 1000 + 70_000 * me], root, **options)
+        assert me != root or torch.equal(got, torch.cat([x[: 1000 + 70_000 * r] for r, x in enumerate(inputs)]))
+    assert torch.equal(mpi.allreduce(inputs[me].clone(), **options), total)
+    assert torch.equal(mpi.allreduce(inputs[me], out=torch.empty(count).double(), **options), total)
+    assert torch.equal(mpi.reduce_scatter(split[me].clone(), **options), total[mine])
+    assert torch.equal(mpi.alltoall(split[me].clone(), **options), torch.cat([x[mine] for x in inputs]))
+    assert torch.equal(mpi.allgather(inputs[me][:share], **options), torch.cat([x[:share] for x in inputs]))
+
+
+@pytest.mark.mpi
+def test_kinds_of_memory_that_differ_between_ranks(mpi, comm):
+    """Symmetric on some ranks only, in all combinations of input and result; the scratch memory grows on the way."""
+    for count, kinds in itertools.product([10, 50_000, 400_001], itertools.product([False, True], repeat=4)):
+        kind_of_x, kind_of_out = kinds[:2] if comm.rank % 2 else kinds[2:]
+        pools = [mpi.symmetric_empty(count, dtype=torch.float64, comm=comm) for _ in range(2)]
+        x = (pools[0] if kind_of_x else torch.empty(count).double()).copy_(values(comm.rank, count))
+        out = pools[1] if kind_of_out else torch.empty(count).double()
+        total = sum(values(rank, count) for rank in range(comm.size))
+        mpi.allreduce(x, out=out, comm=comm, flavour="cudaipc")
+        assert torch.equal(out, total)
+        assert torch.equal(x, values(comm.rank, count))
+        got = mpi.reduce(x, 0, out=out.zero_(), comm=comm, flavour="cudaipc")
+        assert torch.equal(got, total if comm.rank == 0 else torch.zeros_like(total))
+        mpi.broadcast(x, comm.size - 1, comm=comm, flavour="cudaipc")
+        assert torch.equal(x, values(comm.size - 1, count))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_disagree(mpi, comm):
+    with pytest.raises(RanksDisagree, match="rank 1 calls allreduce with sum of 8 elements"):
+        mpi.allreduce(torch.ones(7 + (comm.rank > 0)), comm=comm, flavour="cudaipc")
+
+
+@pytest.mark.mpi
+def test_the_order_of_an_exchange(mpi, comm, monkeypatch):
+    """Two meetings, none in a piece; each event is recorded before a meeting and followed after it."""
+    log = []
+
+    class Events:
+        def record(self, which):
+            log.append(f"record {which}")
+
+        def follow(self, which):
+            log.append(f"follow {which}")
+
+    monkeypatch.setattr(ipc_group, "peer_events", lambda channel, device: Events())
+    group = IpcGroup(comm.direct, torch.device("cpu"))
+    barrier = group.node.barrier
+    monkeypatch.setattr(group.node, "barrier", lambda: (log.append("meet"), barrier())[1])
+    comm.direct.keep((IpcGroup, torch.device("cpu")), lambda channel: group)
+    x = torch.ones(1000)
+    mpi.allreduce(x, comm=comm, flavour="cudaipc")  # makes the scratch memory: a third meeting
+    assert log == ["record 0", "meet", "record 0", "meet", "follow 0", "record 1", "meet", "follow 1"]
+    del log[:]
+    mpi.allreduce(x, comm=comm, flavour="cudaipc")
+    mpi.allreduce(mpi.symmetric_empty(1000, comm=comm).zero_(), comm=comm, flavour="cudaipc")
+    once = ["record 0", "meet", "follow 0", "record 1", "meet", "follow 1"]
+    assert log == [*once, *once]
+    assert (x == comm.size**2).all()
+
+
+class Lazy:
+    """A device that does nothing before it must, and then in an order of its own among its streams."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.queues = collections.defaultdict(collections.deque)
+        self.now = "caller"
+        self.names = itertools.count()
+
+    def current(self):
+        return LazyStream(self, self.now)
+
+    def stream(self):
+        return LazyStream(self, next(self.names))
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        former, self.now = self.now, stream.name
+        yield
+        self.now = former
+
+    def event(self):
+        return LazyEvent(self)
+
+    def pin(self, x):
+        pass
+
+    unpin = pin
+
+    def do(self, task):
+        self.queues[self.now].append(task)
+
+    def step(self):
+        """One task of a stream that is not waiting."""
+        ready = [queue for queue in self.queues.values() if queue and queue[0](dry=True)]
+        assert ready, "the streams wait for each other"
+        self.random.choice(ready).popleft()(dry=False)
+
+    def synchronize(self):
+        while any(self.queues.values()):
+            self.step()
+
+
+class LazyStream:
+    def __init__(self, device, name):
+        self.device, self.name = device, name
+
+    def wait_event(self, event):
+        number = event.recorded
+        self.device.queues[self.name].append(lambda dry: event.past >= number)
+
+
+class LazyEvent:
+    def __init__(self, device):
+        self.device, self.recorded, self.past = device, 0, 0
+
+    def record(self, stream):
+        self.recorded += 1
+        number = self.recorded
+
+        def mark(dry):
+            self.past = self.past if dry else max(self.past, number)
+            return True
+
+        self.device.queues[stream.name].append(mark)
+
+    def synchronize(self):
+        while self.past < self.recorded:
+            self.device.step()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_are_not_overwritten_while_they_are_in_use(monkeypatch, seed):
+    """Chunks come and go as late, and in as odd an order, as events let them; two operations one after another."""
+    lazy = Lazy(seed)
+    monkeypatch.setattr(devices, "of", lambda device: lazy)
+    monkeypatch.setattr(host_slots.symmetric, "memory", lambda channel, size, device: torch.zeros(size).byte())
+    slots = host_slots.HostSlots(None, torch.device("cpu"))
+    x, out = torch.arange(11.0), torch.zeros(11)
+
+    def task(function):
+        return lambda k: lazy.do(lambda dry: dry or function(k) or True)
+
+    def fetch(k):
+        slots.given(k, torch.float32, 1)[0] = x[k]
+
+    def work(k):
+        slots.received(k, torch.float32, 1)[0] = slots.given(k, torch.float32, 1)[0] * 2
+
+    def put(k):
+        out[k] = slots.received(k, torch.float32, 1)[0]
+
+    def double():
+        x.copy_(out)
+
+    slots.pipeline(11, task(fetch), work, task(put))
+    lazy.do(lambda dry: dry or double() or True)  # on the caller's stream, after the results
+    slots.pipeline(11, task(fetch), work, task(put))
+    lazy.synchronize()
+    assert torch.equal(out, 4 * torch.arange(11.0))

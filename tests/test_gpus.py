@@ -1,0 +1,85 @@
+"""Which ranks can map each other's GPU memory: the arithmetic, without a GPU."""
+
+import pytest
+import torch
+
+from torchmpi_py import cuda_ipc, gpus
+from torchmpi_py.channels import Place
+from torchmpi_py.gpus import Gpu, Told
+
+
+def told(node, local, gpu, reached=()):
+    return Told(Place(node, local), gpu, frozenset([gpu, *reached]))
+
+
+def test_ranks_that_share_a_gpu_are_together():
+    ranks = [told(0, local, "A", "B") if local % 2 == 0 else told(0, local, "B", "A") for local in range(5)]
+    assert gpus.ipc_groups(ranks) == [0, 0, 0, 0, 0]
+    alone = [told(0, local, "AB"[local % 2]) for local in range(5)]  # each process sees its own GPU only
+    assert gpus.ipc_groups(alone) == [0, 1, 0, 1, 0]
+
+
+def test_reach_has_to_be_mutual():
+    assert gpus.ipc_groups([told(0, 0, "A", "B"), told(0, 1, "B")]) == [0, 1]
+    assert gpus.ipc_groups([told(0, 0, "A", "B"), told(0, 1, "B", "A")]) == [0, 0]
+
+
+def test_groups_are_of_one_node():
+    assert gpus.ipc_groups([told(0, 0, "A"), told(0, 1, "A"), told(2, 0, "A"), told(2, 1, "A")]) == [0, 0, 2, 2]
+
+
+def test_every_pair_of_a_group_reaches_each_other():
+    """Two boards of two: A-B and C-D have links, and so have B and C, which does not make one group of all."""
+    links = {"A": "B", "B": "AC", "C": "BD", "D": "C"}
+    assert gpus.ipc_groups([told(0, i, gpu, links[gpu]) for i, gpu in enumerate("ABCD")]) == [0, 0, 2, 2]
+
+
+def test_why_no_ipc(monkeypatch):
+    places = [Place(0, local) for local in range(3)]
+    assert "call mpi.start(with_cuda=True)" in gpus.why_no_ipc(places)
+    assert gpus.table() is None
+    assert gpus.group(Place(7, 1)) == 7
+    table = dict(zip(places, [Gpu("A", 0), Gpu("A", 0), Gpu("B", 2)], strict=True))
+    monkeypatch.setattr(gpus, "_gpus", table)
+    assert gpus.why_no_ipc(places[:2]) == gpus.why_no_ipc() == ""
+    assert "cannot all reach each other's memory (A, B)" in gpus.why_no_ipc(places)
+    assert gpus.table() == {places[0]: "A", places[1]: "A", places[2]: "B"}
+    assert gpus.group(places[2]) == 2
+    monkeypatch.setattr(gpus, "_with_ipc", False)
+    assert "with_ipc_groups=False" in gpus.why_no_ipc(places[:1])
+
+
+def test_the_flavour_refuses_ranks_of_several_groups(monkeypatch):
+    from torchmpi_py.collectives.registry import BY_NAME
+
+    class Comm:
+        num_nodes = 1
+        direct = type("Direct", (), {"places": [Place(0, 0), Place(0, 1)]})
+
+    flavour = BY_NAME["cudaipc"]
+    monkeypatch.setattr(gpus, "_gpus", {Place(0, 0): Gpu("A", 0), Place(0, 1): Gpu("B", 1)})
+    assert "cannot all reach" in flavour.refuses(Comm)
+    monkeypatch.setattr(gpus, "_gpus", {Place(0, 0): Gpu("A", 0), Place(0, 1): Gpu("B", 0)})
+    assert flavour.refuses(Comm) == ""
+    Comm.num_nodes = 2
+    assert "spreads over 2 nodes" in flavour.refuses(Comm)
+
+
+def test_views_of_a_segment():
+    """Bytes at an offset, in another dtype, of the part of each rank; the arithmetic is the same in any memory."""
+    parts = {index: torch.arange(64, dtype=torch.uint8) + 64 * index for index in (0, 2)}
+    segment = cuda_ipc.GpuSegment(key=5, part_bytes=64, own=2, begin=parts[2].data_ptr(), parts=parts)
+    assert set(segment.part_of) == {0, 2}
+    assert segment.view(0, torch.uint8, 3, 8).tolist() == [8, 9, 10]
+    assert segment.view(2, torch.int16, 2, 4).view(torch.uint8).tolist() == [132, 133, 134, 135]
+    assert segment.view(0, torch.float64, 0, 8).numel() == 0
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(60)
+def test_without_gpus(mpi):
+    for row in mpi.availability():
+        if row.device == "cuda" and row.status != "unimplemented":
+            assert row.status.startswith("unavailable: "), row
+    with pytest.raises(ValueError, match=r"device='cuda': this session computes on the CPU; call mpi.start\(with_cuda"):
+        mpi.symmetric_empty(3, device="cuda")
