@@ -38,6 +38,7 @@ def test_default_sizes_follow_the_device():
         ("run --op foo", "'foo'.*sum.*lor"),
         ("run --dtype foo", "'foo'.*float32.*bool"),
         ("run --sizes 4Q", "'4Q'.*64K"),
+        ("run --patience no", "'no' is not"),
         ("run --seconds 0", "'0' is not"),
         ("run --max-memory much", "'much'"),
         ("step --layers 4", "'4'.*two widths"),

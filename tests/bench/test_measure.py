@@ -94,6 +94,14 @@ def test_cold_buffers_that_fit_the_cache_are_pointed_out(mpi, monkeypatch):
     assert measured("run", "--sizes", "4").notes == []
 
 
+def test_who_tries_the_patience_is_left_out_of_larger_sizes(mpi):
+    words = ["compare", "--sizes", "8,400K", "--flavours", "mpi", "--buffers", "warm"]
+    report = measured(*words, "--patience", "1e-9")
+    assert {row.num_bytes for row in report.rows} == {8}
+    assert any(note.startswith("mpi is left out from 400 KiB on: a call would take") for note in report.notes)
+    assert not any("left out from" in note for note in measured(*words, "--patience", "99").notes)
+
+
 def corrupted(verb, rank, calls=0):
     """The verb, which from call number ``calls`` on gives a wrong last element on ``rank``."""
     made = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -83,12 +84,10 @@ def _add_collective(parser: argparse.ArgumentParser) -> None:
     add("--op", choices=OPS, default="sum", metavar="OP", help=f"default: sum; of {', '.join(OPS)}")
     add("--buffers", choices=("warm", "cold", "both"), default="both", help="default: both")
     add("--seconds", type=_positive, default=1.0, help="about so long for each size and kind of buffers; default: 1")
-    add(
-        "--max-memory",
-        type=_told(parse_size),
-        metavar="BYTES",
-        help="of buffers a rank; default: what fits, to 1G (cuda: 8G)",
-    )
+    memory = "of buffers a rank; default: what fits, to 1G (cuda: 8G)"
+    add("--max-memory", type=_told(parse_size), metavar="BYTES", help=memory)
+    patience = "leave out, from there on, who would take longer for a call at the next size; default: nobody"
+    add("--patience", type=_positive, default=math.inf, metavar="SECONDS", help=patience)
     add("--no-verify", dest="verify", action="store_false", help="do not check the values of the results")
     add("--plot", type=Path, metavar="FILE.png", help="draw latency and bandwidth against size")
     _add_output(parser)

@@ -57,7 +57,7 @@ def _measured(
     kinds = ["warm", "cold"] if options.buffers == "both" else [options.buffers]
     plan = _plan(comm, options, task, sizes, contestants)
     slabs, contestants, remarks = make_slabs(plan, contestants, task.device)
-    measurement = Measurement(comm, task, contestants, plan, slabs, options.seconds, options.verify)
+    measurement = Measurement(comm, task, contestants, plan, slabs, options.seconds, options.verify, options.patience)
     notes += [*remarks, *measurement.drop_unable(sizes[0])]
     if not any(contestant.is_ours for contestant in measurement.contestants):
         raise UsageError(f"nothing is left to measure: {'; '.join(notes)}")
@@ -69,6 +69,7 @@ def _measured(
         cases, lambda case: f"{format_size(case[0])} {case[1]}", rank=comm.rank, always=options.progress
     )
     for size, kind in with_names:
+        notes += measurement.drop_slow(size)
         rows += measurement.rows(size, kind)
     op = task.op if task.verb.reduces else ""
     dtype = str(task.dtype).removeprefix("torch.")

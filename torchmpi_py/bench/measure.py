@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import torchmpi_py as mpi
 from torchmpi_py.bench.buffers import Plan, Rotation, make_slab
 from torchmpi_py.bench.contestants import Call, Contestant, Take
 from torchmpi_py.bench.results import Row, make_row
+from torchmpi_py.bench.sizes import format_size
 from torchmpi_py.bench.verbs import Task
 from torchmpi_py.bench.verification import verify, why_not
 from torchmpi_py.collectives.timing import interleaved, until_done
@@ -35,6 +37,8 @@ class Measurement:
     slabs: dict[bool, Tensor]
     seconds: float
     verify: bool
+    patience_seconds: float = math.inf
+    measured: dict[str, Row] = dataclasses.field(default_factory=dict)  # the last row of each contestant
 
     def drop_unable(self, num_bytes: int) -> list[str]:
         """Leave out those that cannot do the task, found by a trial; return the reasons."""
@@ -46,6 +50,16 @@ class Measurement:
         }
         self.contestants = [contestant for contestant in self.contestants if not reasons.get(contestant.name)]
         return [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
+
+    def drop_slow(self, num_bytes: int) -> list[str]:
+        """Leave out those that would take too long for ``num_bytes``, in proportion to before; return the reasons."""
+        expected = {name: row.median_seconds * num_bytes / row.num_bytes for name, row in self.measured.items()}
+        slow = [each.name for each in self.contestants if expected.get(each.name, 0.0) > self.patience_seconds]
+        self.contestants = [each for each in self.contestants if each.name not in slow]
+        return [
+            f"{name} is left out from {format_size(num_bytes)} on: a call would take about {expected[name]:.2g} s"
+            for name in slow
+        ]
 
     def rows(self, num_bytes: int, buffers: str) -> list[Row]:
         """One row per contestant, for one size and kind of buffers. WrongValue if a result is wrong."""
@@ -67,7 +81,9 @@ class Measurement:
             max_turns=MAX_TURNS,
         )
         self._verify(rotations, num_bytes, f"{buffers} buffers, after timing")
-        return [make_row(num_bytes, name, buffers, seconds) for name, seconds in times.items()]
+        rows = [make_row(num_bytes, name, buffers, seconds) for name, seconds in times.items()]
+        self.measured |= {row.what: row for row in rows}
+        return rows
 
     def rotations(self, num_bytes: int, *, is_cold: bool) -> dict[bool, Rotation]:
         """The slots of one size in each slab."""
