@@ -149,6 +149,23 @@ def test_this_mpi_passes_on_memory_of_the_host():
     assert cuda_aware.run_trial(cuda_aware.command("cpu")) == Verdict("")
 
 
+def test_this_mpi_crashes_in_the_child_on_memory_that_the_host_cannot_read():
+    """As GPU memory is to an MPI that is not CUDA-aware."""
+    code = """
+import ctypes
+from torchmpi_py.collectives import cuda_trial
+mmap = ctypes.CDLL(None).mmap
+mmap.restype, mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+address = mmap(None, 1 << 21, 0, 0x22, -1, 0)  # private, anonymous, not to be read or written
+cuda_trial._message = lambda mpi, x, mpi_type: [mpi.memory.fromaddress(address, x.nbytes), mpi_type]
+cuda_trial.main("cpu")
+"""
+    verdict = cuda_aware.run_trial([sys.executable, "-c", code])
+    assert verdict.is_final
+    assert "in Sendrecv of 64 bytes" in verdict.why_not
+    assert verdict.why_not.startswith("this MPI is not CUDA-aware: a trial ")
+
+
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHMPI_TUNING_DIR", str(tmp_path / "kept"))
