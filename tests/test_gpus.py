@@ -5,6 +5,7 @@ import torch
 
 from torchmpi_py import cuda_ipc, gpus
 from torchmpi_py.channels import Place
+from torchmpi_py.errors import Unavailable
 from torchmpi_py.gpus import Gpu, Told
 
 
@@ -73,6 +74,21 @@ def test_views_of_a_segment():
     assert segment.view(0, torch.uint8, 3, 8).tolist() == [8, 9, 10]
     assert segment.view(2, torch.int16, 2, 4).view(torch.uint8).tolist() == [132, 133, 134, 135]
     assert segment.view(0, torch.float64, 0, 8).numel() == 0
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("step", ["_offer", "_open_all"])
+def test_memory_that_one_rank_cannot_have_or_map(mpi, monkeypatch, step):
+    """No rank then has a segment, and all say why."""
+    last = mpi.rank() == mpi.size() - 1
+    offers = (torch.zeros(512).byte(), dict.fromkeys(range(mpi.size())), "no room" if last and step == "_offer" else "")
+    monkeypatch.setattr(cuda_ipc, "_offer", lambda *arguments: offers)
+    maps = ({}, "no way" if last else "")
+    monkeypatch.setattr(cuda_ipc, "_open_all", lambda *arguments: maps)
+    channel = mpi.communicator().direct
+    with pytest.raises(Unavailable, match="no symmetric GPU memory of 100 bytes a rank: no (room|way)"):
+        cuda_ipc.allocate(channel.mpi, channel.places, 100, torch.device("cpu"), print)
 
 
 @pytest.mark.mpi

@@ -80,7 +80,7 @@ def allocate(
     parts: dict[int, Tensor] = {}
     failure = next((text for _, _, text in told if text), "")
     if not failure:
-        parts, failure = _open_all({rank: told[rank][1][comm.rank] for rank in peers}, places)
+        parts, failure = _open_all({rank: told[rank][1][comm.rank] for rank in peers}, places, device)
     failures = [text for text in comm.allgather(failure) if text]
     if failures or base is None:
         raise Unavailable(f"no symmetric GPU memory of {num_bytes} bytes a rank: {failures[0]}")
@@ -108,10 +108,10 @@ def _offer(part_bytes: int, peers: Sequence[int], device: torch.device) -> tuple
         return None, {}, f"{_first_line(error)} (with expandable segments in PYTORCH_CUDA_ALLOC_CONF? Switch them off)"
 
 
-def _open_all(handles: dict[int, Any], places: Sequence[Place]) -> tuple[dict[int, Tensor], str]:
+def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.device) -> tuple[dict[int, Tensor], str]:
     """(the peers' memory by their index on the node, why not)."""
     try:
-        return {places[rank].local: _open(handle, gpus.visible(places[rank])) for rank, handle in handles.items()}, ""
+        return {places[rank].local: _open(handle, device) for rank, handle in handles.items()}, ""
     except RuntimeError as error:
         return {}, f"cannot map a peer's GPU memory: {_first_line(error)}"
 
@@ -120,6 +120,7 @@ _DEVICE = 6  # which argument of torch's rebuild_cuda_tensor is the index of the
 
 
 def _open(handle: Any, device: torch.device) -> Tensor:
+    """Mapped for this rank's GPU, also when the memory is another one's: kernels want all tensors on one device."""
     rebuild, arguments = handle
     made: Tensor = rebuild(*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
     return made
@@ -140,8 +141,8 @@ class PeerEvents:
         opened, failure = [], ""
         try:
             opened = [
-                [kind.from_ipc_handle(gpus.visible(place), handle) for handle in theirs]
-                for rank, (place, theirs) in enumerate(zip(channel.places, told, strict=True))
+                [kind.from_ipc_handle(device, handle) for handle in theirs]
+                for rank, theirs in enumerate(told)
                 if rank != channel.rank
             ]
         except RuntimeError as error:

@@ -143,7 +143,10 @@ class Cuda:
         code = int(_runtime().cudaHostRegister(x.data_ptr(), x.nbytes, 0))
         if code == 0:
             self._pinned.add(x.data_ptr())
-        elif not _warned:
+            return
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)  # takes the error from CUDA, that the next kernel is not blamed for it
+        if not _warned:
             _warned.append(code)
             logger.warning("CUDA cannot pin %d bytes of shared memory (error %d): staging is slower", x.nbytes, code)
 

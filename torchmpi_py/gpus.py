@@ -81,16 +81,6 @@ def why_no_ipc(places: Sequence[Place] = ()) -> str:
     return ""
 
 
-def visible(place: Place) -> torch.device:
-    """The GPU of another rank, as this process calls it."""
-    assert _gpus is not None, "a rank with a GPU segment has a GPU"
-    wanted = _gpus[place].identity
-    for index in range(torch.cuda.device_count()):
-        if _identity(index) == wanted:
-            return torch.device("cuda", index)
-    raise RuntimeError(f"{wanted}, the GPU of another rank, is not visible in this process")
-
-
 def ipc_groups(told: Sequence[Told]) -> list[int]:
     """For every rank the lowest rank of its IPC group: the first group whose members it reaches, and they it."""
     groups: list[list[int]] = []

@@ -59,8 +59,7 @@ class HostSlots:
         """
         current, begin = self._device.current(), self._device.event()
         begin.record(current)
-        self._down.wait_event(begin)
-        self._up.wait_event(begin)
+        self._down.wait_event(begin)  # and what comes up has come down before
         for chunk in range(num_chunks + 1):
             if chunk < num_chunks:
                 self._fetch(chunk, fetch)
