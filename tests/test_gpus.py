@@ -87,7 +87,7 @@ def test_memory_that_one_rank_cannot_have_or_map(mpi, monkeypatch, step):
     maps = ({}, "no way" if last else "")
     monkeypatch.setattr(cuda_ipc, "_open_all", lambda *arguments: maps)
     channel = mpi.communicator().direct
-    with pytest.raises(Unavailable, match="no symmetric GPU memory of 100 bytes a rank: no (room|way)"):
+    with pytest.raises(Unavailable, match=r"no symmetric GPU memory of 100 bytes a rank: no (room|way)"):
         cuda_ipc.allocate(channel.mpi, channel.places, 100, torch.device("cpu"), print)
 
 

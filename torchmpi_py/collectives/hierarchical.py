@@ -188,8 +188,12 @@ class _ByRoots(_Sliced):
 
 
 def _step(x: Tensor, size: int) -> int:
-    """Elements of a chunk: a multiple of ``size`` that fits ``Tuning.wire_bytes`` also where 8 bits travel as 32."""
-    step: int = max(1, config.current.wire_bytes // max(4, x.itemsize) // size) * size
+    """Elements of a chunk: a multiple of ``size`` that fits ``Tuning.wire_bytes`` also where 8 bits travel as 32.
+
+    On GPUs chunks are larger: the ranks of a group meet on the host for each.
+    """
+    chunk_bytes = config.current.gpu_cache_bytes if x.is_cuda else config.current.wire_bytes
+    step: int = max(1, chunk_bytes // max(4, x.itemsize) // size) * size
     return step
 
 
