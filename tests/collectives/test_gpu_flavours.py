@@ -9,9 +9,10 @@ import pytest
 import torch
 from test_verbs import gpu_flavours_on_the_host  # noqa: F401 - a fixture
 
-from torchmpi_py import config, devices
+from torchmpi_py import communicators, config, devices
 from torchmpi_py.collectives import host_slots, ipc_group
 from torchmpi_py.collectives.ipc_group import IpcGroup
+from torchmpi_py.collectives.registry import BY_NAME
 from torchmpi_py.errors import RanksDisagree
 
 pytestmark = pytest.mark.timeout(120)
@@ -69,6 +70,27 @@ def test_kinds_of_memory_that_differ_between_ranks(mpi, comm):
         assert torch.equal(got, total if comm.rank == 0 else torch.zeros_like(total))
         mpi.broadcast(x, comm.size - 1, comm=comm, flavour="cudaipc")
         assert torch.equal(x, values(comm.size - 1, count))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_hierarchical_over_flavours_for_gpus(mpi, gpu_flavours_on_the_host, monkeypatch):  # noqa: F811
+    """The odd and the even ranks are groups, with cudaipc inside and staged between them; chunks of 4 MiB."""
+    hierarchical = BY_NAME["hierarchical"]
+    monkeypatch.setattr(hierarchical, "members", {"cpu": hierarchical.members["cuda"]})
+    span = communicators.stack().span
+    mpi.set_collective_span(0, mpi.push_communicator(mpi.rank() % 2))
+    size, me, count = mpi.size(), mpi.rank(), 600_001
+    inputs = [values(rank, count) for rank in range(size)]
+    total = sum(inputs)
+    assert torch.equal(mpi.allreduce(inputs[me].clone(), flavour="hierarchical"), total)
+    assert torch.equal(mpi.allreduce_async(inputs[me].clone(), flavour="hierarchical").wait(), total)
+    parts = torch.cat([x[: 3 + rank] for rank, x in enumerate(inputs)])
+    assert torch.equal(mpi.allgather(inputs[me][: 3 + me], flavour="hierarchical"), parts)
+    for root in range(size):
+        assert torch.equal(mpi.broadcast(inputs[me].clone(), root, flavour="hierarchical"), inputs[root])
+        got = mpi.reduce(inputs[me].clone(), root, flavour="hierarchical")
+        assert torch.equal(got, total if me == root else inputs[me])
+    mpi.set_collective_span(*span)
 
 
 @pytest.mark.mpi(min_size=2)
