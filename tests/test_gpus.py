@@ -76,6 +76,31 @@ def test_views_of_a_segment():
     assert segment.view(0, torch.float64, 0, 8).numel() == 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        ({}, []),
+        ({"expandable_segments": False, "last_allocator_settings": "max_split_size_mb:100"}, []),
+        (
+            {"expandable_segments": True, "last_allocator_settings": "max_split_size_mb:100,expandable_segments:True"},
+            [
+                "max_split_size_mb:100,expandable_segments:True,expandable_segments:False",
+                "allocated",
+                "max_split_size_mb:100,expandable_segments:True",
+            ],
+        ),
+    ],
+)
+def test_expandable_segments_are_off_while_shared_memory_is_taken(monkeypatch, settings, calls):
+    done = []
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": settings})
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", done.append, raising=False)
+    with cuda_ipc._plain_memory():
+        if calls:
+            done.append("allocated")
+    assert done == calls
+
+
 @pytest.mark.mpi
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("step", ["_offer", "_open_all"])

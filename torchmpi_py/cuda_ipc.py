@@ -8,9 +8,10 @@ be waited for there, once the recording has been told (a meeting of the ranks).
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,10 +103,35 @@ def _offer(part_bytes: int, peers: Sequence[int], device: torch.device) -> tuple
     share: Any = reductions.reduce_tensor
     try:
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what peers have let go of can be used again
-        base = torch.empty(part_bytes, dtype=torch.uint8, device=device)
+        with _plain_memory():
+            base = torch.empty(part_bytes, dtype=torch.uint8, device=device)
         return base, {rank: share(base) for rank in peers}, ""
     except RuntimeError as error:  # out of memory; or memory that cannot be shared
-        return None, {}, f"{_first_line(error)} (with expandable segments in PYTORCH_CUDA_ALLOC_CONF? Switch them off)"
+        return None, {}, _first_line(error)
+
+
+@contextlib.contextmanager
+def _plain_memory() -> Iterator[None]:
+    """Let torch's allocator take memory that can be passed on, also where the user has it use expandable segments.
+
+    Those cannot be, in general. While they are off the allocator leaves out what it has of them, so the memory is new.
+    """
+    settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    if not settings.get("expandable_segments"):
+        yield
+        return
+    given = settings.get("last_allocator_settings") or "expandable_segments:True"
+    _set_allocator(f"{given},expandable_segments:False")  # the last one counts; what is not named gets its default
+    try:
+        yield
+    finally:
+        _set_allocator(given)
+
+
+def _set_allocator(settings: str) -> None:
+    """Under its new name where torch has that."""
+    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (change or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.device) -> tuple[dict[int, Tensor], str]:
