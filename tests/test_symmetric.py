@@ -352,7 +352,7 @@ def test_without_nameless_files(tmp_path):
     (tmp_path / "shm").mkdir()
     code = """
     import os, sys, torch, torchmpi_py as mpi
-    from torchmpi_py import symmetric
+    from torchmpi_py import shared_files, symmetric
     del os.memfd_create
     shared_files.SHARED_DIRECTORY = sys.argv[1]
     mpi.start()

@@ -1,11 +1,13 @@
 """The selector: what may be assigned, what is then chosen, and what it and ``availability`` say about it."""
 
 import math
+import types
 
 import pytest
 import torch
 
 from torchmpi_py.collectives import registry
+from torchmpi_py.collectives import selector as selector_module
 from torchmpi_py.collectives.flavour import VERBS
 from torchmpi_py.collectives.selector import Choice, Key, Selector
 from torchmpi_py.errors import Unavailable, Unimplemented
@@ -134,6 +136,34 @@ def test_every_default_is_sound():
 
 
 # What is chosen.
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "usable", "ordinary", "symmetric"),
+    [
+        (1, {"nccl", "cudaipc", "staged"}, ["nccl", "nccl"], ["cudaipc", "cudaipc"]),
+        (1, {"cudaipc", "staged", "mpi"}, ["cudaipc", "cudaipc"], ["cudaipc", "cudaipc"]),
+        (1, {"staged"}, ["staged", "staged"], ["staged", "staged"]),
+        (1, {"mpi"}, ["mpi", "mpi"], ["mpi", "mpi"]),
+        (2, {"nccl", "staged", "hierarchical"}, ["nccl", "nccl"], ["nccl", "nccl"]),
+        (2, {"staged", "hierarchical"}, ["staged", "hierarchical"], ["staged", "hierarchical"]),
+        (2, {"staged"}, ["staged", "staged"], ["staged", "staged"]),
+    ],
+)
+def test_choices_on_gpus(monkeypatch, num_nodes, usable, ordinary, symmetric):
+    """For 4 bytes and 64 MiB, given what is available."""
+    says = {name: "available" if name in usable else "no" for name in registry.BY_NAME}
+    monkeypatch.setattr(selector_module, "status", lambda flavour, verb, device, comm: says[flavour.name])
+    comm = types.SimpleNamespace(plans={}, num_nodes=num_nodes)
+    gpu, table = torch.device("cuda", 0), Selector()
+    for kind, expected in ((False, ordinary), (True, symmetric)):
+        plan = table.plan("allreduce", comm, gpu, symmetric=kind, name=None)
+        assert [plan.flavour_for(size).name for size in (4, 64 << 20)] == expected
+    table["allreduce"] = "ring"  # does not serve GPU tensors: their choices stay
+    assert table.plan("allreduce", comm, gpu, symmetric=False, name=None).flavour_for(4).name == ordinary[0]
+    table["allreduce", "node", False, "cuda"] = table["allreduce", "nodes", False, "cuda"] = [(math.inf, "staged")]
+    best = "staged" if "staged" in usable else ordinary[0]
+    assert table.plan("allreduce", comm, gpu, symmetric=False, name=None).flavour_for(4).name == best
 
 
 def chosen(mpi, num_bytes, verb="allreduce", comm=None, symmetric=False):

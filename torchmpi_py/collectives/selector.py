@@ -221,8 +221,9 @@ def _gpu_defaults() -> dict[Key, list[Choice]]:
     for verb in ("allreduce", "reduce", "broadcast"):
         for kind in (False, True):
             rows[Key(verb, "nodes", kind, "cuda")] = [
-                ordinary[0],
+                ordinary[0]._replace(max_bytes=1 << 20),
                 Choice(1 << 20, "staged", "default: fewer messages when small"),
+                ordinary[0],
                 Choice(math.inf, "hierarchical", "default: each byte leaves a node once, not once a rank"),
             ]
     return rows
