@@ -102,14 +102,14 @@ def _together(one: Told, other: Told) -> bool:
 def _told(place: Place, device: torch.device) -> Told:
     own = device.index or 0
     reached = {
-        _identity(index)
+        identity(index)
         for index in range(torch.cuda.device_count())
         if index == own or torch.cuda.can_device_access_peer(own, index)
     }
-    return Told(place, _identity(own), frozenset(reached))
+    return Told(place, identity(own), frozenset(reached))
 
 
-def _identity(index: int) -> str:
+def identity(index: int) -> str:
     """The same in every process, whatever the order and number of the GPUs that it sees."""
     properties = torch.cuda.get_device_properties(index)
     uuid = getattr(properties, "uuid", None)  # of a MIG instance: its own

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import torchmpi_py as mpi
+from torchmpi_py import gpus
 from torchmpi_py.bench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def agreed_max_bytes(comm: MPI.Comm, given: int | None, device: torch.device) ->
 
     Collective; the same on all ranks.
     """
-    identity = _identity(device)
-    num_sharing = comm.allgather(identity).count(identity)
+    mine = gpus.identity(device.index)
+    num_sharing = comm.allgather(mine).count(mine)
     shares: list[int] = comm.allgather(torch.cuda.mem_get_info(device)[0] // 4 // num_sharing)
     return given or min(_MOST_BYTES, *shares)
 
@@ -57,24 +58,18 @@ def facts(comm: MPI.Comm, device: torch.device) -> dict[str, str]:
     """What a reader needs to know of the GPUs of all ranks; nothing on CPU. Collective."""
     if device.type == "cpu":
         return {}
-    gpus = comm.allgather((_identity(device), torch.cuda.get_device_name(device)))
-    return describe(gpus) | {"GPU driver": _driver(), "CUDA": str(torch.version.cuda)}
+    told = comm.allgather((gpus.identity(device.index), torch.cuda.get_device_name(device)))
+    return describe(told) | {"GPU driver": _driver(), "CUDA": str(torch.version.cuda)}
 
 
-def describe(gpus: Sequence[tuple[Hashable, str]]) -> dict[str, str]:
+def describe(told: Sequence[tuple[Hashable, str]]) -> dict[str, str]:
     """Identity and name of each rank's GPU, in words."""
-    ranks = collections.Counter(identity for identity, _ in gpus)
-    names = collections.Counter(dict(gpus).values())
+    ranks = collections.Counter(identity for identity, _ in told)
+    names = collections.Counter(dict(told).values())
     return {
         "GPUs": ", ".join(f"{number} x {name}" for name, number in names.items()),
         "ranks per GPU": " or ".join(map(str, sorted(set(ranks.values())))),
     }
-
-
-def _identity(device: torch.device) -> tuple[str, str]:
-    """What two ranks have in common that share a GPU."""
-    properties = torch.cuda.get_device_properties(device)
-    return mpi.host_name(), str(getattr(properties, "uuid", device.index))
 
 
 def _driver() -> str:
