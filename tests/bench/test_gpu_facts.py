@@ -37,7 +37,7 @@ def test_there_are_no_facts_of_gpus_on_the_cpu(mpi):
 def test_ranks_on_a_gpu_share_its_memory(mpi, monkeypatch):
     from mpi4py import MPI
 
-    monkeypatch.setattr(gpu, "_identity", lambda device: ("here", "a"))
+    monkeypatch.setattr(gpu.gpus, "identity", lambda index: "GPU-a")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((mpi.rank() + 1) << 30, 80 << 30))
     assert gpu.agreed_max_bytes(MPI.COMM_WORLD, None, GPU) == (1 << 28) // mpi.size()
     assert gpu.agreed_max_bytes(MPI.COMM_WORLD, 77, GPU) == 77
