@@ -63,7 +63,7 @@ def table() -> dict[Place, str] | None:
 
 def group(place: Place) -> int:
     """The IPC group of a rank: the lowest rank of the world in it. On the CPU all of a node are together."""
-    return place.node if _gpus is None else _gpus[place].group
+    return place.node if _gpus is None or not _with_ipc else _gpus[place].group
 
 
 def why_no_ipc(places: Sequence[Place] = ()) -> str:

@@ -55,6 +55,26 @@ def test_several_pieces(mpi, comm, flavour):
 
 
 @pytest.mark.mpi
+def test_messages(mpi, comm):
+    """Around the ring, to oneself where there is one rank; a staged message may meet another flavour's."""
+    size, me = comm.size, comm.rank
+    for mine, theirs in (("staged", "staged"), ("staged", "mpi"), ("mpi", "staged")):
+        got = torch.empty(1000, 3).t()
+        receiving = mpi.recv_async(got, (me - 1) % size, comm=comm, flavour=theirs)
+        sending = mpi.send_async(values(me, 3000).float().view(3, 1000), (me + 1) % size, comm=comm, flavour=mine)
+        assert mpi.wait_all([receiving, sending])[0] is got
+        assert torch.equal(got, values((me - 1) % size, 3000).float().view(3, 1000))
+    x = values(me, 3000)
+    mpi.sendreceive(x, (me - 1) % size, (me + 1) % size, comm=comm, flavour="staged")
+    assert torch.equal(x, values((me - 1) % size, 3000))
+    if size > 1 and me < 2:
+        if me == 0:
+            mpi.send(x, 1, comm=comm, flavour="staged")
+        else:
+            assert torch.equal(mpi.recv(x, 0, comm=comm, flavour="staged"), values(size - 1, 3000))
+
+
+@pytest.mark.mpi
 def test_kinds_of_memory_that_differ_between_ranks(mpi, comm):
     """Symmetric on some ranks only, in all combinations of input and result; the scratch memory grows on the way."""
     for count, kinds in itertools.product([10, 50_000, 400_001], itertools.product([False, True], repeat=4)):

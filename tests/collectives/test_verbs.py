@@ -74,7 +74,7 @@ def reference(dtype, op, tensors):
 
 def same(got, expected, op=None):
     """Equal bits; after a reduction equal values, and an average may be off by a rounding of its last place."""
-    got = got.cpu()
+    got, expected = got.cpu(), expected.cpu()
     assert got.dtype == expected.dtype
     assert got.shape == expected.shape
     if op is None:

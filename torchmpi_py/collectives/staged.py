@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from torchmpi_py import devices
 from torchmpi_py.channels import Channel
 from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.gathering import Sizes
@@ -56,14 +57,17 @@ class Staged(Flavour):
         if operation.method not in ("send", "recv"):
             return super().launch(operation)
         x, peer = operation.arguments
-        host = _on_host(x)
+        host, device = _on_host(x), devices.of(x.device)
+        launched = device.event()
+        launched.record(device.current())
         if operation.method == "send":
             host.copy_(x)
 
         def conclude(_: object) -> Any:
             if operation.method == "recv":
+                device.current().wait_event(launched)  # it may be the stream of another thread
                 x.copy_(host)
-            return operation.finish()
+            return operation.target if operation.conclude is None else operation.conclude(None)
 
         posted = dataclasses.replace(operation, flavour=self.point, arguments=(host, peer), conclude=conclude)
         return self.point.launch(posted)
