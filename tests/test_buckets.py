@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import types
 
 import pytest
 import torch
@@ -294,6 +295,15 @@ def test_gradients_with_a_history(mpi, memory, tune):
 
 
 # Levels, sessions, and the end.
+
+
+def test_parameters_on_several_gpus_have_buckets_on_each(mpi, monkeypatch):
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    runs = [[types.SimpleNamespace(device=gpu, dtype=torch.float32, itemsize=4, numel=lambda: 3)] for gpu in gpus]
+    monkeypatch.setattr(buckets.gpus, "why_no_ipc", lambda: "")
+    monkeypatch.setattr(buckets, "symmetric_empty", lambda *args, **kwargs: pytest.fail("it would lie on one of them"))
+    monkeypatch.setattr(torch, "zeros", lambda count, dtype, device: (count, device))
+    assert buckets._memory(runs, mpi.communicator()) == [(3, gpu) for gpu in gpus]
 
 
 def test_another_level(mpi, memory, tune):

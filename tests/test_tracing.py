@@ -1,5 +1,6 @@
 """What is recorded of operations, in which file, and that the ranks agree about it."""
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -65,14 +66,29 @@ def test_without_a_directory_nothing_is_traced(monkeypatch):
 
 
 PROGRAM = """
-import sys, torch
+import sys, threading, torch
 import torchmpi_py as mpi
-if sys.argv[1] == "profiler":
-    torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).start()
+
+def stop(in_a_thread):
+    if in_a_thread:
+        thread = threading.Thread(target=mpi.stop)
+        thread.start()
+        thread.join()
+    else:
+        mpi.stop()
+
+own = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+if sys.argv[1] == "around":
+    own.start()
 for turn in range(2):
     mpi.start()
+    if sys.argv[1] == "inside" and turn == 0:
+        with own:
+            pass
     mpi.allreduce(torch.ones(2 + turn))
-    mpi.stop()
+    stop(in_a_thread=sys.argv[1] == "inside" and turn == 1)
+if sys.argv[1] == "around":
+    own.stop()
 """
 
 
@@ -103,10 +119,25 @@ def test_a_second_start_has_a_file_of_its_own(tmp_path):
         assert [reading["offset_ns"] for reading in data["torchmpi"]["clock"]] == [0, 0]
 
 
-def test_a_program_with_a_profiler_of_its_own_keeps_our_operations(tmp_path):
-    job = run(tmp_path, "profiler")
-    assert "torch.profiler does not run" in job.stderr
+@pytest.mark.parametrize(
+    ("where", "warnings"),
+    [
+        ("around", ["does not run, so traces hold our operations only: the program has started one"]),
+        ("inside", ["the program has started another one", "it ends only in the main thread"]),
+    ],
+)
+def test_a_program_with_a_profiler_of_its_own_keeps_our_operations(tmp_path, where, warnings):
+    job = run(tmp_path, where)
+    assert job.returncode == 0
+    assert [warning in job.stderr for warning in warnings] == [True] * len(warnings)
     assert operations(tmp_path / "rank-0.json")[0] == [("allreduce", 8)]
+    assert operations(tmp_path / "rank-0-2.json")[0] == [("allreduce", 12)]
+
+
+def test_outside_the_main_thread_no_profiler_is_started(caplog):
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        assert pool.submit(tracing._started_profiler).result() is None
+    assert "mpi.start() was called in another thread" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

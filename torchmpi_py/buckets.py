@@ -185,8 +185,9 @@ def _memory(runs: list[list[torch.nn.Parameter]], comm: Communicator) -> list[Te
     num_bytes = [
         -(-count * run[0].itemsize // _ALIGNMENT) * _ALIGNMENT for count, run in zip(counts, runs, strict=True)
     ]
-    kinds = {run[0].device.type for run in runs}
-    if comm.size > 1 and (kinds == {"cpu"} or (kinds == {"cuda"} and not gpus.why_no_ipc())):
+    devices = {run[0].device for run in runs}
+    kinds = {device.type for device in devices}
+    if comm.size > 1 and len(devices) == 1 and (kinds == {"cpu"} or (kinds == {"cuda"} and not gpus.why_no_ipc())):
         try:
             pool = symmetric_empty(sum(num_bytes), dtype=torch.uint8, device=runs[0][0].device, comm=comm).zero_()
             parts = zip(torch.split(pool, num_bytes), counts, runs, strict=True)

@@ -12,6 +12,8 @@ None, which is all that an operation looks at.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import logging
 import os
@@ -49,7 +51,6 @@ class Trace:
         self.job = job
         self.events: list[Event] = []
         self.readings: list[clocks.Reading] = []
-        self._thread = threading.get_ident()
         self._nvtx = _nvtx()
         self._profiler = _started_profiler()
         self.read_clock()
@@ -95,6 +96,8 @@ class Trace:
             part.rename(self.path)
         except (OSError, ValueError) as error:
             logger.error("cannot write the trace %s: %s", self.path, error)
+            with contextlib.suppress(OSError):
+                part.unlink()
 
     def _of_torch(self, part: pathlib.Path) -> dict[str, Any]:
         """What its profiler saw; without it, nothing, with a warning."""
@@ -102,8 +105,11 @@ class Trace:
         if self._profiler is None:  # it has been warned of
             return empty
         try:
-            if threading.get_ident() != self._thread:
-                raise RuntimeError("it ends only in the thread in which it began")
+            if not _is_main_thread():
+                atexit.register(self._profiler.stop)  # a process that ends while it runs crashes
+                raise RuntimeError("it ends only in the main thread, where it began")
+            if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+                raise RuntimeError("the program has started another one, whose end was the end of both")
             self._profiler.stop()
             self._profiler.export_chrome_trace(str(part))
             data: dict[str, Any] = {"baseTimeNanoseconds": 0} | json.loads(part.read_text(errors="replace"))
@@ -182,12 +188,18 @@ def _started_profiler() -> Any:
     try:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             raise RuntimeError("the program has started one itself")
+        if not _is_main_thread():
+            raise RuntimeError("mpi.start() was called in another thread than the main one")
         profiler = torch.profiler.profile(activities=activities)
         profiler.start()
     except RuntimeError as error:
         logger.warning("torch.profiler does not run, so traces hold our operations only: %s", error)
         return None
     return profiler
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _nvtx() -> Any:

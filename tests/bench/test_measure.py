@@ -102,6 +102,11 @@ def test_who_tries_the_patience_is_left_out_of_larger_sizes(mpi):
     assert not any("left out from" in note for note in measured(*words, "--patience", "99").notes)
 
 
+def test_small_sizes_are_judged_by_their_latency(mpi):
+    words = ["compare", "--sizes", "4,64K", "--flavours", "mpi", "--buffers", "warm"]
+    assert {row.num_bytes for row in measured(*words, "--patience", "1").rows} == {4, 64 << 10}
+
+
 def corrupted(verb, rank, calls=0):
     """The verb, which from call number ``calls`` on gives a wrong last element on ``rank``."""
     made = 0

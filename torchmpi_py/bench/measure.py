@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 MIN_TURNS, MAX_TURNS = 5, 1000
+_SMALL_BYTES = 64 << 10  # up to here a call takes about as long whatever the size
 
 
 @dataclasses.dataclass
@@ -52,8 +53,11 @@ class Measurement:
         return [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
 
     def drop_slow(self, num_bytes: int) -> list[str]:
-        """Leave out those that would take too long for ``num_bytes``, in proportion to before; return the reasons."""
-        expected = {name: row.median_seconds * num_bytes / row.num_bytes for name, row in self.measured.items()}
+        """Leave out those that would take too long for ``num_bytes``, going by the last size; return the reasons."""
+        expected = {
+            name: row.median_seconds * max(num_bytes, _SMALL_BYTES) / max(row.num_bytes, _SMALL_BYTES)
+            for name, row in self.measured.items()
+        }
         slow = [each.name for each in self.contestants if expected.get(each.name, 0.0) > self.patience_seconds]
         self.contestants = [each for each in self.contestants if each.name not in slow]
         return [

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchmpi_py import devices
 from torchmpi_py.bench.contestants import RAW_MPI, Call, Contestant, Take
 from torchmpi_py.bench.verbs import ROOT, Task
-from torchmpi_py.collectives.timing import until_done
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -59,12 +59,8 @@ def _call(comm: MPI.Comm, task: Task, x: Any, out: Any) -> Call:
 
 def _in_order(call: Call, device: torch.device) -> None:
     """MPI knows nothing of streams: what the tensors are to hold must be in them."""
-    until_done(_nothing, device)()
+    devices.of(device).synchronize()
     call()
-
-
-def _nothing() -> None:
-    """What is waited for was launched before."""
 
 
 def _divided(call: Call, result: Any, size: int) -> None:

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 
 import torchmpi_py as mpi
+from torchmpi_py import devices
 from torchmpi_py import nn as mpinn
 from torchmpi_py.bench import breakdown, gpu, machine, progress, table
 from torchmpi_py.bench.errors import WrongValue
 from torchmpi_py.bench.gloo import process_group
 from torchmpi_py.bench.results import quantile
 from torchmpi_py.bench.trainers import DDP, NONE, Sample, Trainer, make_samples, trainers
-from torchmpi_py.collectives.timing import order, until_done
+from torchmpi_py.collectives.timing import order
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -129,10 +130,10 @@ def _measured(
 def _run(trainer: Trainer, samples: Sequence[Sample]) -> list[float]:
     """The times of all steps but the first."""
     ends: list[float] = []
-    wait = until_done(_ignored, samples[0][0].device)
+    device = devices.of(samples[0][0].device)
 
     def done() -> None:
-        wait()
+        device.synchronize()
         ends.append(time.perf_counter())
 
     trainer.train(samples, done)
@@ -157,4 +158,4 @@ def _check_alike(made: Sequence[Trainer]) -> None:
 
 
 def _ignored() -> None:
-    """The end of an untimed step, or of nothing but what is under way."""
+    """The end of an untimed step."""

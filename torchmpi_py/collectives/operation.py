@@ -79,8 +79,9 @@ class Operation(Generic[R]):
 
     def finish(self) -> R:
         """The result, once the transfer is complete."""
-        if tracing.current is not None and self.launched:
-            tracing.current.end(self, POSTED, self.launched)
+        trace = tracing.current
+        if trace is not None and self.launched:
+            trace.end(self, POSTED, self.launched)
         return self.target if self.conclude is None else self.conclude(None)  # type: ignore[return-value]
 
     def explain(self, error: Exception) -> Exception:
