@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torchmpi_py.errors import CommunicatorError, Unavailable
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+T = TypeVar("T")
 ALIGNMENT = 512  # bytes; as torch's allocator
 READY, DONE = 0, 1
 
@@ -84,6 +85,7 @@ def allocate(
         parts, failure = _open_all({rank: told[rank][1][comm.rank] for rank in peers}, places, device)
     failures = [text for text in comm.allgather(failure) if text]
     if failures or base is None:
+        _decline([told[rank][1].get(comm.rank) for rank in peers if places[rank].local not in parts])
         raise Unavailable(f"no symmetric GPU memory of {num_bytes} bytes a rank: {failures[0]}")
     memory = _Memory(base.data_ptr(), part_bytes, base)
     parts[me.local] = torch.as_tensor(_Memory(base.data_ptr(), part_bytes, None), device=device)
@@ -143,6 +145,7 @@ def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.de
 
 
 _DEVICE = 6  # which argument of torch's rebuild_cuda_tensor is the index of the device, as the sender calls it
+_COUNTER = slice(11, 13)  # and which ones tell where it counts who has the memory
 
 
 def _open(handle: Any, device: torch.device) -> Tensor:
@@ -152,31 +155,47 @@ def _open(handle: Any, device: torch.device) -> Tensor:
     return made
 
 
+def _decline(handles: Sequence[Any]) -> None:
+    """Let peers have memory back that this rank was offered and has not mapped: they wait for it to let go."""
+    release: Any = torch.UntypedStorage._release_ipc_counter_cuda
+    for handle in handles:
+        if handle is not None:
+            release(*handle[1][_COUNTER])
+
+
 class PeerEvents:
     """Two events a rank, READY and DONE, and those of the peers. Made collectively over a channel, kept with it."""
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         self._device = devices.of(device)
+        self._over = self._device.event()
+        self._own: list[Any] = []
+        handles, failure = _tried(lambda: self._make(device))
+        told = channel.mpi.allgather((handles, failure))
+        peers = [theirs for rank, (theirs, _) in enumerate(told) if rank != channel.rank]
+        failure, opened = next((text for _, text in told if text), ""), None
+        if not failure:
+            opened, failure = _tried(lambda: [_opened(device, theirs) for theirs in peers])
+        failures = [text for text in channel.mpi.allgather(failure) if text]
+        if failures:
+            raise CommunicatorError(f"cannot open the events of other ranks by CUDA IPC: {failures[0]}")
+        self._peers = list(zip(*opened or (), strict=True)) or [(), ()]
+
+    def _make(self, device: torch.device) -> list[bytes]:
         kind: Any = torch.cuda.Event
         self._own = [kind(interprocess=True) for _ in (READY, DONE)]
         with torch.cuda.device(device):
             for event in self._own:
                 event.record(self._device.current())  # which makes it
-            handles = [event.ipc_handle() for event in self._own]
-        told = channel.mpi.allgather(handles)
-        opened, failure = [], ""
-        try:
-            opened = [
-                [kind.from_ipc_handle(device, handle) for handle in theirs]
-                for rank, theirs in enumerate(told)
-                if rank != channel.rank
-            ]
-        except RuntimeError as error:
-            failure = _first_line(error)
-        failures = [text for text in channel.mpi.allgather(failure) if text]
-        if failures:
-            raise CommunicatorError(f"cannot open the events of other ranks by CUDA IPC: {failures[0]}")
-        self._peers = list(zip(*opened, strict=True)) or [(), ()]
+            return [event.ipc_handle() for event in self._own]
+
+    def enter(self) -> None:
+        """Let the current stream wait for the exchange before, which may have been on another one."""
+        self._device.current().wait_event(self._over)
+
+    def leave(self) -> None:
+        """This is where an exchange ends."""
+        self._over.record(self._device.current())
 
     def record(self, which: int) -> None:
         """Mark this point in the current stream."""
@@ -189,8 +208,19 @@ class PeerEvents:
             stream.wait_event(event)
 
 
+def _opened(device: torch.device, handles: Sequence[bytes]) -> list[Any]:
+    kind: Any = torch.cuda.Event
+    return [kind.from_ipc_handle(device, handle) for handle in handles]
+
+
 class NoEvents:
     """The same on the host, where all is done when the ranks meet."""
+
+    def enter(self) -> None:
+        """It is over."""
+
+    def leave(self) -> None:
+        """It is over."""
 
     def record(self, which: int) -> None:
         """It is past."""
@@ -202,6 +232,14 @@ class NoEvents:
 def peer_events(channel: Channel, device: torch.device) -> PeerEvents | NoEvents:
     """The events for a device. Collective over the channel."""
     return PeerEvents(channel, device) if device.type == "cuda" else NoEvents()
+
+
+def _tried(step: Callable[[], T]) -> tuple[T | None, str]:
+    """(what it returns, why it failed)."""
+    try:
+        return step(), ""
+    except RuntimeError as error:
+        return None, _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

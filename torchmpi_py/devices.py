@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -132,8 +133,11 @@ class Cuda:
     def stream(self) -> Any:
         return torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def on(self, stream: Any) -> AbstractContextManager[object]:
-        return torch.cuda.stream(stream)
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """The device first, or a thread that is on another one would take memory there when it goes back to it."""
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
 
     def event(self) -> Any:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]

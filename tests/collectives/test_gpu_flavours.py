@@ -13,7 +13,7 @@ from torchmpi_py import communicators, config, devices
 from torchmpi_py.collectives import host_slots, ipc_group
 from torchmpi_py.collectives.ipc_group import IpcGroup
 from torchmpi_py.collectives.registry import BY_NAME
-from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.errors import RanksDisagree, Unavailable
 
 pytestmark = pytest.mark.timeout(120)
 FLAVOURS = ["staged", "cudaipc"]
@@ -113,6 +113,48 @@ def test_hierarchical_over_flavours_for_gpus(mpi, gpu_flavours_on_the_host, monk
     mpi.set_collective_span(*span)
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("verb", ["allreduce", "allgather"])
+def test_symmetric_input_of_the_first_call(mpi, comm, verb):
+    """There is no scratch memory yet, and what is symmetric is not what is shown."""
+    x = mpi.symmetric_empty(1000, comm=comm).fill_(comm.rank)
+    out = torch.empty(1000 if verb == "allreduce" else 1000 * comm.size)
+    getattr(mpi, verb)(x, out=out, comm=comm, flavour="cudaipc")
+    assert out.sum() == 1000 * sum(range(comm.size))
+
+
+@pytest.mark.mpi
+def test_little_memory(mpi, comm, monkeypatch):
+    """Scratch is as large as there is room for, which is found out once."""
+    asked = []
+    memory = ipc_group.symmetric.memory
+
+    def scarce(channel, num_bytes, device):
+        asked.append(num_bytes)
+        if num_bytes > 1 << 20:
+            raise Unavailable("no room")
+        return memory(channel, num_bytes, device)
+
+    monkeypatch.setattr(ipc_group.symmetric, "memory", scarce)
+    monkeypatch.setattr(config, "current", config.Tuning(gpu_scratch_bytes=4 << 20))
+    for _ in range(3):
+        assert torch.equal(
+            mpi.allreduce(values(comm.rank, 400_001), comm=comm, flavour="cudaipc"),
+            sum(values(rank, 400_001) for rank in range(comm.size)),
+        )
+    assert asked == [4 << 20, 2 << 20, 1 << 20]
+
+
+@pytest.mark.mpi
+def test_an_operation_knows_all_its_tensors(mpi):
+    """Also a result that is copied out at the end: the allocator of GPU memory has to be told."""
+    from torchmpi_py.collectives import verbs
+
+    x, out = torch.zeros(2, 3), torch.zeros(3, 2 * mpi.size()).t()
+    for prepared in (verbs._allgather(x, out=out), verbs._gather(x, mpi.rank(), out=out)):
+        assert any(tensor is out for tensor in prepared.tensors)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_disagree(mpi, comm):
     with pytest.raises(RanksDisagree, match="rank 1 calls allreduce with sum of 8 elements"):
@@ -125,6 +167,12 @@ def test_the_order_of_an_exchange(mpi, comm, monkeypatch):
     log = []
 
     class Events:
+        def enter(self):
+            log.append("enter")
+
+        def leave(self):
+            log.append("leave")
+
         def record(self, which):
             log.append(f"record {which}")
 
@@ -138,11 +186,13 @@ def test_the_order_of_an_exchange(mpi, comm, monkeypatch):
     comm.direct.keep((IpcGroup, torch.device("cpu")), lambda channel: group)
     x = torch.ones(1000)
     mpi.allreduce(x, comm=comm, flavour="cudaipc")  # makes the scratch memory: a third meeting
-    assert log == ["record 0", "meet", "record 0", "meet", "follow 0", "record 1", "meet", "follow 1"]
+    assert log == [
+        *["enter", "record 0", "meet", "record 0", "meet", "follow 0", "record 1", "meet", "follow 1", "leave"]
+    ]
     del log[:]
     mpi.allreduce(x, comm=comm, flavour="cudaipc")
     mpi.allreduce(mpi.symmetric_empty(1000, comm=comm).zero_(), comm=comm, flavour="cudaipc")
-    once = ["record 0", "meet", "follow 0", "record 1", "meet", "follow 1"]
+    once = ["enter", "record 0", "meet", "follow 0", "record 1", "meet", "follow 1", "leave"]
     assert log == [*once, *once]
     assert (x == comm.size**2).all()
 

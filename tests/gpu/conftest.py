@@ -1,11 +1,11 @@
-"""Tests on GPUs: the package is started with them, for these tests alone."""
+"""Tests on GPUs: the package is started with them, for the tests of a file."""
 
 import pytest
 import torch
 
 
-@pytest.fixture(scope="package")
-def mpi():
+@pytest.fixture(scope="module")
+def mpi(request):
     """The package, started on GPUs."""
     import torchmpi_py
 
@@ -13,6 +13,8 @@ def mpi():
     torchmpi_py.stop()
     torchmpi_py.start(with_cuda=True)
     yield torchmpi_py
+    if request.session.testsfailed:  # stop() would wait for ranks that wait for this one
+        return
     torchmpi_py.stop()
     if was_started:
         torchmpi_py.start()

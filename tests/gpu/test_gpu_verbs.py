@@ -36,9 +36,15 @@ WAYS = [
 
 @pytest.fixture(scope="module", params=WAYS)
 def way(request, mpi):
-    """Each way in turn."""
+    """Each way in turn; hierarchical combines the odd and the even ranks."""
     test_verbs.FORCED.extend(name for name in ("mpi", "nccl") if name not in test_verbs.FORCED)
-    return Way(mpi, request.param, device="cuda")
+    if request.param != "hierarchical":
+        yield Way(mpi, request.param, device="cuda")
+        return
+    level = mpi.push_communicator(mpi.rank() % 2)
+    mpi.set_collective_span(0, level)
+    yield Way(mpi, request.param, device="cuda")
+    mpi.set_collective_span(0, 1)
 
 
 @pytest.fixture(autouse=True)

@@ -10,19 +10,21 @@ shown at once. Else it is a piece of the channel's *scratch* memory, as large as
 3. ``work`` on the tensors of all ranks; record the event DONE
 4. the ranks meet; follow all DONE events; ``drain``: fetch what the others left here
 
-So the host takes two meetings a piece, whatever the number of ranks, and waits for no GPU. Where a rank cannot show
+Exchanges may run on one stream now and on another then: each first follows the one before it. So the host takes two
+meetings a piece, whatever the number of ranks, and waits for no GPU. Where a rank cannot show
 anything before the first meeting, because scratch must be made or grown, or where kinds differ, it takes a third.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from torchmpi_py import config, symmetric
+from torchmpi_py import config, devices, symmetric
 from torchmpi_py.channels import Channel
 from torchmpi_py.collectives.node_group import NodeGroup
 from torchmpi_py.collectives.schedule import chunks
@@ -60,14 +62,22 @@ class IpcGroup:
         self._channel, self._device = channel, device
         self._events = peer_events(channel, device)
         self._scratch: Tensor | None = None
+        self._most_bytes = sys.maxsize  # of scratch that there is memory for
 
     def run(self, exchange: Exchange) -> None:
         """Carry out an exchange, on the current stream. Collective."""
+        self._events.enter()
+        try:
+            self._carry_out(exchange)
+        finally:
+            self._events.leave()
+
+    def _carry_out(self, exchange: Exchange) -> None:
         shown = self._shown_first(exchange)
         if shown is not None:
             exchange.fill(shown, 0, shown.shape[1])
         self._events.record(READY)
-        place = exchange.x if shown is None else shown.reshape(-1)
+        place = exchange.x[:0] if shown is None else shown.reshape(-1)  # what is empty lies nowhere
         met = self.node.meet(exchange.what, place, count=exchange.count)
         if not exchange.count:
             self.node.barrier()  # all have read what was told
@@ -92,7 +102,7 @@ class IpcGroup:
             found = symmetric.find(exchange.home)
             if found is not None and self.node.is_within(found[0]):
                 return exchange.home.view(exchange.rows, exchange.columns)
-        if self._scratch is None or self._scratch.numel() < _wanted_bytes(_bytes(exchange)) or not exchange.count:
+        if self._scratch is None or not exchange.count or self._scratch.numel() < self._wanted_bytes(_bytes(exchange)):
             return None
         return self._piece(exchange, min(exchange.columns, self._step(exchange)))
 
@@ -118,7 +128,7 @@ class IpcGroup:
 
     def _make_room(self, num_bytes: int) -> None:
         """Let the scratch be as large as it should be, or as there is memory for. Collective; equal on all ranks."""
-        wanted = _wanted_bytes(num_bytes)
+        wanted = self._wanted_bytes(num_bytes)
         while self._scratch is None or self._scratch.numel() < wanted:
             former, self._scratch = self._scratch, None
             del former  # first, so that there is room for the new one
@@ -128,19 +138,20 @@ class IpcGroup:
                 wanted //= 2
                 if wanted < _LEAST_BYTES:
                     raise
+                self._most_bytes = wanted
+
+    def _wanted_bytes(self, num_bytes: int) -> int:
+        """The size of scratch for tensors of so many bytes: powers of two, so that it grows seldom."""
+        limit = max(_LEAST_BYTES, config.current.gpu_scratch_bytes)
+        return min(limit, self._most_bytes, max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()))
 
     def free(self) -> None:
-        """Let go of scratch memory and events."""
+        """Let go of scratch memory and events, when no GPU waits for an event any more."""
+        devices.of(self._device).synchronize()
+        self._channel.mpi.Barrier()
         self._scratch = None
         del self._events
 
 
 def _bytes(exchange: Exchange) -> int:
     return exchange.rows * exchange.columns * exchange.x.itemsize
-
-
-def _wanted_bytes(num_bytes: int) -> int:
-    """The size of scratch for tensors of so many bytes: powers of two, so that it grows seldom."""
-    return min(
-        max(_LEAST_BYTES, config.current.gpu_scratch_bytes), max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
-    )

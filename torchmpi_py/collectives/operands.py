@@ -80,6 +80,7 @@ def of_gather(
     comm: Communicator,
     flavour: str | None,
     x: Tensor,
+    out: Tensor | None,
     arguments: tuple[Any, ...],
     conclude: Callable[[Any], Any],
 ) -> Operation[Any]:
@@ -90,7 +91,7 @@ def of_gather(
     plan = selector.plan(verb, comm, x.device, symmetric=False, name=flavour)  # as it is at launch, on all ranks
     served: Any = Gathering(flavour or "selector", plan.flavour_for)
     device = _gpu(verb, x) if x.is_cuda else None
-    return Operation(verb, verb, served, comm, arguments, conclude, x.nbytes, device=device)
+    return Operation(verb, verb, served, comm, arguments, conclude, x.nbytes, out, device=device)
 
 
 def of_number(

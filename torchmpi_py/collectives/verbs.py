@@ -115,7 +115,7 @@ def _allgather(
         no_out("allgather", out)
         return gathered_numbers("allgather", comm, flavour, x, lambda values: values)
     source, buffer, conclude = gathered("allgather", x, out)
-    return of_gather("allgather", comm, flavour, source, (source, buffer), conclude)
+    return of_gather("allgather", comm, flavour, source, out, (source, buffer), conclude)
 
 
 def _gather(
@@ -127,8 +127,9 @@ def _gather(
     if scalars.is_number(x):
         no_out("gather", out)
         return gathered_numbers("gather", comm, flavour, x, lambda values: values if comm.rank == root else None)
-    source, buffer, conclude = gathered("gather", x, out if comm.rank == root else None)
-    return of_gather("gather", comm, flavour, source, (source, buffer, root), conclude)
+    out = out if comm.rank == root else None
+    source, buffer, conclude = gathered("gather", x, out)
+    return of_gather("gather", comm, flavour, source, out, (source, buffer, root), conclude)
 
 
 def _reduce_scatter(

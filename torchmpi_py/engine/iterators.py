@@ -27,7 +27,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from torchmpi_py import runtime
+from torchmpi_py import devices, runtime
 from torchmpi_py.engine.prefetch import prefetched
 
 
@@ -164,7 +164,7 @@ def _moved(batch: Any, device: torch.device | None) -> Any:
     if device is None or device.type != "cuda":
         return batch if device is None else tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
+    with devices.of(device).on(stream):
         batch = tree_map_only(torch.Tensor, lambda tensor: _pinned(tensor).to(device, non_blocking=True), batch)
     stream.synchronize()
     return batch
