@@ -159,7 +159,7 @@ def test_a_session_with_gpus_loads_their_file_too(table, kept, monkeypatch):
     tuning_file.write(ON_GPU.path(), ON_GPU, {key: [Choice(math.inf, "gloo", "measured")]})
     load()
     assert table.source.endswith(str(path)), "a session without GPUs"
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torchmpi_py.gpus.table", lambda: {})
     load()
     assert pairs(table[key]) == [(math.inf, "gloo")]
     assert table["allreduce"] == ROWS[Key("allreduce")]
@@ -262,10 +262,9 @@ def test_wrong_arguments(mpi, options, said):
         mpi.autotune(**options)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_rank_without_a_gpu_is_told_on_every_rank(mpi, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: mpi.rank() == 0)
-    with pytest.raises(ValueError, match=r"device='cuda': torch sees no CUDA device on rank 1"):
+@pytest.mark.mpi
+def test_gpus_are_not_measured_in_a_session_on_the_cpu(mpi):
+    with pytest.raises(ValueError, match=r"device='cuda': .* call mpi.start\(with_cuda=True\) on every rank"):
         mpi.autotune(device="cuda")
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchmpi_py import gpus
 from torchmpi_py.collectives import timing, tuning_file
 from torchmpi_py.collectives import verbs as all_verbs
 from torchmpi_py.collectives.crossovers import Point, beyond, choose, in_units, is_hopeless
@@ -109,16 +110,12 @@ def _checked(
 
 def _check_ranks(world: Communicator, settings: _Settings) -> None:
     """Whether all want the same, and have what it takes; the same error on every rank."""
-    can = settings.device == "cpu" or torch.cuda.is_available()
-    told = world.direct.mpi.allgather((settings, can))
-    given = [one for one, _ in told]
+    given = world.direct.mpi.allgather(settings)
     if any(other != given[0] for other in given):
         raise RanksDisagree("autotune: " + "; ".join(f"rank {rank} passes {one}" for rank, one in enumerate(given)))
-    without = [rank for rank, (_, can) in enumerate(told) if not can]
-    if without:
+    if settings.device == "cuda" and gpus.table() is None:
         raise ValueError(
-            f"autotune: device={settings.device!r}: torch sees no CUDA device on rank {without[0]}; it takes GPUs, and "
-            "mpi.start(with_cuda=True)"
+            "autotune: device='cuda': this session computes on the CPU; call mpi.start(with_cuda=True) on every rank"
         )
 
 

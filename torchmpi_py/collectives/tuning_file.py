@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 import torchmpi_py
-from torchmpi_py import config
+from torchmpi_py import config, gpus
 from torchmpi_py.channels import Place
 from torchmpi_py.collectives.selector import Choice, Key, Selector, selector
 from torchmpi_py.communicators import Communicator
@@ -87,13 +87,8 @@ def install(rows: Rows, source: str) -> None:
 
 def _find_all(world: Communicator) -> list[tuple[Rows, str]]:
     """What is kept for a job: for its CPUs, and for its GPUs if it uses them."""
-    expected = [facts(world), *([facts(world, "cuda")] if _has_cuda() else [])]
+    expected = [facts(world), *([] if gpus.table() is None else [facts(world, "cuda")])]
     return [found for found in map(_find, expected) if found is not None]
-
-
-def _has_cuda() -> bool:
-    """Whether this session computes on a GPU: ``start`` has chosen it by now. Asking for more would touch CUDA."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _find(expected: Facts) -> tuple[Rows, str] | None:
