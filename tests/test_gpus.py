@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from torchmpi_py import cuda_ipc, gpus
+from torchmpi_py import cuda_ipc, gpus, symmetric
 from torchmpi_py.channels import Place
+from torchmpi_py.collectives import ipc_trial
 from torchmpi_py.errors import Unavailable
 from torchmpi_py.gpus import Gpu, Told
 
@@ -117,6 +118,31 @@ def test_memory_that_one_rank_cannot_have_or_map(mpi, monkeypatch, step):
     with pytest.raises(Unavailable, match=r"no symmetric GPU memory of 100 bytes a rank: no (room|way)"):
         cuda_ipc.allocate(channel.mpi, channel.places, 100, torch.device("cpu"), print)
     assert len(declined) == mpi.size() - 1  # what nobody maps is not kept for them
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fault", ["", "no room", "wrong values"])
+def test_trial(mpi, monkeypatch, fault):
+    """In memory of the host. What goes wrong on the last rank switches cudaipc off on all."""
+    channel, kept, last = mpi.communicator().direct, [], mpi.rank() == mpi.size() - 1
+
+    def allocate(comm, places, num_bytes, device, on_end):
+        if fault == "no room":
+            raise Unavailable(fault)
+        mapping, segment = symmetric.allocate(comm, places, num_bytes)
+        kept.append(mapping)
+        part = segment.view(channel.places[channel.rank].local, torch.uint8, num_bytes)
+        return part.clone() if last and fault else part, segment
+
+    monkeypatch.setattr(gpus, "_gpus", {place: Gpu("A", 0) for place in channel.places})
+    monkeypatch.setattr(gpus, "_with_ipc", True)
+    monkeypatch.setattr(gpus, "_why_off", "")
+    monkeypatch.setattr(cuda_ipc, "allocate", allocate)
+    monkeypatch.setattr(cuda_ipc, "PeerEvents", lambda *arguments: cuda_ipc.NoEvents())
+    ipc_trial.run(channel, torch.device("cpu"))
+    assert fault in gpus.why_no_ipc()
+    assert bool(gpus.why_no_ipc()) == bool(fault)
 
 
 @pytest.mark.mpi

@@ -36,18 +36,26 @@ class Told(NamedTuple):
 
 _gpus: dict[Place, Gpu] | None = None
 _with_ipc = True
+_SWITCHED_OFF = "switched off by start(with_ipc_groups=False)"
+_why_off = _SWITCHED_OFF
 
 
 def install(world: MPI.Comm, place: Place, device: torch.device, *, with_ipc: bool) -> None:
     """Tell all ranks what each of them computes on. Collective over ``world``. On the CPU there is no table."""
-    global _gpus, _with_ipc
-    _gpus, _with_ipc = None, with_ipc
+    global _gpus, _with_ipc, _why_off
+    _gpus, _with_ipc, _why_off = None, with_ipc, _SWITCHED_OFF
     mine = _told(place, device) if device.type == "cuda" else None
     told = world.allgather(mine)
     if any(each is None for each in told):
         return  # with_cuda=False, on this rank or on another one
     groups = ipc_groups(told)
     _gpus = {each.place: Gpu(each.identity, group) for each, group in zip(told, groups, strict=True)}
+
+
+def switch_off(reason: str) -> None:
+    """No ranks map each other's GPU memory from now on. On all ranks, before levels are made of groups."""
+    global _with_ipc, _why_off
+    _with_ipc, _why_off = False, reason
 
 
 def forget() -> None:
@@ -71,7 +79,7 @@ def why_no_ipc(places: Sequence[Place] = ()) -> str:
     if _gpus is None:
         return "this session computes on the CPU; call mpi.start(with_cuda=True) on every rank"
     if not _with_ipc:
-        return "switched off by start(with_ipc_groups=False)"
+        return _why_off
     if len({group(place) for place in places}) > 1:
         names = ", ".join(sorted({_gpus[place].identity for place in places}))
         return (

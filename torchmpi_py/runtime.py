@@ -18,7 +18,7 @@ import torch
 
 from torchmpi_py import communication_thread, communicators, config, exits, gpus, placement, symmetric, tracing
 from torchmpi_py.channels import Place
-from torchmpi_py.collectives import cuda_aware, tuning_file
+from torchmpi_py.collectives import cuda_aware, ipc_trial, tuning_file
 from torchmpi_py.communicators import Communicator, Stack
 from torchmpi_py.errors import NotStarted, RanksDisagree, TorchMPIError
 
@@ -61,6 +61,7 @@ def start(
     try:
         _build(world, with_cartesian_communicator, tuning, device, with_ipc_groups)
         if gpus.table() is not None:
+            ipc_trial.run(communicators.stack().levels[0].direct, _device)
             cuda_aware.probe(communicators.stack().levels[0])
         tuning_file.load_for(communicators.stack().levels[0])
         _push_levels(custom_communicator_init, collective_communicator)
