@@ -1,10 +1,15 @@
-"""Every size, threshold and deadline of the package, in one frozen dataclass; the only reader of TORCHMPI_*."""
+"""Every size, threshold and deadline of the package, in one frozen dataclass; the only reader of TORCHMPI_*.
+
+Also where files for later jobs lie, and how they are written.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pathlib
+import tempfile
 from collections.abc import Mapping
 
 PREFIX = "TORCHMPI_"
@@ -94,6 +99,20 @@ def tuning_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
     given = environ.get(f"{PREFIX}TUNING_DIR")
     cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return pathlib.Path(given) if given else pathlib.Path(cache, "torchmpi_py")
+
+
+def keep(path: pathlib.Path, content: object) -> None:
+    """Write a file for later jobs, as JSON: it is there as a whole or not at all. OSError if that fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    try:
+        with open(file, "w", encoding="utf-8") as stream:
+            json.dump(content, stream, indent=1)
+        os.chmod(temporary, 0o644)  # the directory may be shared
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def profile_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path | None:

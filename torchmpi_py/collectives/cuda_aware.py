@@ -212,14 +212,4 @@ def read(facts: Facts) -> Verdict | None:
 
 def write(facts: Facts, verdict: Verdict) -> None:
     """Keep a verdict; its file is there as a whole or not at all. OSError if it fails."""
-    path = facts.path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-    try:
-        with open(file, "w", encoding="utf-8") as stream:
-            json.dump({"format": FORMAT, "facts": facts._asdict(), "why_not": verdict.why_not}, stream, indent=1)
-        os.chmod(temporary, 0o644)  # the directory may be shared
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    config.keep(facts.path(), {"format": FORMAT, "facts": facts._asdict(), "why_not": verdict.why_not})

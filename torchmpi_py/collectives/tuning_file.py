@@ -12,12 +12,10 @@ import datetime as dt
 import json
 import logging
 import math
-import os
 import pathlib
 import platform
 import re
 import socket
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -153,16 +151,7 @@ def write(path: pathlib.Path, measured_with: Facts, rows: Rows) -> str:
         "torch": torch.__version__,
         "rows": [{**key._asdict(), "choices": [_record(choice) for choice in rows[key]]} for key in sorted(rows)],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-    try:
-        with open(file, "w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=1)
-        os.chmod(temporary, 0o644)  # the directory may be shared
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    config.keep(path, content)
     return date
 
 
