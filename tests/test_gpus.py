@@ -6,7 +6,7 @@ import torch
 from torchmpi_py import cuda_ipc, gpus, symmetric
 from torchmpi_py.channels import Place
 from torchmpi_py.collectives import ipc_trial
-from torchmpi_py.errors import Unavailable
+from torchmpi_py.errors import RanksDisagree, Unavailable
 from torchmpi_py.gpus import Gpu, Told
 
 
@@ -143,6 +143,19 @@ def test_trial(mpi, monkeypatch, fault):
     ipc_trial.run(channel, torch.device("cpu"))
     assert fault in gpus.why_no_ipc()
     assert bool(gpus.why_no_ipc()) == bool(fault)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.timeout(60)
+def test_ranks_that_disagree_about_gpus(mpi, monkeypatch):
+    """One computes on the CPU, the others do not: an error on all, before flavours that do not fit are chosen."""
+    from mpi4py import MPI
+
+    monkeypatch.setattr(gpus, "_told", lambda place, device: told(0, mpi.rank(), "A"))
+    device = torch.device("cpu") if mpi.rank() == 1 else torch.device("cuda", 0)
+    with pytest.raises(RanksDisagree, match="start: with_cuda=False on rank 1, with_cuda=True on the others"):
+        gpus.install(MPI.COMM_WORLD, Place(0, mpi.rank()), device, with_ipc=True)
+    assert gpus.table() is None
 
 
 @pytest.mark.mpi

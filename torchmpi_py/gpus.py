@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from torchmpi_py.channels import Place
+from torchmpi_py.errors import RanksDisagree
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,13 +42,20 @@ _why_off = _SWITCHED_OFF
 
 
 def install(world: MPI.Comm, place: Place, device: torch.device, *, with_ipc: bool) -> None:
-    """Tell all ranks what each of them computes on. Collective over ``world``. On the CPU there is no table."""
+    """Tell all ranks what each of them computes on. Collective over ``world``. On the CPU there is no table.
+
+    RanksDisagree, on every rank, if some compute on the CPU and others do not.
+    """
     global _gpus, _with_ipc, _why_off
     _gpus, _with_ipc, _why_off = None, with_ipc, _SWITCHED_OFF
     mine = _told(place, device) if device.type == "cuda" else None
     told = world.allgather(mine)
-    if any(each is None for each in told):
-        return  # with_cuda=False, on this rank or on another one
+    without = [rank for rank, each in enumerate(told) if each is None]
+    if len(without) == len(told):
+        return
+    if without:
+        ranks = ", ".join(map(str, without))
+        raise RanksDisagree(f"start: with_cuda=False on rank {ranks}, with_cuda=True on the others; give all the same")
     groups = ipc_groups(told)
     _gpus = {each.place: Gpu(each.identity, group) for each, group in zip(told, groups, strict=True)}
 

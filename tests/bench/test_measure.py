@@ -37,14 +37,13 @@ def test_every_dtype_gives_right_values(mpi, dtype, op):
 
 def test_asynchronous_and_symmetric_forms_are_named(mpi):
     assert measured("run", "--sizes", "4", "--async", "--buffers", "warm").rows[0].what == "selector, async"
-    if field.has_symmetric():
-        report = measured("run", "--sizes", "4", "--flavour", "mpi", "--symmetric", "--buffers", "warm")
-        assert report.rows[0].what == "mpi, symmetric"
+    report = measured("run", "--sizes", "4", "--flavour", "mpi", "--symmetric", "--buffers", "warm")
+    assert report.rows[0].what == "mpi, symmetric"
 
 
 @pytest.mark.parametrize("verb", ["allreduce", "gather"])
 def test_all_take_part_at_every_size(mpi, verb):
-    ours = ["mpi", "selector", *(["symmetric"] if field.has_symmetric() else [])]
+    ours = ["mpi", "selector", "symmetric"]
     words = ["compare", "--verb", verb, "--sizes", "8,3K", "--buffers", "warm", "--flavours", ",".join(ours)]
     report = measured(*words)
     names = [row.what for row in report.rows]

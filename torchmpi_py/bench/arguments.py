@@ -24,7 +24,6 @@ DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
 }
-DEVICES = ("cpu", "cuda")
 _SIZES = {"cpu": "4:64M:8x", "cuda": "4:1G:8x"}
 
 
@@ -123,7 +122,7 @@ def _add_plot(commands: Any) -> None:
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
     told = "where the tensors are; default: cpu. cuda: on a GPU per rank, or on fewer that ranks share"
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help=told)
+    parser.add_argument("--device", choices=tuple(_SIZES), default="cpu", help=told)
 
 
 def _add_trace(commands: Any) -> None:

@@ -81,8 +81,6 @@ def _plan(
     comm: MPI.Comm, options: argparse.Namespace, task: Task, sizes: list[int], contestants: list[Contestant]
 ) -> buffers.Plan:
     with_symmetric = any(contestant.is_symmetric for contestant in contestants)
-    if with_symmetric and not hasattr(mpi, "symmetric_empty"):
-        raise UsageError("this version of torchmpi_py has no symmetric tensors (mpi.symmetric_empty)")
     if task.device.type == "cpu":
         max_bytes = machine.agreed_max_bytes(comm, options.max_memory)
         cache_bytes = machine.agreed_cache_bytes(comm)

@@ -41,12 +41,7 @@ def _has_raw_mpi(task: Task) -> bool:
 
 def _available(task: Task) -> list[str]:
     flavours = [name for name, status in _statuses(task).items() if status == _AVAILABLE]
-    return [*flavours, SELECTOR, *([SYMMETRIC] if has_symmetric() else [])]
-
-
-def has_symmetric() -> bool:
-    """Whether this version of the package has symmetric tensors."""
-    return hasattr(mpi, "symmetric_empty")
+    return [*flavours, SELECTOR, SYMMETRIC]
 
 
 def _check(task: Task, names: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ Ranks may share a GPU; the facts say how many do.
 from __future__ import annotations
 
 import collections
+import contextlib
 import subprocess
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -27,15 +28,18 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 def start(device: str) -> None:
     """Start the package for measurements on "cpu" or "cuda". UsageError, on every rank, if a rank has no GPU."""
+    if device == "cpu":
+        mpi.start()
+        return
     failure = ""
     try:
-        mpi.start(with_cuda=device == "cuda")
-    except (ValueError, mpi.TorchMPIError) as error:
-        if device == "cpu":
-            raise
+        mpi.start(with_cuda=True)
+    except ValueError as error:
         failure = str(error)
-        if not mpi.is_started():
-            mpi.start()
+        with contextlib.suppress(mpi.RanksDisagree):
+            mpi.start()  # to meet the others, which have a GPU, in theirs
+    except mpi.RanksDisagree:
+        pass  # another rank tells why
     from mpi4py import MPI
 
     failures = [text for text in MPI.COMM_WORLD.allgather(failure) if text]

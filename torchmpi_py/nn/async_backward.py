@@ -6,6 +6,7 @@ their fixed order. At the end of the backward pass the rest follows, with zeros 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,7 @@ class AsyncBackward:
         self.op = "avg" if average else "sum"
         self.names = {p: name for name, p in trainable(module).items()}
         self._buckets = Buckets(list(self.names), resolve(None), _blocks(module))
+        self._lock = threading.Lock()
         self._passes = 0  # complete ones since the last reduction
         self._pass_id = -1  # autograd's number for the backward pass under way
         self._ready = [0] * len(self._buckets.all)  # gradients there, per bucket
@@ -69,6 +71,10 @@ class AsyncBackward:
             _registered[module].remove(self)
 
     def _on_gradient(self, parameter: Any) -> None:
+        with self._lock:  # autograd has a thread per device
+            self._accept(parameter)
+
+    def _accept(self, parameter: Any) -> None:
         check_dense(self.names[parameter], parameter)
         if self._pass_id != torch._C._current_graph_task_id():
             self._begin_pass()
