@@ -45,9 +45,13 @@ def test_ranks_on_a_gpu_share_its_memory(mpi, monkeypatch):
 
 @pytest.mark.mpi
 def test_one_rank_without_a_gpu_ends_all(mpi, monkeypatch):
-    def start(with_cuda):
-        if mpi.rank() == mpi.size() - 1:
+    from mpi4py import MPI
+
+    def start(with_cuda=False):
+        if with_cuda and mpi.rank() == mpi.size() - 1:
             raise ValueError("no GPU here")
+        if len(set(MPI.COMM_WORLD.allgather(with_cuda))) > 1:
+            raise mpi.RanksDisagree("on the CPU and not")
 
     monkeypatch.setattr(mpi, "start", start)
     with pytest.raises(UsageError, match=r"^--device cuda: no GPU here$"):
