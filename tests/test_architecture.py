@@ -59,6 +59,10 @@ ROWS = [
     ["collectives.autotune"],
     ["runtime", "buckets"],
     ["nn.synchronize", "nn.block_sequential", "nn.async_backward", "nn"],
+    ["paramserver.sharding", "paramserver.rules", "paramserver.locks", "paramserver.client"],
+    ["paramserver.store"],
+    ["paramserver.server"],
+    ["paramserver"],
     ["engine"],
     ["bench"],
 ]

@@ -105,7 +105,7 @@ def test_a_file_that_is_too_small(tmp_path):
     path.write_bytes(bytes(100))
     mapping, reason = shared_files.map_file(str(path), 8192, (path.stat().st_dev, path.stat().st_ino))
     assert mapping is None
-    assert "cannot map" in reason
+    assert "cannot open" in reason
 
 
 @pytest.mark.mpi(min_size=2)

@@ -51,6 +51,10 @@ class Channel:
             self._kept[key] = make(self)
         return self._kept[key]  # type: ignore[return-value]
 
+    def give_back(self, key: Hashable) -> None:
+        """Free what is kept under ``key``, before the channel is freed. Collective."""
+        self._kept.pop(key).free()
+
     def split(self, colours: Sequence[int]) -> Channel:
         """The channel of the ranks that have this rank's colour, in rank order. ``colours`` is equal on all ranks."""
         mine = colours[self.rank]

@@ -22,8 +22,9 @@ class CommunicationThread:
     With ``inline`` (an MPI without MPI_THREAD_MULTIPLE) the launching thread does it, before the launch returns.
     """
 
-    def __init__(self, *, inline: bool) -> None:
+    def __init__(self, *, inline: bool, name: str = "communication") -> None:
         self.inline = inline
+        self._name = f"torchmpi_py-{name}"
         self._queue: queue.SimpleQueue[ThreadHandle[Any] | None] = queue.SimpleQueue()
         self._posted: dict[int, RequestHandle[Any]] = {}  # oldest first
         self._thread: threading.Thread | None = None
@@ -69,7 +70,7 @@ class CommunicationThread:
     def _ensure_thread(self) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="torchmpi_py-communication", daemon=True)
+                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
 
     def _loop(self) -> None:

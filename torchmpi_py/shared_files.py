@@ -1,8 +1,8 @@
-"""Files that processes of one node map together, to share memory.
+"""Files that processes of one node open together, to share memory or locks.
 
 Best without a name, opened through /proc by the others; where they cannot open it so (each in a container of its own)
 a file in /dev/shm takes its place. Nothing is left behind when a rank is killed: the name, if there was one, is gone
-before the memory is used.
+before the file is used.
 """
 
 from __future__ import annotations
@@ -13,9 +13,37 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
+from torchmpi_py.errors import Unavailable
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+Identity = tuple[int, int]  # device and inode
+Take = Callable[[str, Identity], tuple[T | None, str]]
 Create = Callable[[int, contextlib.ExitStack], str]
 SHARED_DIRECTORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+def share(comm: MPI.Comm, creator: int, num_bytes: int, take: Take[T]) -> tuple[T, int]:
+    """(what ``take`` makes here of a new file, a number that names it). Collective over ``comm``.
+
+    Rank ``creator`` of ``comm`` creates it, for those that name the same one. ``take(path, identity)`` returns what it
+    made, or None and the reason why not. Unavailable, on every rank, if it cannot be had by all.
+    """
+    reasons = []
+    for create in (nameless, named):
+        with contextlib.ExitStack() as until_taken:
+            mine = offer(create, num_bytes, until_taken) if comm.rank == creator else None
+            path, key, identity, reason = comm.allgather(mine)[creator]
+            taken, reason = (None, reason) if reason else take(path, identity)
+            failures = [text for text in comm.allgather(reason) if text]
+        if taken is not None and not failures:
+            return taken, key
+        reasons.append(failures[0])
+    raise Unavailable("; ".join(reasons))
 
 
 def offer(create: Create, num_bytes: int, until_mapped: contextlib.ExitStack) -> tuple[str, int, tuple[int, int], str]:
@@ -51,19 +79,30 @@ def _refuse(why: str) -> int:
     raise OSError(why)
 
 
-def map_file(path: str, num_bytes: int, identity: tuple[int, int]) -> tuple[mmap.mmap | None, str]:
-    """The mapping of a file, or why not: in another container the same path may lead to another file."""
+def open_file(path: str, num_bytes: int, identity: Identity) -> tuple[int | None, str]:
+    """The descriptor of a file, or why not: in another container the same path may lead to another file."""
     try:
-        file = os.open(path, os.O_RDWR)
-        try:
-            status = os.fstat(file)
-            if (status.st_dev, status.st_ino) != identity or status.st_size != num_bytes:
-                return None, f"cannot map {path}: it is another file here"
-            mapping = mmap.mmap(file, num_bytes)
-            with contextlib.suppress(OSError, AttributeError):
-                mapping.madvise(mmap.MADV_HUGEPAGE)  # taken where the system lets shared memory have large pages
-            return mapping, ""
-        finally:
-            os.close(file)
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        return None, f"cannot open {path}: {error.strerror}"
+    status = os.fstat(file)
+    if (status.st_dev, status.st_ino) == identity and status.st_size == num_bytes:
+        return file, ""
+    os.close(file)
+    return None, f"cannot open {path}: it is another file here"
+
+
+def map_file(path: str, num_bytes: int, identity: Identity) -> tuple[mmap.mmap | None, str]:
+    """The mapping of a file, or why not."""
+    file, reason = open_file(path, num_bytes, identity)
+    if file is None:
+        return None, reason
+    try:
+        mapping = mmap.mmap(file, num_bytes)
+        with contextlib.suppress(OSError, AttributeError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # taken where the system lets shared memory have large pages
+        return mapping, ""
     except (OSError, OverflowError, ValueError) as error:
         return None, f"cannot map {path}: {getattr(error, 'strerror', None) or error}"
+    finally:
+        os.close(file)

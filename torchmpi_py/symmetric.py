@@ -13,7 +13,6 @@ segment of the whole node, made by ``start``, through which flavour ``shared`` s
 from __future__ import annotations
 
 import bisect
-import contextlib
 import ctypes
 import math
 import mmap
@@ -140,20 +139,17 @@ def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[m
     """
     mine = [rank for rank, place in enumerate(places) if place.node == places[comm.rank].node]
     part_bytes = -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-    reasons = []
-    for create in (shared_files.nameless, shared_files.named):
-        with contextlib.ExitStack() as until_mapped:
-            offer = shared_files.offer(create, part_bytes * len(mine), until_mapped) if comm.rank == mine[0] else None
-            path, key, identity, reason = comm.allgather(offer)[mine[0]]
-            mapping, reason = (
-                (None, reason) if reason else shared_files.map_file(path, part_bytes * len(mine), identity)
-            )
-            failures = [text for text in comm.allgather(reason) if text]
-        if mapping is not None and not failures:
-            indices = [places[rank].local for rank in mine]
-            return mapping, Segment(mapping, key, part_bytes, indices, places[comm.rank].local)
-        reasons.append(failures[0])
-    raise Unavailable(f"no symmetric memory of {num_bytes} bytes a rank: {'; '.join(reasons)}")
+    try:
+        mapping, key = shared_files.share(
+            comm,
+            mine[0],
+            part_bytes * len(mine),
+            lambda path, identity: shared_files.map_file(path, part_bytes * len(mine), identity),
+        )
+    except Unavailable as error:
+        raise Unavailable(f"no symmetric memory of {num_bytes} bytes a rank: {error}") from None
+    indices = [places[rank].local for rank in mine]
+    return mapping, Segment(mapping, key, part_bytes, indices, places[comm.rank].local)
 
 
 def _remove(segment: AnySegment) -> None:
