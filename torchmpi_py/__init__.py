@@ -77,7 +77,7 @@ _HOMES = {
     "symmetric": ["symmetric_empty"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("engine", "nn")
+_MODULES = ("engine", "nn", "paramserver")
 
 __all__ = sorted([*_HOME_OF, *_MODULES])
 

@@ -2,6 +2,7 @@
 
 from torchmpi_py import engine as engine
 from torchmpi_py import nn as nn
+from torchmpi_py import paramserver as paramserver
 from torchmpi_py.collectives.autotune import autotune as autotune
 from torchmpi_py.collectives.consistency import check_with_allreduce as check_with_allreduce
 from torchmpi_py.collectives.objects import allgather_object as allgather_object

@@ -33,6 +33,7 @@ if __name__ == "__main__":
 from torchmpi_py.launch import binding, variables
 
 _LAST_SECONDS = 30
+_OUTPUT_SECONDS = 0.3  # an abort overtakes output that the starter has not read yet, such as the traceback
 _SILENT = "99"  # torch's profiler says on stderr when it starts and stops
 
 
@@ -174,6 +175,7 @@ def end_job(code: int, folder: str) -> None:
     if mpi is None and not os.path.isdir(folder) and (variables.size(os.environ) or 1) > 1:
         mpi = _mpi_at_last()
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        time.sleep(_OUTPUT_SECONDS)
         mpi.COMM_WORLD.Abort(code)
     sys.exit(code)
 

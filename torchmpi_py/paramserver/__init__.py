@@ -3,7 +3,32 @@
 After TorchMPI's parameter server (reference section 5). For now all ranks of a server are on one node.
 """
 
+from torchmpi_py.paramserver.downpour import DownpourUpdate
+from torchmpi_py.paramserver.easgd import EASGDUpdate
+from torchmpi_py.paramserver.lists import (
+    ServedTensors,
+    init_tensors,
+    integrate_tensors,
+    prefetch_tensors,
+    send_tensors,
+)
 from torchmpi_py.paramserver.rules import register_rule
 from torchmpi_py.paramserver.server import ParameterServer, free_all, init
+from torchmpi_py.paramserver.timetable import Timetable
+from torchmpi_py.paramserver.update import Update
 
-__all__ = ["ParameterServer", "free_all", "init", "register_rule"]
+__all__ = [
+    "DownpourUpdate",
+    "EASGDUpdate",
+    "ParameterServer",
+    "ServedTensors",
+    "Timetable",
+    "Update",
+    "free_all",
+    "init",
+    "init_tensors",
+    "integrate_tensors",
+    "prefetch_tensors",
+    "register_rule",
+    "send_tensors",
+]

@@ -1,0 +1,52 @@
+"""At which steps a worker exchanges what with a parameter server: plain arithmetic.
+
+With D = ``init_delay``, U = ``update_frequency``, F = ``prefetch`` and S = ``send_frequency``: the server is seeded at
+step D; its values are integrated every U steps after that, and for each integration they are fetched F steps before it;
+updates are sent every S steps after D. Source: TorchMPI's ``Update`` (reference 5.8), as it was meant: it fetched F
+steps too late, and one skipped step stopped it for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+
+class Due(NamedTuple):
+    """What there is to do in a step, in this order."""
+
+    shard: bool
+    prefetch: bool
+    integrate: bool
+    send: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Timetable:
+    """The steps. ValueError unless 0 <= prefetch <= update_frequency, and the frequencies are at least 1."""
+
+    init_delay: int = 100
+    update_frequency: int = 10
+    prefetch: int = 0
+    send_frequency: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("init_delay", 0), ("update_frequency", 1), ("prefetch", 0), ("send_frequency", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r}: give a whole number of steps, at least {least}")
+        if self.prefetch > self.update_frequency:
+            raise ValueError(
+                f"prefetch={self.prefetch} is more than update_frequency={self.update_frequency}: values would be "
+                "fetched before those that precede them are integrated"
+            )
+
+    def at(self, step: int) -> Due:
+        """What is due in a step; steps count from 0."""
+        since = step - self.init_delay
+        return Due(
+            shard=since == 0,
+            prefetch=since >= 0 and since + self.prefetch > 0 and (since + self.prefetch) % self.update_frequency == 0,
+            integrate=since > 0 and since % self.update_frequency == 0,
+            send=since > 0 and since % self.send_frequency == 0,
+        )
