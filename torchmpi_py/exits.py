@@ -6,6 +6,7 @@ A forked child is disowned: it must neither use its parent's rank nor shut its p
 from __future__ import annotations
 
 import atexit
+import io
 import contextlib
 import logging
 import os
@@ -83,6 +84,9 @@ def _aborting(former: Callable[..., Any]) -> Callable[..., None]:
 
     def hook(*failure: Any) -> None:
         former(*failure)
+        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+            # A hook around this one (torch.distributed has one) collects the text, to show it when this one returns.
+            sys.__stderr__.write(sys.stderr.getvalue())
         abort(1)
 
     hook.aborts = True  # type: ignore[attr-defined]  # launch/wrap.py aborts by itself, after the user's own hook
@@ -98,7 +102,8 @@ def abort(code: int) -> None:
     if mpi.COMM_WORLD.size > 1:
         with contextlib.suppress(Exception):
             tracing.save()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr, sys.__stderr__):
+            if stream is not None:
+                stream.flush()
         time.sleep(OUTPUT_SECONDS)
         mpi.COMM_WORLD.Abort(code)

@@ -102,6 +102,29 @@ def test_the_programs_own_excepthook_shows_the_error(program, no_leftovers, how,
     assert job.stderr.count("[rank 0] Traceback") == ours
 
 
+# As torch.distributed's hook: it shows what the one before it wrote when that returns, which ours does not.
+COLLECTING = """
+import io, sys, torchmpi_py as mpi
+mpi.start()
+inner = sys.excepthook
+def collecting(*failure):
+    stderr, sys.stderr = sys.stderr, io.StringIO()
+    inner(*failure)
+    text, sys.stderr = sys.stderr.getvalue(), stderr
+    sys.stderr.write(text)
+sys.excepthook = collecting
+if mpi.rank() == 1:
+    raise RuntimeError("heard")
+mpi.barrier()
+"""
+
+
+def test_a_hook_that_collects_the_error_does_not_swallow_it(program, no_leftovers):
+    job = launch("-n", 2, program(COLLECTING))
+    assert job.returncode == 1
+    assert job.stderr.count("RuntimeError: heard") == 1
+
+
 def test_a_signal_that_was_ignored_before_stays_ignored(program, tmp_path, no_leftovers):
     def as_nohup_does():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
