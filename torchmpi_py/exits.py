@@ -6,8 +6,8 @@ A forked child is disowned: it must neither use its parent's rank nor shut its p
 from __future__ import annotations
 
 import atexit
-import io
 import contextlib
+import io
 import logging
 import os
 import sys
