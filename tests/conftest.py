@@ -7,17 +7,22 @@ aborted, and a test that waits longer than its time limit ends the job with ever
 import io
 import os
 import sys
+import tempfile
 
 import pytest
 import torch
+
+from torchmpi_py.launch import variables
 
 os.environ["TORCHMPI_TUNING_DIR"] = os.devnull  # what someone measured on this machine is not what is tested
 _hidden: io.StringIO | None = None
 
 
-def _is_rank_above_0() -> bool:
-    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-    return next((os.environ[name] for name in names if name in os.environ), "0") != "0"
+def _give_temporary_folder() -> None:
+    """One for each rank: in a common one they fall over each other when pytest removes those of former runs."""
+    folder = os.path.join(tempfile.gettempdir(), f"pytest-ranks-{os.getuid()}", str(variables.rank(os.environ)))
+    os.makedirs(folder, exist_ok=True)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
 
 
 @pytest.hookimpl(trylast=True)
@@ -25,7 +30,9 @@ def pytest_configure(config):
     """Rank 0 reports; the others are heard only when they fail."""
     global _hidden
     config.addinivalue_line("markers", "mpi(min_size): runs on several ranks")
-    if _is_rank_above_0() and config.getoption("--only-mpi"):
+    if config.getoption("--only-mpi"):
+        _give_temporary_folder()
+    if (variables.rank(os.environ) or 0) > 0 and config.getoption("--only-mpi"):
         _hidden = io.StringIO()
         config.pluginmanager.getplugin("terminalreporter")._tw._file = _hidden
 
