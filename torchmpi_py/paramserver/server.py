@@ -48,7 +48,7 @@ def init(tensor: Tensor, *, comm: Communicator | None = None) -> ParameterServer
     if comm.num_nodes > 1:
         raise Unavailable(
             f"paramserver.init: {comm!r}: parameter servers stay within a node for now; give a communicator that does, "
-            "such as mpi.communicator(1).inner"
+            "such as mpi.communicator(1)"
         )
     server = ParameterServer(comm, source)
     _servers.append(server)
