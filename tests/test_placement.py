@@ -88,6 +88,22 @@ def test_every_rank_of_a_node_gets_its_own_gpu(pinned, monkeypatch, told, indice
         assert pinned[-1] == indices[rank]
 
 
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [([0, 2, 1], [0, 2, 1]), ([0, 0, 0], [0, 1, 2]), ([None] * 3, [0, 1, 2]), ([0, 1, None], [0, 1, 2])],
+    ids=["told", "left over", "untold", "half told"],
+)
+def test_a_told_local_rank_is_believed_only_if_it_can_be_true(told, expected, monkeypatch):
+    for rank, own in enumerate(told):
+        for name in variables._LOCAL_RANK:
+            monkeypatch.delenv(name, raising=False)
+        if own is not None:
+            monkeypatch.setenv("SLURM_LOCALID", str(own))
+        local = placement.locate(Node(rank, told))
+        assert (local.rank, local.size) == (expected[rank], 3)
+        assert local.cores >= 1
+
+
 def test_the_cpu_stays_the_cpu(pinned):
     assert placement.settled(torch.device("cpu"), Local(1, 2, 1, 1)) == torch.device("cpu")
     assert pinned == []

@@ -8,9 +8,9 @@ import textwrap
 
 import pytest
 
-from torchmpi_py import config, placement
+from torchmpi_py import config
 from torchmpi_py.errors import TorchMPIError
-from torchmpi_py.launch import mpirun, variables
+from torchmpi_py.launch import mpirun
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -244,32 +244,6 @@ def test_with_cuda_without_a_gpu():
         pytest.skip("this machine has a GPU")
     assert status == 0
     assert "sees no CUDA device" in out
-
-
-class Node:
-    """A node's communicator whose ranks told these local ranks."""
-
-    def __init__(self, rank, told):
-        self.rank, self.size, self.told = rank, len(told), told
-
-    def allgather(self, mine):
-        return [(told, mine[1]) for told in self.told]
-
-
-@pytest.mark.parametrize(
-    ("told", "expected"),
-    [([0, 2, 1], [0, 2, 1]), ([0, 0, 0], [0, 1, 2]), ([None] * 3, [0, 1, 2]), ([0, 1, None], [0, 1, 2])],
-    ids=["told", "left over", "untold", "half told"],
-)
-def test_a_told_local_rank_is_believed_only_if_it_can_be_true(told, expected, monkeypatch):
-    for rank, own in enumerate(told):
-        for name in variables._LOCAL_RANK:
-            monkeypatch.delenv(name, raising=False)
-        if own is not None:
-            monkeypatch.setenv("SLURM_LOCALID", str(own))
-        local = placement.locate(Node(rank, told))
-        assert (local.rank, local.size) == (expected[rank], 3)
-        assert local.cores >= 1
 
 
 def test_tuning_from_the_environment():

@@ -21,7 +21,7 @@ from torchmpi_py.collectives import two_shot
 from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.gathering import Sizes
 from torchmpi_py.collectives.ipc_group import Exchange, IpcGroup
-from torchmpi_py.collectives.reductions import kernel
+from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.communicators import Communicator
 
 
@@ -71,9 +71,7 @@ class CudaIpc(Flavour):
 
         def work(views: Sequence[Tensor], begin: int, end: int) -> None:
             if group.rank == root:
-                lines = [view.view(-1) for view in views]
-                steps = two_shot.plan(lines, [out[begin:end]], (0, end - begin), config.current.gpu_cache_bytes)
-                two_shot.carry_out(steps, how)
+                _reduce([view.view(-1) for view in views], out[begin:end], how)
 
         group.run(_showing(f"reduce with {op} to root {root}", source.view(1, -1), work))
 
@@ -81,9 +79,7 @@ class CudaIpc(Flavour):
         group, how, out = _group(channel, source), kernel(source.dtype, op), destination.view(-1)
 
         def work(views: Sequence[Tensor], begin: int, end: int) -> None:
-            lines = [view[group.rank] for view in views]
-            steps = two_shot.plan(lines, [out[begin:end]], (0, end - begin), config.current.gpu_cache_bytes)
-            two_shot.carry_out(steps, how)
+            _reduce([view[group.rank] for view in views], out[begin:end], how)
 
         group.run(_showing(f"reduce_scatter with {op}", source.view(channel.size, -1), work))
 
@@ -119,6 +115,11 @@ class CudaIpc(Flavour):
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
         _gather(_group(channel, x), x, [] if out is None else list(sizes.split(out)), sizes)
+
+
+def _reduce(sources: Sequence[Tensor], out: Tensor, how: Kernel) -> None:
+    """Reduce flat tensors of all ranks into one of this rank's own."""
+    two_shot.carry_out(two_shot.plan(sources, [out], (0, out.numel()), config.current.gpu_cache_bytes), how)
 
 
 def _gather(group: IpcGroup, x: Tensor, parts: Sequence[Tensor], sizes: Sizes) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import os
 from collections.abc import Iterator
 
@@ -26,12 +25,12 @@ class LockFile:
         self._file, _ = shared_files.share(
             channel.mpi, 0, _NUM_BYTES, lambda path, identity: shared_files.open_file(path, _NUM_BYTES, identity)
         )
-        self._unused = itertools.count()
+        self._num_taken = 0
 
     def take(self, number: int) -> int:
         """The first of ``number`` locks that nobody uses. Every rank takes alike."""
-        first = next(self._unused)
-        self._unused = itertools.count(first + number)
+        first = self._num_taken
+        self._num_taken += number
         return first
 
     @contextlib.contextmanager
