@@ -63,7 +63,7 @@ ROWS = [
     ["paramserver.store"],
     ["paramserver.server", "paramserver.timetable"],
     ["paramserver.lists"],
-    ["paramserver.update"],
+    ["paramserver.update", "paramserver.averaging", "paramserver.hogwild", "paramserver.synchronous"],
     ["paramserver"],
     ["engine"],
     ["bench"],

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchmpi_py import paramserver as ps
-from torchmpi_py.errors import ParameterServerError
+from torchmpi_py.errors import ParameterServerError, RanksDisagree
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
@@ -136,6 +136,48 @@ def test_what_downpour_sends(mpi):
     update.free()
 
 
+def test_prefetching_as_early_as_can_be(mpi):
+    """With prefetch equal to update_frequency: what comes in is what the server had at the integration before."""
+    net = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    net.weight.grad = torch.ones(1, 2)
+    update = ps.DownpourUpdate(net, init_delay=0, update_frequency=2, prefetch=2, local_update=lambda g: g)
+    seen = []
+    for step in range(7):
+        mpi.barrier()
+        update.update(step)
+        update.served.packs[0].server.receive().wait()  # after all that was asked
+        seen.append(net.weight[0, 0].item() / mpi.size())
+    assert seen[:4] == [0, 0, 0, 0]  # fetched in step 0, where nothing had been sent
+    assert seen[4] == seen[5]
+    assert 1 < seen[4] <= 2 < seen[6] <= 4  # fetched in step 2, and in step 4, when others may not yet have sent
+    update.free()
+
+
+def test_periodic_averaging(mpi):
+    """Mean of parameters and buffers, at the steps of the timetable, over the ranks of a level."""
+    size, me = mpi.size(), mpi.rank()
+    net = torch.nn.BatchNorm1d(3)
+    update = ps.PeriodicAveraging(net, init_delay=2, update_frequency=3)
+    mean = sum(range(size)) / size
+    for step in range(9):
+        torch.nn.init.constant_(net.weight, float(me + step))
+        net.running_mean.fill_(float(me))
+        update.update(step)
+        is_due = step in (5, 8)
+        torch.testing.assert_close(net.weight.detach(), torch.full((3,), float((mean if is_due else me) + step)))
+        torch.testing.assert_close(net.running_mean, torch.full((3,), float(mean if is_due else me)))
+    level = mpi.push_communicator(me // 2)
+    update = ps.PeriodicAveraging(net, level=level, init_delay=0, update_frequency=1)
+    torch.nn.init.constant_(net.weight, float(me))
+    update.update(1)
+    partners = [rank for rank in (me // 2 * 2, me // 2 * 2 + 1) if rank < size]
+    torch.testing.assert_close(net.weight.detach(), torch.full((3,), sum(partners) / len(partners)))
+    update.free()
+    with pytest.raises(ParameterServerError, match=r"update\(2\): this PeriodicAveraging was freed"):
+        update.update(2)
+
+
 def test_groups_of_ranks_as_workers(mpi):
     """Only roots talk to the server, and the others follow."""
     size, me = mpi.size(), mpi.rank()
@@ -163,3 +205,12 @@ def test_mistakes(mpi):
     update.update(4)
     with pytest.raises(ParameterServerError, match=r"update\(6\): the parameter server is seeded in step 5"):
         update.update(6)
+    update.free()
+    update.free()
+    with pytest.raises(ParameterServerError, match=r"update\(5\): this EASGDUpdate was freed"):
+        update.update(5)
+    if mpi.size() > 1:
+        with pytest.raises(RanksDisagree, match="init_delay differs"):
+            ps.EASGDUpdate(net, init_delay=mpi.rank())
+        with pytest.raises(RanksDisagree, match="init_delay, update_frequency"):
+            ps.PeriodicAveraging(net, update_frequency=1 + mpi.rank())

@@ -3,6 +3,7 @@
 After TorchMPI's parameter server (reference section 5). For now all ranks of a server are on one node.
 """
 
+from torchmpi_py.paramserver.averaging import PeriodicAveraging
 from torchmpi_py.paramserver.downpour import DownpourUpdate
 from torchmpi_py.paramserver.easgd import EASGDUpdate
 from torchmpi_py.paramserver.lists import (
@@ -21,6 +22,7 @@ __all__ = [
     "DownpourUpdate",
     "EASGDUpdate",
     "ParameterServer",
+    "PeriodicAveraging",
     "ServedTensors",
     "Timetable",
     "Update",

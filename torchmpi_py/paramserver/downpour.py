@@ -30,7 +30,7 @@ class DownpourUpdate(Update):
         self.local_update = local_update
         self._sums: list[Tensor] = []
 
-    def begin(self) -> None:
+    def begin(self, served: lists.ServedTensors) -> None:
         """What was computed before the server was seeded is in its values already."""
         self._sums = [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
 

@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 import torch
 
 from torchmpi_py import communicators, nn
-from torchmpi_py.errors import ParameterServerError
+from torchmpi_py.errors import ParameterServerError, RanksDisagree
 from torchmpi_py.paramserver import lists
-from torchmpi_py.paramserver.timetable import Timetable
+from torchmpi_py.paramserver.timetable import Due, Timetable
 
 
 class Update(ABC):
@@ -46,37 +46,61 @@ class Update(ABC):
             self.group = communicators.communicator(dataparallel_communicator)
         self._level = dataparallel_communicator
         self.is_root = self.group is None or self.group.rank == 0
-        self.num_workers: int = self.sharding.direct.mpi.allreduce(int(self.is_root))
+        told = self.sharding.direct.mpi.allgather((self.is_root, init_delay))
+        if len({delay for _, delay in told}) > 1:
+            raise RanksDisagree(
+                f"init_delay differs: {[delay for _, delay in told]} by rank; give the same on all ranks"
+            )
+        self.num_workers = sum(is_root for is_root, _ in told)
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.served: lists.ServedTensors | None = None
+        self.is_free = False
 
     def update(self, step: int) -> None:
         """Do what is due in this step. ParameterServerError if the step at which the server is seeded was left out."""
+        if self.is_free:
+            raise ParameterServerError(f"update({step}): this {type(self).__name__} was freed; make another")
         due = self.timetable.at(step)
-        if due.shard:
+        if due.shard and self.served is None:
             self.served = lists.init_tensors(self.parameters, comm=self.sharding)
-            self.begin()
-        if self.served is None:
-            if step > self.timetable.init_delay:
-                raise ParameterServerError(
-                    f"update({step}): the parameter server is seeded in step {self.timetable.init_delay} "
-                    "(init_delay), for which update was not called; count the steps from 0"
-                )
-            return
+            self.begin(self.served)
+        if self.served is not None:
+            self.exchange(self.served, step, due)
+        elif step > self.timetable.init_delay:
+            raise ParameterServerError(
+                f"update({step}): the parameter server is seeded in step {self.timetable.init_delay} "
+                "(init_delay), for which update was not called; count the steps from 0"
+            )
+
+    def exchange(self, served: lists.ServedTensors, step: int, due: Due) -> None:
+        """What is due in a step once the server is seeded, on every rank."""
         if self.is_root:
-            if due.prefetch:
-                lists.prefetch_tensors(self.served)
-            self.follow(self.served, step)
+            # what is fetched update_frequency steps before an integration is for the one after that of this step
+            is_for_later = due.integrate and self.timetable.prefetch > 0
+            if due.prefetch and not is_for_later:
+                self.prefetch(served)
+            self.follow(served, step)
             if due.integrate:
-                self.integrate(self.served)
+                self.integrate(served)
             if due.send:
-                self.send(self.served)
-        if due.integrate and self.group is not None:
+                self.send(served)
+            if due.prefetch and is_for_later:
+                self.prefetch(served)
+        if due.integrate:
+            self.share()
+
+    def share(self) -> None:
+        """Give the other ranks of the group the root's parameters. Collective over the group."""
+        if self.group is not None:
             with communicators.at(self._level or 0):
                 nn.synchronize_parameters(self.network)
 
-    def begin(self) -> None:  # noqa: B027 - not every update has something to do
-        """The server has just been seeded."""
+    def begin(self, served: lists.ServedTensors) -> None:  # noqa: B027 - not every update has something to do
+        """The server has just been seeded; every rank calls it."""
+
+    def prefetch(self, served: lists.ServedTensors) -> None:
+        """Start to fetch the values for the next integration."""
+        lists.prefetch_tensors(served)
 
     def follow(self, served: lists.ServedTensors, step: int) -> None:  # noqa: B027
         """A step after that; ``p.grad`` holds its gradients."""
@@ -90,6 +114,7 @@ class Update(ABC):
 
     def free(self) -> None:
         """Free the server. Collective over the level of sharding; idempotent."""
+        self.is_free = True
         if self.served is not None:
             self.served.free()
             self.served = None
