@@ -11,7 +11,7 @@ PACKAGE = pathlib.Path(torchmpi_py.__file__).parent
 
 # Lowest first: a module may import from its own row and from rows above it in this list, never from a later one.
 ROWS = [
-    ["errors", "config", "grouping", "clocks", "trace_rows"],
+    ["errors", "config", "grouping", "clocks", "trace_rows", "waiting"],
     ["tensors", "handles", "placement", "channels", "devices", "shared_files"],
     ["communication_thread", "gpus"],
     ["communicators", "streams", "cuda_ipc"],
@@ -59,8 +59,12 @@ ROWS = [
     ["collectives.autotune"],
     ["runtime", "buckets"],
     ["nn.synchronize", "nn.block_sequential", "nn.async_backward", "nn"],
-    ["paramserver.sharding", "paramserver.rules", "paramserver.locks", "paramserver.client"],
-    ["paramserver.store"],
+    ["paramserver.sharding", "paramserver.rules", "paramserver.locks", "paramserver.client", "paramserver.host_copies"],
+    ["paramserver.optimizers", "paramserver.shard"],
+    ["paramserver.store", "paramserver.messages", "paramserver.states"],
+    ["paramserver.service"],
+    ["paramserver.exchange"],
+    ["paramserver.carrier"],
     ["paramserver.server", "paramserver.timetable"],
     ["paramserver.lists"],
     ["paramserver.update", "paramserver.averaging", "paramserver.hogwild", "paramserver.synchronous"],

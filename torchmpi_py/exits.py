@@ -17,6 +17,7 @@ from typing import Any
 
 from torchmpi_py import communication_thread, communicators, tracing
 from torchmpi_py.communicators import Communicator
+from torchmpi_py.waiting import Nap
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -49,18 +50,16 @@ def meet(world: Communicator) -> None:
 
     On the background communicator, which is idle by now: a barrier that another rank's program is in is not this one.
     """
-    request = world.background.mpi.Ibarrier()
-    begin, warned = time.monotonic(), False
+    request, nap, warned = world.background.mpi.Ibarrier(), Nap(0.001), False
     while not request.Test():
-        waited = time.monotonic() - begin
-        time.sleep(min(0.001, waited / 10))
-        if waited > STOP_WARNING_SECONDS and not warned:
+        nap.take()
+        if nap.seconds > STOP_WARNING_SECONDS and not warned:
             warned = True
             logger.warning(
                 "rank %d has been waiting in mpi.stop() for %.0f s; the other ranks are still in their program. "
                 "If it left early (sys.exit on one rank?), they wait for it too, and the job hangs",
                 world.rank,
-                waited,
+                nap.seconds,
             )
 
 

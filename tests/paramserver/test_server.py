@@ -29,10 +29,10 @@ def seeded(size, count, dtype=torch.float32):
 
 @in_a_job
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-def test_seed_send_and_receive(mpi, dtype):
+def test_seed_send_and_receive(mpi, comm, dtype):
     size, me = mpi.size(), mpi.rank()
     for count in (0, 1, size - 1, size, size + 1, 1024, 911 * 101):
-        server = ps.init(values(me, count, dtype))
+        server = ps.init(values(me, count, dtype), comm=comm)
         assert torch.equal(server.receive().wait(), seeded(size, count, dtype))
         mpi.barrier()
         if me == size - 1:
@@ -50,10 +50,10 @@ def test_seed_send_and_receive(mpi, dtype):
 
 
 @in_a_job
-def test_every_rank_adds_at_once(mpi):
+def test_every_rank_adds_at_once(mpi, comm):
     """No update is lost, and none counts twice."""
     size, me, count = mpi.size(), mpi.rank(), 10_007
-    server = ps.init(torch.zeros(count, dtype=torch.float64))
+    server = ps.init(torch.zeros(count, dtype=torch.float64), comm=comm)
     mpi.wait_all([server.send(values(me + turn, count, torch.float64)) for turn in range(100)])
     mpi.barrier()
     expected = sum(values(rank + turn, count, torch.float64) for rank in range(size) for turn in range(100))
@@ -76,10 +76,10 @@ def test_a_rank_sees_its_own_sends_without_waiting(mpi):
 
 
 @in_a_job
-def test_a_shard_is_never_seen_half_changed(mpi):
+def test_a_shard_is_never_seen_half_changed(mpi, comm):
     """Every send adds the same to all elements of a shard, so all are equal whenever someone looks."""
     count = 200_000
-    server = ps.init(torch.zeros(count, dtype=torch.int64))
+    server = ps.init(torch.zeros(count, dtype=torch.int64), comm=comm)
     for turn in range(30):
         server.send(torch.full((count,), turn + mpi.rank()))
         got = server.receive().wait()
@@ -89,9 +89,9 @@ def test_a_shard_is_never_seen_half_changed(mpi):
 
 
 @in_a_job
-def test_layouts_and_shapes(mpi):
+def test_layouts_and_shapes(mpi, comm):
     x = torch.arange(12.0).view(3, 4)
-    server = ps.init(x.t())
+    server = ps.init(x.t(), comm=comm)
     assert server.shape == (4, 3)
     assert torch.equal(server.receive().wait(), x.t())
     got = torch.zeros(3, 4).t()
@@ -149,22 +149,22 @@ def test_ranks_that_disagree(mpi):
 
 
 @in_a_job
-def test_nothing_is_left_behind(mpi):
+def test_nothing_is_left_behind(mpi, comm):
     """500 servers, many at a time: no descriptor, mapping or thread more than before; freeing waits for requests."""
 
     def held():
         with open("/proc/self/maps") as maps:
             return len(os.listdir("/proc/self/fd")), sum("torchmpi_py" in line for line in maps)
 
-    ps.init(torch.zeros(1)).free()
+    ps.init(torch.zeros(1), comm=comm).free()
     before = held()
     for _ in range(50):
-        servers = [ps.init(torch.zeros(100)) for _ in range(10)]
+        servers = [ps.init(torch.zeros(100), comm=comm) for _ in range(10)]
         for server in servers:
             server.send(torch.ones(100))
         ps.free_all()
     assert held() == before
-    assert "parameter-server" not in " ".join(thread.name for thread in threading.enumerate())
+    assert "parameter-serv" not in " ".join(thread.name for thread in threading.enumerate())
 
 
 PROGRAM = """

@@ -31,18 +31,20 @@ def test_shards(size):
 )
 def test_rules(rule, options, expected):
     shard, payload = torch.tensor([1.0, 2, 3]), torch.tensor([10.0, 20, 30])
-    rules.checked(rule, options)(shard, payload, **options)
+    rules.checked(rule, options, torch.float32, None).fn(shard, payload, **options)
     assert shard.tolist() == expected
     assert payload.tolist() == [10, 20, 30]
 
 
 def test_mistakes_in_rules():
-    with pytest.raises(ValueError, match=r"rule 'none' is unknown; known rules: zero, copy, add, scaled_add, elastic"):
-        rules.checked("none", {})
+    with pytest.raises(
+        ValueError, match=r"rule 'none' is unknown; known rules: zero, copy, add, scaled_add, average, elastic"
+    ):
+        rules.checked("none", {}, torch.float32, None)
     with pytest.raises(TypeError, match=r"rule 'scaled_add' does not take the options \{\}: missing .*'scale'"):
-        rules.checked("scaled_add", {})
+        rules.checked("scaled_add", {}, torch.float32, None)
     with pytest.raises(TypeError, match=r"rule 'add' does not take the options \{'scale': 2\}"):
-        rules.checked("add", {"scale": 2})
+        rules.checked("add", {"scale": 2}, torch.float32, None)
     for name in ("zero", "add"):
         with pytest.raises(ValueError, match="is built in"):
             register_rule(name, print)

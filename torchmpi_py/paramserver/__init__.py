@@ -1,8 +1,9 @@
 """Parameter servers: tensors cut into shards over the ranks, with which each rank exchanges values when it likes.
 
-After TorchMPI's parameter server (reference section 5). For now all ranks of a server are on one node.
+After TorchMPI's parameter server (reference section 5).
 """
 
+from torchmpi_py.paramserver import optimizers as _optimizers  # noqa: F401 - adds them to the rules
 from torchmpi_py.paramserver.averaging import PeriodicAveraging
 from torchmpi_py.paramserver.downpour import DownpourUpdate
 from torchmpi_py.paramserver.easgd import EASGDUpdate

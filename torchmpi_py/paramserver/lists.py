@@ -1,9 +1,9 @@
 """Parameter servers for lists of tensors, such as the parameters of a module.
 
-Tensors of one dtype are packed into one flat server, so that a model of 200 small tensors costs one exchange a shard,
-and not 200. What is fetched comes into flat buffers first, from where ``integrate_tensors`` brings it into the
-tensors. After TorchMPI's functions of these names (reference 5.7), which kept tables by tensor; here ``init_tensors``
-returns what the others are given.
+Tensors of one dtype (and device) are packed into one flat server, so that a model of 200 small tensors costs one
+exchange a shard, and not 200. What is fetched comes into flat buffers first, from where ``integrate_tensors`` brings it
+into the tensors. After TorchMPI's functions of these names (reference 5.7), which kept tables by tensor; here
+``init_tensors`` returns what the others are given.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torchmpi_py.paramserver.server import ParameterServer, init
 
 
 class _Pack:
-    """The tensors of one dtype, their server, and flat buffers with a view for each tensor."""
+    """The tensors of one dtype and device, their server, and flat buffers there with a view for each tensor."""
 
-    def __init__(self, tensors: Sequence[Tensor], comm: Communicator) -> None:
+    def __init__(self, tensors: Sequence[Tensor], comm: Communicator, optimizer: str | None) -> None:
         self.tensors = list(tensors)
-        self.fetched = torch.cat([x.detach().cpu().reshape(-1) for x in tensors])
+        self.fetched = torch.cat([x.detach().reshape(-1) for x in tensors])
         self.sent = torch.empty_like(self.fetched)
-        self.server: ParameterServer = init(self.fetched, comm=comm)
+        self.server: ParameterServer = init(self.fetched, comm=comm, optimizer=optimizer)
         self.sending: Handle[Tensor] | None = None
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -39,13 +39,13 @@ class _Pack:
 class ServedTensors:
     """Tensors and their servers; made by ``init_tensors``."""
 
-    def __init__(self, tensors: Iterable[Tensor], comm: Communicator) -> None:
+    def __init__(self, tensors: Iterable[Tensor], comm: Communicator, optimizer: str | None) -> None:
         self.tensors = list(tensors)
-        by_dtype: dict[torch.dtype, list[int]] = {}
+        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, x in enumerate(self.tensors):
-            by_dtype.setdefault(x.dtype, []).append(index)
-        self._indices = list(by_dtype.values())
-        self.packs = [_Pack([self.tensors[index] for index in indices], comm) for indices in self._indices]
+            by_kind.setdefault((x.dtype, x.device), []).append(index)
+        self._indices = list(by_kind.values())
+        self.packs = [_Pack([self.tensors[index] for index in indices], comm, optimizer) for indices in self._indices]
         self.fetching: list[Handle[Tensor]] = []
 
     def in_packs(self, updates: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -54,19 +54,45 @@ class ServedTensors:
             raise ValueError(f"send_tensors: {len(updates)} updates for {len(self.tensors)} tensors")
         return [[updates[index] for index in indices] for indices in self._indices]
 
+    @property
+    def num_bytes_sent(self) -> int:
+        """What this rank has sent to shards."""
+        return sum(pack.server.num_bytes_sent for pack in self.packs)
+
+    @property
+    def num_bytes_received(self) -> int:
+        """What this rank has fetched from shards."""
+        return sum(pack.server.num_bytes_received for pack in self.packs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of each server (``ParameterServer.state_dict``)."""
+        return {"servers": [pack.server.state_dict() for pack in self.packs]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what was saved from a list of tensors of the same shapes and dtypes, in the same order."""
+        if len(state["servers"]) != len(self.packs):
+            raise ValueError(
+                f"load_state_dict: saved from {len(state['servers'])} servers, one a dtype, but these tensors have "
+                f"{len(self.packs)}"
+            )
+        for pack, saved in zip(self.packs, state["servers"], strict=True):
+            pack.server.load_state_dict(saved)
+
     def free(self) -> None:
         """Free the servers. Collective."""
         for pack in self.packs:
             pack.server.free()
 
 
-def init_tensors(tensors: Iterable[Tensor], *, comm: Communicator | None = None) -> ServedTensors:
+def init_tensors(
+    tensors: Iterable[Tensor], *, comm: Communicator | None = None, optimizer: str | None = None
+) -> ServedTensors:
     """Servers for tensors, which hold rank 0's values when this returns. Collective over ``comm``.
 
-    Every rank gives tensors of the same shapes and dtypes. Its own do not change.
+    Every rank gives tensors of the same shapes and dtypes. Its own do not change. ``optimizer`` as for ``init``.
     """
     comm = resolve(comm)
-    served = ServedTensors(tensors, comm)
+    served = ServedTensors(tensors, comm, optimizer)
     if comm.rank == 0:
         wait_all([pack.server.send(pack.fetched, "copy") for pack in served.packs])
     runtime.barrier(comm)
@@ -86,7 +112,7 @@ def integrate_tensors(served: ServedTensors, fn: Callable[[Tensor, Tensor], obje
     with torch.no_grad():
         for pack in served.packs:
             for fetched, x in zip(pack.views(pack.fetched), pack.tensors, strict=True):
-                fn(fetched if x.device == fetched.device else fetched.to(x.device), x)
+                fn(fetched, x)
 
 
 def send_tensors(

@@ -1,18 +1,41 @@
 """Rules: what a parameter server does to a shard with the part of a sent tensor that belongs to it.
 
 A rule is a function ``fn(shard, payload, **options)`` of two flat tensors of equal size and dtype, that changes the
-shard in place. It is carried out by the rank that sends, under the shard's lock.
+shard in place. One that has to remember something from send to send, as an optimizer has, also gets a ``Memory``:
+``fn(shard, payload, memory, **options)``. It is carried out under the shard's lock, by the rank that sends, or, for a
+shard on another node, by the service there.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-Rule = Callable[..., object]
+
+class Memory(NamedTuple):
+    """What is kept with a shard: ``slots``, tensors like it, and ``times``, one number (float64); all 0 at first."""
+
+    slots: list[Tensor]
+    times: Tensor
+
+
+class Rule(NamedTuple):
+    """A function and what it needs.
+
+    memory: "mean" (a count that every server has), or "optimizer" (``num_slots`` slots and a count, on a server that
+    was made for this rule). needs_payload: whether what is sent matters. begins_anew: the mean begins anew after it.
+    """
+
+    fn: Callable[..., object]
+    memory: Literal["mean", "optimizer"] | None = None
+    num_slots: int = 0
+    needs_floats: bool = False
+    needs_payload: bool = True
+    begins_anew: bool = False
 
 
 def _zero(shard: Tensor, payload: Tensor) -> None:
@@ -40,15 +63,37 @@ def _elastic(shard: Tensor, payload: Tensor, *, weight: float) -> None:
     shard.lerp_(payload, weight)
 
 
-_BUILT_IN: dict[str, Rule] = {"zero": _zero, "copy": _copy, "add": _add, "scaled_add": _scaled_add, "elastic": _elastic}
-_registered: dict[str, Rule] = {}
+def _average(shard: Tensor, payload: Tensor, memory: Memory) -> None:
+    """The mean of all that was sent by this rule since the last zero or copy; what the shard held before counts not."""
+    memory.times.add_(1)
+    shard.lerp_(payload, 1 / memory.times.item())
 
 
-def register_rule(name: str, fn: Rule) -> None:
+_rules: dict[str, Rule] = {
+    "zero": Rule(_zero, needs_payload=False, begins_anew=True),
+    "copy": Rule(_copy, begins_anew=True),
+    "add": Rule(_add),
+    "scaled_add": Rule(_scaled_add),
+    "average": Rule(_average, "mean", needs_floats=True),
+    "elastic": Rule(_elastic, needs_floats=True),
+}
+_built_in: set[str] = set(_rules)
+
+
+def build_in(name: str, rule: Rule) -> None:
+    """Add one of the package's own."""
+    _rules[name] = rule
+    _built_in.add(name)
+
+
+def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> None:
     """Let ``send(t, rule=name)`` do ``fn(shard, payload, **options)``. Register it alike on every rank.
 
-    A name may be registered again, for another function; those that are built in (zero, copy, add, scaled_add, elastic)
-    may not.
+    With ``num_slots`` > 0 it is an optimizer, for servers made with ``init(tensor, optimizer=name)``, and called as
+    ``fn(shard, payload, memory, **options)``: ``memory.slots`` are so many tensors like the shard, and ``memory.times``
+    a number, all kept from send to send and 0 at first.
+
+    A name may be registered again, for another function; those that are built in may not.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"register_rule: name={name!r}: give a name")
@@ -56,19 +101,44 @@ def register_rule(name: str, fn: Rule) -> None:
         raise TypeError(
             f"register_rule: fn={fn!r}: give a function of (shard, payload) that changes the shard in place"
         )
-    if name in _BUILT_IN:
+    if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 0:
+        raise ValueError(f"register_rule: num_slots={num_slots!r}: give a whole number, at least 0")
+    if name in _built_in:
         raise ValueError(f"register_rule: {name!r} is built in; take another name")
-    _registered[name] = fn
+    _rules[name] = Rule(fn, "optimizer", num_slots) if num_slots else Rule(fn)
 
 
-def checked(name: str, options: Mapping[str, Any]) -> Rule:
-    """The rule called ``name``. ValueError if there is none, TypeError if it does not take these options."""
-    rule = _BUILT_IN.get(name) or _registered.get(name)
-    if rule is None:
-        known = ", ".join([*_BUILT_IN, *_registered])
-        raise ValueError(f"send: rule {name!r} is unknown; known rules: {known}")
+def named(call: str, name: str) -> Rule:
+    """The rule called ``name``, or a ValueError that lists them."""
+    if name not in _rules:
+        raise ValueError(f"{call}: rule {name!r} is unknown; known rules: {', '.join(_rules)}")
+    return _rules[name]
+
+
+def optimizer(name: str) -> Rule:
+    """The optimizer called ``name``, or a ValueError that lists them."""
+    known = [known for known, rule in _rules.items() if rule.memory == "optimizer"]
+    if name not in known:
+        raise ValueError(f"paramserver.init: optimizer={name!r} is unknown; known optimizers: {', '.join(known)}")
+    return _rules[name]
+
+
+def checked(name: str, options: Mapping[str, Any], dtype: torch.dtype, of_server: str | None) -> Rule:
+    """The rule called ``name``, for a server of this dtype made for the optimizer ``of_server``.
+
+    ValueError if there is none, or not for this server; TypeError if it does not take these options.
+    """
+    rule = named("send", name)
+    if rule.memory == "optimizer" and name != of_server:
+        made = "for no optimizer" if of_server is None else f"for optimizer {of_server!r}"
+        raise ValueError(
+            f"send: rule {name!r} needs a server that was made for it, and this one was made {made}: "
+            f"paramserver.init(tensor, optimizer={name!r})"
+        )
+    if rule.needs_floats and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"send: rule {name!r} needs floating-point numbers, and this server holds {dtype}")
     try:
-        inspect.signature(rule).bind(None, None, **options)
+        inspect.signature(rule.fn).bind(*[None] * (2 if rule.memory is None else 3), **options)
     except TypeError as error:
         raise TypeError(f"send: rule {name!r} does not take the options {dict(options)}: {error}") from None
     except ValueError:

@@ -2,8 +2,9 @@
 
 On a node no rank serves: the shards are in memory that all ranks map, and whoever sends or receives works on them
 itself, one after another, each under its lock (``store.py``). A rank begins with its own shard, so that ranks which
-start together do not queue. All that a rank asks of its servers runs in one thread of that rank, in the order in which
-it was asked: a receive sees what the same rank has sent before, without waiting.
+start together do not queue. For the shards of other nodes it asks the service of that node (``service.py``). All that a
+rank asks of its servers runs in one thread of that rank, in the order in which it was asked: a receive sees what the
+same rank has sent before, without waiting.
 
 After TorchMPI's (reference section 5), where each rank served its shard from a thread that polled, and a send that was
 not waited for could be overtaken.
@@ -17,40 +18,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py import communicators
+from torchmpi_py import communication_thread, communicators
 from torchmpi_py.communicators import Communicator, resolve
 from torchmpi_py.errors import ParameterServerError, RanksDisagree, Unavailable
 from torchmpi_py.handles import Handle
-from torchmpi_py.paramserver import client, rules
-from torchmpi_py.paramserver.store import Store
+from torchmpi_py.paramserver import client, rules, states
+from torchmpi_py.paramserver.carrier import Carrier
+from torchmpi_py.paramserver.host_copies import HostCopy
 from torchmpi_py.tensors import check_tensor, flat, written
 
 _numbers = itertools.count()
 _servers: list[ParameterServer] = []  # in the order in which they were made
 
 
-def init(tensor: Tensor, *, comm: Communicator | None = None) -> ParameterServer:
+def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | None = None) -> ParameterServer:
     """A server for a tensor of this shape and dtype. Collective over ``comm`` (default: the current level).
 
     The flat tensor is cut into as many parts as there are ranks (fewer elements than ranks will do). Rank r holds part
-    r, and seeds it from its own ``tensor``, which is not kept; all parts are seeded when this returns. The server lives
-    until ``free``, ``free_all``, or the end of its communicator.
+    r, on the host, and seeds it from its own ``tensor``, which is not kept; all parts are seeded when this returns. The
+    server lives until ``free``, ``free_all``, or the end of its communicator.
 
-    Raises TypeError or ValueError for what is not a dense CPU tensor, RanksDisagree if the ranks give different shapes
-    or dtypes, Unavailable if they are on several nodes (not there yet) or cannot share memory; each on every rank.
+    optimizer: let the server keep the state of an optimizer, so that ``send(grad, rule=optimizer)`` is a step of it:
+        "sgd", "adagrad", "adam", or what ``register_rule`` was given with ``num_slots``.
+
+    Raises TypeError or ValueError for what is not a dense tensor on the CPU or a GPU or an unknown optimizer,
+    RanksDisagree if the ranks give different shapes, dtypes or optimizers, Unavailable if a node cannot share memory,
+    or the ranks are on several nodes and MPI does not give MPI_THREAD_MULTIPLE; each on every rank.
     """
     comm = resolve(comm)
-    source = flat(_on_host("paramserver.init", tensor))
-    asked = comm.direct.mpi.allgather((tuple(source.shape), str(source.dtype)))
+    source = flat(_on_known_device("paramserver.init", tensor))
+    num_slots = 0 if optimizer is None else rules.optimizer(optimizer).num_slots
+    asked = comm.direct.mpi.allgather((tuple(source.shape), str(source.dtype), optimizer))
     if any(other != asked[0] for other in asked):
-        told = ", ".join(f"rank {rank}: {list(shape)} {dtype}" for rank, (shape, dtype) in enumerate(asked))
-        raise RanksDisagree(f"paramserver.init: the ranks give different tensors ({told})")
-    if comm.num_nodes > 1:
-        raise Unavailable(
-            f"paramserver.init: {comm!r}: parameter servers stay within a node for now; give a communicator that does, "
-            "such as mpi.communicator(1)"
+        told = ", ".join(
+            f"rank {rank}: {list(shape)} {dtype}" + (f" for {name!r}" if name else "")
+            for rank, (shape, dtype, name) in enumerate(asked)
         )
-    server = ParameterServer(comm, source)
+        raise RanksDisagree(f"paramserver.init: the ranks give different tensors ({told})")
+    if comm.num_nodes > 1 and communication_thread.current().inline:
+        raise Unavailable(
+            f"paramserver.init: {comm!r} is on several nodes, and this MPI does not give MPI_THREAD_MULTIPLE, which "
+            "the service between nodes needs; give a communicator within a node, such as mpi.communicator(1)"
+        )
+    server = ParameterServer(comm, source, optimizer, num_slots)
     _servers.append(server)
     return server
 
@@ -64,36 +74,42 @@ def free_all() -> None:
 class ParameterServer:
     """A tensor in shards, made by ``init``. To send and receive is each rank's own affair, to free is collective.
 
-    ``shape`` and ``dtype`` are those of the tensor; ``bounds`` tells, for each rank, which elements of it it holds.
+    ``shape`` and ``dtype`` are those of the tensor; ``bounds`` tells, for each rank, which elements of it it holds;
+    ``num_bytes_sent`` and ``num_bytes_received`` count what this rank has exchanged with shards, its own included.
     """
 
-    def __init__(self, comm: Communicator, source: Tensor) -> None:
-        self.shape, self.dtype = source.shape, source.dtype
+    def __init__(self, comm: Communicator, source: Tensor, optimizer: str | None, num_slots: int) -> None:
+        self.shape, self.dtype, self.optimizer = source.shape, source.dtype, optimizer
+        self.num_bytes_sent = self.num_bytes_received = 0
         self._channel, self._key = comm.direct, ("parameter server", next(_numbers))
-        self._store = comm.direct.keep(self._key, lambda channel: Store(channel, source.view(-1)))
-        self.bounds = list(self._store.bounds)
+        seed = source.view(-1).cpu()
+        self._carrier = comm.direct.keep(self._key, lambda channel: Carrier(channel, seed, num_slots))
+        self.bounds = list(self._carrier.bounds)
 
     def send(self, tensor: Tensor, rule: str = "add", **options: Any) -> Handle[Tensor]:
         """Apply a rule to every shard, with the part of ``tensor`` that belongs to it; ``wait`` returns ``tensor``.
 
-        Rules: zero, copy, add, scaled_add (with ``scale=``), elastic (with ``weight=``), and what ``register_rule`` has
-        added. A shard takes a send as a whole; different shards may take those of several ranks in different orders.
-        When the handle is complete the rule has been applied, once. Until then ``tensor`` must not be changed.
+        Rules: zero, copy, add, scaled_add (with ``scale=``), average, elastic (with ``weight=``), the server's
+        optimizer with its options, and what ``register_rule`` has added. A shard takes a send as a whole; different
+        shards may take those of several ranks in different orders. When the handle is complete the rule has been
+        applied, once. Until then ``tensor`` must not be changed.
 
-        Raises TypeError or ValueError for another size, dtype or device, an unknown rule, or options that it does not
-        take; ParameterServerError after ``free``. What the rule raises comes out of ``wait``.
+        Raises TypeError or ValueError for another size or dtype, an unknown rule, or options that it does not take;
+        ParameterServerError after ``free``. What the rule raises comes out of ``wait``; the other shards take the send.
         """
-        apply = rules.checked(rule, options)
+        known = rules.checked(rule, options, self.dtype, self.optimizer)
         payload = flat(self._checked("send", tensor)).view(-1)
+        copy = HostCopy(payload) if payload.device.type != "cpu" and known.needs_payload else None
 
         def step() -> Tensor:
-            self._store.visit(lambda shard, begin, end: apply(shard, payload[begin:end], **options))
+            values = payload if copy is None else copy.taken()
+            self.num_bytes_sent += self._carrier.apply(rule, known, options, values)
             return tensor
 
         return client.submit(f"send to a parameter server, rule {rule}", step)
 
     def receive(self, tensor: Tensor | None = None) -> Handle[Tensor]:
-        """Fetch all shards into ``tensor`` (default: a new one), which ``wait`` returns.
+        """Fetch all shards into ``tensor`` (default: a new one on the CPU), which ``wait`` returns.
 
         Each shard comes as it was between two sends, perhaps of different times. It contains what this rank has sent
         before, and what was complete on other ranks. Raises as ``send`` does.
@@ -101,27 +117,71 @@ class ParameterServer:
         target = torch.empty(self.shape, dtype=self.dtype, device="cpu") if tensor is None else tensor
         buffer, copy_out = written("receive", self._checked("receive", target), holds_input=False)
         line = buffer.view(-1)
+        copy = HostCopy(line) if line.device.type != "cpu" else None
 
         def step() -> Tensor:
-            self._store.visit(lambda shard, begin, end: line[begin:end].copy_(shard))
-            if copy_out is not None:
+            host = line if copy is None else copy.empty()
+            self.num_bytes_received += self._carrier.read(host)
+            if copy is not None:
+                copy.give(host, copy_out)
+            elif copy_out is not None:
                 copy_out()
             return target
 
         return client.submit("receive from a parameter server", step)
 
+    def take_in(self, source: ParameterServer, rule: str = "add", **options: Any) -> Handle[None]:
+        """Apply a rule to this rank's own shard with its shard of the server ``source``, which becomes zero.
+
+        What a synchronous update needs: all send gradients to ``source`` and meet; then every rank does the step of its
+        part. ``source`` has the same number of elements, dtype and communicator. Raises as ``send`` does.
+        """
+        known = rules.checked(rule, options, self.dtype, self.optimizer)
+        for server in (self, source):
+            server._check_alive("take_in")
+        if source is self or (source.bounds, source.dtype) != (self.bounds, self.dtype):
+            raise ValueError("take_in: source must be another server of as many elements, the same dtype and ranks")
+        return client.submit(
+            f"step of this rank's shard, rule {rule}", lambda: self._carrier.take_in(source._carrier, known, options)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values and what the optimizer keeps, of all shards: to be saved with ``torch.save``, by any one rank.
+
+        A shard comes as it was between two sends. For one moment of all shards let the ranks meet (``mpi.barrier``)
+        before and after.
+        """
+        self._check_alive("state_dict")
+        saved = client.submit("save a parameter server", self._carrier.save).wait()
+        return states.joined(saved, self.shape, self.dtype, self.optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what was saved, on any number of ranks. One rank calls it, and the others after it go on.
+
+        ValueError if it was saved from a server of another shape, dtype or optimizer.
+        """
+        self._check_alive("load_state_dict")
+        parts = states.parted(state, self.bounds, self.shape, self.dtype, self.optimizer)
+        client.submit("restore a parameter server", lambda: self._carrier.restore(parts)).wait()
+
     def free(self) -> None:
-        """Give the memory back, once every rank has called it and what all asked is done. Collective; idempotent."""
+        """Give the memory back, once every rank has called it and what all asked is done. Collective; idempotent.
+
+        Whoever comes first sleeps until the others come: a rank that only serves others calls this at once.
+        """
         if self in _servers:
             _servers.remove(self)
-        if not self._store.is_free:
+        if not self._carrier.is_free:
             self._channel.give_back(self._key)
 
-    def _checked(self, call: str, tensor: Tensor) -> Tensor:
+    def _check_alive(self, call: str) -> None:
         communicators.stack()  # neither in a child process nor after stop
-        if self._store.is_free:
+        if self._carrier.is_free:
             raise ParameterServerError(f"{call}: this parameter server was freed; make another with paramserver.init")
-        x = _on_host(call, tensor)
+
+    def _checked(self, call: str, tensor: Tensor) -> Tensor:
+        self._check_alive(call)
+        x = _on_known_device(call, tensor)
         if x.dtype != self.dtype or x.numel() != self.shape.numel():
             raise ValueError(
                 f"{call}: the tensor has shape {tuple(x.shape)} and {x.dtype}, but the parameter server has "
@@ -130,10 +190,8 @@ class ParameterServer:
         return x
 
 
-def _on_host(call: str, tensor: object) -> Tensor:
+def _on_known_device(call: str, tensor: object) -> Tensor:
     x = check_tensor(call, "tensor", tensor)
-    if x.device.type != "cpu":
-        raise ValueError(
-            f"{call}: the tensor is on {x.device}; parameter servers hold CPU tensors for now: pass x.cpu()"
-        )
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{call}: the tensor is on {x.device}; give one on the CPU or a CUDA device")
     return x

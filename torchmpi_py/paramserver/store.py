@@ -1,55 +1,51 @@
-"""The shards of one parameter server, in memory that all ranks of the node map, with a lock each."""
+"""The shards of one parameter server on this node, in memory that all ranks of the node map, with a lock each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from torchmpi_py import symmetric
 from torchmpi_py.channels import Channel
-from torchmpi_py.paramserver import client
+from torchmpi_py.paramserver import shard
 from torchmpi_py.paramserver.locks import LockFile
-from torchmpi_py.paramserver.sharding import Bounds, shards
+from torchmpi_py.paramserver.shard import Shard
+from torchmpi_py.paramserver.sharding import Bounds
 
 
 class Store:
-    """Kept with the channel of its ranks. Made collectively: each rank seeds its shard from its own flat ``source``."""
+    """Made collectively over the channel: each rank seeds its shard from its own flat ``source``."""
 
-    def __init__(self, channel: Channel, source: Tensor) -> None:
-        self.bounds: list[Bounds] = shards(source.numel(), channel.size)
-        self.is_free = False
-        self._channel = channel
-        self._locks = channel.keep(LockFile, LockFile)
-        self._first_lock = self._locks.take(channel.size)
-        largest = (self.bounds[0][1] - self.bounds[0][0]) * source.itemsize
+    def __init__(self, channel: Channel, source: Tensor, bounds: Sequence[Bounds], num_slots: int) -> None:
+        locks = channel.keep(LockFile, LockFile).take(channel.size)
+        largest = shard.num_bytes(bounds[0][1] - bounds[0][0], source.dtype, num_slots)
         self._memory = symmetric.memory(channel, largest, torch.device("cpu"))
         found = symmetric.find(self._memory)
         assert found is not None, "it was just made"
-        self._shards = [
-            found[0].view(place.local, source.dtype, end - begin)
-            for place, (begin, end) in zip(channel.places, self.bounds, strict=True)
-        ]
-        begin, end = self.bounds[channel.rank]
-        self._shards[channel.rank].copy_(source[begin:end])
+        segment, node = found[0], channel.places[channel.rank].node
+        self._shards: dict[int, Shard] = {}
+        for rank, (place, (begin, end)) in enumerate(zip(channel.places, bounds, strict=True)):
+            if place.node == node:
+                view = _viewer(segment, place.local)
+                self._shards[rank] = Shard(view, end - begin, source.dtype, num_slots)
+        self._locks = dict(enumerate(locks))
+        begin, end = bounds[channel.rank]
+        self._shards[channel.rank].values.copy_(source[begin:end])
         channel.mpi.Barrier()
 
-    def visit(self, work: Callable[[Tensor, int, int], object]) -> None:
-        """Do ``work(shard, begin, end)`` for each shard that is not empty, under its lock; this rank's own is first.
+    def __contains__(self, rank: int) -> bool:
+        """Whether the shard of this rank is here."""
+        return rank in self._shards
 
-        In the client's thread alone: the locks know no others.
-        """
-        for step in range(self._channel.size):
-            rank = (self._channel.rank + step) % self._channel.size
-            begin, end = self.bounds[rank]
-            if begin < end:
-                with self._locks.held(self._first_lock + rank):
-                    work(self._shards[rank], begin, end)
+    @contextlib.contextmanager
+    def held(self, rank: int) -> Iterator[Shard]:
+        """The shard of a rank of this node; nobody else looks at it or changes it in this block."""
+        with self._locks[rank].held():
+            yield self._shards[rank]
 
-    def free(self) -> None:
-        """When all ranks have done what they were asked, let go of the memory. Collective."""
-        client.drain()
-        self._channel.mpi.Barrier()
-        self.is_free = True
-        del self._shards, self._memory
+
+def _viewer(segment: symmetric.AnySegment, index: int) -> shard.View:
+    return lambda dtype, count, offset: segment.view(index, dtype, count, offset)

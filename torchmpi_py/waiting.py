@@ -1,0 +1,43 @@
+"""Waiting without a busy processor, for what cannot wake the one who waits: a message, a request of MPI."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_WORTH_A_SLEEP_SECONDS = 20e-6
+
+
+class Nap:
+    """Pauses between one look and the next: a tenth of the time since ``begin``, at most ``longest_seconds``.
+
+    So what comes soon is seen soon, and what takes long costs next to nothing.
+    """
+
+    def __init__(self, longest_seconds: float) -> None:
+        self._longest_seconds = longest_seconds
+        self.begin()
+
+    def begin(self) -> None:
+        """Something happened: look often again."""
+        self._since = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """The time since ``begin``."""
+        return time.monotonic() - self._since
+
+    def take(self) -> None:
+        """Pause; the first pauses only give way."""
+        pause = min(self._longest_seconds, self.seconds / 10)
+        time.sleep(pause if pause > _WORTH_A_SLEEP_SECONDS else 0)
+
+
+def barrier(comm: MPI.Comm, longest_seconds: float = 0.002) -> None:
+    """An MPI barrier in which nobody spins."""
+    request, nap = comm.Ibarrier(), Nap(longest_seconds)
+    while not request.Test():
+        nap.take()
