@@ -6,7 +6,7 @@ After TorchMPI's parameter server (reference section 5).
 from torchmpi_py.paramserver import optimizers as _optimizers  # noqa: F401 - adds them to the rules
 from torchmpi_py.paramserver.averaging import PeriodicAveraging
 from torchmpi_py.paramserver.downpour import DownpourUpdate
-from torchmpi_py.paramserver.easgd import EASGDUpdate
+from torchmpi_py.paramserver.easgd import EAMSGDUpdate, EASGDUpdate
 from torchmpi_py.paramserver.lists import (
     ServedTensors,
     init_tensors,
@@ -21,6 +21,7 @@ from torchmpi_py.paramserver.update import Update
 
 __all__ = [
     "DownpourUpdate",
+    "EAMSGDUpdate",
     "EASGDUpdate",
     "ParameterServer",
     "PeriodicAveraging",

@@ -3,6 +3,10 @@
 In an exchange of worker i with the centre c, with a = beta / number of workers: d = a (c - x_i), x_i += d, c -= d.
 The sum of all workers and the centre stays what it is. Between exchanges each worker trains by itself.
 
+EAMSGD is the form in which workers train with Nesterov's momentum: v' = m v - lr g(x + m v), x' = x + v'. Elastic is x.
+torch's optimizer keeps p = x + m v in the place of the parameters, for there the next gradient is taken, and
+b = -v / lr as its ``momentum_buffer``. So x = p + lr m b, and to move p is to move x as far.
+
 Source: Zhang, Choromanska, LeCun: Deep learning with elastic averaging SGD (2015). TorchMPI's ``EASGDUpdate``
 (reference 5.10) computed what to send, and never sent it.
 """
@@ -27,7 +31,7 @@ class EASGDUpdate(Update):
 
     def __init__(self, network: torch.nn.Module, *, beta: float = 0.9, **options: Any) -> None:
         if "send_frequency" in options:
-            raise TypeError("EASGDUpdate takes no send_frequency: it sends whenever it integrates")
+            raise TypeError(f"{type(self).__name__} takes no send_frequency: it sends whenever it integrates")
         if not 0 < beta < 1:
             raise ValueError(f"beta={beta}: give a number between 0 and 1")
         super().__init__(network, **options)
@@ -38,9 +42,65 @@ class EASGDUpdate(Update):
         differences: dict[Tensor, Tensor] = {}
 
         def attract(centre: Tensor, p: Tensor) -> None:
-            step = (centre - p).mul_(self.beta / self.num_workers)
+            step = (centre - self.position(p)).mul_(self.beta / self.num_workers)
             p.add_(step)
             differences[p] = step.neg_()
 
         lists.integrate_tensors(served, attract)
         lists.send_tensors(served, [differences[p] for p in served.tensors], "add")
+
+    def position(self, p: Tensor) -> Tensor:
+        """What of a parameter the centre attracts."""
+        return p
+
+
+class EAMSGDUpdate(EASGDUpdate):
+    """EASGD for workers that train with momentum, which is taken off the parameters before they meet the centre.
+
+    optimizer: the ``torch.optim.SGD(..., momentum=m, nesterov=True)`` that trains the network, all of it and nothing
+    else. Each worker keeps its own momentum. The learning rate may change from step to step. Other arguments as for
+    ``EASGDUpdate``.
+    """
+
+    def __init__(self, network: torch.nn.Module, optimizer: torch.optim.SGD, **options: Any) -> None:
+        _check_optimizer(optimizer, network)
+        super().__init__(network, **options)
+        self.optimizer = optimizer
+        self._group_of: dict[Tensor, dict[str, Any]] = {}
+
+    def integrate(self, served: lists.ServedTensors) -> None:
+        """As for EASGD, with the learning rate and momentum of this step."""
+        self._group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        super().integrate(served)
+
+    def position(self, p: Tensor) -> Tensor:
+        """Where the worker is, without the look-ahead of Nesterov's momentum."""
+        buffer = self.optimizer.state[p].get("momentum_buffer") if p in self.optimizer.state else None
+        if buffer is None:  # no gradient so far
+            return p
+        group = self._group_of[p]
+        return p + group["lr"] * group["momentum"] * buffer
+
+
+def _check_optimizer(optimizer: object, network: torch.nn.Module) -> None:
+    """TypeError or ValueError unless it is SGD with Nesterov's momentum for exactly the trained parameters."""
+    remedy = "give the torch.optim.SGD(network.parameters(), lr=..., momentum=..., nesterov=True) that trains it"
+    if not isinstance(optimizer, torch.optim.SGD):
+        raise TypeError(f"EAMSGDUpdate: optimizer={optimizer!r}: {remedy}")
+    for group in optimizer.param_groups:
+        if not group["nesterov"]:
+            raise ValueError(
+                f"EAMSGDUpdate: the optimizer has momentum={group['momentum']} and nesterov=False: {remedy}; for other "
+                "optimizers there is EASGDUpdate"
+            )
+    held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    trained = {p: name for name, p in network.named_parameters() if p.requires_grad}
+    if missing := [name for p, name in trained.items() if p not in held]:
+        raise ValueError(
+            f"EAMSGDUpdate: the optimizer lacks parameters of the network ({', '.join(missing)}): {remedy}"
+        )
+    if others := len(held - set(trained)):
+        raise ValueError(
+            f"EAMSGDUpdate: the optimizer holds {others} parameters that are not the network's, and which would not be "
+            f"exchanged: {remedy}"
+        )
