@@ -1,4 +1,4 @@
-"""What the examples share: the data sets, and a small network for them.
+"""What the examples share: the data sets, a small network for them, and how well it does.
 
 The digits come with scikit-learn: 1797 images of 8 x 8 pixels. With a directory, MNIST is read from it: the four idx
 files under their own names, plain or gzipped.
@@ -65,3 +65,10 @@ def conv_net(image_size):
         torch.nn.ReLU(),
         torch.nn.Linear(64, 10),
     )
+
+
+def accuracy(network, test_set):
+    """The share of a test set that a network recognizes."""
+    images, labels = test_set.tensors
+    with torch.no_grad():
+        return (network(images).argmax(1) == labels).double().mean().item()

@@ -1,0 +1,97 @@
+"""Digit recognition with elastic averaging between groups of ranks, each of which trains one copy of the network.
+
+    torchmpirun -n 4 examples/mnist_parameterserver_easgd_dataparallel.py
+
+Groups have up to three ranks: with four ranks one of three and one of one, uneven on purpose. Within a group gradients
+are averaged in every step; the group's first rank exchanges with the centre, and the others follow it. Groups do not
+wait for each other.
+"""
+
+import argparse
+import math
+import os
+
+import digits_data
+import torch
+from torch.nn.utils import parameters_to_vector
+
+import torchmpi_py as mpi
+from torchmpi_py import nn as mpinn
+from torchmpi_py import paramserver as ps
+from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--data", help="directory of MNIST's idx files; default: scikit-learn's digits")
+parser.add_argument("--epochs", type=int, default=25)
+parser.add_argument("--seed", type=int, default=1111)
+parser.add_argument("--batch", type=int, default=60, help="samples per step, over all ranks; rounded up")
+parser.add_argument("--lr", type=float, default=0.02)
+parser.add_argument("--momentum", type=float, default=0.9, help="Nesterov's, of each rank by itself")
+parser.add_argument("--beta", type=float, default=0.9, help="how far all workers together move the centre")
+parser.add_argument("--init-delay", type=int, default=20, help="steps before the centre is seeded")
+parser.add_argument("--update-frequency", type=int, default=10, help="steps between exchanges")
+parser.add_argument("--prefetch", type=int, default=3, help="steps by which the centre is fetched early")
+parser.add_argument("--at-least", type=float, default=0.95, help="the accuracy that must be reached")
+options = parser.parse_args()
+
+if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets it: cores / ranks
+    torch.set_num_threads(1)
+
+mpi.start()
+torch.manual_seed(options.seed)
+train_set, test_set = digits_data.load(options.data)
+network = digits_data.conv_net(image_size=train_set.tensors[0].shape[-1])
+mpinn.synchronize_parameters(network)
+
+iterator = DatasetIterator(
+    train_set, -(-options.batch // mpi.size()), seed=options.seed, rank=mpi.rank(), size=mpi.size()
+)
+level = mpi.push_communicator(math.ceil((mpi.rank() + 1) / 3))
+update = ps.EASGDUpdate(
+    network,
+    dataparallel_communicator=level,
+    beta=options.beta,
+    init_delay=options.init_delay,
+    update_frequency=options.update_frequency,
+    prefetch=options.prefetch,
+)
+
+
+def exchange(state):
+    """What is due after this step, which state.t counts already."""
+    global seeded
+    update.update(state.t - 1)
+    if state.t - 1 == options.init_delay and mpi.communicator(0).rank == 0:
+        seeded = parameters_to_vector(network.parameters()).detach().clone()  # the centre begins here
+
+
+engine = AllReduceSGDEngine()
+engine.hooks.on_update = exchange
+with mpi.at(level):  # the engine averages over the ranks of the current level: this group
+    engine.train(
+        network=network,
+        criterion=torch.nn.CrossEntropyLoss(),
+        iterator=iterator,
+        optimizer=lambda parameters: torch.optim.SGD(
+            parameters, lr=options.lr, momentum=options.momentum, nesterov=options.momentum > 0
+        ),
+        maxepoch=options.epochs,
+    )
+    mpinn.check_with_allreduce(network)
+    members = mpi.size()
+
+# The result is the centre, when all ranks are done.
+mpi.wait_all(ps.prefetch_tensors(update.served))  # comes after all that this rank has sent
+mpi.barrier()
+ps.prefetch_tensors(update.served)
+ps.integrate_tensors(update.served, lambda fetched, p: p.copy_(fetched))
+
+mpinn.check_with_allreduce(network)
+accuracy = digits_data.accuracy(network, test_set)
+if mpi.rank() == 0:
+    moved = (parameters_to_vector(network.parameters()) - seeded).norm().item()
+    print(f"{update.num_workers} workers, the first of {members} ranks")
+    print(f"accuracy {100 * accuracy:.2f} % at the centre, which has moved by {moved:.2f}")
+    assert moved > 0.1, "the centre has to move"
+assert accuracy >= options.at_least, f"accuracy {accuracy}, but {options.at_least} was to be reached"
+mpi.stop()
