@@ -37,6 +37,16 @@ def pytest_configure(config):
         config.pluginmanager.getplugin("terminalreporter")._tw._file = _hidden
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave out the tests that are not for this run, of one process or of many: to skip thousands takes long."""
+    wanted = [item for item in items if (item.get_closest_marker("mpi") is not None) == config.getoption("--only-mpi")]
+    if wanted:  # else they are skipped, which is no failure
+        chosen = set(wanted)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = wanted
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
     """After a failure: show it, and end the job instead of waiting for ranks that wait for this one."""
