@@ -210,7 +210,7 @@ def test_mistakes(mpi):
     with pytest.raises(ParameterServerError, match=r"update\(5\): this EASGDUpdate was freed"):
         update.update(5)
     if mpi.size() > 1:
-        with pytest.raises(RanksDisagree, match="init_delay differs"):
+        with pytest.raises(RanksDisagree, match="EASGDUpdate: init_delay by rank"):
             ps.EASGDUpdate(net, init_delay=mpi.rank())
         with pytest.raises(RanksDisagree, match="init_delay, update_frequency"):
             ps.PeriodicAveraging(net, update_frequency=1 + mpi.rank())

@@ -16,6 +16,7 @@ from torchmpi_py.paramserver.lists import (
 )
 from torchmpi_py.paramserver.rules import register_rule
 from torchmpi_py.paramserver.server import ParameterServer, free_all, init
+from torchmpi_py.paramserver.stale import StaleSynchronousUpdate
 from torchmpi_py.paramserver.timetable import Timetable
 from torchmpi_py.paramserver.update import Update
 
@@ -26,6 +27,7 @@ __all__ = [
     "ParameterServer",
     "PeriodicAveraging",
     "ServedTensors",
+    "StaleSynchronousUpdate",
     "Timetable",
     "Update",
     "free_all",

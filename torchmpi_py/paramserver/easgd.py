@@ -79,7 +79,7 @@ class EAMSGDUpdate(EASGDUpdate):
         if buffer is None:  # no gradient so far
             return p
         group = self._group_of[p]
-        return p + group["lr"] * group["momentum"] * buffer
+        return p.add(buffer, alpha=float(group["lr"] * group["momentum"]))
 
 
 def _check_optimizer(optimizer: object, network: torch.nn.Module) -> None:

@@ -46,15 +46,17 @@ class Update(ABC):
             self.group = communicators.communicator(dataparallel_communicator)
         self._level = dataparallel_communicator
         self.is_root = self.group is None or self.group.rank == 0
-        told = self.sharding.direct.mpi.allgather((self.is_root, init_delay))
-        if len({delay for _, delay in told}) > 1:
-            raise RanksDisagree(
-                f"init_delay differs: {[delay for _, delay in told]} by rank; give the same on all ranks"
-            )
-        self.num_workers = sum(is_root for is_root, _ in told)
+        self.check_alike("init_delay", init_delay)
+        self.num_workers: int = self.sharding.direct.mpi.allreduce(int(self.is_root))
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.served: lists.ServedTensors | None = None
         self.is_free = False
+
+    def check_alike(self, name: str, value: object) -> None:
+        """RanksDisagree, on every rank, unless all give the same. Collective over the level of sharding."""
+        given = self.sharding.direct.mpi.allgather(value)
+        if any(other != value for other in given):
+            raise RanksDisagree(f"{type(self).__name__}: {name} by rank: {given}; give the same on all ranks")
 
     def update(self, step: int) -> None:
         """Do what is due in this step. ParameterServerError if the step at which the server is seeded was left out."""

@@ -1,0 +1,180 @@
+"""Bounded staleness: the bound holds for steps and values, 0 is synchronous training, the finished hold up nobody."""
+
+import logging
+import time
+
+import pytest
+import torch
+
+from torchmpi_py import communicators, symmetric
+from torchmpi_py import paramserver as ps
+from torchmpi_py.errors import ParameterServerError, RanksDisagree
+from torchmpi_py.paramserver import stale
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+
+
+class Counting(torch.nn.Module):
+    """A parameter with one number for each worker."""
+
+    def __init__(self, num_workers):
+        super().__init__()
+        self.steps = torch.nn.Parameter(torch.zeros(num_workers))
+
+
+def net_and_data(size):
+    """The same network and data on every rank; 8 samples for each rank and step."""
+    torch.manual_seed(5)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).double()
+    return net, torch.randn(10, size, 8, 4).double(), torch.randn(10, size, 8, 2).double()
+
+
+def train_step(net, optimizer, x, y):
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(net(x), y).backward()
+    optimizer.step()
+
+
+def sgd(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+
+def test_without_staleness_it_is_synchronous_training(mpi):
+    """As one process with all the data, whoever is late."""
+    size, me = mpi.size(), mpi.rank()
+    alone, x, y = net_and_data(size)
+    net, _, _ = net_and_data(size)
+    if me > 0:
+        torch.nn.init.ones_(net[0].weight)  # rank 0's values count
+    optimizer, reference = sgd(net), sgd(alone)
+    update = ps.StaleSynchronousUpdate(net, staleness=0, init_delay=0)
+    update.update(0)
+    for step in range(10):
+        train_step(alone, reference, x[step].flatten(0, 1), y[step].flatten(0, 1))
+        train_step(net, optimizer, x[step, me], y[step, me])
+        if step % size == me:
+            time.sleep(0.005)
+        update.update(step + 1)
+        for mine, other in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+    update.free()
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_the_bound_holds(mpi, staleness):
+    """Nobody is too far ahead when it begins a step, and everybody sees what it has to see, and all of its own."""
+    size, me = mpi.size(), mpi.rank()
+    completed = mpi.symmetric_empty(1, dtype=torch.int64).zero_()
+    segment, _ = symmetric.find(completed)
+    mpi.barrier()
+    everyone = [segment.view(place.local, torch.int64, 1) for place in communicators.communicator(0).direct.places]
+    net = Counting(size)
+    update = ps.StaleSynchronousUpdate(net, staleness=staleness, scale=1, init_delay=2)
+    slow = size - 1
+    for step in range(2):
+        update.update(step)
+    update.update(2)
+    for step in range(3, 43):
+        with torch.no_grad():
+            net.steps[me] += 1  # the optimizer's step
+        if me == slow:
+            time.sleep(0.003)
+        completed += 1
+        update.update(step)
+        assert update.clock == step - 2 == completed.item()
+        assert completed.item() - min(clock.item() for clock in everyone) <= staleness
+        assert net.steps[me].item() == update.clock
+        assert net.steps.min().item() >= update.clock - staleness
+    update.finish()
+    mpi.barrier()
+    assert update.served.packs[0].server.receive().wait().tolist() == [40.0] * size
+    update.free()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_worker_that_has_finished(mpi, staleness):
+    """The others go on."""
+    size, me = mpi.size(), mpi.rank()
+    net = Counting(size)
+    update = ps.StaleSynchronousUpdate(net, staleness=staleness, init_delay=0)
+    num_steps = 3 if me == 0 else 12
+    for step in range(num_steps + 1):
+        with torch.no_grad():
+            net.steps[me] += size
+        update.update(step)
+    update.finish()
+    update.finish()
+    with pytest.raises(ParameterServerError, match="has called finish"):
+        update.update(num_steps + 1)
+    mpi.barrier()
+    # the first step is before the server was seeded with rank 0's values
+    start = torch.zeros(size)
+    start[0] = size
+    expected = start + torch.tensor([3.0] + [12.0] * (size - 1))
+    torch.testing.assert_close(update.served.packs[0].server.receive().wait(), expected)
+    update.free()
+    update.free()
+
+
+def test_groups_of_ranks_as_workers(mpi):
+    """Roots talk to the server; the ranks of a group stay equal, also where nothing was fetched."""
+    size, me = mpi.size(), mpi.rank()
+    level = mpi.push_communicator(me // 2)
+    net = Counting(size)
+    update = ps.StaleSynchronousUpdate(net, staleness=2, scale=1, init_delay=0, dataparallel_communicator=level)
+    assert update.num_workers == (size + 1) // 2
+    for step in range(8):
+        if step > 0:
+            with torch.no_grad():
+                net.steps[me // 2] += 1
+        update.update(step)
+        with mpi.at(level):
+            mpi.nn.check_with_allreduce(net)
+        assert net.steps[me // 2].item() == step
+    update.finish()
+    mpi.barrier()
+    final = update.served.packs[0].server.receive().wait()
+    assert final.tolist() == [7.0] * update.num_workers + [0.0] * (size - update.num_workers)
+    update.free()
+
+
+def test_who_keeps_the_others_waiting_is_named(comm, caplog, monkeypatch):
+    """Rank 0 comes when all others have warned; on one node and on two."""
+    talk = comm.direct.mpi
+    clocks = stale.Clocks(comm)
+    clocks.advance(3 if comm.rank == 0 else 9)
+    assert clocks.wait_for(0) <= 9  # asked after the advance, so answered after it
+    talk.Barrier()
+    take = stale.Nap.take
+    told = []
+
+    def tell(nap):
+        if caplog.records and not told:
+            told.append(talk.send(None, 0, 77))
+        take(nap)
+
+    monkeypatch.setattr(stale, "_WARN_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(stale.Nap, "take", tell)
+    with caplog.at_level(logging.WARNING, "torchmpi_py"):
+        if comm.rank > 0:
+            assert clocks.wait_for(7) >= 7
+            assert "for clock 7 of rank 0, which is at 3" in caplog.text
+        else:
+            for _ in range(comm.size - 1):
+                talk.recv(None, tag=77)
+            clocks.advance(4)
+    clocks.free()
+
+
+def test_mistakes(mpi):
+    net = Counting(2)
+    for bad in (-1, True, 0.5):
+        with pytest.raises(ValueError, match=f"staleness={bad}"):
+            ps.StaleSynchronousUpdate(net, staleness=bad)
+    with pytest.raises(TypeError, match="takes no prefetch"):
+        ps.StaleSynchronousUpdate(net, staleness=1, prefetch=1)
+    if mpi.size() > 1:
+        with pytest.raises(RanksDisagree, match="staleness by rank"):
+            ps.StaleSynchronousUpdate(net, staleness=mpi.rank())
+    update = ps.StaleSynchronousUpdate(net, staleness=1)
+    update.free()

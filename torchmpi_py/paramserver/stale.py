@@ -1,0 +1,177 @@
+"""Bounded staleness (SSP): workers run ahead of each other, but not further than agreed.
+
+Every worker has a *clock*, the number of steps it has completed. In each step it adds what its optimizer changed to the
+server, and its clock moves on. It begins step c only once the slowest clock is at c - s or later, s = ``staleness``:
+until then it waits, asleep. What it works with contains all updates of the steps before c - s of every worker, all of
+its own, and perhaps some later ones. So a worker talks to the server for more than its own sends only when what it
+fetched last is too old for the step it is about to begin: with workers of equal speed every s + 1 steps.
+
+With s = 0 this is synchronous training. Then nobody may see an update of the step that has just begun, either, so a
+second set of clocks counts how often each worker has fetched, and an update is sent when all have done so.
+
+Source: Ho et al.: More effective distributed ML via a stale synchronous parallel parameter server (2013); Cui et al.:
+Exploiting bounded staleness to speed up big data analytics (2014).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.communicators import Communicator
+from torchmpi_py.errors import ParameterServerError
+from torchmpi_py.paramserver import lists
+from torchmpi_py.paramserver.server import init
+from torchmpi_py.paramserver.timetable import Due
+from torchmpi_py.paramserver.update import Update
+from torchmpi_py.waiting import Nap
+
+logger = logging.getLogger("torchmpi_py")
+_END_OF_TIME = 1 << 62  # the clock of a worker for which nobody has to wait
+_LONGEST_NAP_SECONDS = 0.01
+_WARN_AFTER_SECONDS = 20.0
+
+
+class StaleSynchronousUpdate(Update):
+    """Call ``update(step)`` after the optimizer's step: it returns when the next step may begin.
+
+    staleness: how many steps the fastest worker may be ahead of the slowest one; 0 is synchronous training.
+    scale: what the optimizer has changed counts so many times; by default once over the number of workers, so that the
+        learning rate is that of one process with all the data. The paper has 1.
+    init_delay, sharding_communicator, dataparallel_communicator: as for ``Update``. In step ``init_delay`` all workers
+    take rank 0's parameters. Any optimizer will do: each worker has its own.
+
+    A worker that trains fewer steps than others calls ``finish``, or ``free``, so that they do not wait for it.
+    """
+
+    def __init__(self, network: torch.nn.Module, *, staleness: int, scale: float | None = None, **options: Any) -> None:
+        for name in ("update_frequency", "prefetch", "send_frequency"):
+            if name in options:
+                raise TypeError(f"StaleSynchronousUpdate takes no {name}: it sends in every step, and fetches when due")
+        if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
+            raise ValueError(f"staleness={staleness!r}: give a whole number of steps, at least 0")
+        super().__init__(network, **options)
+        self.check_alike("staleness", staleness)
+        self.staleness = staleness
+        self.scale = 1 / self.num_workers if scale is None else scale
+        self.clock = 0
+        self._known = 0  # the slowest clock before the last fetch
+        self._completed: Clocks | None = None
+        self._fetched: Clocks | None = None
+        self._before: list[Tensor] = []
+        self._is_finished = False
+
+    def begin(self, served: lists.ServedTensors) -> None:
+        """All begin with the server's parameters."""
+        lists.integrate_tensors(served, lambda fetched, p: p.copy_(fetched))
+        self._before = [p.detach().clone() for p in self.parameters]
+        self._completed = Clocks(self.sharding, self.is_root)  # collective: nobody sends before all have fetched
+        if self.staleness == 0:
+            self._fetched = Clocks(self.sharding, self.is_root)
+
+    def exchange(self, served: lists.ServedTensors, step: int, due: Due) -> None:
+        """Send what this step has changed, and come back when the next one may begin."""
+        if self._is_finished:
+            raise ParameterServerError(f"update({step}): this worker has called finish; leave that to its last step")
+        if due.shard:
+            return
+        updates = self._take_updates()
+        if self.is_root:
+            self._send(served, updates)
+        self.clock += 1
+        is_fresh = False
+        if self.is_root and self.clock - self._known > self.staleness:
+            self._refresh(served)
+            is_fresh = True
+        if self.group is not None and self.group.direct.mpi.bcast(is_fresh, 0):
+            self.share()
+            self._keep()
+
+    def finish(self) -> None:
+        """This worker has done its last step, and nobody waits for it any more. Not collective; idempotent."""
+        if not self._is_finished and self.is_root:
+            for clocks in filter(None, (self._completed, self._fetched)):
+                clocks.advance(_END_OF_TIME)
+        self._is_finished = True
+
+    def free(self) -> None:
+        """Finish, and free the servers. Collective over the level of sharding; idempotent."""
+        self.finish()
+        for clocks in filter(None, (self._completed, self._fetched)):
+            clocks.free()
+        self._completed = self._fetched = None
+        super().free()
+
+    def integrate(self, served: lists.ServedTensors) -> None:
+        """The server's values, which contain what this worker has sent, take the place of the parameters."""
+        lists.integrate_tensors(served, lambda fetched, p: p.copy_(fetched))
+        self._keep()
+
+    @torch.no_grad()
+    def _take_updates(self) -> list[Tensor]:
+        """What the optimizer has changed, scaled. The parameters then are as if it had changed no more than that."""
+        updates = []
+        for p, before in zip(self.parameters, self._before, strict=True):
+            updates.append((p - before).mul_(self.scale))
+            p.copy_(before.add_(updates[-1]))
+        return updates
+
+    def _send(self, served: lists.ServedTensors, updates: list[Tensor]) -> None:
+        assert self._completed is not None, "begin has made it"
+        if self._fetched is not None:
+            self._fetched.wait_for(self.clock)
+        lists.send_tensors(served, updates, "add")
+        self._completed.advance()  # a rank's requests are carried out in their order: after the updates
+
+    def _refresh(self, served: lists.ServedTensors) -> None:
+        assert self._completed is not None, "begin has made it"
+        self._known = self._completed.wait_for(self.clock - self.staleness)
+        self.integrate(served)
+        if self._fetched is not None:
+            self._fetched.advance()
+
+    def _keep(self) -> None:
+        for p, before in zip(self.parameters, self._before, strict=True):
+            before.copy_(p.detach())
+
+
+class Clocks:
+    """A number for each rank, which that rank alone moves on, and all can read: a small server. Made collectively.
+
+    Those of ranks that are not ``used`` stand at the end of time.
+    """
+
+    def __init__(self, comm: Communicator, used: bool = True) -> None:
+        self._rank, self._size = comm.rank, comm.size
+        start = 0 if used else _END_OF_TIME
+        self._server = init(torch.full((comm.size,), start, dtype=torch.int64, device="cpu"), comm=comm)
+
+    def advance(self, steps: int = 1) -> None:
+        """Move this rank's clock on, once all that it has asked of servers before is done. Does not wait for that."""
+        moved = torch.zeros(self._size, dtype=torch.int64, device="cpu")
+        moved[self._rank] = steps
+        self._server.send(moved, "add")
+
+    def wait_for(self, least: int) -> int:
+        """Sleep until all clocks are at ``least`` or later; where the slowest one is then."""
+        nap, warn_at = Nap(_LONGEST_NAP_SECONDS), _WARN_AFTER_SECONDS
+        while True:
+            clocks = self._server.receive().wait()
+            slowest = int(clocks.min())
+            if slowest >= least:
+                return slowest
+            if nap.seconds > warn_at:
+                warn_at += max(_WARN_AFTER_SECONDS, nap.seconds)
+                here, last = int(clocks[self._rank]), int(clocks.argmin())
+                text = (
+                    "bounded staleness: rank %d, at clock %d, has waited %.0f s for clock %d of rank %d, which is at %d"
+                )
+                logger.warning(text, self._rank, here, nap.seconds, least, last, slowest)
+            nap.take()
+
+    def free(self) -> None:
+        """Collective; idempotent."""
+        self._server.free()
