@@ -51,18 +51,26 @@ def alone(tmp_path_factory):
     return sequential("--epochs", 3, "--save", file), file
 
 
-def test_sequential_learns(alone):
-    first, third = result(sequential("--epochs", 1))[0], result(alone[0])[0]
+@pytest.fixture(scope="module")
+def one_epoch():
+    """What one process prints after one epoch, with batches of 62."""
+    return sequential("--epochs", 1, "--batch", 62)
+
+
+def test_sequential_learns(alone, one_epoch):
+    first, third = result(one_epoch)[0], result(alone[0])[0]
     assert 2.4 > first > 1 > third
 
 
 @needs_launcher
 def test_two_ranks_learn_the_digits():
-    output = allreduce(2)
+    output = allreduce(2, "--progress")
     loss, accuracy = result(output)
     assert loss < 0.1
     assert accuracy >= 97
     assert "bit-identical on all 2 ranks" in output
+    assert "rounded" not in output
+    assert len(re.findall("epoch 25/25: 100%.*accuracy", output)) == 1, "progress is shown once"
 
 
 @needs_launcher
@@ -81,18 +89,11 @@ def test_on_gpus(how):
 
 
 @needs_launcher
-def test_progress_is_shown_once():
-    output = allreduce(2, "--epochs", 2, "--progress")
-    assert len(re.findall("epoch 2/2: 100%.*accuracy", output)) == 1
-
-
-@needs_launcher
-def test_a_batch_that_cannot_be_split_is_rounded_up():
+def test_a_batch_that_cannot_be_split_is_rounded_up(one_epoch):
     output = allreduce(2, "--epochs", 1, "--batch", 61)
     assert output.count("batch of 61 rounded up to 62, 31 on each of 2 ranks") == 1
     loss, accuracy = result(output)
-    assert (pytest.approx(loss, abs=2e-4), accuracy) == result(sequential("--epochs", 1, "--batch", 62))
-    assert "rounded" not in allreduce(2, "--epochs", 1)
+    assert (pytest.approx(loss, abs=2e-4), accuracy) == result(one_epoch)
 
 
 def idx(tensor):
