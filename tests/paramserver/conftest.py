@@ -1,4 +1,4 @@
-"""Communicators that look as if their ranks were on several nodes."""
+"""Communicators as they are, and as if their ranks were on several nodes."""
 
 import pytest
 
@@ -6,14 +6,17 @@ from torchmpi_py import communicators
 from torchmpi_py.channels import Place
 
 
-@pytest.fixture(params=[1, 2], ids=["one-node", "two-nodes"])
+@pytest.fixture(params=["nodes-as-they-are", "as-if-on-two-nodes"])
 def comm(request, mpi):
-    """All ranks, on one node and as if on two: the even ranks on one, the odd ones on the other."""
-    num_nodes = request.param
-    if mpi.size() < num_nodes:
-        pytest.skip("one rank cannot be on two nodes")
+    """All ranks; and again, as if the even ranks were on one node, and the odd ones on another."""
+    if request.param == "nodes-as-they-are":
+        with mpi.split(0) as made:
+            yield made
+        return
+    if mpi.size() == 1 or mpi.num_nodes() > 1:
+        pytest.skip("only ranks of one node can be divided into two")
     world = communicators.communicator(0).direct.mpi
-    place = Place(world.rank % num_nodes, world.rank // num_nodes)
-    with communicators.Communicator(world.Dup(), place, f"{num_nodes} nodes") as made:
-        assert made.num_nodes == num_nodes
+    place = Place(world.rank % 2, world.rank // 2)
+    with communicators.Communicator(world.Dup(), place, "as if on two nodes") as made:
+        assert made.num_nodes == 2
         yield made
