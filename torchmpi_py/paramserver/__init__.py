@@ -5,8 +5,10 @@ After TorchMPI's parameter server (reference section 5).
 
 from torchmpi_py.paramserver import optimizers as _optimizers  # noqa: F401 - adds them to the rules
 from torchmpi_py.paramserver.averaging import PeriodicAveraging
+from torchmpi_py.paramserver.difference import DifferenceUpdate
 from torchmpi_py.paramserver.downpour import DownpourUpdate
 from torchmpi_py.paramserver.easgd import EAMSGDUpdate, EASGDUpdate
+from torchmpi_py.paramserver.hogwild import Hogwild
 from torchmpi_py.paramserver.lists import (
     ServedTensors,
     init_tensors,
@@ -21,9 +23,11 @@ from torchmpi_py.paramserver.timetable import Timetable
 from torchmpi_py.paramserver.update import Update
 
 __all__ = [
+    "DifferenceUpdate",
     "DownpourUpdate",
     "EAMSGDUpdate",
     "EASGDUpdate",
+    "Hogwild",
     "ParameterServer",
     "PeriodicAveraging",
     "ServedTensors",

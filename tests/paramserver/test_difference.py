@@ -1,0 +1,120 @@
+"""Exchange of differences: against a model of server and workers, between groups, with Hogwild inside them."""
+
+import pytest
+import torch
+
+from torchmpi_py import paramserver as ps
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+
+
+class Place(torch.nn.Module):
+    def __init__(self, start):
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.tensor([float(start)] * 3, dtype=torch.float64))
+
+
+def model(size, num_steps, period, ahead):
+    """Workers that walk rank + 1 per step, and exchange all at the same time. The server begins at 0."""
+    server, base = 0.0, [0.0] * size
+    x, sent = [10.0 * rank for rank in range(size)], [0.0] * size
+    fetched = [0.0] * size
+
+    def send():
+        nonlocal server, sent, fetched
+        sent = list(x)
+        server += sum(now - then for now, then in zip(x, base, strict=True)) / size
+        fetched = [server] * size
+
+    if ahead == period:
+        send()
+    for step in range(1, num_steps + 1):
+        x = [now + rank + 1 for rank, now in enumerate(x)]
+        if (step + ahead) % period == 0 and ahead < period:
+            send()
+        if step % period == 0:
+            x = [now + new - then for now, new, then in zip(x, fetched, sent, strict=True)]
+            base = list(fetched)
+            if ahead == period:
+                send()
+    return x, server
+
+
+class Together(ps.DifferenceUpdate):
+    """Nobody fetches before all have sent, so that the result is one and the same in every run."""
+
+    def __init__(self, mpi, *args, **options):
+        super().__init__(*args, **options)
+        self.mpi = mpi
+
+    def prefetch(self, served):
+        super().prefetch(served)
+        served.fetching[0].wait()
+        self.mpi.barrier()
+        ps.prefetch_tensors(served)[0].wait()
+        self.mpi.barrier()
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 4])
+def test_it_is_the_model(mpi, ahead):
+    """What is learned between sending and integrating is kept."""
+    size, me = mpi.size(), mpi.rank()
+    net = Place(10 * me)
+    update = Together(mpi, net, init_delay=0, update_frequency=4, prefetch=ahead)
+    update.update(0)
+    for step in range(1, 14):
+        with torch.no_grad():
+            net.x.add_(me + 1)
+        update.update(step)
+    x, server = model(size, 13, 4, ahead)
+    torch.testing.assert_close(net.x.detach(), torch.full((3,), x[me], dtype=torch.float64), rtol=1e-12, atol=0)
+    mpi.barrier()
+    values = update.served.packs[0].server.receive().wait()
+    torch.testing.assert_close(values, torch.full((3,), server, dtype=torch.float64), rtol=1e-12, atol=0)
+    update.free()
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_groups(mpi, shares_memory):
+    """Without waiting for anybody nothing is lost: in the end the server has what all have done, once."""
+    size, me = mpi.size(), mpi.rank()
+    level = mpi.push_communicator(me // 2)
+    group = mpi.communicator(level)
+    net = Place(0)
+    hogwild = ps.Hogwild(net, comm=group) if shares_memory else None
+    update = ps.DifferenceUpdate(
+        net,
+        scale=1.0,
+        init_delay=0,
+        update_frequency=3,
+        prefetch=1,
+        dataparallel_communicator=level,
+        shares_memory=shares_memory,
+    )
+    update.update(0)
+    for step in range(1, 13):
+        if group.rank == 0 or not shares_memory:
+            with torch.no_grad():
+                net.x.add_(1)
+        update.update(step)
+        if not shares_memory and step % 3 == 0:
+            with mpi.at(level):
+                mpi.nn.check_with_allreduce(net)
+    mpi.barrier()
+    if update.is_root:  # what was done since the last exchange
+        update.prefetch(update.served)
+        update.served.fetching[0].wait()
+    mpi.barrier()
+    values = update.served.packs[0].server.receive().wait()
+    assert values.tolist() == [12.0 * ((size + 1) // 2)] * 3
+    mpi.barrier()
+    if hogwild is not None:
+        hogwild.free()
+    update.free()
+
+
+def test_mistakes(mpi):
+    with pytest.raises(TypeError, match="no send_frequency"):
+        ps.DifferenceUpdate(Place(0), send_frequency=1)
+    with pytest.raises(ValueError, match="shares_memory=True"):
+        ps.DifferenceUpdate(Place(0), shares_memory=True)
