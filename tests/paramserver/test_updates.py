@@ -178,6 +178,40 @@ def test_periodic_averaging(mpi):
         update.update(2)
 
 
+def test_downpour_with_an_optimizer_at_the_server(mpi):
+    """One step of Adagrad for each sum that a worker sends."""
+    size = mpi.size()
+    net = torch.nn.Linear(3, 2)
+    reference = [p.detach().clone().requires_grad_() for p in synchronized(mpi, net).parameters()]
+    update = ps.DownpourUpdate(
+        net, optimizer="adagrad", optimizer_options={"lr": 0.5}, init_delay=0, update_frequency=100, send_frequency=2
+    )
+    adagrad = torch.optim.Adagrad(reference, lr=0.5)
+    update.update(0)
+    for step in range(1, 5):
+        net.weight.grad = torch.full_like(net.weight, float(step))  # and none for the bias
+        update.update(step)
+    for _ in range(size):
+        reference[0].grad = torch.full_like(reference[0], 3.0)
+        adagrad.step()
+    for _ in range(size):
+        reference[0].grad = torch.full_like(reference[0], 7.0)
+        adagrad.step()
+    update.served.packs[0].sending.wait()
+    mpi.barrier()
+    if size == 1:  # with others the order of the sends is open
+        torch.testing.assert_close(centre(update)[:6].float(), reference[0].detach().view(-1))
+    squares = size * (3.0**2 + 7.0**2)
+    assert update.served.packs[0].server.state_dict()["slots"][0][:6].tolist() == [squares] * 6
+    assert torch.equal(centre(update)[6:].float(), reference[1].detach())
+    update.free()
+
+
+def synchronized(mpi, net):
+    mpi.nn.synchronize_parameters(net)
+    return net
+
+
 def test_groups_of_ranks_as_workers(mpi):
     """Only roots talk to the server, and the others follow."""
     size, me = mpi.size(), mpi.rank()
@@ -201,6 +235,12 @@ def test_mistakes(mpi):
         ps.EASGDUpdate(net, send_frequency=3)
     with pytest.raises(TypeError, match="local_update=3"):
         ps.DownpourUpdate(net, local_update=3)
+    with pytest.raises(TypeError, match="local_update=None"):
+        ps.DownpourUpdate(net)
+    with pytest.raises(TypeError, match="does not take the options"):
+        ps.DownpourUpdate(net, optimizer="adam", optimizer_options={"momentum": 1})
+    with pytest.raises(TypeError, match="none is given"):
+        ps.DownpourUpdate(net, local_update=lambda g: g, optimizer_options={"lr": 1})
     update = ps.EASGDUpdate(net, init_delay=5)
     update.update(4)
     with pytest.raises(ParameterServerError, match=r"update\(6\): the parameter server is seeded in step 5"):

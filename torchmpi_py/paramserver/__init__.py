@@ -19,6 +19,7 @@ from torchmpi_py.paramserver.lists import (
 from torchmpi_py.paramserver.rules import register_rule
 from torchmpi_py.paramserver.server import ParameterServer, free_all, init
 from torchmpi_py.paramserver.stale import StaleSynchronousUpdate
+from torchmpi_py.paramserver.synchronous import SynchronousUpdate
 from torchmpi_py.paramserver.timetable import Timetable
 from torchmpi_py.paramserver.update import Update
 
@@ -32,6 +33,7 @@ __all__ = [
     "PeriodicAveraging",
     "ServedTensors",
     "StaleSynchronousUpdate",
+    "SynchronousUpdate",
     "Timetable",
     "Update",
     "free_all",

@@ -27,6 +27,8 @@ class Update(ABC):
     init_delay, update_frequency, prefetch, send_frequency: steps, see ``timetable.py``.
     """
 
+    server_optimizer: str | None = None  # of which the server keeps the state
+
     def __init__(
         self,
         network: torch.nn.Module,
@@ -64,7 +66,7 @@ class Update(ABC):
             raise ParameterServerError(f"update({step}): this {type(self).__name__} was freed; make another")
         due = self.timetable.at(step)
         if due.shard and self.served is None:
-            self.served = lists.init_tensors(self.parameters, comm=self.sharding)
+            self.served = lists.init_tensors(self.parameters, comm=self.sharding, optimizer=self.server_optimizer)
             self.begin(self.served)
         if self.served is not None:
             self.exchange(self.served, step, due)
