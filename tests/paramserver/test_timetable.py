@@ -22,6 +22,25 @@ def test_the_examples_of_the_reference():
     assert steps(table, "send", 55) == [51, 52, 53, 54, 55]
 
 
+def test_in_words():
+    table = Timetable(init_delay=20, update_frequency=50, prefetch=25, send_frequency=25)
+    assert table.describe(121).splitlines() == [
+        "    20  shard",
+        "    45  prefetch, send",
+        "    70  integrate, send",
+        "    95  prefetch, send",
+        "   120  integrate, send",
+    ]
+    table = Timetable(init_delay=50, update_frequency=10, prefetch=3, send_frequency=10)
+    assert table.describe(71).splitlines() == [
+        "    50  shard",
+        "    57  prefetch",
+        "    60  integrate, send",
+        "    67  prefetch",
+        "    70  integrate, send",
+    ]
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 4, 5])
 @pytest.mark.parametrize("delay", [0, 1, 7])
 def test_every_integration_has_its_fetch(prefetch, delay):

@@ -20,6 +20,7 @@ from torchmpi_py.paramserver.shard import Shard, ShardState
 from torchmpi_py.paramserver.sharding import shards
 from torchmpi_py.paramserver.store import Store
 
+_LONGEST_NAP_SECONDS = 0.02  # of a rank that waits in free
 OnShard = Callable[[Shard, int], object]  # a shard, and the rank that holds it
 
 
@@ -37,6 +38,7 @@ class Carrier:
             self._number = self._exchange.number()
             if self._exchange.service is not None:
                 self._exchange.service.add(self._number, self._store)
+        channel.mpi.Barrier()  # all shards are seeded, and served
 
     def apply(self, name: str, rule: Rule, options: dict[str, Any], payload: Tensor) -> int:
         """Apply a rule to all shards, also if it fails on one; how many bytes were sent."""
@@ -93,7 +95,7 @@ class Carrier:
     def free(self) -> None:
         """When all ranks have done what they were asked, let go of the memory. Collective; waits asleep."""
         client.drain()
-        waiting.barrier(self._channel.mpi)
+        waiting.barrier(self._channel.mpi, _LONGEST_NAP_SECONDS)
         if self._exchange is not None and self._exchange.service is not None:
             self._exchange.service.remove(self._number)
         self.is_free = True

@@ -17,7 +17,7 @@ from torchmpi_py.paramserver.sharding import Bounds
 
 
 class Store:
-    """Made collectively over the channel: each rank seeds its shard from its own flat ``source``."""
+    """Made collectively over the channel: each rank seeds its shard from its own flat ``source``. They meet after it."""
 
     def __init__(self, channel: Channel, source: Tensor, bounds: Sequence[Bounds], num_slots: int) -> None:
         locks = channel.keep(LockFile, LockFile).take(channel.size)
@@ -34,7 +34,6 @@ class Store:
         self._locks = dict(enumerate(locks))
         begin, end = bounds[channel.rank]
         self._shards[channel.rank].values.copy_(source[begin:end])
-        channel.mpi.Barrier()
 
     def __contains__(self, rank: int) -> bool:
         """Whether the shard of this rank is here."""

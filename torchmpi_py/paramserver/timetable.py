@@ -50,3 +50,12 @@ class Timetable:
             integrate=since > 0 and since % self.update_frequency == 0,
             send=since > 0 and since % self.send_frequency == 0,
         )
+
+    def describe(self, num_steps: int) -> str:
+        """What is due in the first ``num_steps`` steps, a line for each in which something is."""
+        lines = []
+        for step in range(num_steps):
+            due = [name for name, is_due in self.at(step)._asdict().items() if is_due]
+            if due:
+                lines.append(f"{step:6}  {', '.join(due)}")
+        return "\n".join(lines)
