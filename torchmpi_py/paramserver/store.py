@@ -17,7 +17,7 @@ from torchmpi_py.paramserver.sharding import Bounds
 
 
 class Store:
-    """Made collectively over the channel: each rank seeds its shard from its own flat ``source``. They meet after it."""
+    """Made collectively: each rank seeds its shard from its own flat ``source``. The ranks have to meet after it."""
 
     def __init__(self, channel: Channel, source: Tensor, bounds: Sequence[Bounds], num_slots: int) -> None:
         locks = channel.keep(LockFile, LockFile).take(channel.size)
