@@ -1,4 +1,4 @@
-"""The command: ``torchmpirun -n N -m torchmpi_py.bench run | compare | step | tune | plot | trace ...``.
+"""The command: ``torchmpirun -n N -m torchmpi_py.bench run | compare | step | ps | tune | plot | trace ...``.
 
 Exit codes: 0; 1 for a wrong value; 2 for a command line that cannot be carried out.
 """
@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import arguments, collective, gpu, results, step, table, trace
+from torchmpi_py.bench import arguments, collective, gpu, paramserver, results, step, table, trace
 from torchmpi_py.bench.errors import UsageError, WrongValue
 from torchmpi_py.launch import variables
 
@@ -46,6 +46,8 @@ def _measure(options: argparse.Namespace) -> None:
     _check_outputs(comm, options)
     if options.command == "step":
         step.main(comm, options)
+    elif options.command == "ps":
+        paramserver.main(comm, options)
     elif options.command == "tune":
         _tune(options)
     else:

@@ -13,6 +13,7 @@ import torch
 
 from torchmpi_py.bench.contestants import SELECTOR
 from torchmpi_py.bench.errors import UsageError
+from torchmpi_py.bench.server_rules import RULES
 from torchmpi_py.bench.sizes import parse_size, parse_sizes
 from torchmpi_py.bench.verbs import VERBS
 from torchmpi_py.launch import variables
@@ -43,11 +44,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description="Measure collectives and training steps. Run it under torchmpirun -n N -m torchmpi_py.bench ...",
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="run | compare | step | tune | plot | trace"
+        dest="command", required=True, metavar="run | compare | step | ps | tune | plot | trace"
     )
     _add_run(commands)
     _add_compare(commands)
     _add_step(commands)
+    _add_ps(commands)
     _add_tune(commands)
     _add_plot(commands)
     _add_trace(commands)
@@ -100,6 +102,20 @@ def _add_step(commands: Any) -> None:
     _add_device(parser)
     parser.add_argument("--batch", type=_count, default=32, help="samples a rank; default: 32")
     parser.add_argument("--steps", type=_count, default=25, help="timed steps of each way; default: 25")
+    _add_output(parser)
+
+
+def _add_ps(commands: Any) -> None:
+    parser = commands.add_parser("ps", help="sends to a parameter server and receives, beside the same done locally")
+    add = parser.add_argument
+    add("--sizes", type=_told(parse_sizes), default="4,4K:64M:16x", help="bytes; default: 4,4K:64M:16x")
+    rules = f"of {', '.join(RULES)}; default: copy,add. The receive is always there"
+    add("--rules", type=_rules, default="copy,add", metavar="a,b", help=rules)
+    clients = "how many ranks send and receive at once, the others sleep; default: 1, 2, ... all"
+    add("--clients", type=_counts, metavar="1,2", help=clients)
+    add("--seconds", type=_positive, default=0.5, help="about so long for each size, rule and clients; default: 0.5")
+    idle = "how long to watch a rank that only serves; default: 10"
+    add("--idle-seconds", type=_positive, default=10.0, metavar="SECONDS", help=idle)
     _add_output(parser)
 
 
@@ -171,6 +187,18 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+@_told
+def _rules(text: str) -> list[str]:
+    for name in text.split(","):
+        if name not in RULES:
+            raise ValueError(f"{name!r} is unknown; known rules: {', '.join(RULES)}")
+    return text.split(",")
 
 
 @_told

@@ -1,0 +1,102 @@
+"""The bench of parameter servers: every rule at every number of clients, and what a wrong server makes of it."""
+
+import json
+
+import pytest
+import torch
+
+from torchmpi_py import paramserver as ps
+from torchmpi_py.bench import arguments, paramserver
+from torchmpi_py.bench.errors import UsageError, WrongValue
+from torchmpi_py.bench.server_rules import RULES
+
+pytestmark = pytest.mark.timeout(60)
+QUICK = ["ps", "--sizes", "4,20K", "--seconds", "0.001", "--idle-seconds", "0.05"]
+
+
+def run(*words):
+    from mpi4py import MPI
+
+    paramserver.main(MPI.COMM_WORLD, arguments.parse([*QUICK, *words]))
+
+
+@pytest.mark.mpi
+def test_every_number_of_clients(mpi, capsys, tmp_path):
+    file = tmp_path / "ps.json"
+    run("--rules", "add,copy", "--json", str(file))
+    if mpi.rank() == 0:
+        assert capsys.readouterr().out.count("\n|") == 2 + 2 * 3 * mpi.size()
+        stored = json.loads(file.read_text())
+        whats = [(row["num_bytes"], row["num_clients"], row["what"]) for row in stored["rows"]]
+        assert whats == [
+            (size, clients, what)
+            for size in (4, 20 << 10)
+            for clients in range(1, mpi.size() + 1)
+            for what in ("send add", "send copy", "receive")
+        ]
+        assert (stored["idle_percent"] is None) == (mpi.size() == 1)
+
+
+@pytest.mark.mpi
+def test_every_rule(mpi):
+    if mpi.size() > 3:
+        pytest.skip("the first use of an optimizer imports for seconds a rank; 3 ranks show as much")
+    run("--rules", ",".join(RULES), "--clients", str(mpi.size()), "--sizes", "20K")
+
+
+def fails_on_the_last_rank(mpi, monkeypatch, method, wrong):
+    if mpi.rank() == mpi.size() - 1:
+        monkeypatch.setattr(ps.ParameterServer, method, wrong)
+    with pytest.raises(WrongValue, match=r"^parameter server, .* of \d+ bytes by .* clients: rank \d got .* is right$"):
+        run("--rules", "add", "--clients", str(mpi.size()))
+
+
+@pytest.mark.mpi
+def test_a_send_that_counts_twice_is_found_by_all(mpi, monkeypatch):
+    send = ps.ParameterServer.send
+
+    def twice(server, tensor, *args, **options):
+        send(server, tensor, *args, **options)
+        return send(server, tensor, *args, **options)
+
+    fails_on_the_last_rank(mpi, monkeypatch, "send", twice)
+
+
+@pytest.mark.mpi
+def test_a_wrong_element_is_found_by_all(mpi, monkeypatch):
+    receive = ps.ParameterServer.receive
+
+    def wrong(server, tensor):
+        handle = receive(server, tensor)
+        handle.wait()[-1] += 1
+        return handle
+
+    fails_on_the_last_rank(mpi, monkeypatch, "receive", wrong)
+
+
+@pytest.mark.mpi
+def test_more_clients_than_ranks(mpi):
+    with pytest.raises(UsageError, match=f"--clients 99: there are {mpi.size()} ranks"):
+        run("--clients", "1,99")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_what_is_done_locally_is_the_rule(name):
+    """On values of which the rule's own function, on one shard, makes the same."""
+    from torchmpi_py.paramserver import rules
+
+    rule, known = RULES[name], rules.named("test", name)
+    here, there = torch.zeros(paramserver.PERIOD), torch.zeros(paramserver.PERIOD)
+    memory = rules.Memory([torch.zeros_like(there) for _ in range(known.num_slots)], torch.zeros(()).double())
+    take = rule.local(here)
+    for turn in range(3):
+        payload = paramserver.pattern(turn)
+        take(payload)
+        known.fn(there, payload, *([memory] if known.memory else []), **rule.options)
+    torch.testing.assert_close(here, there, rtol=rule.tolerance, atol=0)
+
+
+def test_mistakes():
+    for words, told in (("--rules add,foo", "'foo'.*known rules: zero, copy"), ("--clients 0", "'0' is not")):
+        with pytest.raises(UsageError, match=told):
+            arguments.parse(["ps", *words.split()])
