@@ -1,0 +1,109 @@
+"""Many random sends and receives from all ranks, without waiting: what comes of them, and what is left behind.
+
+Each rank draws from a generator of its own, which the others know: so every rank can compute, in one process and in any
+order, what a server has to hold in the end. TORCHMPI_SOAK_OPERATIONS=10000 makes so many, over all ranks.
+"""
+
+import os
+import random
+import threading
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from torchmpi_py import paramserver as ps
+
+NUM_OPERATIONS = int(os.environ.get("TORCHMPI_SOAK_OPERATIONS", "400"))
+PER_ROUND = 100  # of one rank, on servers that are made for it
+SCALES = [-3, -1, 2, 5]
+# Sums of small whole numbers are exact in all of them; uint8 wraps around, in any order alike.
+DTYPES = [torch.float32, torch.float64, torch.int16, torch.int32, torch.int64, torch.uint8, torch.complex128]
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60 + NUM_OPERATIONS // 20)]
+
+
+class Operation(NamedTuple):
+    """What a rank asks of the server number ``server``; nothing is sent by a receive."""
+
+    server: int
+    rule: str  # "" for a receive
+    options: dict
+    number: int
+    is_waited_for: bool
+
+
+def layouts(seed, size):
+    """The sizes and dtypes of the servers of a round: below, at and above one element a rank."""
+    draw = random.Random(seed)
+    counts = [0, 1, size - 1, size, size + 1, draw.randrange(2, 100), draw.randrange(1000, 10_000)]
+    return [(count, draw.choice(DTYPES)) for count in draw.sample(counts, draw.randint(1, 4))]
+
+
+def operations(seed, rank, num_servers):
+    """What a rank does in a round."""
+    draw = random.Random(f"{seed} {rank}")
+    for number in range(PER_ROUND):
+        rule, options = draw.choice([("add", {}), ("scaled_add", {"scale": draw.choice(SCALES)}), ("", {})])
+        yield Operation(draw.randrange(num_servers), rule, options, number, draw.random() < 0.1)
+
+
+def values(rank, number, count, dtype):
+    return ((torch.arange(count) * 7 + rank * 3 + number * 5) % 11).to(dtype)
+
+
+def seeded(size, count, dtype):
+    from torchmpi_py.paramserver.sharding import shards
+
+    parts = [values(rank, 0, count, dtype)[begin:end] for rank, (begin, end) in enumerate(shards(count, size))]
+    return torch.cat(parts)
+
+
+def expected(seed, size, made):
+    """What the servers hold when all ranks have done what they do, one after another."""
+    held = [seeded(size, count, dtype) for count, dtype in made]
+    for rank in range(size):
+        for op in operations(seed, rank, len(made)):
+            if op.rule:
+                held[op.server].add_(values(rank, op.number, *made[op.server]), alpha=op.options.get("scale", 1))
+    return held
+
+
+def play(comm, seed):
+    """A round: servers are made, all ranks do what they do, and the servers are compared and freed."""
+    made = layouts(seed, comm.size)
+    servers = [ps.init(values(comm.rank, 0, *layout), comm=comm) for layout in made]
+    for op in operations(seed, comm.rank, len(made)):
+        server = servers[op.server]
+        if op.rule:
+            handle = server.send(values(comm.rank, op.number, *made[op.server]), op.rule, **op.options)
+        else:
+            handle = server.receive()
+        if op.is_waited_for:
+            handle.wait()
+    for server in servers:
+        server.receive().wait()  # what this rank has asked before is done
+    comm.direct.mpi.Barrier()
+    for server, right in zip(servers, expected(seed, comm.size, made), strict=True):
+        assert torch.equal(server.receive().wait(), right), (seed, server.shape, server.dtype)
+    for server in servers:
+        server.free()
+
+
+def left_behind():
+    time.sleep(0.2)  # a thread that was waited for is in /proc for a moment yet
+    with open("/proc/self/maps") as maps:
+        mappings = sum("torchmpi_py" in line for line in maps)
+    threads = sorted(thread.name for thread in threading.enumerate())
+    return len(os.listdir("/proc/self/fd")), mappings, len(os.listdir("/proc/self/task")), threads
+
+
+def test_random_sends_and_receives(comm):
+    num_rounds = max(1, NUM_OPERATIONS // (PER_ROUND * comm.size))
+    for seed in (-1, -2):  # what is made once is there then
+        play(comm, seed)
+    before = left_behind()
+    for seed in range(num_rounds):
+        play(comm, seed)
+    assert left_behind() == before
