@@ -28,7 +28,9 @@ def seeded(size, count, dtype=torch.float32):
 
 
 @in_a_job
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
+)
 def test_seed_send_and_receive(mpi, comm, dtype):
     size, me = mpi.size(), mpi.rank()
     for count in (0, 1, size - 1, size, size + 1, 1024, 911 * 101):

@@ -39,8 +39,9 @@ def sgd(net):
     return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
 
-def test_without_staleness_it_is_synchronous_training(mpi):
-    """As one process with all the data, whoever is late."""
+def test_without_staleness_it_is_synchronous_training(mpi, comm, monkeypatch):
+    """As one process with all the data, whoever is late; on one node and on two."""
+    monkeypatch.setattr(communicators, "communicator", lambda level: comm)
     size, me = mpi.size(), mpi.rank()
     alone, x, y = net_and_data(size)
     net, _, _ = net_and_data(size)
@@ -61,7 +62,7 @@ def test_without_staleness_it_is_synchronous_training(mpi):
 
 
 @pytest.mark.parametrize("staleness", [1, 4])
-def test_the_bound_holds(mpi, staleness):
+def test_the_bound_holds(mpi, comm, monkeypatch, staleness):
     """Nobody is too far ahead when it begins a step, and everybody sees what it has to see, and all of its own."""
     size, me = mpi.size(), mpi.rank()
     completed = mpi.symmetric_empty(1, dtype=torch.int64).zero_()
@@ -69,6 +70,7 @@ def test_the_bound_holds(mpi, staleness):
     mpi.barrier()
     everyone = [segment.view(place.local, torch.int64, 1) for place in communicators.communicator(0).direct.places]
     net = Counting(size)
+    monkeypatch.setattr(communicators, "communicator", lambda level: comm)
     update = ps.StaleSynchronousUpdate(net, staleness=staleness, scale=1, init_delay=2)
     slow = size - 1
     for step in range(2):

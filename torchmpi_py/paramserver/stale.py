@@ -91,7 +91,11 @@ class StaleSynchronousUpdate(Update):
             self._keep()
 
     def finish(self) -> None:
-        """This worker has done its last step, and nobody waits for it any more. Not collective; idempotent."""
+        """After a worker's last step: nobody waits for it any more. Returns when the server has all that it has sent.
+
+        Not collective; idempotent.
+        """
+        super().finish()
         if not self._is_finished and self.is_root:
             for clocks in filter(None, (self._completed, self._fetched)):
                 clocks.advance(_END_OF_TIME)

@@ -116,6 +116,12 @@ class Update(ABC):
     def send(self, served: lists.ServedTensors) -> None:  # noqa: B027
         """Send what the server should take in, unless that belongs to an integration."""
 
+    def finish(self) -> None:
+        """After a worker's last step: wait until the server has all that it has sent. Not collective; idempotent."""
+        for pack in self.served.packs if self.served is not None else ():
+            if pack.sending is not None:
+                pack.sending.wait()
+
     def free(self) -> None:
         """Free the server. Collective over the level of sharding; idempotent."""
         self.is_free = True
