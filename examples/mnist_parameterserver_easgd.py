@@ -3,8 +3,8 @@
     torchmpirun -n 4 examples/mnist_parameterserver_easgd.py
 
 A parameter server holds the centre. Every --update-frequency steps a rank and the centre move towards each other. No
-rank waits for another one. Momentum is each rank's own, which makes it EAMSGD. Runs are not reproducible to the bit:
-who comes when is chance.
+rank waits for another one. With momentum, which is each rank's own, it is called EAMSGD. Runs are not reproducible to
+the bit: who comes when is chance.
 """
 
 import argparse
@@ -42,13 +42,18 @@ train_set, test_set = digits_data.load(options.data)
 network = digits_data.conv_net(image_size=train_set.tensors[0].shape[-1])
 mpinn.synchronize_parameters(network)
 
-update = ps.EASGDUpdate(
-    network,
-    beta=options.beta,
-    init_delay=options.init_delay,
-    update_frequency=options.update_frequency,
-    prefetch=options.prefetch,
-)
+schedule = {
+    "beta": options.beta,
+    "init_delay": options.init_delay,
+    "update_frequency": options.update_frequency,
+    "prefetch": options.prefetch,
+}
+if options.momentum > 0:
+    optimizer = torch.optim.SGD(network.parameters(), lr=options.lr, momentum=options.momentum, nesterov=True)
+    update = ps.EAMSGDUpdate(network, optimizer, **schedule)
+else:
+    optimizer = torch.optim.SGD(network.parameters(), lr=options.lr)
+    update = ps.EASGDUpdate(network, **schedule)
 
 
 def exchange(state):
@@ -65,9 +70,7 @@ engine.train(
     network=network,
     criterion=torch.nn.CrossEntropyLoss(),
     iterator=DatasetIterator(train_set, -(-options.batch // mpi.size()), seed=options.seed),
-    optimizer=lambda parameters: torch.optim.SGD(
-        parameters, lr=options.lr, momentum=options.momentum, nesterov=options.momentum > 0
-    ),
+    optimizer=optimizer,
     maxepoch=options.epochs,
 )
 

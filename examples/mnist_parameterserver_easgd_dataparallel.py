@@ -25,8 +25,7 @@ parser.add_argument("--data", help="directory of MNIST's idx files; default: sci
 parser.add_argument("--epochs", type=int, default=25)
 parser.add_argument("--seed", type=int, default=1111)
 parser.add_argument("--batch", type=int, default=60, help="samples per step, over all ranks; rounded up")
-parser.add_argument("--lr", type=float, default=0.02)
-parser.add_argument("--momentum", type=float, default=0.9, help="Nesterov's, of each rank by itself")
+parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--beta", type=float, default=0.9, help="how far all workers together move the centre")
 parser.add_argument("--init-delay", type=int, default=20, help="steps before the centre is seeded")
 parser.add_argument("--update-frequency", type=int, default=10, help="steps between exchanges")
@@ -72,9 +71,7 @@ with mpi.at(level):  # the engine averages over the ranks of the current level: 
         network=network,
         criterion=torch.nn.CrossEntropyLoss(),
         iterator=iterator,
-        optimizer=lambda parameters: torch.optim.SGD(
-            parameters, lr=options.lr, momentum=options.momentum, nesterov=options.momentum > 0
-        ),
+        lr=options.lr,
         maxepoch=options.epochs,
     )
     mpinn.check_with_allreduce(network)

@@ -36,6 +36,8 @@ def accuracy(output):
         ("downpour", 3, "the server's parameters"),
         ("easgd", 3, "the centre, which has moved by"),
         ("easgd_dataparallel", 4, "2 workers, the first of 3 ranks"),
+        ("ssp", 3, "the largest lead was"),
+        ("hogwild", 3, "all ranks share"),
     ],
 )
 def test_an_example_learns(name, num_ranks, says):
