@@ -69,12 +69,11 @@ engine.train(
     lr=options.lr,
     maxepoch=options.epochs,
 )
-update.finish()
 
 # The result is what the server holds when all ranks are done.
-mpi.wait_all(ps.prefetch_tensors(update.served))  # comes after all that this rank has sent
+update.finish()  # nobody waits for this rank any more; wait until the server has all that this rank has sent
 mpi.barrier()
-ps.prefetch_tensors(update.served)
+ps.prefetch_tensors(update.served)  # what was fetched before is older
 ps.integrate_tensors(update.served, lambda fetched, p: p.copy_(fetched))
 
 mpinn.check_with_allreduce(network)
