@@ -152,6 +152,7 @@ def test_optional_dependencies_are_met_in_one_file():
             "collectives/torch_group.py",
             "bench/gloo.py",
         },
+        "sklearn": {"bench/modes_data.py"},
         "tqdm": {"engine/progress.py", "bench/progress.py"},
     }
     for name, path in modules().items():

@@ -1,4 +1,4 @@
-"""The command: ``torchmpirun -n N -m torchmpi_py.bench run | compare | step | ps | tune | plot | trace ...``.
+"""The command: ``torchmpirun -n N -m torchmpi_py.bench run | compare | step | ps | modes | tune | plot | trace ...``.
 
 Exit codes: 0; 1 for a wrong value; 2 for a command line that cannot be carried out.
 """
@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import arguments, collective, gpu, paramserver, results, step, table, trace
+from torchmpi_py.bench import arguments, collective, gpu, modes, paramserver, results, step, table, trace
 from torchmpi_py.bench.errors import UsageError, WrongValue
 from torchmpi_py.launch import variables
 
@@ -48,6 +48,8 @@ def _measure(options: argparse.Namespace) -> None:
         step.main(comm, options)
     elif options.command == "ps":
         paramserver.main(comm, options)
+    elif options.command == "modes":
+        modes.main(comm, options)
     elif options.command == "tune":
         _tune(options)
     else:

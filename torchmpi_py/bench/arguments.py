@@ -44,12 +44,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description="Measure collectives and training steps. Run it under torchmpirun -n N -m torchmpi_py.bench ...",
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="run | compare | step | ps | tune | plot | trace"
+        dest="command", required=True, metavar="run | compare | step | ps | modes | tune | plot | trace"
     )
     _add_run(commands)
     _add_compare(commands)
     _add_step(commands)
     _add_ps(commands)
+    _add_modes(commands)
     _add_tune(commands)
     _add_plot(commands)
     _add_trace(commands)
@@ -116,6 +117,25 @@ def _add_ps(commands: Any) -> None:
     add("--seconds", type=_positive, default=0.5, help="about so long for each size, rule and clients; default: 0.5")
     idle = "how long to watch a rank that only serves; default: 10"
     add("--idle-seconds", type=_positive, default=10.0, metavar="SECONDS", help=idle)
+    _add_output(parser)
+
+
+def _add_modes(commands: Any) -> None:
+    parser = commands.add_parser("modes", help="modes of distribution: accuracy, time and bytes for the same samples")
+    add = parser.add_argument
+    add("--modes", type=lambda text: text.split(","), metavar="a,b", help="default: all")
+    add("--epochs", type=_count, default=25, help="default: 25")
+    add("--batch", type=_count, default=60, help="samples a step, over all ranks; default: 60")
+    add("--seeds", type=_count, default=3, help="how many trainings of each mode; default: 3")
+    add("--first-seed", type=_number, default=0, metavar="SEED", help="default: 0")
+    add("--lr-factor", type=_positive, default=1.0, metavar="F", help="on all learning rates; default: 1")
+    add("--slow-rank", action="store_true", help="then let the last rank be slower, and see what the others get done")
+    add("--slow-factor", type=_positive, default=10.0, metavar="F", help="how much longer it pauses; default: 10")
+    add("--step-seconds", type=_positive, default=0.01, metavar="SECONDS", help="the others' pause; default: 0.01")
+    add("--slow-seconds", type=_positive, default=5.0, metavar="SECONDS", help="of each such run; default: 5")
+    add("--rounds", type=_count, default=5, help="even and slow runs of each mode; default: 5")
+    add("--lead-runs", type=_count, default=1, metavar="N", help="runs in which leads are watched; default: 1")
+    add("--lead-steps", type=_count, default=1000, metavar="N", help="of such a run; default: 1000")
     _add_output(parser)
 
 
@@ -186,6 +206,13 @@ def _positive(text: str) -> float:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+@_told
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is not a whole number from 0")
     return int(text)
 
 

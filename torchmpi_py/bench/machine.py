@@ -68,6 +68,12 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def limit_threads() -> None:
+    """One thread a rank where the ranks fill the cores."""
+    if mpi.local_size() >= num_cores():
+        torch.set_num_threads(1)
+
+
 def facts() -> dict[str, str]:
     """What a reader needs to judge the figures, in the order in which it is shown. As rank 0 sees it."""
     from mpi4py import MPI

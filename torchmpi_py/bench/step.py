@@ -59,7 +59,7 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     Raises RanksDisagree if a trainer leaves different parameters on different ranks, and WrongValue if its parameters
     after the first steps are not those of the others.
     """
-    _limit_threads()
+    machine.limit_threads()
     device = mpi.device()
     with process_group(comm) as no_gloo:
         made = trainers(options.layers, with_ddp=not no_gloo, device=device)
@@ -100,12 +100,6 @@ def _row(report: StepReport, name: str) -> list[str]:
         table.number(added * 1e3),
         table.number(added / ddp if ddp > 0 else None),
     ]
-
-
-def _limit_threads() -> None:
-    """One thread a rank where the ranks fill the cores."""
-    if mpi.local_size() >= machine.num_cores():
-        torch.set_num_threads(1)
 
 
 def _measured(
