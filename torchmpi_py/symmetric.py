@@ -18,7 +18,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -47,12 +47,18 @@ class Segment:
         self.part_of = {index: part for part, index in enumerate(indices)}
         self.begin = self.address + self.part_of[own] * part_bytes
 
-    def view(self, index: int, dtype: torch.dtype, count: int, offset_bytes: int = 0) -> Tensor:
-        """``count`` elements of the part of the rank with this index on the node. The segment must outlive it."""
+    def view(
+        self, index: int, dtype: torch.dtype, count: int, offset_bytes: int = 0, owner: Tensor | None = None
+    ) -> Tensor:
+        """``count`` elements of the part of the rank with this index on the node.
+
+        The segment must outlive it: ``owner``, a tensor of this rank's part, lives as long as the view.
+        """
         begin = self.address + self.part_of[index] * self.part_bytes + offset_bytes
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
-        memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(begin)
+        memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(begin)
+        memory.owner = owner
         return torch.frombuffer(memory, dtype=dtype)
 
 

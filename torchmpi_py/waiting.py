@@ -30,9 +30,9 @@ class Nap:
         """The time since ``begin``."""
         return time.monotonic() - self._since
 
-    def take(self) -> None:
+    def take(self, at_most_seconds: float | None = None) -> None:
         """Pause; the first pauses only give way."""
-        pause = min(self._longest_seconds, self.seconds / 10)
+        pause = min(at_most_seconds or self._longest_seconds, self.seconds / 10)
         time.sleep(pause if pause > _WORTH_A_SLEEP_SECONDS else 0)
 
 

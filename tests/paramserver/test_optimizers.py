@@ -75,7 +75,9 @@ def test_saved_from_another_kind(mpi):
     server = ps.init(torch.zeros(5), optimizer="adam")
     state = server.state_dict()
     other = ps.init(torch.zeros(5))
-    with pytest.raises(ValueError, match=r"saved from a server of shape \(5,\), torch.float32, optimizer 'adam', but"):
+    with pytest.raises(
+        ValueError, match=r"saved from a server of shape \(5,\), torch.float32, optimizer 'adam' with 2 slots, but"
+    ):
         other.load_state_dict(state)
     ps.free_all()
 
@@ -133,6 +135,23 @@ def test_registered_optimizers(mpi, comm):
 
 
 @in_a_job
+def test_momentum_that_begins_later(mpi):
+    start, *given = grads(6, 4)
+    options = [{"lr": 0.1, "momentum": momentum, "dampening": 0.5 * momentum} for momentum in (0.0, 0.9, 0.9)]
+    with mpi.split(mpi.rank()) as alone:
+        server = ps.init(start, comm=alone, optimizer="sgd")
+        p = start.clone().requires_grad_()
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        for grad, option in zip(given, options, strict=False):
+            server.send(grad, "sgd", **option)
+            p.grad = grad.clone()
+            optimizer.param_groups[0].update(option)
+            optimizer.step()
+        torch.testing.assert_close(server.receive().wait(), p.detach())
+        server.free()
+
+
+@in_a_job
 def test_mistakes_with_optimizers(mpi):
     with pytest.raises(ValueError, match="optimizer='rmsprop' is unknown; known optimizers: sgd, adagrad, adam"):
         ps.init(torch.zeros(3), optimizer="rmsprop")
@@ -143,6 +162,15 @@ def test_mistakes_with_optimizers(mpi):
         server.send(torch.zeros(3), "sgd", beta=3)
     whole = ps.init(torch.zeros(3, dtype=torch.int32))
     for rule in ("average", "elastic"):
-        with pytest.raises(ValueError, match=r"needs floating-point numbers, and this server holds torch\.int32"):
+        with pytest.raises(ValueError, match=r"needs floating-point numbers.*; this server holds torch\.int32"):
             whole.send(torch.zeros(3, dtype=torch.int32), rule)
     ps.free_all()
+
+
+@in_a_job
+def test_no_mean_in_low_precision(mpi):
+    """With 8 bits of mantissa the mean of a thousand values stands still."""
+    server = ps.init(torch.zeros(3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"'average' needs floating-point numbers of at least 32 bits; .*bfloat16"):
+        server.send(torch.zeros(3, dtype=torch.bfloat16), "average")
+    server.free()

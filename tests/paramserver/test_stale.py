@@ -150,10 +150,10 @@ def test_who_keeps_the_others_waiting_is_named(comm, caplog, monkeypatch):
     take = stale.Nap.take
     told = []
 
-    def tell(nap):
+    def tell(nap, *options):
         if caplog.records and not told:
             told.append(talk.send(None, 0, 77))
-        take(nap)
+        take(nap, *options)
 
     monkeypatch.setattr(stale, "_WARN_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(stale.Nap, "take", tell)

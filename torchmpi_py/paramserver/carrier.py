@@ -5,18 +5,20 @@ Everything here runs in the client's thread, one request after the other, but fo
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchmpi_py import waiting
 from torchmpi_py.channels import Channel
-from torchmpi_py.paramserver import client
+from torchmpi_py.paramserver import client, rules, shard
 from torchmpi_py.paramserver.exchange import Exchange, Pending
 from torchmpi_py.paramserver.messages import Kind, Request
 from torchmpi_py.paramserver.rules import Rule
-from torchmpi_py.paramserver.shard import Shard, ShardState
+from torchmpi_py.paramserver.shard import Shard
 from torchmpi_py.paramserver.sharding import shards
 from torchmpi_py.paramserver.store import Store
 
@@ -29,8 +31,9 @@ class Carrier:
 
     def __init__(self, channel: Channel, source: Tensor, num_slots: int) -> None:
         self.bounds = shards(source.numel(), channel.size)
+        self.num_slots = num_slots
         self.is_free = False
-        self._channel = channel
+        self._channel, self._dtype = channel, source.dtype
         self._store = Store(channel, source, self.bounds, num_slots)
         self._exchange = channel.keep(Exchange, Exchange) if channel.num_nodes > 1 else None
         self._number = 0
@@ -42,6 +45,7 @@ class Carrier:
 
     def apply(self, name: str, rule: Rule, options: dict[str, Any], payload: Tensor) -> int:
         """Apply a rule to all shards, also if it fails on one; how many bytes were sent."""
+        packed = pickle.dumps((name, options)) if self._exchange is not None else b""
 
         def part(rank: int) -> Tensor:
             begin, end = self.bounds[rank]
@@ -49,10 +53,9 @@ class Carrier:
 
         def ask(rank: int) -> Pending:
             sent = part(rank) if rule.needs_payload else None
-            num_bytes = 0 if sent is None else sent.nbytes
-            return self._ask(Request(self._number, rank, Kind.APPLY, num_bytes, name, options), payload=sent)
+            return self._ask(rank, Kind.APPLY, sent, packed)
 
-        self._on_all(ask, lambda shard, rank: shard.apply(rule, part(rank), options))
+        self._on_all(ask, lambda held, rank: held.apply(rule, part(rank), options))
         return payload.nbytes if rule.needs_payload else 0
 
     def read(self, target: Tensor) -> int:
@@ -62,35 +65,35 @@ class Carrier:
             begin, end = self.bounds[rank]
             return target[begin:end]
 
-        def ask(rank: int) -> Pending:
-            values = part(rank)
-            return self._ask(Request(self._number, rank, Kind.READ, values.nbytes), values=values)
-
-        self._on_all(ask, lambda shard, rank: part(rank).copy_(shard.values))
+        self._on_all(
+            lambda rank: self._ask(rank, Kind.READ, part(rank)), lambda held, rank: part(rank).copy_(held.values)
+        )
         return target.nbytes
 
-    def save(self) -> list[ShardState]:
+    def save(self) -> list[Shard]:
         """Copies of the shards that are not empty, in the order of ranks."""
-        states = self._on_all(
-            lambda rank: self._ask(Request(self._number, rank, Kind.SAVE)), lambda shard, rank: shard.state()
-        )
-        return [states[rank] for rank in sorted(states)]
-
-    def restore(self, states: list[ShardState]) -> None:
-        """Let the shards that are not empty become what was saved."""
-        of = dict(zip(self._ranks(), states, strict=True))
+        copies = {rank: self._new_shard(end - begin) for rank, (begin, end) in enumerate(self.bounds) if begin < end}
         self._on_all(
-            lambda rank: self._ask(Request(self._number, rank, Kind.RESTORE, state=of[rank])),
-            lambda shard, rank: shard.restore(of[rank]),
+            lambda rank: self._ask(rank, Kind.SAVE, copies[rank].memory),
+            lambda held, rank: copies[rank].memory.copy_(held.memory),
+        )
+        return list(copies.values())
+
+    def restore(self, saved: list[Shard]) -> None:
+        """Let the shards that are not empty become what was saved."""
+        of = dict(zip(self._ranks(), saved, strict=True))
+        self._on_all(
+            lambda rank: self._ask(rank, Kind.RESTORE, of[rank].memory),
+            lambda held, rank: held.memory.copy_(of[rank].memory),
         )
 
     def take_in(self, source: Carrier, rule: Rule, options: dict[str, Any]) -> None:
         """Apply a rule to this rank's shard, with its shard of another server of this layout, which becomes zero."""
         rank = self._channel.rank
-        with self._store.held(rank) as shard, source._store.held(rank) as payload:
-            if len(shard.values):
-                shard.apply(rule, payload.values, options)
-                payload.values.zero_()
+        with self._store.held(rank) as mine, source._store.held(rank) as payload:
+            if len(mine.values):
+                mine.apply(rule, payload.values, options)
+                payload.apply(rules.named("take_in", "zero"), payload.values, {})
 
     def free(self) -> None:
         """When all ranks have done what they were asked, let go of the memory. Collective; waits asleep."""
@@ -101,32 +104,45 @@ class Carrier:
         self.is_free = True
         del self._store
 
+    def _new_shard(self, count: int) -> Shard:
+        size = shard.num_bytes(count, self._dtype, self.num_slots)
+        return Shard(torch.empty(size, dtype=torch.uint8, device="cpu"), count, self._dtype, self.num_slots)
+
     def _ranks(self) -> list[int]:
         return [rank for rank, (begin, end) in enumerate(self.bounds) if begin < end]
 
-    def _on_all(self, ask: Callable[[int], Pending], here: OnShard) -> dict[int, Any]:
-        """Ask for the shards of other nodes, work on those of this one, its own first; then wait for the answers."""
-        first = self._channel.rank
-        ranks = sorted(self._ranks(), key=lambda rank: (rank - first) % self._channel.size)
-        pending = {rank: ask(rank) for rank in ranks if rank not in self._store}
-        results, errors = {}, []
+    def _on_all(self, ask: Callable[[int], Pending], here: OnShard) -> None:
+        """Ask for the shards of other nodes, work on those of this one, its own first; then wait for the answers.
+
+        What has been asked is waited for in any case: an answer that is left would be taken for the next one's.
+        """
+        first, size = self._channel.rank, self._channel.size
+        ranks = sorted(self._ranks(), key=lambda rank: (rank - first) % size)
+        pending: list[Pending] = []
+        errors: list[BaseException] = []
+
+        def attempt(work: Callable[[], object]) -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+
         for rank in ranks:
-            try:
-                if rank in pending:
-                    continue
-                with self._store.held(rank) as shard:
-                    results[rank] = here(shard, rank)
-            except Exception as error:
-                errors.append(error)
-        for rank, request in pending.items():
-            try:
-                results[rank] = request.finish()
-            except Exception as error:
-                errors.append(error)
+            if rank not in self._store:
+                attempt(lambda: pending.append(ask(rank)))  # noqa: B023 - done before the next one
+        for rank in ranks:
+            if rank in self._store:
+                attempt(lambda: self._here(rank, here))  # noqa: B023
+        for request in pending:
+            attempt(request.finish)
         if errors:
             raise errors[0]
-        return results
 
-    def _ask(self, request: Request, payload: Tensor | None = None, values: Tensor | None = None) -> Pending:
+    def _here(self, rank: int, work: OnShard) -> None:
+        with self._store.held(rank) as held:
+            work(held, rank)
+
+    def _ask(self, rank: int, kind: Kind, memory: Tensor | None, rule: bytes = b"") -> Pending:
         assert self._exchange is not None, "all shards are here on one node"
-        return Pending(self._exchange.links, self._exchange.service_of[request.shard], request, payload, values)
+        request = Request(self._number, rank, int(kind), 0 if memory is None else memory.nbytes, rule)
+        return Pending(self._exchange.links, self._exchange.service_of[rank], request, memory)

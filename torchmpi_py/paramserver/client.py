@@ -5,30 +5,36 @@ Another one than that of asynchronous collectives, which wait for other ranks: a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+import torch
 
 from torchmpi_py.communication_thread import CommunicationThread
 from torchmpi_py.handles import Handle
 
 R = TypeVar("R")
+_lock = threading.Lock()
 _thread: CommunicationThread | None = None  # from the first request until all servers are freed
 
 
 def submit(label: str, step: Callable[[], R]) -> Handle[R]:
     """Queue a step; what it returns, or raises, comes out of the handle."""
     global _thread
-    if _thread is None:
-        _thread = CommunicationThread(inline=False, name="parameter-server")
-    return _thread.submit(_Request(label, step))
+    with _lock:
+        if _thread is None:
+            _thread = CommunicationThread(inline=False, name="parameter-server")
+        return _thread.submit(_Request(label, step))
 
 
 def drain() -> None:
     """Wait until all that was queued is done, and end the thread."""
     global _thread
-    if _thread is not None:
-        _thread.close()
-        _thread = None
+    with _lock:
+        if _thread is not None:
+            _thread.close()
+            _thread = None
 
 
 class _Request(Generic[R]):
@@ -36,7 +42,14 @@ class _Request(Generic[R]):
 
     def __init__(self, label: str, step: Callable[[], R]) -> None:
         self.label = label
-        self.run_in_background = self.finish = step
+        self._step = step
+
+    def run_in_background(self) -> R:
+        """Out of sight of autograd, and of what mode the caller's tensors were made in."""
+        with torch.inference_mode():
+            return self._step()
+
+    finish = run_in_background
 
     def explain(self, error: Exception) -> Exception:
         return error

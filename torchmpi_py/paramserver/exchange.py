@@ -1,7 +1,7 @@
 """The rank's side of what is said with services of other nodes (``messages.py``); runs in the client's thread.
 
-While answers are on their way the rank works on the shards of its own node; then it looks for them, in naps, so that a
-rank that waits for another node leaves the processor to the others.
+While answers are on their way the rank works on the shards of its own node; then it looks for them, in short naps, so
+that a rank that waits for another node leaves most of a processor to the others.
 """
 
 from __future__ import annotations
@@ -11,11 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from torchmpi_py.channels import Channel
-from torchmpi_py.paramserver.messages import HEADER_TAG, Answer, Links, Request, answer_tag, as_bytes, payload_tag
+from torchmpi_py.paramserver.messages import (
+    HEADER_TAG,
+    Kind,
+    Links,
+    Request,
+    answer_tag,
+    bytes_tag,
+    pieces,
+    unpacked,
+)
 from torchmpi_py.paramserver.service import Service
 from torchmpi_py.waiting import Nap
 
-_LONGEST_NAP_SECONDS = 0.001
+_LONGEST_NAP_SECONDS = 0.0001
 
 
 class Exchange:
@@ -42,38 +51,31 @@ class Exchange:
 
 
 class Pending:
-    """A request on its way. ``values``, if given, is where the values that it asks for shall go."""
+    """A request on its way, whose bytes come from ``memory`` or go there. ``finish`` it, whatever else goes wrong."""
 
-    def __init__(
-        self, links: Links, service: int, request: Request, payload: Tensor | None, values: Tensor | None
-    ) -> None:
-        self._links, self._service, self._shard = links, service, request.shard
-        self._values = (
-            None if values is None else links.answers.Irecv(as_bytes(values), service, payload_tag(request.shard))
-        )
-        self._sent = [links.requests.isend(request, service, HEADER_TAG)]
-        if payload is not None:
-            self._sent.append(links.requests.Isend(as_bytes(payload), service, payload_tag(request.shard)))
-        self._alive = payload, values
+    def __init__(self, links: Links, service: int, request: Request, memory: Tensor | None) -> None:
+        self._answers, self._service, self._shard = links.answers, service, request.shard
+        self._memory = memory  # alive until all is done
+        self._coming: list[Any] = []
+        parts = [] if memory is None else pieces(memory)
+        if Kind(request.kind).gives:
+            self._coming = [links.answers.Irecv(part, service, bytes_tag(request.shard)) for part in parts]
+            parts = []
+        self._going = [links.requests.isend(tuple(request), service, HEADER_TAG)]
+        self._going += [links.requests.Isend(part, service, bytes_tag(request.shard)) for part in parts]
 
-    def finish(self) -> Any:
-        """Wait for the answer: what it tells of the state, or the exception that was raised there."""
+    def finish(self) -> None:
+        """Wait for the answer. Raises what was raised there."""
         nap = Nap(_LONGEST_NAP_SECONDS)
-        while (message := self._links.answers.improbe(self._service, answer_tag(self._shard))) is None:
+        while (message := self._answers.improbe(self._service, answer_tag(self._shard))) is None:
             nap.take()
-        answer: Answer = message.recv()
-        if answer.error is None:
-            for request in [*self._sent, *filter(None, [self._values])]:
-                _complete(request, nap)
-            return answer.state
-        for request in self._sent:
-            _complete(request, nap)
-        if self._values is not None:
-            self._values.Cancel()
-            self._values.Wait()
-        raise answer.error
-
-
-def _complete(request: Any, nap: Nap) -> None:
-    while not request.Test():
-        nap.take()
+        error: bytes | None = message.recv()
+        if error is not None:
+            for request in self._coming:  # nothing will come
+                request.Cancel()
+        for request in [*self._going, *self._coming]:
+            while not request.Test():
+                nap.take()
+        self._memory = None
+        if error is not None:
+            raise unpacked(error)

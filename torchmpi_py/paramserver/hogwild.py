@@ -13,9 +13,7 @@ Source: Niu, Recht, Re, Wright: Hogwild: a lock-free approach to parallelizing s
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,9 +113,9 @@ def _places(channel: Channel, storages: list[torch.UntypedStorage]) -> list[Tens
     own = symmetric.memory(channel, offsets[-1], torch.device("cpu"))
     found = symmetric.find(own)
     assert found is not None, "it was just made"
-    common = found[0].view(channel.places[0].local, torch.uint8, own.nbytes)
-    memory: Any = (ctypes.c_char * common.nbytes).from_address(common.data_ptr())
-    memory.owner = own  # keeps the whole segment mapped; the tensors below keep the object
+    assert isinstance(found[0], symmetric.Segment), "on the host"
+    common = found[0].view(channel.places[0].local, torch.uint8, own.nbytes, owner=own)
+    memory = common.numpy()
     return [
         torch.frombuffer(memory, dtype=torch.uint8, count=storage.nbytes(), offset=offset)
         for storage, offset in zip(storages, offsets[:-1], strict=True)

@@ -8,6 +8,7 @@ into the tensors. After TorchMPI's functions of these names (reference 5.7), whi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torchmpi_py import runtime
 from torchmpi_py.communicators import Communicator, resolve
 from torchmpi_py.handles import Handle, wait_all
+from torchmpi_py.paramserver import rules
 from torchmpi_py.paramserver.server import ParameterServer, init
 
 
@@ -29,6 +31,13 @@ class _Pack:
         self.sent = torch.empty_like(self.fetched)
         self.server: ParameterServer = init(self.fetched, comm=comm, optimizer=optimizer)
         self.sending: Handle[Tensor] | None = None
+
+    def settle(self) -> None:
+        """Wait until the buffer of what was sent last may be filled again; an error of that is its handle's affair."""
+        sending, self.sending = self.sending, None
+        if sending is not None:
+            with contextlib.suppress(Exception):
+                sending.wait()
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parts of a flat buffer in the shapes of the tensors."""
@@ -52,6 +61,12 @@ class ServedTensors:
         """Tensors that correspond to the served ones, pack by pack."""
         if len(updates) != len(self.tensors):
             raise ValueError(f"send_tensors: {len(updates)} updates for {len(self.tensors)} tensors")
+        for index, (update, x) in enumerate(zip(updates, self.tensors, strict=True)):
+            if update.shape != x.shape or update.dtype != x.dtype:
+                raise ValueError(
+                    f"send_tensors: update {index} has shape {tuple(update.shape)} and {update.dtype}, but the tensor "
+                    f"has {tuple(x.shape)} and {x.dtype}"
+                )
         return [[updates[index] for index in indices] for indices in self._indices]
 
     @property
@@ -65,18 +80,23 @@ class ServedTensors:
         return sum(pack.server.num_bytes_received for pack in self.packs)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of each server (``ParameterServer.state_dict``)."""
-        return {"servers": [pack.server.state_dict() for pack in self.packs]}
+        """That of each server (``ParameterServer.state_dict``), and the shapes of the tensors."""
+        return {"shapes": self._shapes(), "servers": [pack.server.state_dict() for pack in self.packs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Become what was saved from a list of tensors of the same shapes and dtypes, in the same order."""
-        if len(state["servers"]) != len(self.packs):
+        if state["shapes"] != self._shapes():
             raise ValueError(
-                f"load_state_dict: saved from {len(state['servers'])} servers, one a dtype, but these tensors have "
-                f"{len(self.packs)}"
+                f"load_state_dict: saved from tensors of shapes {state['shapes']}, these are {self._shapes()}"
             )
-        for pack, saved in zip(self.packs, state["servers"], strict=True):
+        pairs = list(zip(self.packs, state["servers"], strict=True))
+        for pack, saved in pairs:
+            pack.server.check_state(saved)  # all before the first is changed
+        for pack, saved in pairs:
             pack.server.load_state_dict(saved)
+
+    def _shapes(self) -> list[list[int]]:
+        return [list(x.shape) for x in self.tensors]
 
     def free(self) -> None:
         """Free the servers. Collective."""
@@ -107,8 +127,8 @@ def prefetch_tensors(served: ServedTensors) -> list[Handle[Tensor]]:
 
 def integrate_tensors(served: ServedTensors, fn: Callable[[Tensor, Tensor], object]) -> None:
     """``fn(fetched, tensor)`` for each tensor, with what was fetched last (which is fetched now if nothing was)."""
-    wait_all(served.fetching or prefetch_tensors(served))
-    served.fetching = []
+    fetching, served.fetching = served.fetching or prefetch_tensors(served), []
+    wait_all(fetching)
     with torch.no_grad():
         for pack in served.packs:
             for fetched, x in zip(pack.views(pack.fetched), pack.tensors, strict=True):
@@ -127,9 +147,11 @@ def send_tensors(
     ``local(update)`` changes what is sent, in place, but not the caller's tensor: a scaling by the learning rate, say.
     """
     handles = []
-    for pack, given in zip(served.packs, served.in_packs(updates), strict=True):
-        if pack.sending is not None:
-            pack.sending.wait()  # the buffer is in use until then
+    given_by_pack = served.in_packs(updates)
+    for pack in served.packs:
+        rules.checked(rule, options, pack.server.dtype, pack.server.optimizer)
+    for pack, given in zip(served.packs, given_by_pack, strict=True):
+        pack.settle()
         for part, update in zip(pack.views(pack.sent), given, strict=True):
             part.copy_(update.detach())
             if local is not None:

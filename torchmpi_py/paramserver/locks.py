@@ -1,7 +1,8 @@
 """Locks between the processes of a node: one that dies lets go of what it holds, and one that waits sleeps.
 
-They are locks on single bytes of a file (POSIX), which the ranks of a node have open together. Those are the process's,
-not the thread's, so each is joined by one between the threads of the process.
+They are locks on single bytes of a file, which the ranks of a node have each opened for themselves. On Linux they
+belong to the open file (OFD locks): what else the process opens or closes does not touch them. All threads of a process
+have the same open file, so each lock is joined by one between threads.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -54,8 +56,14 @@ class Lock:
     def held(self) -> Iterator[None]:
         """Nobody else holds the lock in this block."""
         with self._between_threads:
-            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._byte)
+            self._set(fcntl.F_WRLCK)
             try:
                 yield
             finally:
-                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._byte)
+                self._set(fcntl.F_UNLCK)
+
+    def _set(self, kind: int) -> None:
+        if hasattr(fcntl, "F_OFD_SETLKW"):
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", kind, os.SEEK_SET, self._byte, 1, 0))
+        else:
+            fcntl.lockf(self._file, fcntl.LOCK_EX if kind == fcntl.F_WRLCK else fcntl.LOCK_UN, 1, self._byte)

@@ -1,9 +1,10 @@
 """What is said between a rank and the service of another node (``exchange.py``, ``service.py``), and how.
 
-A *request* is for one shard: its header (an object), and the payload right behind it if it has one. The *answer* is a
-header, with what went wrong or None, and values before it if they were asked for. Requests and answers have a
-communicator each, for a rank may ask one service and be another. Messages of one sender with one tag arrive in order,
-and a rank asks each shard one thing at a time, so the shard's number as the tag says what belongs together.
+A *request* is for one shard: its header, and the payload right behind it if it has one. The *answer* is the values that
+were asked for, if any, and a header that says what went wrong. Headers hold plain numbers and bytes: what somebody's
+rule or option is made of is unpickled by whoever can answer for it. Requests and answers have a communicator each, for
+a rank may ask one service and be another. Messages of one sender with one tag arrive in order, and a rank asks each
+shard one thing at a time, so the shard's number as the tag says what belongs together.
 """
 
 from __future__ import annotations
@@ -15,38 +16,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchmpi_py import config
 from torchmpi_py.channels import Channel
 from torchmpi_py.errors import ParameterServerError
 
 HEADER_TAG = 0  # of all requests' headers; one service takes them from everybody
 
 
-class Kind(enum.Enum):
+class Kind(enum.IntEnum):
     """What is asked."""
 
-    APPLY = "apply"  # a rule, to the payload
-    READ = "read"  # the values
-    SAVE = "save"  # the state
-    RESTORE = "restore"  # the state
+    APPLY = 0  # a rule, to the payload
+    READ = 1  # the values
+    SAVE = 2  # the memory of the shard
+    RESTORE = 3  # the payload becomes the memory of the shard
+
+    @property
+    def gives(self) -> bool:
+        """Whether bytes come with the answer, and not with the request."""
+        return self in (Kind.READ, Kind.SAVE)
 
 
 class Request(NamedTuple):
-    """The header of a request. ``num_bytes`` are those of the payload, or of the values that are asked for."""
+    """The header of a request. ``num_bytes`` come behind it, or with the answer."""
 
     server: int
     shard: int  # the rank that holds it
-    kind: Kind
-    num_bytes: int = 0
-    rule: str = ""
-    options: dict[str, Any] = {}  # never changed
-    state: Any = None
-
-
-class Answer(NamedTuple):
-    """The header of an answer."""
-
-    error: Exception | None
-    state: Any = None
+    kind: int
+    num_bytes: int
+    rule: bytes = b""  # name and options, pickled
 
 
 class Links:
@@ -62,7 +60,7 @@ class Links:
         self.requests.Free()
 
 
-def payload_tag(shard: int) -> int:
+def bytes_tag(shard: int) -> int:
     """Of a payload, or of values."""
     return 1 + 2 * shard
 
@@ -72,15 +70,31 @@ def answer_tag(shard: int) -> int:
     return 2 + 2 * shard
 
 
-def as_bytes(x: Tensor) -> Any:
-    """The memory of a flat tensor, for MPI."""
-    return x.view(torch.uint8).numpy()
+def pieces(x: Tensor) -> list[Any]:
+    """The memory of a flat tensor, for MPI, in messages that are not too long."""
+    return [part.numpy() for part in torch.split(x.view(torch.uint8), config.current.message_bytes)]
 
 
-def portable(error: Exception) -> Exception:
-    """An exception that survives the journey."""
+def packed(error: BaseException) -> bytes:
+    """An exception for the journey; one that would not survive it, or is none of a rule's, as one of ours."""
     try:
-        pickle.loads(pickle.dumps(error))
-        return error
+        if isinstance(error, Exception):
+            data = pickle.dumps(error)
+            pickle.loads(data)
+            return data
     except Exception:
-        return ParameterServerError(f"{type(error).__name__}: {error}")
+        pass
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return pickle.dumps(ParameterServerError(text))
+
+
+def unpacked(data: bytes) -> Exception:
+    """The exception, or, if that is not known here, one of ours."""
+    try:
+        error: Exception = pickle.loads(data)
+        return error
+    except Exception as failure:
+        return ParameterServerError(f"a shard on another node raised an error that cannot be read here: {failure}")

@@ -29,7 +29,7 @@ def _sgd(
 ) -> None:
     """A step of ``torch.optim.SGD``; the slot is the momentum buffer, which begins as the first gradient."""
     (buffer,) = memory.slots
-    buffers: list[Any] = [buffer if memory.times.item() else None]
+    buffers: list[Any] = [buffer if momentum and memory.times.item() else None]
     sgd(
         [shard],
         [grad],
@@ -42,9 +42,10 @@ def _sgd(
         nesterov=nesterov,
         maximize=False,
     )
-    if momentum and buffers[0] is not buffer:
-        buffer.copy_(buffers[0])
-    memory.times.add_(1)
+    if momentum:
+        if buffers[0] is not buffer:
+            buffer.copy_(buffers[0])
+        memory.times.add_(1)
 
 
 def _adagrad(
@@ -102,6 +103,6 @@ def _adam(
     )
 
 
-build_in("sgd", Rule(_sgd, "optimizer", 1, needs_floats=True))
-build_in("adagrad", Rule(_adagrad, "optimizer", 1, needs_floats=True))
-build_in("adam", Rule(_adam, "optimizer", 2, needs_floats=True))
+build_in("sgd", Rule(_sgd, "optimizer", 1, needs_bits=1))
+build_in("adagrad", Rule(_adagrad, "optimizer", 1, needs_bits=1))
+build_in("adam", Rule(_adam, "optimizer", 2, needs_bits=1))

@@ -27,15 +27,15 @@ class Rule(NamedTuple):
     """A function and what it needs.
 
     memory: "mean" (a count that every server has), or "optimizer" (``num_slots`` slots and a count, on a server that
-    was made for this rule). needs_payload: whether what is sent matters. begins_anew: the mean begins anew after it.
+    was made for this rule). needs_bits: floating-point numbers of at least so many; 0 for any numbers. needs_payload:
+    whether what is sent matters.
     """
 
     fn: Callable[..., object]
     memory: Literal["mean", "optimizer"] | None = None
     num_slots: int = 0
-    needs_floats: bool = False
+    needs_bits: int = 0
     needs_payload: bool = True
-    begins_anew: bool = False
 
 
 def _zero(shard: Tensor, payload: Tensor) -> None:
@@ -64,18 +64,18 @@ def _elastic(shard: Tensor, payload: Tensor, *, weight: float) -> None:
 
 
 def _average(shard: Tensor, payload: Tensor, memory: Memory) -> None:
-    """The mean of all that was sent by this rule since the last zero or copy; what the shard held before counts not."""
+    """The mean of all that was sent by this rule since the last send by another one; what was there before is gone."""
     memory.times.add_(1)
     shard.lerp_(payload, 1 / memory.times.item())
 
 
 _rules: dict[str, Rule] = {
-    "zero": Rule(_zero, needs_payload=False, begins_anew=True),
-    "copy": Rule(_copy, begins_anew=True),
+    "zero": Rule(_zero, needs_payload=False),
+    "copy": Rule(_copy),
     "add": Rule(_add),
     "scaled_add": Rule(_scaled_add),
-    "average": Rule(_average, "mean", needs_floats=True),
-    "elastic": Rule(_elastic, needs_floats=True),
+    "average": Rule(_average, "mean", needs_bits=32),
+    "elastic": Rule(_elastic, needs_bits=1),
 }
 _built_in: set[str] = set(_rules)
 
@@ -88,6 +88,9 @@ def build_in(name: str, rule: Rule) -> None:
 
 def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> None:
     """Let ``send(t, rule=name)`` do ``fn(shard, payload, **options)``. Register it alike on every rank.
+
+    It changes ``shard`` in place, and nothing else: ``payload`` may be the sender's own memory. It keeps neither. It
+    runs without autograd, in another thread, maybe of another process, to which options travel by pickle.
 
     With ``num_slots`` > 0 it is an optimizer, for servers made with ``init(tensor, optimizer=name)``, and called as
     ``fn(shard, payload, memory, **options)``: ``memory.slots`` are so many tensors like the shard, and ``memory.times``
@@ -135,8 +138,11 @@ def checked(name: str, options: Mapping[str, Any], dtype: torch.dtype, of_server
             f"send: rule {name!r} needs a server that was made for it, and this one was made {made}: "
             f"paramserver.init(tensor, optimizer={name!r})"
         )
-    if rule.needs_floats and not (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"send: rule {name!r} needs floating-point numbers, and this server holds {dtype}")
+    if rule.needs_bits:
+        bits = 8 * dtype.itemsize if dtype.is_floating_point else 4 * dtype.itemsize if dtype.is_complex else 0
+        if bits < rule.needs_bits:
+            at_least = f" of at least {rule.needs_bits} bits" if rule.needs_bits > 1 else ""
+            raise ValueError(f"send: rule {name!r} needs floating-point numbers{at_least}; this server holds {dtype}")
     try:
         inspect.signature(rule.fn).bind(*[None] * (2 if rule.memory is None else 3), **options)
     except TypeError as error:

@@ -25,6 +25,7 @@ from torchmpi_py.handles import Handle
 from torchmpi_py.paramserver import client, rules, states
 from torchmpi_py.paramserver.carrier import Carrier
 from torchmpi_py.paramserver.host_copies import HostCopy
+from torchmpi_py.paramserver.shard import Shard
 from torchmpi_py.tensors import check_tensor, flat, written
 
 _numbers = itertools.count()
@@ -36,7 +37,7 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
 
     The flat tensor is cut into as many parts as there are ranks (fewer elements than ranks will do). Rank r holds part
     r, on the host, and seeds it from its own ``tensor``, which is not kept; all parts are seeded when this returns. The
-    server lives until ``free``, ``free_all``, or the end of its communicator.
+    server lives until ``free``, ``free_all``, or the end of its communicator, and takes a file descriptor.
 
     optimizer: let the server keep the state of an optimizer, so that ``send(grad, rule=optimizer)`` is a step of it:
         "sgd", "adagrad", "adam", or what ``register_rule`` was given with ``num_slots``.
@@ -46,22 +47,14 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
     or the ranks are on several nodes and MPI does not give MPI_THREAD_MULTIPLE; each on every rank.
     """
     comm = resolve(comm)
-    source = flat(_on_known_device("paramserver.init", tensor))
-    num_slots = 0 if optimizer is None else rules.optimizer(optimizer).num_slots
-    asked = comm.direct.mpi.allgather((tuple(source.shape), str(source.dtype), optimizer))
-    if any(other != asked[0] for other in asked):
-        told = ", ".join(
-            f"rank {rank}: {list(shape)} {dtype}" + (f" for {name!r}" if name else "")
-            for rank, (shape, dtype, name) in enumerate(asked)
-        )
-        raise RanksDisagree(f"paramserver.init: the ranks give different tensors ({told})")
+    source, num_slots = _agreed(tensor, optimizer, comm)
     if comm.num_nodes > 1 and communication_thread.current().inline:
         raise Unavailable(
             f"paramserver.init: {comm!r} is on several nodes, and this MPI does not give MPI_THREAD_MULTIPLE, which "
             "the service between nodes needs; give a communicator within a node, such as mpi.communicator(1)"
         )
     server = ParameterServer(comm, source, optimizer, num_slots)
-    _servers.append(server)
+    _servers[:] = [*(other for other in _servers if not other._carrier.is_free), server]
     return server
 
 
@@ -69,6 +62,26 @@ def free_all() -> None:
     """Free all servers, in the order in which they were made. All ranks of each one call it."""
     for server in list(_servers):
         server.free()
+
+
+def _agreed(tensor: Tensor, optimizer: str | None, comm: Communicator) -> tuple[Tensor, int]:
+    """(the flat tensor, the optimizer's number of slots), of a kind that is the same on all ranks. Collective."""
+    source, num_slots, failure = torch.empty(0, device="cpu"), 0, None
+    try:
+        source = flat(_on_known_device("paramserver.init", tensor))
+        num_slots = 0 if optimizer is None else rules.optimizer(optimizer).num_slots
+    except (TypeError, ValueError) as error:
+        failure = error
+    kind = f"{list(source.shape)} {source.dtype}"
+    if optimizer is not None:
+        kind += f" for {optimizer!r} of {num_slots} slots"
+    kinds = comm.direct.mpi.allgather(kind if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    if any(other != kind for other in kinds):
+        told = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        raise RanksDisagree(f"paramserver.init: the ranks give different tensors ({told})")
+    return source, num_slots
 
 
 class ParameterServer:
@@ -139,8 +152,11 @@ class ParameterServer:
         known = rules.checked(rule, options, self.dtype, self.optimizer)
         for server in (self, source):
             server._check_alive("take_in")
-        if source is self or (source.bounds, source.dtype) != (self.bounds, self.dtype):
-            raise ValueError("take_in: source must be another server of as many elements, the same dtype and ranks")
+        alike = (source._channel, source.bounds, source.dtype) == (self._channel, self.bounds, self.dtype)
+        if source is self or not alike:
+            raise ValueError(
+                "take_in: source must be another server of as many elements, the same dtype and communicator"
+            )
         return client.submit(
             f"step of this rank's shard, rule {rule}", lambda: self._carrier.take_in(source._carrier, known, options)
         )
@@ -161,8 +177,15 @@ class ParameterServer:
         ValueError if it was saved from a server of another shape, dtype or optimizer.
         """
         self._check_alive("load_state_dict")
-        parts = states.parted(state, self.bounds, self.shape, self.dtype, self.optimizer)
+        parts = self._parted(state)
         client.submit("restore a parameter server", lambda: self._carrier.restore(parts)).wait()
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """ValueError if ``load_state_dict`` would refuse it."""
+        self._parted(state)
+
+    def _parted(self, state: dict[str, Any]) -> list[Shard]:
+        return states.parted(state, self.bounds, self.shape, self.dtype, self.optimizer, self._carrier.num_slots)
 
     def free(self) -> None:
         """Give the memory back, once every rank has called it and what all asked is done. Collective; idempotent.

@@ -1,17 +1,19 @@
 """The service of a node: a thread that works on the node's shards for the ranks of other nodes.
 
 It runs in the first rank of the node, as long as there are servers that spread over nodes. It looks for messages in
-naps, which grow to 2 ms when there are none: an idle service costs less than a hundredth of a processor, and the first
+naps, which grow to 2 ms when there are none: an idle service costs about a hundredth of a processor, and the first
 request after a while finds it asleep that long.
 
-Requests are taken in the order in which they come, but a read never waits for a payload: of those only a few are on
-their way at a time, and a rank that is slow to deliver its own holds up none that come after. So a stream of sends
-starves no one. A request that cannot be carried out is answered with the reason; the service goes on.
+Requests are taken in the order in which they come. Of bytes that come, and of bytes that go, only a few are on their
+way at a time, which bounds the memory that this takes; but those that go do not wait for those that come, so a stream
+of sends starves no one. A request that cannot be carried out is answered with the reason; the service goes on. What it
+does wait for is a lock: a rank of this node that works long on a shard holds up those who ask from elsewhere.
 """
 
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 from collections import deque
 from typing import Any
@@ -23,14 +25,13 @@ from torchmpi_py import exits
 from torchmpi_py.paramserver import rules
 from torchmpi_py.paramserver.messages import (
     HEADER_TAG,
-    Answer,
     Kind,
     Links,
     Request,
     answer_tag,
-    as_bytes,
-    payload_tag,
-    portable,
+    bytes_tag,
+    packed,
+    pieces,
 )
 from torchmpi_py.paramserver.store import Store
 from torchmpi_py.waiting import Nap
@@ -38,16 +39,21 @@ from torchmpi_py.waiting import Nap
 logger = logging.getLogger("torchmpi_py")
 
 _LONGEST_NAP_SECONDS = 0.002
-_MOST_ARRIVING = 4  # payloads on their way at a time: they bound the memory that the service takes
+_LONGEST_NAP_IN_TRANSFER_SECONDS = 0.0001
+_MOST_ON_THEIR_WAY = 4
 
 
-class _Arriving:
-    """A request whose payload is on its way."""
+class _Transfer:
+    """Bytes on their way, with the memory that they come from or go to."""
 
-    def __init__(self, client: int, request: Request, links: Links) -> None:
-        self.client, self.request = client, request
-        self.bytes = torch.empty(request.num_bytes, dtype=torch.uint8)
-        self.transfer = links.requests.Irecv(as_bytes(self.bytes), client, payload_tag(request.shard))
+    def __init__(self, client: int, request: Request | None, memory: object, requests: list[Any]) -> None:
+        self.client, self.request, self.memory = client, request, memory
+        self._requests = requests
+
+    def is_complete(self) -> bool:
+        """Move it forward, and look."""
+        self._requests = [request for request in self._requests if not request.Test()]
+        return not self._requests
 
 
 class Service:
@@ -57,8 +63,9 @@ class Service:
         self._links = links
         self._stores: dict[int, Store] = {}
         self._waiting: deque[tuple[int, Request]] = deque()
-        self._arriving: list[_Arriving] = []
-        self._leaving: list[tuple[Any, object]] = []  # answers on their way, with the memory that they come from
+        self._coming: list[_Transfer] = []
+        self._going: list[_Transfer] = []
+        self._answers: list[_Transfer] = []
         self._thread: threading.Thread | None = None
         self._is_ending = threading.Event()
 
@@ -78,68 +85,87 @@ class Service:
             self._thread.join()
             self._thread = None
 
+    @torch.inference_mode()
     def _run(self) -> None:
         try:
             nap = Nap(_LONGEST_NAP_SECONDS)
-            while not (self._is_ending.is_set() and not self._leaving):
+            while not (self._is_ending.is_set() and not self._going and not self._answers):
                 if self._turn():
                     nap.begin()
                 else:
-                    nap.take()
+                    is_moving = self._coming or self._going or self._answers
+                    nap.take(_LONGEST_NAP_IN_TRANSFER_SECONDS if is_moving else None)
         except BaseException:
             logger.exception("the service of parameter servers failed: ranks of other nodes would wait for ever")
             exits.abort(1)
 
     def _turn(self) -> bool:
         """Do what can be done now; whether there was anything."""
-        self._leaving = [answer for answer in self._leaving if not answer[0].Test()]
+        self._answers = [answer for answer in self._answers if not answer.is_complete()]
+        self._going = [going for going in self._going if not going.is_complete()]
         busy = self._take_headers()
-        here, self._arriving = self._arriving, []
-        for arriving in here:
-            if arriving.transfer.Test():
-                self._carry_out(arriving.client, arriving.request, arriving.bytes)
+        here, self._coming = self._coming, []
+        for coming in here:
+            if coming.is_complete():
+                self._carry_out(coming.client, coming.request, coming.memory)
                 busy = True
             else:
-                self._arriving.append(arriving)
+                self._coming.append(coming)
         return busy
 
     def _take_headers(self) -> bool:
-        """Take all requests that have come, and do what needs no payload; payloads may come where there is room."""
+        """Take all requests that have come, and begin with those for which there is room; whether there were any."""
         while (message := self._links.requests.improbe(tag=HEADER_TAG, status=(status := _status()))) is not None:
-            self._waiting.append((status.source, message.recv()))
+            self._waiting.append((status.source, Request._make(message.recv())))
         before = len(self._waiting)
         for _ in range(before):
             client, request = self._waiting.popleft()
-            if request.kind is not Kind.APPLY or request.num_bytes == 0:
-                self._carry_out(client, request, None)
-            elif len(self._arriving) < _MOST_ARRIVING:
-                self._arriving.append(_Arriving(client, request, self._links))
-            else:
+            if not self._has_begun(client, request):
                 self._waiting.append((client, request))
         return len(self._waiting) < before
 
-    def _carry_out(self, client: int, request: Request, payload: Tensor | None) -> None:
-        """Do what is asked, and answer."""
-        state = None
-        try:
-            with self._stores[request.server].held(request.shard) as shard:
-                if request.kind is Kind.APPLY:
-                    values = shard.values[:0] if payload is None else payload.view(shard.values.dtype)
-                    shard.apply(rules.named("send", request.rule), values, request.options)
-                elif request.kind is Kind.RESTORE:
-                    shard.restore(request.state)
-                elif request.kind is Kind.SAVE:
-                    state = shard.state()
-                else:
-                    self._send_values(client, request, shard.values.clone())
-            answer = Answer(None, state)
-        except Exception as error:
-            answer = Answer(portable(error))
-        self._leaving.append((self._links.answers.isend(answer, client, answer_tag(request.shard)), answer))
+    def _has_begun(self, client: int, request: Request) -> bool:
+        """Begin with a request, unless too many bytes are on their way."""
+        if Kind(request.kind).gives or not request.num_bytes:
+            if len(self._going) >= _MOST_ON_THEIR_WAY:
+                return False
+            self._carry_out(client, request, None)
+        else:
+            if len(self._coming) >= _MOST_ON_THEIR_WAY:
+                return False
+            memory = torch.empty(request.num_bytes, dtype=torch.uint8, device="cpu")
+            tag = bytes_tag(request.shard)
+            transfers = [self._links.requests.Irecv(part, client, tag) for part in pieces(memory)]
+            self._coming.append(_Transfer(client, request, memory, transfers))
+        return True
 
-    def _send_values(self, client: int, request: Request, values: Tensor) -> None:
-        sent = self._links.answers.Isend(as_bytes(values), client, payload_tag(request.shard))
-        self._leaving.append((sent, values))
+    def _carry_out(self, client: int, request: Any, payload: Any) -> None:
+        """Do what is asked, and answer."""
+        error = None
+        try:
+            given = self._done(request, payload)
+            if given is not None:
+                tag = bytes_tag(request.shard)
+                sent = [self._links.answers.Isend(part, client, tag) for part in pieces(given)]
+                self._going.append(_Transfer(client, request, given, sent))
+        except BaseException as failure:  # whatever a rule raises is its sender's affair
+            error = packed(failure)
+        answer = self._links.answers.isend(error, client, answer_tag(request.shard))
+        self._answers.append(_Transfer(client, None, error, [answer]))
+
+    def _done(self, request: Request, payload: Tensor | None) -> Tensor | None:
+        """Do what is asked; the bytes that were asked for."""
+        name, options = pickle.loads(request.rule) if request.kind == Kind.APPLY else ("", {})
+        with self._stores[request.server].held(request.shard) as shard:
+            if request.kind == Kind.APPLY:
+                values = shard.values[:0] if payload is None else payload.view(shard.values.dtype)
+                shard.apply(rules.named("send", name), values, options)
+            elif request.kind == Kind.RESTORE:
+                assert payload is not None, request
+                shard.memory.copy_(payload)
+            else:
+                return (shard.memory if request.kind == Kind.SAVE else shard.values).clone()
+        return None
 
 
 def _status() -> Any:

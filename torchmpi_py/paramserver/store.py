@@ -25,12 +25,14 @@ class Store:
         self._memory = symmetric.memory(channel, largest, torch.device("cpu"))
         found = symmetric.find(self._memory)
         assert found is not None, "it was just made"
+        assert isinstance(found[0], symmetric.Segment), "on the host"
         segment, node = found[0], channel.places[channel.rank].node
         self._shards: dict[int, Shard] = {}
-        for rank, (place, (begin, end)) in enumerate(zip(channel.places, bounds, strict=True)):
-            if place.node == node:
-                view = _viewer(segment, place.local)
-                self._shards[rank] = Shard(view, end - begin, source.dtype, num_slots)
+        with torch.inference_mode(False):  # ordinary tensors, whatever mode this is made in
+            for rank, (place, (begin, end)) in enumerate(zip(channel.places, bounds, strict=True)):
+                if place.node == node:
+                    memory = segment.view(place.local, torch.uint8, self._memory.nbytes, owner=self._memory)
+                    self._shards[rank] = Shard(memory, end - begin, source.dtype, num_slots)
         self._locks = dict(enumerate(locks))
         begin, end = bounds[channel.rank]
         self._shards[channel.rank].values.copy_(source[begin:end])
@@ -44,7 +46,3 @@ class Store:
         """The shard of a rank of this node; nobody else looks at it or changes it in this block."""
         with self._locks[rank].held():
             yield self._shards[rank]
-
-
-def _viewer(segment: symmetric.AnySegment, index: int) -> shard.View:
-    return lambda dtype, count, offset: segment.view(index, dtype, count, offset)
