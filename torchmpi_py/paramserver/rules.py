@@ -8,6 +8,7 @@ shard on another node, by the service there.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -143,10 +144,18 @@ def checked(name: str, options: Mapping[str, Any], dtype: torch.dtype, of_server
         if bits < rule.needs_bits:
             at_least = f" of at least {rule.needs_bits} bits" if rule.needs_bits > 1 else ""
             raise ValueError(f"send: rule {name!r} needs floating-point numbers{at_least}; this server holds {dtype}")
+    if refused := _refused(rule, tuple(options)):
+        raise TypeError(f"send: rule {name!r} does not take the options {dict(options)}: {refused}")
+    return rule
+
+
+@functools.lru_cache(maxsize=1024)
+def _refused(rule: Rule, options: tuple[str, ...]) -> str:
+    """Why a rule does not take options of these names; empty if it does."""
     try:
-        inspect.signature(rule.fn).bind(*[None] * (2 if rule.memory is None else 3), **options)
+        inspect.signature(rule.fn).bind(*[None] * (2 if rule.memory is None else 3), **dict.fromkeys(options))
     except TypeError as error:
-        raise TypeError(f"send: rule {name!r} does not take the options {dict(options)}: {error}") from None
+        return str(error)
     except ValueError:
         pass  # a function of C tells no signature
-    return rule
+    return ""
