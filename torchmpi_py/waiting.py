@@ -36,8 +36,12 @@ class Nap:
         time.sleep(pause if pause > _WORTH_A_SLEEP_SECONDS else 0)
 
 
-def barrier(comm: MPI.Comm, longest_seconds: float = 0.002) -> None:
-    """An MPI barrier in which nobody spins."""
-    request, nap = comm.Ibarrier(), Nap(longest_seconds)
+def complete(request: MPI.Request, nap: Nap) -> None:
+    """Wait for a request of MPI, in naps."""
     while not request.Test():
         nap.take()
+
+
+def barrier(comm: MPI.Comm, longest_seconds: float = 0.002) -> None:
+    """An MPI barrier in which nobody spins."""
+    complete(comm.Ibarrier(), Nap(longest_seconds))

@@ -174,3 +174,22 @@ def test_a_read_does_not_wait_for_a_payload_that_does_not_come(mpi):
             assert [links.answers.recv(source=0, tag=answer_tag(0)) for _ in range(6)] == [None] * 6
             assert server.receive().wait()[:2].tolist() == [6, 6]
         server.free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_lists_that_differ(mpi):
+    """As many elements, in another order: nobody gets numbers of another tensor."""
+    shapes = [2, 4] if mpi.rank() == 1 else [4, 2]
+    with pytest.raises(RanksDisagree, match=r"tensor 0 is \[[24]\] torch.float32 on cpu on rank \d, and \[[24]\]"):
+        ps.init_tensors([torch.zeros(n) for n in shapes])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_servers_that_are_freed_in_another_order(mpi):
+    with mpi.split(0) as group:
+        servers = [ps.init(torch.zeros(mpi.size()), comm=group) for _ in range(2)]
+        turned = servers if mpi.rank() else servers[::-1]
+        with pytest.raises(RanksDisagree, match="free different parameter servers"):
+            turned[0].free()
+        with pytest.raises(RanksDisagree, match="free different parameter servers"):
+            turned[1].free()

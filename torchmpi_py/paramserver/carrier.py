@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchmpi_py import waiting
 from torchmpi_py.channels import Channel
+from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.paramserver import client, rules, shard
 from torchmpi_py.paramserver.exchange import Exchange, Pending
 from torchmpi_py.paramserver.messages import Kind, Request
@@ -36,11 +37,9 @@ class Carrier:
         self._channel, self._dtype = channel, source.dtype
         self._store = Store(channel, source, self.bounds, num_slots)
         self._exchange = channel.keep(Exchange, Exchange) if channel.num_nodes > 1 else None
-        self._number = 0
-        if self._exchange is not None:
-            self._number = self._exchange.number()
-            if self._exchange.service is not None:
-                self._exchange.service.add(self._number, self._store)
+        self._number = self._store.number
+        if self._exchange is not None and self._exchange.service is not None:
+            self._exchange.service.add(self._number, self._store)
         channel.mpi.Barrier()  # all shards are seeded, and served
 
     def apply(self, name: str, rule: Rule, options: dict[str, Any], payload: Tensor) -> int:
@@ -98,11 +97,21 @@ class Carrier:
     def free(self) -> None:
         """When all ranks have done what they were asked, let go of the memory. Collective; waits asleep."""
         client.drain()
-        waiting.barrier(self._channel.mpi, _LONGEST_NAP_SECONDS)
+        self._meet()
         if self._exchange is not None and self._exchange.service is not None:
             self._exchange.service.remove(self._number)
         self.is_free = True
         del self._store
+
+    def _meet(self) -> None:
+        """Wait for all ranks to free this server; RanksDisagree, on all of them, if one frees another."""
+        from mpi4py import MPI
+
+        numbers = torch.tensor([self._number, -self._number], device="cpu")
+        request = self._channel.mpi.Iallreduce(MPI.IN_PLACE, numbers.numpy(), MPI.MAX)
+        waiting.complete(request, waiting.Nap(_LONGEST_NAP_SECONDS))
+        if numbers.sum() != 0:
+            raise RanksDisagree("the ranks free different parameter servers: free them in the same order on all ranks")
 
     def _new_shard(self, count: int) -> Shard:
         size = shard.num_bytes(count, self._dtype, self.num_slots)

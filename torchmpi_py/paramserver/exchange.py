@@ -22,7 +22,7 @@ from torchmpi_py.paramserver.messages import (
     unpacked,
 )
 from torchmpi_py.paramserver.service import Service
-from torchmpi_py.waiting import Nap
+from torchmpi_py.waiting import Nap, complete
 
 _LONGEST_NAP_SECONDS = 0.0001
 
@@ -38,12 +38,6 @@ class Exchange:
         self.service_of = [first[place.node] for place in channel.places]
         is_first = self.service_of[channel.rank] == channel.rank
         self.service = Service(self.links) if is_first else None
-        self._num_servers = 0
-
-    def number(self) -> int:
-        """A number for a new server, the same on all ranks, for every rank takes part in every server of a channel."""
-        self._num_servers += 1
-        return self._num_servers
 
     def free(self) -> None:
         """Collective."""
@@ -74,8 +68,7 @@ class Pending:
             for request in self._coming:  # nothing will come
                 request.Cancel()
         for request in [*self._going, *self._coming]:
-            while not request.Test():
-                nap.take()
+            complete(request, nap)
         self._memory = None
         if error is not None:
             raise unpacked(error)

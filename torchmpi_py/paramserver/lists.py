@@ -9,6 +9,7 @@ into the tensors. After TorchMPI's functions of these names (reference 5.7), whi
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from torchmpi_py import runtime
 from torchmpi_py.communicators import Communicator, resolve
+from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.handles import Handle, wait_all
 from torchmpi_py.paramserver import rules
 from torchmpi_py.paramserver.server import ParameterServer, init
@@ -50,6 +52,7 @@ class ServedTensors:
 
     def __init__(self, tensors: Iterable[Tensor], comm: Communicator, optimizer: str | None) -> None:
         self.tensors = list(tensors)
+        _check_alike(self.tensors, comm)
         by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, x in enumerate(self.tensors):
             by_kind.setdefault((x.dtype, x.device), []).append(index)
@@ -102,6 +105,19 @@ class ServedTensors:
         """Free the servers. Collective."""
         for pack in self.packs:
             pack.server.free()
+
+
+def _check_alike(tensors: Sequence[Tensor], comm: Communicator) -> None:
+    """RanksDisagree, on every rank, unless all give tensors of the same shapes and dtypes in the same order."""
+    mine = [f"{list(x.shape)} {x.dtype} on {x.device.type}" for x in tensors]
+    for rank, theirs in enumerate(comm.direct.mpi.allgather(mine)):
+        if theirs != mine:
+            pairs = itertools.zip_longest(mine, theirs, fillvalue="none")
+            index, (here, there) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+            raise RanksDisagree(
+                f"init_tensors: tensor {index} is {here} on rank {comm.rank}, and {there} on rank {rank}; give tensors "
+                "of the same shapes and dtypes, in the same order, on all ranks"
+            )
 
 
 def init_tensors(

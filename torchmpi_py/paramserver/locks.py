@@ -38,7 +38,7 @@ class LockFile:
         """``number`` locks that nobody uses. Every rank takes alike."""
         first = self._num_taken
         self._num_taken += number
-        return [Lock(self._file, first + index) for index in range(number)]
+        return [Lock(self._file, byte) for byte in range(first, first + number)]
 
     def free(self) -> None:
         """Close the file."""
@@ -49,7 +49,7 @@ class Lock:
     """One lock."""
 
     def __init__(self, file: int, byte: int) -> None:
-        self._file, self._byte = file, byte
+        self._file, self.byte = file, byte
         self._between_threads = threading.Lock()
 
     @contextlib.contextmanager
@@ -64,6 +64,6 @@ class Lock:
 
     def _set(self, kind: int) -> None:
         if hasattr(fcntl, "F_OFD_SETLKW"):
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", kind, os.SEEK_SET, self._byte, 1, 0))
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", kind, os.SEEK_SET, self.byte, 1, 0))
         else:
-            fcntl.lockf(self._file, fcntl.LOCK_EX if kind == fcntl.F_WRLCK else fcntl.LOCK_UN, 1, self._byte)
+            fcntl.lockf(self._file, fcntl.LOCK_EX if kind == fcntl.F_WRLCK else fcntl.LOCK_UN, 1, self.byte)

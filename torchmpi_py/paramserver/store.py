@@ -33,7 +33,8 @@ class Store:
                 if place.node == node:
                     memory = segment.view(place.local, torch.uint8, self._memory.nbytes, owner=self._memory)
                     self._shards[rank] = Shard(memory, end - begin, source.dtype, num_slots)
-        self._locks = dict(enumerate(locks))
+        self._locks = locks
+        self.number = locks[0].byte  # the same on all ranks of the channel, and no other server's
         begin, end = bounds[channel.rank]
         self._shards[channel.rank].values.copy_(source[begin:end])
 
