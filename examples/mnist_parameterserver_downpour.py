@@ -65,10 +65,7 @@ engine.train(
 )
 
 # The result is what the server holds when all ranks are done.
-update.finish()  # wait until the server has all that this rank has sent
-mpi.barrier()
-ps.prefetch_tensors(update.served)  # what was fetched before is older
-ps.integrate_tensors(update.served, lambda fetched, p: p.copy_(fetched))
+update.take_result()
 
 mpinn.check_with_allreduce(network)
 accuracy = digits_data.accuracy(network, test_set)

@@ -42,7 +42,8 @@ mpinn.synchronize_parameters(network)
 
 update = ps.StaleSynchronousUpdate(network, staleness=options.staleness, init_delay=options.init_delay)
 
-# Who has completed how many steps: a small server with a number for each rank, to watch the bound from outside.
+# Who has completed how many steps since the server was seeded: a small server with a number for each rank, to watch the
+# bound from outside.
 steps = ps.init(torch.zeros(mpi.size(), dtype=torch.int64))
 own_step = torch.zeros(mpi.size(), dtype=torch.int64)
 own_step[mpi.rank()] = 1
@@ -52,10 +53,12 @@ largest_lead = 0
 def advance(state):
     """Count the step, wait until the next one may begin, and look how far ahead this rank is then."""
     global largest_lead
+    step = state.t - 1  # state.t counts this one already
     if mpi.rank() == mpi.size() - 1:
         time.sleep(options.slow)
-    steps.send(own_step, "add")  # comes before what the update sends
-    update.update(state.t - 1)
+    if step > options.init_delay:  # before, every rank trains by itself
+        steps.send(own_step, "add")  # comes before what the update sends
+    update.update(step)
     completed = steps.receive().wait()
     largest_lead = max(largest_lead, int(completed[mpi.rank()] - completed.min()))
 
@@ -71,10 +74,7 @@ engine.train(
 )
 
 # The result is what the server holds when all ranks are done.
-update.finish()  # nobody waits for this rank any more; wait until the server has all that this rank has sent
-mpi.barrier()
-ps.prefetch_tensors(update.served)  # what was fetched before is older
-ps.integrate_tensors(update.served, lambda fetched, p: p.copy_(fetched))
+update.take_result()
 
 mpinn.check_with_allreduce(network)
 accuracy = digits_data.accuracy(network, test_set)

@@ -26,18 +26,18 @@ def test_in_words():
     table = Timetable(init_delay=20, update_frequency=50, prefetch=25, send_frequency=25)
     assert table.describe(121).splitlines() == [
         "    20  shard",
-        "    45  prefetch, send",
-        "    70  integrate, send",
-        "    95  prefetch, send",
-        "   120  integrate, send",
+        "    45  send, prefetch",
+        "    70  send, integrate",
+        "    95  send, prefetch",
+        "   120  send, integrate",
     ]
     table = Timetable(init_delay=50, update_frequency=10, prefetch=3, send_frequency=10)
     assert table.describe(71).splitlines() == [
         "    50  shard",
         "    57  prefetch",
-        "    60  integrate, send",
+        "    60  send, integrate",
         "    67  prefetch",
-        "    70  integrate, send",
+        "    70  send, integrate",
     ]
 
 

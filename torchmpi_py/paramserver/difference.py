@@ -42,22 +42,25 @@ class DifferenceUpdate(Update):
             raise ValueError(
                 "shares_memory=True: give the level whose groups share parameters as dataparallel_communicator"
             )
+        self.check_alike(shares_memory=shares_memory)
         self.scale = 1 / self.num_workers if scale is None else scale
         self.shares_memory = shares_memory
         self._base: list[Tensor] = []
-        self._when_sent: list[Tensor] = []
+        self._when_sent: list[Tensor] = []  # while an exchange is on its way
 
     def begin(self, served: lists.ServedTensors) -> None:
         """The base of all are the values with which the server was seeded."""
-        bases: dict[Tensor, Tensor] = {}
-        lists.integrate_tensors(served, lambda fetched, p: bases.update({p: fetched.clone()}))
-        self._base = [bases[p] for p in self.parameters]
+        if self.is_root:
+            bases: dict[Tensor, Tensor] = {}
+            lists.integrate_tensors(served, lambda fetched, p: bases.update({p: fetched.clone()}))
+            self._base = [bases[p] for p in self.parameters]
         barrier(self.sharding)  # nobody sends before all have them
 
     def prefetch(self, served: lists.ServedTensors) -> None:
         """Send how far the parameters have come, and ask for what the server has after that."""
+        since = self._when_sent or self._base  # what was sent in an exchange that is not over is not sent again
         self._when_sent = [p.detach().clone() for p in self.parameters]
-        moved = [now - base for now, base in zip(self._when_sent, self._base, strict=True)]
+        moved = [now - then for now, then in zip(self._when_sent, since, strict=True)]
         lists.send_tensors(served, moved, "scaled_add", scale=self.scale)
         lists.prefetch_tensors(served)
 
@@ -71,8 +74,39 @@ class DifferenceUpdate(Update):
             self._base[index].copy_(fetched)
 
         lists.integrate_tensors(served, take)
+        self._when_sent = []
+
+    def adopt(self, served: lists.ServedTensors) -> None:
+        """The server's values, which are the new base."""
+        super().adopt(served)
+        for base, p in zip(self._base, self.parameters, strict=True):
+            base.copy_(p.detach())
+        self._when_sent = []
+
+    def send_rest(self, served: lists.ServedTensors) -> None:
+        """An exchange, if the parameters have moved."""
+        since = self._when_sent or self._base
+        if not all(torch.equal(p.detach(), then) for p, then in zip(self.parameters, since, strict=True)):
+            self.prefetch(served)
 
     def share(self) -> None:
         """As for every update, unless the group has one copy of the parameters."""
         if not self.shares_memory:
             super().share()
+
+    def free(self) -> None:
+        """Free the server, and what it was compared with."""
+        super().free()
+        self._base, self._when_sent = [], []
+
+    def worker_state(self) -> dict[str, Any]:
+        """The base, and what was sent in an exchange that is not over."""
+        return {"base": [x.clone() for x in self._base], "when_sent": [x.clone() for x in self._when_sent]}
+
+    def load_worker_state(self, state: dict[str, Any]) -> None:
+        """Go on from the base that was saved; an exchange that was on its way is completed."""
+        for base, saved in zip(self._base, state["base"], strict=True):
+            base.copy_(saved)
+        self._when_sent = [
+            p.detach().clone().copy_(x) for p, x in zip(self.parameters, state["when_sent"], strict=False)
+        ]

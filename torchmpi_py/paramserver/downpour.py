@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmpi_py.errors import ParameterServerError
 from torchmpi_py.paramserver import lists, rules
 from torchmpi_py.paramserver.update import Update
 
@@ -21,7 +22,8 @@ class DownpourUpdate(Update):
     """Gradients are summed step by step, and sent; every ``update_frequency`` steps the server's parameters are taken.
 
     Every ``send_frequency`` steps ``local_update(sum)`` turns the sum, in place, into what is added to the server
-    (``lambda g: g.mul_(-lr)``), and the sum begins anew.
+    (``lambda g: g.mul_(-lr)``), or returns that; and the sum begins anew. A sum that is not finite is not sent, but an
+    error: leave out the steps that a GradScaler skips, and do not count them.
 
     optimizer: let the server do a step of this optimizer ("sgd", "adagrad", "adam") with each sum that it is sent, by
         ``optimizer_options`` (such as ``{"lr": 0.01}``; may be changed between steps). ``local_update`` then is
@@ -55,25 +57,83 @@ class DownpourUpdate(Update):
         self.local_update = local_update
         self.server_optimizer = optimizer
         self._sums: list[Tensor] = []
+        self._num_steps = 0  # in the sums
 
     def begin(self, served: lists.ServedTensors) -> None:
         """What was computed before the server was seeded is in its values already."""
-        self._sums = [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
+        if self.is_root:
+            self._sums = [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
 
     def follow(self, served: lists.ServedTensors, step: int) -> None:
         """Add the gradients of a step, but those of the step in which the server was seeded."""
-        if step > self.timetable.init_delay:
-            for total, p in zip(self._sums, self.parameters, strict=True):
-                if p.grad is not None:
-                    total.add_(p.grad)
+        if step <= self.timetable.init_delay:
+            return
+        if self.parameters and all(p.grad is None for p in self.parameters):
+            raise ParameterServerError(
+                f"update({step}): no parameter has a gradient; call update before optimizer.zero_grad"
+            )
+        for total, p in zip(self._sums, self.parameters, strict=True):
+            if p.grad is not None:
+                total.add_(p.grad)
+        self._num_steps += 1
 
     def integrate(self, served: lists.ServedTensors) -> None:
         """The server's values take the place of the parameters."""
-        lists.integrate_tensors(served, lambda fetched, p: p.copy_(fetched))
+        self.adopt(served)
 
     def send(self, served: lists.ServedTensors) -> None:
-        """Send what the steps since the last time amount to."""
-        rule = self.server_optimizer or "add"
-        lists.send_tensors(served, self._sums, rule, self.local_update, **self.optimizer_options)
+        """Send what the steps since the last time amount to. What is not finite is dropped, and an error."""
+        is_finite = _all_finite(self._sums)
+        if is_finite:
+            rule = self.server_optimizer or "add"
+            local = None if self.local_update is None else self._change
+            lists.send_tensors(served, self._sums, rule, local, **self.optimizer_options)
         for total in self._sums:
             total.zero_()
+        num_steps, self._num_steps = self._num_steps, 0
+        if not is_finite:
+            raise ParameterServerError(
+                f"DownpourUpdate: the sum of the last {num_steps} gradients is not finite, and was dropped; with a "
+                "GradScaler leave out the steps that it skips, and do not count them"
+            )
+
+    def send_rest(self, served: lists.ServedTensors) -> None:
+        """Send the sums, if there is a step in them."""
+        if self._num_steps > 0:
+            self.send(served)
+
+    def free(self) -> None:
+        """Free the server, and the sums."""
+        super().free()
+        self._sums = []
+
+    def worker_state(self) -> dict[str, Any]:
+        """The sums, and of how many steps they are."""
+        return {"sums": [total.clone() for total in self._sums], "num_steps": self._num_steps}
+
+    def load_worker_state(self, state: dict[str, Any]) -> None:
+        """Go on with the sums that were saved."""
+        for total, saved in zip(self._sums, state["sums"], strict=True):
+            total.copy_(saved)
+        self._num_steps = state["num_steps"]
+
+    def _change(self, part: Tensor) -> None:
+        """``local_update`` on what is sent, whether it works in place or returns another tensor."""
+        assert self.local_update is not None, "asked for only then"
+        made = self.local_update(part)
+        if isinstance(made, Tensor) and made is not part:
+            if made.shape != part.shape:
+                raise ValueError(
+                    f"local_update returned shape {tuple(made.shape)} for a sum of shape {tuple(part.shape)}; "
+                    "change the sum in place, or return as many numbers"
+                )
+            part.copy_(made)
+
+
+def _all_finite(tensors: list[Tensor]) -> bool:
+    """In one pass, which makes no tensor as large as they are."""
+    largest = [torch.linalg.vector_norm(x, torch.inf) for x in tensors if x.numel() > 0]
+    if not largest:
+        return True
+    together = torch.stack([x.to(largest[0].device, torch.float64) for x in largest])
+    return bool(torch.isfinite(together).all())

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.errors import ParameterServerError
-from torchmpi_py.paramserver import lists
+from torchmpi_py.paramserver import agreement, lists
 from torchmpi_py.paramserver.server import init
 from torchmpi_py.paramserver.timetable import Due
 from torchmpi_py.paramserver.update import Update
@@ -54,7 +54,7 @@ class StaleSynchronousUpdate(Update):
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise ValueError(f"staleness={staleness!r}: give a whole number of steps, at least 0")
         super().__init__(network, **options)
-        self.check_alike("staleness", staleness)
+        self.check_alike(staleness=staleness)
         self.staleness = staleness
         self.scale = 1 / self.num_workers if scale is None else scale
         self.clock = 0
@@ -66,7 +66,7 @@ class StaleSynchronousUpdate(Update):
 
     def begin(self, served: lists.ServedTensors) -> None:
         """All begin with the server's parameters."""
-        lists.integrate_tensors(served, lambda fetched, p: p.copy_(fetched))
+        self.adopt(served)
         self._before = [p.detach().clone() for p in self.parameters]
         self._completed = Clocks(self.sharding, self.is_root)  # collective: nobody sends before all have fetched
         if self.staleness == 0:
@@ -84,9 +84,10 @@ class StaleSynchronousUpdate(Update):
         self.clock += 1
         is_fresh = False
         if self.is_root and self.clock - self._known > self.staleness:
+            agreement.check_still_trained(self._name, step, self.network, self.parameters)
             self._refresh(served)
             is_fresh = True
-        if self.group is not None and self.group.direct.mpi.bcast(is_fresh, 0):
+        if self.group is not None and self._told(self.group, is_fresh):
             self.share()
             self._keep()
 
@@ -95,23 +96,28 @@ class StaleSynchronousUpdate(Update):
 
         Not collective; idempotent.
         """
-        super().finish()
-        if not self._is_finished and self.is_root:
-            for clocks in filter(None, (self._completed, self._fetched)):
-                clocks.advance(_END_OF_TIME)
-        self._is_finished = True
+        try:
+            super().finish()
+        finally:
+            if not self._is_finished and self.is_root:
+                for clocks in filter(None, (self._completed, self._fetched)):
+                    clocks.advance(_END_OF_TIME)
+            self._is_finished = True
 
     def free(self) -> None:
         """Finish, and free the servers. Collective over the level of sharding; idempotent."""
-        self.finish()
-        for clocks in filter(None, (self._completed, self._fetched)):
-            clocks.free()
-        self._completed = self._fetched = None
-        super().free()
+        try:
+            self.finish()
+        finally:
+            for clocks in filter(None, (self._completed, self._fetched)):
+                clocks.free()
+            self._completed = self._fetched = None
+            super().free()
+            self._before = []
 
     def integrate(self, served: lists.ServedTensors) -> None:
         """The server's values, which contain what this worker has sent, take the place of the parameters."""
-        lists.integrate_tensors(served, lambda fetched, p: p.copy_(fetched))
+        self.adopt(served)
         self._keep()
 
     @torch.no_grad()
@@ -136,6 +142,14 @@ class StaleSynchronousUpdate(Update):
         self.integrate(served)
         if self._fetched is not None:
             self._fetched.advance()
+
+    def _told(self, group: Communicator, is_fresh: bool) -> bool:
+        """What the root of the group says. The others wait asleep: it may have to wait for a slow worker."""
+        word, nap = bytearray([is_fresh]), Nap(_LONGEST_NAP_SECONDS)
+        request = group.direct.mpi.Ibcast(word, 0)
+        while not request.Test():
+            nap.take()
+        return bool(word[0])
 
     def _keep(self) -> None:
         for p, before in zip(self.parameters, self._before, strict=True):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.communicators import Communicator, resolve
-from torchmpi_py.errors import ParameterServerError, RanksDisagree
+from torchmpi_py.errors import ParameterServerError
 from torchmpi_py.handles import wait_all
-from torchmpi_py.paramserver import lists, rules
+from torchmpi_py.paramserver import agreement, lists, rules
 from torchmpi_py.waiting import barrier
 
 
@@ -29,8 +29,8 @@ class SynchronousUpdate:
     comm: the ranks that train together; by default those of the current level.
     options: the optimizer's, such as ``lr=0.1``. They may be changed between steps, alike on all ranks, in ``options``.
 
-    All ranks get rank 0's parameters when it is made. A parameter without gradient on a rank counts as zero there.
-    Buffers (of BatchNorm, say) stay each rank's own.
+    All ranks get rank 0's parameters when it is made. A parameter without gradient on a rank counts as zero there,
+    and a sparse one is sent as a dense one. Buffers (of BatchNorm, say) stay each rank's own.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SynchronousUpdate:
         self._comm = resolve(comm)
         self.parameters: list[Tensor] = [p for p in network.parameters() if p.requires_grad]
         self.optimizer, self.options = optimizer, options
-        self._check()
+        self._check(network)
         self.is_free = False
         self.served = lists.init_tensors(self.parameters, comm=self._comm, optimizer=optimizer)
         self._gradients = lists.init_tensors(
@@ -56,7 +56,7 @@ class SynchronousUpdate:
         """One step with the mean of all ranks' gradients. Collective. The number of the step is not needed."""
         if self.is_free:
             raise ParameterServerError("update: this SynchronousUpdate was freed; make another")
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        gradients = [_gradient(p) for p in self.parameters]
         wait_all(lists.send_tensors(self._gradients, gradients, "scaled_add", scale=1 / self._comm.size))
         barrier(self._comm.direct.mpi)  # all gradients are there
         wait_all(
@@ -77,11 +77,17 @@ class SynchronousUpdate:
     def _fetch(self) -> None:
         lists.integrate_tensors(self.served, lambda fetched, p: p.copy_(fetched))
 
-    def _check(self) -> None:
-        """RanksDisagree, ValueError or TypeError, on every rank, unless all give the same options, that will do."""
-        given = self._comm.direct.mpi.allgather(f"{self.optimizer!r}, {self.options}")
-        if len(set(given)) > 1:
-            raise RanksDisagree(f"SynchronousUpdate: optimizer by rank: {given}; give the same on all ranks")
+    def _check(self, network: torch.nn.Module) -> None:
+        """RanksDisagree, ValueError or TypeError, on every rank, unless all give the same, and it will do."""
+        agreement.check_alike(self._comm, "SynchronousUpdate", {"optimizer": f"{self.optimizer!r}, {self.options}"})
+        agreement.check_trained(self._comm, "SynchronousUpdate", network)
         rules.optimizer(self.optimizer)
         for dtype in {p.dtype for p in self.parameters}:
             rules.checked(self.optimizer, self.options, dtype, self.optimizer)
+
+
+def _gradient(p: Tensor) -> Tensor:
+    """As it is sent."""
+    if p.grad is None:
+        return torch.zeros_like(p)
+    return p.grad if p.grad.layout is torch.strided else p.grad.to_dense()

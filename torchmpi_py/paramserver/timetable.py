@@ -1,9 +1,13 @@
 """At which steps a worker exchanges what with a parameter server: plain arithmetic.
 
 With D = ``init_delay``, U = ``update_frequency``, F = ``prefetch`` and S = ``send_frequency``: the server is seeded at
-step D; its values are integrated every U steps after that, and for each integration they are fetched F steps before it;
-updates are sent every S steps after D. Source: TorchMPI's ``Update`` (reference 5.8), as it was meant: it fetched F
-steps too late, and one skipped step stopped it for ever.
+step D; updates are sent every S steps after D; its values are integrated every U steps after D, and for each
+integration they are fetched F steps before it. What is sent in a step is sent before anything is fetched in it: with
+F = 0 a worker gets back what it has just sent. With F = U, though, what a step fetches is for the integration after
+that of the same step, and is fetched behind it. What belongs to an integration (EASGD's send) follows it.
+
+Source: TorchMPI's ``Update`` (reference 5.8), as it was meant: it fetched F steps too late, and one skipped step
+stopped it for ever.
 """
 
 from __future__ import annotations
@@ -13,12 +17,12 @@ from typing import NamedTuple
 
 
 class Due(NamedTuple):
-    """What there is to do in a step, in this order."""
+    """What there is to do in a step, in this order; with F = U the fetch comes last."""
 
     shard: bool
+    send: bool
     prefetch: bool
     integrate: bool
-    send: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +50,9 @@ class Timetable:
         since = step - self.init_delay
         return Due(
             shard=since == 0,
+            send=since > 0 and since % self.send_frequency == 0,
             prefetch=since >= 0 and since + self.prefetch > 0 and (since + self.prefetch) % self.update_frequency == 0,
             integrate=since > 0 and since % self.update_frequency == 0,
-            send=since > 0 and since % self.send_frequency == 0,
         )
 
     def describe(self, num_steps: int) -> str:
