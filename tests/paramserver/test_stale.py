@@ -118,12 +118,13 @@ def test_a_worker_that_has_finished(mpi, staleness):
     update.free()
 
 
-def test_groups_of_ranks_as_workers(mpi):
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_groups_of_ranks_as_workers(mpi, scale):
     """Roots talk to the server; the ranks of a group stay equal, also where nothing was fetched."""
     size, me = mpi.size(), mpi.rank()
     level = mpi.push_communicator(me // 2)
     net = Counting(size)
-    update = ps.StaleSynchronousUpdate(net, staleness=2, scale=1, init_delay=0, dataparallel_communicator=level)
+    update = ps.StaleSynchronousUpdate(net, staleness=2, scale=scale, init_delay=0, dataparallel_communicator=level)
     assert update.num_workers == (size + 1) // 2
     for step in range(8):
         if step > 0:
@@ -132,12 +133,50 @@ def test_groups_of_ranks_as_workers(mpi):
         update.update(step)
         with mpi.at(level):
             mpi.nn.check_with_allreduce(net)
-        assert net.steps[me // 2].item() == step
+        assert net.steps[me // 2].item() == scale * step
     update.finish()
     mpi.barrier()
     final = update.served.packs[0].server.receive().wait()
-    assert final.tolist() == [7.0] * update.num_workers + [0.0] * (size - update.num_workers)
+    assert final.tolist() == [7.0 * scale] * update.num_workers + [0.0] * (size - update.num_workers)
     update.free()
+
+
+class AllAtOnce(ps.StaleSynchronousUpdate):
+    """All clocks are alike whenever one of them is read."""
+
+    def _send(self, served, updates):
+        super()._send(served, updates)
+        self._completed._server.receive().wait()  # after the clock was moved on
+        self.sharding.direct.mpi.Barrier()
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_it_fetches_when_it_has_to(mpi, staleness):
+    """With workers of equal speed every s + 1 steps, and once in the beginning."""
+    net = Counting(6)
+    update = AllAtOnce(net, staleness=staleness, init_delay=0)
+    for step in range(25):
+        update.update(step)
+    assert update.served.num_bytes_received == net.steps.nbytes * (1 + 24 // (staleness + 1))
+    assert update.served.num_bytes_sent == net.steps.nbytes * (24 + (mpi.rank() == 0))
+    update.free()
+
+
+def test_a_send_that_failed(mpi):
+    """Told by finish, or free, of its rank; nobody waits for it, and the servers are freed."""
+    net = Counting(2)
+    update = ps.StaleSynchronousUpdate(net, staleness=1, init_delay=0)
+    for step in range(4):
+        update.update(step)
+    if mpi.rank() == 0:
+        update._wait = lambda served: {}["the send failed"]
+        with pytest.raises(KeyError):
+            update.free()
+    else:
+        for step in range(4, 12):
+            update.update(step)
+        update.free()
+    assert update.served is None
 
 
 def test_who_keeps_the_others_waiting_is_named(comm, caplog, monkeypatch):

@@ -62,6 +62,18 @@ def test_it_is_one_process_with_all_the_data(mpi, comm, name):
         update.update(6)
 
 
+def test_sparse_gradients(mpi):
+    """Are sent as dense ones."""
+    me, size = mpi.rank(), mpi.size()
+    net = torch.nn.Embedding(size + 1, 2, sparse=True)
+    torch.nn.init.zeros_(net.weight)
+    update = ps.SynchronousUpdate(net, lr=1.0)
+    net(torch.tensor([me, me, size])).sum().backward()
+    update.update()
+    torch.testing.assert_close(net.weight.detach()[:, 0], torch.tensor([-2.0 / size] * size + [-1.0]))
+    update.free()
+
+
 def test_mistakes(mpi):
     net = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="optimizer='lbfgs' is unknown"):

@@ -66,6 +66,8 @@ class DifferenceUpdate(Update):
 
     def integrate(self, served: lists.ServedTensors) -> None:
         """Move by what the server has beyond what was sent."""
+        if not self._when_sent:  # the result was taken in between
+            self.prefetch(served)
         places: dict[Tensor, int] = {p: index for index, p in enumerate(self.parameters)}
 
         def take(fetched: Tensor, p: Tensor) -> None:
