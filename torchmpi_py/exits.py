@@ -106,3 +106,4 @@ def abort(code: int) -> None:
                 stream.flush()
         time.sleep(OUTPUT_SECONDS)
         mpi.COMM_WORLD.Abort(code)
+        os._exit(code)  # MPICH's returns, and the process lives until it is killed
