@@ -13,10 +13,13 @@ PACKAGE = pathlib.Path(torchmpi_py.__file__).parent
 ROWS = [
     ["errors", "config", "grouping", "clocks", "trace_rows", "waiting"],
     ["tensors", "handles", "placement", "channels", "devices", "shared_files"],
-    ["communication_thread", "gpus"],
+    ["communication_thread", "gpus", "board"],
+    ["sequences"],
+    ["watch"],
     ["communicators", "streams", "cuda_ipc"],
     ["tracing"],
     ["exits", "symmetric"],
+    ["watchdog", "levels"],
     [
         "collectives.cuda_trial",
         "collectives.operation",

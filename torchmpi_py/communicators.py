@@ -22,10 +22,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torchmpi_py import communication_thread
+from torchmpi_py import board, communication_thread
 from torchmpi_py.channels import BACKGROUND, DIRECT, Channel, Place
 from torchmpi_py.errors import CommunicatorError, NotStarted
 from torchmpi_py.grouping import group_by_key
+from torchmpi_py.sequences import Sequence
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,9 +40,12 @@ class Communicator:
     """
 
     def __init__(self, group: MPI.Comm, place: Place, key: str) -> None:
-        places = [Place(*told) for told in group.allgather(tuple(place))]
+        own = (None, None) if board.current is None else (board.current.take_row(), board.current.take_row())
+        told = group.allgather((tuple(place), *own))
+        places = [Place(*where) for where, *_ in told]
         self.direct = Channel(group, places, DIRECT)
         self.background = Channel(group.Dup(), places, BACKGROUND)
+        self.sequences = [Sequence(group.rank, places, [line[1 + lane] for line in told]) for lane in (0, 1)]
         self.rank: int = group.rank
         self.size: int = group.size
         self.key = key
@@ -71,6 +75,8 @@ class Communicator:
                 self.outer._give_back()
             self.background.free()
             self.direct.free()
+            for sequence in self.sequences:
+                sequence.free()
 
     def __enter__(self) -> Communicator:
         return self

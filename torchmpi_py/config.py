@@ -62,11 +62,19 @@ class Tuning:
     alone_bytes: int = 1 << 20
     """Gradients and parameters of at least this size travel by themselves."""
 
+    report_seconds: int = 600
+    """An operation that takes longer is reported: who waits, and for whom; 0: none is."""
+
+    deadline_seconds: int = 0
+    """An operation that takes longer is reported, and ends the job; 0: none does."""
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 0 or (value == 0 and field.name != "native_async_bytes"):
-                raise ValueError(f"Tuning.{field.name} = {value!r}: give a positive whole number (of bytes)")
+            may_be_zero = field.name in ("native_async_bytes", "report_seconds", "deadline_seconds")
+            if not isinstance(value, int) or value < 0 or (value == 0 and not may_be_zero):
+                unit = field.name.rpartition("_")[2]
+                raise ValueError(f"Tuning.{field.name} = {value!r}: give a positive whole number (of {unit})")
         if self.staging_bytes < 1 << 20 or self.chunk_bytes < 256:
             raise ValueError(
                 f"Tuning.staging_bytes = {self.staging_bytes}, chunk_bytes = {self.chunk_bytes}: "
@@ -90,7 +98,9 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tuning:
             try:
                 values[field.name] = int(text)
             except ValueError:
-                raise ValueError(f"{PREFIX}{field.name.upper()}={text!r}: give a whole number of bytes") from None
+                raise ValueError(
+                    f"{PREFIX}{field.name.upper()}={text!r}: give a whole number of {field.name.rpartition('_')[2]}"
+                ) from None
     return Tuning(**values)
 
 

@@ -9,12 +9,13 @@ RequestHandle   the operation was posted to MPI as a nonblocking call; MPI moves
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -93,6 +94,18 @@ class Handle(ABC, Generic[R]):
         """Block the host until the operation is complete."""
         self.wait()
 
+    @contextlib.contextmanager
+    def _waited_for(self, timeout_seconds: float | None) -> Iterator[None]:
+        """In this block somebody waits for the operation, and it may be reported as late."""
+        noted = getattr(self._work, "noted", None) if timeout_seconds != 0 else None
+        if noted is not None:
+            noted.enter()
+        try:
+            yield
+        finally:
+            if noted is not None:
+                noted.leave()
+
     def _settle(self, step: Callable[[], R]) -> None:
         """Run the operation's last step, keep its result or error, and let the buffers go."""
         try:
@@ -127,8 +140,9 @@ class ThreadHandle(Handle[R]):
         self._open.release()
 
     def _complete(self, timeout_seconds: float | None) -> bool:
-        if not self._open.acquire(timeout=_lock_timeout(timeout_seconds)):
-            return False
+        with self._waited_for(timeout_seconds):
+            if not self._open.acquire(timeout=_lock_timeout(timeout_seconds)):
+                return False
         self._open.release()
         return True
 
@@ -144,6 +158,10 @@ class RequestHandle(Handle[R]):
         self.on_settled: Callable[[], object] = lambda: None
 
     def _complete(self, timeout_seconds: float | None) -> bool:
+        with self._waited_for(timeout_seconds):
+            return self._advance_until(timeout_seconds)
+
+    def _advance_until(self, timeout_seconds: float | None) -> bool:
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         if not self._lock.acquire(timeout=_lock_timeout(timeout_seconds)):
             return False  # another thread is waiting for it

@@ -16,7 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchmpi_py import communication_thread, communicators, config, exits, gpus, placement, symmetric, tracing
+from torchmpi_py import (
+    board,
+    communication_thread,
+    communicators,
+    config,
+    exits,
+    gpus,
+    levels,
+    placement,
+    symmetric,
+    tracing,
+    watch,
+    watchdog,
+)
 from torchmpi_py.channels import Place
 from torchmpi_py.collectives import cuda_aware, ipc_trial, tuning_file
 from torchmpi_py.communicators import Communicator, Stack
@@ -64,8 +77,9 @@ def start(
             ipc_trial.run(communicators.stack().levels[0].direct, _device)
             cuda_aware.probe(communicators.stack().levels[0])
         tuning_file.load_for(communicators.stack().levels[0])
-        _push_levels(custom_communicator_init, collective_communicator)
+        levels.push(custom_communicator_init, collective_communicator)
         tracing.start(communicators.stack().levels[0])
+        watchdog.start(tuning.report_seconds, tuning.deadline_seconds)
     except BaseException:
         if world.size == 1 and communicators.is_started():
             _tear_down("call mpi.start() first")
@@ -82,6 +96,7 @@ def stop() -> None:
     """
     if not communicators.is_started():
         return
+    watchdog.leaving()
     communication_thread.current().drain()
     exits.meet(communicators.stack().levels[0])
     tracing.stop()
@@ -122,7 +137,10 @@ def size() -> int:
 
 def barrier(comm: Communicator | None = None) -> None:
     """Wait until every rank of ``comm`` (default: the current level) is here."""
-    communicators.resolve(comm).direct.mpi.Barrier()
+    comm = communicators.resolve(comm)
+    noted = watch.note_plain("barrier", comm)
+    comm.direct.mpi.Barrier()
+    watch.end(noted)
 
 
 def local_rank() -> int:
@@ -200,6 +218,7 @@ def _build(world: MPI.Comm, cartesian: bool, tuning: config.Tuning, device: torc
     node_group = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
     place = Place(node_group.bcast(world.rank), node_group.rank)
     _node = Communicator(node_group, place, f"node of rank {place.node}")
+    board.install(board.Board(node_group, _node.direct.places, world.rank))
     symmetric.install(node_group, _node.direct.places, tuning.staging_bytes)
     _local = placement.locate(node_group)
     _device = device = placement.settled(device, _local)
@@ -208,30 +227,9 @@ def _build(world: MPI.Comm, cartesian: bool, tuning: config.Tuning, device: torc
     communicators.install(Stack(world, place, cartesian), "")
 
 
-def _push_levels(custom: Callable[[], int] | None, collective: Callable[[], int | None] | None) -> None:
-    """The user's levels, then those for hierarchical collectives; the span is between the two."""
-    stack = communicators.stack()
-    entry = 0 if custom is None else custom()
-    communicators.set_communicator(_checked_level("custom_communicator_init", entry))
-    if collective is None:
-        group, node = gpus.group(stack.place), stack.place.node
-        end = stack.push(f"node of rank {node}" if group == node else f"IPC group of rank {group}")
-    else:
-        given = collective()
-        end = entry if given is None else _checked_level("collective_communicator", given)
-        communicators.set_communicator(entry)
-    communicators.set_collective_span(entry, end)
-
-
-def _checked_level(what: str, level: object) -> int:
-    if isinstance(level, bool) or not isinstance(level, int):
-        raise TypeError(f"{what} returned {level!r}; it must return the index of the deepest level that it pushed")
-    communicators.stack().level(level)
-    return level
-
-
 def _tear_down(why_not: str) -> None:
     global _node, _local
+    watchdog.stop()
     communication_thread.current().close()
     communicators.stack().free()
     if _node is not None:
@@ -239,6 +237,7 @@ def _tear_down(why_not: str) -> None:
     _node = _local = None
     communication_thread.install(None)
     symmetric.install(None)
+    board.install(None)
     gpus.forget()
     communicators.install(None, why_not)
     os.environ.pop(STARTED_PID, None)

@@ -8,6 +8,7 @@ in before the operation and, when it is written, copied out after it. All checks
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -50,7 +51,7 @@ def check_rank(verb: str, what: str, value: int, size: int) -> int:
         raise TypeError(f"{verb}: {what} must be a rank (an int), not {value!r}")
     if not 0 <= value < size:
         raise ValueError(f"{verb}: {what}={value} is not a rank of this communicator; ranks are 0 to {size - 1}")
-    return value
+    return operator.index(value)
 
 
 def check_tensor(verb: str, name: str, x: object) -> Tensor:

@@ -29,6 +29,7 @@ class CudaIpc(Flavour):
     """GPU memory mapped by peers."""
 
     name = "cudaipc"
+    meets_first = True
 
     def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
         self.devices = frozenset(devices)  # type: ignore[misc]  # tests carry it out on the host

@@ -44,6 +44,8 @@ class Flavour:
 
     name: ClassVar[str]
     devices: ClassVar[frozenset[str]]
+    meets_first: ClassVar[bool] = False
+    """Whether its ranks tell each other what they are about to do, and all raise if that differs."""
 
     def missing(self, device: str) -> str:
         """Why this flavour cannot serve tensors of a device type (one of ``devices``) here, and what would help; or "".

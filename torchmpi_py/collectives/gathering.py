@@ -74,6 +74,8 @@ class Sizes:
 class Gathering:
     """Stands for a flavour until the sizes are known, and then leaves the work to ``choose(bytes of the result)``."""
 
+    meets_first = False  # it tells sizes, but not the root
+
     def __init__(self, name: str, choose: Callable[[int], Flavour]) -> None:
         self.name = name
         self.choose = choose

@@ -118,6 +118,7 @@ class _Posted:
         self.run_in_background = operation.run_in_background
         self.explain = operation.explain
         self.label = operation.label
+        self.noted = operation.noted
 
     def finish(self) -> Any:
         for step in self.remaining:

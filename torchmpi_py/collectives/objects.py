@@ -19,7 +19,7 @@ def _broadcast_object(
 ) -> Operation[Any]:
     """Return root's object; the other ranks pass anything."""
     comm = resolve(comm)
-    check_rank("broadcast_object", "root", root, comm.size)
+    root = check_rank("broadcast_object", "root", root, comm.size)
     return of_object("broadcast_object", comm, flavour, (obj, root))
 
 

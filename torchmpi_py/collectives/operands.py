@@ -20,6 +20,8 @@ from torchmpi_py.communicators import Communicator
 from torchmpi_py.tensors import Finish, check_divisible, check_known_op, check_out, check_tensor, flat, written
 
 _CPU = torch.device("cpu")
+_TENSORS_BEFORE_OTHERS = {"broadcast": 1, "allreduce": 2, "reduce": 2, "reduce_scatter": 2, "scatter": 2, "alltoall": 2}
+"""Of the verbs that all ranks call alike: how many of a flavour's arguments are tensors; the others come after."""
 
 
 def in_and_out(
@@ -72,7 +74,9 @@ def of_tensor(
     num_bytes = x.nbytes
     served = _flavour(verb, comm, x.device, num_bytes, flavour, is_symmetric=symmetric.find(x) is not None)
     device = _gpu(verb, x) if x.is_cuda else None
-    return Operation(verb, verb, served, comm, arguments, conclude, num_bytes, target, device=device)
+    num_tensors = _TENSORS_BEFORE_OTHERS.get(verb)
+    same = None if num_tensors is None else (verb, served.name, num_bytes, x.dtype, *arguments[num_tensors:])
+    return Operation(verb, verb, served, comm, arguments, conclude, num_bytes, target, device=device, same=same)
 
 
 def of_gather(
@@ -91,7 +95,8 @@ def of_gather(
     plan = selector.plan(verb, comm, x.device, symmetric=False, name=flavour)  # as it is at launch, on all ranks
     served: Any = Gathering(flavour or "selector", plan.flavour_for)
     device = _gpu(verb, x) if x.is_cuda else None
-    return Operation(verb, verb, served, comm, arguments, conclude, x.nbytes, out, device=device)
+    same = (verb, "tensors", "any-size", *arguments[2:])
+    return Operation(verb, verb, served, comm, arguments, conclude, x.nbytes, out, device=device, same=same)
 
 
 def of_number(
@@ -99,13 +104,22 @@ def of_number(
 ) -> Operation[Any]:
     """The operation on a record, which ``conclude`` turns into a number."""
     served = _flavour(verb, comm, _CPU, scalars.RECORD_BYTES, flavour)
-    return Operation(verb, verb, served, comm, arguments, conclude, scalars.RECORD_BYTES)
+    same = (verb, served.name, "number", *arguments[1:]) if verb in _TENSORS_BEFORE_OTHERS else None
+    return Operation(verb, verb, served, comm, arguments, conclude, scalars.RECORD_BYTES, same=same)
 
 
 def gathered_numbers(
-    verb: str, comm: Communicator, flavour: str | None, x: Number, conclude: Callable[[list[Number]], Any]
+    verb: str,
+    comm: Communicator,
+    flavour: str | None,
+    x: Number,
+    conclude: Callable[[list[Number]], Any],
+    others: tuple[Any, ...] = (),
 ) -> Operation[Any]:
-    """The allgather of records, all of one size, whose numbers ``conclude`` turns into the result."""
+    """The allgather of records, all of one size, whose numbers ``conclude`` turns into the result.
+
+    ``others`` are the verb's other arguments, which are the same on all ranks.
+    """
     record = scalars.to_record(x)
     records = record.new_empty((comm.size, scalars.RECORD_BYTES))
     sizes = Sizes.equal(record, comm.size)
@@ -118,6 +132,7 @@ def gathered_numbers(
         (record, records, sizes),
         lambda _: conclude(scalars.from_records(records)),
         scalars.RECORD_BYTES,
+        same=(verb, served.name, "number", *others),
     )
 
 
@@ -132,7 +147,7 @@ def reduced_number(
         result = scalars.reduce_numbers(verb, op, values)
         return result if root in (None, comm.rank) else x
 
-    return gathered_numbers(verb, comm, flavour, x, conclude)
+    return gathered_numbers(verb, comm, flavour, x, conclude, (op,) if root is None else (op, root))
 
 
 def no_out(verb: str, out: object) -> None:
@@ -143,7 +158,9 @@ def no_out(verb: str, out: object) -> None:
 
 def of_object(verb: str, comm: Communicator, flavour: str | None, arguments: tuple[Any, ...]) -> Operation[Any]:
     """The operation on Python objects."""
-    return Operation(verb, verb, _flavour(verb, comm, _CPU, 0, flavour), comm, arguments, lambda got: got, 0)
+    served = _flavour(verb, comm, _CPU, 0, flavour)
+    same = (verb, served.name, "object", *arguments[1:])
+    return Operation(verb, verb, served, comm, arguments, lambda got: got, 0, same=same)
 
 
 def _flavour(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torchmpi_py import tracing
+from torchmpi_py import tracing, watch
+from torchmpi_py.channels import BACKGROUND
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.handles import Handle
@@ -52,18 +53,28 @@ class Operation(Generic[R]):
     target: R | None = None
     launched: int = 0  # when, if it was launched and is traced
     device: torch.device | None = None  # of the tensors, where it has streams
+    same: tuple[Any, ...] | None = None  # what all ranks call alike, verb first; None where not all need to call it
+    noted: watch.Noted | None = None
 
     def run(self, *, in_background: bool = False) -> R:
         """Carry it out now, on the channel for this thread."""
         channel = self.comm.background if in_background else self.comm.direct
+        noted = self.noted
+        if noted is None:
+            noted = self.noted = watch.note(self, channel.lane)
+        else:
+            noted.begin()
         trace = tracing.current
         begin = 0 if trace is None else trace.begin(self)
         try:
             returned = getattr(self.flavour, self.method)(channel, *self.arguments)
+            watch.end(noted)
             return self.target if self.conclude is None else self.conclude(returned)  # type: ignore[return-value]
         except RuntimeError as error:
             raise self.explain(error)  # noqa: B904 - it carries its cause
         finally:
+            if noted.number in watch.active:
+                watch.fail(noted)
             if trace is not None:
                 trace.end(self, channel.lane, begin)
 
@@ -71,6 +82,7 @@ class Operation(Generic[R]):
         """Start it."""
         if tracing.current is not None:
             self.launched = time.time_ns()
+        self.noted = watch.note(self, BACKGROUND, is_launch=True)
         return self.flavour.launch(self)
 
     def run_in_background(self) -> R:
@@ -82,12 +94,16 @@ class Operation(Generic[R]):
         trace = tracing.current
         if trace is not None and self.launched:
             trace.end(self, POSTED, self.launched)
+        if self.noted is not None:
+            watch.end(self.noted)
         return self.target if self.conclude is None else self.conclude(None)  # type: ignore[return-value]
 
     def explain(self, error: Exception) -> Exception:
-        """An error of MPI as ours, with the operation's name; any other error as it is."""
+        """It has failed: an error of MPI as ours, with the operation's name; any other error as it is."""
         from mpi4py import MPI
 
+        if self.noted is not None:
+            watch.fail(self.noted)
         if not isinstance(error, MPI.Exception):
             return error
         explained = CommunicatorError(f"{self}: MPI failed: {error}. Did every rank call it with the same sizes?")

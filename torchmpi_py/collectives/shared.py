@@ -24,6 +24,7 @@ class Shared(Flavour):
     """Shared memory within a node."""
 
     name = "shared"
+    meets_first = True
     devices = frozenset({"cpu"})
 
     def missing(self, device: str) -> str:

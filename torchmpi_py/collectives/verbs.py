@@ -6,7 +6,8 @@ at once a Handle whose ``wait()`` returns it. What holds for all:
 - Every rank of ``comm`` (default: the current level) makes the same calls in the same order, with equal dtypes and
   shapes (but for dim 0 in ``allgather`` and ``gather``).
   Blocking and asynchronous forms are different calls (but send, recv and their twins may meet), and asynchronous calls
-  come in the same order across all communicators. Sizes that differ otherwise are not noticed in every case.
+  come in the same order across all communicators. RanksDisagree where ranks of one node call different verbs, or with
+  other sizes, dtypes, op or root: on the rank that comes later, or on all when the operation is over.
 - Tensors may be of any dtype, strided, transposed, of size 0, or larger than 2^31 elements. 16-bit floats accumulate in
   float32. All ranks get the same bits. Gradients do not flow through a verb.
 - ``x`` is overwritten, unless ``out=`` is given or the result has another shape. Until an asynchronous operation is
@@ -52,7 +53,7 @@ T = TypeVar("T", bound=Tensor | scalars.Number)
 def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
     """Overwrite ``x`` on every rank by the ``x`` of ``root``. Returns ``x`` (or root's number)."""
     comm = resolve(comm)
-    check_rank("broadcast", "root", root, comm.size)
+    root = check_rank("broadcast", "root", root, comm.size)
     if scalars.is_number(x):
         record = scalars.to_record(x)
         return of_number("broadcast", comm, flavour, (record, root), lambda _: scalars.from_record(record))
@@ -88,7 +89,7 @@ def _reduce(
     On the other ranks nothing is written, and the result is ``out``, or ``x``, as it was.
     """
     comm = resolve(comm)
-    check_rank("reduce", "root", root, comm.size)
+    root = check_rank("reduce", "root", root, comm.size)
     if scalars.is_number(x):
         return reduced_number("reduce", x, out, op, comm, flavour, root)
     tensor = check_tensor("reduce", "x", x)
@@ -123,10 +124,12 @@ def _gather(
 ) -> Operation[Any]:
     """As ``allgather``, for ``root`` alone. The other ranks get None, and their ``out`` is not written."""
     comm = resolve(comm)
-    check_rank("gather", "root", root, comm.size)
+    root = check_rank("gather", "root", root, comm.size)
     if scalars.is_number(x):
         no_out("gather", out)
-        return gathered_numbers("gather", comm, flavour, x, lambda values: values if comm.rank == root else None)
+        return gathered_numbers(
+            "gather", comm, flavour, x, lambda values: values if comm.rank == root else None, (root,)
+        )
     out = out if comm.rank == root else None
     source, buffer, conclude = gathered("gather", x, out)
     return of_gather("gather", comm, flavour, source, out, (source, buffer, root), conclude)
@@ -164,7 +167,7 @@ def _scatter(
     (x.shape[0] / size, ...), or a new tensor.
     """
     comm = resolve(comm)
-    check_rank("scatter", "root", root, comm.size)
+    root = check_rank("scatter", "root", root, comm.size)
     source, buffer, target, copy_out = slice_out("scatter", check_tensor("scatter", "x", x), out, comm.size)
     return of_tensor("scatter", comm, flavour, x, (source, buffer, root), target, copy_out)
 
@@ -189,8 +192,8 @@ def _sendreceive(
     Every rank that is named by another one has to call it too; a ring shift is ``sendreceive(x, rank-1, rank+1)``.
     """
     comm = resolve(comm)
-    check_rank("sendreceive", "source", source, comm.size)
-    check_rank("sendreceive", "destination", destination, comm.size)
+    source = check_rank("sendreceive", "source", source, comm.size)
+    destination = check_rank("sendreceive", "destination", destination, comm.size)
     if scalars.is_number(x):
         sent = scalars.to_record(x)
         got = torch.empty_like(sent)
@@ -209,7 +212,7 @@ def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: 
     Messages between two ranks arrive in the order of the calls. A large blocking send waits for its receiver.
     """
     comm = resolve(comm)
-    check_rank("send", "destination", destination, comm.size)
+    destination = check_rank("send", "destination", destination, comm.size)
     if scalars.is_number(x):
         record = scalars.to_record(x)
         return of_number("send", comm, flavour, (record, destination), lambda _: scalars.from_record(record))
@@ -221,7 +224,7 @@ def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: 
 def _recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
     """Overwrite ``x`` by what ``source`` sends with ``send``: a tensor of the same dtype and shape, or a number."""
     comm = resolve(comm)
-    check_rank("recv", "source", source, comm.size)
+    source = check_rank("recv", "source", source, comm.size)
     if scalars.is_number(x):
         record = scalars.to_record(x)
         return of_number("recv", comm, flavour, (record, source), lambda _: scalars.from_record(record))

@@ -1,0 +1,214 @@
+"""The board: what each rank of a node is doing and has done, in memory that all of them can read at any time.
+
+Every rank has a part that it alone writes. Others read it also when the writer is stopped, or dead. In a part:
+
+header     a few numbers: process, rank in the world, number of the last record, ...
+rows       one for each communicator and thread: a *mark* for each of the last operations there
+records    the last operations of the rank, with times: its flight recorder; their words are among the *strings*
+text       where the rank's threads stand, written when another rank asks for it
+
+A mark is one word of 64 bits, written at once: which use of the row it is of, the position of an operation in its
+sequence, and a checksum of what has to be the same on every rank. So ranks compare what they call without a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from types import CodeType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchmpi_py import shared_files
+from torchmpi_py.channels import Place
+from torchmpi_py.errors import Unavailable
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+NUM_RECORDS = 1024
+NUM_ROWS = 512
+MARKS_PER_ROW = 64
+NUM_STRINGS = 1024
+STRING_BYTES = 128
+TEXT_BYTES = 16 << 10
+_RECORD = struct.Struct("=8q")
+_pack = _RECORD.pack_into
+_HEADER_WORDS = 64
+_RECORDS_BEGIN = (_HEADER_WORDS + NUM_ROWS * MARKS_PER_ROW) * 8
+_STRINGS_BEGIN = _RECORDS_BEGIN + NUM_RECORDS * _RECORD.size
+_TEXT_BEGIN = _STRINGS_BEGIN + NUM_STRINGS * STRING_BYTES
+PART_BYTES = -(-(_TEXT_BEGIN + TEXT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+PROCESS, WORLD_RANK, TEXT_WANTED, TEXT_LENGTH, TEXT_GIVEN, HAS_LEFT, REPORTED, NAMESPACE = range(
+    8
+)  # words of the header
+_BEGUN, _ENDED = 4, 5  # words of a record
+
+
+class Record(NamedTuple):
+    """An operation of a rank. Times are in ns since the epoch, 0 for what has not been, ``ended`` < 0 for a failure."""
+
+    number: int
+    row: int  # -1 for one that has no counterparts to compare with
+    position: int  # in the row's sequence
+    launched: int
+    begun: int
+    ended: int
+    num_bytes: int
+    words: str
+    site: str
+
+    @property
+    def what(self) -> str:
+        """Verb and arguments."""
+        return f"{self.words}, {self.num_bytes} bytes" if self.num_bytes else self.words
+
+
+class Row(NamedTuple):
+    """A row of a rank, and which use of a row it is: who compares late does not mistake another use for this one."""
+
+    place: int
+    use: int
+
+
+class Board:
+    """The board of this rank's node. Made collectively over the ranks of the node.
+
+    Where they can share no memory each has one of its own, and sees itself alone.
+    """
+
+    def __init__(self, node: MPI.Comm, places: Sequence[Place], world_rank: int) -> None:
+        indices = [place.local for place in places]
+        self.index = places[node.rank].local
+        size = PART_BYTES * node.size
+
+        def take(path: str, identity: shared_files.Identity) -> tuple[mmap.mmap | None, str]:
+            return shared_files.map_file(path, size, identity)
+
+        try:
+            self._mapping, _ = shared_files.share(node, 0, size, take)
+        except Unavailable:
+            self._mapping, indices = mmap.mmap(-1, PART_BYTES), [self.index]
+        self._begins = {index: part * PART_BYTES for part, index in enumerate(indices)}
+        self._begin = self._begins[self.index]
+        self.words = memoryview(self._mapping).cast("Q")
+        self._free_rows = list(range(NUM_ROWS - 1, -1, -1))
+        self._num_uses = 0
+        self._number = 0
+        self._strings: dict[str, int] = {}
+        self.rows_of: dict[int, dict[int, int]] = {}  # own row -> the rows of the same sequence, by local rank
+        self._records = self._begin + _RECORDS_BEGIN
+        self.texts: dict[tuple[Any, ...], tuple[int, int]] = {}  # watch.py's: numbers of strings, and checksums
+        self.sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
+        self.put(WORLD_RANK, world_rank)
+        self.put(PROCESS, os.getpid())
+        with contextlib.suppress(OSError):
+            self.put(NAMESPACE, os.stat("/proc/self/ns/pid").st_ino)
+        node.Barrier()
+
+    @property
+    def indices(self) -> list[int]:
+        """The local ranks that can be seen."""
+        return list(self._begins)
+
+    def put(self, word: int, value: int, index: int | None = None) -> None:
+        """Write a word of the header, of this rank or, to ask it for something, of another."""
+        self.words[self._begins[self.index if index is None else index] // 8 + word] = value
+
+    def get(self, word: int, index: int | None = None) -> int:
+        """A word of a rank's header."""
+        return self.words[self._begins[self.index if index is None else index] // 8 + word]
+
+    def take_row(self) -> Row | None:
+        """A row of this rank; None if all are taken."""
+        if not self._free_rows:
+            return None
+        self._num_uses += 1
+        place = self._free_rows.pop()
+        begin = self.first_mark(self.index, place) * 8
+        self._mapping[begin : begin + MARKS_PER_ROW * 8] = bytes(MARKS_PER_ROW * 8)
+        return Row(place, self._num_uses & 0xFFFF)
+
+    def give_row_back(self, row: Row) -> None:
+        """It may be used for another communicator."""
+        self._free_rows.append(row.place)
+
+    def first_mark(self, index: int, row: int) -> int:
+        """Where the marks of a row begin in ``words``."""
+        return self._begins[index] // 8 + _HEADER_WORDS + row * MARKS_PER_ROW
+
+    def keep_string(self, text: str) -> int:
+        """A number by which records of this rank refer to the end of a text; 0 when there is no room for more."""
+        number = self._strings.get(text)
+        if number is None:
+            if len(self._strings) + 1 >= NUM_STRINGS:
+                return 0
+            self._strings[text] = number = len(self._strings) + 1
+            data = text.encode(errors="backslashreplace")[-STRING_BYTES:].ljust(STRING_BYTES, b"\0")
+            begin = self._begin + _STRINGS_BEGIN + number * STRING_BYTES
+            self._mapping[begin : begin + STRING_BYTES] = data
+        return number
+
+    def write(self, row: int, position: int, now: int, is_launch: bool, num_bytes: int, strings: int) -> int:
+        """Add a record of this rank; its number. ``strings`` are the numbers of two: what, and where."""
+        self._number = number = self._number + 1
+        place = self._records + number % NUM_RECORDS * 64
+        begun = 0 if is_launch else now
+        _pack(self._mapping, place, number, row, position, now, begun, 0, num_bytes, strings)
+        return number
+
+    def begin(self, number: int, now: int) -> None:
+        """A launched operation has begun."""
+        word = self._records // 8 + number % NUM_RECORDS * 8
+        if self.words[word] == number:  # a thousand later ones may have taken its place
+            self.words[word + _BEGUN] = now
+
+    def end(self, number: int, now: int, has_failed: bool = False) -> None:
+        """An operation is over."""
+        word = self._records // 8 + number % NUM_RECORDS * 8
+        if self.words[word] == number:
+            self.words[word + _ENDED] = now if not has_failed else (1 << 64) - now
+
+    def records(self, index: int) -> list[Record]:
+        """What a rank has done, the latest first."""
+        begin = self._begins[index] + _RECORDS_BEGIN
+        data = self._mapping[begin : begin + NUM_RECORDS * _RECORD.size]
+        found = sorted((record for record in _RECORD.iter_unpack(data) if record[0]), reverse=True)
+        return [
+            Record._make((*numbers, self._string(index, names >> 32), self._string(index, names & 0xFFFFFFFF)))
+            for *numbers, names in found
+        ]
+
+    def _string(self, index: int, number: int) -> str:
+        begin = self._begins[index] + _STRINGS_BEGIN + number * STRING_BYTES
+        return self._mapping[begin : begin + STRING_BYTES].rstrip(b"\0").decode(errors="replace") or "?"
+
+    def counterpart(self, row: int, position: int, index: int) -> Record | None:
+        """What another rank has noted of the operation that is at this place of this rank's row."""
+        theirs = self.rows_of.get(row, {}).get(index)
+        return next((r for r in self.records(index) if r.row == theirs and r.position == position), None)
+
+    def write_text(self, text: str) -> None:
+        """Tell where this rank's threads stand."""
+        data = text.encode(errors="backslashreplace")[:TEXT_BYTES]
+        begin = self._begin + _TEXT_BEGIN
+        self._mapping[begin : begin + len(data)] = data
+        self.put(TEXT_LENGTH, len(data))
+
+    def read_text(self, index: int) -> str:
+        """What a rank has told."""
+        begin = self._begins[index] + _TEXT_BEGIN
+        return self._mapping[begin : begin + self.get(TEXT_LENGTH, index)].decode(errors="replace")
+
+
+current: Board | None = None
+"""The board of this process between ``start`` and ``stop``; read it as ``board.current``."""
+
+
+def install(board: Board | None) -> None:
+    """Make ``board`` the one in use."""
+    global current
+    current = board
