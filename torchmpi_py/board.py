@@ -2,7 +2,7 @@
 
 Every rank has a part that it alone writes. Others read it also when the writer is stopped, or dead. In a part:
 
-header     a few numbers: process, rank in the world, number of the last record, ...
+header     a few numbers: process, rank in the world, ...
 rows       one for each communicator and thread: a *mark* for each of the last operations there
 records    the last operations of the rank, with times: its flight recorder; their words are among the *strings*
 text       where the rank's threads stand, written when another rank asks for it
@@ -42,9 +42,8 @@ _STRINGS_BEGIN = _RECORDS_BEGIN + NUM_RECORDS * _RECORD.size
 _TEXT_BEGIN = _STRINGS_BEGIN + NUM_STRINGS * STRING_BYTES
 PART_BYTES = -(-(_TEXT_BEGIN + TEXT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
-PROCESS, WORLD_RANK, TEXT_WANTED, TEXT_LENGTH, TEXT_GIVEN, HAS_LEFT, REPORTED, NAMESPACE = range(
-    8
-)  # words of the header
+# Words of the header
+PROCESS, WORLD_RANK, TEXT_WANTED, TEXT_LENGTH, TEXT_GIVEN, HAS_LEFT, REPORTED, NAMESPACE = range(8)
 _BEGUN, _ENDED = 4, 5  # words of a record
 
 

@@ -1,8 +1,8 @@
 """Watching operations: each is noted on the board of its node, compared with the neighbour's, and timed.
 
-What it costs is about a microsecond a call: a record (``board.py``), a mark (``sequences.py``), two looks at the
-neighbour's marks. Where in the program an operation was called is found by going up the frames until one is not the
-package's own.
+Every call pays for it: a record (``board.py``), a mark (``sequences.py``), two looks at the neighbour's marks; what
+that comes to stands in docs/watching.md. Where in the program an operation was called is found by going up the frames
+until one is not the package's own.
 
 An operation is *active* while it is carried out, or waited for; one that was posted and that nobody waits for is not.
 ``watchdog.py`` looks at the oldest active one.

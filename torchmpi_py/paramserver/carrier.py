@@ -46,32 +46,24 @@ class Carrier:
         """Apply a rule to all shards, also if it fails on one; how many bytes were sent."""
         packed = pickle.dumps((name, options)) if self._exchange is not None else b""
 
-        def part(rank: int) -> Tensor:
-            begin, end = self.bounds[rank]
-            return payload[begin:end]
-
         def ask(rank: int) -> Pending:
-            sent = part(rank) if rule.needs_payload else None
+            sent = self._part(payload, rank) if rule.needs_payload else None
             return self._ask(rank, Kind.APPLY, sent, packed)
 
-        self._on_all(ask, lambda held, rank: held.apply(rule, part(rank), options))
+        self._on_all(ask, lambda held, rank: held.apply(rule, self._part(payload, rank), options))
         return payload.nbytes if rule.needs_payload else 0
 
     def read(self, target: Tensor) -> int:
         """All values into a flat tensor; how many bytes they are."""
-
-        def part(rank: int) -> Tensor:
-            begin, end = self.bounds[rank]
-            return target[begin:end]
-
         self._on_all(
-            lambda rank: self._ask(rank, Kind.READ, part(rank)), lambda held, rank: part(rank).copy_(held.values)
+            lambda rank: self._ask(rank, Kind.READ, self._part(target, rank)),
+            lambda held, rank: self._part(target, rank).copy_(held.values),
         )
         return target.nbytes
 
     def save(self) -> list[Shard]:
         """Copies of the shards that are not empty, in the order of ranks."""
-        copies = {rank: self._new_shard(end - begin) for rank, (begin, end) in enumerate(self.bounds) if begin < end}
+        copies = {rank: self._new_shard(rank) for rank in self._ranks()}
         self._on_all(
             lambda rank: self._ask(rank, Kind.SAVE, copies[rank].memory),
             lambda held, rank: copies[rank].memory.copy_(held.memory),
@@ -113,7 +105,15 @@ class Carrier:
         if numbers.sum() != 0:
             raise RanksDisagree("the ranks free different parameter servers: free them in the same order on all ranks")
 
-    def _new_shard(self, count: int) -> Shard:
+    def _part(self, whole: Tensor, rank: int) -> Tensor:
+        """What of a flat tensor belongs to the shard of a rank."""
+        begin, end = self.bounds[rank]
+        return whole[begin:end]
+
+    def _new_shard(self, rank: int) -> Shard:
+        """Room for a copy of a rank's shard."""
+        begin, end = self.bounds[rank]
+        count = end - begin
         size = shard.num_bytes(count, self._dtype, self.num_slots)
         return Shard(torch.empty(size, dtype=torch.uint8, device="cpu"), count, self._dtype, self.num_slots)
 
