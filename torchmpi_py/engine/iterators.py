@@ -65,7 +65,9 @@ class DatasetIterator:
     first is chance. A dataset with random augmentation should draw from a generator of its own, or be given
     ``prefetch=0``; else runs are not reproducible.
 
-    Beside each batch stand ``weight`` and ``num_samples``, as the module docstring explains; the engine reads them.
+    Beside each batch stand ``weight`` and ``num_samples``, as the module docstring explains, and ``position``: how many
+    samples of the epoch all ranks have used with this batch. The engine reads them. After ``set_position`` the next
+    iteration begins there, with any number of ranks: none is used twice, and none is left out.
     Raises TypeError for a dataset without length and indexing, ValueError for one without a batch, or a number out of
     range.
     """
@@ -98,6 +100,8 @@ class DatasetIterator:
         self.collate_fn = collate_fn
         self.drop_last = drop_last
         self.epoch = 0  # the one that iterating starts next
+        self._first = 0  # where in it
+        self.position = 0
         self.weight = 1.0
         self.num_samples = 0
         if self.total == 0:
@@ -110,7 +114,10 @@ class DatasetIterator:
 
     def __len__(self) -> int:
         """Batches in an epoch, the same on every rank."""
-        full, rest = divmod(self.total, self.batch_size * self.size)
+        return self._num_batches(self.total)
+
+    def _num_batches(self, num_samples: int) -> int:
+        full, rest = divmod(num_samples, self.batch_size * self.size)
         return full + (rest > 0 and not self.drop_last)
 
     def check_place(self) -> None:
@@ -126,10 +133,16 @@ class DatasetIterator:
         """Let the next iteration run through ``epoch``; the same on every rank."""
         self.epoch = _at_least(0, "epoch", epoch)
 
+    def set_position(self, position: int) -> None:
+        """Let the next iteration begin after so many samples of its epoch, over all ranks; the same on every rank."""
+        if _at_least(0, "position", position) > self.total:
+            raise ValueError(f"position={position} is beyond the dataset, which has {self.total} samples")
+        self._first = position
+
     def __iter__(self) -> Iterator[Any]:
-        epoch = self.epoch
-        self.epoch += 1
-        return self._batches(self.order(epoch))
+        epoch, first = self.epoch, self._first
+        self.epoch, self._first = epoch + 1, 0
+        return self._batches(self.order(epoch), first)
 
     def order(self, epoch: int) -> torch.Tensor:
         """The indices of the dataset in the order of this epoch: a function of (seed, epoch) alone."""
@@ -137,11 +150,14 @@ class DatasetIterator:
             return torch.arange(self.total, device="cpu")
         return torch.from_numpy(np.random.default_rng((self.seed, epoch)).permutation(self.total))
 
-    def _batches(self, order: torch.Tensor) -> Iterator[Any]:
-        shares = [share(self.total, self.batch_size, b, rank=self.rank, size=self.size) for b in range(len(self))]
+    def _batches(self, order: torch.Tensor, first: int) -> Iterator[Any]:
+        order = order[first:]
+        num_batches = self._num_batches(len(order))
+        shares = [share(len(order), self.batch_size, b, rank=self.rank, size=self.size) for b in range(num_batches)]
         with closing(prefetched((self._load(order[s.begin : s.end]) for s in shares), self.prefetch)) as batches:
-            for mine, batch in zip(shares, batches, strict=True):
+            for number, (mine, batch) in enumerate(zip(shares, batches, strict=True), 1):
                 self.weight, self.num_samples = mine.weight, mine.num_samples
+                self.position = min(first + number * self.batch_size * self.size, self.total)
                 yield _adopted(batch, self.device)
 
     def _load(self, indices: torch.Tensor) -> Any:

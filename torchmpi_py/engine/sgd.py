@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from torchmpi_py.engine import samples
 from torchmpi_py.engine.optimizers import OptimizerLike, check_one_given, make_optimizer
 from torchmpi_py.engine.state import Hooks, State
 
@@ -58,31 +59,32 @@ class SGDEngine:
         """
         state = State(network, criterion, iterator, training=True, maxepoch=maxepoch)
         check_one_given(lr, optimizer)
-        _check_repeatable(iterator, maxepoch)
+        samples.check_repeatable(iterator, maxepoch)
         with self.session(state):
             state.optimizer = make_optimizer(state, lr, optimizer)
             self.set_mode(state)
             self.hooks.on_start(state)
             while state.epoch < state.maxepoch:
-                self.hooks.on_start_epoch(state)
-                for sample in self.samples(state):
-                    self.take_sample(state, sample)
-                    self.hooks.on_sample(state)
-                    self.prepare(state)
-                    self.forward(state)
-                    self.hooks.on_forward(state)
-                    self.forward_criterion(state)
-                    self.hooks.on_forward_criterion(state)
-                    self.zero_gradients(state)
-                    self.backward_criterion(state)
-                    self.hooks.on_backward_criterion(state)
-                    self.backward(state)
-                    self.hooks.on_backward(state)
-                    self.update(state)
-                    state.t += 1
-                    self.hooks.on_update(state)
-                state.epoch += 1
-                self.hooks.on_end_epoch(state)
+                with self.epoch(state):
+                    self.hooks.on_start_epoch(state)
+                    for sample in self.samples(state):
+                        self.take_sample(state, sample)
+                        self.hooks.on_sample(state)
+                        self.prepare(state)
+                        self.forward(state)
+                        self.hooks.on_forward(state)
+                        self.forward_criterion(state)
+                        self.hooks.on_forward_criterion(state)
+                        self.zero_gradients(state)
+                        self.backward_criterion(state)
+                        self.hooks.on_backward_criterion(state)
+                        self.backward(state)
+                        self.hooks.on_backward(state)
+                        self.update(state)
+                        self.complete(state)
+                        self.hooks.on_update(state)
+                    state.epoch, state.position = state.epoch + 1, 0
+                    self.hooks.on_end_epoch(state)
             self.hooks.on_end(state)
         return state
 
@@ -114,31 +116,33 @@ class SGDEngine:
         """What brackets the whole run, also when it ends by an error."""
         return nullcontext()
 
+    def epoch(self, state: State) -> AbstractContextManager[bool | None]:
+        """What brackets an epoch, or the rest of one; it may swallow an error, and the loop goes on from the state."""
+        return nullcontext()
+
     def set_mode(self, state: State) -> None:
         """Put network and criterion into training or evaluation mode."""
         for module in state.modules():
             module.train(state.training)
 
     def samples(self, state: State) -> Iterator[Any]:
-        """The samples of one epoch."""
-        samplers = [getattr(state.iterator, name, None) for name in ("sampler", "batch_sampler")]
-        for holder in (state.iterator, *samplers):
-            getattr(holder, "set_epoch", _ignored)(state.epoch)
-        return iter(state.iterator)
+        """The samples of one epoch, from ``state.position`` on."""
+        return samples.of_epoch(state.iterator, state.epoch, state.position)
 
     def take_sample(self, state: State, sample: Any) -> None:
-        """Note the sample, and its weight and number of samples: the iterator's, else 1.0 and the target's length."""
+        """Note the sample, its weight and number of samples (the iterator's, else 1.0 and the target's length)."""
         state.sample = sample
+        state.next_position = getattr(state.iterator, "position", state.position + 1)
         state.weight = getattr(state.iterator, "weight", 1.0)
         told = getattr(state.iterator, "num_samples", None)
-        state.num_samples = _length(sample) if told is None else told
+        state.num_samples = samples.length(sample) if told is None else told
 
     def prepare(self, state: State) -> None:
         """In training, what must come after all that ``hooks.on_sample`` may do, and before the forward pass."""
 
     def forward(self, state: State) -> None:
         """``state.output = network(input)``."""
-        state.output = state.network(_split(state.sample)[0])
+        state.output = state.network(samples.split(state.sample)[0])
 
     def forward_criterion(self, state: State) -> None:
         """``state.loss = criterion(output, target)``, on outputs that are cut from the network's graph.
@@ -159,7 +163,7 @@ class SGDEngine:
             return leaf
 
         state.output = tree_map_only(torch.Tensor, cut, state.output)
-        state.loss = state.criterion(state.output, _split(state.sample)[1])
+        state.loss = state.criterion(state.output, samples.split(state.sample)[1])
 
     def zero_gradients(self, state: State) -> None:
         """Forget the gradients of the previous sample."""
@@ -193,18 +197,10 @@ class SGDEngine:
         if state.optimizer is not None:
             state.optimizer.step()
 
-
-def _ignored(epoch: int) -> None:
-    """The set_epoch of an iterator that has none."""
-
-
-def _check_repeatable(iterator: Iterable[Any], maxepoch: int) -> None:
-    # The first question comes first because iter() of a DataLoader starts its workers.
-    if maxepoch > 1 and isinstance(iterator, Iterator) and iter(iterator) is iterator:
-        raise TypeError(
-            f"iterator is a {type(iterator).__name__}, which can be run through only once, and maxepoch={maxepoch}: "
-            "give what starts anew at each epoch, such as a list, a DataLoader, or an object whose __iter__ does"
-        )
+    def complete(self, state: State) -> None:
+        """Count the step."""
+        state.t += 1
+        state.position = state.next_position
 
 
 @contextmanager
@@ -216,22 +212,3 @@ def _modes_restored(state: State) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _length(sample: Any) -> int:
-    """Number of samples by the target's length, else 1. No error here: hooks.on_sample may still replace the sample."""
-    try:
-        return len(_split(sample)[1])
-    except (TypeError, IndexError):
-        return 1
-
-
-def _split(sample: Any) -> tuple[Any, Any]:
-    """(input, target) of a sample, or a TypeError that says what came instead."""
-    if isinstance(sample, (tuple, list)) and len(sample) >= 2:
-        return sample[0], sample[1]
-    what = f"{type(sample).__name__} of length {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
-    raise TypeError(
-        f"sample is a {what}; the engine needs (input, target): "
-        "let the iterator give pairs, or make one of state.sample in hooks.on_sample"
-    )

@@ -22,10 +22,12 @@ class State:
     loss: Any = None  # scalar tensor: mean over this rank's samples, never scaled by weight
     epoch: int = 0  # epochs completed; a hook may set it in on_start to resume, or maxepoch to stop after this epoch
     t: int = 0  # samples (batches) completed, over all epochs
+    position: int = 0  # where in the epoch the next step begins, in what the iterator counts in: samples, or batches
     training: bool = False
     maxepoch: int = 1
     weight: float = 1.0  # of this batch in a mean over ranks: the loss is scaled by it for the backward pass only
     num_samples: int = 0  # in this batch; 0: this rank had none left and computes on a stand-in of weight 0
+    next_position: int = 0  # where the step after this one begins
     _cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, repr=False)  # where backward resumes
 
     def modules(self) -> list[torch.nn.Module]:

@@ -1,0 +1,51 @@
+"""What gives samples, and what a sample is made of."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+def of_epoch(iterator: Iterable[Any], epoch: int, position: int) -> Iterator[Any]:
+    """The samples of an epoch from ``position`` on: what has no ``set_position`` begins anew, and they are skipped."""
+    samplers = [getattr(iterator, name, None) for name in ("sampler", "batch_sampler")]
+    for holder in (iterator, *samplers):
+        getattr(holder, "set_epoch", _ignored)(epoch)
+    if position > 0 and hasattr(iterator, "set_position"):
+        iterator.set_position(position)
+        return iter(iterator)
+    return iter(iterator) if position == 0 else itertools.islice(iterator, position, None)
+
+
+def _ignored(epoch: int) -> None:
+    """The set_epoch of an iterator that has none."""
+
+
+def check_repeatable(iterator: Iterable[Any], maxepoch: int) -> None:
+    """TypeError if it can be run through only once, and has to be more often."""
+    # The first question comes first because iter() of a DataLoader starts its workers.
+    if maxepoch > 1 and isinstance(iterator, Iterator) and iter(iterator) is iterator:
+        raise TypeError(
+            f"iterator is a {type(iterator).__name__}, which can be run through only once, and maxepoch={maxepoch}: "
+            "give what starts anew at each epoch, such as a list, a DataLoader, or an object whose __iter__ does"
+        )
+
+
+def length(sample: Any) -> int:
+    """Number of samples by the target's length, else 1. No error here: hooks.on_sample may still replace the sample."""
+    try:
+        return len(split(sample)[1])
+    except (TypeError, IndexError):
+        return 1
+
+
+def split(sample: Any) -> tuple[Any, Any]:
+    """(input, target) of a sample, or a TypeError that says what came instead."""
+    if isinstance(sample, (tuple, list)) and len(sample) >= 2:
+        return sample[0], sample[1]
+    what = f"{type(sample).__name__} of length {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
+    raise TypeError(
+        f"sample is a {what}; the engine needs (input, target): "
+        "let the iterator give pairs, or make one of state.sample in hooks.on_sample"
+    )
