@@ -11,7 +11,8 @@ PACKAGE = pathlib.Path(torchmpi_py.__file__).parent
 
 # Lowest first: a module may import from its own row and from rows above it in this list, never from a later one.
 ROWS = [
-    ["errors", "config", "grouping", "clocks", "trace_rows", "waiting", "recovery"],
+    ["errors", "config", "grouping", "clocks", "trace_rows", "waiting"],
+    ["recovery"],
     ["tensors", "handles", "placement", "channels", "devices", "shared_files"],
     ["communication_thread", "gpus", "board"],
     ["sequences"],
@@ -60,6 +61,8 @@ ROWS = [
         "collectives",
     ],
     ["collectives.autotune"],
+    ["startup"],
+    ["survivors"],
     ["runtime", "buckets"],
     ["nn.synchronize", "nn.block_sequential", "nn.async_backward", "nn"],
     [

@@ -54,6 +54,7 @@ _HOMES = {
         "LaunchError",
         "NotStarted",
         "ParameterServerError",
+        "RankDied",
         "RanksDisagree",
         "TorchMPIError",
         "Unavailable",
@@ -74,6 +75,7 @@ _HOMES = {
         "start",
         "stop",
     ],
+    "survivors": ["catch_up", "elastic"],
     "symmetric": ["symmetric_empty"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

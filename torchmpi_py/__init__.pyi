@@ -48,6 +48,7 @@ from torchmpi_py.errors import FlavourError as FlavourError
 from torchmpi_py.errors import LaunchError as LaunchError
 from torchmpi_py.errors import NotStarted as NotStarted
 from torchmpi_py.errors import ParameterServerError as ParameterServerError
+from torchmpi_py.errors import RankDied as RankDied
 from torchmpi_py.errors import RanksDisagree as RanksDisagree
 from torchmpi_py.errors import TorchMPIError as TorchMPIError
 from torchmpi_py.errors import Unavailable as Unavailable
@@ -66,6 +67,8 @@ from torchmpi_py.runtime import session as session
 from torchmpi_py.runtime import size as size
 from torchmpi_py.runtime import start as start
 from torchmpi_py.runtime import stop as stop
+from torchmpi_py.survivors import catch_up as catch_up
+from torchmpi_py.survivors import elastic as elastic
 from torchmpi_py.symmetric import symmetric_empty as symmetric_empty
 
 __version__: str

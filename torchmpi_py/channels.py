@@ -7,8 +7,11 @@ share of what flavours keep between calls (staging memory, process groups, inner
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from torchmpi_py import recovery
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,7 +33,36 @@ class Resource(Protocol):
         """Give it back. Called by all ranks of the channel, in the same order, when its communicator is freed."""
 
 
+@runtime_checkable
+class Losable(Protocol):
+    """A resource that has something to do when it is lost with a rank that died."""
+
+    def abandon(self) -> None:
+        """Let go of it; not collective."""
+
+
 Kept = TypeVar("Kept", bound=Resource)
+
+
+class Revocable(Protocol):
+    """What owns communicators of MPI."""
+
+    def revoke(self) -> None:
+        """Revoke them (``recovery.py``)."""
+
+
+_live: weakref.WeakSet[Revocable] = weakref.WeakSet()
+
+
+def revocable(owner: Revocable) -> None:
+    """From now on, as long as it lives, ``revoke_all`` reaches this."""
+    _live.add(owner)
+
+
+def revoke_all() -> None:
+    """A rank has died: make every call that is under way here, or on other ranks, raise. Not collective."""
+    for owner in list(_live):
+        owner.revoke()
 
 
 class Channel:
@@ -44,6 +76,7 @@ class Channel:
         self.lane = lane
         self.num_nodes = len({place.node for place in places})
         self._kept: dict[Hashable, Resource] = {}
+        revocable(self)
 
     def keep(self, key: Hashable, make: Callable[[Channel], Kept]) -> Kept:
         """What is kept under ``key``; made on first use. ``make`` may be collective over the channel."""
@@ -61,8 +94,20 @@ class Channel:
         places = [place for place, colour in zip(self.places, colours, strict=True) if colour == mine]
         return Channel(self.mpi.Split(mine, self.rank), places, self.lane)
 
-    def free(self) -> None:
-        """Give back what is kept, the youngest first, and the MPI communicator. Collective."""
+    def revoke(self) -> None:
+        """Make every call on it raise, on all its ranks."""
+        recovery.revoke(self.mpi)
+
+    def free(self, *, is_lost: bool = False) -> None:
+        """Give back what is kept, the youngest first, and the MPI communicator. Collective.
+
+        If it ``is_lost``, because one of its ranks has died, let go of both without the others.
+        """
         while self._kept:
-            self._kept.popitem()[1].free()
-        self.mpi.Free()
+            resource = self._kept.popitem()[1]
+            if not is_lost:
+                resource.free()
+            elif isinstance(resource, Losable):
+                resource.abandon()
+        if not is_lost:
+            self.mpi.Free()

@@ -112,3 +112,8 @@ def current() -> CommunicationThread:
     """The communication thread of this process."""
     assert _thread is not None, "operations are launched after start() has installed the communication thread"
     return _thread
+
+
+def is_installed() -> bool:
+    """Whether there is one."""
+    return _thread is not None

@@ -22,7 +22,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torchmpi_py import board, communication_thread
+from torchmpi_py import communication_thread, sequences
 from torchmpi_py.channels import BACKGROUND, DIRECT, Channel, Place
 from torchmpi_py.errors import CommunicatorError, NotStarted
 from torchmpi_py.grouping import group_by_key
@@ -40,12 +40,11 @@ class Communicator:
     """
 
     def __init__(self, group: MPI.Comm, place: Place, key: str) -> None:
-        own = (None, None) if board.current is None else (board.current.take_row(), board.current.take_row())
-        told = group.allgather((tuple(place), *own))
-        places = [Place(*where) for where, *_ in told]
+        told = group.allgather((place, sequences.offer()))
+        places, offers = [place for place, _ in told], [offer for _, offer in told]
         self.direct = Channel(group, places, DIRECT)
         self.background = Channel(group.Dup(), places, BACKGROUND)
-        self.sequences = [Sequence(group.rank, places, [line[1 + lane] for line in told]) for lane in (0, 1)]
+        self.sequences = [Sequence(group.rank, places, offers, lane, key) for lane in (DIRECT, BACKGROUND)]
         self.rank: int = group.rank
         self.size: int = group.size
         self.key = key
@@ -68,13 +67,14 @@ class Communicator:
             communication_thread.current().drain()
             self._give_back()
 
-    def _give_back(self) -> None:
+    def _give_back(self, *, is_lost: bool = False) -> None:
+        """Collective, unless it ``is_lost``: one of its ranks has died."""
         if not self.is_free:
             self.is_free = True
             if self.outer is not None:
-                self.outer._give_back()
-            self.background.free()
-            self.direct.free()
+                self.outer._give_back(is_lost=is_lost)
+            for channel in (self.background, self.direct):
+                channel.free(is_lost=is_lost)
             for sequence in self.sequences:
                 sequence.free()
 
@@ -117,9 +117,9 @@ class Stack:
             raise ValueError(f"level {index!r} does not exist; there are levels 0 to {len(self.levels) - 1}")
         return self.levels[index]
 
-    def free(self) -> None:
+    def free(self, *, is_lost: bool = False) -> None:
         for communicator in [*reversed(self.others), *reversed(self.levels)]:
-            communicator._give_back()
+            communicator._give_back(is_lost=is_lost)
 
 
 _stack: Stack | None = None
@@ -152,7 +152,7 @@ def resolve(comm: Communicator | None) -> Communicator:
     if not isinstance(comm, Communicator):
         raise TypeError(f"comm={comm!r} is not a torchmpi_py communicator; make one with mpi.split or mpi.communicator")
     if comm.is_free:
-        raise CommunicatorError(f"{comm!r} was freed; make a new one with mpi.split")
+        raise CommunicatorError(f"{comm!r} was freed, or lost when a rank died; make a new one with mpi.split")
     return comm
 
 

@@ -7,6 +7,7 @@
         |-- NotStarted             a call that needs mpi.start() came before it, after mpi.stop(), or in a child process
         |-- LaunchError            torchmpirun cannot start the job as asked
         |-- CommunicatorError      MPI itself failed, or a communicator cannot do what was asked
+        |   `-- RankDied           a rank died, and the job goes on (torchmpirun --elastic)
         |-- FlavourError
         |   |-- Unimplemented      the flavour does not carry out this verb
         |   `-- Unavailable        the flavour cannot run here; the message says why and what would help
@@ -33,6 +34,10 @@ class LaunchError(TorchMPIError):
 
 class CommunicatorError(TorchMPIError):
     """MPI failed, or a communicator cannot do what was asked; the MPI exception is the cause."""
+
+
+class RankDied(CommunicatorError):  # noqa: N818
+    """A rank died; ``with mpi.elastic():`` lets the others go on. Only in a job that was started so."""
 
 
 class FlavourError(TorchMPIError):

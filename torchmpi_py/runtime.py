@@ -17,23 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchmpi_py import (
-    board,
     communication_thread,
     communicators,
     config,
     exits,
-    gpus,
-    levels,
     placement,
-    symmetric,
-    tracing,
+    startup,
+    survivors,
     watch,
-    watchdog,
 )
-from torchmpi_py.channels import Place
-from torchmpi_py.collectives import cuda_aware, ipc_trial, tuning_file
-from torchmpi_py.communicators import Communicator, Stack
-from torchmpi_py.errors import NotStarted, RanksDisagree, TorchMPIError
+from torchmpi_py.communicators import Communicator
+from torchmpi_py.errors import NotStarted, TorchMPIError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,9 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchmpi_py")
 
 STARTED_PID = "TORCHMPI_STARTED_PID"  # tells children that they are children; torchmpirun removes it
-_node: Communicator | None = None
-_local: placement.Local | None = None
-_device = torch.device("cpu")
 
 
 def start(
@@ -70,23 +61,19 @@ def start(
     _check_startable()
     tuning = tuning or config.from_environment()
     device = placement.cuda_device() if with_cuda else torch.device("cpu")
+    wishes = startup.Wishes(
+        device, with_ipc_groups, custom_communicator_init, with_cartesian_communicator, collective_communicator, tuning
+    )
     world = _initialise_mpi()
     try:
-        _build(world, with_cartesian_communicator, tuning, device, with_ipc_groups)
-        if gpus.table() is not None:
-            ipc_trial.run(communicators.stack().levels[0].direct, _device)
-            cuda_aware.probe(communicators.stack().levels[0])
-        tuning_file.load_for(communicators.stack().levels[0])
-        levels.push(custom_communicator_init, collective_communicator)
-        tracing.start(communicators.stack().levels[0])
-        watchdog.start(tuning.report_seconds, tuning.deadline_seconds)
+        startup.build(world, wishes)
     except BaseException:
         if world.size == 1 and communicators.is_started():
-            _tear_down("call mpi.start() first")
+            startup.tear_down("call mpi.start() first")
         raise
     os.environ[STARTED_PID] = str(os.getpid())
     if communicators.resolve(None).rank == 0 and world.rank == 0:
-        logger.info("%s", placement.describe(_device, world.size, num_nodes()))
+        logger.info("%s", placement.describe(startup.device, world.size, num_nodes()))
 
 
 def stop() -> None:
@@ -96,11 +83,8 @@ def stop() -> None:
     """
     if not communicators.is_started():
         return
-    watchdog.leaving()
-    communication_thread.current().drain()
-    exits.meet(communicators.stack().levels[0])
-    tracing.stop()
-    _tear_down("mpi.stop() was called; call mpi.start() again")
+    survivors.meet_to_stop()
+    os.environ.pop(STARTED_PID, None)
 
 
 @contextlib.contextmanager
@@ -145,12 +129,12 @@ def barrier(comm: Communicator | None = None) -> None:
 
 def local_rank() -> int:
     """This process's rank among those of its node."""
-    return _located().rank
+    return startup.located().rank
 
 
 def local_size() -> int:
     """The number of ranks on this node."""
-    return _located().size
+    return startup.located().size
 
 
 def num_nodes() -> int:
@@ -161,26 +145,12 @@ def num_nodes() -> int:
 def device() -> torch.device:
     """Where this rank computes: its GPU after ``start(with_cuda=True)``, else the CPU."""
     communicators.stack()
-    return _device
+    return startup.device
 
 
 def host_name() -> str:
     """The name of this host. Ranks with equal names may still be on different nodes."""
     return socket.gethostname()
-
-
-def _check_startable() -> None:
-    if communicators.is_started():
-        raise TorchMPIError("mpi.start() was called already; call mpi.stop() before starting again")
-    parent = os.environ.get(STARTED_PID)
-    if parent is not None and parent != str(os.getpid()):
-        raise NotStarted(
-            f"this process ({os.getpid()}) is a child of a started rank (process {parent}) and cannot be a rank; "
-            "call torchmpi_py in the parent only, or launch a job of its own with torchmpirun (or without "
-            f"{STARTED_PID} in its environment)"
-        )
-    if exits.is_forked():
-        raise NotStarted("this process was forked from one that had started MPI; it cannot be a rank itself")
 
 
 def _initialise_mpi() -> MPI.Comm:
@@ -199,51 +169,15 @@ def _initialise_mpi() -> MPI.Comm:
     return MPI.COMM_WORLD
 
 
-def _build(world: MPI.Comm, cartesian: bool, tuning: config.Tuning, device: torch.device, with_ipc: bool) -> None:
-    """Everything but the levels below the world."""
-    global _node, _local, _device
-    from mpi4py import MPI
-
-    tunings = world.allgather(tuning)
-    if any(other != tunings[0] for other in tunings):
-        rank, other = next((rank, other) for rank, other in enumerate(tunings) if other != tunings[0])
-        raise RanksDisagree(
-            f"start: rank 0 has {tunings[0]}, rank {rank} has {other}; set TORCHMPI_* alike on all hosts"
+def _check_startable() -> None:
+    if communicators.is_started():
+        raise TorchMPIError("mpi.start() was called already; call mpi.stop() before starting again")
+    parent = os.environ.get(STARTED_PID)
+    if parent is not None and parent != str(os.getpid()):
+        raise NotStarted(
+            f"this process ({os.getpid()}) is a child of a started rank (process {parent}) and cannot be a rank; "
+            "call torchmpi_py in the parent only, or launch a job of its own with torchmpirun (or without "
+            f"{STARTED_PID} in its environment)"
         )
-    config.install(tuning)
-    inline = MPI.Query_thread() < MPI.THREAD_MULTIPLE
-    if inline and world.rank == 0:
-        logger.warning("this MPI does not give MPI_THREAD_MULTIPLE: asynchronous operations run when they are launched")
-    communication_thread.install(communication_thread.CommunicationThread(inline=inline))
-    node_group = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
-    place = Place(node_group.bcast(world.rank), node_group.rank)
-    _node = Communicator(node_group, place, f"node of rank {place.node}")
-    board.install(board.Board(node_group, _node.direct.places, world.rank))
-    symmetric.install(node_group, _node.direct.places, tuning.staging_bytes)
-    _local = placement.locate(node_group)
-    _device = device = placement.settled(device, _local)
-    placement.limit_threads(_local)
-    gpus.install(world, place, device, with_ipc=with_ipc)
-    communicators.install(Stack(world, place, cartesian), "")
-
-
-def _tear_down(why_not: str) -> None:
-    global _node, _local
-    watchdog.stop()
-    communication_thread.current().close()
-    communicators.stack().free()
-    if _node is not None:
-        _node._give_back()
-    _node = _local = None
-    communication_thread.install(None)
-    symmetric.install(None)
-    board.install(None)
-    gpus.forget()
-    communicators.install(None, why_not)
-    os.environ.pop(STARTED_PID, None)
-
-
-def _located() -> placement.Local:
-    communicators.stack()
-    assert _local is not None, "a started process is located"
-    return _local
+    if exits.is_forked():
+        raise NotStarted("this process was forked from one that had started MPI; it cannot be a rank itself")

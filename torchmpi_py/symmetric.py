@@ -158,6 +158,12 @@ def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[m
     return mapping, Segment(mapping, key, part_bytes, indices, places[comm.rank].local)
 
 
+def forget() -> None:
+    """All that is in use becomes ordinary memory: ranks have died, and the places of the others are new."""
+    global _live
+    _live = ([], [])
+
+
 def _remove(segment: AnySegment) -> None:
     _replace_live(gone=segment)
 
