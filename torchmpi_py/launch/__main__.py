@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, hosts, mpirun
+from torchmpi_py.launch import binding, hosts, mpirun, restarts
 from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
+from torchmpi_py.launch.options import given_environment, parse
+from torchmpi_py.launch.terminal import say
 
 # What the ranks must not inherit: the place in another job of whoever starts this one, and the mark by which a started
 # process forbids MPI to its children.
@@ -34,65 +36,11 @@ _FORWARDED = ("TORCHMPI", "MPI4PY_", "OMPI_MCA_", "PYTHONPATH", *binding.THREAD_
 class Plan:
     """A job as it would be started: everything that --dry-run prints."""
 
-    vendor: mpirun.Vendor
     command: list[str]
     environment: dict[str, str]
     added: dict[str, str]
     hostfile: Path | None
     hostfile_text: str
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the command line. Everything after the program belongs to the program."""
-    parser = argparse.ArgumentParser(
-        prog="torchmpirun",
-        usage="torchmpirun [-n N] [options] program.py args...\n       torchmpirun [-n N] [options] -m module args...",
-        description="Start N ranks of a Python program through MPI.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add(
-        "-n",
-        "-np",
-        dest="num_ranks",
-        type=_positive,
-        metavar="N",
-        help="ranks; default: the slots of the named hosts; else SLURM_NTASKS; else one per GPU; else one per core",
-    )
-    add("--hostfile", type=Path, metavar="F", help="lines of `host`, `host:4` or `host slots=4`")
-    add("--hosts", metavar="a:2,b:2", help="the same on the command line")
-    add("--bind", choices=("core", "none"), default="core", help="give each rank its own cores (default), or do not")
-    add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")
-    add("--timeout", type=_seconds, metavar="S", help="end the job after S seconds, with exit code 124")
-    add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
-    add("--mpi", choices=[vendor.name for vendor in mpirun.VENDORS], default="", help="default: the one that is found")
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in every rank; repeatable")
-    add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
-    add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")
-    add("--mpi-args", type=shlex.split, default=[], metavar="'...'", help="options for the MPI's own starter")
-    add("--dry-run", action="store_true", help="print what would be run, and run nothing")
-    add("-m", dest="as_module", action="store_true", help="the program is a module")
-    add("program", nargs=argparse.REMAINDER, help="program and its arguments")
-    options = parser.parse_args(argv)
-    if options.program[:1] == ["--"]:
-        del options.program[0]
-    if not options.program:
-        parser.error("no program to run")
-    return options
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} ranks are no job; give 1 or more")
-    return number
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text} seconds are no limit; give more than 0")
-    return seconds
 
 
 def default_num_ranks(named: tuple[hosts.Host, ...], environment: Mapping[str, str]) -> int:
@@ -111,17 +59,6 @@ def _named_hosts(options: argparse.Namespace) -> tuple[hosts.Host, ...]:
     if options.hosts:
         return hosts.parse_hosts(options.hosts)
     return hosts.read_hostfile(options.hostfile) if options.hostfile else ()
-
-
-def given_environment(pairs: list[str]) -> dict[str, str]:
-    """Read --env."""
-    given = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not name or not equals:
-            raise LaunchError(f"--env {pair!r}: write NAME=VALUE")
-        given[name] = value
-    return given
 
 
 def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -143,13 +80,23 @@ def wrapped(options: argparse.Namespace) -> list[str]:
     return [*command, *(["-m"] if options.as_module else []), *options.program]
 
 
-def plan(options: argparse.Namespace, folder: Path, environment: Mapping[str, str]) -> Plan:
-    """Decide everything; `folder` is the job's, and is only named here."""
+def choose(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[mpirun.Vendor, str]:
+    """The MPI, and the path of its starter."""
     if options.mpi and options.dry_run:  # of any MPI, installed or not
         vendor = mpirun.vendor_named(options.mpi)
-        program = vendor.programs[0]
-    else:
-        vendor, program = mpirun.find(options.mpi, environment)
+        return vendor, vendor.programs[0]
+    return mpirun.find(options.mpi, environment)
+
+
+def plan(
+    options: argparse.Namespace,
+    vendor: mpirun.Vendor,
+    program: str,
+    folder: Path,
+    environment: Mapping[str, str],
+    attempt: int = 0,
+) -> Plan:
+    """Decide everything; `folder` is the job's, and is only named here."""
     named = _named_hosts(options)
     num_ranks = options.num_ranks or default_num_ranks(named, environment)
     hostfile = folder / "hostfile" if named else None
@@ -159,7 +106,7 @@ def plan(options: argparse.Namespace, folder: Path, environment: Mapping[str, st
     added = mpirun.settings(vendor, busy=busy, is_root=os.geteuid() == 0, hostfile=hostfile)
     added |= mpirun.library_of(vendor, program)
     added = {name: value for name, value in added.items() if name == vendor.hostfile_variable or name not in inherited}
-    added |= {"TORCHMPIRUN_JOB_DIR": str(folder)} | given
+    added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt)} | given
     reaching = sorted({*given, *(name for name in inherited | added if name.startswith(_FORWARDED))})
     starter = mpirun.arguments(
         vendor,
@@ -172,7 +119,7 @@ def plan(options: argparse.Namespace, folder: Path, environment: Mapping[str, st
         extra=tuple(options.mpi_args),
     )
     text = hosts.render(named, vendor.hostfile_line)
-    return Plan(vendor, [program, *starter, *wrapped(options)], inherited | added, added, hostfile, text)
+    return Plan([program, *starter, *wrapped(options)], inherited | added, added, hostfile, text)
 
 
 def has_input() -> bool:
@@ -191,28 +138,49 @@ def check_program(program: str) -> None:
         raise LaunchError(f"{program}: there is no such program here")
 
 
-def run(options: argparse.Namespace, folder: Path) -> int:
-    """Start the job, or print it; return its exit code."""
-    chosen = plan(options, folder, os.environ)
+def run(options: argparse.Namespace) -> int:
+    """Start the job, again if it fails, or print it; return its exit code."""
+    vendor, program = choose(options, os.environ)
+    most = options.max_restarts or 0
+    if options.elastic and not vendor.elastic:
+        options.elastic = False
+        most = restarts.MOST_FOR_ELASTIC if options.max_restarts is None else most
+        say(
+            f"{vendor.name} has nothing for --elastic (no ULFM): a death will restart the job from its last "
+            f"checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
+        )
     if options.dry_run:
-        for name, value in chosen.added.items():
-            print(f"{name}={shlex.quote(value)} \\")
-        print(shlex.join(chosen.command))
+        with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
+            show(plan(options, vendor, program, Path(folder), os.environ))
         return 0
     if not options.as_module:
         check_program(options.program[0])
-    if chosen.hostfile is not None:
-        chosen.hostfile.write_text(chosen.hostfile_text)
-    return Job(
-        chosen.command,
-        chosen.environment,
-        folder,
-        timeout_seconds=options.timeout,
-        elastic=options.elastic,
-        log_dir=options.log_dir,
-        failure_grace_seconds=FAILURE_GRACE_SECONDS + TRACE_SECONDS * (options.profile is not None),
-        stop_signals=chosen.vendor.stop_signals,
-    ).run()
+
+    def make(folder: Path, attempt: int, begin: float) -> Job:
+        chosen = plan(options, vendor, program, folder, os.environ, attempt)
+        if chosen.hostfile is not None:
+            chosen.hostfile.write_text(chosen.hostfile_text)
+        return Job(
+            chosen.command,
+            chosen.environment,
+            folder,
+            timeout_seconds=options.timeout,
+            begin=begin,
+            attempt=attempt,
+            elastic=options.elastic,
+            log_dir=options.log_dir,
+            failure_grace_seconds=FAILURE_GRACE_SECONDS + TRACE_SECONDS * (options.profile is not None),
+            stop_signals=vendor.stop_signals,
+        )
+
+    return restarts.run(make, most)
+
+
+def show(chosen: Plan) -> None:
+    """Print what would be run."""
+    for name, value in chosen.added.items():
+        print(f"{name}={shlex.quote(value)} \\")
+    print(shlex.join(chosen.command))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -221,11 +189,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not hasattr(os, "sched_getaffinity"):
             raise LaunchError("this system is not Linux, and torchmpirun works on Linux only")
-        with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
-            return run(options, Path(folder))
+        return run(options)
     except LaunchError as error:
-        print(f"torchmpirun: {error}", file=sys.stderr)
+        say(str(error))
         return 2
+    except KeyboardInterrupt:  # between two attempts
+        return 130
 
 
 if __name__ == "__main__":

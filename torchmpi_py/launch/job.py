@@ -2,7 +2,7 @@
 
 The job has a folder, named in TORCHMPIRUN_JOB_DIR. The folder's path in a process's environment marks the process as
 the job's, wherever it moved to (a new session, a new parent), so that ending the job ends every process of it and no
-other. `wrap` leaves in it how ranks failed.
+other. Ranks leave in it that they run, and how they failed (`marks`).
 
 To end a job: its starter gets the signal and `GRACE_SECONDS` to end the ranks in its own way, also on other hosts; a
 second Ctrl-C cuts that short. Whatever is left on this host is then killed. Slurm's starter wants signals of its own
@@ -16,16 +16,16 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, TextIO
 
-from torchmpi_py.launch import leftovers
+from torchmpi_py.launch import leftovers, marks
+from torchmpi_py.launch.deaths import Death, Lookout
+from torchmpi_py.launch.terminal import Tail, say
 
 GRACE_SECONDS = 5.0
 FAILURE_GRACE_SECONDS = 2.5  # a rank has failed: how long the MPI may take to end the others by itself
@@ -41,29 +41,6 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
-def _say(text: str) -> None:
-    """To the terminal, if it is still there: the job must be ended in order all the same."""
-    try:
-        print(f"torchmpirun: {text}", file=sys.stderr, flush=True)
-    except BrokenPipeError:
-        _silence(sys.stderr)
-
-
-def _silence(stream: TextIO) -> None:
-    """Nobody reads it any more: send it nowhere, also what Python still wants to write when it exits."""
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
-
-
-class Failure(NamedTuple):
-    """How `wrap` tells that a rank failed."""
-
-    when: float
-    rank: int
-    code: int
-    held: list[str]  # shared memory
-
-
 @dataclass
 class Job:
     """One run of a starter and everything it starts."""
@@ -72,45 +49,51 @@ class Job:
     environment: Mapping[str, str]
     folder: Path
     timeout_seconds: float | None = None
+    begin: float = field(default_factory=time.monotonic)
+    attempt: int = 0
     elastic: bool = False
     log_dir: Path | None = None
     failure_grace_seconds: float = FAILURE_GRACE_SECONDS
     stop_signals: tuple[int, ...] = ()  # in place of the signal that ends the job
+    reason: str = ""  # why it failed, in words
+    was_ended: bool = False  # by a signal or the time limit
     _ending: list[int] = field(default_factory=list)
     _shared_memory: set[str] = field(default_factory=set)
-    _shown_bytes: int = 0
+    _first_deaths: list[Death] = field(default_factory=list)
+    _death_time: float = 0.0
     _files_before: set[str] = field(default_factory=leftovers.randomly_named)
 
     def run(self) -> int:
         """Start, wait, clean up; return the exit code of the job."""
-        if self.log_dir is not None:
-            (self.log_dir / "rank-0.log").unlink(missing_ok=True)
-        # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
-        self.process = subprocess.Popen(
-            self.command,
-            env=self.environment,
-            stdin=subprocess.DEVNULL if os.isatty(0) else None,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-        try:
-            with self._signals():
+        self._tail = Tail(self.log_dir, self.attempt)
+        with self._signals():
+            # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL if os.isatty(0) else None,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+            self._lookout = Lookout(self.folder, self.process.pid)
+            try:
                 code = self._wait()
-        finally:
-            self._clean_up()
+            finally:
+                self._clean_up()
+        self.was_ended |= bool(self._ending)
         return code
 
     def _wait(self) -> int:
-        begin = time.monotonic()
-        look = begin
+        look = time.monotonic()
         interval = 0.1
         while self._running():
             now = time.monotonic()
             if self._ending:
                 self._end(self._ending[0])
                 return 128 + self._ending[0]
-            if self.timeout_seconds is not None and now - begin > self.timeout_seconds:
-                _say(f"the job passed its limit of {self.timeout_seconds:g} s (--timeout)")
+            if self.timeout_seconds is not None and now - self.begin > self.timeout_seconds:
+                say(f"the job passed its limit of {self.timeout_seconds:g} s (--timeout)")
+                self.was_ended = True
                 self._end(signal.SIGTERM)
                 return TIMEOUT_CODE
             if not self.elastic and self._failed_for() > self.failure_grace_seconds:
@@ -124,12 +107,16 @@ class Job:
         return self._code()
 
     def _running(self) -> bool:
-        self._show()
-        try:
-            self.process.wait(_POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            return True
-        return False
+        self._tail.show()
+        deaths = self._lookout.wait(_POLL_SECONDS)
+        if deaths and not self._ending:
+            self._shared_memory |= leftovers.shared_memory(self._processes())  # the others map what the dead one had
+            if self.elastic:
+                for death in deaths:
+                    say(f"{death.name} {death.explain()}; the others go on")
+            elif not self._first_deaths and not marks.failures(self.folder):
+                self._first_deaths, self._death_time = deaths, time.time()
+        return self.process.poll() is None
 
     def _end(self, signum: int) -> None:
         """Ask the starter, wait, then kill what is left of the job on this host."""
@@ -162,56 +149,43 @@ class Job:
     def _clean_up(self) -> None:
         self._shared_memory |= leftovers.shared_memory(self._processes())
         self._kill()
-        for failure in self._failures():
+        for failure in marks.failures(self.folder):
             self._shared_memory.update(failure.held)
         leftovers.remove_shared_memory(self._shared_memory)
         leftovers.remove_randomly_named(self._files_before)
         leftovers.remove_session_folders(self.process.pid)
-        self._show()
-
-    def _failures(self) -> list[Failure]:
-        """The ranks that failed, in order of time."""
-        failures = []
-        for path in self.folder.glob("failed-*"):
-            first, *held = path.read_text().splitlines()
-            when, code = first.split()
-            failures.append(Failure(float(when), int(path.name.removeprefix("failed-")), int(code), held))
-        return sorted(failures)
+        self._lookout.close()
+        self._tail.show()
 
     def _failed_for(self) -> float:
-        failures = self._failures()
-        return time.time() - failures[0].when if failures else 0.0
+        """Seconds since a rank failed or died."""
+        times = [failure.when for failure in marks.failures(self.folder)]
+        if any(death.status != 0 for death in self._first_deaths):
+            times.append(self._death_time)
+        return time.time() - min(times) if times else 0.0
 
     def _code(self) -> int:
         """That of the first rank that failed; else the starter's own, a death by signal in the shell's form."""
         own = self.process.returncode
-        failures = self._failures()
-        if failures and not (self.elastic and own == 0):
+        code = 128 - own if own < 0 else int(own)
+        if self.elastic and code == 0:
+            return 0
+        failures = marks.failures(self.folder)
+        reasons = [f"{death.name} {how}" for death in self._first_deaths if (how := death.explain(code))]
+        left = sorted(marks.ranks_running(self.folder))
+        if failures:
             first = failures[0]
+            code = first.code
             where = "" if self.log_dir is None else f"; its output is in {self.log_dir / f'rank-{first.rank}.log'}"
-            _say(f"rank {first.rank} failed first, with exit code {first.code}{where}")
-            return first.code
-        left = sorted(int(path.name.removeprefix("running-")) for path in self.folder.glob("running-*"))
-        if own == 0 and left and not self.elastic:
+            after = "after that" if reasons else "first"
+            reasons.append(f"rank {first.rank} failed {after}, with exit code {code}{where}")
+        elif left and code == 0:
+            code = 1
             ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
-            _say(f"{ranks} did not reach the end of the program, though the MPI reports success (os._exit on a rank?)")
-            return 1
-        return 128 - own if own < 0 else int(own)
-
-    def _show(self) -> None:
-        """Copy to the terminal what rank 0 has added to its log, until nobody reads it any more."""
-        if self.log_dir is None or sys.stdout is None or not (self.log_dir / "rank-0.log").exists():
-            return
-        with (self.log_dir / "rank-0.log").open("rb") as log:
-            log.seek(self._shown_bytes)
-            added = log.read()
-        if added:
-            self._shown_bytes += len(added)
-            try:
-                sys.stdout.buffer.write(added)
-                sys.stdout.buffer.flush()
-            except BrokenPipeError:
-                _silence(sys.stdout)
+            text = f"{ranks} did not reach the end of the program, though the MPI reports success (os._exit on a rank?)"
+            reasons.append(text)
+        self.reason = "; ".join(reasons) if code else ""
+        return code
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +30,7 @@ if __name__ == "__main__":
     # Run by path: this folder is where Python would look for modules first, and it has a `hosts` and a `job`.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from torchmpi_py.launch import binding, variables
+from torchmpi_py.launch import binding, marks, variables
 
 _LAST_SECONDS = 30
 _OUTPUT_SECONDS = 0.3  # an abort overtakes output that the starter has not read yet, such as the traceback
@@ -57,9 +57,14 @@ def bind(how: str) -> None:
 
 
 def log_to(folder: Path, rank: int) -> None:
-    """Send this process's output, and that of libraries and children, to its own file: by descriptor, not by name."""
+    """Send this process's output, and that of libraries and children, to its own file: by descriptor, not by name.
+
+    A job that was started again goes on in the files of the attempt before.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+    is_first = os.environ.get("TORCHMPIRUN_RESTART", "0") == "0"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_first else 0)
+    descriptor = os.open(folder / f"rank-{rank}.log", flags, 0o666)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
@@ -126,22 +131,11 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def record_failure(folder: str, rank: int, code: int) -> None:
-    """Leave for torchmpirun when this rank failed and with which code; on another host there is no such folder."""
-    if not os.path.isdir(folder):
-        return
-    with open("/proc/self/maps") as maps:
-        held = {line.split()[5] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
-    part = Path(folder) / f"part-{rank}"
-    part.write_text("\n".join([f"{time.time():.6f} {code}", *sorted(held)]))
-    part.rename(Path(folder) / f"failed-{rank}")  # whole, or not there
-
-
 def fail(error: BaseException, code: int, rank: int) -> None:
     """Record, explain, write the trace, and end the job whatever stands in the way: a closed stderr, a full disk."""
     folder = os.environ.get("TORCHMPIRUN_JOB_DIR", "")
     with contextlib.suppress(BaseException):
-        record_failure(folder, rank, code)
+        marks.record_failure(folder, rank, code)
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     with contextlib.suppress(BaseException):
@@ -151,22 +145,6 @@ def fail(error: BaseException, code: int, rank: int) -> None:
         with contextlib.suppress(BaseException):
             tracing.save()
     end_job(code, folder)
-
-
-@contextlib.contextmanager
-def marked_as_running(folder: str, rank: int) -> Iterator[None]:
-    """Leave a file in the job's folder until the program ends: MPICH takes os._exit(0) on one rank for success."""
-    mark = Path(folder) / f"running-{rank}"
-    if folder and os.path.isdir(folder):
-        with contextlib.suppress(OSError):
-            mark.touch()
-    process_id = os.getpid()
-    try:
-        yield
-    finally:
-        if os.getpid() == process_id:  # a forked child is not the rank
-            with contextlib.suppress(OSError):
-                mark.unlink()
 
 
 def end_job(code: int, folder: str) -> None:
@@ -231,7 +209,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # into the starter's pipe each line at once, and whole, also for python -u
         if isinstance(stream, io.TextIOWrapper):  # not when it was closed
             stream.reconfigure(line_buffering=True, write_through=False)
-    with marked_as_running(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), rank):
+    with marks.running(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), rank):
         run_and_end(options, rank)
 
 

@@ -1,0 +1,177 @@
+"""A rank that dies is named; a job that failed is started again, where that is asked for."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import deaths, marks, mpirun
+
+try:
+    VENDOR = mpirun.find("", os.environ)[0].name
+    MISSING = ""
+except LaunchError as error:
+    VENDOR, MISSING = "", str(error)
+
+pytestmark = pytest.mark.timeout(60)
+needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+# Rank 1 does what argv[1] says in the attempts before number argv[2]; the others wait for it.
+FAIL = """
+import os, signal, sys, time
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+attempt = int(os.environ["TORCHMPIRUN_RESTART"])
+print(f"rank {world.rank} in attempt {attempt}", flush=True)
+world.Barrier()
+if world.rank == 1 and attempt < int(sys.argv[2]):
+    exec(sys.argv[1])
+world.Barrier()
+"""
+
+# Before and after the end of the program, and beside it, is no death.
+NORMAL = """
+import atexit, os, sys, time
+rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
+if os.fork() == 0:
+    os._exit(7)
+if rank == "0":
+    os.execlp(sys.executable, sys.executable, "-c", "import time; time.sleep(0.5); print('another program')")
+atexit.register(time.sleep, 0.3)
+sys.exit(0)
+"""
+
+SURVIVE = """
+import os, time
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+world.Set_errhandler(MPI.ERRORS_RETURN)
+world.Barrier()
+if world.rank == 1:
+    os.kill(os.getpid(), 9)
+try:
+    for _ in range(100):
+        world.Barrier()
+        time.sleep(0.05)
+except MPI.Exception:
+    world.Revoke()
+    print(world.Shrink().size, "go on", flush=True)
+"""
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "torchmpi_py.launch", *map(str, arguments)]
+
+
+def launch(*arguments):
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=50, check=False)
+
+
+@needs_mpi
+def test_a_job_is_started_again_and_the_logs_go_on(program, tmp_path, no_leftovers):
+    options = ["-n", 3, "--max-restarts", 2, "--log-dir", tmp_path / "l"]
+    job = launch(*options, program(FAIL), "os.kill(os.getpid(), 9)", 1)
+    assert job.returncode == 0
+    said = (
+        r"torchmpirun: attempt 1 of 3 failed \(rank 1 \(process \d+\) (was killed by signal 9|died)\); starting again"
+    )
+    assert len(re.findall(said, job.stderr)) == job.stderr.count("torchmpirun: ") == 1
+    assert job.stdout.splitlines()[:1] == ["rank 0 in attempt 0"]
+    assert job.stdout.count("rank 0 in attempt 1") == 1
+    for rank in (0, 1, 2):
+        lines = (tmp_path / "l" / f"rank-{rank}.log").read_text()
+        assert [line for line in lines.splitlines() if line.startswith("rank")] == [
+            f"rank {rank} in attempt {attempt}" for attempt in (0, 1)
+        ]
+
+
+@needs_mpi
+def test_the_last_attempt_gives_the_code(program, no_leftovers):
+    job = launch("-n", 2, "--max-restarts", 1, program(FAIL), "sys.exit(3)", 9)
+    assert job.returncode == 3
+    assert "attempt 1 of 2 failed (rank 1 failed first, with exit code 3); starting again" in job.stderr
+    assert "attempt 2 of 2 failed (rank 1 failed first, with exit code 3)\n" in job.stderr
+    assert "attempt 3" not in job.stderr
+
+
+@needs_mpi
+def test_the_time_limit_is_for_all_attempts(program, no_leftovers):
+    job = launch("-n", 2, "--max-restarts", 99, "--timeout", 3, program(FAIL), "time.sleep(0.5); sys.exit(3)", 99)
+    assert job.returncode == 124
+    assert job.stderr.count("passed its limit of 3 s (--timeout)") == 1
+
+
+@needs_mpi
+def test_a_job_that_was_ended_is_not_started_again(program, no_leftovers):
+    arguments = command("-n", 2, "--max-restarts", 3, program(FAIL), "time.sleep(100)", 1)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout.readline().endswith("in attempt 0\n")
+        job.send_signal(signal.SIGTERM)
+        _, said = job.communicate(timeout=30)
+    assert (job.returncode, said.count("attempt")) == (143, 0)
+
+
+@needs_mpi
+def test_a_normal_end_is_no_death(program, no_leftovers):
+    job = launch("-n", 3, program(NORMAL))
+    assert (job.returncode, job.stdout, job.stderr) == (0, "another program\n", "")
+
+
+@needs_mpi
+def test_elastic(program, no_leftovers):
+    if VENDOR == "openmpi":
+        job = launch("-n", 3, "--elastic", program(SURVIVE))
+        assert job.stdout.count("2 go on") == 2
+        assert re.search(r"rank 1 \(process \d+\) (was killed by signal 9|died); the others go on", job.stderr)
+        return
+    job = launch("-n", 2, "--elastic", program(FAIL), "os.kill(os.getpid(), 9)", 2)
+    assert job.returncode == 0
+    assert f"{VENDOR} has nothing for --elastic (no ULFM): a death will restart the job from its last" in job.stderr
+    assert "attempt 2 of 4 failed" in job.stderr
+
+
+@pytest.mark.parametrize("pidfd", [True, False])
+def test_the_lookout(tmp_path, monkeypatch, pidfd):
+    if not pidfd:
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    with subprocess.Popen(["sleep", "100"]) as one, subprocess.Popen(["sleep", "100"]) as other:
+        for rank, process in enumerate((one, other)):
+            (tmp_path / f"running-{rank}").write_text(f"{process.pid} {marks._numbering()}")
+        (tmp_path / "running-2").write_text("1 another.host")
+        lookout = deaths.Lookout(tmp_path, os.getpid())
+        try:
+            assert lookout.wait(0.01) == []
+            other.kill()
+            (tmp_path / "running-0").unlink()
+            one.kill()
+            seen = []
+            until = time.monotonic() + 20
+            while not seen and time.monotonic() < until:
+                seen = lookout.wait(0.05)
+            assert seen == [deaths.Death(1, other.pid, 9)]
+            assert lookout.wait(0.01) == []
+        finally:
+            lookout.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "text"),
+    [
+        (9, None, "was killed by signal 9"),
+        (9, 137, "was killed by signal 9"),
+        (11, 11, "was killed by signal 11"),
+        (15, 7, ""),  # of those that an MPI_Abort(7) ended
+        (5 << 8, 9, "ended in the middle of the program, with exit code 5"),
+        (None, 137, "was killed by signal 9"),
+        (None, None, "died"),
+        (None, 9, "died"),
+        (None, 77, "was the first to end, in the middle of the program"),
+    ],
+)
+def test_how_a_rank_died(status, code, text):
+    assert deaths.Death(2, 1234, status).explain(code) == text

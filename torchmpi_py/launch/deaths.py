@@ -1,0 +1,108 @@
+"""Which rank died first, as seen from outside: its process is gone, and its mark (see `marks`) is not.
+
+An MPI ends the other ranks a few milliseconds after the first, so a look now and then would find them all dead. Linux
+tells at once: a descriptor of a process (pidfd) becomes readable when it ends. Where there are none, looks must do.
+
+How a process ended is known to its parent only, the MPI's starter. But until that has asked, the process is a zombie,
+whose status the system shows; half of the time that can still be read. Else the exit code of the starter has to tell.
+"""
+
+import contextlib
+import os
+import select
+from pathlib import Path
+from typing import NamedTuple
+
+from torchmpi_py.launch import marks
+
+
+class Death(NamedTuple):
+    """A rank that ended in the middle of its program; ``status`` as os.waitpid gives it, None where it is not known."""
+
+    rank: int
+    process_id: int
+    status: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The rank, in words."""
+        return f"rank {self.rank} (process {self.process_id})"
+
+    def explain(self, starter_code: int | None = None) -> str:
+        """How it ended, in words; "" if it is only one of those that the MPI ended because of another."""
+        if self.status is not None and not os.WIFSIGNALED(self.status):
+            return f"ended in the middle of the program, with exit code {os.waitstatus_to_exitcode(self.status)}"
+        if self.status is not None:
+            signum = os.WTERMSIG(self.status)
+            fits = starter_code is None or starter_code in (signum, 128 + signum)
+            return f"was killed by signal {signum}" if fits else ""
+        if starter_code is not None and starter_code > 128:
+            return f"was killed by signal {starter_code - 128}"
+        return "died" if starter_code in (None, *_SIGNALS) else "was the first to end, in the middle of the program"
+
+
+_SIGNALS = range(1, 32)  # MPICH's starter ends with the signal's bare number
+
+
+class Lookout:
+    """Watches the marks of a job's ranks, and its starter."""
+
+    def __init__(self, folder: Path, starter: int) -> None:
+        self._folder = folder
+        self._poll = select.poll()
+        self._watched: dict[int, tuple[int, int | None]] = {}  # rank: process, and its descriptor if there is one
+        self._starter = self._watch(starter)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for descriptor in (self._starter, *(descriptor for _, descriptor in self._watched.values())):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._watched, self._starter = {}, None
+
+    def wait(self, seconds: float) -> list[Death]:
+        """Ranks that have died since the last call; waits so long for one, or for the end of the starter."""
+        for rank, process_id in marks.ranks_running(self._folder).items():
+            if process_id and rank not in self._watched:
+                self._watched[rank] = process_id, self._watch(process_id)
+        ready = {descriptor for descriptor, _ in self._poll.poll(seconds * 1e3)}
+        deaths = []
+        for rank, (process_id, descriptor) in self._watched.items():
+            if process_id and (descriptor in ready if descriptor is not None else _is_gone(process_id)):
+                status = _status(process_id)
+                self._forget(rank)
+                if marks.is_running(self._folder, rank):
+                    deaths.append(Death(rank, process_id, status))
+        return deaths
+
+    def _watch(self, process_id: int) -> int | None:
+        with contextlib.suppress(OSError, AttributeError):  # it is gone, the system is old, or no descriptors are left
+            descriptor = os.pidfd_open(process_id)
+            self._poll.register(descriptor, select.POLLIN)
+            return descriptor
+        return None
+
+    def _forget(self, rank: int) -> None:
+        """Once is enough."""
+        descriptor = self._watched[rank][1]
+        self._watched[rank] = 0, None
+        if descriptor is not None:
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+
+
+def _stat(process_id: int) -> list[str]:
+    """The fields from the state on, see proc(5); none when the process is gone, or says nothing to this user."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def _is_gone(process_id: int) -> bool:
+    return _stat(process_id)[:1] in ([], ["Z"], ["X"])
+
+
+def _status(process_id: int) -> int | None:
+    """How a process ended that nobody has asked for it yet."""
+    fields = _stat(process_id)
+    return int(fields[-1]) if fields[:1] == ["Z"] else None

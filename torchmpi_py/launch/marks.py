@@ -1,0 +1,104 @@
+"""What ranks leave in the job's folder for torchmpirun, each as a file that is there whole, or not at all.
+
+running-R  while rank R's program runs: its process, and where that number holds (another host, or a container with
+           numbers of its own, may see the same folder)
+failed-R   that rank R failed: when, with which exit code, and which shared memory it held
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Failure(NamedTuple):
+    """How a rank failed."""
+
+    when: float
+    rank: int
+    code: int
+    held: list[str]  # shared memory
+
+
+def record_failure(folder: str, rank: int, code: int) -> None:
+    """Leave for torchmpirun when this rank failed and with which code; on another host there is no such folder."""
+    if not folder or not os.path.isdir(folder):
+        return
+    with open("/proc/self/maps") as maps:
+        held = {line.split()[5] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
+    _write(Path(folder) / f"failed-{rank}", "\n".join([f"{time.time():.6f} {code}", *sorted(held)]))
+
+
+def failures(folder: Path) -> list[Failure]:
+    """The ranks that failed, in order of time."""
+    found = []
+    for path in folder.glob("failed-*"):
+        first, *held = path.read_text().splitlines()
+        when, code = first.split()
+        found.append(Failure(float(when), int(path.name.removeprefix("failed-")), int(code), held))
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def running(folder: str, rank: int) -> Iterator[None]:
+    """Leave the mark until the program ends, or becomes another one (exec).
+
+    Whoever ends with the mark still there did not reach the end of the program: it was killed, or called os._exit, or
+    was aborted. MPICH takes os._exit(0) on one rank for success.
+    """
+    if not folder or not os.path.isdir(folder):
+        yield
+        return
+    mark = Path(folder) / f"running-{rank}"
+    process_id = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == process_id:  # a forked child is not the rank
+            with contextlib.suppress(OSError):
+                mark.unlink()
+
+    with contextlib.suppress(OSError):
+        _write(mark, f"{process_id} {_numbering()}")
+    os.execv, os.execve = _after(remove, os.execv), _after(remove, os.execve)  # the other six are made of these
+    try:
+        yield
+    finally:
+        remove()
+
+
+def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any) -> Any:
+        first()
+        return function(*args)
+
+    return both
+
+
+def ranks_running(folder: Path) -> dict[int, int]:
+    """Ranks whose mark is there, and their processes; 0 for one that has no number here."""
+    found = {}
+    for path in folder.glob("running-*"):
+        with contextlib.suppress(FileNotFoundError):
+            number, where = path.read_text().split()
+            found[int(path.name.removeprefix("running-"))] = int(number) if where == _numbering() else 0
+    return found
+
+
+def is_running(folder: Path, rank: int) -> bool:
+    """Whether this rank's mark is there."""
+    return (folder / f"running-{rank}").exists()
+
+
+def _numbering() -> str:
+    """Processes of equal numbering are known to each other by the same numbers."""
+    with contextlib.suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    return "unknown"
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(f"part-{path.name}")
+    part.write_text(text)
+    part.rename(path)
