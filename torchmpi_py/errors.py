@@ -8,6 +8,7 @@
         |-- LaunchError            torchmpirun cannot start the job as asked
         |-- CommunicatorError      MPI itself failed, or a communicator cannot do what was asked
         |   `-- RankDied           a rank died, and the job goes on (torchmpirun --elastic)
+        |-- CheckpointError        a checkpoint cannot be written or read; the message names rank, host and path
         |-- FlavourError
         |   |-- Unimplemented      the flavour does not carry out this verb
         |   `-- Unavailable        the flavour cannot run here; the message says why and what would help
@@ -38,6 +39,10 @@ class CommunicatorError(TorchMPIError):
 
 class RankDied(CommunicatorError):  # noqa: N818
     """A rank died; ``with mpi.elastic():`` lets the others go on. Only in a job that was started so."""
+
+
+class CheckpointError(TorchMPIError):
+    """A checkpoint cannot be written or read; raised on every rank, whichever failed."""
 
 
 class FlavourError(TorchMPIError):

@@ -1,6 +1,7 @@
 """The training engine: torchnet's loop with hooks, alone or data-parallel over MPI ranks."""
 
 from torchmpi_py.engine.allreduce_sgd import AllReduceSGDEngine
+from torchmpi_py.engine.checkpoint import Checkpoint, Checkpoints
 from torchmpi_py.engine.iterators import DatasetIterator
 from torchmpi_py.engine.meters import Accuracy, Average
 from torchmpi_py.engine.progress import show_progress
@@ -11,6 +12,8 @@ __all__ = [
     "Accuracy",
     "AllReduceSGDEngine",
     "Average",
+    "Checkpoint",
+    "Checkpoints",
     "DatasetIterator",
     "Hooks",
     "SGDEngine",

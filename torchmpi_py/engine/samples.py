@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torchmpi_py.engine import random_states
+from torchmpi_py.engine.state import State
 
-def of_epoch(iterator: Iterable[Any], epoch: int, position: int) -> Iterator[Any]:
-    """The samples of an epoch from ``position`` on: what has no ``set_position`` begins anew, and they are skipped."""
+
+def of_epoch(state: State) -> Iterator[Any]:
+    """The samples of ``state.epoch`` from ``state.position`` on.
+
+    What has no ``set_position`` begins anew, and they are skipped. It may shuffle by the global random generators, as a
+    DataLoader does: it then begins with those of the epoch's begin, and those of now come back after the skipped ones.
+    """
+    iterator = state.iterator
     samplers = [getattr(iterator, name, None) for name in ("sampler", "batch_sampler")]
     for holder in (iterator, *samplers):
-        getattr(holder, "set_epoch", _ignored)(epoch)
-    if position > 0 and hasattr(iterator, "set_position"):
-        iterator.set_position(position)
+        getattr(holder, "set_epoch", _ignored)(state.epoch)
+    if hasattr(iterator, "set_position"):
+        if state.position > 0:
+            iterator.set_position(state.position)
         return iter(iterator)
-    return iter(iterator) if position == 0 else itertools.islice(iterator, position, None)
+    if state.position > 0:
+        return _skipped(state)
+    if state.training:
+        state.epoch_random = random_states.captured()
+    return iter(iterator)
+
+
+def _skipped(state: State) -> Iterator[Any]:
+    now = random_states.captured()
+    if state.epoch_random is not None:
+        random_states.restore(state.epoch_random)
+    samples = iter(state.iterator)
+    for _ in range(state.position):
+        next(samples, None)
+    random_states.restore(now)
+    return samples
 
 
 def _ignored(epoch: int) -> None:

@@ -11,15 +11,17 @@ that is called after it. The engine does not know of ranks, devices, clocks or l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from torchmpi_py.engine import samples
 from torchmpi_py.engine.optimizers import OptimizerLike, check_one_given, make_optimizer
+from torchmpi_py.engine.saving import Saving, Stateful
 from torchmpi_py.engine.state import Hooks, State
 
 
@@ -41,6 +43,10 @@ class SGDEngine:
         lr: float | None = None,
         optimizer: OptimizerLike | None = None,
         maxepoch: int = 1,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int | Literal["epoch"] = "epoch",
+        keep: int = 3,
+        stateful: Mapping[str, Stateful] | None = None,
     ) -> State:
         """Train for ``maxepoch`` epochs and return the last state.
 
@@ -53,6 +59,12 @@ class SGDEngine:
         larger ``maxepoch``, or go on where the last one ended: ``on_start`` may set ``state.epoch`` (``maxepoch``
         counts from the very first epoch).
 
+        With ``checkpoint``, a folder that all hosts share, the run is saved there after each epoch (or ``every`` N
+        steps) and at its end; the last ``keep`` are kept. If the folder holds a checkpoint the run goes on from it,
+        after ``on_start``: a program that is started again ends as if it had not been interrupted. Objects of your own
+        that have a state (schedules of the learning rate, meters) are given in ``stateful``, by name. See
+        docs/checkpoints.md.
+
         Raises ValueError or TypeError for an ambiguous optimizer, TypeError for one that needs a closure (LBFGS), for
         an iterator that can be run through only once (a generator) with ``maxepoch`` > 1, and for a sample that is not
         (input, target).
@@ -60,10 +72,12 @@ class SGDEngine:
         state = State(network, criterion, iterator, training=True, maxepoch=maxepoch)
         check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
+        saving = Saving(checkpoint, every, keep, stateful)
         with self.session(state):
             state.optimizer = make_optimizer(state, lr, optimizer)
             self.set_mode(state)
             self.hooks.on_start(state)
+            saving.resume(state)
             while state.epoch < state.maxepoch:
                 with self.epoch(state):
                     self.hooks.on_start_epoch(state)
@@ -83,8 +97,10 @@ class SGDEngine:
                         self.update(state)
                         self.complete(state)
                         self.hooks.on_update(state)
+                        saving.after_step(state)
                     state.epoch, state.position = state.epoch + 1, 0
                     self.hooks.on_end_epoch(state)
+                    saving.after_epoch(state)
             self.hooks.on_end(state)
         return state
 
@@ -127,7 +143,7 @@ class SGDEngine:
 
     def samples(self, state: State) -> Iterator[Any]:
         """The samples of one epoch, from ``state.position`` on."""
-        return samples.of_epoch(state.iterator, state.epoch, state.position)
+        return samples.of_epoch(state)
 
     def take_sample(self, state: State, sample: Any) -> None:
         """Note the sample, its weight and number of samples (the iterator's, else 1.0 and the target's length)."""

@@ -28,6 +28,7 @@ class State:
     weight: float = 1.0  # of this batch in a mean over ranks: the loss is scaled by it for the backward pass only
     num_samples: int = 0  # in this batch; 0: this rank had none left and computes on a stand-in of weight 0
     next_position: int = 0  # where the step after this one begins
+    epoch_random: dict[str, Any] | None = field(default=None, repr=False)  # random generators as the epoch began
     _cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, repr=False)  # where backward resumes
 
     def modules(self) -> list[torch.nn.Module]:
