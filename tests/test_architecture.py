@@ -11,12 +11,13 @@ PACKAGE = pathlib.Path(torchmpi_py.__file__).parent
 
 # Lowest first: a module may import from its own row and from rows above it in this list, never from a later one.
 ROWS = [
-    ["errors", "config", "grouping", "clocks", "trace_rows", "waiting"],
+    ["errors", "config", "grouping", "clocks", "trace_rows", "waiting", "processes", "signals"],
     ["recovery"],
     ["tensors", "handles", "placement", "channels", "devices", "shared_files"],
     ["communication_thread", "gpus", "board"],
     ["sequences"],
     ["watch"],
+    ["reports", "flight_recorder"],
     ["communicators", "streams", "cuda_ipc"],
     ["tracing"],
     ["exits", "symmetric"],

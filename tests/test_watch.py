@@ -12,16 +12,17 @@ import torch
 
 from torchmpi_py import board, watch
 from torchmpi_py.board import MARKS_PER_ROW, NUM_RECORDS, NUM_STRINGS
+from torchmpi_py.sequences import CHECKSUM_BITS
 
 pytestmark = pytest.mark.timeout(120)
 LAUNCHER = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
 HEAD = "import os, signal, time, torch, torchmpi_py as mpi\nmpi.start()\nme = mpi.rank()\nx = torch.ones(1000)\n"
 
 
-def run(tmp_path, program, ranks=3, deadline=0, report=0):
+def run(tmp_path, program, ranks=3, deadline=0, at_deadline="abort"):
     """A job of this program; its lines begin after HEAD's four."""
     (tmp_path / "program.py").write_text(HEAD + program)
-    limits = {"TORCHMPI_DEADLINE_SECONDS": str(deadline), "TORCHMPI_REPORT_SECONDS": str(report)}
+    limits = {"TORCHMPI_DEADLINE": str(deadline), "TORCHMPI_AT_DEADLINE": at_deadline}
     environment = {**os.environ, **limits, "TORCHMPI_DUMP_DIR": str(tmp_path)}
     command = [LAUNCHER, "-n", str(ranks), "--bind", "none", "--timeout", "60", tmp_path / "program.py"]
     return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
@@ -42,7 +43,7 @@ def test_what_is_noted(mpi):
     assert noted.launched > 0
     handle.wait()
     assert used.records(used.index)[0].ended > 0
-    assert not watch.active
+    assert not watch.under_way(board.current)
 
 
 @pytest.mark.mpi
@@ -56,9 +57,9 @@ def test_marks_of_neighbours(mpi):
         assert sequence.position == 2 * MARKS_PER_ROW + 1
         assert (sequence.neighbour is None) == (mpi.size() == 1)
         _, checksum = board.current.texts["barrier",]
-        assert sequence.agrees(sequence.position, checksum)
-        assert sequence.agrees(sequence.position, checksum ^ 1) == (mpi.size() == 1)
-        assert sequence.agrees(sequence.position + 2, checksum ^ 1)  # nobody has come to it
+        slot = sequence.neighbours_first + sequence.position % MARKS_PER_ROW
+        mark = (sequence.use | sequence.position) << CHECKSUM_BITS | checksum
+        assert board.current.words[slot] == (mark if mpi.size() > 1 else 0)
         if mpi.size() > 1:
             theirs = board.current.counterpart(sequence.index, sequence.position, sequence.neighbours_index)
             assert theirs.words == "barrier"
@@ -94,7 +95,7 @@ def test_who_waits_is_active_and_no_longer(mpi):
         handle = mpi.recv_async(x, source)
         with pytest.raises(mpi.CollectiveTimeout):
             handle.wait(0.01)
-        assert not watch.active
+        assert not watch.under_way(board.current)
         mpi.barrier()
         mpi.send(x, (mpi.rank() - 1) % mpi.size())
         handle.wait()
@@ -102,7 +103,7 @@ def test_who_waits_is_active_and_no_longer(mpi):
         mpi.wait_all([mpi.allreduce_async(torch.ones(count)) for _ in range(3)])
     mpi.allreduce_async(x)
     mpi.barrier()
-    assert not watch.active
+    assert not watch.under_way(board.current)
 
 
 @pytest.mark.mpi
@@ -153,8 +154,9 @@ def test_a_rank_that_does_not_come(tmp_path):
     assert re.search(r"rank 1 \(process \d+\): has not come to it; its last, allreduce .* was complete", job.stderr)
     assert re.search(r"rank 2 \(process \d+\): is there too, called at .*program.py:8", job.stderr)
     assert 'program.py", line 7, in <module>' in job.stderr
-    (path,) = tmp_path.glob("torchmpi_py-hang-*.json")
-    assert {rank: len(records) for rank, records in json.loads(path.read_text()).items()} == {"0": 2, "1": 1, "2": 2}
+    (folder,) = tmp_path.glob("torchmpi_py-hang-*")
+    dumps = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(3)]
+    assert [len(dump["entries"]) for dump in dumps] == [2, 1, 2]
 
 
 def test_a_rank_that_is_stopped(tmp_path):
@@ -186,7 +188,13 @@ print("went on")
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("went on") == 2
     assert "report" not in job.stderr
-    job = run(tmp_path, "if me == 1:\n    time.sleep(4)\nmpi.barrier()\nprint('went on')\n", ranks=2, report=2)
+    job = run(
+        tmp_path,
+        "if me == 1:\n    time.sleep(4)\nmpi.barrier()\nprint('went on')\n",
+        ranks=2,
+        deadline=2,
+        at_deadline="report",
+    )
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("went on") == 2
     assert "waits in barrier" in job.stderr

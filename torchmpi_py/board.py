@@ -4,6 +4,7 @@ Every rank has a part that it alone writes. Others read it also when the writer 
 
 header     a few numbers: process, rank in the world, ...
 rows       one for each communicator and thread: a *mark* for each of the last operations there
+rows' uses which use of the row it is, and which communicator's it is
 records    the last operations of the rank, with times: its flight recorder; their words are among the *strings*
 text       where the rank's threads stand, written when another rank asks for it
 
@@ -14,6 +15,8 @@ sequence, and a checksum of what has to be the same on every rank. So ranks comp
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import mmap
 import os
 import struct
@@ -21,7 +24,7 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchmpi_py import shared_files
+from torchmpi_py import processes, shared_files
 from torchmpi_py.channels import Place
 from torchmpi_py.errors import Unavailable
 
@@ -34,25 +37,32 @@ MARKS_PER_ROW = 64
 NUM_STRINGS = 1024
 STRING_BYTES = 128
 TEXT_BYTES = 16 << 10
-_RECORD = struct.Struct("=8q")
-_pack = _RECORD.pack_into
+BLANK, SCRAP = NUM_ROWS, NUM_ROWS + 1
+"""Two rows more: one in which there never is a mark, and one for the marks that nobody looks at."""
+_RECORD = struct.Struct("=7Q")
+RECORD_BYTES = _RECORD.size
+LAUNCHED, BEGUN, ENDED = 2, 3, 4
+"""Words of a record."""
+ROW_BITS = 12
 _HEADER_WORDS = 64
-_RECORDS_BEGIN = (_HEADER_WORDS + NUM_ROWS * MARKS_PER_ROW) * 8
+_USES_BEGIN = _HEADER_WORDS + (NUM_ROWS + 2) * MARKS_PER_ROW
+_RECORDS_BEGIN = (_USES_BEGIN + NUM_ROWS) * 8
 _STRINGS_BEGIN = _RECORDS_BEGIN + NUM_RECORDS * _RECORD.size
 _TEXT_BEGIN = _STRINGS_BEGIN + NUM_STRINGS * STRING_BYTES
 PART_BYTES = -(-(_TEXT_BEGIN + TEXT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 # Words of the header
-PROCESS, WORLD_RANK, TEXT_WANTED, TEXT_LENGTH, TEXT_GIVEN, HAS_LEFT, REPORTED, NAMESPACE = range(8)
-_BEGUN, _ENDED = 4, 5  # words of a record
+PROCESS, WORLD_RANK, TEXT_WANTED, TEXT_LENGTH, TEXT_GIVEN, HAS_LEFT, REPORTED, NAMESPACE, STARTED = range(9)
+STOPPING, STOPPED, ENDING = 1, 2, 3
+"""HAS_LEFT: in ``mpi.stop()``, through with it, about to end the job by itself."""
 
 
 class Record(NamedTuple):
     """An operation of a rank. Times are in ns since the epoch, 0 for what has not been, ``ended`` < 0 for a failure."""
 
     number: int
-    row: int  # -1 for one that has no counterparts to compare with
-    position: int  # in the row's sequence
+    row: int  # that of its communicator; -1 where there was none left
+    position: int  # in the row's sequence; 0 for one that has no counterparts to compare with
     launched: int
     begun: int
     ended: int
@@ -70,7 +80,15 @@ class Row(NamedTuple):
     """A row of a rank, and which use of a row it is: who compares late does not mistake another use for this one."""
 
     place: int
+    use: int  # from 1; the ranks of a communicator agree on the largest
+
+
+class Group(NamedTuple):
+    """The communicator that a row is of: its key, and its ranks in the world, as ``0-3,5``."""
+
     use: int
+    key: str
+    ranks: str
 
 
 class Board:
@@ -96,16 +114,19 @@ class Board:
         self.words = memoryview(self._mapping).cast("Q")
         self._free_rows = list(range(NUM_ROWS - 1, -1, -1))
         self._num_uses = 0
-        self._number = 0
+        self.numbers = itertools.count(1)
         self._strings: dict[str, int] = {}
         self.rows_of: dict[int, dict[int, int]] = {}  # own row -> the rows of the same sequence, by local rank
-        self._records = self._begin + _RECORDS_BEGIN
+        self.first_record = (self._begin + _RECORDS_BEGIN) // 8
+        self.pack = functools.partial(_RECORD.pack_into, self._mapping)
         self.texts: dict[tuple[Any, ...], tuple[int, int]] = {}  # watch.py's: numbers of strings, and checksums
         self.sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
+        self.calls: dict[tuple[int, int], tuple[Any, int, int]] = {}
         self.put(WORLD_RANK, world_rank)
         self.put(PROCESS, os.getpid())
         with contextlib.suppress(OSError):
             self.put(NAMESPACE, os.stat("/proc/self/ns/pid").st_ino)
+        self.put(STARTED, (processes.look(os.getpid()) or processes.UNKNOWN).started)
         node.Barrier()
 
     @property
@@ -129,7 +150,18 @@ class Board:
         place = self._free_rows.pop()
         begin = self.first_mark(self.index, place) * 8
         self._mapping[begin : begin + MARKS_PER_ROW * 8] = bytes(MARKS_PER_ROW * 8)
-        return Row(place, self._num_uses & 0xFFFF)
+        return Row(place, self._num_uses)
+
+    def settle_row(self, row: Row, use: int, group: str) -> None:
+        """The ranks have agreed on a use, and this is their communicator."""
+        self._num_uses = max(self._num_uses, use)
+        self.words[self._begin // 8 + _USES_BEGIN + row.place] = use << 32 | self.keep_string(group)
+
+    def group(self, index: int, row: int) -> Group:
+        """The communicator that has, or had last, this row of a rank."""
+        word = self.words[self._begins[index] // 8 + _USES_BEGIN + row]
+        key, _, ranks = self._string(index, word & 0xFFFFFFFF).rpartition("|")
+        return Group(word >> 32, key, ranks)
 
     def give_row_back(self, row: Row) -> None:
         """It may be used for another communicator."""
@@ -151,35 +183,25 @@ class Board:
             self._mapping[begin : begin + STRING_BYTES] = data
         return number
 
-    def write(self, row: int, position: int, now: int, is_launch: bool, num_bytes: int, strings: int) -> int:
-        """Add a record of this rank; its number. ``strings`` are the numbers of two: what, and where."""
-        self._number = number = self._number + 1
-        place = self._records + number % NUM_RECORDS * 64
-        begun = 0 if is_launch else now
-        _pack(self._mapping, place, number, row, position, now, begun, 0, num_bytes, strings)
-        return number
-
-    def begin(self, number: int, now: int) -> None:
-        """A launched operation has begun."""
-        word = self._records // 8 + number % NUM_RECORDS * 8
-        if self.words[word] == number:  # a thousand later ones may have taken its place
-            self.words[word + _BEGUN] = now
-
-    def end(self, number: int, now: int, has_failed: bool = False) -> None:
-        """An operation is over."""
-        word = self._records // 8 + number % NUM_RECORDS * 8
-        if self.words[word] == number:
-            self.words[word + _ENDED] = now if not has_failed else (1 << 64) - now
-
     def records(self, index: int) -> list[Record]:
         """What a rank has done, the latest first."""
         begin = self._begins[index] + _RECORDS_BEGIN
-        data = self._mapping[begin : begin + NUM_RECORDS * _RECORD.size]
-        found = sorted((record for record in _RECORD.iter_unpack(data) if record[0]), reverse=True)
-        return [
-            Record._make((*numbers, self._string(index, names >> 32), self._string(index, names & 0xFFFFFFFF)))
-            for *numbers, names in found
-        ]
+        data = self._mapping[begin : begin + NUM_RECORDS * RECORD_BYTES]
+        return [self._record(index, *found) for found in sorted(_RECORD.iter_unpack(data), reverse=True) if found[0]]
+
+    def record(self, number: int) -> Record | None:
+        """One of this rank's, while it is there."""
+        begin = (self.first_record + number % NUM_RECORDS * (RECORD_BYTES // 8)) * 8
+        found = _RECORD.unpack_from(self._mapping, begin)
+        return self._record(self.index, *found) if found[0] == number else None
+
+    def _record(
+        self, index: int, number: int, where: int, launched: int, begun: int, ended: int, num_bytes: int, names: int
+    ) -> Record:
+        row, position = (where & (1 << ROW_BITS) - 1) - 1, where >> ROW_BITS
+        ended -= (ended >> 63) << 64
+        words, site = self._string(index, names >> 32), self._string(index, names & 0xFFFFFFFF)
+        return Record(number, row, position, launched, begun, ended, num_bytes, words, site)
 
     def _string(self, index: int, number: int) -> str:
         begin = self._begins[index] + _STRINGS_BEGIN + number * STRING_BYTES

@@ -6,13 +6,17 @@ Also where files for later jobs lie, and how they are written.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import tempfile
 from collections.abc import Mapping
+from typing import Any
 
 PREFIX = "TORCHMPI_"
+AT_DEADLINE = ("abort", "report", "raise")
+_OTHER_NAMES = {"deadline_seconds": "DEADLINE"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,19 +66,25 @@ class Tuning:
     alone_bytes: int = 1 << 20
     """Gradients and parameters of at least this size travel by themselves."""
 
-    report_seconds: int = 600
-    """An operation that takes longer is reported: who waits, and for whom; 0: none is."""
+    deadline_seconds: int = 600
+    """An operation that takes longer is reported, with who keeps it; ``at_deadline`` says what else happens; 0: none
+    is. In the environment also TORCHMPI_DEADLINE."""
 
-    deadline_seconds: int = 0
-    """An operation that takes longer is reported, and ends the job; 0: none does."""
+    at_deadline: str = "abort"
+    """What becomes of an operation that takes longer than ``deadline_seconds``: "abort" ends the job, "report" lets it
+    go on, "raise" makes it a CollectiveTimeout in the program that waits."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            may_be_zero = field.name in ("native_async_bytes", "report_seconds", "deadline_seconds")
+            if field.type != "int":
+                continue
+            may_be_zero = field.name in ("native_async_bytes", "deadline_seconds")
             if not isinstance(value, int) or value < 0 or (value == 0 and not may_be_zero):
                 unit = field.name.rpartition("_")[2]
                 raise ValueError(f"Tuning.{field.name} = {value!r}: give a positive whole number (of {unit})")
+        if self.at_deadline not in AT_DEADLINE:
+            raise ValueError(f"Tuning.at_deadline = {self.at_deadline!r}: give one of {', '.join(AT_DEADLINE)}")
         if self.staging_bytes < 1 << 20 or self.chunk_bytes < 256:
             raise ValueError(
                 f"Tuning.staging_bytes = {self.staging_bytes}, chunk_bytes = {self.chunk_bytes}: "
@@ -88,19 +98,27 @@ class Tuning:
                 "wire_bytes: a natively posted operation must fit in one message, also when 8 bits travel as 32"
             )
 
+    @functools.cached_property
+    def can_raise(self) -> bool:
+        """Whether operations are given up at the deadline."""
+        return self.at_deadline == "raise" and self.deadline_seconds > 0
+
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Tuning:
     """Defaults, overridden by ``TORCHMPI_<FIELD>`` (for example TORCHMPI_FUSE_BYTES=1048576)."""
-    values = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(Tuning):
-        text = environ.get(PREFIX + field.name.upper())
-        if text is not None:
+        names = [field.name.upper(), *filter(None, [_OTHER_NAMES.get(field.name)])]
+        given = {PREFIX + name: environ[PREFIX + name] for name in names if PREFIX + name in environ}
+        if len(set(given.values())) > 1:
+            told = " and ".join(f"{name}={text}" for name, text in given.items())
+            raise ValueError(f"{told} are the same setting: give one of them")
+        for name, text in given.items():
             try:
-                values[field.name] = int(text)
+                values[field.name] = int(text) if field.type == "int" else text
             except ValueError:
-                raise ValueError(
-                    f"{PREFIX}{field.name.upper()}={text!r}: give a whole number of {field.name.rpartition('_')[2]}"
-                ) from None
+                unit = field.name.rpartition("_")[2]
+                raise ValueError(f"{name}={text!r}: give a whole number of {unit}") from None
     return Tuning(**values)
 
 

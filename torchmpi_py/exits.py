@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchmpi_py import communication_thread, communicators, tracing
+from torchmpi_py import board, communication_thread, communicators, tracing, watch
+from torchmpi_py.channels import BACKGROUND, DIRECT
 from torchmpi_py.communicators import Communicator
+from torchmpi_py.launch import marks
 from torchmpi_py.waiting import Nap
 
 logger = logging.getLogger("torchmpi_py")
@@ -49,7 +51,9 @@ def meet(world: Communicator) -> None:
     """Wait for all ranks; say so when it takes long, for a rank that left early waits here for ever.
 
     On the background communicator, which is idle by now: a barrier that another rank's program is in is not this one.
+    It is noted as any operation: RanksDisagree if a neighbour has called one more, or one less.
     """
+    noted = [watch.note_plain("mpi.stop()", world, lane) for lane in (BACKGROUND, DIRECT)]
     request, nap, warned = world.background.mpi.Ibarrier(), Nap(0.001), False
     while not request.Test():
         nap.take()
@@ -61,13 +65,19 @@ def meet(world: Communicator) -> None:
                 world.rank,
                 nap.seconds,
             )
+    for each in noted:
+        watch.end(each)
 
 
 def _at_exit(stop: Callable[[], None]) -> None:
     from mpi4py import MPI
 
     if os.getpid() == _process and not MPI.Is_finalized():
-        stop()
+        try:
+            stop()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            abort(1)
         MPI.Finalize()
 
 
@@ -100,10 +110,14 @@ def abort(code: int) -> None:
         return
     if mpi.COMM_WORLD.size > 1:
         with contextlib.suppress(Exception):
+            marks.record_failure(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), mpi.COMM_WORLD.rank, code)
+        with contextlib.suppress(Exception):
             tracing.save()
         for stream in (sys.stdout, sys.stderr, sys.__stderr__):
             if stream is not None:
                 stream.flush()
+        if board.current is not None:
+            board.current.put(board.HAS_LEFT, board.ENDING)
         time.sleep(OUTPUT_SECONDS)
         mpi.COMM_WORLD.Abort(code)
         os._exit(code)  # MPICH's returns, and the process lives until it is killed

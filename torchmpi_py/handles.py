@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
+from torchmpi_py import config, waiting
 from torchmpi_py.errors import CollectiveTimeout
 
 logger = logging.getLogger("torchmpi_py")
@@ -78,12 +79,16 @@ class Handle(ABC, Generic[R]):
         """Block until the operation is complete and return its result (the output tensor, or the number).
 
         Raises what the operation raised, or CollectiveTimeout when it is not complete after ``timeout_seconds``; it
-        then goes on, and may be waited for again.
+        then goes on, and may be waited for again. Default: for ever, or ``Tuning.deadline_seconds`` where
+        ``Tuning.at_deadline`` is "raise".
         """
+        if timeout_seconds is None and config.current.can_raise:
+            timeout_seconds = config.current.deadline_seconds
         if not self._complete(timeout_seconds):
+            late = getattr(self._work, "who_is_late", str)()
             raise CollectiveTimeout(
                 f"{self._label} is not complete after {timeout_seconds} s; it goes on, wait again for its result. "
-                "Has every rank launched it?"
+                f"{late or 'Has every rank launched it?'}"
             )
         if self._error is not None:
             self._error_was_seen = True
@@ -98,13 +103,14 @@ class Handle(ABC, Generic[R]):
     def _waited_for(self, timeout_seconds: float | None) -> Iterator[None]:
         """In this block somebody waits for the operation, and it may be reported as late."""
         noted = getattr(self._work, "noted", None) if timeout_seconds != 0 else None
-        if noted is not None:
-            noted.enter()
+        if noted is None:
+            yield
+            return
+        waiting.active[noted[0]] = None
         try:
             yield
         finally:
-            if noted is not None:
-                noted.leave()
+            waiting.active.pop(noted[0], None)
 
     def _settle(self, step: Callable[[], R]) -> None:
         """Run the operation's last step, keep its result or error, and let the buffers go."""

@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchmpi_py import (
-    communication_thread,
     communicators,
     config,
     exits,
     placement,
+    reports,
     startup,
     survivors,
+    waiting,
     watch,
 )
 from torchmpi_py.communicators import Communicator
-from torchmpi_py.errors import NotStarted, TorchMPIError
+from torchmpi_py.errors import CollectiveTimeout, NotStarted, TorchMPIError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -123,7 +124,15 @@ def barrier(comm: Communicator | None = None) -> None:
     """Wait until every rank of ``comm`` (default: the current level) is here."""
     comm = communicators.resolve(comm)
     noted = watch.note_plain("barrier", comm)
-    comm.direct.mpi.Barrier()
+    try:
+        if not config.current.can_raise:
+            comm.direct.mpi.Barrier()
+        elif not waiting.complete(comm.direct.mpi.Ibarrier(), waiting.Nap(0.001), config.current.deadline_seconds):
+            told = f"the barrier is not complete after {config.current.deadline_seconds} s. {reports.late(noted)}"
+            raise CollectiveTimeout(told)
+    except BaseException:
+        watch.fail(noted)
+        raise
     watch.end(noted)
 
 

@@ -64,7 +64,7 @@ def build(world: MPI.Comm, wanted: Wishes) -> None:
     tuning_file.load_for(whole)
     levels.push(wanted.custom_levels, wanted.collective_levels)
     tracing.start(whole)
-    watchdog.start(wanted.tuning.report_seconds, wanted.tuning.deadline_seconds)
+    watchdog.start()
 
 
 def _build(world: MPI.Comm, wanted: Wishes) -> None:
@@ -98,11 +98,11 @@ def _build(world: MPI.Comm, wanted: Wishes) -> None:
 
 def tear_down(why_not: str) -> None:
     """Give everything back; ``why_not`` is what calls are told from now on. Collective."""
-    watchdog.stop()
     communication_thread.current().close()
     communicators.stack().free()
     if _node is not None:
         _node._give_back()
+    watchdog.stop()
     _forget(why_not)
 
 

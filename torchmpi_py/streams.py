@@ -58,6 +58,7 @@ class _OnStream:
     def __init__(self, work: Work[Any], device: Device, tensors: Iterable[object]) -> None:
         self.device = device
         self.label, self.finish, self.explain = work.label, work.finish, work.explain
+        self.noted, self.who_is_late = getattr(work, "noted", None), getattr(work, "who_is_late", str)
         self.finished = device.event()
         self._work = work
         self._stream = _stream(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _WORTH_A_SLEEP_SECONDS = 20e-6
+
+active: dict[int, None] = {}
+"""What threads of this process wait for now: the numbers of the records of operations (``watch.py``)."""
 
 
 class Nap:
@@ -36,10 +40,13 @@ class Nap:
         time.sleep(pause if pause > _WORTH_A_SLEEP_SECONDS else 0)
 
 
-def complete(request: MPI.Request, nap: Nap) -> None:
-    """Wait for a request of MPI, in naps."""
+def complete(request: MPI.Request, nap: Nap, timeout_seconds: float = math.inf) -> bool:
+    """Wait for a request of MPI, in naps, at most so long; whether it is complete."""
     while not request.Test():
+        if nap.seconds > timeout_seconds:
+            return False
         nap.take()
+    return True
 
 
 def barrier(comm: MPI.Comm, longest_seconds: float = 0.002) -> None:

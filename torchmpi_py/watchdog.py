@@ -1,113 +1,184 @@
-"""The watchdog: a thread that notices when an operation takes too long, and reports which rank keeps it.
+"""The watchdog: a thread that notices when an operation takes too long, or a rank has died, and reports it.
 
 It sleeps, and looks twice a second at what this process carries out, or waits for. An operation ages by the time
 between two looks, but not by more than a second, so that a job that was stopped as a whole, or a clock that was set,
-does not make it old. When one is older than ``Tuning.report_seconds``, one rank of the node writes a report to
+does not make it old. When one is older than ``Tuning.deadline_seconds``, one rank of the node writes a report to
 standard error, from the board: what each rank of the node is doing or did last, whether its process is there, and
-where its threads stand, which the watchdogs of the other ranks write down when they are asked. When one is older than
-``Tuning.deadline_seconds``, the job ends after the report, unless the operation has completed meanwhile.
+where its threads stand, which the watchdogs of the other ranks write down when they are asked. Then the job ends,
+unless the operation has completed meanwhile, or ``Tuning.at_deadline`` says something else.
+
+It also looks at the processes of the next two ranks of the node. One that is gone without having left in order is
+reported at once, and the job ends, unless it is one that goes on without it (``recovery.py``).
+
+One rank of several that notice the same does it: each claims the report on the board, and the earliest claim holds.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import dataclasses
 import logging
 import os
-import pathlib
+import select
 import sys
-import tempfile
 import threading
 import time
-import traceback
 
-from torchmpi_py import board, exits, watch
-from torchmpi_py.board import HAS_LEFT, NAMESPACE, PROCESS, REPORTED, TEXT_GIVEN, TEXT_WANTED, WORLD_RANK, Board, Record
+from torchmpi_py import (
+    board,
+    communication_thread,
+    config,
+    exits,
+    flight_recorder,
+    recovery,
+    reports,
+    signals,
+    waiting,
+    watch,
+)
+from torchmpi_py.board import (
+    ENDING,
+    HAS_LEFT,
+    REPORTED,
+    STOPPED,
+    STOPPING,
+    TEXT_GIVEN,
+    TEXT_WANTED,
+    WORLD_RANK,
+    Board,
+)
+from torchmpi_py.config import Tuning
 
 logger = logging.getLogger("torchmpi_py")
 
 _LOOK_SECONDS = 0.5
 _MOST_A_LOOK_SECONDS = 1.0
-_ANSWER_SECONDS = 3.0
-_TURN_SECONDS = 0.2
-_LONGEST_TURN_SECONDS = 2.0
+_ANSWER_SECONDS = 1.5
+_CLAIM_SECONDS = 0.05
 _AGAIN_SECONDS = 30.0
+_AGAIN_WHEN_ASKED_SECONDS = 1.0
+_LAST_SECONDS = 5.0  # for one that is about to end the job, or that has claimed to, to do it
+_NUM_WATCHED = 2
 EXIT_CODE = 1
 
 
 class Watchdog:
-    """Watches this process, from now until ``stop``."""
+    """Watches this process, and its neighbours', from now until ``stop``."""
 
-    def __init__(self, used: Board, report_seconds: int, deadline_seconds: int) -> None:
+    def __init__(self, used: Board, tuning: Tuning) -> None:
         self._board = used
-        self._report_seconds, self._deadline_seconds = report_seconds, deadline_seconds
+        self._deadline_seconds = tuning.deadline_seconds
+        self._at_deadline = tuning.at_deadline
         self._ages: dict[int, float] = {}
         self._reported: set[int] = set()
+        self._gone: dict[int, float] = {}  # neighbours that are gone, and since when that is known
+        place = used.indices.index(used.index)
+        others = used.indices[place + 1 :] + used.indices[:place]
+        self._neighbours = [] if recovery.is_elastic() else others[:_NUM_WATCHED]
         self._ending = threading.Event()
-        watch.active.clear()
+        self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        waiting.active.clear()
+        self._listens = signals.listen(self._waker)
         self._thread = threading.Thread(target=self._loop, name="torchmpi_py-watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End it."""
         self._ending.set()
+        if self._listens:
+            signals.ignore()
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._waker, b"\n")
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            os.close(self._wake)
+            os.close(self._waker)
 
     def _loop(self) -> None:
         before = time.monotonic()
-        while not self._ending.wait(_LOOK_SECONDS):
+        while True:
+            is_asked = self._sleep(_LOOK_SECONDS)
+            if self._ending.is_set():
+                return
             try:
                 now = time.monotonic()
                 self._grow_older(min(now - before, _MOST_A_LOOK_SECONDS))
                 before = now
                 self._answer()
+                if is_asked and self._claim(_AGAIN_WHEN_ASKED_SECONDS):
+                    _say(self._report("asked for by SIGUSR1", None))
+                self._look_at_neighbours(now)
                 self._judge()
             except Exception:
                 logger.exception("the watchdog failed, and goes on")
 
+    def _sleep(self, seconds: float) -> bool:
+        """Until it is time, or the watchdog is woken; whether it was woken by the signal, or ends."""
+        if not select.select([self._wake], [], [], seconds)[0]:
+            return False
+        time.sleep(_CLAIM_SECONDS)  # it writes in many small pieces
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake, 1 << 16):
+                pass
+        return True
+
     def _grow_older(self, seconds: float) -> None:
-        self._ages = {number: self._ages.get(number, 0.0) + seconds for number in tuple(watch.active)}
+        numbers = watch.under_way(self._board)
+        self._ages = {number: self._ages.get(number, 0.0) + seconds for number in numbers}
 
     def _answer(self) -> None:
         """Write down where the threads stand, if somebody has asked for it since the last time."""
         wanted = self._board.get(TEXT_WANTED)
         if wanted != self._board.get(TEXT_GIVEN):
-            self._board.write_text(_stacks())
+            self._board.write_text(reports.stacks())
             self._board.put(TEXT_GIVEN, wanted)
 
     def _judge(self) -> None:
         """Report what is too old, if this rank is the one to do it, and end the job if that is wanted."""
         oldest = max(self._ages, key=self._ages.__getitem__, default=None)
-        if oldest is None:
+        if oldest is None or not 0 < self._deadline_seconds <= self._ages[oldest]:
             return
-        age = self._ages[oldest]
-        is_over = 0 < self._deadline_seconds <= age
-        is_due = 0 < self._report_seconds <= age and oldest not in self._reported
-        if not (is_over or is_due):
+        is_stopping = self._board.get(HAS_LEFT) != 0  # nobody there to be told by an exception
+        if self._at_deadline == "raise" and not is_stopping:
+            return
+        is_end = self._at_deadline != "report"
+        if (oldest in self._reported and not is_end) or not self._claim(_AGAIN_SECONDS):
+            self._reported.add(oldest)
             return
         self._reported.add(oldest)
-        if self._is_told_by_another():
-            return
-        used = self._board
-        used.put(REPORTED, time.monotonic_ns())
-        why = f"an operation is not complete after {age:.0f} s"
-        _say(f"{self._report(why, oldest)}\nthe last {board.NUM_RECORDS} operations of each rank: {_dump(used)}")
-        if is_over and not self._ending.is_set():
-            if oldest in watch.active:
+        _say(self._report(f"an operation is not complete after {self._ages[oldest]:.0f} s", oldest))
+        if is_end and not self._ending.is_set():
+            if oldest in watch.under_way(self._board):
                 exits.abort(EXIT_CODE)
             else:
                 _say("torchmpi_py: it has completed meanwhile, and the job goes on")
 
-    def _is_told_by_another(self) -> bool:
-        """Wait for this rank's turn; whether a rank of the node has reported shortly before."""
+    def _look_at_neighbours(self, now: float) -> None:
+        """Report one that is dead, and end the job; in a while, if another is about to do that."""
         used = self._board
-        until = time.monotonic() + min(_TURN_SECONDS * used.index, _LONGEST_TURN_SECONDS)
-        while time.monotonic() < until and not self._ending.wait(0.02):
-            self._answer()
-        newest = max(used.get(REPORTED, index) for index in used.indices)
-        return newest > 0 and time.monotonic_ns() - newest < _AGAIN_SECONDS * 1e9
+        for index in self._neighbours:
+            if not reports.is_dead(used, index):
+                continue
+            since = self._gone.setdefault(index, now)
+            is_expected = used.get(HAS_LEFT, index) == ENDING
+            if (is_expected or not self._claim(_AGAIN_SECONDS)) and now - since < _LAST_SECONDS:
+                continue
+            lines = [f"torchmpi_py: report of rank {used.get(WORLD_RANK)}: {reports.death(used, index)}"]
+            lines += [reports.of_rank(used, other, None, has_text=False) for other in reports.by_rank(used)]
+            _say("\n".join([*lines, self._dump()]))
+            exits.abort(EXIT_CODE)
 
-    def _report(self, why: str, number: int) -> str:
+    def _claim(self, again_seconds: float) -> bool:
+        """Whether this rank is the one to report; not if one of the node has done so shortly before."""
+        used, mine = self._board, time.monotonic_ns()
+        if any(mine - used.get(REPORTED, index) < again_seconds * 1e9 for index in used.indices):
+            return False
+        used.put(REPORTED, mine)
+        time.sleep(_CLAIM_SECONDS)
+        claims = [(used.get(REPORTED, index), index) for index in used.indices]
+        return min(claim for claim in claims if mine - claim[0] < again_seconds * 1e9) == (mine, used.index)
+
+    def _report(self, why: str, number: int | None) -> str:
         """What the ranks of this node are doing. Asks them where they stand, and waits some seconds for the answers."""
         used, wanted = self._board, time.monotonic_ns()
         for index in used.indices:
@@ -116,83 +187,20 @@ class Watchdog:
         while True:
             self._answer()
             silent = [index for index in used.indices if used.get(TEXT_GIVEN, index) < wanted]
-            if time.monotonic() > until or all(_trouble(used, index) for index in silent) or self._ending.is_set():
+            is_late = time.monotonic() > until or self._ending.is_set()
+            if is_late or all(reports.trouble(used, index) for index in silent):
                 break
             time.sleep(0.02)
-        stuck = _stuck(used, number)
+        late = None if number is None else reports.stuck(used, number)
         me = used.get(WORLD_RANK)
         lines = [f"torchmpi_py: report of rank {me}: {why}"]
-        if stuck is not None:
-            lines.append(f"rank {me} waits in {stuck.what}, called at {stuck.site}")
-        for index in sorted(used.indices, key=lambda index: used.get(WORLD_RANK, index)):
-            lines += _of_rank(used, index, stuck, is_silent=index in silent)
-        return "\n".join(lines)
+        if late is not None:
+            lines.append(f"rank {me} waits in {late.what}, called at {late.site}")
+        lines += [reports.of_rank(used, i, late, is_silent=i in silent) for i in reports.by_rank(used)]
+        return "\n".join(lines if number is None else [*lines, self._dump()])
 
-
-def _stuck(used: Board, number: int) -> Record | None:
-    """What this rank waits for: the oldest that has begun and not ended, else the one that is waited for."""
-    records = used.records(used.index)
-    begun = [record for record in records if record.begun and not record.ended]
-    return begun[-1] if begun else next((record for record in records if record.number == number), None)
-
-
-def _of_rank(used: Board, index: int, stuck: Record | None, *, is_silent: bool) -> list[str]:
-    """What is known of a rank."""
-    trouble = _trouble(used, index)
-    head = f"rank {used.get(WORLD_RANK, index)} (process {used.get(PROCESS, index)})"
-    lines = [f"{head}: {trouble + '; ' if trouble else ''}{_doing(used, index, stuck)}"]
-    if not is_silent:
-        lines += [f"    {line}" for line in used.read_text(index).splitlines()]
-    elif not trouble:
-        lines.append("    does not say where it stands: it is in a call that does not let Python's other threads run")
-    return lines
-
-
-def _doing(used: Board, index: int, stuck: Record | None) -> str:
-    records, now = used.records(index), time.time_ns()
-    if stuck is not None and stuck.row >= 0:
-        same = stuck if index == used.index else used.counterpart(stuck.row, stuck.position, index)
-        if same is not None:
-            state = "is through with it" if same.ended > 0 else "has failed in it" if same.ended else "is there too"
-            words = "" if same.what == stuck.what else f", but as {same.what}"
-            return f"{state}{words}, called at {same.site}"
-    elsewhere = [record for record in records if record.begun and not record.ended]
-    if elsewhere:
-        last = elsewhere[-1]
-        return f"has not come to it; in {last.what} for {(now - last.begun) / 1e9:.1f} s, called at {last.site}"
-    if not records:
-        return "has called nothing yet"
-    last = records[0]
-    how = "launched" if not last.ended else "complete" if last.ended > 0 else "failed"
-    ago = (now - abs(last.ended or last.launched)) / 1e9
-    return f"has not come to it; its last, {last.what}, was {how} {ago:.1f} s ago, called at {last.site}"
-
-
-def _trouble(used: Board, index: int) -> str:
-    """What is the matter with a rank's process, if something is."""
-    if used.get(HAS_LEFT, index):
-        return "is in mpi.stop()"
-    if not os.path.isdir("/proc/self") or used.get(NAMESPACE, index) != used.get(NAMESPACE):
-        return ""  # its number means nothing here
-    try:
-        state = pathlib.Path(f"/proc/{used.get(PROCESS, index)}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "its process is gone"
-    return {"T": "its process is stopped (SIGSTOP)", "t": "a debugger has stopped its process", "Z": "it has died"}.get(
-        state, ""
-    )
-
-
-def _stacks() -> str:
-    """Where the threads of this process stand, the main one first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main, own = threading.main_thread().ident, threading.get_ident()
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
-    return "".join(
-        f"{names.get(ident, 'thread')}:\n{''.join(traceback.format_stack(frame)[-8:])}"
-        for ident, frame in frames
-        if ident != own
-    )
+    def _dump(self) -> str:
+        return f"the last operations of each rank: {flight_recorder.dump(self._board)}"
 
 
 def _say(text: str) -> None:
@@ -201,38 +209,33 @@ def _say(text: str) -> None:
         sys.stderr.flush()
 
 
-def _dump(used: Board) -> str:
-    """The records of all ranks of the node, in a file."""
-    content = {used.get(WORLD_RANK, index): [r._asdict() for r in used.records(index)] for index in used.indices}
-    try:
-        folder = os.environ.get("TORCHMPI_DUMP_DIR") or tempfile.gettempdir()
-        file, path = tempfile.mkstemp(prefix="torchmpi_py-hang-", suffix=".json", dir=folder)
-        with open(file, "w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=1)
-        return path
-    except OSError as error:
-        return f"not written ({error})"
-
-
 _current: Watchdog | None = None
 
 
-def start(report_seconds: int, deadline_seconds: int) -> None:
-    """Watch this process."""
+def start() -> None:
+    """Watch this process, as ``config.current`` has it."""
     global _current
     assert board.current is not None, "start has made it"
-    _current = Watchdog(board.current, report_seconds, deadline_seconds)
+    if config.current.can_raise and communication_thread.current().inline:
+        config.install(dataclasses.replace(config.current, at_deadline="abort"))
+        if board.current.get(WORLD_RANK) == 0:
+            logger.warning(
+                "this MPI does not give MPI_THREAD_MULTIPLE: a late operation cannot raise, and ends the job"
+            )
+    _current = Watchdog(board.current, config.current)
 
 
 def leaving() -> None:
     """This rank has called ``mpi.stop``; who waits for it in an operation shall know."""
     if board.current is not None:
-        board.current.put(HAS_LEFT, 1)
+        board.current.put(HAS_LEFT, STOPPING)
 
 
 def stop() -> None:
-    """End it."""
+    """End it; this rank needs the others no longer."""
     global _current
     if _current is not None:
+        if board.current is not None:
+            board.current.put(HAS_LEFT, STOPPED)
         _current.stop()
         _current = None

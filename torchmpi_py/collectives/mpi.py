@@ -118,7 +118,7 @@ class _Posted:
         self.run_in_background = operation.run_in_background
         self.explain = operation.explain
         self.label = operation.label
-        self.noted = operation.noted
+        self.noted, self.who_is_late = operation.noted, operation.who_is_late
 
     def finish(self) -> Any:
         for step in self.remaining:

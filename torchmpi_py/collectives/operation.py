@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torchmpi_py import tracing, watch
+from torchmpi_py import config, recovery, reports, tracing, watch
 from torchmpi_py.channels import BACKGROUND
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.errors import CommunicatorError
@@ -56,14 +56,16 @@ class Operation(Generic[R]):
     same: tuple[Any, ...] | None = None  # what all ranks call alike, verb first; None where not all need to call it
     noted: watch.Noted | None = None
 
-    def run(self, *, in_background: bool = False) -> R:
+    def run(self, in_background: bool = False) -> R:
         """Carry it out now, on the channel for this thread."""
         channel = self.comm.background if in_background else self.comm.direct
         noted = self.noted
-        if noted is None:
-            noted = self.noted = watch.note(self, channel.lane)
+        if noted is not None:
+            watch.begin(noted)
+        elif config.current.can_raise:
+            return self.launch().wait()  # a call that blocks inside MPI could not be given up
         else:
-            noted.begin()
+            noted = self.noted = watch.note(self, channel.lane)
         trace = tracing.current
         begin = 0 if trace is None else trace.begin(self)
         try:
@@ -72,9 +74,10 @@ class Operation(Generic[R]):
             return self.target if self.conclude is None else self.conclude(returned)  # type: ignore[return-value]
         except RuntimeError as error:
             raise self.explain(error)  # noqa: B904 - it carries its cause
+        except BaseException:
+            watch.fail(noted)
+            raise
         finally:
-            if noted.number in watch.active:
-                watch.fail(noted)
             if trace is not None:
                 trace.end(self, channel.lane, begin)
 
@@ -82,12 +85,16 @@ class Operation(Generic[R]):
         """Start it."""
         if tracing.current is not None:
             self.launched = time.time_ns()
-        self.noted = watch.note(self, BACKGROUND, is_launch=True)
-        return self.flavour.launch(self)
+        self.noted = watch.note(self, BACKGROUND, True)
+        try:
+            return self.flavour.launch(self)
+        except BaseException:
+            watch.fail(self.noted)
+            raise
 
     def run_in_background(self) -> R:
         """Carry it out in the communication thread."""
-        return self.run(in_background=True)
+        return self.run(True)
 
     def finish(self) -> R:
         """The result, once the transfer is complete."""
@@ -106,6 +113,8 @@ class Operation(Generic[R]):
             watch.fail(self.noted)
         if not isinstance(error, MPI.Exception):
             return error
+        if recovery.is_death(error):
+            return recovery.died(str(self), self.comm.direct.mpi, error)
         explained = CommunicatorError(f"{self}: MPI failed: {error}. Did every rank call it with the same sizes?")
         explained.__cause__ = error
         return explained
@@ -119,6 +128,10 @@ class Operation(Generic[R]):
     def label(self) -> Label:
         """What to call it."""
         return Label(self.name, self.flavour.name, self.num_bytes, self.comm)
+
+    def who_is_late(self) -> str:
+        """Which ranks have not come to it, or do something else, as far as can be seen."""
+        return "" if self.noted is None else reports.late(self.noted)
 
     def __str__(self) -> str:
         return str(self.label)
