@@ -1,0 +1,184 @@
+"""Starts a job in which a fault is injected, and judges how it ended.
+
+A *trial* is one job. Its program (``work.py``, or one that a test writes) writes ``fault-R`` into the folder of the job
+when rank R injects its fault, and ``held-R`` with the files in /dev/shm that it has mapped. The *time* of a trial is
+from the fault until no process of the job is left; a job that takes longer than its limit is a *hang*, and is killed.
+Processes are found by a mark in their environment, as torchmpirun finds those of a job.
+"""
+
+import dataclasses
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import leftovers, mpirun
+
+HERE = Path(__file__).parent
+WORK = HERE / "work.py"
+ALL = os.environ.get("TORCHMPI_FAULTS", "") == "all"
+KEPT = os.environ.get("TORCHMPI_FAULTS_DIR")
+SEED = int(os.environ.get("TORCHMPI_FAULTS_SEED", "0"))
+WITHIN_SECONDS = 10.0
+ENDING_SECONDS = 3.0  # processes that do not end by themselves are killed
+LEFT_SECONDS = 1.0  # what a job leaves may be under removal
+START_SECONDS = 60.0  # a machine under load
+
+try:
+    VENDOR = mpirun.find("", os.environ)[0].name
+    MISSING = ""
+except LaunchError as error:
+    VENDOR, MISSING = "", str(error)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a trial ended."""
+
+    name: str
+    code: int
+    seconds: float
+    output: str
+    errors: str
+    left: list[str]
+    is_hang: bool
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    def expect(self, holds: bool, problem: str) -> None:
+        """Note a problem unless something holds."""
+        if not holds:
+            self.problems.append(problem)
+
+    def told(self) -> str:
+        """For the one who reads a failure; all of it goes into the folder TORCHMPI_FAULTS_DIR, if there is one."""
+        told = f"{self.name}: {'; '.join(self.problems)} (code {self.code}, {self.seconds:.1f} s)"
+        if KEPT:
+            Path(KEPT).mkdir(exist_ok=True)
+            path = Path(KEPT, f"{re.sub('[^A-Za-z0-9.]+', '-', self.name)[:90]}.txt")
+            path.write_text(f"{told}\n{self.output}\n{self.errors}")
+        return f"{told}\n{self.errors[-2000:]}"
+
+
+def seeded(name: str) -> random.Random:
+    """The same numbers in each run, other ones for each kind of trial."""
+    return random.Random(f"{SEED} {name}")
+
+
+def count(few: int, many: int) -> int:
+    """Trials: few in the daily tests, many when all are wanted."""
+    return many if ALL else few
+
+
+def command(ranks: int, program: Path, *arguments: str, starter: str = "torchmpirun") -> list[str]:
+    """The command line of a job, by torchmpirun or by the MPI's own starter."""
+    if starter == "torchmpirun":
+        return [
+            sys.executable,
+            "-m",
+            "torchmpi_py.launch",
+            "-n",
+            str(ranks),
+            "--bind",
+            "none",
+            str(program),
+            *arguments,
+        ]
+    own = [mpirun.find("", os.environ)[1], "-n", str(ranks)]
+    options = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"] if VENDOR == "openmpi" else []
+    return [*own, *options, sys.executable, str(program), *arguments]
+
+
+def run(
+    name: str,
+    line: list[str],
+    environment: dict[str, str] | None = None,
+    within_seconds: float = WITHIN_SECONDS,
+    resume_seconds: float | None = None,
+) -> Outcome:
+    """Run a job to its end; its processes have to be gone ``within_seconds`` of the fault, or else of the start.
+
+    ``resume_seconds`` after the fault the rank that injected it gets SIGCONT.
+    """
+    with tempfile.TemporaryDirectory(prefix="fault-trial-") as where:
+        folder = Path(where)
+        (folder / "t").mkdir()
+        (folder / "d").mkdir()
+        used = {**os.environ, **(environment or {})}
+        used |= {"FAULTS_JOB": where, "TMPDIR": f"{where}/t", "TORCHMPI_DUMP_DIR": f"{where}/d", "OMP_NUM_THREADS": "1"}
+        for variable in ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT"):
+            used |= {variable: "1", f"{variable}_CONFIRM": "1"}
+        with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
+            starter = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=used)
+        is_hang, seconds = _watch(starter, folder, within_seconds, resume_seconds)
+        output, errors = ((folder / stream).read_text(errors="replace") for stream in ("out", "err"))
+        left = _left(folder, cleans_up="torchmpi_py.launch" in line or VENDOR != "mpich")
+        outcome = Outcome(name, starter.returncode, seconds, output, errors, left, is_hang)
+        for path in sorted((folder / "d").iterdir()):
+            outcome.errors += f"\n[dump {path.name}, {path.stat().st_size} bytes]"
+    outcome.expect(not is_hang, f"it did not end within {within_seconds:g} s")
+    outcome.expect(not outcome.left, f"it left {outcome.left}")
+    return outcome
+
+
+def _watch(
+    starter: subprocess.Popen, folder: Path, within_seconds: float, resume_seconds: float | None
+) -> tuple[bool, float]:
+    """Wait for the end of all processes: (whether it was a hang, the seconds since the fault, or else the start)."""
+    begin, struck, mark = time.time(), None, f"FAULTS_JOB={folder}"
+    while True:
+        struck = struck or _when_struck(folder)
+        since = time.time() - (struck or begin)
+        if struck and resume_seconds is not None and since > resume_seconds:
+            resume_seconds = None
+            os.kill(int(next(folder.glob("fault-*")).read_text()), signal.SIGCONT)
+        ended = starter.poll() is not None
+        if ended and not leftovers.processes_marked(mark):
+            return False, time.time() - (_when_struck(folder) or begin)
+        if since > within_seconds + (0 if struck else START_SECONDS):
+            for process_id in leftovers.processes_marked(mark):
+                os.kill(process_id, signal.SIGKILL)
+            starter.wait(30)
+            return True, since
+        time.sleep(0.03 if not ended else 0.005)
+
+
+def _when_struck(folder: Path) -> float | None:
+    return min((path.stat().st_mtime for path in folder.glob("fault-*")), default=None)
+
+
+def _left(folder: Path, *, cleans_up: bool) -> list[str]:
+    """What is still there of a job whose processes are gone: temporary files, and shared memory if it ``cleans_up``.
+
+    MPICH's own starter does not: what its jobs leave is removed here, without a word.
+    """
+    held = {line for path in folder.glob("held-*") for line in path.read_text().splitlines()}
+    until = time.monotonic() + LEFT_SECONDS * cleans_up
+    while True:
+        files = [name for name in sorted(held) if os.path.exists(name)]
+        temporary = sorted(name for name in os.listdir(folder / "t") if not name.startswith("torchinductor"))
+        left = files + [f"TMPDIR/{name}" for name in temporary]
+        if not left or time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    for name in files:
+        Path(name).unlink(missing_ok=True)
+    return left if cleans_up else left[len(files) :]
+
+
+def names_the_dead(text: str, rank: int) -> bool:
+    """Whether a rank is named, and that it is dead, in the same sentence."""
+    text = re.sub(r"\s+", " ", text)
+    return bool(re.search(rf"(?i)rank {rank}\b[^;]{{0,120}}(gone|killed|died|dead|exited|signal)", text))
+
+
+def at_once(jobs: int, trials, each) -> list[Outcome]:
+    """``each(trial)`` for all trials, so many at a time."""
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(each, trials))

@@ -1,0 +1,208 @@
+"""Programs whose ranks make the same calls, but for one mismatch: drawn from a seed, written as text.
+
+Each call stands in a line of its own, in a function for each rank, so that a message can be judged by the lines that it
+names. Values depend on the element, the rank and the number of the call, and every result is checked: as if the other
+ranks had made the call that this rank made.
+"""
+
+import dataclasses
+import random
+import re
+
+VERBS = [
+    "allreduce",
+    "allreduce",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "gather",
+    "reduce_scatter",
+    "scatter",
+    "alltoall",
+]
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+REDUCING = ("allreduce", "reduce", "reduce_scatter")
+DTYPES = ["float32", "float64", "int32", "int64", "float16", "bfloat16", "uint8"]
+OPS = ["sum", "max", "min", "prod"]
+COUNTS = [12, 24, 1200, 120_000]
+FLAVOURS = ["", "", "mpi", "mpi", "ring", "shared", "hierarchical", "gloo"]
+CAN = {  # the verbs that are not in all flavours
+    "hierarchical": ("allreduce", "broadcast", "reduce", "allgather"),
+    "gloo": ("allreduce", "broadcast", "reduce", "allgather", "gather", "scatter"),
+}
+KINDS = ["verb", "count", "dtype", "op", "root", "order", "fewer", "more", "comm", "form", "flavour"]
+
+HEAD = """
+import os, sys
+from pathlib import Path
+import torch, torchmpi_py as mpi
+
+mpi.start()
+me, size = mpi.rank(), mpi.size()
+folder = Path(os.environ["FAULTS_JOB"])
+lines = [line.split(maxsplit=5) for line in open("/proc/self/maps").read().splitlines()]
+names = {line[5] for line in lines if len(line) == 6 and line[5].startswith("/dev/shm/")}
+(folder / f"held-{me}").write_text("\\n".join(name for name in names if not name.endswith("(deleted)")))
+C = {"world": None, "split": mpi.split(0), "level": mpi.communicator(mpi.push_communicator(0))}
+mpi.set_collective_span(0, mpi.push_communicator(me % 2))
+C["level"] = mpi.communicator(0) if C["level"].size != size else C["level"]
+SYMMETRIC = mpi.symmetric_empty(1 << 20, dtype=torch.uint8)
+
+
+def values(number, rank, count):
+    return (torch.arange(count) + 2 * rank + number) % 5 + 1
+
+
+def make(number, count, dtype, memory):
+    x = values(number, me, count).to(getattr(torch, dtype))
+    return x if memory == "ordinary" else SYMMETRIC[: x.nbytes].view(x.dtype).copy_(x)
+
+
+def check(number, verb, count, dtype, op, root, result):
+    inputs = [values(number, rank, count) for rank in range(size)]
+    reduced = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "prod": torch.prod}[op](torch.stack(inputs), 0)
+    part = slice(me * count // size, (me + 1) * count // size)
+    expected = {
+        "allreduce": reduced, "reduce": reduced if me == root else inputs[me], "broadcast": inputs[root],
+        "allgather": torch.cat(inputs), "gather": torch.cat(inputs) if me == root else None,
+        "reduce_scatter": reduced[part], "scatter": inputs[root][part],
+        "alltoall": torch.cat([x[part] for x in inputs]),
+    }[verb]
+    if expected is None or result is None:
+        right = expected is result
+    else:
+        right = torch.equal(result, expected.to(getattr(torch, dtype)))
+    if not right:
+        print(f"WRONG: call {number}, {verb}, on rank {me}", flush=True)
+
+
+"""
+TAIL = """
+globals()[f"rank_{me}"]()
+print("done", flush=True)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a verb."""
+
+    number: int
+    verb: str
+    form: str
+    flavour: str
+    dtype: str
+    count: int
+    op: str
+    root: int
+    comm: str
+    memory: str
+
+    @property
+    def line(self) -> str:
+        """Its line in the program."""
+        arguments = [f"make({self.number}, {self.count}, {self.dtype!r}, {self.memory!r})"]
+        arguments += [str(self.root)] * (self.verb in ROOTED)
+        arguments += [f"op={self.op!r}"] * (self.verb in REDUCING)
+        arguments += [f"comm=C[{self.comm!r}]", f"flavour={self.flavour or None!r}"]
+        call = f"mpi.{self.verb}{'_async' * (self.form == 'async')}({', '.join(arguments)})"
+        told = f"{self.number}, {self.verb!r}, {self.count}, {self.dtype!r}, {self.op!r}, {self.root}"
+        return f"check({told}, {call}{'.wait()' * (self.form == 'async')})"
+
+    @property
+    def effect(self) -> tuple:
+        """Two calls that differ in nothing of this are the same call."""
+        op, root = self.op * (self.verb in REDUCING), self.root * (self.verb in ROOTED)
+        return self.verb, self.form, self.flavour, self.dtype, self.count, op, root, self.comm
+
+
+def _can(flavour: str, verb: str) -> bool:
+    return verb in CAN.get(flavour, VERBS)
+
+
+def draw_call(draw: random.Random, number: int, ranks: int) -> Call:
+    """Any right call."""
+    verb = draw.choice(VERBS)
+    flavour = draw.choice([flavour for flavour in FLAVOURS if _can(flavour, verb)])
+    comm = "world" if flavour == "hierarchical" else draw.choice(["world", "world", "split", "level"])
+    dtype = draw.choice([dtype for dtype in DTYPES if flavour != "gloo" or dtype not in ("bfloat16", "float16")])
+    form, count, op = draw.choice(["blocking", "async"]), draw.choice(COUNTS), draw.choice(OPS)
+    root, memory = draw.randrange(ranks), draw.choice(["ordinary", "ordinary", "symmetric"])
+    return Call(number, verb, form, flavour, dtype, count, op, root, comm, memory)
+
+
+def _another(draw: random.Random, values: list, but: object) -> object:
+    return draw.choice([value for value in dict.fromkeys(values) if value != but])
+
+
+def _changed(draw: random.Random, kind: str, call: Call, ranks: int) -> Call:
+    """The call with one thing changed."""
+    if kind == "verb":
+        return dataclasses.replace(call, verb=_another(draw, [v for v in VERBS if _can(call.flavour, v)], call.verb))
+    if kind == "flavour":
+        flavours = [f for f in FLAVOURS if f and _can(f, call.verb) and (f != "hierarchical" or call.comm == "world")]
+        return dataclasses.replace(call, flavour=_another(draw, flavours, call.flavour))
+    values = {"count": COUNTS, "dtype": DTYPES, "op": OPS, "root": list(range(ranks)), "form": ["blocking", "async"]}
+    values["comm"] = ["world", "split", "level"]
+    return dataclasses.replace(call, **{kind: _another(draw, values[kind], getattr(call, kind))})
+
+
+def _suits(kind: str, call: Call) -> bool:
+    if kind == "op":
+        return call.verb in REDUCING
+    if kind == "root":
+        return call.verb in ROOTED
+    if kind == "count":
+        return call.verb not in ("allgather", "gather")  # sizes may differ
+    return kind != "comm" or call.flavour != "hierarchical"
+
+
+@dataclasses.dataclass
+class Program:
+    """What a trial runs, and what is wrong with it."""
+
+    kind: str
+    ranks: int
+    odd: int
+    told: str
+    text: str
+    rank_of_line: dict[int, int]
+
+    def ranks_named(self, message: str) -> set[int]:
+        """The ranks whose lines a message names."""
+        lines = [int(line) for line in re.findall(r"program\.py:(\d+) in rank_", message)]
+        return {self.rank_of_line[line] for line in lines if line in self.rank_of_line}
+
+
+def draw_program(draw: random.Random, kind: str, before: int = 4, after: int = 4) -> Program:
+    """Right calls, a mismatch of a ``kind`` on one rank, and right calls again."""
+    ranks = draw.choice([2, 3, 3, 4])
+    calls = [draw_call(draw, number, ranks) for number in range(before)]
+    while not _suits(kind, call := draw_call(draw, before, ranks)):
+        pass
+    calls += [call] + [draw_call(draw, number, ranks) for number in range(before + 1, before + 1 + after)]
+    odd, odd_calls = draw.randrange(ranks), list(calls)
+    if kind == "order":
+        while calls[before + 1].effect == call.effect:
+            calls[before + 1] = odd_calls[before + 1] = draw_call(draw, before + 1, ranks)
+        odd_calls[before : before + 2] = [calls[before + 1], call]
+    elif kind == "fewer":
+        del odd_calls[before]
+    elif kind == "more":
+        odd_calls.insert(before, draw_call(draw, 99, ranks))
+    else:
+        odd_calls[before] = _changed(draw, kind, call, ranks)
+    return _written(kind, ranks, odd, calls, odd_calls, before)
+
+
+def _written(kind: str, ranks: int, odd: int, calls: list[Call], odd_calls: list[Call], at: int) -> Program:
+    lines, rank_of_line = HEAD.split("\n"), {}
+    for rank in range(ranks):
+        lines.append(f"def rank_{rank}():")
+        for call in odd_calls if rank == odd else calls:
+            lines.append(f"    {call.line}")
+            rank_of_line[len(lines)] = rank
+        lines += ["    mpi.stop()", ""]
+        rank_of_line[len(lines) - 1] = rank
+    told = f"{kind}, {ranks} ranks, rank {odd}: {odd_calls[at].effect} for {calls[at].effect}"
+    return Program(kind, ranks, odd, told, "\n".join(lines) + TAIL, rank_of_line)

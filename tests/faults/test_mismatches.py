@@ -1,0 +1,62 @@
+"""Ranks that call different things, in random programs: no silent wrong value, no hang, both sides are named."""
+
+import subprocess
+import sys
+
+import harness
+import mismatches
+import pytest
+
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.skipif(bool(harness.MISSING), reason=harness.MISSING)]
+
+DEADLINE_SECONDS = 3
+WITHIN_SECONDS = 20.0
+PARTS = harness.count(1, 10)
+NUMBER = harness.count(10, 600)
+AT_ONCE = 6
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory):
+    """The path of the socket where ranks are made."""
+    path = tmp_path_factory.mktemp("nursery") / "socket"
+    line = [sys.executable, str(harness.HERE / "nursery.py"), "serve", str(path)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout.readline() == "ready\n"
+        yield path
+        server.kill()
+
+
+def judged(program, outcome):
+    """The class of an outcome, with its problems noted."""
+    named = program.ranks_named(outcome.errors)
+    both = program.odd in named and len(named) > 1
+    wrong = "WRONG" in outcome.output
+    if outcome.code == 0:
+        outcome.expect(not wrong, f"SILENT WRONG VALUE: {outcome.output}")
+        return "no effect"
+    outcome.expect(both, f"names lines of ranks {sorted(named)} only")
+    if "RanksDisagree" in outcome.errors:
+        return f"RanksDisagree on {'all' if outcome.errors.count('RanksDisagree: ') >= program.ranks else 'some'}"
+    if "report of rank" in outcome.errors:
+        return "reported at the deadline"
+    outcome.expect(both, "ended in another way")
+    return "ended by another error"
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_rank_calls_something_else(judge, nursery, tmp_path, part):
+    def trial(number):
+        kind = mismatches.KINDS[number % len(mismatches.KINDS)]
+        program = mismatches.draw_program(harness.seeded(f"mismatch {number}"), kind)
+        path = tmp_path / str(number) / "program.py"
+        path.parent.mkdir()
+        path.write_text(program.text)
+        line = harness.command(program.ranks, harness.HERE / "nursery.py", str(nursery), str(path), starter="mpirun")
+        environment = {"TORCHMPI_DEADLINE_SECONDS": str(DEADLINE_SECONDS), "TORCHMPI_TUNING_DIR": "/dev/null"}
+        outcome = harness.run(f"{number} {program.told}", line, environment, WITHIN_SECONDS)
+        return judged(program, outcome), outcome
+
+    both = harness.at_once(AT_ONCE, range(part, NUMBER, PARTS), trial)
+    told = {outcome.name: f"mismatch: {told}" for told, outcome in both}
+    judge("mismatch", [outcome for _, outcome in both], lambda outcome: told[outcome.name])

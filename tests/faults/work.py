@@ -1,0 +1,121 @@
+"""What the ranks of a trial run: one operation again and again, until a rank injects a fault (``striking.py``).
+
+``flavour``, ``verb``, ``form``, ``bytes``, ``memory``, ``nodes``, ``pause_seconds``, ``operations`` say what is done.
+Every result is checked, and a wrong one is told on standard output, with the word WRONG.
+"""
+
+import threading
+import time
+
+import striking
+from striking import before, fault, hold, me, plan, strike, strike_at
+
+
+def patch_in():
+    """The points of injection inside the package."""
+    from torchmpi_py import exits
+    from torchmpi_py.collectives import node_group, operation, two_shot
+    from torchmpi_py.collectives.reductions import Kernel
+
+    before(two_shot, "carry_out", "two shots")
+    before(Kernel, "reduce", "kernel", after=True)
+    before(operation.Operation, "run_in_background", "communication thread")
+    before(operation.Operation, "run", "in the operation")
+    before(exits, "meet", "stop")
+    before(exits, "meet", "stop after meeting", after=True)
+    real = node_group.NodeGroup.__init__
+
+    def init(group, channel):
+        real(group, channel)
+        before(group, "barrier", "before a barrier", skip=fault.get("skip", 0))
+        before(group, "barrier", "after a barrier", skip=fault.get("skip", 0), after=True)
+
+    node_group.NodeGroup.__init__ = init
+
+
+def strike_later():
+    """A random moment: in the middle of an operation, most likely."""
+    threading.Thread(target=lambda: (time.sleep(fault["delay_seconds"]), strike()), daemon=True).start()
+
+
+def tensor(mpi, torch, count):
+    """Filled later."""
+    if plan["memory"] == "symmetric":
+        return mpi.symmetric_empty(count)
+    return torch.empty(count)
+
+
+def prepare(mpi):
+    """Make the flavours of GPUs serve the host, and the communicator that is wanted."""
+    from torchmpi_py import communicators
+    from torchmpi_py.channels import Place
+    from torchmpi_py.collectives import registry
+
+    for name in ("staged", "cudaipc"):
+        registry.BY_NAME[name].devices = frozenset({"cpu", "cuda"})
+    if plan["flavour"] == "hierarchical":
+        mpi.set_collective_span(0, mpi.push_communicator(mpi.rank() % 2))
+    if plan.get("nodes") == 2:
+        world = communicators.communicator(0).direct.mpi
+        return communicators.Communicator(world.Dup(), Place(world.rank % 2, world.rank // 2), "as if on two nodes")
+    return None
+
+
+def main():
+    strike_at("before start")
+    import torch
+
+    import torchmpi_py as mpi
+
+    patch_in()
+    mpi.start()
+    comm, size = prepare(mpi), mpi.size()
+    flavour, verb = plan["flavour"] or None, plan["verb"]
+    x = tensor(mpi, torch, max(size, plan["bytes"] // 4))
+    x = x[: x.numel() // size * size]
+    j = torch.arange(x.numel()) % 5
+    hold()
+    for number in range(plan["operations"]):
+        striking.step = number
+        x.copy_(j + me + number % 3)
+        args = (0,) if verb in ("broadcast", "reduce") else ()
+        strike_at("between")
+        if striking.is_victim and fault["where"] == "a random moment" and number == fault["at"]:
+            strike_later()
+        call = getattr(mpi, verb + ("_async" if plan["form"] == "async" else ""))
+        result = call(x, *args, comm=comm, flavour=flavour)
+        if plan["form"] == "async":
+            strike_at("before waiting")
+            result = result.wait()
+        check(torch, verb, result, j, number, size)
+        if number == 0:
+            hold()
+        if plan["pause_seconds"]:
+            time.sleep(plan["pause_seconds"])
+    if me == 0:
+        print("all done", flush=True)
+    mpi.stop()
+    strike_at("after stop")
+
+
+def check(torch, verb, result, j, number, size):
+    """The result against a closed form."""
+    base, ranks = j + number % 3, size * (size - 1) // 2
+    if verb == "allreduce" or (verb == "reduce" and me == 0):
+        expected = base * size + ranks
+    elif verb == "broadcast":
+        expected = base
+    elif verb == "allgather":
+        expected = torch.cat([base + rank for rank in range(size)])
+    elif verb == "alltoall":
+        part = base.view(size, -1)[me]
+        expected = torch.cat([part + rank for rank in range(size)])
+    elif verb == "reduce_scatter":
+        expected = base.view(size, -1)[me] * size + ranks
+    else:
+        return
+    if not torch.equal(result, expected.float()):
+        print(f"WRONG: {verb} number {number} on rank {me}", flush=True)
+
+
+main()
