@@ -37,6 +37,14 @@ class Average:
         """The mean over this rank's samples."""
         return self.total / self.num_samples if self.num_samples else float("nan")
 
+    def state_dict(self) -> dict[str, float]:
+        """This rank's sum and number of samples, for a checkpoint."""
+        return {"total": self.total, "num_samples": self.num_samples}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """Take what ``state_dict`` gave."""
+        self.total, self.num_samples = state_dict["total"], int(state_dict["num_samples"])
+
     def reduced(self) -> float:
         """The mean over the samples of all ranks, the same number on each; every rank must call it.
 
@@ -77,6 +85,14 @@ class Accuracy:
     def value(self) -> float:
         """The share on this rank, from 0 to 1; NaN while there is no sample."""
         return self._hits.value
+
+    def state_dict(self) -> dict[str, float]:
+        """As ``Average.state_dict``."""
+        return self._hits.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """As ``Average.load_state_dict``."""
+        self._hits.load_state_dict(state_dict)
 
     def reduced(self) -> float:
         """The share over all ranks, as ``Average.reduced``."""

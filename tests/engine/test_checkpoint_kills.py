@@ -1,0 +1,119 @@
+"""A process killed at each point of a save. In a world of one, where a point costs a fork and not a job.
+
+With TORCHMPI_FAULTS=all (scripts/test_faults) at each write too, and when there are fewer checkpoints.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+
+import dying
+import pytest
+import torch
+
+from torchmpi_py.engine import Checkpoints, checkpoint_files
+
+pytestmark = pytest.mark.timeout(240)
+ALL = os.environ.get("TORCHMPI_FAULTS", "") == "all"
+CASES = {  # saved before; then saved under which name, as which step
+    "one is removed": ([1, 2], 3, 3),
+    "one is replaced": ([1, 2], 2, 5),
+    "the first": ([], 1, 1),
+    "the second": ([1], 2, 2),
+}
+
+
+def content(step):
+    return {"model": {"weight": torch.full((3, 2), float(step)), "step": step}, "name": f"step {step}"}
+
+
+def assert_holds(parts, step):
+    assert torch.equal(parts["model"]["weight"], torch.full((3, 2), float(step)))
+    assert (parts["model"]["step"], parts["name"]) == (step, f"step {step}")
+
+
+def step_saved(directory):
+    """The step of what is resumed from, if it is as it was saved; else None."""
+    saved = Checkpoints(directory).load()
+    if saved is None:
+        return None
+    assert_holds(saved.parts, saved.parts["model"]["step"])
+    return saved.parts["model"]["step"]
+
+
+def prepare(directory, steps):
+    for step in steps:
+        Checkpoints(directory, keep=2).save(step, content(step))
+
+
+def killed_at(point, work):
+    """Whether a child that does the work up to this point was killed there."""
+    child = os.fork()
+    if child == 0:
+        with dying.Points(point, writes_between=0 if ALL else 30):
+            work()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), status
+    return status == signal.SIGKILL
+
+
+def resume_and_save(directory, step, name):
+    checkpoints = Checkpoints(directory, keep=2)
+    checkpoints.load()
+    checkpoints.save(name, content(step))
+
+
+@pytest.mark.parametrize("case", list(CASES) if ALL else list(CASES)[:2])
+def test_the_last_complete_one_is_resumed_from(tmp_path, monkeypatch, case):
+    before, name, step = CASES[case]
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and not for those who are only killed
+    source = tmp_path / "source"
+    source.mkdir()
+    prepare(source, before)
+    former = before[-1] if before else None
+    seen, point = [], 0
+    while True:
+        directory = tmp_path / f"{point}"
+        shutil.copytree(source, directory)
+        if not killed_at(point, lambda directory=directory: resume_and_save(directory, step, name)):
+            break
+        seen.append(step_saved(directory))
+        Checkpoints(directory, keep=2).save(9, content(9))
+        assert step_saved(directory) == 9
+        left = sorted(os.listdir(directory))
+        assert all(checkpoint_files._NAME.fullmatch(entry)[2] is None for entry in left), (point, left)
+        assert len(left) <= 2, (point, left)
+        for entry in left:
+            summary = checkpoint_files.summary_of(directory / entry)
+            checkpoint_files.check(directory / entry, summary, list(summary["files"]))
+        shutil.rmtree(directory)
+        point += 1
+    turned = seen.index(step)
+    assert seen == [former] * turned + [step] * (len(seen) - turned), seen
+    assert 40 < point
+    assert 20 < turned
+    print(f"killed at {point} points; from point {turned} on it is the new checkpoint")
+
+
+def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    done = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor):
+        path = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        done.append(("fsync", "folder" if path.is_dir() else path.name))
+        fsync(descriptor)
+
+    def noted_rename(source, target):
+        done.append(("rename", pathlib.Path(target).name))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    folder = Checkpoints(tmp_path).save(1, content(1))
+    files = ["rank-0.pt", "model.pt", "checkpoint.json", "folder"]
+    assert done == [*(("fsync", name) for name in files), ("rename", "step-000001"), ("fsync", "folder")]
+    assert json.loads((folder / "checkpoint.json").read_text())["size"] == 1
