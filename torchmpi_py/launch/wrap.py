@@ -155,6 +155,7 @@ def end_job(code: int, folder: str) -> None:
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         time.sleep(_OUTPUT_SECONDS)
         mpi.COMM_WORLD.Abort(code)
+        os._exit(code)  # MPICH's returns, and until the process is killed it would go through mpi.stop()
     sys.exit(code)
 
 
