@@ -1,11 +1,11 @@
-"""Checkpoints in a world of one: what goes on from one ends as if it had not been interrupted; what is wrong is said."""
+"""Checkpoints in a world of one: what goes on from one ends as if it had not been interrupted."""
 
 import json
 import os
 import pickle
 import random
 
-import numpy
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -159,11 +159,11 @@ def test_a_loop_of_ones_own(tmp_path):
     for step in (1, 5, 12):
         folder = checkpoints.save(step, {"model": {"w": torch.full((2,), float(step))}, "text": "x"}, own={"seen": [1]})
     assert folder.name == "step-000012"
-    drawn = [torch.rand(1).item(), numpy.random.rand(), random.random()]
+    drawn = [torch.rand(1).item(), np.random.rand(), random.random()]
     step, parts = Checkpoints(tmp_path / "a" / "b").load()
     assert (step, parts["text"], parts["seen"]) == (12, "x", [1])
     assert torch.equal(parts["model"]["w"], torch.full((2,), 12.0))
-    assert drawn == [torch.rand(1).item(), numpy.random.rand(), random.random()]
+    assert drawn == [torch.rand(1).item(), np.random.rand(), random.random()]
     assert sorted(os.listdir(tmp_path / "a" / "b")) == ["step-000005", "step-000012"]
 
 
@@ -233,19 +233,22 @@ def test_a_full_disk(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"x": torch.zeros(9)})
 
+    dev_full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+
     class Full(checkpoint_files._Stream):
         def __init__(self, file):
-            super().__init__(open("/dev/full", "wb", buffering=0))
+            super().__init__(dev_full)
 
     monkeypatch.setattr(checkpoint_files, "_Stream", Full)
     with pytest.raises(errors.CheckpointError, match=r"step 2 .* rank 0 on .*rank-0.pt: No space left on device"):
         checkpoints.save(2, {"x": torch.zeros(9)})
+    dev_full.close()
     assert os.listdir(tmp_path) == ["step-000001"]
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "x").touch()
-    with pytest.raises(errors.CheckpointError, match="the folder cannot be used: rank 0 on .*/x: File exists"):
+    with pytest.raises(errors.CheckpointError, match=r"the folder cannot be used: rank 0 on .*/x: File exists"):
         Checkpoints(tmp_path / "x").load()
 
 
@@ -254,7 +257,7 @@ def test_only_data_is_saved_and_read(tmp_path):
     with pytest.raises(TypeError, match=r"parts\['model'\]\['f'\]\[1\] is a builtins.function"):
         checkpoints.save(1, {"model": {"f": [1, lambda: None]}})
     with pytest.raises(TypeError, match=r"own\['n'\] is a numpy.float64.*x.item\(\)"):
-        checkpoints.save(1, {}, own={"n": numpy.float64(1)})
+        checkpoints.save(1, {}, own={"n": np.float64(1)})
     with pytest.raises(ValueError, match=r"\['a'\] are both in parts and in own"):
         checkpoints.save(1, {"a": 1}, own={"a": 1})
     assert checkpoints.load() is None
@@ -274,7 +277,7 @@ def test_a_file_that_would_run_code_does_not(tmp_path, monkeypatch):
     summary = json.loads((folder / "checkpoint.json").read_text())
     summary["files"]["model.pt"] = written
     (folder / "checkpoint.json").write_text(json.dumps(summary))
-    with pytest.raises(errors.CheckpointError, match="UserWarning: Detected pickle protocol|UnpicklingError"):
+    with pytest.raises(errors.CheckpointError, match=r"UserWarning: Detected pickle protocol|UnpicklingError"):
         Checkpoints(tmp_path / "c").load()
     assert os.listdir(tmp_path) == ["c"]
 
@@ -323,7 +326,7 @@ def test_derived_random_numbers_follow_from_rank_0_and_differ_by_rank():
 
     def drawn(rank):
         random_states.derive(states, rank)
-        return torch.rand(1).item(), numpy.random.rand(), random.random()
+        return torch.rand(1).item(), np.random.rand(), random.random()
 
     assert drawn(4) == drawn(4)
     assert len({number for rank in (4, 5, 6) for number in drawn(rank)}) == 9
