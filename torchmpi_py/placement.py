@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.launch import variables
 
 if TYPE_CHECKING:
@@ -44,6 +45,21 @@ def prepare_environment() -> None:
     if (variables.local_size(os.environ) or 1) >= len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "true")
         os.environ.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "1")
+
+
+def check_world(size: int) -> None:
+    """TorchMPIError if the launcher started several ranks, of which MPI knows nothing: each would be a world of one."""
+    told = variables.size(os.environ) or 1
+    if size == 1 and told > 1:
+        from mpi4py import MPI
+
+        vendor, version = MPI.get_vendor()
+        raise TorchMPIError(
+            f"the launcher started {told} ranks, but for MPI each is alone: mpi4py has loaded {vendor} "
+            f"{'.'.join(map(str, version))}, and the launcher belongs to another MPI. Start with torchmpirun, unset "
+            "MPI4PY_LIBMPI and MPI4PY_MPIABI, or install one MPI only; if worlds of one are wanted, unset "
+            f"{' and '.join(name for name in variables.SIZE if name in os.environ)}"
+        )
 
 
 def locate(node: MPI.Comm) -> Local:

@@ -8,8 +8,10 @@ before the file is used.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
+import resource
 import secrets
 import tempfile
 from collections.abc import Callable
@@ -53,7 +55,7 @@ def offer(create: Create, num_bytes: int, until_mapped: contextlib.ExitStack) ->
         status = os.stat(path)
         return path, secrets.randbits(62), (status.st_dev, status.st_ino), ""
     except (OSError, OverflowError) as error:
-        return "", 0, (0, 0), f"{getattr(error, 'strerror', None) or error} ({create.__doc__})"
+        return "", 0, (0, 0), f"{_explain(error)} ({create.__doc__})"
 
 
 def nameless(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
@@ -75,6 +77,13 @@ def named(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
     return path
 
 
+def _explain(error: Exception) -> str:
+    if getattr(error, "errno", None) != errno.EMFILE:
+        return str(getattr(error, "strerror", None) or error)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"too many open files; the limit is {limit} (ulimit -n). Raise it, or make one tensor and cut it up"
+
+
 def _refuse(why: str) -> int:
     raise OSError(why)
 
@@ -84,7 +93,7 @@ def open_file(path: str, num_bytes: int, identity: Identity) -> tuple[int | None
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        return None, f"cannot open {path}: {error.strerror}"
+        return None, f"cannot open {path}: {_explain(error)}"
     status = os.fstat(file)
     if (status.st_dev, status.st_ino) == identity and status.st_size == num_bytes:
         return file, ""
@@ -103,6 +112,6 @@ def map_file(path: str, num_bytes: int, identity: Identity) -> tuple[mmap.mmap |
             mapping.madvise(mmap.MADV_HUGEPAGE)  # taken where the system lets shared memory have large pages
         return mapping, ""
     except (OSError, OverflowError, ValueError) as error:
-        return None, f"cannot map {path}: {getattr(error, 'strerror', None) or error}"
+        return None, f"cannot map {path}: {_explain(error)}"
     finally:
         os.close(file)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, hosts, mpirun, restarts
+from torchmpi_py.launch import binding, hosts, mpirun, restarts, vendors
 from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
 from torchmpi_py.launch.options import given_environment, parse
 from torchmpi_py.launch.terminal import say
@@ -80,17 +80,17 @@ def wrapped(options: argparse.Namespace) -> list[str]:
     return [*command, *(["-m"] if options.as_module else []), *options.program]
 
 
-def choose(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[mpirun.Vendor, str]:
+def choose(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[vendors.Vendor, str]:
     """The MPI, and the path of its starter."""
     if options.mpi and options.dry_run:  # of any MPI, installed or not
-        vendor = mpirun.vendor_named(options.mpi)
+        vendor = vendors.vendor_named(options.mpi)
         return vendor, vendor.programs[0]
     return mpirun.find(options.mpi, environment)
 
 
 def plan(
     options: argparse.Namespace,
-    vendor: mpirun.Vendor,
+    vendor: vendors.Vendor,
     program: str,
     folder: Path,
     environment: Mapping[str, str],
@@ -101,10 +101,15 @@ def plan(
     num_ranks = options.num_ranks or default_num_ranks(named, environment)
     hostfile = folder / "hostfile" if named else None
     busy = hosts.num_ranks_on_busiest(named, num_ranks) >= binding.num_usable_cores()
+    with_ssh = bool(named) and not options.launch_agent
     inherited = inherited_environment(environment)
     given = given_environment(options.env)
-    added = mpirun.settings(vendor, busy=busy, is_root=os.geteuid() == 0, hostfile=hostfile)
-    added |= mpirun.library_of(vendor, program)
+    added = mpirun.settings(vendor, busy=busy, is_root=os.geteuid() == 0, hostfile=hostfile, with_ssh=with_ssh)
+    library = mpirun.library_of(vendor, program)
+    for name, path in library.items():
+        if os.path.realpath(inherited.get(name, path)) != os.path.realpath(path):
+            say(f"{name} is {inherited[name]}, but {vendor.name}'s library is {path}; unset it if ranks cannot start")
+    added |= library
     added = {name: value for name, value in added.items() if name == vendor.hostfile_variable or name not in inherited}
     added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt)} | given
     reaching = sorted({*given, *(name for name in inherited | added if name.startswith(_FORWARDED))})
@@ -138,6 +143,18 @@ def check_program(program: str) -> None:
         raise LaunchError(f"{program}: there is no such program here")
 
 
+def check_shared_memory(vendor: vendors.Vendor, num_ranks: int, folder: str = "/dev/shm") -> None:
+    """Refuse where this MPI cannot start; warn where it may crash."""
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise LaunchError(f"{vendor.name} cannot work without a {folder} to write to; mount one, or use --mpi openmpi")
+    needed, free = vendor.shared_bytes * num_ranks, os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    if free < needed:
+        say(
+            f"{folder} has {free >> 20} MiB free, and {num_ranks} ranks of {vendor.name} want {needed >> 20}: they may "
+            "crash (signal 7); give it more (docker run --shm-size=1g), or use --mpi openmpi"
+        )
+
+
 def run(options: argparse.Namespace) -> int:
     """Start the job, again if it fails, or print it; return its exit code."""
     vendor, program = choose(options, os.environ)
@@ -155,6 +172,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if not options.as_module:
         check_program(options.program[0])
+    if vendor.shared_bytes and not (options.hosts or options.hostfile):
+        check_shared_memory(vendor, options.num_ranks or default_num_ranks((), os.environ))
 
     def make(folder: Path, attempt: int, begin: float) -> Job:
         chosen = plan(options, vendor, program, folder, os.environ, attempt)

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import mpirun
+from torchmpi_py.launch import vendors
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -32,7 +32,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--timeout", type=_seconds, metavar="S", help="end the job after S seconds, with exit code 124")
     add("--max-restarts", type=_number, metavar="N", help="start the job again when it fails, at most N times")
     add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
-    add("--mpi", choices=[vendor.name for vendor in mpirun.VENDORS], default="", help="default: the one that is found")
+    add("--mpi", choices=[vendor.name for vendor in vendors.VENDORS], default="", help="default: the one that is found")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in every rank; repeatable")
     add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
     add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")

@@ -15,7 +15,7 @@ _RANK = (
     "MV2_COMM_WORLD_RANK",  # MVAPICH
     "SLURM_PROCID",
 )
-_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _LOCAL_RANK = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",  # MPICH, Intel MPI
@@ -34,7 +34,7 @@ def rank(environment: Mapping[str, str]) -> int | None:
 
 def size(environment: Mapping[str, str]) -> int | None:
     """The number of ranks in the job, if Open MPI or MPICH started it."""
-    return _first_number(_SIZE, environment)
+    return _first_number(SIZE, environment)
 
 
 def local_rank(environment: Mapping[str, str]) -> int | None:
