@@ -28,6 +28,9 @@ parser.add_argument("--asynchronous", action="store_true", help="average gradien
 parser.add_argument("--usegpu", action="store_true", help="one GPU per rank")
 parser.add_argument("--progress", action="store_true", help="show a bar on rank 0")
 parser.add_argument("--save", help="file for the final parameters")
+parser.add_argument(
+    "--checkpoint", help="folder for checkpoints, after each epoch; if it holds any, go on from the last"
+)
 options = parser.parse_args()
 
 if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets it: cores / ranks
@@ -66,6 +69,7 @@ engine.train(
     iterator=DatasetIterator(train_set, batch_size, seed=options.seed),
     lr=options.lr,
     maxepoch=options.epochs,
+    checkpoint=options.checkpoint,
 )
 engine.test(network=network, criterion=criterion, iterator=DatasetIterator(test_set, batch_size, shuffle=False))
 

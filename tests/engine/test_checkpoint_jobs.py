@@ -1,0 +1,65 @@
+"""Jobs that are killed, in steps and in saves, and started again: they end with the parameters of one that was not.
+
+With TORCHMPI_FAULTS=all (scripts/test_faults) many of them.
+"""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).parent / "checkpointed.py"
+ALL = os.environ.get("TORCHMPI_FAULTS", "") == "all"
+pytestmark = pytest.mark.timeout(240)
+
+
+def result(folder, ranks, kills):
+    folder.mkdir()
+    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", str(ranks), "--bind", "none", "--timeout", "100"]
+    line = [*launch, "--max-restarts", str(len(kills)), str(PROGRAM), str(folder), json.dumps(kills)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    job = subprocess.run(line, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert job.returncode == 0, (kills, job.stderr[-3000:])
+    left = sorted(os.listdir(folder / "checkpoints"))
+    assert len(left) == 3, (kills, left)
+    assert all(name.startswith("step-") and name[5:].isdigit() for name in left), (kills, left)
+    return torch.load(folder / "result.pt", weights_only=True)
+
+
+def assert_as_if_undisturbed(tmp_path, ranks, trials):
+    undisturbed = result(tmp_path / f"undisturbed-{ranks}", ranks, [])
+    assert undisturbed["t"] == 3 * math.ceil(61 / (3 * ranks))
+    for number, kills in enumerate(trials):
+        disturbed = result(tmp_path / f"{ranks}-{number}", ranks, kills)
+        assert (disturbed["start"], disturbed["t"]) == (len(kills), undisturbed["t"]), kills
+        for name, tensor in undisturbed["network"].items():
+            assert torch.equal(disturbed["network"][name], tensor), (kills, name)
+
+
+def drawn(draw, ranks):
+    """Three kills, each somewhat later than the one before, or earlier."""
+    steps = 3 * math.ceil(61 / (3 * ranks)) - 2
+    at = sorted(draw.randrange(1, steps) for _ in range(3))
+    kinds = [None, draw.randrange(50), draw.randrange(70)]
+    draw.shuffle(kinds)
+    return [
+        {"rank": draw.randrange(ranks), "step": step, "point": point} for step, point in zip(at, kinds, strict=True)
+    ]
+
+
+def test_killed_in_a_save(tmp_path):
+    assert_as_if_undisturbed(tmp_path, 2, [[{"rank": 0, "step": 9, "point": 33}]])
+
+
+@pytest.mark.skipif(not ALL, reason="TORCHMPI_FAULTS=all is not set")
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_many_kills(tmp_path, ranks):
+    draw = random.Random(ranks)
+    assert_as_if_undisturbed(tmp_path, ranks, [drawn(draw, ranks) for _ in range(7)])
