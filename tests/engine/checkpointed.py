@@ -1,7 +1,7 @@
 """Trains with checkpoints, and is killed in each of its starts but the last, as its second argument says.
 
 checkpointed.py FOLDER KILLS: KILLS is a list of {"rank", "step", "point"}, one per start. The process is killed in this
-step, or at this point of the save that follows it (``dying``). The last start writes FOLDER/result.pt.
+step, or at this point of the saves that follow it (``dying``). The last start writes FOLDER/result.pt.
 """
 
 import json
@@ -29,7 +29,8 @@ dataset = TensorDataset(torch.randn(61, 6, generator=generator), torch.arange(61
 
 
 def on_update(state):
-    if mpi.rank() == kill["rank"] and state.t == kill["step"]:
+    if mpi.rank() == kill["rank"] and state.t >= kill["step"]:
+        kill["rank"] = -1
         if kill["point"] is None:
             os.kill(os.getpid(), signal.SIGKILL)
         dying.Points(kill["point"], writes_between=10).__enter__()
