@@ -175,6 +175,7 @@ def _initialise_mpi() -> MPI.Comm:
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     exits.register(stop)
+    placement.check_world(MPI.COMM_WORLD.size)
     return MPI.COMM_WORLD
 
 

@@ -194,3 +194,10 @@ def test_elsewhere_than_on_linux_it_says_so(monkeypatch, capsys):
     monkeypatch.delattr(launcher.os, "sched_getaffinity")
     assert launcher.main(["-n", "2", "a.py"]) == 2
     assert "Linux only" in capsys.readouterr().err
+
+
+def test_a_host_that_does_not_answer_is_given_up():
+    for vendor, name in ((OPENMPI, "PRTE_MCA_plm_ssh_args"), (MPICH, "HYDRA_LAUNCHER_EXTRA_ARGS")):
+        made = mpirun.settings(vendor, busy=False, is_root=False, with_ssh=True)
+        assert made[name] == "-o ConnectTimeout=20"
+        assert name not in mpirun.settings(vendor, busy=False, is_root=False)

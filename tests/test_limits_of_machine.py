@@ -1,0 +1,91 @@
+"""What is short, missing, or not as one would have it: open files, threads in MPI, another MPI than the launcher's."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import __main__ as launcher
+from torchmpi_py.launch import vendors
+
+pytestmark = pytest.mark.timeout(120)
+MPICH = vendors.vendor_named("mpich")
+
+# Some other files are open already: let 20 more be.
+FILES = """
+import os, resource, torch, torchmpi_py as mpi
+mpi.start()
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, 4096))
+kept = []
+try:
+    for _ in range(100):
+        kept.append(mpi.symmetric_empty(1000))
+except mpi.Unavailable as error:
+    assert "ulimit -n" in str(error), error
+assert 5 < len(kept) < 30
+kept.clear()
+x = torch.ones(100_000)
+mpi.allreduce(x)
+assert x[0] == mpi.size()
+mpi.symmetric_empty(1000)
+"""
+
+THREADS = """
+import torch, torchmpi_py as mpi
+mpi.start()
+from mpi4py import MPI
+assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
+handles = [mpi.allreduce_async(torch.full((count,), float(mpi.rank()))) for count in (1, 1000, 1_000_000)]
+for handle in handles:
+    assert handle.wait()[-1] == mpi.size() * (mpi.size() - 1) / 2
+server = mpi.paramserver.init(torch.zeros(10))
+server.send(torch.ones(10), "add").wait()
+mpi.barrier()
+assert server.receive().wait()[0] == mpi.size()
+"""
+
+
+def program(tmp_path, text):
+    path = tmp_path / "program.py"
+    path.write_text(text)
+    return str(path)
+
+
+def launch(*arguments):
+    command = [sys.executable, "-m", "torchmpi_py.launch", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_too_many_open_files(tmp_path):
+    job = launch("-n", "2", program(tmp_path, FILES))
+    assert job.returncode == 0, job.stderr
+
+
+@pytest.mark.parametrize("level", ["serialized"])
+def test_an_mpi_for_fewer_threads(tmp_path, level):
+    job = launch("-n", "2", "--env", f"MPI4PY_RC_THREAD_LEVEL={level}", program(tmp_path, THREADS))
+    assert job.returncode == 0, job.stderr
+    assert "this MPI does not give MPI_THREAD_MULTIPLE" in job.stderr
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE"])
+def test_another_mpi_than_the_launchers(name):
+    code = "import torchmpi_py as mpi; mpi.start()"
+    environment = launcher.inherited_environment(os.environ) | {name: "2", "PYTHONWARNINGS": "ignore"}
+    one = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert one.returncode == 1
+    assert "TorchMPIError: the launcher started 2 ranks, but for MPI each is alone" in one.stderr
+    assert f"unset {name}" in one.stderr
+
+
+def test_shared_memory_for_mpich(tmp_path, capsys):
+    launcher.check_shared_memory(MPICH, 2, str(tmp_path))
+    assert capsys.readouterr().err == ""
+    launcher.check_shared_memory(MPICH, 1 << 30, str(tmp_path))
+    assert "they may crash (signal 7); give it more" in capsys.readouterr().err
+    with pytest.raises(LaunchError, match=r"mpich cannot work without a .*/none to write to"):
+        launcher.check_shared_memory(MPICH, 2, str(tmp_path / "none"))
