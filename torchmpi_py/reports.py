@@ -7,10 +7,12 @@ import threading
 import time
 import traceback
 
-from torchmpi_py import board, processes
+from torchmpi_py import board, processes, watch
 from torchmpi_py.board import (
+    CHECKSUM_BITS,
     ENDING,
     HAS_LEFT,
+    MARKS_PER_ROW,
     NAMESPACE,
     PROCESS,
     STARTED,
@@ -113,6 +115,20 @@ def death(used: Board, index: int) -> str:
     return f"{name(used, index)} died {'in' if begun else 'after'} {last.what}, called at {last.site}"
 
 
+def deaths(within_seconds: float) -> str:
+    """Which ranks of this node have died; empty if none has, nor does ``within_seconds``.
+
+    What a process has open is closed, and others notice that, some time before it has ended.
+    """
+    used, until = board.current, time.monotonic() + within_seconds
+    while used is not None:
+        dead = [index for index in by_rank(used) if is_dead(used, index)]
+        if dead or time.monotonic() > until:
+            return "; ".join(death(used, index) for index in dead[:_MOST_NAMED])
+        time.sleep(0.01)
+    return ""
+
+
 def late(noted: Noted) -> str:
     """Which ranks keep an operation of this rank, as far as can be seen from this node; empty if that is not known."""
     used = board.current
@@ -131,6 +147,48 @@ def late(noted: Noted) -> str:
     if len(told) > _MOST_NAMED:
         told[_MOST_NAMED:] = [f"{len(told) - _MOST_NAMED} more"]
     return "; ".join(told) or "The ranks of this node are all there."
+
+
+def sides(noted: Noted) -> tuple[str, bool]:
+    """What the ranks of this node call at the place of an operation, and where; and whether one differs from this one.
+
+    Those that differ are told, or all if none is known to; empty where nothing can be seen.
+    """
+    number, *_, mark, sequence = noted
+    used = board.current
+    mine = None if used is None else used.record(number)
+    if used is None or mine is None or sequence is None:
+        return "", False
+    same: list[str] = []
+    different: list[str] = []
+    for index in by_rank(used):
+        row = used.rows_of.get(sequence.index, {}).get(index)
+        theirs = None if row is None else used.counterpart(sequence.index, mine.position, index)
+        if row is None or theirs is None or index == used.index:
+            continue
+        their_mark = used.words[used.first_mark(index, row) + mine.position % MARKS_PER_ROW]
+        if their_mark >> CHECKSUM_BITS == mark >> CHECKSUM_BITS:
+            (same if their_mark == mark else different).append(f"{name(used, index)} {watch.calls(theirs)}")
+    told = [f"this rank {watch.calls(mine)}", *(different or same)[:_MOST_NAMED]]
+    return "; ".join(told), bool(different)
+
+
+def disagreement(used: Board, number: int) -> str:
+    """In what other ranks of this node differ from this rank's operation; empty if they do not, or none has come."""
+    mine = used.record(number)
+    if mine is None or mine.row < 0 or not mine.position:
+        return ""
+    marks = {
+        index: used.words[used.first_mark(index, row) + mine.position % MARKS_PER_ROW]
+        for index, row in used.rows_of.get(mine.row, {}).items()
+    }
+    own = marks.get(used.index, 0)
+    for index, mark in marks.items():
+        if mark != own and mark ^ own < 1 << CHECKSUM_BITS:
+            theirs = used.counterpart(mine.row, mine.position, index)
+            told = f"{name(used, used.index)} {watch.calls(mine)}; {name(used, index)} {watch.calls(theirs)}"
+            return f"operation {mine.position} of this communicator is not the same on all ranks: {told}"
+    return ""
 
 
 def stacks() -> str:

@@ -24,9 +24,10 @@ def pytest_terminal_summary(terminalreporter):
     if not rows:
         return
     terminalreporter.section("trials")
-    terminalreporter.write_line(f"{'kind':44} {'trials':>6} {'median s':>9} {'max s':>7} {'failed':>6}")
+    width = max(len(kind) for kind, *_ in rows)
+    terminalreporter.write_line(f"{'kind':{width}} {'trials':>6} {'median s':>9} {'max s':>7} {'failed':>6}")
     for kind in dict.fromkeys(kind for kind, *_ in rows):
         times = [seconds for of, seconds, _ in rows if of == kind]
         failed = sum(has_failed for of, _, has_failed in rows if of == kind)
         median = statistics.median(times)
-        terminalreporter.write_line(f"{kind:44} {len(times):6} {median:9.2f} {max(times):7.2f} {failed:6}")
+        terminalreporter.write_line(f"{kind:{width}} {len(times):6} {median:9.2f} {max(times):7.2f} {failed:6}")

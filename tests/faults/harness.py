@@ -112,6 +112,7 @@ def run(
         (folder / "d").mkdir()
         used = {**os.environ, **(environment or {})}
         used |= {"FAULTS_JOB": where, "TMPDIR": f"{where}/t", "TORCHMPI_DUMP_DIR": f"{where}/d", "OMP_NUM_THREADS": "1"}
+        used |= {"OMPI_MCA_mpi_yield_when_idle": "true", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}  # many jobs, few cores
         for variable in ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT"):
             used |= {variable: "1", f"{variable}_CONFIRM": "1"}
         with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:

@@ -68,6 +68,10 @@ ONCE = "import torchmpi_py as mpi\nmpi.start()\nassert mpi.allreduce(1) == mpi.s
 NUMBERS = {"split": (40, 1000), "asynchronous": (400, 10_000), "symmetric": (40, 1000)}
 
 
+def _in_words(grown):
+    return " ".join(f"{key} {value:+d}" for key, value in grown.items())
+
+
 @pytest.mark.parametrize("what", NUMBERS)
 def test_nothing_grows(judge, tmp_path, what):
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -77,12 +81,12 @@ def test_nothing_grows(judge, tmp_path, what):
     outcome.expect(outcome.code == 0, "it failed")
     for before, after in map(json.loads, outcome.output.splitlines()):
         grown = {key: after[key] - before[key] for key in before}
-        outcome.name += f" {grown}"
+        outcome.name += f", {_in_words(grown)}"
         outcome.expect(grown["descriptors"] <= DESCRIPTORS, f"file descriptors: {before} {after}")
         outcome.expect(grown["threads"] <= THREADS, f"threads: {before} {after}")
         outcome.expect(grown["shared"] <= 0, f"shared memory: {before} {after}")
         outcome.expect(grown["rss"] <= RSS_KIB, f"memory: {before} {after}")
-    judge(f"{number} times {what}", [outcome])
+    judge(outcome.name, [outcome])
 
 
 def test_start_and_stop_in_one_process(judge, tmp_path):
@@ -106,10 +110,10 @@ def test_start_and_stop_in_one_process(judge, tmp_path):
         told[int(line[-1])].append(json.loads(line[:-2]))
     for before, after in told.values():
         grown = {key: after[key] - before[key] for key in before}
-        outcome.name += f" {grown}"
+        outcome.name += f", {_in_words(grown)}"
         within = grown["descriptors"] <= DESCRIPTORS and grown["threads"] <= THREADS and grown["shared"] <= 0
         outcome.expect(within and grown["rss"] <= RSS_KIB, f"{before} {after}")
-    judge("start and stop in one process", [outcome])
+    judge(outcome.name, [outcome])
 
 
 def test_start_and_stop_in_fresh_processes(judge, tmp_path):

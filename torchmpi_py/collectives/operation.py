@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmpi_py import config, recovery, reports, tracing, watch
 from torchmpi_py.channels import BACKGROUND
 from torchmpi_py.communicators import Communicator
-from torchmpi_py.errors import CommunicatorError
+from torchmpi_py.errors import CommunicatorError, RankDied, RanksDisagree
 from torchmpi_py.handles import Handle
 from torchmpi_py.trace_rows import POSTED
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchmpi_py.collectives.flavour import Flavour
 
 R = TypeVar("R")
+_DEATH_SECONDS = 0.3
 
 
 class Label(NamedTuple):
@@ -72,7 +73,7 @@ class Operation(Generic[R]):
             returned = getattr(self.flavour, self.method)(channel, *self.arguments)
             watch.end(noted)
             return self.target if self.conclude is None else self.conclude(returned)  # type: ignore[return-value]
-        except RuntimeError as error:
+        except (RuntimeError, CommunicatorError, RanksDisagree) as error:
             raise self.explain(error)  # noqa: B904 - it carries its cause
         except BaseException:
             watch.fail(noted)
@@ -106,16 +107,33 @@ class Operation(Generic[R]):
         return self.target if self.conclude is None else self.conclude(None)  # type: ignore[return-value]
 
     def explain(self, error: Exception) -> Exception:
-        """It has failed: an error of MPI as ours, with the operation's name; any other error as it is."""
+        """It has failed. What is told is what is wrong with other ranks, if that can be seen; else what ``error`` says.
+
+        An error of MPI becomes one of ours, with the operation's name.
+        """
         from mpi4py import MPI
 
+        sides, differ = "", False
         if self.noted is not None:
             watch.fail(self.noted)
-        if not isinstance(error, MPI.Exception):
+            sides, differ = reports.sides(self.noted)
+        if isinstance(error, RanksDisagree):
+            if sides and " at " not in str(error):  # where the calls are is not yet told
+                error.args = (f"{error} ({sides})",)
+            return error
+        if isinstance(error, RankDied):
             return error
         if recovery.is_death(error):
             return recovery.died(str(self), self.comm.direct.mpi, error)
-        explained = CommunicatorError(f"{self}: MPI failed: {error}. Did every rank call it with the same sizes?")
+        is_mpis = isinstance(error, MPI.Exception)
+        if differ:
+            explained: Exception = RanksDisagree(f"{self}: the ranks call different operations: {sides}")
+        elif died := reports.deaths(_DEATH_SECONDS):
+            explained = CommunicatorError(f"{self}: {died}")
+        elif is_mpis:
+            explained = CommunicatorError(f"{self}: MPI failed: {error}. Did every rank call it with the same sizes?")
+        else:
+            return error
         explained.__cause__ = error
         return explained
 

@@ -97,7 +97,7 @@ class Job:
                 self._end(signal.SIGTERM)
                 return TIMEOUT_CODE
             if not self.elastic and self._failed_for() > self.failure_grace_seconds:
-                self._end(signal.SIGTERM)
+                self._end(signal.SIGTERM, GRACE_SECONDS if self.stop_signals else FAILURE_GRACE_SECONDS)
             if now > look:  # often until MPI is up, seldom after
                 self._shared_memory |= leftovers.shared_memory(self._processes())
                 interval = 5.0 if self._shared_memory else min(5.0, 1.2 * interval)
@@ -115,15 +115,16 @@ class Job:
                 for death in deaths:
                     say(f"{death.name} {death.explain()}; the others go on")
             elif not self._first_deaths and not marks.failures(self.folder):
-                self._first_deaths, self._death_time = deaths, time.time()
+                self._first_deaths = deaths[:1] if deaths[0].is_in_order else deaths
+                self._death_time = time.time()
         return self.process.poll() is None
 
-    def _end(self, signum: int) -> None:
+    def _end(self, signum: int, grace_seconds: float = GRACE_SECONDS) -> None:
         """Ask the starter, wait, then kill what is left of the job on this host."""
         self._shared_memory |= leftovers.shared_memory(self._processes())
         for wanted in self.stop_signals or (signum,):
             self.process.send_signal(wanted)
-            until = time.monotonic() + GRACE_SECONDS
+            until = time.monotonic() + grace_seconds
             num_signals = len(self._ending)
             while self._running() and time.monotonic() < until and len(self._ending) == num_signals:
                 pass

@@ -33,6 +33,7 @@ if __name__ == "__main__":
 from torchmpi_py.launch import binding, marks, variables
 
 _LAST_SECONDS = 30
+_KILLED_SECONDS = 2.0
 _OUTPUT_SECONDS = 0.3  # an abort overtakes output that the starter has not read yet, such as the traceback
 _SILENT = "99"  # torch's profiler says on stderr when it starts and stops
 
@@ -155,7 +156,10 @@ def end_job(code: int, folder: str) -> None:
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         time.sleep(_OUTPUT_SECONDS)
         mpi.COMM_WORLD.Abort(code)
-        os._exit(code)  # MPICH's returns, and until the process is killed it would go through mpi.stop()
+        # MPICH's returns. Its starter is about to kill this process, and may fail to end the others if this one ends
+        # first; one that went on meanwhile would go through mpi.stop().
+        time.sleep(_KILLED_SECONDS)
+        os._exit(code)
     sys.exit(code)
 
 
