@@ -1,6 +1,5 @@
 """What is noted of operations, and what becomes of ranks that call different things, or nothing."""
 
-import json
 import os
 import re
 import subprocess
@@ -10,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from torchmpi_py import board, watch
-from torchmpi_py.board import MARKS_PER_ROW, NUM_RECORDS, NUM_STRINGS
-from torchmpi_py.sequences import CHECKSUM_BITS
+from torchmpi_py import board, config, reports, watch
+from torchmpi_py.bench import hang
+from torchmpi_py.board import CHECKSUM_BITS, MARKS_PER_ROW, NUM_RECORDS, NUM_STRINGS, POSITION_BITS
+from torchmpi_py.channels import Place
 
 pytestmark = pytest.mark.timeout(120)
 LAUNCHER = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
 HEAD = "import os, signal, time, torch, torchmpi_py as mpi\nmpi.start()\nme = mpi.rank()\nx = torch.ones(1000)\n"
 
 
-def run(tmp_path, program, ranks=3, deadline=0, at_deadline="abort"):
+def run(tmp_path, program, ranks=3, deadline=30, at_deadline="abort"):
     """A job of this program; its lines begin after HEAD's four."""
     (tmp_path / "program.py").write_text(HEAD + program)
     limits = {"TORCHMPI_DEADLINE": str(deadline), "TORCHMPI_AT_DEADLINE": at_deadline}
@@ -53,15 +53,16 @@ def test_marks_of_neighbours(mpi):
         for _ in range(2 * MARKS_PER_ROW):
             mpi.allreduce(1, comm=comm)
         mpi.barrier(comm)
-        sequence = comm.sequences[0]
-        assert sequence.position == 2 * MARKS_PER_ROW + 1
+        sequence, used = comm.sequences[0], board.current
         assert (sequence.neighbour is None) == (mpi.size() == 1)
-        _, checksum = board.current.texts["barrier",]
-        slot = sequence.neighbours_first + sequence.position % MARKS_PER_ROW
-        mark = (sequence.use | sequence.position) << CHECKSUM_BITS | checksum
-        assert board.current.words[slot] == (mark if mpi.size() > 1 else 0)
+        number = 2 * MARKS_PER_ROW + 1
+        assert used.records(used.index)[0].position == number
+        mark, (mine, theirs) = sequence.next_mark()
+        assert mark == (sequence.use << POSITION_BITS | number + 1) << CHECKSUM_BITS
+        assert (mine - theirs) % MARKS_PER_ROW == 0
+        assert used.words[theirs] >> CHECKSUM_BITS == (mark >> CHECKSUM_BITS) - MARKS_PER_ROW
         if mpi.size() > 1:
-            theirs = board.current.counterpart(sequence.index, sequence.position, sequence.neighbours_index)
+            theirs = used.counterpart(sequence.index, number, sequence.neighbours_index)
             assert theirs.words == "barrier"
         mpi.barrier(comm)
 
@@ -155,8 +156,106 @@ def test_a_rank_that_does_not_come(tmp_path):
     assert re.search(r"rank 2 \(process \d+\): is there too, called at .*program.py:8", job.stderr)
     assert 'program.py", line 7, in <module>' in job.stderr
     (folder,) = tmp_path.glob("torchmpi_py-hang-*")
-    dumps = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(3)]
-    assert [len(dump["entries"]) for dump in dumps] == [2, 1, 2]
+    dumps = hang.load(tmp_path)
+    assert [len(dump["entries"]) for dump in dumps.values()] == [2, 1, 2]
+    told = hang.explain(dumps)
+    assert "operation 1:\n  ranks 0,2 launched allreduce mpi torch.float32 sum, 4000 bytes, called at" in told
+    assert "  rank 1 has not come to it" in told
+    analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", folder]
+    found = subprocess.run(analyzer, capture_output=True, text=True, timeout=60)
+    assert "missing ranks: {1}" in found.stdout + found.stderr, found
+
+
+def test_a_late_operation_that_raises(tmp_path):
+    """In user code, and what it says; the operations go on, and complete."""
+    program = """
+others = [os.path.join(os.environ["TORCHMPI_DUMP_DIR"], str(rank)) for rank in (0, 2)]
+while me == 1 and not all(map(os.path.exists, others)):
+    time.sleep(0.01)
+pending = [lambda: mpi.allreduce(x), mpi.barrier, lambda: mpi.allreduce_async(torch.ones(1 << 20)).wait()]
+for call in pending:
+    try:
+        call()
+    except mpi.CollectiveTimeout as error:
+        print("late:", error)
+if me != 1:
+    open(others[me // 2], "w")
+"""
+    job = run(tmp_path, program, deadline=2, at_deadline="raise")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("late:") == 6, job.stdout
+    assert re.search(r"late: .* not complete after 2 s.* rank 1 \(process \d+\): has .*not", job.stdout)
+    assert "report" not in job.stderr
+
+
+def test_a_rank_that_does_not_stop(tmp_path):
+    """The others wait for it in stop; or it calls one operation fewer, which is found there."""
+    job = run(tmp_path, "if me == 1:\n    time.sleep(50)\n", deadline=1)
+    assert job.returncode == 1, job.stderr
+    assert re.search(r"rank [02] waits in mpi.stop\(\)", job.stderr)
+    job = run(tmp_path, "if me != 1:\n    mpi.allreduce(x)\n")
+    assert job.returncode == 1, job.stderr
+    assert "RanksDisagree: operation 1 " in job.stderr
+    assert re.search(r"calls mpi.stop\(\) .* calls allreduce|calls allreduce .* calls mpi.stop", job.stderr)
+
+
+def test_a_report_that_is_asked_for(tmp_path):
+    """By a signal, while the main thread is in MPI; the job goes on, and children have the signal's usual meaning."""
+    program = """
+if me == 0:
+    import subprocess
+    subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -USR1 {os.getpid()}; kill -USR1 $$"])
+    mpi.barrier()
+else:
+    time.sleep(2)
+    mpi.barrier()
+print("went on")
+"""
+    job = run(tmp_path, program, ranks=2)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("went on") == 2
+    assert job.stderr.count("torchmpi_py: report of rank 0: asked for by SIGUSR1") == 1, job.stderr
+    assert re.search(r"rank 0 \(process \d+\): in barrier for", job.stderr)
+
+
+def test_a_death():
+    """What is said of it, and who is taken for dead: a process that is gone without having left in order."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    used = board.Board(_Node(), [Place(0, 0)], 7)
+    assert not reports.is_dead(used, 0)
+    process.wait()
+    used.put(board.PROCESS, process.pid)
+    assert reports.is_dead(used, 0)
+    assert reports.death(used, 0) == f"rank 7 (process {process.pid}) died before its first operation"
+    used.put(board.HAS_LEFT, board.STOPPED)
+    assert not reports.is_dead(used, 0)
+    used.put(board.HAS_LEFT, 0)
+    used.put(board.PROCESS, os.getpid())
+    used.put(board.STARTED, 1)  # the number was used again
+    assert reports.is_dead(used, 0)
+
+
+class _Node:
+    """A communicator of one rank that shares no memory."""
+
+    rank, size = 0, 1
+
+    def allgather(self, x):
+        return [x]
+
+    def Barrier(self):
+        pass
+
+
+def test_tuning_of_deadlines():
+    assert config.from_environment({"TORCHMPI_DEADLINE": "5"}).deadline_seconds == 5
+    assert config.from_environment({"TORCHMPI_DEADLINE_SECONDS": "5"}).deadline_seconds == 5
+    with pytest.raises(ValueError, match="the same setting"):
+        config.from_environment({"TORCHMPI_DEADLINE_SECONDS": "5", "TORCHMPI_DEADLINE": "6"})
+    with pytest.raises(ValueError, match="TORCHMPI_DEADLINE='soon': give a whole number of seconds"):
+        config.from_environment({"TORCHMPI_DEADLINE": "soon"})
+    with pytest.raises(ValueError, match="at_deadline = 'stop': give one of abort, report, raise"):
+        config.from_environment({"TORCHMPI_AT_DEADLINE": "stop"})
 
 
 def test_a_rank_that_is_stopped(tmp_path):

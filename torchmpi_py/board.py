@@ -15,12 +15,11 @@ sequence, and a checksum of what has to be the same on every rank. So ranks comp
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,11 +38,16 @@ STRING_BYTES = 128
 TEXT_BYTES = 16 << 10
 BLANK, SCRAP = NUM_ROWS, NUM_ROWS + 1
 """Two rows more: one in which there never is a mark, and one for the marks that nobody looks at."""
-_RECORD = struct.Struct("=7Q")
+_RECORD = struct.Struct("7Q")
+pack = struct.Struct("5Q").pack_into
+"""Write a record, without the times to come."""
 RECORD_BYTES = _RECORD.size
-LAUNCHED, BEGUN, ENDED = 2, 3, 4
-"""Words of a record."""
-ROW_BITS = 12
+LAUNCHED, NAMES, BEGUN, ENDED = 2, 4, 5, 6
+"""Words of a record. The last two are left as they were in the record that had the place before: what is older than
+the launch means nothing. An operation that was not launched, but called, has begun then."""
+CHECKSUM_BITS = POSITION_BITS = 24
+STRING_BITS = 16
+IS_LAUNCH = 1 << 3 * STRING_BITS
 _HEADER_WORDS = 64
 _USES_BEGIN = _HEADER_WORDS + (NUM_ROWS + 2) * MARKS_PER_ROW
 _RECORDS_BEGIN = (_USES_BEGIN + NUM_ROWS) * 8
@@ -106,22 +110,30 @@ class Board:
             return shared_files.map_file(path, size, identity)
 
         try:
-            self._mapping, _ = shared_files.share(node, 0, size, take)
+            self.mapping, _ = shared_files.share(node, 0, size, take)
         except Unavailable:
-            self._mapping, indices = mmap.mmap(-1, PART_BYTES), [self.index]
+            self.mapping, indices = mmap.mmap(-1, PART_BYTES), [self.index]
         self._begins = {index: part * PART_BYTES for part, index in enumerate(indices)}
         self._begin = self._begins[self.index]
-        self.words = memoryview(self._mapping).cast("Q")
+        self.waste = self._begin // 8 + _HEADER_WORDS - 1
+        """A word for what has no place any more."""
+        self.words = memoryview(self.mapping).cast("Q")
         self._free_rows = list(range(NUM_ROWS - 1, -1, -1))
         self._num_uses = 0
-        self.numbers = itertools.count(1)
         self._strings: dict[str, int] = {}
         self.rows_of: dict[int, dict[int, int]] = {}  # own row -> the rows of the same sequence, by local rank
         self.first_record = (self._begin + _RECORDS_BEGIN) // 8
-        self.pack = functools.partial(_RECORD.pack_into, self._mapping)
+        begins = [
+            self.first_record + number % NUM_RECORDS * (RECORD_BYTES // 8) for number in range(1, NUM_RECORDS + 1)
+        ]
+        records = itertools.cycle([(begin * 8, begin, begin + ENDED) for begin in begins])
+        self.next_record: Callable[[], tuple[int, tuple[int, int, int]]] = zip(
+            itertools.count(1), records, strict=False
+        ).__next__
+        """The number of the next record, and where it is: in bytes, in words, and the word for its end."""
         self.texts: dict[tuple[Any, ...], tuple[int, int]] = {}  # watch.py's: numbers of strings, and checksums
         self.sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
-        self.calls: dict[tuple[int, int], tuple[Any, int, int]] = {}
+        self.calls: dict[int, tuple[CodeType, Any, object, int, int]] = {}
         self.put(WORLD_RANK, world_rank)
         self.put(PROCESS, os.getpid())
         with contextlib.suppress(OSError):
@@ -149,7 +161,7 @@ class Board:
         self._num_uses += 1
         place = self._free_rows.pop()
         begin = self.first_mark(self.index, place) * 8
-        self._mapping[begin : begin + MARKS_PER_ROW * 8] = bytes(MARKS_PER_ROW * 8)
+        self.mapping[begin : begin + MARKS_PER_ROW * 8] = bytes(MARKS_PER_ROW * 8)
         return Row(place, self._num_uses)
 
     def settle_row(self, row: Row, use: int, group: str) -> None:
@@ -180,32 +192,34 @@ class Board:
             self._strings[text] = number = len(self._strings) + 1
             data = text.encode(errors="backslashreplace")[-STRING_BYTES:].ljust(STRING_BYTES, b"\0")
             begin = self._begin + _STRINGS_BEGIN + number * STRING_BYTES
-            self._mapping[begin : begin + STRING_BYTES] = data
+            self.mapping[begin : begin + STRING_BYTES] = data
         return number
 
     def records(self, index: int) -> list[Record]:
         """What a rank has done, the latest first."""
         begin = self._begins[index] + _RECORDS_BEGIN
-        data = self._mapping[begin : begin + NUM_RECORDS * RECORD_BYTES]
+        data = self.mapping[begin : begin + NUM_RECORDS * RECORD_BYTES]
         return [self._record(index, *found) for found in sorted(_RECORD.iter_unpack(data), reverse=True) if found[0]]
 
     def record(self, number: int) -> Record | None:
         """One of this rank's, while it is there."""
         begin = (self.first_record + number % NUM_RECORDS * (RECORD_BYTES // 8)) * 8
-        found = _RECORD.unpack_from(self._mapping, begin)
+        found = _RECORD.unpack_from(self.mapping, begin)
         return self._record(self.index, *found) if found[0] == number else None
 
     def _record(
-        self, index: int, number: int, where: int, launched: int, begun: int, ended: int, num_bytes: int, names: int
+        self, index: int, number: int, mark: int, launched: int, num_bytes: int, names: int, begun: int, ended: int
     ) -> Record:
-        row, position = (where & (1 << ROW_BITS) - 1) - 1, where >> ROW_BITS
+        row, position = (names >> 2 * STRING_BITS & 0xFFFF) - 1, mark >> CHECKSUM_BITS & (1 << POSITION_BITS) - 1
+        begun = launched if not names & IS_LAUNCH else begun if begun >= launched else 0
         ended -= (ended >> 63) << 64
-        words, site = self._string(index, names >> 32), self._string(index, names & 0xFFFFFFFF)
+        ended = ended if abs(ended) >= launched else 0
+        site, words = (self._string(index, names >> shift & 0xFFFF) for shift in (0, STRING_BITS))
         return Record(number, row, position, launched, begun, ended, num_bytes, words, site)
 
     def _string(self, index: int, number: int) -> str:
         begin = self._begins[index] + _STRINGS_BEGIN + number * STRING_BYTES
-        return self._mapping[begin : begin + STRING_BYTES].rstrip(b"\0").decode(errors="replace") or "?"
+        return self.mapping[begin : begin + STRING_BYTES].rstrip(b"\0").decode(errors="replace") or "?"
 
     def counterpart(self, row: int, position: int, index: int) -> Record | None:
         """What another rank has noted of the operation that is at this place of this rank's row."""
@@ -216,13 +230,13 @@ class Board:
         """Tell where this rank's threads stand."""
         data = text.encode(errors="backslashreplace")[:TEXT_BYTES]
         begin = self._begin + _TEXT_BEGIN
-        self._mapping[begin : begin + len(data)] = data
+        self.mapping[begin : begin + len(data)] = data
         self.put(TEXT_LENGTH, len(data))
 
     def read_text(self, index: int) -> str:
         """What a rank has told."""
         begin = self._begins[index] + _TEXT_BEGIN
-        return self._mapping[begin : begin + self.get(TEXT_LENGTH, index)].decode(errors="replace")
+        return self.mapping[begin : begin + self.get(TEXT_LENGTH, index)].decode(errors="replace")
 
 
 current: Board | None = None

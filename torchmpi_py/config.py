@@ -6,7 +6,6 @@ Also where files for later jobs lie, and how they are written.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -98,11 +97,6 @@ class Tuning:
                 "wire_bytes: a natively posted operation must fit in one message, also when 8 bits travel as 32"
             )
 
-    @functools.cached_property
-    def can_raise(self) -> bool:
-        """Whether operations are given up at the deadline."""
-        return self.at_deadline == "raise" and self.deadline_seconds > 0
-
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Tuning:
     """Defaults, overridden by ``TORCHMPI_<FIELD>`` (for example TORCHMPI_FUSE_BYTES=1048576)."""
@@ -153,7 +147,12 @@ current = Tuning()
 """The tuning in use; read it as ``config.current``, for ``install`` replaces it."""
 
 
+can_raise = False
+"""Whether operations are given up at the deadline."""
+
+
 def install(tuning: Tuning) -> None:
     """Make ``tuning`` the one in use."""
-    global current
+    global current, can_raise
     current = tuning
+    can_raise = tuning.at_deadline == "raise" and tuning.deadline_seconds > 0

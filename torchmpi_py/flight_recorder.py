@@ -21,6 +21,7 @@ import tempfile
 from typing import Any
 
 from torchmpi_py.board import PROCESS, WORLD_RANK, Board, Record
+from torchmpi_py.grouping import from_words
 
 PREFIX = "flight_recorder_"
 VERSION = "2.10"
@@ -119,14 +120,8 @@ def _group(used: Board, index: int, record: Record) -> tuple[str, str, list[int]
     if record.row < 0:
         return "0", "without a row", [used.get(WORLD_RANK, index)]
     group = used.group(index, record.row)
-    ranks = _numbers(group.ranks)
+    ranks = from_words(group.ranks)
     return f"{group.use}.{min(ranks, default=0)}", group.key, ranks
-
-
-def _numbers(text: str) -> list[int]:
-    """The numbers of ``0-3,5``."""
-    parts = [part.partition("-") for part in text.split(",") if re.fullmatch(r"\d+(-\d+)?", part)]
-    return [number for begin, _, end in parts for number in range(int(begin), int(end or begin) + 1)]
 
 
 def _place(site: str) -> tuple[str, int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Hashable, Sequence
 
 
@@ -33,3 +34,20 @@ def group_by_key(keys: Sequence[Hashable], rank: int, want_cartesian: bool) -> G
         outer_rank=list(groups).index(keys[rank]),
         is_cartesian=is_cartesian,
     )
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """``0-3,5``: those that follow each other as a range."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def from_words(text: str) -> list[int]:
+    """The ranks of ``0-3,5``; what cannot be read is left out."""
+    parts = [part.partition("-") for part in text.split(",") if re.fullmatch(r"\d+(-\d+)?", part)]
+    return [rank for begin, _, end in parts for rank in range(int(begin), int(end or begin) + 1)]

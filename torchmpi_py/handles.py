@@ -82,7 +82,7 @@ class Handle(ABC, Generic[R]):
         then goes on, and may be waited for again. Default: for ever, or ``Tuning.deadline_seconds`` where
         ``Tuning.at_deadline`` is "raise".
         """
-        if timeout_seconds is None and config.current.can_raise:
+        if timeout_seconds is None and config.can_raise:
             timeout_seconds = config.current.deadline_seconds
         if not self._complete(timeout_seconds):
             late = getattr(self._work, "who_is_late", str)()

@@ -125,7 +125,7 @@ def barrier(comm: Communicator | None = None) -> None:
     comm = communicators.resolve(comm)
     noted = watch.note_plain("barrier", comm)
     try:
-        if not config.current.can_raise:
+        if not config.can_raise:
             comm.direct.mpi.Barrier()
         elif not waiting.complete(comm.direct.mpi.Ibarrier(), waiting.Nap(0.001), config.current.deadline_seconds):
             told = f"the barrier is not complete after {config.current.deadline_seconds} s. {reports.late(noted)}"

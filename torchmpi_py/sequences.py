@@ -6,21 +6,20 @@ returns: whoever comes later sees the other's mark. So a mismatch is found by on
 the operation is over, and mostly before any data has moved.
 
 ``watch.py`` does that, by hand; here is told where the marks are. The ranks of a communicator agree on the use of their
-rows, so that equal operations have equal marks. Without a neighbour a mark is compared with an empty row; without a row
-of its own (all are taken) a rank marks in one that nobody looks at.
+rows, so that equal operations have equal marks. Without a neighbour a mark is compared with itself; without a row of
+its own (all are taken) a rank marks in one that nobody looks at, and compares with an empty one.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Ranks
 from typing import NamedTuple
 
-from torchmpi_py import board
-from torchmpi_py.board import BLANK, SCRAP, WORLD_RANK, Row
+from torchmpi_py import board, grouping
+from torchmpi_py.board import BLANK, CHECKSUM_BITS, MARKS_PER_ROW, POSITION_BITS, SCRAP, WORLD_RANK, Row
 from torchmpi_py.channels import Place
-
-CHECKSUM_BITS = POSITION_BITS = 24
-POSITIONS = (1 << POSITION_BITS) - 1
 
 
 class Offer(NamedTuple):
@@ -41,50 +40,47 @@ class Sequence:
 
     def __init__(self, rank: int, places: Ranks[Place], offers: Ranks[Offer], lane: int, key: str) -> None:
         rows = [offer.rows[lane] for offer in offers]
-        self.position = 0
         self.neighbour: int | None = None  # its rank
         self.row = rows[rank]
         self.index = -1 if self.row is None else self.row.place
         self._board = used = board.current
         if used is None:
             return
-        self.first = used.first_mark(used.index, SCRAP if self.row is None else self.row.place)
-        self.neighbours_first = used.first_mark(used.index, BLANK)
+        self.blank = used.first_mark(used.index, BLANK)
         use = max((row.use for row in rows if row is not None), default=0)
-        self.use = (use & 0xFFFF) << POSITION_BITS
+        self.use = use & 0x7FFF
         if self.row is None:
+            self._begin(used.first_mark(used.index, SCRAP), self.blank)
             return
-        used.settle_row(self.row, use, f"{key}|{_ranges([offer.world_rank for offer in offers])}")
+        used.settle_row(self.row, use, f"{key}|{grouping.in_words([offer.world_rank for offer in offers])}")
         used.rows_of[self.row.place] = {
             place.local: row.place
             for place, row in zip(places, rows, strict=True)
             if row is not None and place.node == places[rank].node
         }
+        first = neighbours_first = used.first_mark(used.index, self.row.place)  # without one, its own
         for step in range(1, len(places)):
             other = (rank + step) % len(places)
             theirs = rows[other]
             if theirs is not None and places[other].node == places[rank].node and places[other].local in used.indices:
                 self.neighbour = other
                 self.neighbours_index = places[other].local
-                self.neighbours_first = used.first_mark(places[other].local, theirs.place)
+                neighbours_first = used.first_mark(places[other].local, theirs.place)
                 break
+        self._begin(first, neighbours_first)
+
+    def _begin(self, first: int, neighbours_first: int) -> None:
+        places = [(first + slot, neighbours_first + slot) for slot in range(MARKS_PER_ROW)]
+        step = 1 << CHECKSUM_BITS  # a position that overflows makes it another use, on all ranks alike
+        marks = itertools.count((self.use << POSITION_BITS) * step + step, step)
+        self.next_mark: Callable[[], tuple[int, tuple[int, int]]] = zip(
+            marks, itertools.cycle(places[1:] + places[:1]), strict=False
+        ).__next__
+        """The next operation's mark but for the checksum, and where it is: this rank's word, and the neighbour's."""
 
     def free(self) -> None:
         """Give the row back."""
         if self._board is not None and self.row is not None:
             self._board.rows_of.pop(self.row.place, None)
             self._board.give_row_back(self.row)
-            self.first = self._board.first_mark(self._board.index, SCRAP)
-            self.neighbours_first = self._board.first_mark(self._board.index, BLANK)
         self.row = self.neighbour = None
-
-
-def _ranges(ranks: Ranks[int]) -> str:
-    """Numbers in words: those that follow each other as a range."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1][1:] = [rank]
-        else:
-            parts.append([rank])
-    return ",".join("-".join(map(str, part)) for part in parts)

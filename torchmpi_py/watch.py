@@ -12,17 +12,30 @@ An operation is *under way* while a call carries it out (its record has begun, a
 from __future__ import annotations
 
 import os
-import sys
 import zlib
+from sys import _getframe
 from time import time_ns
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from torchmpi_py import board, waiting
-from torchmpi_py.board import BEGUN, ENDED, LAUNCHED, NUM_RECORDS, ROW_BITS, Board, Record
+from torchmpi_py.board import (
+    BEGUN,
+    CHECKSUM_BITS,
+    ENDED,
+    IS_LAUNCH,
+    LAUNCHED,
+    NAMES,
+    NUM_RECORDS,
+    POSITION_BITS,
+    STRING_BITS,
+    Board,
+    Record,
+    pack,
+)
 from torchmpi_py.channels import DIRECT
 from torchmpi_py.errors import RanksDisagree
-from torchmpi_py.sequences import CHECKSUM_BITS, POSITIONS, Sequence
+from torchmpi_py.sequences import Sequence
 
 if TYPE_CHECKING:
     from torchmpi_py.collectives.operation import Operation
@@ -31,12 +44,16 @@ if TYPE_CHECKING:
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _MOST_KEPT = 4096
 _WORDS = board.RECORD_BYTES // 8
+_NEXT = 1 << CHECKSUM_BITS  # marks that are nearer are of the same place
 SIZE = 2
 """Where the number of bytes stands among what ranks call alike, if it has to be the same."""
 
-Noted = tuple[int, int, int, int, Sequence | None]
-"""An operation that was noted: the number of its record, where that and the neighbour's mark are, its mark, and its
-sequence if it has one. A plain tuple, for one is made in each call."""
+Noted = tuple[int, int, int, int, int, Sequence | None]
+"""An operation that was noted: the number of its record, the words where that begins and ends, the word of the
+neighbour's mark, its own mark, and its sequence if it has one. A plain tuple, for one is made in each call."""
+_Known = tuple[CodeType, Any, Sequence, int, int]
+"""What is kept of a call: the code it is in, what ranks call alike, and in which sequence; the numbers of its row and
+of two strings, what and where; a checksum."""
 
 
 def note(operation: Operation[Any] | _Plain, lane: int, is_launch: bool = False) -> Noted:
@@ -46,29 +63,25 @@ def note(operation: Operation[Any] | _Plain, lane: int, is_launch: bool = False)
     """
     used = board.current
     assert used is not None, "operations are noted between start and stop"
-    frame = sys._getframe(3)  # below are this function, run or launch, and the verb
-    same = operation.same
-    known = used.calls.get((id(frame.f_code), frame.f_lasti))
-    if known is None or known[0] != same or same is None:
-        known = _look_up(used, operation, frame)
-    _, names, checksum = known
-    sequence = operation.comm.sequences[lane]
-    number = next(used.numbers)
-    place = used.first_record + number % NUM_RECORDS * _WORDS
+    frame = _getframe(3)  # below are this function, run or launch, and the verb
+    code, same, sequence = frame.f_code, operation.same, operation.comm.sequences[lane]
+    known = used.calls.get(id(code) + frame.f_lasti)
+    if known is None or known[1] != same or known[2] is not sequence or known[0] is not code or same is None:
+        known = _look_up(used, operation, sequence, frame)
+    number, (place, word, end_word) = used.next_record()
     now = time_ns()
-    begun = 0 if is_launch else now
     if same is None:
-        used.pack(place * 8, number, sequence.index + 1, now, begun, 0, operation.num_bytes, names)
-        return number, place, sequence.neighbours_first, -1, None
-    sequence.position = position = sequence.position + 1
-    used.pack(place * 8, number, position << ROW_BITS | sequence.index + 1, now, begun, 0, operation.num_bytes, names)
-    mark = (sequence.use | position & POSITIONS) << CHECKSUM_BITS | checksum
-    words, slot = used.words, position & 63
-    words[sequence.first + slot] = mark
-    slot += sequence.neighbours_first
+        pack(used.mapping, place, number, 0, now, operation.num_bytes, known[3] | IS_LAUNCH * is_launch)
+        return number, word, end_word, sequence.blank, 0, None
+    mark, (mine, slot) = sequence.next_mark()
+    mark |= known[4]
+    names = known[3] | IS_LAUNCH if is_launch else known[3]
+    pack(used.mapping, place, number, mark, now, operation.num_bytes, names)
+    words = used.words
+    words[mine] = mark
     theirs = words[slot]
-    noted = number, place, slot, mark, sequence
-    if theirs != mark and theirs >> CHECKSUM_BITS == mark >> CHECKSUM_BITS and not operation.flavour.meets_first:
+    noted = number, word, end_word, slot, mark, sequence
+    if theirs != mark and theirs ^ mark < _NEXT and not operation.flavour.meets_first:
         fail(noted)
         raise RanksDisagree(_difference(noted))
     return noted
@@ -103,46 +116,52 @@ def begin(noted: Noted) -> None:
 
 
 def end(noted: Noted) -> None:
-    """It is over. RanksDisagree if the neighbour's operation at this place is another one."""
-    number, place, slot, mark, _ = noted
-    used = board.current
-    if used is None:
-        return
-    words = used.words
-    if words[place] == number:
-        words[place + ENDED] = time_ns()
+    """It is over, and nothing was noted meanwhile. RanksDisagree if the neighbour's at this place is another one."""
+    _, _, end_word, slot, mark, _ = noted
+    words = board.current.words  # type: ignore[union-attr]
+    words[end_word] = time_ns()
     theirs = words[slot]
-    if theirs != mark and theirs >> CHECKSUM_BITS == mark >> CHECKSUM_BITS:
+    if theirs != mark and theirs ^ mark < _NEXT:
         raise RanksDisagree(_difference(noted))
+
+
+def end_launched(noted: Noted) -> None:
+    """The same, of one that was launched."""
+    used = board.current
+    if used is not None:
+        if used.words[noted[1]] != noted[0]:
+            noted = noted[0], noted[1], used.waste, *noted[3:]
+        end(noted)
 
 
 def fail(noted: Noted) -> None:
     """It has failed, unless it is over."""
-    number, place, *_ = noted
+    number, word, end_word, *_ = noted
     used = board.current
-    if used is not None and used.words[place] == number and not used.words[place + ENDED]:
-        used.words[place + ENDED] = (1 << 64) - time_ns()
+    if used is not None and used.words[word] == number and used.words[end_word] < used.words[word + LAUNCHED]:
+        used.words[end_word] = (1 << 64) - time_ns()
 
 
 def under_way(used: Board) -> set[int]:
     """The numbers of the operations that a thread of the user carries out, or waits for."""
     first = used.first_record
     words = used.words[first : first + NUM_RECORDS * _WORDS].tolist()
-    columns = (words[column::_WORDS] for column in (0, LAUNCHED, BEGUN, ENDED))
-    found = {number for number, at, begun, ended in zip(*columns, strict=True) if begun and at == begun and not ended}
-    return found.union(tuple(waiting.active))  # what was launched begins later
+    columns = (words[column::_WORDS] for column in (0, LAUNCHED, NAMES, ENDED))
+    found = {number for number, at, names, ended in zip(*columns, strict=True) if ended < at and not names & IS_LAUNCH}
+    return found.union(tuple(waiting.active))
 
 
-def _look_up(used: Board, operation: Operation[Any] | _Plain, frame: Any) -> tuple[Any, int, int]:
-    """(what ranks call alike, numbers of two strings: what and where, checksum); kept for the user's own frames."""
-    same = operation.same
+def _look_up(used: Board, operation: Operation[Any] | _Plain, sequence: Sequence, frame: Any) -> _Known:
+    """What is noted of a call; kept for the user's own frames."""
+    code, same = frame.f_code, operation.same
     words, checksum = _in_words(used, _by_itself(operation) if same is None else same)
     site = _site(used, frame)
-    made = same, words << 32 | site, checksum
-    if used.sites[id(frame.f_code), frame.f_lasti][0] == site:
+    names = (sequence.index + 1) << 2 * STRING_BITS | words << STRING_BITS | site
+    made = code, same, sequence, names, checksum
+    if used.sites[id(code), frame.f_lasti][0] == site:
         if len(used.calls) > _MOST_KEPT:
             used.calls.clear()
-        used.calls[id(frame.f_code), frame.f_lasti] = made
+        used.calls[id(code) + frame.f_lasti] = made
     return made
 
 
@@ -161,7 +180,8 @@ def _in_words(used: Board, same: tuple[Any, ...]) -> tuple[int, int]:
         return found
     if len(used.texts) > _MOST_KEPT:
         used.texts.clear()
-    parts = [part for index, part in enumerate(same) if index != SIZE or not isinstance(part, int)]
+    flat = [part for each in same for part in (each if isinstance(each, tuple) else (each,))]
+    parts = [part for index, part in enumerate(flat) if index != SIZE or not isinstance(part, int)]
     words = used.keep_string(" ".join(str(part) for part in parts))
     checksum = zlib.crc32(repr(same).encode(errors="backslashreplace")) & (1 << CHECKSUM_BITS) - 1
     used.texts[same] = made = words, checksum
@@ -190,16 +210,17 @@ def _name(used: Board, frame: Any) -> tuple[int, CodeType]:
 
 
 def _difference(noted: Noted) -> str:
-    number, _, _, mark, sequence = noted
+    number, _, _, _, mark, sequence = noted
     used = board.current
     if used is None or sequence is None or sequence.neighbour is None:
         return "the ranks call different operations"
     mine = used.record(number)
-    position = mark >> CHECKSUM_BITS & POSITIONS if mine is None else mine.position
+    position = mark >> CHECKSUM_BITS & (1 << POSITION_BITS) - 1
     theirs = used.counterpart(sequence.index, position, sequence.neighbours_index)
-    told = f"{_told('this rank', mine)}; {_told(f'rank {sequence.neighbour}', theirs)}"
+    told = f"this rank {calls(mine)}; rank {sequence.neighbour} {calls(theirs)}"
     return f"operation {position} of this communicator is not the same on all ranks: {told}"
 
 
-def _told(who: str, record: Record | None) -> str:
-    return f"{who} does something else" if record is None else f"{who} calls {record.what} at {record.site}"
+def calls(record: Record | None) -> str:
+    """What a rank calls, and where."""
+    return "does something else" if record is None else f"calls {record.what} at {record.site}"

@@ -36,17 +36,7 @@ from torchmpi_py import (
     waiting,
     watch,
 )
-from torchmpi_py.board import (
-    ENDING,
-    HAS_LEFT,
-    REPORTED,
-    STOPPED,
-    STOPPING,
-    TEXT_GIVEN,
-    TEXT_WANTED,
-    WORLD_RANK,
-    Board,
-)
+from torchmpi_py.board import HAS_LEFT, TEXT_GIVEN, TEXT_WANTED, WORLD_RANK, Board
 from torchmpi_py.config import Tuning
 
 logger = logging.getLogger("torchmpi_py")
@@ -108,6 +98,7 @@ class Watchdog:
                 if is_asked and self._claim(_AGAIN_WHEN_ASKED_SECONDS):
                     _say(self._report("asked for by SIGUSR1", None))
                 self._look_at_neighbours(now)
+                self._compare()
                 self._judge()
             except Exception:
                 logger.exception("the watchdog failed, and goes on")
@@ -160,22 +151,38 @@ class Watchdog:
             if not reports.is_dead(used, index):
                 continue
             since = self._gone.setdefault(index, now)
-            is_expected = used.get(HAS_LEFT, index) == ENDING
-            if (is_expected or not self._claim(_AGAIN_SECONDS)) and now - since < _LAST_SECONDS:
-                continue
-            lines = [f"torchmpi_py: report of rank {used.get(WORLD_RANK)}: {reports.death(used, index)}"]
-            lines += [reports.of_rank(used, other, None, has_text=False) for other in reports.by_rank(used)]
-            _say("\n".join([*lines, self._dump()]))
-            exits.abort(EXIT_CODE)
+            is_expected = used.get(HAS_LEFT, index) == board.ENDING
+            if (not is_expected and self._claim(_AGAIN_SECONDS)) or now - since >= _LAST_SECONDS:
+                self._end(reports.death(used, index))
+
+    def _compare(self) -> None:
+        """End the job if another rank of the node is in something else at the place of an operation of this one.
+
+        Ranks compare with one neighbour, as they begin; one that came before its neighbours does not see the others.
+        """
+        for number, age in self._ages.items():
+            if age < 2 * _LOOK_SECONDS or self._at_deadline == "raise":
+                continue  # it may still raise by itself
+            told = reports.disagreement(self._board, number)
+            if told and self._claim(_AGAIN_SECONDS) and number in watch.under_way(self._board):
+                self._end(f"RanksDisagree: {told}")
+
+    def _end(self, why: str) -> None:
+        """Report in short, and end the job."""
+        used = self._board
+        lines = [f"torchmpi_py: report of rank {used.get(WORLD_RANK)}: {why}"]
+        lines += [reports.of_rank(used, index, None, has_text=False) for index in reports.by_rank(used)]
+        _say("\n".join([*lines, self._dump()]))
+        exits.abort(EXIT_CODE)
 
     def _claim(self, again_seconds: float) -> bool:
         """Whether this rank is the one to report; not if one of the node has done so shortly before."""
         used, mine = self._board, time.monotonic_ns()
-        if any(mine - used.get(REPORTED, index) < again_seconds * 1e9 for index in used.indices):
+        if any(mine - used.get(board.REPORTED, index) < again_seconds * 1e9 for index in used.indices):
             return False
-        used.put(REPORTED, mine)
+        used.put(board.REPORTED, mine)
         time.sleep(_CLAIM_SECONDS)
-        claims = [(used.get(REPORTED, index), index) for index in used.indices]
+        claims = [(used.get(board.REPORTED, index), index) for index in used.indices]
         return min(claim for claim in claims if mine - claim[0] < again_seconds * 1e9) == (mine, used.index)
 
     def _report(self, why: str, number: int | None) -> str:
@@ -216,7 +223,7 @@ def start() -> None:
     """Watch this process, as ``config.current`` has it."""
     global _current
     assert board.current is not None, "start has made it"
-    if config.current.can_raise and communication_thread.current().inline:
+    if config.can_raise and communication_thread.current().inline:
         config.install(dataclasses.replace(config.current, at_deadline="abort"))
         if board.current.get(WORLD_RANK) == 0:
             logger.warning(
@@ -228,7 +235,7 @@ def start() -> None:
 def leaving() -> None:
     """This rank has called ``mpi.stop``; who waits for it in an operation shall know."""
     if board.current is not None:
-        board.current.put(HAS_LEFT, STOPPING)
+        board.current.put(HAS_LEFT, board.STOPPING)
 
 
 def stop() -> None:
@@ -236,6 +243,6 @@ def stop() -> None:
     global _current
     if _current is not None:
         if board.current is not None:
-            board.current.put(HAS_LEFT, STOPPED)
+            board.current.put(HAS_LEFT, board.STOPPED)
         _current.stop()
         _current = None

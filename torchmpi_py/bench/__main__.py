@@ -1,4 +1,4 @@
-"""The command: ``torchmpirun -n N -m torchmpi_py.bench run | compare | step | ps | modes | tune | plot | trace ...``.
+"""The command: ``torchmpirun -n N -m torchmpi_py.bench run | compare | step | ps | modes | tune | watch | plot | ...``.
 
 Exit codes: 0; 1 for a wrong value; 2 for a command line that cannot be carried out.
 """
@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import arguments, collective, gpu, modes, paramserver, results, step, table, trace
+from torchmpi_py.bench import arguments, collective, gpu, hang, modes, paramserver, results, step, table, trace, watch
 from torchmpi_py.bench.errors import UsageError, WrongValue
 from torchmpi_py.launch import variables
 
@@ -30,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
             _plot(results.load(options.json), options)
         elif options.command == "trace":
             trace.main(options)
+        elif options.command == "hang":
+            hang.main(options)
         else:
             _measure(options)
     except (UsageError, WrongValue) as error:
@@ -50,6 +52,8 @@ def _measure(options: argparse.Namespace) -> None:
         paramserver.main(comm, options)
     elif options.command == "modes":
         modes.main(comm, options)
+    elif options.command == "watch":
+        watch.main(comm, options)
     elif options.command == "tune":
         _tune(options)
     else:

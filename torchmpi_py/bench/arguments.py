@@ -44,7 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description="Measure collectives and training steps. Run it under torchmpirun -n N -m torchmpi_py.bench ...",
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="run | compare | step | ps | modes | tune | plot | trace"
+        dest="command", required=True, metavar="run | compare | step | ps | modes | tune | watch | plot | trace | hang"
     )
     _add_run(commands)
     _add_compare(commands)
@@ -52,8 +52,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     _add_ps(commands)
     _add_modes(commands)
     _add_tune(commands)
+    _add_watch(commands)
     _add_plot(commands)
     _add_trace(commands)
+    _add_hang(commands)
     options = parser.parse_args(argv)
     if getattr(options, "sizes", ...) is None:
         options.sizes = parse_sizes(_SIZES[options.device])
@@ -165,6 +167,17 @@ def _add_trace(commands: Any) -> None:
     parser = commands.add_parser("trace", help="merge the traces of torchmpirun --profile DIR; needs no launcher")
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: DIR/trace.json")
+
+
+def _add_watch(commands: Any) -> None:
+    parser = commands.add_parser("watch", help="what noting and comparing operations adds to a call")
+    parser.add_argument("--blocks", type=_count, default=100, help="of 1000 calls, of each kind; default: 100")
+    _add_output(parser)
+
+
+def _add_hang(commands: Any) -> None:
+    parser = commands.add_parser("hang", help="explain the dumps of a job that hung; needs no launcher")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="with rank-0.json and so on, there or further in")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

@@ -75,7 +75,7 @@ def of_tensor(
     served = _flavour(verb, comm, x.device, num_bytes, flavour, is_symmetric=symmetric.find(x) is not None)
     device = _gpu(verb, x) if x.is_cuda else None
     num_tensors = _TENSORS_BEFORE_OTHERS.get(verb)
-    same = None if num_tensors is None else (verb, served.name, num_bytes, x.dtype, *arguments[num_tensors:])
+    same = None if num_tensors is None else (verb, served.name, num_bytes, x.dtype, arguments[num_tensors:])
     return Operation(verb, verb, served, comm, arguments, conclude, num_bytes, target, device=device, same=same)
 
 

@@ -63,7 +63,7 @@ class Operation(Generic[R]):
         noted = self.noted
         if noted is not None:
             watch.begin(noted)
-        elif config.current.can_raise:
+        elif config.can_raise:
             return self.launch().wait()  # a call that blocks inside MPI could not be given up
         else:
             noted = self.noted = watch.note(self, channel.lane)
@@ -71,7 +71,10 @@ class Operation(Generic[R]):
         begin = 0 if trace is None else trace.begin(self)
         try:
             returned = getattr(self.flavour, self.method)(channel, *self.arguments)
-            watch.end(noted)
+            if in_background:
+                watch.end_launched(noted)
+            else:
+                watch.end(noted)
             return self.target if self.conclude is None else self.conclude(returned)  # type: ignore[return-value]
         except (RuntimeError, CommunicatorError, RanksDisagree) as error:
             raise self.explain(error)  # noqa: B904 - it carries its cause
@@ -103,7 +106,7 @@ class Operation(Generic[R]):
         if trace is not None and self.launched:
             trace.end(self, POSTED, self.launched)
         if self.noted is not None:
-            watch.end(self.noted)
+            watch.end_launched(self.noted)
         return self.target if self.conclude is None else self.conclude(None)  # type: ignore[return-value]
 
     def explain(self, error: Exception) -> Exception:

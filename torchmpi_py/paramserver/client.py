@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from torchmpi_py import communicators, watch
 from torchmpi_py.communication_thread import CommunicationThread
 from torchmpi_py.handles import Handle
 
@@ -43,11 +44,19 @@ class _Request(Generic[R]):
     def __init__(self, label: str, step: Callable[[], R]) -> None:
         self.label = label
         self._step = step
+        self.noted = watch.note_own(label, communicators.stack().levels[0])
 
     def run_in_background(self) -> R:
         """Out of sight of autograd, and of what mode the caller's tensors were made in."""
-        with torch.inference_mode():
-            return self._step()
+        watch.begin(self.noted)
+        try:
+            with torch.inference_mode():
+                result = self._step()
+        except BaseException:
+            watch.fail(self.noted)
+            raise
+        watch.end_launched(self.noted)
+        return result
 
     finish = run_in_background
 

@@ -1,0 +1,115 @@
+"""The subcommand ``hang``: what the dumps of a job that hung tell (``torchmpi_py/flight_recorder.py``).
+
+In each communicator, and thread, operations are counted from 1 on all ranks. The first one that some rank has begun and
+not all have completed is the one at which the job hangs, or at which ranks parted: of each rank is told whether it
+waits there, does something else there, or has not come to it, and what it did last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchmpi_py.bench.errors import UsageError
+from torchmpi_py.grouping import in_words
+
+Entry = Mapping[str, Any]
+
+
+def main(options: argparse.Namespace) -> None:
+    """Print what the dumps in a folder tell. UsageError if there are none."""
+    print(explain(load(options.directory)), flush=True)
+
+
+def load(directory: Path) -> dict[int, dict[str, Any]]:
+    """The newest dump of each rank in a folder, and in those in it."""
+    paths = sorted(directory.rglob("rank-*.json"), key=lambda path: path.stat().st_mtime)
+    try:
+        dumps = [json.loads(path.read_text()) for path in paths]
+        found = {int(dump["rank"]): dump for dump in dumps if "entries" in dump}
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UsageError(f"{directory}: a dump cannot be read: {error}") from error
+    if not found:
+        raise UsageError(
+            f"{directory} has no dumps (rank-0.json, ...): a job that hangs leaves them where its report says"
+        )
+    return dict(sorted(found.items()))
+
+
+def explain(dumps: Mapping[int, Mapping[str, Any]]) -> str:
+    """In words."""
+    lines = [f"dumps of {_ranks(list(dumps))}"]
+    for name, group in _groups(dumps).items():
+        lines += _of_group(dumps, name, group)
+    if len(lines) == 1:
+        lines.append("no operation that all ranks call is incomplete, or differs")
+    lines += [f"rank {rank}: {_last(dump['entries'])}" for rank, dump in dumps.items()]
+    return "\n".join(lines)
+
+
+def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> dict[str, Mapping[str, str]]:
+    return {name: group for dump in dumps.values() for name, group in dump["pg_config"].items()}
+
+
+def _of_group(dumps: Mapping[int, Mapping[str, Any]], name: str, group: Mapping[str, str]) -> list[str]:
+    """The first place at which something is wrong, as each rank of the communicator has it."""
+    members = json.loads(group["ranks"])
+    calls = {rank: _calls(dumps[rank]["entries"], name) for rank in members if rank in dumps}
+    for place in sorted({place for of_rank in calls.values() for place in of_rank}):
+        here = {rank: of_rank[place] for rank, of_rank in calls.items() if place in of_rank}
+        late = [rank for rank, of_rank in calls.items() if max(of_rank, default=0) < place]
+        is_same = len({_comparable(entry) for entry in here.values()}) == 1
+        if is_same and all(_is_over(entry) for entry in here.values()):
+            continue
+        lines = [f"communicator {group['desc']!r} ({_ranks(members)}), operation {place}:"]
+        lines += list(_differing(here, is_same))
+        lines += [f"  rank {rank} has not come to it" for rank in late]
+        missing = [rank for rank in members if rank not in dumps]
+        return [*lines, f"  {_ranks(missing)}: no dump"] if missing else lines
+    return []
+
+
+def _calls(entries: Sequence[Entry], name: str) -> dict[int, Entry]:
+    of_group = (entry for entry in entries if entry["process_group"][0] == name)
+    return {entry["collective_seq_id"]: entry for entry in of_group if entry["collective_seq_id"] > 0}
+
+
+def _comparable(entry: Entry) -> str:
+    return str(entry["what"]).partition(",")[0] if "any-size" in entry["what"] else str(entry["what"])
+
+
+def _is_over(entry: Entry) -> bool:
+    return entry["state"] == "completed" and not entry["has_failed"]
+
+
+def _differing(here: Mapping[int, Entry], is_same: bool) -> Iterator[str]:
+    """Ranks with the same words and state in one line."""
+    told: dict[str, list[int]] = {}
+    for rank, entry in here.items():
+        told.setdefault(f"{_state(entry)} {entry['what']}, called at {entry['site']}", []).append(rank)
+    for words, ranks in told.items():
+        yield f"  {_ranks(ranks)} {words}"
+    if not is_same:
+        yield "  these are not the same"
+
+
+def _state(entry: Entry) -> str:
+    if entry["state"] == "completed":
+        return "failed in" if entry["has_failed"] else "completed"
+    return {"started": "in", "scheduled": "launched"}[entry["state"]]
+
+
+def _last(entries: Sequence[Entry]) -> str:
+    """What a rank does, or did last."""
+    begun = [entry for entry in entries if entry["state"] == "started"]
+    if not entries:
+        return "has called nothing"
+    last = begun[0] if begun else entries[-1]
+    return f"{'still' if begun else 'last'} {_state(last)} {last['what']}, called at {last['site']}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {in_words(ranks)}"
