@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(240)
 
 def result(folder, ranks, kills):
     folder.mkdir()
-    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", str(ranks), "--bind", "none", "--timeout", "100"]
+    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", str(ranks), "--bind", "none", "--timeout", "180"]
     line = [*launch, "--max-restarts", str(len(kills)), str(PROGRAM), str(folder), json.dumps(kills)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     job = subprocess.run(line, capture_output=True, text=True, timeout=200, env=environment, check=False)
