@@ -6,7 +6,11 @@ import sys
 import harness
 import pytest
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(bool(harness.MISSING), reason=harness.MISSING)]
+pytestmark = [
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(bool(harness.MISSING), reason=harness.MISSING),
+    pytest.mark.skipif(not harness.ALL, reason="scripts/test_faults runs it"),
+]
 
 # What may come on top after the warm-up: MPIs keep pools that grow in steps.
 DESCRIPTORS = 3
@@ -65,7 +69,7 @@ for rank in range(size):
 mpi.stop()
 """
 ONCE = "import torchmpi_py as mpi\nmpi.start()\nassert mpi.allreduce(1) == mpi.size()\nmpi.stop()\n"
-NUMBERS = {"split": (40, 1000), "asynchronous": (400, 10_000), "symmetric": (40, 1000)}
+NUMBERS = {"split": 1000, "asynchronous": 10_000, "symmetric": 1000}
 
 
 def _in_words(grown):
@@ -75,7 +79,7 @@ def _in_words(grown):
 @pytest.mark.parametrize("what", NUMBERS)
 def test_nothing_grows(judge, tmp_path, what):
     (tmp_path / "program.py").write_text(PROGRAM)
-    number = harness.count(*NUMBERS[what])
+    number = NUMBERS[what]
     line = harness.command(2, tmp_path / "program.py", what, str(number))
     outcome = harness.run(f"{number} times {what}", line, {"TORCHMPI_DEADLINE_SECONDS": "60"}, 400)
     outcome.expect(outcome.code == 0, "it failed")
@@ -100,7 +104,7 @@ def test_start_and_stop_in_one_process(judge, tmp_path):
         "    mpi.stop()\n"
     )
     (tmp_path / "program.py").write_text(program)
-    number = harness.count(6, 60)
+    number = 60
     outcome = harness.run(
         f"{number} starts in one process", harness.command(2, tmp_path / "program.py", "", str(number)), None, 200
     )
@@ -129,7 +133,7 @@ def test_start_and_stop_in_fresh_processes(judge, tmp_path):
         return harness.run(f"start {number}", harness.command(2, tmp_path / "program.py", starter=starter), None, 60)
 
     for what, each in (("a world of one", alone), ("two ranks", together)):
-        outcomes = harness.at_once(3, range(harness.count(2, 100)), each)
+        outcomes = harness.at_once(3, range(100), each)
         for outcome in outcomes:
             outcome.expect(outcome.code == 0, "it failed")
             outcome.expect(not outcome.errors.strip(), "it wrote to standard error")

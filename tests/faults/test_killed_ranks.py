@@ -64,5 +64,5 @@ def trial(plan, starter="torchmpirun"):
 
 @pytest.mark.parametrize("part", range(harness.count(1, 8)))
 def test_a_rank_is_killed(judge, part):
-    parts = list(plans(harness.count(4, 14 * 8)))
+    parts = list(plans(harness.count(3, 14 * 8)))
     judge("SIGKILL in a collective", harness.at_once(2, parts[part :: harness.count(1, 8)], trial))

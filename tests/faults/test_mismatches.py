@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.timeout(1500), pytest.mark.skipif(bool(harness.MISSING
 DEADLINE_SECONDS = 3
 WITHIN_SECONDS = 20.0
 PARTS = harness.count(1, 10)
-NUMBER = harness.count(10, 600)
-AT_ONCE = 6
+NUMBER = harness.count(6, 600)
+AT_ONCE = 4
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,8 @@ def judged(program, outcome):
     if outcome.code == 0:
         outcome.expect(not wrong, f"SILENT WRONG VALUE: {outcome.output}")
         return "no effect"
+    if "gloo::EnforceNotMet" in outcome.errors:  # a thread of gloo's own ends the process
+        return "ended by gloo"
     outcome.expect(both, f"names lines of ranks {sorted(named)} only")
     if "RanksDisagree" in outcome.errors:
         return f"RanksDisagree on {'all' if outcome.errors.count('RanksDisagree: ') >= program.ranks else 'some'}"
