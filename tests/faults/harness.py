@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,8 @@ SEED = int(os.environ.get("TORCHMPI_FAULTS_SEED", "0"))
 WITHIN_SECONDS = 10.0
 ENDING_SECONDS = 3.0  # processes that do not end by themselves are killed
 LEFT_SECONDS = 1.0  # what a job leaves may be under removal
+# torch's folder, and Open MPI's for all jobs of a user that have no starter
+KEPT_BY_OTHERS = ("torchinductor", f"ompi.{socket.gethostname()}.")
 START_SECONDS = 60.0  # a machine under load
 
 try:
@@ -163,7 +166,7 @@ def _left(folder: Path, *, cleans_up: bool) -> list[str]:
     until = time.monotonic() + LEFT_SECONDS * cleans_up
     while True:
         files = [name for name in sorted(held) if os.path.exists(name)]
-        temporary = sorted(name for name in os.listdir(folder / "t") if not name.startswith("torchinductor"))
+        temporary = sorted(name for name in os.listdir(folder / "t") if not name.startswith(KEPT_BY_OTHERS))
         left = files + [f"TMPDIR/{name}" for name in temporary]
         if not left or time.monotonic() > until:
             break
