@@ -1,7 +1,10 @@
 """Which rank died first, as seen from outside: its process is gone, and its mark (see `marks`) is not.
 
-An MPI ends the other ranks a few milliseconds after the first, so a look now and then would find them all dead. Linux
-tells at once: a descriptor of a process (pidfd) becomes readable when it ends. Where there are none, looks must do.
+An MPI ends the other ranks some milliseconds after the first, so a look now and then would find them all dead. Linux
+tells at once: a descriptor of a process (pidfd) becomes readable when it has ended. But a large process takes
+milliseconds to end, as long as the MPI takes to end the others. So each rank also holds a pipe open (see `marks`),
+which breaks at the beginning of its end, and epoll keeps the order in which they do. Where there is neither, looks must
+do.
 
 How a process ended is known to its parent only, the MPI's starter. But until that has asked, the process is a zombie,
 whose status the system shows; half of the time that can still be read. Else the exit code of the starter has to tell.
@@ -10,6 +13,7 @@ whose status the system shows; half of the time that can still be read. Else the
 import contextlib
 import os
 import select
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +26,7 @@ class Death(NamedTuple):
     rank: int
     process_id: int
     status: int | None = None
+    order: int = sys.maxsize  # among those that began to end; the last one where that is not known
 
     @property
     def name(self) -> str:
@@ -49,36 +54,61 @@ class Lookout:
 
     def __init__(self, folder: Path, starter: int) -> None:
         self._folder = folder
-        self._poll = select.poll()
+        self._poll = select.epoll()
         self._watched: dict[int, tuple[int, int | None]] = {}  # rank: process, and its descriptor if there is one
+        self._pipes: dict[int, int] = {}  # descriptor: rank
+        self._ending: list[int] = []  # ranks whose pipes are broken, in order
         self._starter = self._watch(starter)
 
     def close(self) -> None:
         """Give the descriptors back."""
-        for descriptor in (self._starter, *(descriptor for _, descriptor in self._watched.values())):
+        self._poll.close()
+        for descriptor in (self._starter, *self._pipes, *(descriptor for _, descriptor in self._watched.values())):
             if descriptor is not None:
                 os.close(descriptor)
-        self._watched, self._starter = {}, None
+        self._watched, self._pipes, self._starter = {}, {}, None
 
     def wait(self, seconds: float) -> list[Death]:
         """Ranks that have died since the last call; waits so long for one, or for the end of the starter."""
-        for rank, process_id in marks.ranks_running(self._folder).items():
-            if process_id and rank not in self._watched:
-                self._watched[rank] = process_id, self._watch(process_id)
-        ready = {descriptor for descriptor, _ in self._poll.poll(seconds * 1e3)}
+        self._look_for_marks()
+        ready = self._note([descriptor for descriptor, _ in self._poll.poll(seconds)])
+        late = self._look_for_marks() if ready else set()  # ranks that came, and may have died, meanwhile
         deaths = []
         for rank, (process_id, descriptor) in self._watched.items():
-            if process_id and (descriptor in ready if descriptor is not None else _is_gone(process_id)):
+            is_looked_at = descriptor is None or rank in late
+            if process_id and (descriptor in ready or (is_looked_at and _is_gone(process_id))):
                 status = _status(process_id)
                 self._forget(rank)
                 if marks.is_running(self._folder, rank):
-                    deaths.append(Death(rank, process_id, status))
+                    order = self._ending.index(rank) if rank in self._ending else sys.maxsize
+                    deaths.append(Death(rank, process_id, status, order))
         return deaths
+
+    def _note(self, ready: list[int]) -> list[int]:
+        """Note which pipes are broken; the other descriptors."""
+        broken = [descriptor for descriptor in ready if descriptor in self._pipes]
+        for descriptor in broken:
+            self._ending.append(self._pipes.pop(descriptor))
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+        return [descriptor for descriptor in ready if descriptor not in broken]
+
+    def _look_for_marks(self) -> set[int]:
+        """Watch the ranks that are new."""
+        found = marks.ranks_running(self._folder)
+        new = {rank for rank, process_id in found.items() if process_id and rank not in self._watched}
+        for rank in new:
+            self._watched[rank] = found[rank], self._watch(found[rank])
+            with contextlib.suppress(OSError):
+                pipe = marks.open_pipe(self._folder, rank)
+                self._poll.register(pipe, select.EPOLLHUP)
+                self._pipes[pipe] = rank
+        return new
 
     def _watch(self, process_id: int) -> int | None:
         with contextlib.suppress(OSError, AttributeError):  # it is gone, the system is old, or no descriptors are left
             descriptor = os.pidfd_open(process_id)
-            self._poll.register(descriptor, select.POLLIN)
+            self._poll.register(descriptor, select.EPOLLIN)
             return descriptor
         return None
 

@@ -16,6 +16,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -96,7 +97,7 @@ class Job:
                 self.was_ended = True
                 self._end(signal.SIGTERM)
                 return TIMEOUT_CODE
-            if not self.elastic and self._failed_for() > self.failure_grace_seconds:
+            if self._failed_for() > self.failure_grace_seconds:
                 self._end(signal.SIGTERM, GRACE_SECONDS if self.stop_signals else FAILURE_GRACE_SECONDS)
             if now > look:  # often until MPI is up, seldom after
                 self._shared_memory |= leftovers.shared_memory(self._processes())
@@ -115,7 +116,9 @@ class Job:
                 for death in deaths:
                     say(f"{death.name} {death.explain()}; the others go on")
             elif not self._first_deaths and not marks.failures(self.folder):
-                self._first_deaths = deaths[:1] if deaths[0].is_in_order else deaths
+                time.sleep(_POLL_SECONDS)  # one that died before may not have ended yet
+                deaths = sorted(deaths + self._lookout.wait(0.0), key=lambda death: death.order)
+                self._first_deaths = deaths[:1] if deaths[0].order < sys.maxsize else deaths
                 self._death_time = time.time()
         return self.process.poll() is None
 

@@ -2,6 +2,7 @@
 
 running-R  while rank R's program runs: its process, and where that number holds (another host, or a container with
            numbers of its own, may see the same folder)
+alive-R    a pipe that the rank holds open until it ends
 failed-R   that rank R failed: when, with which exit code, and which shared memory it held
 """
 
@@ -60,6 +61,11 @@ def running(folder: str, rank: int) -> Iterator[None]:
                 mark.unlink()
 
     with contextlib.suppress(OSError):
+        pipe = mark.with_name(f"alive-{rank}")
+        os.mkfifo(pipe)
+        held = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.register_at_fork(after_in_child=lambda: os.close(held))
+    with contextlib.suppress(OSError):
         _write(mark, f"{process_id} {_numbering()}")
     os.execv, os.execve = _after(remove, os.execv), _after(remove, os.execve)  # the other six are made of these
     try:
@@ -84,6 +90,11 @@ def ranks_running(folder: Path) -> dict[int, int]:
             number, where = path.read_text().split()
             found[int(path.name.removeprefix("running-"))] = int(number) if where == _numbering() else 0
     return found
+
+
+def open_pipe(folder: Path, rank: int) -> int:
+    """The reading end of a rank's pipe: broken when the rank has begun to end."""
+    return os.open(folder / f"alive-{rank}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def is_running(folder: Path, rank: int) -> bool:
