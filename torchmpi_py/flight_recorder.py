@@ -38,7 +38,7 @@ _KNOWN = {"broadcast", "reduce", "reduce_scatter", "gather", "scatter", "barrier
 
 
 def dump(used: Board) -> str:
-    """Write those of the ranks that can be seen into a new folder; its path, or why there is none."""
+    """Write those of the ranks that can be seen into a new folder; where it is, or why there is none."""
     try:
         parent = os.environ.get("TORCHMPI_DUMP_DIR") or tempfile.gettempdir()
         os.makedirs(parent, exist_ok=True)
@@ -50,9 +50,9 @@ def dump(used: Board) -> str:
             (folder / f"rank-{rank}.json").write_text(json.dumps(content, indent=1))
             content["entries"] = _for_the_analyzer(content["entries"])
             (folder / f"{PREFIX}{rank}").write_bytes(pickle.dumps(content))
-        return str(folder)
+        return f"the last operations of each rank: {folder}"
     except OSError as error:
-        return f"not written ({error})"
+        return f"the last operations of each rank are not written: {error}"
 
 
 def of_rank(used: Board, index: int) -> dict[str, Any]:

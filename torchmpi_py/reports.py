@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -35,6 +36,16 @@ def is_dead(used: Board, index: int) -> bool:
     if used.get(HAS_LEFT, index) == STOPPED or process is processes.UNKNOWN:
         return False
     return process is None or process.is_dead or process.started != used.get(STARTED, index)
+
+
+def descriptor(used: Board, index: int) -> int | None:
+    """A descriptor that is ready when a rank's process ends; None where there are none."""
+    if used.get(NAMESPACE, index) != used.get(NAMESPACE):
+        return None
+    try:
+        return os.pidfd_open(used.get(PROCESS, index))
+    except (AttributeError, OSError):
+        return None
 
 
 def trouble(used: Board, index: int) -> str:

@@ -16,17 +16,16 @@ _number = getattr(signal, "SIGUSR1", None)
 _is_ours = False
 
 
-def listen(file: int) -> bool:
-    """From now on SIGUSR1 writes to this pipe, which does not block. Return whether it does.
+def listen(file: int) -> None:
+    """From now on SIGUSR1 writes to this pipe, which does not block.
 
-    It does not where the program, or its launcher, has other use for the signal.
+    Not where the program, or its launcher, has other use for the signal.
     """
     global _is_ours
     if _number is None or _is_taken(_number):
-        return False
+        return
     faulthandler.register(_number, file=file, all_threads=False)
     _is_ours = True
-    return True
 
 
 def ignore() -> None:

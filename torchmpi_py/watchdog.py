@@ -7,8 +7,9 @@ standard error, from the board: what each rank of the node is doing or did last,
 where its threads stand, which the watchdogs of the other ranks write down when they are asked. Then the job ends,
 unless the operation has completed meanwhile, or ``Tuning.at_deadline`` says something else.
 
-It also looks at the processes of the next two ranks of the node. One that is gone without having left in order is
-reported at once, and the job ends, unless it is one that goes on without it (``recovery.py``).
+It also waits for the end of the processes of the next two ranks of the node (by a descriptor of the process, where the
+system has them; else it looks). One that is gone without having left in order is reported at once, and the job ends,
+unless it is one that goes on without it (``recovery.py``).
 
 One rank of several that notice the same does it: each claims the report on the board, and the earliest claim holds.
 """
@@ -44,10 +45,10 @@ logger = logging.getLogger("torchmpi_py")
 _LOOK_SECONDS = 0.5
 _MOST_A_LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 1.5
-_CLAIM_SECONDS = 0.05
+_CLAIM_SECONDS = 0.02
 _AGAIN_SECONDS = 30.0
 _AGAIN_WHEN_ASKED_SECONDS = 1.0
-_LAST_SECONDS = 5.0  # for one that is about to end the job, or that has claimed to, to do it
+_LAST_SECONDS = 5.0  # for one that is about to end the job
 _NUM_WATCHED = 2
 EXIT_CODE = 1
 
@@ -57,32 +58,32 @@ class Watchdog:
 
     def __init__(self, used: Board, tuning: Tuning) -> None:
         self._board = used
-        self._deadline_seconds = tuning.deadline_seconds
-        self._at_deadline = tuning.at_deadline
+        self._deadline_seconds, self._at_deadline = tuning.deadline_seconds, tuning.at_deadline
         self._ages: dict[int, float] = {}
         self._reported: set[int] = set()
         self._gone: dict[int, float] = {}  # neighbours that are gone, and since when that is known
         place = used.indices.index(used.index)
         others = used.indices[place + 1 :] + used.indices[:place]
-        self._neighbours = [] if recovery.is_elastic() else others[:_NUM_WATCHED]
+        neighbours = [] if recovery.is_elastic() else others[:_NUM_WATCHED]
+        self._lives = {file: index for index in neighbours if (file := reports.descriptor(used, index)) is not None}
+        self._suspects = [index for index in neighbours if index not in self._lives.values()]
         self._ending = threading.Event()
         self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         waiting.active.clear()
-        self._listens = signals.listen(self._waker)
+        signals.listen(self._waker)
         self._thread = threading.Thread(target=self._loop, name="torchmpi_py-watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End it."""
         self._ending.set()
-        if self._listens:
-            signals.ignore()
+        signals.ignore()
         with contextlib.suppress(BlockingIOError):
             os.write(self._waker, b"\n")
         if threading.current_thread() is not self._thread:
             self._thread.join()
-            os.close(self._wake)
-            os.close(self._waker)
+            for file in (self._wake, self._waker, *self._lives):
+                os.close(file)
 
     def _loop(self) -> None:
         before = time.monotonic()
@@ -104,8 +105,12 @@ class Watchdog:
                 logger.exception("the watchdog failed, and goes on")
 
     def _sleep(self, seconds: float) -> bool:
-        """Until it is time, or the watchdog is woken; whether it was woken by the signal, or ends."""
-        if not select.select([self._wake], [], [], seconds)[0]:
+        """Until it is time, a neighbour ends, or the watchdog is woken; whether the signal woke it, or its end."""
+        ready = select.select([self._wake, *self._lives], [], [], seconds)[0]
+        for file in self._lives.keys() & ready:
+            self._suspects.append(self._lives.pop(file))
+            os.close(file)
+        if self._wake not in ready:
             return False
         time.sleep(_CLAIM_SECONDS)  # it writes in many small pieces
         with contextlib.suppress(BlockingIOError):
@@ -133,10 +138,10 @@ class Watchdog:
         if self._at_deadline == "raise" and not is_stopping:
             return
         is_end = self._at_deadline != "report"
-        if (oldest in self._reported and not is_end) or not self._claim(_AGAIN_SECONDS):
-            self._reported.add(oldest)
-            return
+        was_reported = oldest in self._reported
         self._reported.add(oldest)
+        if (was_reported and not is_end) or not self._claim(_AGAIN_SECONDS):
+            return
         _say(self._report(f"an operation is not complete after {self._ages[oldest]:.0f} s", oldest))
         if is_end and not self._ending.is_set():
             if oldest in watch.under_way(self._board):
@@ -147,7 +152,7 @@ class Watchdog:
     def _look_at_neighbours(self, now: float) -> None:
         """Report one that is dead, and end the job; in a while, if another is about to do that."""
         used = self._board
-        for index in self._neighbours:
+        for index in self._suspects:
             if not reports.is_dead(used, index):
                 continue
             since = self._gone.setdefault(index, now)
@@ -172,7 +177,8 @@ class Watchdog:
         used = self._board
         lines = [f"torchmpi_py: report of rank {used.get(WORLD_RANK)}: {why}"]
         lines += [reports.of_rank(used, index, None, has_text=False) for index in reports.by_rank(used)]
-        _say("\n".join([*lines, self._dump()]))
+        _say("\n".join(lines))  # before the starter of the job notices, and ends this process too
+        _say(flight_recorder.dump(used))
         exits.abort(EXIT_CODE)
 
     def _claim(self, again_seconds: float) -> bool:
@@ -198,16 +204,12 @@ class Watchdog:
             if is_late or all(reports.trouble(used, index) for index in silent):
                 break
             time.sleep(0.02)
-        late = None if number is None else reports.stuck(used, number)
-        me = used.get(WORLD_RANK)
+        late, me = None if number is None else reports.stuck(used, number), used.get(WORLD_RANK)
         lines = [f"torchmpi_py: report of rank {me}: {why}"]
         if late is not None:
             lines.append(f"rank {me} waits in {late.what}, called at {late.site}")
         lines += [reports.of_rank(used, i, late, is_silent=i in silent) for i in reports.by_rank(used)]
-        return "\n".join(lines if number is None else [*lines, self._dump()])
-
-    def _dump(self) -> str:
-        return f"the last operations of each rank: {flight_recorder.dump(self._board)}"
+        return "\n".join(lines if number is None else [*lines, flight_recorder.dump(used)])
 
 
 def _say(text: str) -> None:
