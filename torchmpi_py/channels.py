@@ -7,7 +7,6 @@ share of what flavours keep between calls (staging memory, process groups, inner
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -44,27 +43,6 @@ class Losable(Protocol):
 Kept = TypeVar("Kept", bound=Resource)
 
 
-class Revocable(Protocol):
-    """What owns communicators of MPI."""
-
-    def revoke(self) -> None:
-        """Revoke them (``recovery.py``)."""
-
-
-_live: weakref.WeakSet[Revocable] = weakref.WeakSet()
-
-
-def revocable(owner: Revocable) -> None:
-    """From now on, as long as it lives, ``revoke_all`` reaches this."""
-    _live.add(owner)
-
-
-def revoke_all() -> None:
-    """A rank has died: make every call that is under way here, or on other ranks, raise. Not collective."""
-    for owner in list(_live):
-        owner.revoke()
-
-
 class Channel:
     """An MPI communicator (``mpi``) for one thread (``lane``: DIRECT or BACKGROUND), and the places of its ranks."""
 
@@ -76,7 +54,7 @@ class Channel:
         self.lane = lane
         self.num_nodes = len({place.node for place in places})
         self._kept: dict[Hashable, Resource] = {}
-        revocable(self)
+        recovery.register(self)
 
     def keep(self, key: Hashable, make: Callable[[Channel], Kept]) -> Kept:
         """What is kept under ``key``; made on first use. ``make`` may be collective over the channel."""
@@ -94,9 +72,9 @@ class Channel:
         places = [place for place, colour in zip(self.places, colours, strict=True) if colour == mine]
         return Channel(self.mpi.Split(mine, self.rank), places, self.lane)
 
-    def revoke(self) -> None:
-        """Make every call on it raise, on all its ranks."""
-        recovery.revoke(self.mpi)
+    def comms(self) -> list[MPI.Comm]:
+        """What MPI has to revoke when a rank dies."""
+        return [self.mpi]
 
     def free(self, *, is_lost: bool = False) -> None:
         """Give back what is kept, the youngest first, and the MPI communicator. Collective.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchmpi_py import board, communication_thread, communicators, tracing, watch
+from torchmpi_py import board, communication_thread, communicators, recovery, tracing, watch
 from torchmpi_py.channels import BACKGROUND, DIRECT
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.launch import marks
@@ -78,7 +78,8 @@ def _at_exit(stop: Callable[[], None]) -> None:
         except BaseException:
             sys.excepthook(*sys.exc_info())
             abort(1)
-        MPI.Finalize()
+        if not recovery.has_lost_ranks():  # MPI_Finalize of Open MPI 5 may wait for the dead
+            MPI.Finalize()
 
 
 def _disown() -> None:

@@ -12,13 +12,19 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchmpi_py.errors import RankDied
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+_KNOWN_WITHIN_SECONDS = 10.0
+_num_buried = 0
 
 
 def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
@@ -27,16 +33,51 @@ def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_death(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, says that a rank has died, or that another one has noticed."""
+    """Whether an error, or what caused it, says that a rank has died, or that another one has noticed.
+
+    Open MPI's barrier may fail with any error when a rank dies: what is known of the dead then decides.
+    """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not is_elastic():
         return False
     classes = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+    is_of_mpi = False
     while error is not None:
-        if isinstance(error, mpi.Exception) and error.Get_error_class() in classes:
-            return True
+        if isinstance(error, mpi.Exception):
+            if error.Get_error_class() in classes:
+                return True
+            is_of_mpi = True
         error = error.__cause__ or error.__context__
-    return False
+    return is_of_mpi and _is_known(mpi.COMM_WORLD)
+
+
+def _is_known(world: MPI.Comm) -> bool:
+    """Whether a rank has died that is not buried, or another one has said so; that may become known a little later."""
+    until = time.monotonic() + _KNOWN_WITHIN_SECONDS
+    while _num_dead(world) <= _num_buried and not any(comm and comm.Is_revoked() for comm in _comms()):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _num_dead(world: MPI.Comm) -> int:
+    failed = world.Get_failed()
+    try:
+        return failed.size
+    finally:
+        failed.Free()
+
+
+def bury(world: MPI.Comm) -> None:
+    """The job goes on with ``world``, and without those that have died before."""
+    global _num_buried
+    _num_buried = sys.modules["mpi4py.MPI"].COMM_WORLD.size - world.size
+
+
+def has_lost_ranks() -> bool:
+    """Whether the job goes on without some of its ranks."""
+    return _num_buried > 0
 
 
 def agree(comm: MPI.Comm, is_well: bool) -> bool:
@@ -53,6 +94,31 @@ def revoke(comm: MPI.Comm) -> None:
     """Make every call on a communicator raise, on all of its ranks. Not collective."""
     if comm and not comm.Is_revoked():
         comm.Revoke()
+
+
+class Owner(Protocol):
+    """What owns communicators of MPI."""
+
+    def comms(self) -> list[MPI.Comm]:
+        """Those that it has."""
+
+
+_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+
+def register(owner: Owner) -> None:
+    """As long as it lives, ``revoke_all`` reaches its communicators."""
+    _owners.add(owner)
+
+
+def revoke_all() -> None:
+    """A rank has died: make every call that is under way, here and on other ranks, raise. Not collective."""
+    for comm in _comms():
+        revoke(comm)
+
+
+def _comms() -> list[MPI.Comm]:
+    return [comm for owner in list(_owners) for comm in owner.comms()]
 
 
 def missing(before: MPI.Comm, after: MPI.Comm) -> tuple[int, ...]:

@@ -13,13 +13,13 @@ import torch
 
 from torchmpi_py import (
     board,
-    channels,
     communication_thread,
     communicators,
     config,
     gpus,
     levels,
     placement,
+    recovery,
     symmetric,
     tracing,
     watchdog,
@@ -44,6 +44,7 @@ class Wishes(NamedTuple):
     cartesian: bool
     collective_levels: Callable[[], int | None] | None
     tuning: config.Tuning
+    has_settled: bool = False  # the device is that of a rank that goes on
 
 
 wishes: Wishes | None = None
@@ -90,7 +91,7 @@ def _build(world: MPI.Comm, wanted: Wishes) -> None:
     board.install(board.Board(node_group, _node.direct.places, world.rank))
     symmetric.install(node_group, _node.direct.places, tuning.staging_bytes)
     _local = placement.locate(node_group)
-    device = placement.settled(wanted.device, _local)
+    device = wanted.device if wanted.has_settled else placement.settled(wanted.device, _local)
     placement.limit_threads(_local)
     gpus.install(world, place, device, with_ipc=wanted.with_ipc)
     communicators.install(Stack(world, place, wanted.cartesian), "")
@@ -109,7 +110,7 @@ def tear_down(why_not: str) -> None:
 def abandon(why_not: str) -> None:
     """Let go of everything, for ranks have died: what is under way fails, on all ranks. Not collective."""
     watchdog.stop()
-    channels.revoke_all()
+    recovery.revoke_all()
     if communication_thread.is_installed():
         communication_thread.current().close()
     if communicators.is_started():

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from torchmpi_py import channels, communication_thread, communicators, exits, recovery, startup, tracing, watchdog
+from torchmpi_py import communication_thread, communicators, exits, recovery, startup, tracing, watchdog
 from torchmpi_py.collectives import objects
 
 logger = logging.getLogger("torchmpi_py")
@@ -58,7 +58,7 @@ def elastic() -> Iterator[Attempt]:
             raise
         logger.info("a death ended this rank's attempt: %s", error)
         is_well = False
-        channels.revoke_all()
+        recovery.revoke_all()
     if not recovery.agree(communicators.stack().levels[0].direct.mpi, is_well):
         attempt.deaths = recover()
 
@@ -66,8 +66,8 @@ def elastic() -> Iterator[Attempt]:
 def recover() -> tuple[int, ...]:
     """Build the world anew without the ranks that died; return those. Collective over the survivors."""
     world = former = communicators.stack().levels[0].direct.mpi
-    wishes = startup.wishes
-    assert wishes is not None, "a started process knows what it was started with"
+    assert startup.wishes is not None, "a started process knows what it was started with"
+    wishes = startup.wishes._replace(device=startup.device, has_settled=True)
     while True:
         startup.abandon(_LOST)
         world = world.Shrink()
@@ -78,11 +78,12 @@ def recover() -> tuple[int, ...]:
             if not recovery.is_death(error):
                 raise
             is_well = False
-            channels.revoke_all()
+            recovery.revoke_all()
             recovery.revoke(world)
         if recovery.agree(world, is_well):
             break
     deaths = recovery.missing(former, world)
+    recovery.bury(world)
     if world.rank == 0:
         logger.warning("rank %s died; %d go on", ", ".join(map(str, deaths)), world.size)
     return deaths

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from torchmpi_py import runtime
+from torchmpi_py import recovery, runtime, survivors
+from torchmpi_py.engine import elastic
 from torchmpi_py.engine.iterators import DatasetIterator
 from torchmpi_py.engine.replicas import Replicas
 from torchmpi_py.engine.sgd import SGDEngine
@@ -72,12 +73,31 @@ class AllReduceSGDEngine(SGDEngine):
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
         if isinstance(state.iterator, DatasetIterator):
             state.iterator.check_place()
+        if state.training and recovery.is_elastic():
+            elastic.check(state)
         with self._on_gpu(state):
             if state.training:
                 with self._replicated(state):
                     yield
             else:
                 yield
+
+    @contextmanager
+    def epoch(self, state: State) -> Iterator[None]:
+        """In an elastic job: let the survivors go on when a rank dies."""
+        with survivors.elastic() as attempt:
+            yield
+        if attempt.deaths:
+            elastic.go_on(state, lambda: self._begin_anew(state))
+
+    def _begin_anew(self, state: State) -> None:
+        if self._replicas is not None:
+            self._replicas.abandon()
+            self._replicas = None
+        if runtime.size() > 1:
+            self._replicas = Replicas(state, self.asynchronous)
+            self._replicas.follow()
+        self.hooks.on_recovery(state)
 
     @contextmanager
     def _on_gpu(self, state: State) -> Iterator[None]:

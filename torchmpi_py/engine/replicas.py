@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchmpi_py import nn
+from torchmpi_py import nn, recovery
 from torchmpi_py.collectives.consistency import check_all_with_allreduce
 from torchmpi_py.engine.state import State
 
@@ -30,7 +30,7 @@ class Replicas:
         if self.trained is not None and [id(p) for p in trained] == [id(p) for p in self.trained]:
             return
         self.close()
-        self.module = _together(self.state)
+        self.module = together(self.state)
         nn.synchronize_parameters(self.module)
         if self.asynchronous:
             self.registration = nn.register_async_backward(self.module)
@@ -50,11 +50,19 @@ class Replicas:
     def close(self) -> None:
         """Undo the registration."""
         if self.registration is not None:
-            self.registration.remove()
-            self.registration = None
+            registration, self.registration = self.registration, None
+            registration.remove()
+
+    def abandon(self) -> None:
+        """Undo the registration after a death, which has ended what was under way."""
+        try:
+            self.close()
+        except Exception as error:
+            if not recovery.is_death(error):
+                raise
 
 
-def _together(state: State) -> torch.nn.Module:
+def together(state: State) -> torch.nn.Module:
     """All of it as one module: gradients then set out in one order, the same on every rank."""
     named = {"network": state.network, "criterion": state.criterion}
     modules = {name: part for name, part in named.items() if isinstance(part, torch.nn.Module)}

@@ -51,7 +51,7 @@ Hook = Callable[[State], Any]
 
 @dataclass(slots=True)
 class Hooks:
-    """The ten moments, in their order; each is a function of the state. There is no eleventh: a misspelt one raises."""
+    """The moments, in their order; each is a function of the state. There are no others: a misspelt one raises."""
 
     on_start: Hook = _nothing  # once, before the first epoch (test: before the first sample)
     on_start_epoch: Hook = _nothing
@@ -63,3 +63,4 @@ class Hooks:
     on_update: Hook = _nothing  # parameters are new, state.t counts this sample
     on_end_epoch: Hook = _nothing  # state.epoch counts this epoch
     on_end: Hook = _nothing
+    on_recovery: Hook = _nothing  # ranks have died (torchmpirun --elastic); rank and size are new, the epoch goes on

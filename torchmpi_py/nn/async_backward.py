@@ -63,12 +63,14 @@ class AsyncBackward:
 
     def remove(self) -> None:
         """Wait for what is under way, and leave the module as it was."""
-        self.synchronize()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if (module := self._module()) is not None and self in _registered.get(module, []):
-            _registered[module].remove(self)
+        try:
+            self.synchronize()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            if (module := self._module()) is not None and self in _registered.get(module, []):
+                _registered[module].remove(self)
 
     def _on_gradient(self, parameter: Any) -> None:
         with self._lock:  # autograd has a thread per device

@@ -86,6 +86,10 @@ class Carrier:
                 mine.apply(rule, payload.values, options)
                 payload.apply(rules.named("take_in", "zero"), payload.values, {})
 
+    def abandon(self) -> None:
+        """A rank has died, and its part of the values with it."""
+        self.is_free = True
+
     def free(self) -> None:
         """When all ranks have done what they were asked, let go of the memory. Collective; waits asleep."""
         client.drain()

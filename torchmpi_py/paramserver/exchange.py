@@ -43,6 +43,11 @@ class Exchange:
         """Collective."""
         self.links.free()
 
+    def abandon(self) -> None:
+        """A rank has died; the communicators are revoked, which ends the service."""
+        if self.service is not None:
+            self.service.abandon()
+
 
 class Pending:
     """A request on its way, whose bytes come from ``memory`` or go there. ``finish`` it, whatever else goes wrong."""

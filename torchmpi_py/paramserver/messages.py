@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import enum
 import pickle
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchmpi_py import config
+from torchmpi_py import config, recovery
 from torchmpi_py.channels import Channel
 from torchmpi_py.errors import ParameterServerError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 HEADER_TAG = 0  # of all requests' headers; one service takes them from everybody
 
@@ -53,6 +56,11 @@ class Links:
     def __init__(self, channel: Channel) -> None:
         self.requests = channel.mpi.Dup()
         self.answers = channel.mpi.Dup()
+        recovery.register(self)
+
+    def comms(self) -> list[MPI.Comm]:
+        """What MPI has to revoke when a rank dies."""
+        return [self.requests, self.answers]
 
     def free(self) -> None:
         """Collective."""

@@ -200,7 +200,9 @@ class ParameterServer:
     def _check_alive(self, call: str) -> None:
         communicators.stack()  # neither in a child process nor after stop
         if self._carrier.is_free:
-            raise ParameterServerError(f"{call}: this parameter server was freed; make another with paramserver.init")
+            raise ParameterServerError(
+                f"{call}: this parameter server was freed, or lost when a rank died; make another with paramserver.init"
+            )
 
     def _checked(self, call: str, tensor: Tensor) -> Tensor:
         self._check_alive(call)

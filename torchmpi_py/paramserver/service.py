@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py import exits
+from torchmpi_py import exits, recovery
 from torchmpi_py.paramserver import rules
 from torchmpi_py.paramserver.messages import (
     HEADER_TAG,
@@ -85,6 +85,12 @@ class Service:
             self._thread.join()
             self._thread = None
 
+    def abandon(self) -> None:
+        """Wait for the end of the thread: a rank has died, and the links are revoked."""
+        if self._thread is not None:
+            self._is_ending.set()
+            self._thread.join()
+
     @torch.inference_mode()
     def _run(self) -> None:
         try:
@@ -95,7 +101,11 @@ class Service:
                 else:
                     is_moving = self._coming or self._going or self._answers
                     nap.take(_LONGEST_NAP_IN_TRANSFER_SECONDS if is_moving else None)
-        except BaseException:
+        except BaseException as error:
+            if recovery.is_death(error):
+                for comm in self._links.comms():  # who waits for an answer learns of it
+                    recovery.revoke(comm)
+                return
             logger.exception("the service of parameter servers failed: ranks of other nodes would wait for ever")
             exits.abort(1)
 

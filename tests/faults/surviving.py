@@ -1,0 +1,142 @@
+"""The program of test_survivors.py: digits are learned, ranks die where they are told to, all that was done is noted.
+
+surviving.py FOLDER EPOCHS ASYNCHRONOUS RANK:PLACE:NUMBER... (a rank dies the n-th time that it comes to a place)
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+
+import torchmpi_py as mpi
+from torchmpi_py.collectives import mpi_steps, node_group, two_shot
+from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
+
+BATCH, SEED, NUM_TEST = 32, 3, 360
+
+
+def digits():
+    """Images and classes with the number of the sample; the last ones are for the test."""
+    found = load_digits()
+    numbers = torch.arange(len(found.target))
+    return torch.from_numpy(found.data) / 16, torch.stack([torch.from_numpy(found.target), numbers], 1)
+
+
+def dataset():
+    """What is trained on."""
+    return torch.utils.data.TensorDataset(*(part[:-NUM_TEST] for part in digits()))
+
+
+def network():
+    """In float64: what one process computes in another order is nearly the same."""
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.Tanh(), torch.nn.Linear(100, 10)).double()
+
+
+def optimizer(parameters):
+    """One with a state."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def criterion(output, target):
+    """Cross entropy; beside the class stands the number of the sample."""
+    return torch.nn.functional.cross_entropy(output, target[:, 0])
+
+
+class Fate:
+    """Counts how often this rank comes to a place, and ends the process there."""
+
+    def __init__(self, rank, deaths):
+        self.file = Path(os.environ["FAULTS_JOB"], f"fault-{rank}")
+        self.deaths = {(place, int(number)) for of, place, number in deaths if int(of) == rank}
+        self.counts = {}
+
+    def comes_to(self, place):
+        self.counts[place] = self.counts.get(place, 0) + 1
+        if (place, self.counts[place]) in self.deaths:
+            self.file.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(10)
+
+    def before(self, owner, name, place):
+        """Each call of a function comes to a place."""
+        function = getattr(owner, name)
+
+        def watched(*arguments):
+            self.comes_to(place)
+            return function(*arguments)
+
+        setattr(owner, name, watched)
+
+    def between_chunks(self):
+        """Reductions come to "half" after each chunk: part of the result is then in everybody's memory."""
+        carry_out = two_shot.carry_out
+
+        def watched(steps, how):
+            for step in steps:
+                carry_out([step], how)
+                self.comes_to("half")
+
+        two_shot.carry_out = watched
+
+
+class Notes:
+    """What this rank has done, a line each, on the disk before it goes on."""
+
+    def __init__(self, engine, path, fate):
+        self.file, self.fate, self.begin = path.open("w"), fate, 0
+        for moment in ("on_sample", "on_backward", "on_update", "on_end_epoch", "on_recovery"):
+            setattr(engine.hooks, moment, getattr(self, moment))
+
+    def note(self, kind, **what):
+        self.file.write(json.dumps({"kind": kind, "size": mpi.size(), **what}) + "\n")
+        self.file.flush()
+
+    def on_sample(self, state):
+        numbers = state.sample[1][:, 1].tolist() if state.num_samples else []
+        self.note("sample", at=[state.epoch, state.position, state.next_position], numbers=numbers)
+        self.fate.comes_to("sample")
+
+    def on_backward(self, state):
+        self.begin = state.position
+        self.fate.comes_to("backward")
+
+    def on_update(self, state):
+        self.note("step", at=[state.epoch, self.begin, state.position])
+        self.fate.comes_to("update")
+
+    def on_end_epoch(self, state):
+        self.fate.comes_to("epoch")
+        mpi.allreduce(1.0)
+
+    def on_recovery(self, state):
+        self.note("recovery", time=time.time())
+        self.fate.comes_to("recovery")
+
+
+def main():
+    folder, epochs, asynchronous, *deaths = sys.argv[1:]
+    mpi.start(tuning=mpi.Tuning(cache_bytes=1 << 14))  # small: a reduction has many chunks
+    torch.set_num_threads(1)
+    fate = Fate(mpi.rank(), [death.split(":") for death in deaths])
+    fate.between_chunks()
+    fate.before(node_group.NodeGroup, "read", "meeting")
+    fate.before(mpi_steps, "allreduce", "mpi")
+    engine = AllReduceSGDEngine(asynchronous=asynchronous == "1")
+    notes, net = Notes(engine, Path(folder, f"rank-{mpi.rank()}"), fate), network()
+    batches = DatasetIterator(dataset(), BATCH, seed=SEED)
+    engine.train(network=net, criterion=criterion, iterator=batches, maxepoch=int(epochs), optimizer=optimizer)
+    mpi.check_with_allreduce(torch.cat([p.detach().view(-1) for p in net.parameters()]))
+    notes.note("end")
+    if mpi.rank() == 0:
+        torch.save(net.state_dict(), Path(folder, "network"))
+    mpi.stop()
+
+
+if __name__ == "__main__":
+    main()

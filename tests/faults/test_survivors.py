@@ -1,0 +1,105 @@
+"""Ranks die while digits are learned (torchmpirun --elastic): training goes on as if each step had been one process's.
+
+What is judged: every sample of an epoch is in exactly one step that counts; one process that takes these steps ends
+with the same parameters (so that nothing half reduced has reached them); the accuracy is that of a run without deaths;
+how long it took from the death until the survivors went on.
+"""
+
+import json
+from pathlib import Path
+
+import harness
+import pytest
+import surviving as program
+import torch
+
+from torchmpi_py.engine import DatasetIterator
+
+pytestmark = [
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(harness.VENDOR != "openmpi", reason=harness.MISSING or f"{harness.VENDOR} has no ULFM"),
+]
+MOST = {"sample": 30, "backward": 30, "update": 30, "epoch": 3, "half": 99, "meeting": 60, "mpi": 90, "recovery": 1}
+GOES_ON_SECONDS = 10.0  # on a loaded machine; the table tells what it was
+EPOCHS = 12 if harness.ALL else 4
+
+
+def drawn_deaths(draw, ranks):
+    """One death, or two, one after the other, perhaps while the survivors recover; also of rank 0."""
+    victims = draw.sample(range(ranks), draw.choice([1, 1, 2]))
+    places = [draw.choice([place for place in MOST if place != "recovery"]), draw.choice(list(MOST))]
+    return [f"{v}:{place}:{draw.randint(1, MOST[place])}" for v, place in zip(victims, places, strict=False)]
+
+
+def trained(steps):
+    """What one process makes of these steps, (epoch, begin, end, ...); every epoch has to be whole."""
+    net, data = program.network(), program.dataset()
+    optimizer, batches = program.optimizer(net.parameters()), DatasetIterator(data, 1, seed=program.SEED, rank=0, size=1)
+    for epoch in range(EPOCHS):
+        at = 0
+        for _, begin, end, *_ in (step for step in steps if step[0] == epoch):
+            assert begin == at, f"epoch {epoch} has no step from {at} on, but from {begin}"
+            x, y = data[batches.order(epoch)[begin:end]]
+            optimizer.zero_grad()
+            program.criterion(net(x), y).backward()
+            optimizer.step()
+            at = end
+        assert at == len(data), f"epoch {epoch} ends at {at} of {len(data)}"
+    return net
+
+
+def undisturbed(ranks):
+    total, step = len(program.dataset()), program.BATCH * ranks
+    return trained([(epoch, at, min(at + step, total)) for epoch in range(EPOCHS) for at in range(0, total, step)])
+
+
+def accuracy(net):
+    x, y = (part[-program.NUM_TEST :] for part in program.digits())
+    return float((net(x).argmax(1) == y[:, 0]).double().mean())
+
+
+def check_samples(notes, steps):
+    """Each sample of a step that counts was on one rank, and no other sample was."""
+    batches = DatasetIterator(program.dataset(), 1, seed=program.SEED, rank=0, size=1)
+    for epoch, begin, end, size in steps:
+        lines = [line for line in notes if line["kind"] == "sample" and line["size"] == size]
+        numbers = [n for line in lines if line["at"] == [epoch, begin, end] for n in line["numbers"]]
+        wanted = batches.order(epoch)[begin:end].tolist()
+        assert sorted(numbers) == sorted(wanted), f"epoch {epoch}, samples {begin} to {end} of {size} ranks"
+
+
+def check(folder, ranks):
+    """Seconds from the last death until all who were left went on."""
+    files = {path: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("rank-*")}
+    notes = [line for lines in files.values() for line in lines]
+    ended = [lines for lines in files.values() if lines[-1]["kind"] == "end"]
+    steps = sorted({(*line["at"], line["size"]) for lines in ended for line in lines if line["kind"] == "step"})
+    check_samples(notes, steps)
+    net, alone = program.network(), trained(steps)
+    net.load_state_dict(torch.load(folder / "network"))
+    for mine, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
+    assert abs(accuracy(net) - accuracy(undisturbed(ranks))) <= (0.01 if harness.ALL else 0.05)
+    return max(line["time"] for lines in ended for line in lines if line["kind"] == "recovery")
+
+
+def survived(tmp_path, index):
+    draw = harness.seeded(f"survive {index}")
+    ranks = 4 if index % 3 else draw.choice([3, 5])
+    deaths, folder = drawn_deaths(draw, ranks), tmp_path / str(index)
+    folder.mkdir()
+    line = harness.command(ranks, Path(program.__file__), str(folder), str(EPOCHS), str(index % 2), *deaths)
+    line.insert(line.index("-n"), "--elastic")
+    outcome = harness.run(f"survive {index} {ranks} {deaths}", line, within_seconds=120)
+    outcome.expect(outcome.code == 0, f"the exit code is {outcome.code}")
+    return outcome, folder, ranks
+
+
+def test_training_goes_on(tmp_path, judge):
+    results = harness.at_once(2, range(harness.count(2, 40)), lambda index: survived(tmp_path, index))
+    for outcome, folder, ranks in results:
+        try:
+            check(folder, ranks)
+        except (AssertionError, ValueError, OSError) as problem:
+            outcome.expect(False, repr(problem))
+    judge("death, training goes on", [outcome for outcome, *_ in results])
