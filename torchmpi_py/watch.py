@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torchmpi_py.communicators import Communicator
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
+_BENCH = os.path.join(_PACKAGE, "bench", "")  # which calls as a program does
 _MOST_KEPT = 4096
 _WORDS = board.RECORD_BYTES // 8
 _NEXT = 1 << CHECKSUM_BITS  # marks that are nearer are of the same place
@@ -203,7 +204,8 @@ def _name(used: Board, frame: Any) -> tuple[int, CodeType]:
         used.sites.clear()
         used.calls.clear()
     code, site = frame.f_code, -1
-    if frame.f_back is None or not code.co_filename.startswith(_PACKAGE):
+    is_own = code.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_BENCH)
+    if frame.f_back is None or not is_own:
         site = used.keep_string(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
     used.sites[id(code), frame.f_lasti] = made = site, code
     return made

@@ -49,6 +49,7 @@ _CLAIM_SECONDS = 0.02
 _AGAIN_SECONDS = 30.0
 _AGAIN_WHEN_ASKED_SECONDS = 1.0
 _LAST_SECONDS = 5.0  # for one that is about to end the job
+_OTHERS_SECONDS = 1.0  # for another node, where the late rank seems to be, to tell
 _NUM_WATCHED = 2
 EXIT_CODE = 1
 
@@ -62,8 +63,7 @@ class Watchdog:
         self._ages: dict[int, float] = {}
         self._reported: set[int] = set()
         self._gone: dict[int, float] = {}  # neighbours that are gone, and since when that is known
-        place = used.indices.index(used.index)
-        others = used.indices[place + 1 :] + used.indices[:place]
+        others = sorted(used.indices, key=lambda index: (index <= used.index, index))[:-1]
         neighbours = [] if recovery.is_elastic() else others[:_NUM_WATCHED]
         self._lives = {file: index for index in neighbours if (file := reports.descriptor(used, index)) is not None}
         self._suspects = [index for index in neighbours if index not in self._lives.values()]
@@ -142,7 +142,8 @@ class Watchdog:
         self._reported.add(oldest)
         if (was_reported and not is_end) or not self._claim(_AGAIN_SECONDS):
             return
-        _say(self._report(f"an operation is not complete after {self._ages[oldest]:.0f} s", oldest))
+        _say(text := self._report(f"an operation is not complete after {self._ages[oldest]:.0f} s", oldest))
+        self._ending.wait(0 if "has not come to it" in text else _OTHERS_SECONDS)
         if is_end and not self._ending.is_set():
             if oldest in watch.under_way(self._board):
                 exits.abort(EXIT_CODE)

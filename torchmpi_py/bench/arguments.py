@@ -171,7 +171,7 @@ def _add_trace(commands: Any) -> None:
 
 def _add_watch(commands: Any) -> None:
     parser = commands.add_parser("watch", help="what noting and comparing operations adds to a call")
-    parser.add_argument("--blocks", type=_count, default=100, help="of 1000 calls, of each kind; default: 100")
+    parser.add_argument("--blocks", type=_count, default=500, help="of 200 calls, of each kind; default: 500")
     _add_output(parser)
 
 

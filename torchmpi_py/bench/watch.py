@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _FORMAT = "torchmpi_py.bench watch 1"
-_CALLS_PER_BLOCK = 1000
+_CALLS_PER_BLOCK = 200
 _WITH, _WITHOUT = "watched", "not watched"
 
 
