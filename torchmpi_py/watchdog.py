@@ -64,7 +64,7 @@ class Watchdog:
         self._reported: set[int] = set()
         self._gone: dict[int, float] = {}  # neighbours that are gone, and since when that is known
         others = sorted(used.indices, key=lambda index: (index <= used.index, index))[:-1]
-        neighbours = [] if recovery.is_elastic() else others[:_NUM_WATCHED]
+        neighbours = others[: 0 if recovery.is_elastic() else _NUM_WATCHED]
         self._lives = {file: index for index in neighbours if (file := reports.descriptor(used, index)) is not None}
         self._suspects = [index for index in neighbours if index not in self._lives.values()]
         self._ending = threading.Event()
@@ -205,10 +205,9 @@ class Watchdog:
             if is_late or all(reports.trouble(used, index) for index in silent):
                 break
             time.sleep(0.02)
-        late, me = None if number is None else reports.stuck(used, number), used.get(WORLD_RANK)
-        lines = [f"torchmpi_py: report of rank {me}: {why}"]
-        if late is not None:
-            lines.append(f"rank {me} waits in {late.what}, called at {late.site}")
+        late, lines = None, [f"torchmpi_py: report of rank {used.get(WORLD_RANK)}: {why}"]
+        if number is not None and (late := reports.stuck(used, number)) is not None:
+            lines.append(f"rank {used.get(WORLD_RANK)} waits in {late.what}, called at {late.site}")
         lines += [reports.of_rank(used, i, late, is_silent=i in silent) for i in reports.by_rank(used)]
         return "\n".join(lines if number is None else [*lines, flight_recorder.dump(used)])
 
