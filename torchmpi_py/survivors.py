@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchmpi_py import communication_thread, communicators, exits, recovery, startup, tracing, watchdog
@@ -48,6 +48,7 @@ def elastic() -> Iterator[Attempt]:
     """
     attempt = Attempt()
     if not recovery.is_elastic():
+        logger.debug("mpi.elastic(): this job was not started with torchmpirun --elastic, and a death ends it")
         yield attempt
         return
     is_well = True
@@ -94,15 +95,23 @@ def catch_up(step: Any, *parts: Any) -> Any:
 
     After a death ranks may be one step apart: some had completed the step, others not. ``step``: a number, or a tuple
     of numbers. ``parts``: what has ``state_dict`` and ``load_state_dict``, such as module and optimizer. Of two ranks
-    with the same step the state is taken to be equal.
+    with the same step the state is taken to be equal. If another rank dies meanwhile, the others begin again.
     """
+    while True:
+        with elastic() as attempt:
+            caught_up = _catch_up(step, parts)
+        if not attempt.deaths:
+            return caught_up
+
+
+def _catch_up(step: Any, parts: Sequence[Any]) -> Any:
     steps = objects.allgather_object(step)
     farthest = max(steps)
     if all(other == farthest for other in steps):
         return step
     root = steps.index(farthest)
-    mine = communicators.resolve(None).rank
-    states = objects.broadcast_object([part.state_dict() for part in parts] if mine == root else None, root)
+    is_root = communicators.resolve(None).rank == root
+    states = objects.broadcast_object([part.state_dict() for part in parts] if is_root else None, root)
     if step != farthest:
         for part, state in zip(parts, states, strict=True):
             part.load_state_dict(state)

@@ -32,10 +32,10 @@ def go_on(state: State, begin_anew: Callable[[], None]) -> None:
     """Make the survivors equal, and their shares of the epoch; another rank may die meanwhile. Collective."""
     while True:
         with survivors.elastic() as attempt:
-            state.iterator.take_place()  # type: ignore[attr-defined]  # checked before the first epoch
             standing = state.epoch, state.position, state.t
             parts = [together(state)] if state.optimizer is None else [together(state), state.optimizer]
             state.epoch, state.position, state.t = survivors.catch_up(standing, *parts)
+            state.iterator.take_place()  # type: ignore[attr-defined]  # checked before the first epoch
             begin_anew()
         if not attempt.deaths:
             return

@@ -25,7 +25,7 @@ def show_progress(engine: SGDEngine) -> None:
     except ImportError as error:
         raise ImportError("show_progress needs tqdm: pip install 'torchmpi-py[examples]'") from error
     progress = _Progress(tqdm)
-    for moment in ("on_start", "on_start_epoch", "on_forward_criterion", "on_end_epoch", "on_end"):
+    for moment in ("on_start", "on_start_epoch", "on_forward_criterion", "on_end_epoch", "on_end", "on_recovery"):
         _prepend(engine.hooks, moment, getattr(progress, moment))
 
 
@@ -78,6 +78,10 @@ class _Progress:
     def on_end(self, state: State) -> None:
         if not state.training:
             self._end()
+
+    def on_recovery(self, state: State) -> None:
+        while self.runs:  # the rest of the epoch begins with a bar of its own
+            self.runs.pop().bar.close()
 
     def _begin(self, state: State, title: str) -> None:
         rank = runtime.rank() if runtime.is_started() else 0
