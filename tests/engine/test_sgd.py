@@ -39,8 +39,8 @@ def recorded(engine):
     return calls
 
 
-def test_there_are_ten_moments():
-    assert ["on_start", "on_start_epoch", *PER_SAMPLE, "on_end_epoch", "on_end"] == MOMENTS
+def test_the_moments():
+    assert ["on_start", "on_start_epoch", *PER_SAMPLE, "on_end_epoch", "on_end", "on_recovery"] == MOMENTS
 
 
 def test_hooks_of_training_are_called_in_their_order():
