@@ -154,6 +154,8 @@ def _suits(kind: str, call: Call) -> bool:
         return call.verb in ROOTED
     if kind == "count":
         return call.verb not in ("allgather", "gather")  # sizes may differ
+    if kind == "flavour" and call.verb in ("allgather", "gather"):
+        return False  # it follows from the sizes, and is not compared
     return kind != "comm" or call.flavour != "hierarchical"
 
 

@@ -134,7 +134,8 @@ class Operation(Generic[R]):
         elif died := reports.deaths(_DEATH_SECONDS):
             explained = CommunicatorError(f"{self}: {died}")
         elif is_mpis:
-            explained = CommunicatorError(f"{self}: MPI failed: {error}. Did every rank call it with the same sizes?")
+            asked = f"Did every rank call it with the same sizes? {sides}".rstrip()
+            explained = CommunicatorError(f"{self}: MPI failed: {error}. {asked}")
         else:
             return error
         explained.__cause__ = error
