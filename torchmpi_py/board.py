@@ -246,4 +246,6 @@ current: Board | None = None
 def install(board: Board | None) -> None:
     """Make ``board`` the one in use."""
     global current
+    if current is not None:
+        current.calls.clear()  # they refer to what refers to the board
     current = board
