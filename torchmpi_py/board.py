@@ -123,9 +123,8 @@ class Board:
         self._strings: dict[str, int] = {}
         self.rows_of: dict[int, dict[int, int]] = {}  # own row -> the rows of the same sequence, by local rank
         self.first_record = (self._begin + _RECORDS_BEGIN) // 8
-        begins = [
-            self.first_record + number % NUM_RECORDS * (RECORD_BYTES // 8) for number in range(1, NUM_RECORDS + 1)
-        ]
+        first, length = self.first_record, RECORD_BYTES // 8
+        begins = [first + number % NUM_RECORDS * length for number in range(1, NUM_RECORDS + 1)]
         records = itertools.cycle([(begin * 8, begin, begin + ENDED) for begin in begins])
         self.next_record: Callable[[], tuple[int, tuple[int, int, int]]] = zip(
             itertools.count(1), records, strict=False
