@@ -5,6 +5,9 @@ dead one included. So when the survivors have built their world anew (``survivor
 that has come farthest, which is at most a step ahead; the step in which the rank died is done again if nobody has
 completed it. What is left of the epoch is shared out among those who are left: every sample is used once.
 
+Of what belongs to the end of an epoch (``hooks.on_end_epoch``, a checkpoint) nothing is left out: if one rank was not
+through with it, all do it again.
+
 Averages are over the ranks that there are, and batches have the size that they had per rank, so a global batch is
 smaller from then on. Whoever scales the learning rate by the number of ranks does so in ``hooks.on_recovery``.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchmpi_py import survivors
+from torchmpi_py.collectives.objects import allgather_object
 from torchmpi_py.engine.replicas import together
 from torchmpi_py.engine.state import State
 
@@ -34,7 +38,9 @@ def go_on(state: State, begin_anew: Callable[[], None]) -> None:
         with survivors.elastic() as attempt:
             standing = state.epoch, state.position, state.t
             parts = [together(state)] if state.optimizer is None else [together(state), state.optimizer]
-            state.epoch, state.position, state.t = survivors.catch_up(standing, *parts)
+            was_ending = (standing, state.is_ending_epoch)
+            state.epoch, state.position, state.t = standing = survivors.catch_up(standing, *parts)
+            state.is_ending_epoch = (standing, True) in allgather_object(was_ending)
             state.iterator.take_place()  # type: ignore[attr-defined]  # checked before the first epoch
             begin_anew()
         if not attempt.deaths:

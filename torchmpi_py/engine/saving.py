@@ -157,7 +157,8 @@ def _order(state: State) -> list[int]:
 
 
 def _standing(state: State) -> tuple[int, ...]:
-    return state.t, state.epoch, state.position
+    # With the number of ranks: after a death, ranks that had saved here save again with those that had not.
+    return state.t, state.epoch, state.position, outcomes.size()
 
 
 def _check_place(state: State, parts: dict[str, Any]) -> None:

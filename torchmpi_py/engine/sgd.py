@@ -78,29 +78,31 @@ class SGDEngine:
             self.set_mode(state)
             self.hooks.on_start(state)
             saving.resume(state)
-            while state.epoch < state.maxepoch:
+            while state.epoch < state.maxepoch or state.is_ending_epoch:
                 with self.epoch(state):
-                    self.hooks.on_start_epoch(state)
-                    for sample in self.samples(state):
-                        self.take_sample(state, sample)
-                        self.hooks.on_sample(state)
-                        self.prepare(state)
-                        self.forward(state)
-                        self.hooks.on_forward(state)
-                        self.forward_criterion(state)
-                        self.hooks.on_forward_criterion(state)
-                        self.zero_gradients(state)
-                        self.backward_criterion(state)
-                        self.hooks.on_backward_criterion(state)
-                        self.backward(state)
-                        self.hooks.on_backward(state)
-                        self.update(state)
-                        self.complete(state)
-                        self.hooks.on_update(state)
-                        saving.after_step(state)
-                    state.epoch, state.position = state.epoch + 1, 0
+                    if not state.is_ending_epoch:
+                        self.hooks.on_start_epoch(state)
+                        for sample in self.samples(state):
+                            self.take_sample(state, sample)
+                            self.hooks.on_sample(state)
+                            self.prepare(state)
+                            self.forward(state)
+                            self.hooks.on_forward(state)
+                            self.forward_criterion(state)
+                            self.hooks.on_forward_criterion(state)
+                            self.zero_gradients(state)
+                            self.backward_criterion(state)
+                            self.hooks.on_backward_criterion(state)
+                            self.backward(state)
+                            self.hooks.on_backward(state)
+                            self.update(state)
+                            self.complete(state)
+                            self.hooks.on_update(state)
+                            saving.after_step(state)
+                        self.end_epoch(state)
                     self.hooks.on_end_epoch(state)
                     saving.after_epoch(state)
+                    state.is_ending_epoch = False
             self.hooks.on_end(state)
         return state
 
@@ -217,6 +219,10 @@ class SGDEngine:
         """Count the step."""
         state.t += 1
         state.position = state.next_position
+
+    def end_epoch(self, state: State) -> None:
+        """Count the epoch. What belongs to its end is done again if it is interrupted, and the loop goes on."""
+        state.epoch, state.position, state.is_ending_epoch = state.epoch + 1, 0, True
 
 
 @contextmanager

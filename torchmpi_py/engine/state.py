@@ -23,6 +23,7 @@ class State:
     epoch: int = 0  # epochs completed; a hook may set it in on_start to resume, or maxepoch to stop after this epoch
     t: int = 0  # samples (batches) completed, over all epochs
     position: int = 0  # where in the epoch the next step begins, in what the iterator counts in: samples, or batches
+    is_ending_epoch: bool = False  # it is counted, and its end (on_end_epoch, a checkpoint) is not yet complete
     training: bool = False
     maxepoch: int = 1
     weight: float = 1.0  # of this batch in a mean over ranks: the loss is scaled by it for the backward pass only
