@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-_KNOWN_WITHIN_SECONDS = 10.0
+_KNOWN_WITHIN_SECONDS = 1.0
+_KNOWN_WITHIN_SECONDS_OF_MPI = 10.0  # after an error of MPI
 _num_buried = 0
 
 
@@ -35,25 +36,26 @@ def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
 def is_death(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, says that a rank has died, or that another one has noticed.
 
-    Open MPI's barrier may fail with any error when a rank dies: what is known of the dead then decides.
+    When a rank dies Open MPI's collectives may also fail with any other error, or bring nonsense, which then leads to
+    errors of any kind: what is known of the dead decides.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not is_elastic():
         return False
     classes = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
-    is_of_mpi = False
+    within_seconds = _KNOWN_WITHIN_SECONDS
     while error is not None:
+        if isinstance(error, RankDied) or (isinstance(error, mpi.Exception) and error.Get_error_class() in classes):
+            return True
         if isinstance(error, mpi.Exception):
-            if error.Get_error_class() in classes:
-                return True
-            is_of_mpi = True
+            within_seconds = _KNOWN_WITHIN_SECONDS_OF_MPI
         error = error.__cause__ or error.__context__
-    return is_of_mpi and _is_known(mpi.COMM_WORLD)
+    return _is_known(mpi.COMM_WORLD, within_seconds)
 
 
-def _is_known(world: MPI.Comm) -> bool:
+def _is_known(world: MPI.Comm, within_seconds: float) -> bool:
     """Whether a rank has died that is not buried, or another one has said so; that may become known a little later."""
-    until = time.monotonic() + _KNOWN_WITHIN_SECONDS
+    until = time.monotonic() + within_seconds
     while _num_dead(world) <= _num_buried and not any(comm and comm.Is_revoked() for comm in _comms()):
         if time.monotonic() > until:
             return False
@@ -76,8 +78,8 @@ def bury(world: MPI.Comm) -> None:
 
 
 def has_lost_ranks() -> bool:
-    """Whether the job goes on without some of its ranks."""
-    return _num_buried > 0
+    """Whether ranks of this job are known to have died."""
+    return is_elastic() and _num_dead(sys.modules["mpi4py.MPI"].COMM_WORLD) > 0
 
 
 def agree(comm: MPI.Comm, is_well: bool) -> bool:
@@ -129,6 +131,13 @@ def missing(before: MPI.Comm, after: MPI.Comm) -> tuple[int, ...]:
     for group in (old, new, lost):
         group.Free()
     return tuple(ranks)
+
+
+def names_of_dead(before: MPI.Comm, after: MPI.Comm) -> str:
+    """The ranks that are missing, as they were numbered at the launch."""
+    everyone = sys.modules["mpi4py.MPI"].COMM_WORLD
+    known = set(missing(everyone, before))
+    return ", ".join(str(rank) for rank in missing(everyone, after) if rank not in known)
 
 
 def died(what: str, comm: MPI.Comm, cause: Exception) -> RankDied:

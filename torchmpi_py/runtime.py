@@ -176,7 +176,7 @@ def _initialise_mpi() -> MPI.Comm:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     exits.register(stop)
     placement.check_world(MPI.COMM_WORLD.size)
-    return MPI.COMM_WORLD
+    return startup.remaining or MPI.COMM_WORLD
 
 
 def _check_startable() -> None:

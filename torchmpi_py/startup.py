@@ -48,6 +48,7 @@ class Wishes(NamedTuple):
 
 
 wishes: Wishes | None = None
+remaining: MPI.Comm | None = None  # the world, where ranks have died
 device = torch.device("cpu")
 _node: Communicator | None = None
 _local: placement.Local | None = None

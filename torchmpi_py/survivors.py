@@ -14,21 +14,43 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchmpi_py import communication_thread, communicators, exits, recovery, startup, tracing, watchdog
 from torchmpi_py.collectives import objects
+from torchmpi_py.errors import RankDied
 
 logger = logging.getLogger("torchmpi_py")
 
 _LOST = "a rank died, and the others have begun anew"
 
 
+class _Denied(RankDied):
+    """The ranks have agreed that not all are well: there is nothing more to agree on before they recover."""
+
+
 class Attempt:
-    """What became of a block: ``deaths`` are the ranks that died in it, as they were numbered before."""
+    """What becomes of a block: ``deaths`` are the ranks that died in it, as they were numbered before."""
 
     def __init__(self) -> None:
         self.deaths: tuple[int, ...] = ()
+
+    def confirm(self) -> None:
+        """Before results of other ranks are used for good: RankDied, on all ranks, if one has died. Collective.
+
+        For when a rank dies an operation can be complete on another one with results that are not (seen with Open MPI
+        between nodes). Call it between the reduction of gradients and ``optimizer.step()``.
+        """
+        confirm()
+
+
+def confirm() -> None:
+    """See ``Attempt.confirm``. In a job that is not elastic it does nothing."""
+    if recovery.is_elastic() and not recovery.agree(communicators.stack().levels[0].direct.mpi, True):
+        raise _Denied("a rank died; with mpi.elastic() the others can go on")
+
+
+_depth = 0
 
 
 @contextlib.contextmanager
@@ -39,28 +61,32 @@ def elastic() -> Iterator[Attempt]:
     world is built anew without it: rank and size are others, and what belonged to the former world (communicators from
     ``split``, parameter servers) is free; symmetric tensors remain, as ordinary ones; ``attempt.deaths`` names the
     dead. The levels are those that ``start`` makes. The program then goes on behind the block, and makes the ranks
-    equal again (``catch_up``). A block costs an agreement of all ranks at its end (tens of microseconds): all of them
-    enter and leave it alike. Other errors pass.
+    equal again (``catch_up``). A block costs an agreement of all ranks at its end, and one at each
+    ``attempt.confirm()``: all ranks of the world enter it, confirm, and leave it alike. Of blocks in blocks the
+    outermost does all that. Other errors pass.
 
     In a job that was not started with ``torchmpirun --elastic`` on Open MPI, it does nothing: a death ends the job.
 
     Source: Bland et al., see ``recovery.py``; Horovod's elastic training has the same form around a function.
     """
+    global _depth
     attempt = Attempt()
-    if not recovery.is_elastic():
-        logger.debug("mpi.elastic(): this job was not started with torchmpirun --elastic, and a death ends it")
+    if not recovery.is_elastic() or _depth > 0:
         yield attempt
         return
-    is_well = True
+    is_well, is_agreed = True, False
+    _depth += 1
     try:
         yield attempt
     except Exception as error:
         if not recovery.is_death(error):
             raise
         logger.info("a death ended this rank's attempt: %s", error)
-        is_well = False
+        is_well, is_agreed = False, isinstance(error, _Denied)
         recovery.revoke_all()
-    if not recovery.agree(communicators.stack().levels[0].direct.mpi, is_well):
+    finally:
+        _depth -= 1
+    if is_agreed or not recovery.agree(communicators.stack().levels[0].direct.mpi, is_well):
         attempt.deaths = recover()
 
 
@@ -83,11 +109,12 @@ def recover() -> tuple[int, ...]:
             recovery.revoke(world)
         if recovery.agree(world, is_well):
             break
-    deaths = recovery.missing(former, world)
     recovery.bury(world)
+    startup.remaining = world
     if world.rank == 0:
-        logger.warning("rank %s died; %d go on", ", ".join(map(str, deaths)), world.size)
-    return deaths
+        names = recovery.names_of_dead(former, world)
+        logger.warning("rank %s died (as numbered at the launch); %d go on", names, world.size)
+    return recovery.missing(former, world)
 
 
 def catch_up(step: Any, *parts: Any) -> Any:
@@ -99,23 +126,33 @@ def catch_up(step: Any, *parts: Any) -> Any:
     """
     while True:
         with elastic() as attempt:
-            caught_up = _catch_up(step, parts)
+            farthest = _state_of_farthest(step, parts)
+            if step != farthest.step:
+                for part, state in zip(parts, farthest.states, strict=True):
+                    part.load_state_dict(state)
         if not attempt.deaths:
-            return caught_up
+            return farthest.step
 
 
-def _catch_up(step: Any, parts: Sequence[Any]) -> Any:
+class _State(NamedTuple):
+    """The state of the rank that has come farthest; without the states of the parts if all ranks are there."""
+
+    step: Any
+    states: list[Any]
+
+
+def _state_of_farthest(step: Any, parts: Sequence[Any]) -> _State:
+    """On all ranks, or on none: nobody has it before all are known to."""
     steps = objects.allgather_object(step)
+    confirm()
     farthest = max(steps)
     if all(other == farthest for other in steps):
-        return step
+        return _State(farthest, [])
     root = steps.index(farthest)
     is_root = communicators.resolve(None).rank == root
     states = objects.broadcast_object([part.state_dict() for part in parts] if is_root else None, root)
-    if step != farthest:
-        for part, state in zip(parts, states, strict=True):
-            part.load_state_dict(state)
-    return farthest
+    confirm()
+    return _State(farthest, states)
 
 
 def meet_to_stop() -> None:

@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 
 import torchmpi_py as mpi
 from torchmpi_py.collectives import mpi_steps, node_group, two_shot
+from torchmpi_py.collectives.mpi import Mpi
 from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
 
 BATCH, SEED, NUM_TEST = 32, 3, 360
@@ -40,7 +41,7 @@ def network():
 
 def optimizer(parameters):
     """One with a state."""
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def criterion(output, target):
@@ -125,8 +126,9 @@ def main():
     torch.set_num_threads(1)
     fate = Fate(mpi.rank(), [death.split(":") for death in deaths])
     fate.between_chunks()
-    fate.before(node_group.NodeGroup, "read", "meeting")
+    fate.before(node_group.NodeGroup, "announce", "meeting")
     fate.before(mpi_steps, "allreduce", "mpi")
+    fate.before(Mpi, "allreduce", "mpi")
     engine = AllReduceSGDEngine(asynchronous=asynchronous == "1")
     notes, net = Notes(engine, Path(folder, f"rank-{mpi.rank()}"), fate), network()
     batches = DatasetIterator(dataset(), BATCH, seed=SEED)

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 MOST = {"sample": 30, "backward": 30, "update": 30, "epoch": 3, "half": 99, "meeting": 60, "mpi": 90, "recovery": 1}
 GOES_ON_SECONDS = 10.0  # on a loaded machine; the table tells what it was
-EPOCHS = 12 if harness.ALL else 4
+EPOCHS = 20 if harness.ALL else 4
 
 
 def drawn_deaths(draw, ranks):
@@ -83,6 +83,8 @@ def check(folder, ranks):
     for mine, theirs in zip(net.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
     assert abs(accuracy(net) - accuracy(undisturbed(ranks))) <= (0.01 if harness.ALL else 0.05)
+    if len(ended) == len(files):
+        return 0.0  # no rank came to the place of its death so often
     last_sign = max(path.stat().st_mtime for path, lines in files.items() if lines[-1]["kind"] != "end")
     return max(line["time"] for lines in ended for line in lines if line["kind"] == "recovery") - last_sign
 
@@ -108,4 +110,6 @@ def test_training_goes_on(tmp_path, judge):
             outcome.expect(outcome.seconds < GOES_ON_SECONDS, f"it went on after {outcome.seconds:.1f} s")
         except (AssertionError, ValueError, OSError) as problem:
             outcome.expect(False, repr(problem))
-    judge("death, until training goes on", [outcome for outcome, *_ in results])
+    died = [outcome for outcome, *_ in results if outcome.seconds > 0 or outcome.problems]
+    judge("death, until training goes on", died)
+    assert len(died) > len(results) / 2

@@ -72,6 +72,8 @@ class AllReduceSGDEngine(SGDEngine):
         if not runtime.is_started():
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
         if isinstance(state.iterator, DatasetIterator):
+            if recovery.has_lost_ranks():
+                state.iterator.take_place()
             state.iterator.check_place()
         if state.training and recovery.is_elastic():
             elastic.check(state)
@@ -91,12 +93,13 @@ class AllReduceSGDEngine(SGDEngine):
             elastic.go_on(state, lambda: self._begin_anew(state))
 
     def _begin_anew(self, state: State) -> None:
-        if self._replicas is not None:
-            self._replicas.abandon()
-            self._replicas = None
-        if runtime.size() > 1:
-            self._replicas = Replicas(state, self.asynchronous)
-            self._replicas.follow()
+        former = self._replicas
+        if former is not None:
+            former.abandon()
+            successor = Replicas(state, self.asynchronous) if runtime.size() > 1 else None
+            if successor is not None:
+                successor.succeed(former)
+            self._replicas = successor
         self.hooks.on_recovery(state)
 
     @contextmanager
@@ -160,10 +163,11 @@ class AllReduceSGDEngine(SGDEngine):
         self._wait_for_device()
 
     def backward(self, state: State) -> None:
-        """As in ``SGDEngine``, then average the gradients over the ranks."""
+        """As in ``SGDEngine``, then average the gradients over the ranks; in an elastic job all must live then."""
         super().backward(state)
         if self._replicas is not None:
             self._replicas.average_gradients()
+            survivors.confirm()
 
     def _wait_for_device(self) -> None:
         if self.usegpu and self.devicesync and runtime.device().type == "cuda":

@@ -129,11 +129,15 @@ class DatasetIterator:
                 "make it after mpi.start(), at the level at which it is used (or give it rank= and size=)"
             )
 
+    @property
+    def follows_place(self) -> bool:
+        """Whether rank and size are those of the current communicator, and were not given."""
+        return not self._place_given
+
     def take_place(self) -> None:
-        """Give the shares of this rank at its present place: ranks have died. ValueError if the place was given."""
-        if self._place_given:
-            raise ValueError("the DatasetIterator was given rank= and size=, which change when a rank dies: give none")
-        self.rank, self.size = _place(None, None)
+        """Give the shares of this rank at its present place: ranks have died. If the place was given, it remains."""
+        if not self._place_given:
+            self.rank, self.size = _place(None, None)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration run through ``epoch``; the same on every rank."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchmpi_py import runtime
+from torchmpi_py.engine.iterators import DatasetIterator
 from torchmpi_py.engine.meters import Accuracy, Average, shapes_fit
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.state import Hook, Hooks, State
@@ -85,8 +86,7 @@ class _Progress:
 
     def _begin(self, state: State, title: str) -> None:
         rank = runtime.rank() if runtime.is_started() else 0
-        batches = len(state.iterator) if isinstance(state.iterator, Sized) else None
-        self.runs.append(_Run(self.tqdm(total=batches, desc=title, disable=rank != 0)))
+        self.runs.append(_Run(self.tqdm(total=_num_batches(state), desc=title, disable=rank != 0)))
 
     def _end(self) -> None:
         run = self.runs.pop()
@@ -94,6 +94,14 @@ class _Progress:
         shown = "" if accuracy != accuracy else f", accuracy {100 * accuracy:.2f} %"
         run.bar.set_postfix_str(f"loss {loss:.4f}{shown}", refresh=False)
         run.bar.close()  # shows it
+
+
+def _num_batches(state: State) -> int | None:
+    """Those that are left of the epoch, if that is known."""
+    iterator = state.iterator
+    if isinstance(iterator, DatasetIterator):
+        return len(iterator) - state.position // (iterator.batch_size * iterator.size)
+    return len(iterator) - state.position if isinstance(iterator, Sized) else None
 
 
 def _are_scores(output: Any, target: Any) -> bool:

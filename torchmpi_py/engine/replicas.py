@@ -26,15 +26,26 @@ class Replicas:
 
     def follow(self) -> None:
         """Broadcast and register, if the set of trained parameters is not the one of the last time."""
-        trained = self.state.parameters()
-        if self.trained is not None and [id(p) for p in trained] == [id(p) for p in self.trained]:
-            return
-        self.close()
+        if not self._is_the_set(self.trained):
+            self.close()
+            nn.synchronize_parameters(together(self.state))
+            self._register()
+
+    def succeed(self, former: Replicas) -> None:
+        """Register what another one, of a world of which ranks have died, has kept equal."""
+        if former._is_the_set(former.trained):
+            self._register()
+        else:
+            self.follow()
+
+    def _is_the_set(self, trained: list[torch.nn.Parameter] | None) -> bool:
+        return trained is not None and [id(p) for p in self.state.parameters()] == [id(p) for p in trained]
+
+    def _register(self) -> None:
         self.module = together(self.state)
-        nn.synchronize_parameters(self.module)
         if self.asynchronous:
             self.registration = nn.register_async_backward(self.module)
-        self.trained = trained
+        self.trained = self.state.parameters()
 
     def average_gradients(self) -> None:
         """Every gradient becomes its mean over the ranks."""

@@ -88,6 +88,7 @@ class Carrier:
 
     def abandon(self) -> None:
         """A rank has died, and its part of the values with it."""
+        client.drain()  # what had to do with other nodes has failed
         self.is_free = True
 
     def free(self) -> None:

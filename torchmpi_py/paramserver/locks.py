@@ -44,6 +44,8 @@ class LockFile:
         """Close the file."""
         os.close(self._file)
 
+    abandon = free
+
 
 class Lock:
     """One lock."""
