@@ -98,6 +98,11 @@ def note_own(name: str, comm: Communicator) -> Noted:
     return note(_Plain(name, comm, None), DIRECT, True)
 
 
+def note_patient(name: str, comm: Communicator) -> Noted:
+    """As ``note_plain``, of what may take as long as it wants: no deadline counts. ``end`` or ``fail`` it."""
+    return note(_Plain(name, comm, (name,)), DIRECT, True)
+
+
 class _Plain:
     """An operation that is no verb."""
 

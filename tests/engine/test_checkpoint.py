@@ -1,23 +1,42 @@
 """Checkpoints in a world of one: what goes on from one ends as if it had not been interrupted."""
 
 import json
+import logging
 import os
 import pickle
 import random
+import shutil
+import threading
+import zlib
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from torchmpi_py import errors
-from torchmpi_py.engine import Average, Checkpoints, DatasetIterator, SGDEngine, checkpoint_files, random_states
+from torchmpi_py.engine import (
+    Average,
+    Checkpoints,
+    DatasetIterator,
+    SGDEngine,
+    checkpoint,
+    disk,
+    random_states,
+    saving,
+)
 
 pytestmark = [
     pytest.mark.timeout(60),
     # Of a run that goes on at the very end of an epoch, where no step comes before the schedule's.
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    """For a file system that shows things later."""
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
 
 
 class Killed(Exception):
@@ -29,10 +48,17 @@ def samples():
     return TensorDataset(torch.randn(50, 6, generator=generator), torch.randint(3, (50,), generator=generator))
 
 
+def drawn_with_replacement():
+    """It draws from its generator now and then, all through the epoch."""
+    return RandomSampler(samples(), replacement=True, generator=torch.Generator().manual_seed(4))
+
+
 ITERATORS = {
     "prefetch": lambda: DatasetIterator(samples(), 8, seed=1),
     "inline": lambda: DatasetIterator(samples(), 8, prefetch=0),
     "DataLoader": lambda: DataLoader(samples(), 8, shuffle=True),
+    "own generator": lambda: DataLoader(samples(), 8, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "sampler": lambda: DataLoader(samples(), batch_sampler=BatchSampler(drawn_with_replacement(), 8, False)),
 }
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -55,6 +81,7 @@ class Criterion(torch.nn.Module):
 
 def trained(folder=None, maxepoch=4, killed_at=None, iterator="prefetch", optimizer="Adam", **options):
     """All that training has made, as one tensor."""
+    saving._completed.clear()  # as if in a process of its own
     torch.manual_seed(3)
     random.seed(3)
     layers = [torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3)]
@@ -189,12 +216,31 @@ def flip(folder):
     path.write_bytes(content)
 
 
+def replace(folder, old, new):
+    path = folder / "checkpoint.json"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def rewrite(folder, **changes):
+    """Change what checkpoint.json says, and its checksum."""
+    summary = json.loads((folder / "checkpoint.json").read_text()) | changes
+    del summary["crc32"]
+    summary["crc32"] = zlib.crc32(json.dumps(summary, sort_keys=True).encode())
+    (folder / "checkpoint.json").write_text(json.dumps(summary))
+
+
 DAMAGES = {
-    "1038 bytes|bytes of": shorten,
+    "bytes of": shorten,
     "checksum": flip,
     "model.pt is missing": lambda folder: (folder / "model.pt").unlink(),
     "checkpoint.json cannot be read": lambda folder: (folder / "checkpoint.json").write_text('{"format": 1, "fi'),
     "checkpoint.json cannot": lambda folder: (folder / "checkpoint.json").unlink(),
+    "checkpoint.json does not hold": lambda folder: replace(folder, '"size": 1', '"size": 0'),
+    "checkpoint.json does not hold what": lambda folder: replace(folder, '"format": 1', '"format": 3'),
+    "checkpoint.json is of step 7": lambda folder: rewrite(folder, step=7),
+    "does not name the files of 1 ranks": lambda folder: rewrite(folder, files={}),
+    "NotADirectoryError": lambda folder: (shutil.rmtree(folder), folder.write_text("x")),
 }
 
 
@@ -206,7 +252,7 @@ def test_a_damaged_one_is_passed_over(tmp_path, caplog, said):
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.load() == (1, {"x": 1})
     assert "step-000002 is damaged and passed over" in caplog.text
-    assert any(part in caplog.text for part in said.split("|"))
+    assert said in caplog.text
     checkpoints.save(2, {"x": 5})
     assert sorted(os.listdir(tmp_path)) == ["step-000001", "step-000002", "step-000002.damaged"]
     assert checkpoints.load() == (2, {"x": 5})
@@ -218,13 +264,14 @@ def test_when_all_are_damaged_it_begins_anew(tmp_path, caplog):
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.load() is None
     checkpoints.save(1, {"x": 2})
-    assert Checkpoints(tmp_path).load() == (1, {"x": 2})
+    checkpoints.save(4, {"x": 3})  # what is damaged is forgotten when it is set aside
+    checkpoints.save(5, {"x": 4})
+    assert sorted(os.listdir(tmp_path)) == ["step-000001", "step-000004", "step-000004.damaged", "step-000005"]
 
 
 def test_what_a_later_version_wrote_is_an_error(tmp_path):
     folder = Checkpoints(tmp_path).save(1, {"x": 1})
-    summary = json.loads((folder / "checkpoint.json").read_text())
-    (folder / "checkpoint.json").write_text(json.dumps(summary | {"format": 2}))
+    rewrite(folder, format=2)
     with pytest.raises(errors.CheckpointError, match="has format 2, and this torchmpi_py reads up to 1"):
         Checkpoints(tmp_path).load()
 
@@ -235,11 +282,11 @@ def test_a_full_disk(tmp_path, monkeypatch):
 
     dev_full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
 
-    class Full(checkpoint_files._Stream):
+    class Full(disk._Stream):
         def __init__(self, file):
             super().__init__(dev_full)
 
-    monkeypatch.setattr(checkpoint_files, "_Stream", Full)
+    monkeypatch.setattr(disk, "_Stream", Full)
     with pytest.raises(errors.CheckpointError, match=r"step 2 .* rank 0 on .*rank-0.pt: No space left on device"):
         checkpoints.save(2, {"x": torch.zeros(9)})
     dev_full.close()
@@ -256,8 +303,10 @@ def test_only_data_is_saved_and_read(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     with pytest.raises(TypeError, match=r"parts\['model'\]\['f'\]\[1\] is a builtins.function"):
         checkpoints.save(1, {"model": {"f": [1, lambda: None]}})
-    with pytest.raises(TypeError, match=r"own\['n'\] is a numpy.float64.*x.item\(\)"):
-        checkpoints.save(1, {}, own={"n": np.float64(1)})
+    with pytest.raises(TypeError, match=r"own\['n'\] is a numpy.ndarray.*torch.from_numpy\(x\)"):
+        checkpoints.save(1, {}, own={"n": np.ones(1)})
+    with pytest.raises(ValueError, match="step=-1 must not be negative"):
+        checkpoints.save(-1, {})
     with pytest.raises(ValueError, match=r"\['a'\] are both in parts and in own"):
         checkpoints.save(1, {"a": 1}, own={"a": 1})
     assert checkpoints.load() is None
@@ -273,10 +322,9 @@ def test_a_file_that_would_run_code_does_not(tmp_path, monkeypatch):
     folder = Checkpoints(tmp_path / "c").save(1, {"x": 1})
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", lambda content, stream: stream.write(pickle.dumps(Bomb())))
-        written = checkpoint_files.write(folder / "model.pt", None)
-    summary = json.loads((folder / "checkpoint.json").read_text())
-    summary["files"]["model.pt"] = written
-    (folder / "checkpoint.json").write_text(json.dumps(summary))
+        written = disk.write(folder / "model.pt", None)
+    files = json.loads((folder / "checkpoint.json").read_text())["files"]
+    rewrite(folder, files=files | {"model.pt": written})
     with pytest.raises(errors.CheckpointError, match=r"UserWarning: Detected pickle protocol|UnpicklingError"):
         Checkpoints(tmp_path / "c").load()
     assert os.listdir(tmp_path) == ["c"]
@@ -300,6 +348,7 @@ def test_wrong_arguments(tmp_path, options, message):
 
 def test_what_does_not_fit_is_an_error(tmp_path):
     def train(network, lr=0.1, **options):
+        saving._completed.clear()
         sample = (torch.zeros(2, 3), torch.zeros(2, 1))
         engine, criterion = SGDEngine(), torch.nn.MSELoss()
         engine.train(network=network, criterion=criterion, iterator=[sample], lr=lr, checkpoint=tmp_path, **options)
@@ -313,6 +362,52 @@ def test_what_does_not_fit_is_an_error(tmp_path):
         train(torch.nn.Linear(3, 1), lr=0)
     with pytest.raises(errors.CheckpointError, match=r"holds nothing of stateful\['loss'\]"):
         train(torch.nn.Linear(3, 1), stateful={"loss": Average()})
+
+
+def test_numbers_of_numpy_are_taken_as_pythons(tmp_path):
+    versions = torch.nn.BatchNorm1d(2).state_dict()
+    versions["x"] = np.float32(0.5)
+    Checkpoints(tmp_path).save(1, {"x": {np.int64(3): [np.float64(1.5), np.bool_(True)], "m": versions}})
+    parts = Checkpoints(tmp_path).load().parts
+    assert parts["x"][3] == [1.5, True]
+    assert [type(number) for number in (*parts["x"], *parts["x"][3])] == [int, str, float, bool]
+    assert parts["x"]["m"]["x"] == 0.5
+    assert parts["x"]["m"]._metadata == versions._metadata
+
+
+def test_a_file_that_is_seen_late(tmp_path, monkeypatch):
+    folder = Checkpoints(tmp_path).save(1, {"x": 1})
+    os.rename(folder / "model.pt", tmp_path / "late")
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 30.0)
+    timer = threading.Timer(0.3, os.rename, (tmp_path / "late", folder / "model.pt"))
+    timer.start()
+    assert Checkpoints(tmp_path).load() == (1, {"x": 1})
+    timer.join()
+
+
+def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, caplog):
+    rename = os.rename
+
+    def refusing(source, target):
+        if ".removed" in str(target):
+            raise OSError(16, "Device or resource busy")
+        rename(source, target)
+
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, {"x": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refusing)
+        checkpoints.save(2, {"x": 2})
+    assert "step-000001 cannot be removed: Device or resource busy" in caplog.text
+    checkpoints.save(3, {"x": 3})
+    assert os.listdir(tmp_path) == ["step-000003"]
+
+
+def test_folders_that_were_made_are_on_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(disk, "sync", synced.append)
+    Checkpoints(tmp_path / "a" / "b").load()
+    assert synced == [tmp_path / "a", tmp_path]
 
 
 def test_another_order_in_the_middle_of_an_epoch_is_refused(tmp_path):
@@ -330,3 +425,125 @@ def test_derived_random_numbers_follow_from_rank_0_and_differ_by_rank():
 
     assert drawn(4) == drawn(4)
     assert len({number for rank in (4, 5, 6) for number in drawn(rank)}) == 9
+
+
+LOADERS = {
+    "another dataset": lambda: DataLoader(TensorDataset(*samples()[:49]), 8, shuffle=True),
+    "another batch size": lambda: DataLoader(samples(), 7, shuffle=True),
+    "without its generator": lambda: DataLoader(samples(), 8),
+}
+
+
+@pytest.mark.parametrize("other", list(LOADERS))
+def test_another_loader_in_the_middle_of_an_epoch_is_refused(tmp_path, monkeypatch, other):
+    assert trained(tmp_path, every=3, killed_at=4, iterator="own generator") is None
+    monkeypatch.setitem(ITERATORS, other, LOADERS[other])
+    message = "over 50 samples, 7 batches, batch size 8, generators of iterator, sampler, .*; this is another order"
+    with pytest.raises(ValueError, match=message):
+        trained(tmp_path, every=3, iterator=other)
+
+
+def test_parameters_that_only_the_optimizer_holds(tmp_path):
+    def run(maxepoch, folder=None):
+        torch.manual_seed(2)
+        saving._completed.clear()
+        network, scale = torch.nn.Linear(6, 3), torch.nn.Parameter(torch.ones(3))
+        options = {} if folder is None else {"checkpoint": folder}
+        SGDEngine().train(
+            network=network,
+            criterion=lambda output, target: torch.nn.functional.cross_entropy(output * scale, target),
+            iterator=DatasetIterator(samples(), 8),
+            optimizer=torch.optim.SGD([*network.parameters(), scale], lr=0.1),
+            maxepoch=maxepoch,
+            **options,
+        )
+        return scale.detach()
+
+    run(1, tmp_path)
+    assert torch.equal(run(2, tmp_path), run(2))
+
+
+def training(folder, maxepoch, *, network=None, on_end_epoch=lambda state: None, **options):
+    """The state at the end of a small one."""
+    engine = SGDEngine()
+    engine.hooks.on_end_epoch = on_end_epoch
+    return engine.train(
+        network=network or torch.nn.Linear(6, 3),
+        criterion=torch.nn.CrossEntropyLoss(),
+        iterator=DatasetIterator(samples(), 8),
+        lr=0.1,
+        maxepoch=maxepoch,
+        checkpoint=folder,
+        **options,
+    )
+
+
+def test_killed_at_the_end_of_an_epoch_the_last_loss_is_there(tmp_path):
+    seen = []
+
+    def dies(state):
+        seen.append(f"{state.loss:.9f}")
+        raise Killed
+
+    for _ in range(2):
+        with pytest.raises(Killed):
+            training(tmp_path, 2, on_end_epoch=dies, every=1)
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("every", ["epoch", 2])
+def test_training_that_was_ended_early_is_complete(tmp_path, caplog, every):
+    def ends_early(state):
+        if state.epoch == 2:
+            state.maxepoch = 2
+
+    def run(maxepoch, hook=lambda state: None):
+        saving._completed.clear()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "torchmpi_py"):
+            return training(tmp_path, maxepoch, on_end_epoch=hook, every=every)
+
+    assert run(5, ends_early).epoch == 2
+    for maxepoch in (5, 3, 2, 1):
+        assert run(maxepoch).t == 14
+        assert "is of a training that is complete: nothing is left to do" in caplog.text
+    assert run(6).epoch == 6
+    assert "resumed from" in caplog.text
+    assert "complete" not in caplog.text
+
+
+def test_one_that_ends_it_within_an_epoch_means_its_end(tmp_path):
+    ended = []
+
+    def run(killed_at=None):
+        def on_update(state):
+            if state.t == 9:
+                state.maxepoch = 1
+            if state.t == killed_at:
+                raise Killed
+
+        engine = SGDEngine()
+        engine.hooks.on_update = on_update
+        engine.hooks.on_end_epoch = lambda state: ended.append(state.epoch)
+        engine.train(
+            network=torch.nn.Linear(6, 3),
+            criterion=torch.nn.CrossEntropyLoss(),
+            iterator=DatasetIterator(samples(), 8),
+            lr=0.1,
+            maxepoch=5,
+            checkpoint=tmp_path,
+            every=1,
+        )
+
+    with pytest.raises(Killed):
+        run(killed_at=12)
+    run()
+    assert ended == [1, 2]
+
+
+def test_another_network_in_the_same_folder_is_refused(tmp_path):
+    network = torch.nn.Linear(6, 3)
+    training(tmp_path, 1, network=network)
+    with pytest.raises(ValueError, match=r"has trained another network with checkpoint='.*': give each a folder"):
+        training(tmp_path, 2)
+    assert training(tmp_path, 2, network=network).epoch == 2

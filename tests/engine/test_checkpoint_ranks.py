@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from torchmpi_py import errors
-from torchmpi_py.engine import AllReduceSGDEngine, Checkpoints, DatasetIterator, checkpoint_files
+from torchmpi_py.engine import AllReduceSGDEngine, Checkpoints, DatasetIterator, checkpoint, disk, saving
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
 
@@ -32,6 +32,7 @@ def samples():
 def trained(mpi, folder=None, maxepoch=4, killed_at=None, asynchronous=False, **options):
     """What training has made on this rank, buffers and random numbers of its own among them."""
     torch.manual_seed(mpi.rank())
+    saving._completed.clear()  # as if in a process of its own
     layers = [torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3)]
     network = torch.nn.Sequential(*layers)
 
@@ -172,6 +173,73 @@ def test_the_middle_of_an_epoch_of_batches_needs_the_same_number_of_ranks(mpi, f
     mpi.barrier()
 
 
+def test_each_rank_with_a_dataset_of_its_own(mpi, folder):
+    used = []
+
+    def run(killed_at=None, seed=100):
+        def on_update(state):
+            used.extend(state.sample[1].tolist())
+            if state.t == killed_at:
+                raise Killed
+
+        engine = AllReduceSGDEngine()
+        engine.hooks.on_update = on_update
+        mine = TensorDataset(torch.zeros(30, 1), torch.arange(30) + 100 * mpi.rank())
+        network = torch.nn.Linear(1, 1)
+        iterator = DatasetIterator(mine, 4, seed=seed + mpi.rank(), rank=0, size=1)
+        options = {"checkpoint": folder, "every": 1}
+        engine.train(network=network, criterion=lambda o, t: o.mean(), iterator=iterator, lr=0.1, **options)
+
+    with pytest.raises(Killed):
+        run(killed_at=4)
+    del used[12:]  # the step that was not saved
+    last = mpi.size() - 1
+    message = "in the middle of an epoch over 30 samples, seed .*; this is another order"
+    with pytest.raises(ValueError, match=message if last == 0 else rf"rank {last} on .*{message}"):
+        run(seed=100 if mpi.rank() < last else 200)
+    run()
+    assert sorted(used) == [100 * mpi.rank() + index for index in range(30)]
+
+
+class Refusing:
+    """What has a state, and does not give or take it."""
+
+    def __init__(self, refuses):
+        self.refuses = refuses
+
+    def state_dict(self):
+        return self.attempt("state_dict")
+
+    def load_state_dict(self, state):
+        self.attempt("load_state_dict")
+
+    def attempt(self, name):
+        if self.refuses == name:
+            raise RuntimeError(f"no {name} today")
+        return {}
+
+
+def test_what_fails_on_one_rank_is_raised_on_all(mpi, folder):
+    last = mpi.size() - 1
+
+    def run(refuses):
+        saving._completed.clear()
+        part = Refusing(refuses if mpi.rank() == last else None)
+        sample = (torch.zeros(2, 3), torch.zeros(2, 1))
+        options = {"lr": 0.1, "checkpoint": folder, "stateful": {"part": part}}
+        criterion = torch.nn.MSELoss()
+        AllReduceSGDEngine().train(network=torch.nn.Linear(3, 1), criterion=criterion, iterator=[sample], **options)
+
+    with pytest.raises(errors.CheckpointError, match=rf"training cannot begin: rank {last} on .*no state_dict today"):
+        run("state_dict")
+    run(None)
+    with pytest.raises(errors.CheckpointError, match=rf"does not fit.* rank {last} on .*no load_state_dict today"):
+        run("load_state_dict")
+    with pytest.raises(TypeError, match=r"own\['f'\] is a builtins.function"):
+        Checkpoints(folder).save(9, {}, own={"f": test_each_rank_gets_what_is_its_own} if mpi.rank() == last else {})
+    mpi.barrier()
+
+
 @pytest.mark.parametrize("which", ["first", "last"])
 def test_no_space_on_one_rank_is_raised_on_all(mpi, folder, monkeypatch, which):
     victim = 0 if which == "first" else mpi.size() - 1
@@ -180,12 +248,12 @@ def test_no_space_on_one_rank_is_raised_on_all(mpi, folder, monkeypatch, which):
 
     dev_full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
 
-    class Full(checkpoint_files._Stream):
+    class Full(disk._Stream):
         def __init__(self, file):
             super().__init__(dev_full)
 
     if mpi.rank() == victim:
-        monkeypatch.setattr(checkpoint_files, "_Stream", Full)
+        monkeypatch.setattr(disk, "_Stream", Full)
     message = rf"step 2 cannot be saved: rank {victim} on .*/rank-{victim}.pt: No space left on device"
     with pytest.raises(errors.CheckpointError, match=message):
         checkpoints.save(2, {"x": torch.zeros(9)})
@@ -200,8 +268,6 @@ def test_no_space_on_one_rank_is_raised_on_all(mpi, folder, monkeypatch, which):
 def test_a_folder_that_one_rank_does_not_see(mpi, folder, monkeypatch):
     if mpi.size() < 2:
         pytest.skip("needs 2 ranks")
-    from torchmpi_py.engine import checkpoint
-
     monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.3)
     last = mpi.size() - 1
     mine = folder / "elsewhere" if mpi.rank() == last else folder
@@ -209,7 +275,8 @@ def test_a_folder_that_one_rank_does_not_see(mpi, folder, monkeypatch):
         Checkpoints(mine).load()
 
 
-def test_what_one_rank_finds_damaged_all_pass_over(mpi, folder, caplog):
+def test_what_one_rank_finds_damaged_all_pass_over(mpi, folder, caplog, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
     for step in (1, 2):
         Checkpoints(folder).save(step, {"x": step}, own={"y": random.random()})
     last = mpi.size() - 1

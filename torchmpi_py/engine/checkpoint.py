@@ -20,7 +20,7 @@ import os
 import pathlib
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,13 +28,17 @@ import torch
 
 import torchmpi_py
 from torchmpi_py.engine import checkpoint_files as files
-from torchmpi_py.engine import outcomes, plain_data, random_states
+from torchmpi_py.engine import disk, outcomes, plain_data, random_states
 from torchmpi_py.errors import CheckpointError
 
 logger = logging.getLogger("torchmpi_py")
 
 SEEN_WITHIN_SECONDS = 10.0
 """How long ranks look for what rank 0 has written: a file system over the network may show it later."""
+
+
+Collected = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""What is equal on all ranks, and what is each rank's own."""
 
 
 class Checkpoint(NamedTuple):
@@ -84,17 +88,20 @@ class Checkpoints:
         written. own: what is each rank's own, under other names. The states of the global random generators are saved
         without being asked for. A checkpoint of the same step is replaced.
 
-        TypeError for what cannot be read back as plain data, ValueError for a step before the newest one in the folder.
+        On all ranks TypeError for what cannot be read back as plain data, and ValueError for a negative step;
+        CheckpointError for a step before the newest one in the folder, and if it cannot be written.
         """
-        own = own or {}
-        check_parts(parts, own)
-        if (step := operator.index(step)) < 0:
-            raise ValueError(f"step={step} must not be negative")
+        return self.save_collected(step, lambda: (parts, own or {}))
+
+    def save_collected(self, step: int, collect: Callable[[], Collected]) -> pathlib.Path:
+        """As ``save``; ``collect`` gives (parts, own), and an error in it on one rank is raised on all."""
         what = f"step {step} cannot be saved"
+        taken: list[Collected] = []  # and not the result, which would go to all
+        step = outcomes.of_all(lambda: _take(taken, step, collect), what, (TypeError, ValueError))[0]
         self._see()
         folder = outcomes.of_rank_0(lambda: self._begin(step), what)
         try:
-            written = outcomes.of_all(lambda: _write(folder, parts, own), what)
+            written = outcomes.of_all(lambda: _write(folder, *taken[0]), what)
             entries = {name: entry for each in written for name, entry in each.items()}
             return outcomes.of_rank_0(lambda: self._finish(folder, step, entries), what)
         except CheckpointError:
@@ -139,8 +146,8 @@ class Checkpoints:
 
     def _finish(self, partial: pathlib.Path, step: int, entries: dict[str, Any]) -> pathlib.Path:
         """Rank 0: all parts are written; give the folder its name."""
-        summary = {"step": step, "size": outcomes.size(), "versions": _versions(), "files": entries}
-        outcomes.soon(lambda: files.check(partial, summary, []), files.Damaged, SEEN_WITHIN_SECONDS)
+        summary = {"size": outcomes.size(), "versions": _versions(), "files": entries}
+        outcomes.soon(lambda: files.check(partial, summary, entries, ()), files.Lacking, SEEN_WITHIN_SECONDS)
         final = files.finish(partial, step, summary)
         for name in files.complete(self.directory)[self.keep :]:
             files.discard(self.directory / name)
@@ -159,7 +166,7 @@ class Checkpoints:
         self._is_seen = True
 
     def _leave_token(self) -> str:
-        os.makedirs(self.directory, exist_ok=True)
+        files.make(self.directory)
         descriptor, path = tempfile.mkstemp(prefix=".token-", dir=self.directory)
         os.close(descriptor)
         return os.path.basename(path)
@@ -176,39 +183,52 @@ class Checkpoints:
         outcomes.soon(look, FileNotFoundError, SEEN_WITHIN_SECONDS)
 
 
-def check_parts(parts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """TypeError or ValueError for what ``Checkpoints.save`` does not take."""
-    plain_data.check(dict(parts), "parts")
-    plain_data.check(dict(own), "own")
+def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> Collected:
+    """(parts, own) as they are written. TypeError or ValueError for what ``Checkpoints.save`` does not take."""
     if both := sorted(parts.keys() & own.keys()):
         raise ValueError(f"{both} are both in parts and in own: give them different names")
+    return plain_data.plain(dict(parts), "parts"), plain_data.plain(dict(own), "own")
+
+
+def _take(taken: list[Collected], step: int, collect: Callable[[], Collected]) -> int:
+    taken.append(check_collected(*collect()))
+    if (step := operator.index(step)) < 0:
+        raise ValueError(f"step={step} must not be negative")
+    return step
 
 
 def _write(partial: pathlib.Path, parts: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Each rank: write its files. Returns their sizes and checksums."""
     name = files.part_of(outcomes.rank())
-    entries = {name: files.write(partial / name, {"own": dict(own), "random": random_states.captured()})}
+    entries = {name: disk.write(partial / name, {"own": dict(own), "random": random_states.captured()})}
     if outcomes.rank() == 0:
-        entries[files.MODEL] = files.write(partial / files.MODEL, dict(parts))
+        entries[files.MODEL] = disk.write(partial / files.MODEL, dict(parts))
     return entries
 
 
 def _complaint(folder: pathlib.Path) -> str:
     """Each rank: what is wrong with the files that it reads, and on rank 0 with the sizes of all; empty if nothing."""
     try:
-        summary = files.summary_of(folder)
-        mine = [_own_file(summary), *([files.MODEL] if outcomes.rank() == 0 else [])]
-        files.check(folder, summary, mine)
+        outcomes.soon(lambda: _check(folder), files.Lacking, SEEN_WITHIN_SECONDS)
     except files.Damaged as damage:
         return str(damage)
     return ""
 
 
+def _check(folder: pathlib.Path) -> None:
+    summary = files.summary_of(folder)
+    mine = [_own_file(summary), files.MODEL]
+    if outcomes.rank() == 0:
+        files.check(folder, summary, summary["files"], mine)
+    else:
+        files.check(folder, summary, mine, mine[:1])
+
+
 def _read_into(found: list[dict[str, Any]], folder: pathlib.Path) -> None:
     """Each rank: read what is there for it."""
     summary = files.summary_of(folder)
-    parts = files.read(folder / files.MODEL)
-    mine = files.read(folder / _own_file(summary))
+    parts = disk.read(folder / files.MODEL)
+    mine = disk.read(folder / _own_file(summary))
     if outcomes.rank() < summary["size"]:
         random_states.restore(mine["random"])
     else:

@@ -1,15 +1,23 @@
-"""Work that may fail on one rank, and must then be given up by all: they tell each other how it went."""
+"""Work that may fail on one rank, and must then be given up by all: they tell each other how it went.
+
+One rank may write to a disk for minutes while the others wait for its word. So nobody is late here: no deadline counts
+while they wait. A rank that dies ends the job as anywhere.
+"""
 
 from __future__ import annotations
 
+import pickle
 import socket
 import time
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
-from torchmpi_py import runtime
-from torchmpi_py.collectives import objects
+import numpy as np
+
+from torchmpi_py import communicators, recovery, runtime, waiting, watch
 from torchmpi_py.errors import CheckpointError
+
+_LOOK_SECONDS = 0.01
 
 T = TypeVar("T")
 
@@ -24,21 +32,40 @@ def size() -> int:
     return runtime.size() if runtime.is_started() else 1
 
 
-def of_all(work: Callable[[], T], what: str) -> list[T]:
+class _Outcome(NamedTuple):
+    """How it went on one rank: the result, or what was said, and whether that is the caller's mistake."""
+
+    result: Any
+    failure: str = ""
+    mistake: str = ""
+
+
+def of_all(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ...] = ()) -> list[T]:
     """Do the work on every rank, and return the results of all. Collective; results should be small.
 
-    CheckpointError on every rank if it fails on one; ``what`` says what will not be.
+    CheckpointError on every rank if it fails on one; ``what`` says what will not be. Errors in ``mistakes`` are the
+    caller's own, and raised as what they are.
     """
-    result, failure, error = None, "", None
+    outcome, error = _Outcome(None), None
     try:
-        result = work()
+        outcome = _Outcome(work())
     except Exception as caught:
-        error, failure = caught, f"rank {rank()} on {socket.gethostname()}: {_said(caught)}"
-    outcomes = [(result, failure)] if size() == 1 else objects.allgather_object((result, failure))
-    failures = [failure for _, failure in outcomes if failure]
-    if failures:
-        raise CheckpointError(f"{what}: {'; '.join(failures)}") from error
-    return [cast(T, result) for result, _ in outcomes]
+        if recovery.is_death(caught):
+            raise
+        error = caught
+        mistake = next((kind.__name__ for kind in mistakes if isinstance(caught, kind)), "")
+        outcome = _Outcome(None, str(caught) if mistake else _said(caught), mistake)
+    outcomes = [(outcome, socket.gethostname())] if size() == 1 else _exchanged((outcome, socket.gethostname()))
+    failures = [(rank, host, each) for rank, (each, host) in enumerate(outcomes) if each.failure]
+    if not failures:
+        return [cast(T, each.result) for each, _ in outcomes]
+    said = "; ".join(f"rank {rank} on {host}: {each.failure}" for rank, host, each in failures)
+    if len(failures) == len(outcomes) and len({each for _, _, each in failures}) == 1:
+        said = f"all ranks: {failures[0][2].failure}" if len(outcomes) > 1 else said
+    for kind in mistakes:
+        if {each.mistake for _, _, each in failures} == {kind.__name__}:
+            raise kind(said) from error
+    raise CheckpointError(f"{what}: {said}") from error
 
 
 def of_rank_0(work: Callable[[], T], what: str) -> T:
@@ -46,7 +73,7 @@ def of_rank_0(work: Callable[[], T], what: str) -> T:
     return cast(T, of_all(work if rank() == 0 else _nothing, what)[0])
 
 
-def soon(attempt: Callable[[], None], error: type[Exception], within_seconds: float) -> None:
+def soon(attempt: Callable[[], T], error: type[Exception], within_seconds: float) -> T:
     """Try until it succeeds, or raise the error when that takes too long."""
     deadline = time.monotonic() + within_seconds
     while True:
@@ -56,6 +83,25 @@ def soon(attempt: Callable[[], None], error: type[Exception], within_seconds: fl
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.1)
+
+
+def _exchanged(mine: T) -> list[T]:
+    """What all ranks have brought. As ``allgather_object``, but it may take as long as it wants."""
+    comm = communicators.resolve(None)
+    noted = watch.note_patient("checkpoint", comm)
+    try:
+        packed = pickle.dumps(mine)
+        sizes = np.empty(comm.size, np.int64)
+        mpi = comm.direct.mpi
+        waiting.complete(mpi.Iallgather(np.array([len(packed)], np.int64), sizes), waiting.Nap(_LOOK_SECONDS))
+        received = np.empty(sizes.sum(), np.uint8)
+        request = mpi.Iallgatherv(np.frombuffer(packed, np.uint8), [received, sizes.tolist()])
+        waiting.complete(request, waiting.Nap(_LOOK_SECONDS))
+    except BaseException:
+        watch.fail(noted)
+        raise
+    watch.end(noted)
+    return [pickle.loads(piece.tobytes()) for piece in np.split(received, np.cumsum(sizes)[:-1])]
 
 
 def _nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torchmpi_py.engine import random_states
+from torchmpi_py.engine import orders, random_states
 from torchmpi_py.engine.state import State
 
 
@@ -13,7 +13,7 @@ def of_epoch(state: State) -> Iterator[Any]:
     """The samples of ``state.epoch`` from ``state.position`` on.
 
     What has no ``set_position`` begins anew, and they are skipped. It may shuffle by the global random generators, as a
-    DataLoader does: it then begins with those of the epoch's begin, and those of now come back after the skipped ones.
+    DataLoader does, or by its own: it begins with those of the epoch's begin, and those of now come back afterwards.
     """
     iterator = state.iterator
     samplers = [getattr(iterator, name, None) for name in ("sampler", "batch_sampler")]
@@ -26,18 +26,20 @@ def of_epoch(state: State) -> Iterator[Any]:
     if state.position > 0:
         return _skipped(state)
     if state.training:
-        state.epoch_random = random_states.captured()
+        state.epoch_random = {"global": random_states.captured(), "iterator": orders.captured(iterator)}
     return iter(iterator)
 
 
 def _skipped(state: State) -> Iterator[Any]:
-    now = random_states.captured()
+    now, own_now = random_states.captured(), orders.captured(state.iterator)
     if state.epoch_random is not None:
-        random_states.restore(state.epoch_random)
+        random_states.restore(state.epoch_random["global"])
+        orders.restore(state.iterator, state.epoch_random["iterator"])
     samples = iter(state.iterator)
     for _ in range(state.position):
         next(samples, None)
     random_states.restore(now)
+    orders.restore(state.iterator, own_now)
     return samples
 
 

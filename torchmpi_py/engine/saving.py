@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import pathlib
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 import torch
 
-from torchmpi_py.engine import outcomes
-from torchmpi_py.engine.checkpoint import Checkpoints, check_parts
+from torchmpi_py.engine import orders, outcomes
+from torchmpi_py.engine.checkpoint import Checkpoints, Collected, check_collected
 from torchmpi_py.engine.state import State
-from torchmpi_py.errors import CheckpointError
 
 logger = logging.getLogger("torchmpi_py")
+
+_completed: dict[pathlib.Path, weakref.ref[torch.nn.Module]] = {}
+"""Where this process has trained which network to the end."""
 
 
 class Stateful(Protocol):
@@ -31,7 +35,7 @@ class Saving:
     """The checkpoints of one call of ``train``; without a folder it does nothing. All methods are collective.
 
     Equal on all ranks, and written by rank 0: network, criterion, optimizer, counters. Each rank's own: buffers of the
-    modules (batch statistics), random generators, what is in ``stateful``.
+    modules (batch statistics), random generators, the place in the epoch, the last loss, what is in ``stateful``.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Saving:
         self.checkpoints = None if directory is None else Checkpoints(directory, keep=keep)
         self.every = _checked(every)
         self.stateful = dict(stateful or {})
+        self.asked = 0  # maxepoch, before hooks of the epochs change it
         self.saved: tuple[int, ...] | None = None  # where the run stood at the last checkpoint
         for name, part in self.stateful.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
@@ -57,21 +62,26 @@ class Saving:
         """Go on from the last complete checkpoint, if there is one."""
         if self.checkpoints is None:
             return
+        self.asked = state.maxepoch
+        directory = self.checkpoints.directory
+        outcomes.of_all(lambda: self._check_begin(state), "training cannot begin", (TypeError, ValueError))
         saved = self.checkpoints.load()
         if saved is None:
-            check_parts(_parts(state), self._own(state))  # now, and not when the first epoch is done
             return
-        _check_place(state, saved.parts)
-        try:
-            self._restore(state, saved.parts)
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"step {saved.step} of {self.checkpoints.directory} does not fit what is trained now: {error}"
-            ) from error
+        place = (state.iterator, saved.parts["order"], saved.parts["position"], saved.parts["size"])
+        misfit = f"step {saved.step} of {directory} does not fit what is trained now"
+        outcomes.of_all(lambda: orders.check_place(*place), misfit, (ValueError,))
+        outcomes.of_all(lambda: self._restore(state, saved.parts), misfit)
         self.saved = _standing(state)
+        is_over = state.epoch >= state.maxepoch
+        if is_over:
+            _completed[directory] = weakref.ref(state.network)
         if outcomes.rank() == 0:
-            place = f"epoch {state.epoch}, position {state.position}, step {state.t}"
-            logger.info("resumed from %s: %s", self.checkpoints.directory, place)
+            place_now = f"epoch {state.epoch}, position {state.position}, step {state.t}"
+            if is_over:
+                logger.warning("%s is of a training that is complete: nothing is left to do (%s)", directory, place_now)
+            else:
+                logger.info("resumed from %s: %s", directory, place_now)
 
     def after_step(self, state: State) -> None:
         """Write one if it is time."""
@@ -80,22 +90,50 @@ class Saving:
 
     def after_epoch(self, state: State) -> None:
         """Write one at the end of each epoch, or of the last one."""
-        if self.every == "epoch" or state.epoch >= state.maxepoch:
+        is_over = state.epoch >= state.maxepoch
+        if self.every == "epoch" or is_over:
             self._save(state)
+        if self.checkpoints is not None and is_over:
+            _completed[self.checkpoints.directory] = weakref.ref(state.network)
+
+    def _check_begin(self, state: State) -> None:
+        """Whether it may be saved there, and can be: asked now, and not when the first epoch is done."""
+        assert self.checkpoints is not None
+        before = _completed.get(self.checkpoints.directory)
+        if before is not None and before() is not state.network:
+            raise ValueError(
+                f"this process has trained another network with checkpoint={str(self.checkpoints.directory)!r}: give "
+                "each a folder of its own, or start the program again to go on with that one"
+            )
+        check_collected(*self._collected(state))
 
     def _save(self, state: State) -> None:
         if self.checkpoints is not None and self.saved != _standing(state):
-            self.checkpoints.save(state.t, _parts(state), own=self._own(state))
+            self.checkpoints.save_collected(state.t, lambda: self._collected(state))
             self.saved = _standing(state)
 
-    def _own(self, state: State) -> dict[str, Any]:
+    def _collected(self, state: State) -> Collected:
+        parts = {
+            **{name: module.state_dict() for name, module in _modules(state).items()},
+            "outside": [tensor.detach() for tensor in _outside(state)],
+            "optimizer": None if state.optimizer is None else state.optimizer.state_dict(),
+            "epoch": state.epoch,
+            "maxepoch": {"asked": self.asked, "now": state.maxepoch},
+            "t": state.t,
+            "size": outcomes.size(),
+        }
         # Rank 0's buffers are in the model.
         modules = _modules(state).items() if outcomes.rank() > 0 else ()
-        return {
+        own = {
             "buffers": {name: _kept_buffers(module) for name, module in modules},
+            "position": state.position,
+            "order": orders.known(state.iterator),
+            "generators": orders.captured(state.iterator),
             "epoch_random": state.epoch_random,
+            "loss": state.loss.detach().cpu().clone() if isinstance(state.loss, torch.Tensor) else None,
             "stateful": {name: part.state_dict() for name, part in self.stateful.items()},
         }
+        return parts, own
 
     def _restore(self, state: State, parts: dict[str, Any]) -> None:
         modules = _modules(state)
@@ -118,19 +156,22 @@ class Saving:
             part.load_state_dict(parts["stateful"][name])
         state.epoch, state.position, state.t = parts["epoch"], parts["position"], parts["t"]
         state.epoch_random = parts["epoch_random"]
+        if parts["loss"] is not None:
+            state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
+        orders.restore(state.iterator, parts["generators"])
+        state.maxepoch = _last_epoch(state, **parts["maxepoch"])
 
 
-def _parts(state: State) -> dict[str, Any]:
-    return {
-        **{name: module.state_dict() for name, module in _modules(state).items()},
-        "outside": [tensor.detach() for tensor in _outside(state)],
-        "optimizer": None if state.optimizer is None else state.optimizer.state_dict(),
-        "epoch": state.epoch,
-        "position": state.position,
-        "t": state.t,
-        "size": outcomes.size(),
-        "order": _order(state),
-    }
+def _last_epoch(state: State, asked: int, now: int) -> int:
+    """What ``maxepoch`` is from here on, if it was ``asked`` for when this was saved, and had become ``now``.
+
+    A hook that had ended training early, or prolonged it, has done so for good, unless more is asked for than before.
+    """
+    if state.position > 0:
+        now = max(now, state.epoch + 1)  # one that ended it in this epoch meant its end
+    if state.maxepoch == asked:
+        return now
+    return state.maxepoch if state.maxepoch > asked else min(state.maxepoch, now)
 
 
 def _modules(state: State) -> dict[str, torch.nn.Module]:
@@ -150,35 +191,9 @@ def _kept_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
 
-def _order(state: State) -> list[int]:
-    """What the order of samples follows from, as far as it is known (``DatasetIterator``)."""
-    told = [getattr(state.iterator, name, None) for name in ("total", "seed", "shuffle")]
-    return [value for value in told if isinstance(value, int)]
-
-
 def _standing(state: State) -> tuple[int, ...]:
     # With the number of ranks: after a death, ranks that had saved here save again with those that had not.
     return state.t, state.epoch, state.position, outcomes.size()
-
-
-def _check_place(state: State, parts: dict[str, Any]) -> None:
-    """ValueError if the place in the middle of an epoch is no place in this run's epochs."""
-    if parts["position"] == 0:
-        return
-    if not hasattr(state.iterator, "set_position") and parts["size"] != outcomes.size():
-        raise ValueError(
-            f"the checkpoint is of {parts['size']} ranks after {parts['position']} batches of an epoch; on "
-            f"{outcomes.size()} ranks that would be other samples: use a DatasetIterator, or every='epoch'"
-        )
-    if parts["order"] != _order(state):
-        raise ValueError(
-            f"the checkpoint is in the middle of an epoch over {_described(parts['order'])}; "
-            f"this is another order: {_described(_order(state))}"
-        )
-
-
-def _described(order: list[int]) -> str:
-    return "samples of an unknown order" if len(order) < 3 else "{} samples, seed {}, shuffle {}".format(*order)
 
 
 def _checked(every: int | Literal["epoch"]) -> int | Literal["epoch"]:
