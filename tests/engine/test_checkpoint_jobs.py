@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchmpi_py.engine import Checkpoints
+
 PROGRAM = Path(__file__).parent / "checkpointed.py"
 ALL = os.environ.get("TORCHMPI_FAULTS", "") == "all"
 pytestmark = pytest.mark.timeout(240)
@@ -56,6 +58,43 @@ def drawn(draw, ranks):
 
 def test_killed_in_a_save(tmp_path):
     assert_as_if_undisturbed(tmp_path, 2, [[{"rank": 0, "step": 9, "point": 33}]])
+
+
+SLOW = """
+import os, signal, sys, time
+import torchmpi_py as mpi
+from torchmpi_py.engine import Checkpoints, disk
+
+mpi.start()
+write = disk.write
+
+
+def slow(path, content):
+    if mpi.rank() == 0 and "own" in content:
+        if content["own"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(2.2)
+    return write(path, content)
+
+
+disk.write = slow
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(1, {"x": 1})
+print("saved", flush=True)
+checkpoints.save(2, {"x": 1}, own={"dies": True})
+"""
+
+
+def test_a_save_that_takes_longer_than_the_deadline(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "2", "--bind", "none", "--timeout", "60"]
+    line = [*launch, str(tmp_path / "slow.py"), str(tmp_path / "checkpoints")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHMPI_DEADLINE": "1"}
+    job = subprocess.run(line, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert job.stdout.count("saved") == 2, job.stderr[-3000:]
+    assert job.returncode not in (0, 124), job.stderr[-3000:]
+    assert "not complete after" not in job.stderr
+    assert Checkpoints(tmp_path / "checkpoints").load() == (1, {"x": 1})
 
 
 @pytest.mark.skipif(not ALL, reason="TORCHMPI_FAULTS=all is not set")
