@@ -189,7 +189,7 @@ def test_a_starter_gets_the_signals_that_it_wants(program, tmp_path, no_leftover
     folder.mkdir()
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
     job = jobs.Job([sys.executable, str(starter)], environment, folder, stop_signals=stop_signals)
-    job._ending.append(signal.SIGINT)
+    job.signals.ending.append(signal.SIGINT)
     monkeypatch.setattr(job, "_wait", lambda: time.sleep(0.5) or job._end(signal.SIGINT) or 130)
     assert job.run() == 130
     assert seen.read_text() == "15 15 "

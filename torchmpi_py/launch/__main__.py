@@ -10,7 +10,6 @@ import argparse
 import os
 import re
 import shlex
-import stat
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, hosts, mpirun, restarts, vendors
+from torchmpi_py.launch import binding, hosts, mpirun, restarts, standard_input, vendors
 from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
 from torchmpi_py.launch.options import given_environment, parse
 from torchmpi_py.launch.terminal import say
@@ -36,6 +35,7 @@ _FORWARDED = ("TORCHMPI", "MPI4PY_", "OMPI_MCA_", "PYTHONPATH", *binding.THREAD_
 class Plan:
     """A job as it would be started: everything that --dry-run prints."""
 
+    num_ranks: int
     command: list[str]
     environment: dict[str, str]
     added: dict[str, str]
@@ -120,19 +120,11 @@ def plan(
         forward=tuple(reaching),
         agent=options.launch_agent,
         elastic=options.elastic,
-        no_input=not has_input(),
+        no_input=not standard_input.is_given(),
         extra=tuple(options.mpi_args),
     )
     text = hosts.render(named, vendor.hostfile_line)
-    return Plan([program, *starter, *wrapped(options)], inherited | added, added, hostfile, text)
-
-
-def has_input() -> bool:
-    """Whether standard input is something to read for rank 0: no terminal (see `job`), not /dev/null, not closed."""
-    try:
-        return not stat.S_ISCHR(os.fstat(0).st_mode)
-    except OSError:
-        return False
+    return Plan(num_ranks, [program, *starter, *wrapped(options)], inherited | added, added, hostfile, text)
 
 
 def check_program(program: str) -> None:
@@ -187,6 +179,7 @@ def run(options: argparse.Namespace) -> int:
             begin=begin,
             attempt=attempt,
             elastic=options.elastic,
+            num_ranks=chosen.num_ranks,
             log_dir=options.log_dir,
             failure_grace_seconds=FAILURE_GRACE_SECONDS + TRACE_SECONDS * (options.profile is not None),
             stop_signals=vendor.stop_signals,
@@ -212,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     except LaunchError as error:
         say(str(error))
         return 2
-    except KeyboardInterrupt:  # between two attempts
+    except KeyboardInterrupt:  # before the first attempt
         return 130
 
 

@@ -33,6 +33,14 @@ class Death(NamedTuple):
         """The rank, in words."""
         return f"rank {self.rank} (process {self.process_id})"
 
+    @property
+    def code(self) -> int:
+        """An exit code for it, which is never 0."""
+        if self.status is None:
+            return 1
+        code = os.waitstatus_to_exitcode(self.status)
+        return 128 - code if code < 0 else code or 1
+
     def explain(self, starter_code: int | None = None) -> str:
         """How it ended, in words; "" if it is only one of those that the MPI ended because of another."""
         if self.status is not None and not os.WIFSIGNALED(self.status):
@@ -59,6 +67,16 @@ class Lookout:
         self._pipes: dict[int, int] = {}  # descriptor: rank
         self._ending: list[int] = []  # ranks whose pipes are broken, in order
         self._starter = self._watch(starter)
+        self.num_in_order = 0  # ranks that have ended, and did not die
+
+    @property
+    def num_alive(self) -> int:
+        """Ranks of this host that have come, and are not known to have ended."""
+        return sum(process_id > 0 for process_id, _ in self._watched.values())
+
+    def is_deserted(self, num_ranks: int) -> bool:
+        """Whether all ranks of a job of so many have been here, and have ended."""
+        return len(self._watched) == num_ranks > 0 == self.num_alive
 
     def close(self) -> None:
         """Give the descriptors back."""
@@ -82,6 +100,8 @@ class Lookout:
                 if marks.is_running(self._folder, rank):
                     order = self._ending.index(rank) if rank in self._ending else sys.maxsize
                     deaths.append(Death(rank, process_id, status, order))
+                else:
+                    self.num_in_order += 1
         return deaths
 
     def _note(self, ready: list[int]) -> list[int]:

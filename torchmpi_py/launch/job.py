@@ -8,8 +8,8 @@ To end a job: its starter gets the signal and `GRACE_SECONDS` to end the ranks i
 second Ctrl-C cuts that short. Whatever is left on this host is then killed. Slurm's starter wants signals of its own
 (`stop_signals`), each with its grace: one that is killed leaves the ranks on the other hosts running.
 
-A terminal is not handed on as standard input. The starter is in a session of its own, where Open MPI would never read
-from that terminal, and MPICH would take the shell's keys when the job is in the background.
+In an elastic job a death is told, and the job goes on. Its starter does not always end when the last rank has: then it
+is ended.
 """
 
 import ctypes
@@ -18,23 +18,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
-from torchmpi_py.launch import leftovers, marks
+from torchmpi_py.launch import leftovers, marks, standard_input
 from torchmpi_py.launch.deaths import Death, Lookout
+from torchmpi_py.launch.signals import Signals
 from torchmpi_py.launch.terminal import Tail, say
 
 GRACE_SECONDS = 5.0
 FAILURE_GRACE_SECONDS = 2.5  # a rank has failed: how long the MPI may take to end the others by itself
 TRACE_SECONDS = 30.0  # and how long the rank may take to write its trace before that
 TIMEOUT_CODE = 124  # as timeout(1)
+DESERTED_SECONDS = 5.0  # how long the starter of an elastic job may take when the last rank has ended
 _POLL_SECONDS = 0.05
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # batch systems announce the end of an allocation with them
 
 
 def _die_with_parent() -> None:
@@ -53,83 +51,100 @@ class Job:
     begin: float = field(default_factory=time.monotonic)
     attempt: int = 0
     elastic: bool = False
+    num_ranks: int = 0  # 0: not known
     log_dir: Path | None = None
     failure_grace_seconds: float = FAILURE_GRACE_SECONDS
     stop_signals: tuple[int, ...] = ()  # in place of the signal that ends the job
     reason: str = ""  # why it failed, in words
+    has_run: bool = False
     was_ended: bool = False  # by a signal or the time limit
-    _ending: list[int] = field(default_factory=list)
+    signals: Signals = field(default_factory=Signals)
     _shared_memory: set[str] = field(default_factory=set)
-    _first_deaths: list[Death] = field(default_factory=list)
+    _deaths: list[Death] = field(default_factory=list)  # the first; of an elastic job all
     _death_time: float = 0.0
+    _was_deserted: bool = False
+    _last_seen: float = field(default_factory=time.monotonic)  # a rank that was not known to have ended
     _files_before: set[str] = field(default_factory=leftovers.randomly_named)
 
     def run(self) -> int:
         """Start, wait, clean up; return the exit code of the job."""
+        self.has_run = True
         self._tail = Tail(self.log_dir, self.attempt)
-        with self._signals():
-            # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
-            self.process = subprocess.Popen(
-                self.command,
-                env=self.environment,
-                stdin=subprocess.DEVNULL if os.isatty(0) else None,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-            self._lookout = Lookout(self.folder, self.process.pid)
-            try:
-                code = self._wait()
-            finally:
-                self._clean_up()
-        self.was_ended |= bool(self._ending)
-        return code
+        # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
+        self.process = subprocess.Popen(
+            self.command,
+            env=self.environment,
+            stdin=standard_input.for_starter(),
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        self._lookout = Lookout(self.folder, self.process.pid)
+        try:
+            return self._wait()
+        finally:
+            self._clean_up()
 
     def _wait(self) -> int:
         look = time.monotonic()
         interval = 0.1
         while self._running():
             now = time.monotonic()
-            if self._ending:
-                self._end(self._ending[0])
-                return 128 + self._ending[0]
+            if self.signals.ending:
+                break
             if self.timeout_seconds is not None and now - self.begin > self.timeout_seconds:
                 say(f"the job passed its limit of {self.timeout_seconds:g} s (--timeout)")
                 self.was_ended = True
                 self._end(signal.SIGTERM)
                 return TIMEOUT_CODE
-            if self._failed_for() > self.failure_grace_seconds:
-                self._end(signal.SIGTERM, GRACE_SECONDS if self.stop_signals else FAILURE_GRACE_SECONDS)
+            self._was_deserted = now - self._last_seen > DESERTED_SECONDS
+            if self._failed_for() > self.failure_grace_seconds or self._was_deserted:
+                self._end(signal.SIGTERM, None if self.stop_signals else FAILURE_GRACE_SECONDS)
             if now > look:  # often until MPI is up, seldom after
                 self._shared_memory |= leftovers.shared_memory(self._processes())
                 interval = 5.0 if self._shared_memory else min(5.0, 1.2 * interval)
                 look = now + interval
-        if self._ending:
-            return 128 + self._ending[0]
+        if self.signals.ending:
+            self.was_ended = True
+            self._end(self.signals.ending[0])
+            return 128 + self.signals.ending[0]
+        if deaths := self._lookout.wait(0.0):
+            self._note(deaths)
         return self._code()
 
     def _running(self) -> bool:
         self._tail.show()
+        self.signals.pass_on(self.process)
         deaths = self._lookout.wait(_POLL_SECONDS)
-        if deaths and not self._ending:
-            self._shared_memory |= leftovers.shared_memory(self._processes())  # the others map what the dead one had
-            if self.elastic:
-                for death in deaths:
-                    say(f"{death.name} {death.explain()}; the others go on")
-            elif not self._first_deaths and not marks.failures(self.folder):
-                time.sleep(_POLL_SECONDS)  # one that died before may not have ended yet
-                deaths = sorted(deaths + self._lookout.wait(0.0), key=lambda death: death.order)
-                self._first_deaths = deaths[:1] if deaths[0].order < sys.maxsize else deaths
-                self._death_time = time.time()
+        if deaths and not self.signals.ending:
+            self._note(deaths)
+        if not (self.elastic and self._lookout.is_deserted(self.num_ranks)):
+            self._last_seen = time.monotonic()
         return self.process.poll() is None
 
-    def _end(self, signum: int, grace_seconds: float = GRACE_SECONDS) -> None:
+    def _note(self, deaths: list[Death]) -> None:
+        """Keep those that may tell why the job fails: what the MPI, or a failing rank, does to the others does not."""
+        self._shared_memory |= leftovers.shared_memory(self._processes())  # the others map what the dead one had
+        if (self._deaths and not self.elastic) or marks.failures(self.folder):
+            return
+        time.sleep(_POLL_SECONDS)  # one that died before may not have ended yet
+        deaths = sorted(deaths + self._lookout.wait(0.0), key=lambda death: death.order)
+        self._death_time = time.time()
+        if not self.elastic:
+            self._deaths = deaths[:1] if deaths[0].order < sys.maxsize else deaths
+            return
+        self._deaths += deaths
+        for death in deaths:
+            others = "; the others go on" if self._lookout.num_alive else ""
+            say(f"{death.name} {death.explain()}{others}")
+
+    def _end(self, signum: int, grace_seconds: float | None = None) -> None:
         """Ask the starter, wait, then kill what is left of the job on this host."""
         self._shared_memory |= leftovers.shared_memory(self._processes())
         for wanted in self.stop_signals or (signum,):
             self.process.send_signal(wanted)
-            until = time.monotonic() + grace_seconds
-            num_signals = len(self._ending)
-            while self._running() and time.monotonic() < until and len(self._ending) == num_signals:
+            until = time.monotonic() + (GRACE_SECONDS if grace_seconds is None else grace_seconds)
+            num_signals = len(self.signals.ending)
+            while self._running() and time.monotonic() < until and len(self.signals.ending) == num_signals:
                 pass
         self._kill()
 
@@ -164,7 +179,7 @@ class Job:
     def _failed_for(self) -> float:
         """Seconds since a rank failed or died."""
         times = [failure.when for failure in marks.failures(self.folder)]
-        if any(death.status != 0 for death in self._first_deaths):
+        if not self.elastic and any(death.status != 0 for death in self._deaths):
             times.append(self._death_time)
         return time.time() - min(times) if times else 0.0
 
@@ -172,10 +187,13 @@ class Job:
         """That of the first rank that failed; else the starter's own, a death by signal in the shell's form."""
         own = self.process.returncode
         code = 128 - own if own < 0 else int(own)
-        if self.elastic and code == 0:
-            return 0
         failures = marks.failures(self.folder)
-        reasons = [f"{death.name} {how}" for death in self._first_deaths if (how := death.explain(code))]
+        if self.elastic and self._lookout.is_deserted(self.num_ranks):
+            code = self._code_of_deserted(code)
+        if self.elastic and code == 0 and not failures:
+            return 0
+        how = [(death, death.explain(None if self.elastic else code)) for death in self._deaths]
+        reasons = [f"{death.name} {text}" for death, text in how if text]
         left = sorted(marks.ranks_running(self.folder))
         if failures:
             first = failures[0]
@@ -191,21 +209,9 @@ class Job:
         self.reason = "; ".join(reasons) if code else ""
         return code
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        def end(signum: int, _: FrameType | None) -> None:
-            self._ending.append(signum)
-
-        def pass_on(signum: int, _: FrameType | None) -> None:
-            self.process.send_signal(signum)
-
-        handlers = dict.fromkeys(_ENDING, end) | dict.fromkeys(_PASSED_ON, pass_on)
-        before = {}
-        for signum, handler in handlers.items():
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or the background of a script
-                before[signum] = signal.signal(signum, handler)
-        try:
-            yield
-        finally:
-            for signum, former in before.items():
-                signal.signal(signum, former)
+    def _code_of_deserted(self, code: int) -> int:
+        """Of an elastic job that all ranks have left: success, if one did so in order."""
+        if self._was_deserted:  # and what its starter says is what we did to it
+            code = 0
+        is_lost = code == 0 and not self._lookout.num_in_order
+        return self._deaths[-1].code if is_lost and self._deaths else code

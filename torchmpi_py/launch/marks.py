@@ -1,17 +1,18 @@
 """What ranks leave in the job's folder for torchmpirun, each as a file that is there whole, or not at all.
 
-running-R  while rank R's program runs: its process, and where that number holds (another host, or a container with
+running-R  until rank R has ended in order: its process, and where that number holds (another host, or a container with
            numbers of its own, may see the same folder)
 alive-R    a pipe that the rank holds open until it ends
 failed-R   that rank R failed: when, with which exit code, and which shared memory it held
 """
 
+import atexit
 import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 
 class Failure(NamedTuple):
@@ -44,10 +45,11 @@ def failures(folder: Path) -> list[Failure]:
 
 @contextlib.contextmanager
 def running(folder: str, rank: int) -> Iterator[None]:
-    """Leave the mark until the program ends, or becomes another one (exec).
+    """Leave the mark until the process has ended in order, or becomes another program (exec).
 
-    Whoever ends with the mark still there did not reach the end of the program: it was killed, or called os._exit, or
-    was aborted. MPICH takes os._exit(0) on one rank for success.
+    Whoever ends with the mark still there did not reach the end: it was killed, or called os._exit, or was aborted.
+    MPICH takes os._exit(0) on one rank for success. What runs at exit, ``mpi.stop`` for instance, is before the end:
+    this has to be entered before the program can register anything.
     """
     if not folder or not os.path.isdir(folder):
         yield
@@ -55,29 +57,52 @@ def running(folder: str, rank: int) -> Iterator[None]:
     mark = Path(folder) / f"running-{rank}"
     process_id = os.getpid()
 
-    def remove() -> None:
-        if os.getpid() == process_id:  # a forked child is not the rank
-            with contextlib.suppress(OSError):
+    def leave() -> None:
+        with contextlib.suppress(OSError):
+            _write(mark, f"{process_id} {_numbering()}")
+
+    def remove() -> bool:
+        with contextlib.suppress(OSError):
+            if os.getpid() == process_id:  # a forked child is not the rank
                 mark.unlink()
+                return True
+        return False
 
     with contextlib.suppress(OSError):
         pipe = mark.with_name(f"alive-{rank}")
         os.mkfifo(pipe)
         held = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         os.register_at_fork(after_in_child=lambda: os.close(held))
-    with contextlib.suppress(OSError):
-        _write(mark, f"{process_id} {_numbering()}")
-    os.execv, os.execve = _after(remove, os.execv), _after(remove, os.execve)  # the other six are made of these
+    leave()
+    os.execv, os.execve = (
+        _without(os.execv, remove, leave),
+        _without(os.execve, remove, leave),
+    )  # the other six are made of these
+    atexit.register(remove)  # the first to be registered runs last
+    end_at_once, has_ended = os._exit, False
+
+    def end(status: int) -> NoReturn:
+        if has_ended and status == 0:  # a way to leave out what others have registered
+            remove()
+        end_at_once(status)
+
+    os._exit = end
     try:
         yield
     finally:
-        remove()
+        has_ended = True
 
 
-def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+def _without(function: Callable[..., Any], remove: Callable[[], bool], leave: Callable[[], None]) -> Callable[..., Any]:
+    """The function, called when the mark is removed; if it returns after all, by an error, that is left again."""
+
     def both(*args: Any) -> Any:
-        first()
-        return function(*args)
+        was_there = remove()
+        try:
+            return function(*args)
+        finally:
+            if was_there:
+                leave()
 
     return both
 

@@ -2,7 +2,7 @@
 
 The program goes on from its last checkpoint by itself; to it a restart is a start (TORCHMPIRUN_RESTART counts them).
 What was ended from outside, by a signal or by the time limit, is not started again. The limit is for all attempts
-together.
+together. Every attempt reads the same standard input, if that is a file.
 """
 
 import tempfile
@@ -10,24 +10,44 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from torchmpi_py.launch import standard_input
 from torchmpi_py.launch.job import Job
+from torchmpi_py.launch.signals import Signals
 from torchmpi_py.launch.terminal import say
 
 MOST_FOR_ELASTIC = 3  # where the MPI has nothing for --elastic
 
+Maker = Callable[[Path, int, float], Job]
 
-def run(make: Callable[[Path, int, float], Job], most: int) -> int:
+
+def run(make: Maker, most: int) -> int:
     """Run the job that ``make(folder, attempt, begin)`` gives, up to ``most`` times more; the last one's exit code."""
-    begin = time.monotonic()
-    for attempt in range(most + 1):
-        with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
-            job = make(Path(folder), attempt, begin)
-            code = job.run()
-        if code == 0 or job.was_ended:
-            break
-        if most:
-            again = "; starting again" if attempt < most else ""
-            say(f"attempt {attempt + 1} of {most + 1} failed ({job.reason or f'exit code {code}'}){again}")
-        elif job.reason:
-            say(job.reason)
+    begin, place = time.monotonic(), standard_input.position()
+    with Signals() as signals:
+        for attempt in range(most + 1):
+            if attempt:
+                standard_input.rewind(place)
+            with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
+                job = make(Path(folder), attempt, begin)
+                job.signals = signals
+                code = 0 if signals.ending else job.run()
+            if signals.ending and (code or not job.has_run):
+                return code if job.was_ended else 128 + signals.ending[0]
+            if code == 0 or job.was_ended:
+                break
+            if not _goes_on(job, code, attempt, most, signals.cause(code)):
+                break
     return code
+
+
+def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:
+    """Tell why an attempt failed, and whether there is another."""
+    if most:
+        is_again = attempt < most and not signum
+        what = f"; not started again after signal {signum}, which was passed on" if signum and attempt < most else ""
+        what = "; starting again" if is_again else what
+        say(f"attempt {attempt + 1} of {most + 1} failed ({job.reason or f'exit code {code}'}){what}")
+        return is_again
+    if job.reason:
+        say(job.reason)
+    return False
