@@ -119,6 +119,11 @@ def revoke_all() -> None:
         revoke(comm)
 
 
+def forget_all() -> None:
+    """What is registered belongs to a world that is given up, also where somebody still holds it."""
+    _owners.clear()
+
+
 def _comms() -> list[MPI.Comm]:
     return [comm for owner in list(_owners) for comm in owner.comms()]
 

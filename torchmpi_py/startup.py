@@ -119,6 +119,7 @@ def abandon(why_not: str) -> None:
     if _node is not None:
         _node._give_back(is_lost=True)
     symmetric.forget()
+    recovery.forget_all()
     _forget(why_not)
 
 

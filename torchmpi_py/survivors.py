@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torchmpi_py import communication_thread, communicators, exits, recovery, startup, tracing, watchdog
 from torchmpi_py.collectives import objects
-from torchmpi_py.errors import RankDied
+from torchmpi_py.errors import CommunicatorError, RankDied
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -51,6 +51,8 @@ def confirm() -> None:
 
 
 _depth = 0
+_num_in_vain = 0  # recoveries, one after another, without a death: Open MPI has agreed so, between nodes
+_MOST_IN_VAIN = 3
 
 
 @contextlib.contextmanager
@@ -59,8 +61,8 @@ def elastic() -> Iterator[Attempt]:
 
     Where one dies, the others leave the block at once, or at their next call that has to do with other ranks, and the
     world is built anew without it: rank and size are others, and what belonged to the former world (communicators from
-    ``split``, parameter servers) is free; symmetric tensors remain, as ordinary ones; ``attempt.deaths`` names the
-    dead. The levels are those that ``start`` makes. The program then goes on behind the block, and makes the ranks
+    ``split``, parameter servers) is free; symmetric tensors remain, as ordinary ones; ``attempt.has_recovered`` is
+    True, and ``attempt.deaths`` names the dead. The levels are those that ``start`` makes. The program then goes on behind the block, and makes the ranks
     equal again (``catch_up``). A block costs an agreement of all ranks at its end, and one at each
     ``attempt.confirm()``: all ranks of the world enter it, confirm, and leave it alike. Of blocks in blocks the
     outermost does all that. Other errors pass.
@@ -69,12 +71,13 @@ def elastic() -> Iterator[Attempt]:
 
     Source: Bland et al., see ``recovery.py``; Horovod's elastic training has the same form around a function.
     """
-    global _depth
+    global _depth, _num_in_vain
     attempt = Attempt()
     if not recovery.is_elastic() or _depth > 0:
         yield attempt
         return
-    is_well, is_agreed = True, False
+    is_agreed = False
+    failure: Exception | None = None
     _depth += 1
     try:
         yield attempt
@@ -82,12 +85,16 @@ def elastic() -> Iterator[Attempt]:
         if not recovery.is_death(error):
             raise
         logger.info("a death ended this rank's attempt: %s", error)
-        is_well, is_agreed = False, isinstance(error, _Denied)
+        is_agreed, failure = isinstance(error, _Denied), error
         recovery.revoke_all()
     finally:
         _depth -= 1
-    if is_agreed or not recovery.agree(communicators.stack().levels[0].direct.mpi, is_well):
+    if is_agreed or not recovery.agree(communicators.stack().levels[0].direct.mpi, failure is None):
         attempt.deaths = recover()
+        attempt.has_recovered = True
+        _num_in_vain = 0 if attempt.deaths else _num_in_vain + 1
+        if _num_in_vain > _MOST_IN_VAIN:
+            raise CommunicatorError("MPI fails again and again, though no rank has died") from failure
 
 
 def recover() -> tuple[int, ...]:
@@ -130,7 +137,7 @@ def catch_up(step: Any, *parts: Any) -> Any:
             if step != farthest.step:
                 for part, state in zip(parts, farthest.states, strict=True):
                     part.load_state_dict(state)
-        if not attempt.deaths:
+        if not attempt.has_recovered:
             return farthest.step
 
 
@@ -163,7 +170,7 @@ def meet_to_stop() -> None:
             communication_thread.current().drain()
             exits.meet(communicators.stack().levels[0])
             tracing.stop()
-        if not attempt.deaths:
+        if not attempt.has_recovered:
             break
     why_not = "mpi.stop() was called; call mpi.start() again"
     try:

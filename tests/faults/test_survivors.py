@@ -82,7 +82,7 @@ def check(folder, ranks):
     net.load_state_dict(torch.load(folder / "network"))
     for mine, theirs in zip(net.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
-    assert abs(accuracy(net) - accuracy(undisturbed(ranks))) <= (0.01 if harness.ALL else 0.05)
+    assert accuracy(net) >= accuracy(undisturbed(ranks)) - (0.01 if harness.ALL else 0.05)
     if len(ended) == len(files):
         return 0.0  # no rank came to the place of its death so often
     last_sign = max(path.stat().st_mtime for path, lines in files.items() if lines[-1]["kind"] != "end")

@@ -89,7 +89,7 @@ class AllReduceSGDEngine(SGDEngine):
         """In an elastic job: let the survivors go on when a rank dies."""
         with survivors.elastic() as attempt:
             yield
-        if attempt.deaths:
+        if attempt.has_recovered:
             elastic.go_on(state, lambda: self._begin_anew(state))
 
     def _begin_anew(self, state: State) -> None:

@@ -55,5 +55,5 @@ def go_on(state: State, begin_anew: Callable[[], None]) -> None:
             state.is_ending_epoch = (farthest, True) in endings
             state.iterator.take_place()  # type: ignore[attr-defined]  # checked before the first epoch
             begin_anew()
-        if not attempt.deaths:
+        if not attempt.has_recovered:
             return
