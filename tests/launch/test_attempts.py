@@ -87,6 +87,22 @@ def test_a_signal_beside_the_jobs(moment):
     assert (job.returncode, job.stderr) == (128 + signal.SIGTERM, "")
 
 
+def test_a_signal_that_was_ignored_before_stays_ignored():
+    def as_nohup_does():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    starter = "import os, time; os.kill(os.getppid(), 1); time.sleep(0.3); print('on')"
+    job = launch(starter, preexec_fn=as_nohup_does)
+    assert (job.returncode, job.stdout, job.stderr) == (0, "on\n", "")
+
+
+def test_the_time_limit_is_for_all_attempts():
+    job = launch("import time; time.sleep(0.5); exit(3)", most=99, before="options = dict(timeout_seconds=1.5)")
+    assert job.returncode == 124
+    assert job.stderr.count("passed its limit of 1.5 s (--timeout)") == 1
+    assert "attempt 1 of 100 failed" in job.stderr
+
+
 # Rank 1 dies; rank 0 does what is said; this one, the starter, stays for ever.
 DESERTED = """
 import os, sys, time

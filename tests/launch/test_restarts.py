@@ -85,8 +85,7 @@ def test_a_job_is_started_again_and_the_logs_go_on(program, tmp_path, no_leftove
         r"torchmpirun: attempt 1 of 3 failed \(rank 1 \(process \d+\) (was killed by signal 9|died)\); starting again"
     )
     assert len(re.findall(said, job.stderr)) == job.stderr.count("torchmpirun: ") == 1
-    assert job.stdout.splitlines()[:1] == ["rank 0 in attempt 0"]
-    assert job.stdout.count("rank 0 in attempt 1") == 1
+    assert [job.stdout.count(f"rank 0 in attempt {attempt}\n") for attempt in (0, 1)] == [1, 1]
     for rank in (0, 1, 2):
         lines = (tmp_path / "l" / f"rank-{rank}.log").read_text()
         assert [line for line in lines.splitlines() if line.startswith("rank")] == [
@@ -101,13 +100,6 @@ def test_the_last_attempt_gives_the_code(program, no_leftovers):
     assert "attempt 1 of 2 failed (rank 1 failed first, with exit code 3); starting again" in job.stderr
     assert "attempt 2 of 2 failed (rank 1 failed first, with exit code 3)\n" in job.stderr
     assert "attempt 3" not in job.stderr
-
-
-@needs_mpi
-def test_the_time_limit_is_for_all_attempts(program, no_leftovers):
-    job = launch("-n", 2, "--max-restarts", 99, "--timeout", 3, program(FAIL), "time.sleep(0.5); sys.exit(3)", 99)
-    assert job.returncode == 124
-    assert job.stderr.count("passed its limit of 3 s (--timeout)") == 1
 
 
 @needs_mpi
