@@ -79,7 +79,8 @@ class Saving:
         if outcomes.rank() == 0:
             place_now = f"epoch {state.epoch}, position {state.position}, step {state.t}"
             if is_over:
-                logger.warning("%s is of a training that is complete: nothing is left to do (%s)", directory, place_now)
+                told = "the checkpoint in %s is of a training that is complete: nothing is left to do (%s)"
+                logger.warning(told, directory, place_now)
             else:
                 logger.info("resumed from %s: %s", directory, place_now)
 

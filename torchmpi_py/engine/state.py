@@ -55,7 +55,7 @@ class Hooks:
     """The moments, in their order; each is a function of the state. There are no others: a misspelt one raises."""
 
     on_start: Hook = _nothing  # once, before the first epoch (test: before the first sample)
-    on_start_epoch: Hook = _nothing
+    on_start_epoch: Hook = _nothing  # also for the rest of one, when a run goes on: state.position is not 0 then
     on_sample: Hook = _nothing  # state.sample is there, and may be replaced
     on_forward: Hook = _nothing  # state.output
     on_forward_criterion: Hook = _nothing  # state.loss
