@@ -30,9 +30,13 @@ class _Denied(RankDied):
 
 
 class Attempt:
-    """What becomes of a block: ``deaths`` are the ranks that died in it, as they were numbered before."""
+    """What becomes of a block: whether it was ended and the world built anew (``has_recovered``).
+
+    ``deaths`` are the ranks that died in it, as they were numbered before.
+    """
 
     def __init__(self) -> None:
+        self.has_recovered = False
         self.deaths: tuple[int, ...] = ()
 
     def confirm(self) -> None:
@@ -62,10 +66,10 @@ def elastic() -> Iterator[Attempt]:
     Where one dies, the others leave the block at once, or at their next call that has to do with other ranks, and the
     world is built anew without it: rank and size are others, and what belonged to the former world (communicators from
     ``split``, parameter servers) is free; symmetric tensors remain, as ordinary ones; ``attempt.has_recovered`` is
-    True, and ``attempt.deaths`` names the dead. The levels are those that ``start`` makes. The program then goes on behind the block, and makes the ranks
-    equal again (``catch_up``). A block costs an agreement of all ranks at its end, and one at each
-    ``attempt.confirm()``: all ranks of the world enter it, confirm, and leave it alike. Of blocks in blocks the
-    outermost does all that. Other errors pass.
+    True, and ``attempt.deaths`` names the dead. The levels are those that ``start`` makes. The program then goes on
+    behind the block, and makes the ranks equal again (``catch_up``). A block costs an agreement of all ranks at its
+    end, and one at each ``attempt.confirm()``: all ranks of the world enter it, confirm, and leave it alike. Of blocks
+    in blocks the outermost does all that. Other errors pass.
 
     In a job that was not started with ``torchmpirun --elastic`` on Open MPI, it does nothing: a death ends the job.
 
