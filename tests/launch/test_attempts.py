@@ -103,6 +103,14 @@ def test_the_time_limit_is_for_all_attempts():
     assert "attempt 1 of 100 failed" in job.stderr
 
 
+def test_who_is_ended_by_the_launcher_has_not_died():
+    before = "options = dict(elastic=True, num_ranks=2, timeout_seconds=1.0)"
+    hands_on = "import signal; signal.signal(15, lambda *_: os.killpg(0, 9)); time.sleep(50)\n"
+    starter = DESERTED.format(last="time.sleep(50)").replace("time.sleep(50)\n", hands_on)
+    job = launch(starter, most=0, before=before)
+    assert (job.returncode, job.stderr.count("rank 0"), job.stderr.count("rank 1")) == (124, 0, 1), job.stderr
+
+
 # Rank 1 dies; rank 0 does what is said; this one, the starter, stays for ever.
 DESERTED = """
 import os, sys, time

@@ -63,6 +63,7 @@ class Job:
     _deaths: list[Death] = field(default_factory=list)  # the first; of an elastic job all
     _death_time: float = 0.0
     _was_deserted: bool = False
+    _is_ending: bool = False
     _last_seen: float = field(default_factory=time.monotonic)  # a rank that was not known to have ended
     _files_before: set[str] = field(default_factory=leftovers.randomly_named)
 
@@ -107,7 +108,8 @@ class Job:
             self.was_ended = True
             self._end(self.signals.ending[0])
             return 128 + self.signals.ending[0]
-        if deaths := self._lookout.wait(0.0):
+        deaths = self._lookout.wait(0.0)
+        if deaths and not self._is_ending:
             self._note(deaths)
         return self._code()
 
@@ -115,7 +117,7 @@ class Job:
         self._tail.show()
         self.signals.pass_on(self.process)
         deaths = self._lookout.wait(_POLL_SECONDS)
-        if deaths and not self.signals.ending:
+        if deaths and not (self.signals.ending or self._is_ending):
             self._note(deaths)
         if not (self.elastic and self._lookout.is_deserted(self.num_ranks)):
             self._last_seen = time.monotonic()
@@ -139,6 +141,7 @@ class Job:
 
     def _end(self, signum: int, grace_seconds: float | None = None) -> None:
         """Ask the starter, wait, then kill what is left of the job on this host."""
+        self._is_ending = True  # whoever dies now does so because of us
         self._shared_memory |= leftovers.shared_memory(self._processes())
         for wanted in self.stop_signals or (signum,):
             self.process.send_signal(wanted)
