@@ -11,13 +11,15 @@ PACKAGE = pathlib.Path(torchmpi_py.__file__).parent
 
 # Lowest first: a module may import from its own row and from rows above it in this list, never from a later one.
 ROWS = [
-    ["errors", "config", "grouping", "clocks", "trace_rows", "waiting", "processes", "signals"],
+    ["errors", "config", "grouping", "clocks", "trace_rows", "waiting", "processes", "signals", "board_layout"],
     ["recovery"],
     ["tensors", "handles", "placement", "channels", "devices", "shared_files"],
     ["communication_thread", "gpus", "board"],
-    ["sequences"],
+    ["sequences", "comparison", "claims"],
+    ["calls"],
     ["watch"],
     ["reports", "flight_recorder"],
+    ["neighbours"],
     ["communicators", "streams", "cuda_ipc"],
     ["tracing"],
     ["exits", "symmetric"],

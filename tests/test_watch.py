@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchmpi_py import board, config, reports, watch
+from torchmpi_py import board, board_layout, calls, config, flight_recorder, watch
 from torchmpi_py.bench import hang
-from torchmpi_py.board import CHECKSUM_BITS, MARKS_PER_ROW, NUM_RECORDS, NUM_STRINGS, POSITION_BITS
-from torchmpi_py.channels import Place
+from torchmpi_py.board_layout import CHECKSUM_BITS, MARKS_PER_ROW, NUM_RECORDS, NUM_STRINGS, POSITION_BITS
 
 pytestmark = pytest.mark.timeout(120)
 LAUNCHER = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
@@ -36,7 +35,7 @@ def test_what_is_noted(mpi):
     line = sys._getframe().f_lineno - 1
     last = used.records(used.index)[0]
     assert last.what == "allreduce mpi torch.float32 sum, 16 bytes"
-    assert last.site == f"{__file__}:{line} in test_what_is_noted"[-board.STRING_BYTES :]
+    assert last.site == f"{__file__}:{line} in test_what_is_noted"[-board_layout.STRING_BYTES :]
     assert 0 < last.begun <= last.ended
     handle = mpi.allreduce_async(x, flavour="mpi")
     noted = used.records(used.index)[0]
@@ -62,29 +61,9 @@ def test_marks_of_neighbours(mpi):
         assert (mine - theirs) % MARKS_PER_ROW == 0
         assert used.words[theirs] >> CHECKSUM_BITS == (mark >> CHECKSUM_BITS) - MARKS_PER_ROW
         if mpi.size() > 1:
-            theirs = used.counterpart(sequence.index, number, sequence.neighbours_index)
+            theirs = used.counterpart(sequence.index, used.records(used.index)[0].mark, sequence.neighbours_index)
             assert theirs.words == "barrier"
         mpi.barrier(comm)
-
-
-@pytest.mark.mpi
-def test_rows_and_strings_run_out(mpi):
-    """Then operations go on, without being compared, or without words."""
-    used = board.current
-    rows = []
-    while (row := used.take_row()) is not None:
-        rows.append(row)
-    with mpi.split(0) as comm:
-        assert mpi.allreduce(mpi.rank(), comm=comm) == sum(range(mpi.size()))
-    for row in rows:
-        used.give_row_back(row)
-    assert len({row.place for row in rows}) == len(rows)
-    for number in range(NUM_STRINGS):
-        used.keep_string(f"{number}")
-    x = torch.ones(3, dtype=torch.int16)
-    assert mpi.allreduce(x).tolist() == [mpi.size()] * 3
-    assert used.records(used.index)[0].words == "?"
-    assert len(used.records(used.index)) <= NUM_RECORDS
 
 
 @pytest.mark.mpi
@@ -122,26 +101,134 @@ def test_roots_of_other_types(mpi):
         assert len(mpi.allgather(x, **forced)) == 3 * mpi.size()
 
 
-@pytest.mark.parametrize(
-    ("odd", "others", "words"),
-    [
-        (
-            "mpi.broadcast(x)",
-            "mpi.allreduce(x)",
-            ("broadcast mpi torch.float32 0, 4000 b", "allreduce mpi torch.float32 sum"),
-        ),
-        ("mpi.allreduce(x[:7])", "mpi.allreduce(x)", ("float32 sum, 28 bytes", "float32 sum, 4000 bytes")),
-        ("mpi.allreduce_async(x, op='max').wait()", "mpi.allreduce_async(x).wait()", ("float32 max", "float32 sum")),
-        ("mpi.gather(x, 1)", "mpi.gather(x, 0)", ("gather tensors any-size 1", "gather tensors any-size 0")),
-    ],
-)
-def test_a_rank_that_calls_something_else(tmp_path, odd, others, words):
-    job = run(tmp_path, f"mpi.allreduce(x)\nif me == 1:\n    {odd}\nelse:\n    {others}\n")
+@pytest.mark.mpi
+def test_a_difference_that_is_seen_at_the_end(mpi):
+    """The neighbour comes later, with something else."""
+    with mpi.split(mpi.rank()) as comm:
+        noted = watch.note_plain("this", comm)
+        board.current.words[noted[3]] ^= 1
+        with pytest.raises(mpi.RanksDisagree):
+            watch.end(noted)
+
+
+@pytest.mark.mpi
+def test_what_is_under_way_outlives_its_record(mpi):
+    with mpi.split(mpi.rank()) as comm, mpi.split(mpi.rank()) as other:
+        noted = watch.note_plain("long", comm)
+        for _ in range(NUM_RECORDS + 600):
+            mpi.barrier(other)
+        assert watch.under_way(board.current) == {noted[0]}
+        assert watch.record(board.current, noted[0]).words == "long"
+        watch.end(noted)
+        assert not watch.under_way(board.current)
+        watch.note_plain("left without an end", comm)
+        mpi.barrier(comm)
+        for _ in range(NUM_RECORDS + 600):
+            mpi.barrier(other)
+        assert not watch.under_way(board.current)
+
+
+@pytest.mark.mpi
+def test_what_belonged_to_a_freed_communicator(mpi):
+    """Its row is another's now, and its operations are not the new one's."""
+    for _ in range(2):
+        with mpi.split(0) as comm:
+            mpi.barrier(comm)
+            mpi.barrier(comm)
+    with mpi.split(0) as comm:
+        used, sequence = board.current, comm.sequences[0]
+        mark = (sequence.use << POSITION_BITS | 1) << CHECKSUM_BITS
+        mpi.barrier()
+        assert all(used.counterpart(sequence.index, mark, index) is None for index in used.indices)
+        dump = flight_recorder.of_rank(used, used.index)
+        assert {"split 0", "a communicator that was freed"} >= {
+            group["desc"] for group in dump["pg_config"].values() if "." not in group["name"]
+        }
+        mpi.barrier()
+        mpi.barrier(comm)
+    assert {"split", "free"} <= {record.words for record in used.records(used.index)}
+
+
+@pytest.mark.mpi
+def test_more_places_of_call_than_are_kept(mpi, monkeypatch):
+    monkeypatch.setattr(calls, "_MOST_KEPT", 3)
+    names = {"mpi": mpi, "module": torch.nn.Linear(2, 2)}
+    for number in range(9):
+        exec(compile("mpi.nn.synchronize_parameters(module)", f"generated{number}.py", "exec"), names)
+
+
+@pytest.mark.mpi
+def test_rows_and_strings_run_out(mpi):
+    """Then operations go on, without being compared, or without words."""
+    used = board.current
+    rows = []
+    while (row := used.take_row()) is not None:
+        rows.append(row)
+    with mpi.split(0) as comm:
+        assert mpi.allreduce(mpi.rank(), comm=comm) == sum(range(mpi.size()))
+    for row in rows:
+        used.give_row_back(row)
+    assert len({row.place for row in rows}) == len(rows)
+    for number in range(NUM_STRINGS):
+        used.keep_string(f"{number}")
+    x = torch.ones(3, dtype=torch.int16)
+    assert mpi.allreduce(x).tolist() == [mpi.size()] * 3
+    assert used.records(used.index)[0].words == "?"
+    assert len(used.records(used.index)) <= NUM_RECORDS
+
+
+def test_a_rank_that_calls_something_else(tmp_path):
+    program = """
+us = {"flavour": "mpi"}
+pairs = [
+    (lambda c: mpi.broadcast_async(x, comm=c, **us), lambda c: mpi.allreduce_async(x, comm=c, **us)),
+    (lambda c: mpi.allreduce_async(x[:7], comm=c, **us), lambda c: mpi.allreduce_async(x, comm=c, **us)),
+    (lambda c: mpi.allreduce_async(1, op="max", comm=c), lambda c: mpi.allreduce_async(1, comm=c)),
+    (lambda c: mpi.gather_async(x, 1, comm=c), lambda c: mpi.gather_async(x, 0, comm=c)),
+]
+comms = [mpi.split(0) for _ in pairs]
+if me == 1:
+    time.sleep(0.5)
+handles = []
+for (odd, others), comm in zip(pairs, comms):
+    try:
+        handles.append((odd if me == 1 else others)(comm))
+    except mpi.RanksDisagree as error:
+        print("told:", error)
+if me == 1:
+    raise SystemExit(os._exit(3))
+time.sleep(30)
+"""
+    job = run(tmp_path, program)
+    told = [line for line in job.stdout.splitlines() if "told:" in line]
+    expected = [
+        ("broadcast mpi torch.float32 0, 4000 b", "allreduce mpi torch.float32 sum"),
+        ("float32 sum, 28 bytes", "float32 sum, 4000 bytes"),
+        (" max", " sum"),
+        ("gather tensors any-size 1", "gather tensors any-size 0"),
+    ]
+    assert len(told) == len(expected), (told, job.stderr)
+    for line, words in zip(told, expected, strict=True):
+        assert re.search(r"operation 1 of this communicator is not the same .* this rank calls .*; rank 2 calls", line)
+        assert all(word in line for word in words), line
+        assert line.count("program.py:") >= 2
+
+
+def test_ranks_that_wait_in_different_operations(tmp_path):
+    """None of them sees the other as it comes: ranks 2, 0, 1 look at 0, 1, 2. Then their watchdogs do."""
+    program = """
+time.sleep([0.4, 0.8, 0][me])
+if me == 0:
+    mpi.broadcast(x, 1, flavour="mpi")
+else:
+    mpi.allreduce(x, flavour="mpi")
+"""
+    job = run(tmp_path, program)
     assert job.returncode == 1, job.stderr
-    assert "RanksDisagree: operation" in job.stderr
-    assert all(word in job.stderr for word in words), job.stderr
-    assert "program.py:7 in <module>" in job.stderr
-    assert "program.py:9 in <module>" in job.stderr
+    assert "RanksDisagree: operation 1 " in job.stderr
+    assert "broadcast mpi torch.float32 1" in job.stderr
+    assert "program.py:8 in <module>" in job.stderr
+    assert "program.py:10 in <module>" in job.stderr
 
 
 def test_a_rank_that_does_not_come(tmp_path):
@@ -189,10 +276,7 @@ if me != 1:
 
 
 def test_a_rank_that_does_not_stop(tmp_path):
-    """The others wait for it in stop; or it calls one operation fewer, which is found there."""
-    job = run(tmp_path, "if me == 1:\n    time.sleep(50)\n", deadline=1)
-    assert job.returncode == 1, job.stderr
-    assert re.search(r"rank [02] waits in mpi.stop\(\)", job.stderr)
+    """It calls one operation fewer, which is found there."""
     job = run(tmp_path, "if me != 1:\n    mpi.allreduce(x)\n")
     assert job.returncode == 1, job.stderr
     assert "RanksDisagree: operation 1 " in job.stderr
@@ -218,35 +302,6 @@ print("went on")
     assert re.search(r"rank 0 \(process \d+\): in barrier for", job.stderr)
 
 
-def test_a_death():
-    """What is said of it, and who is taken for dead: a process that is gone without having left in order."""
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    used = board.Board(_Node(), [Place(0, 0)], 7)
-    assert not reports.is_dead(used, 0)
-    process.wait()
-    used.put(board.PROCESS, process.pid)
-    assert reports.is_dead(used, 0)
-    assert reports.death(used, 0) == f"rank 7 (process {process.pid}) died before its first operation"
-    used.put(board.HAS_LEFT, board.STOPPED)
-    assert not reports.is_dead(used, 0)
-    used.put(board.HAS_LEFT, 0)
-    used.put(board.PROCESS, os.getpid())
-    used.put(board.STARTED, 1)  # the number was used again
-    assert reports.is_dead(used, 0)
-
-
-class _Node:
-    """A communicator of one rank that shares no memory."""
-
-    rank, size = 0, 1
-
-    def allgather(self, x):
-        return [x]
-
-    def Barrier(self):
-        pass
-
-
 def test_tuning_of_deadlines():
     assert config.from_environment({"TORCHMPI_DEADLINE": "5"}).deadline_seconds == 5
     assert config.from_environment({"TORCHMPI_DEADLINE_SECONDS": "5"}).deadline_seconds == 5
@@ -259,10 +314,11 @@ def test_tuning_of_deadlines():
 
 
 def test_a_rank_that_is_stopped(tmp_path):
-    stopped = "if me == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\nmpi.barrier()\n"
+    """The others wait for it, in stop."""
+    stopped = "if me == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
     job = run(tmp_path, stopped, deadline=2)
     assert "its process is stopped (SIGSTOP)" in job.stderr, job.stderr
-    assert "waits in barrier" in job.stderr
+    assert re.search(r"rank [02] waits in mpi.stop\(\)", job.stderr)
 
 
 def test_what_takes_long_without_being_late(tmp_path):
@@ -281,19 +337,13 @@ time.sleep(4 if me == 0 else 1)
 assert (handle.wait() == mpi.size()).all() and (large.wait() == mpi.size()).all()
 mpi.send(torch.zeros(3), 1 - me)
 got.wait()
+if me == 1:
+    time.sleep(4)
+mpi.barrier()
 print("went on")
 """
-    job = run(tmp_path, program, ranks=2, deadline=2)
+    job = run(tmp_path, program, ranks=2, deadline=2, at_deadline="report")
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("went on") == 2
-    assert "report" not in job.stderr
-    job = run(
-        tmp_path,
-        "if me == 1:\n    time.sleep(4)\nmpi.barrier()\nprint('went on')\n",
-        ranks=2,
-        deadline=2,
-        at_deadline="report",
-    )
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.count("went on") == 2
+    assert job.stderr.count("report of") == 1, job.stderr
     assert "waits in barrier" in job.stderr

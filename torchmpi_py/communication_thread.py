@@ -34,7 +34,8 @@ class CommunicationThread:
         """Queue an operation; its handle is of a ``kind``."""
         handle = kind(work)
         if self.inline:
-            handle._execute()
+            with handle._waited_for(None):
+                handle._execute()
         else:
             self._ensure_thread()
             self._queue.put(handle)

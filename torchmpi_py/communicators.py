@@ -22,7 +22,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torchmpi_py import communication_thread, sequences
+from torchmpi_py import communication_thread, sequences, watch
 from torchmpi_py.channels import BACKGROUND, DIRECT, Channel, Place
 from torchmpi_py.errors import CommunicatorError, NotStarted
 from torchmpi_py.grouping import group_by_key
@@ -65,7 +65,7 @@ class Communicator:
             raise CommunicatorError(f"{self!r} is a level; levels live until mpi.stop()")
         if not self.is_free:
             communication_thread.current().drain()
-            self._give_back()
+            watch.together("free", self, self._give_back)
 
     def _give_back(self, *, is_lost: bool = False) -> None:
         """Collective, unless it ``is_lost``: one of its ranks has died."""
@@ -163,7 +163,8 @@ def push_communicator(key: str | int) -> int:
     """
     if not isinstance(key, (str, int)):
         raise TypeError(f"push_communicator: key must be a str or an int, not {key!r}")
-    return stack().push(str(key))
+    used = stack()
+    return watch.together("push_communicator", used.current, lambda: used.push(str(key)))
 
 
 def set_communicator(level: int) -> None:
@@ -216,11 +217,14 @@ def split(color: int | None, key: int = 0) -> Communicator | None:
         raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
     used = stack()
     used.others = [other for other in used.others if not other.is_free]
-    group: Any = used.current.direct.mpi.Split(MPI.UNDEFINED if color is None else color, key)
-    if color is None:
-        return None
-    made = Communicator(group, used.place, f"split {color}")
-    used.others.append(made)
+
+    def make() -> Communicator | None:
+        group: Any = used.current.direct.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        return None if color is None else Communicator(group, used.place, f"split {color}")
+
+    made = watch.together("split", used.current, make)
+    if made is not None:
+        used.others.append(made)
     return made
 
 

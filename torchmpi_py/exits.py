@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchmpi_py import board, communication_thread, communicators, recovery, tracing, watch
+from torchmpi_py import board, communication_thread, communicators, recovery, signals, tracing, watch
+from torchmpi_py.board_layout import ENDING, HAS_LEFT
 from torchmpi_py.channels import BACKGROUND, DIRECT
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.launch import marks
@@ -54,6 +55,17 @@ def meet(world: Communicator) -> None:
     It is noted as any operation: RanksDisagree if a neighbour has called one more, or one less.
     """
     noted = [watch.note_plain("mpi.stop()", world, lane) for lane in (BACKGROUND, DIRECT)]
+    try:
+        _meet_audibly(world)
+    except BaseException:
+        for each in noted:
+            watch.fail(each)
+        raise
+    for each in noted:
+        watch.end(each)
+
+
+def _meet_audibly(world: Communicator) -> None:
     request, nap, warned = world.background.mpi.Ibarrier(), Nap(0.001), False
     while not request.Test():
         nap.take()
@@ -65,8 +77,6 @@ def meet(world: Communicator) -> None:
                 world.rank,
                 nap.seconds,
             )
-    for each in noted:
-        watch.end(each)
 
 
 def _at_exit(stop: Callable[[], None]) -> None:
@@ -83,6 +93,7 @@ def _at_exit(stop: Callable[[], None]) -> None:
 
 
 def _disown() -> None:
+    signals.disown()
     communication_thread.install(None)
     communicators.install(
         None, "it was forked from a started rank, and only that one may call; in data loaders, return tensors instead"
@@ -115,10 +126,10 @@ def abort(code: int) -> None:
         with contextlib.suppress(Exception):
             tracing.save()
         for stream in (sys.stdout, sys.stderr, sys.__stderr__):
-            if stream is not None:
-                stream.flush()
+            with contextlib.suppress(Exception):
+                stream.flush()  # type: ignore[union-attr]
         if board.current is not None:
-            board.current.put(board.HAS_LEFT, board.ENDING)
+            board.current.put(HAS_LEFT, ENDING)
         time.sleep(OUTPUT_SECONDS)
         mpi.COMM_WORLD.Abort(code)
         os._exit(code)  # MPICH's returns, and the process lives until it is killed

@@ -20,7 +20,8 @@ import re
 import tempfile
 from typing import Any
 
-from torchmpi_py.board import PROCESS, WORLD_RANK, Board, Record
+from torchmpi_py.board import Board
+from torchmpi_py.board_layout import PROCESS, USE_SHIFT, USES, WORLD_RANK, Record
 from torchmpi_py.grouping import from_words
 
 PREFIX = "flight_recorder_"
@@ -51,7 +52,7 @@ def dump(used: Board) -> str:
             content["entries"] = _for_the_analyzer(content["entries"])
             (folder / f"{PREFIX}{rank}").write_bytes(pickle.dumps(content))
         return f"the last operations of each rank: {folder}"
-    except OSError as error:
+    except Exception as error:
         return f"the last operations of each rank are not written: {error}"
 
 
@@ -81,7 +82,7 @@ def _entry(used: Board, index: int, record: Record, groups: dict[str, dict[str, 
     name, desc, ranks = _group(used, index, record)
     groups.setdefault(name, {"name": name, "desc": desc, "ranks": str(ranks)})
     verb = record.words.split(" ", 1)[0]
-    is_known = record.position > 0 and verb in _KNOWN
+    is_known = record.position > 0 and verb in _KNOWN and bool(ranks)
     num_bytes = 0 if "any-size" in record.words else record.num_bytes
     given = {"allgather": num_bytes * len(ranks), "reduce_scatter": num_bytes // max(1, len(ranks))}
     found = re.search(r"torch\.(\w+)", record.words)
@@ -119,7 +120,9 @@ def _group(used: Board, index: int, record: Record) -> tuple[str, str, list[int]
     """(name, in words, ranks) of the communicator and thread: the name is the same on all of its ranks."""
     if record.row < 0:
         return "0", "without a row", [used.get(WORLD_RANK, index)]
-    group = used.group(index, record.row)
+    group, use = used.group(index, record.row), record.mark >> USE_SHIFT
+    if record.position and use < group.use & USES - 1:  # not more: sequences count on there when they are long
+        return str(use), "a communicator that was freed", []
     ranks = from_words(group.ranks)
     return f"{group.use}.{min(ranks, default=0)}", group.key, ranks
 

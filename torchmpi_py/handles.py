@@ -106,11 +106,12 @@ class Handle(ABC, Generic[R]):
         if noted is None:
             yield
             return
-        waiting.active[noted[0]] = None
+        wait = object()
+        waiting.active[wait] = noted[0]
         try:
             yield
         finally:
-            waiting.active.pop(noted[0], None)
+            waiting.active.pop(wait, None)
 
     def _settle(self, step: Callable[[], R]) -> None:
         """Run the operation's last step, keep its result or error, and let the buffers go."""

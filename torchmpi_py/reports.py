@@ -7,20 +7,19 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 
-from torchmpi_py import board, processes, watch
-from torchmpi_py.board import (
-    CHECKSUM_BITS,
+from torchmpi_py import board, comparison, processes, watch
+from torchmpi_py.board import Board
+from torchmpi_py.board_layout import (
     ENDING,
     HAS_LEFT,
-    MARKS_PER_ROW,
     NAMESPACE,
     PROCESS,
     STARTED,
     STOPPED,
     STOPPING,
     WORLD_RANK,
-    Board,
     Record,
 )
 from torchmpi_py.watch import Noted
@@ -35,12 +34,13 @@ def is_dead(used: Board, index: int) -> bool:
     process = _process(used, index)
     if used.get(HAS_LEFT, index) == STOPPED or process is processes.UNKNOWN:
         return False
-    return process is None or process.is_dead or process.started != used.get(STARTED, index)
+    started = used.get(STARTED, index)  # 0 where that could not be found out
+    return process is None or process.is_dead or (started != 0 and process.started != started)
 
 
 def descriptor(used: Board, index: int) -> int | None:
     """A descriptor that is ready when a rank's process ends; None where there are none."""
-    if used.get(NAMESPACE, index) != used.get(NAMESPACE):
+    if not _is_visible(used, index):
         return None
     try:
         return os.pidfd_open(used.get(PROCESS, index))
@@ -71,10 +71,27 @@ def by_rank(used: Board) -> list[int]:
     return sorted(used.indices, key=lambda index: used.get(WORLD_RANK, index))
 
 
-def stuck(used: Board, number: int) -> Record | None:
-    """What this rank waits for: the oldest that has begun and not ended, else the one that is waited for."""
-    begun = [record for record in used.records(used.index) if record.begun and not record.ended]
-    return begun[-1] if begun else used.record(number)
+def blocking(used: Board, waited: Record) -> Record | None:
+    """What keeps an operation that is queued: the oldest of those before it that the same thread has begun."""
+    if not waited.is_queued:
+        return None
+    before = [record for record in used.records(used.index) if record.is_launch and record.number < waited.number]
+    return next((record for record in reversed(before) if record.is_open), None)
+
+
+def of_node(
+    used: Board, why: str, number: int | None = None, *, silent: Sequence[int] = (), has_text: bool = True
+) -> str:
+    """The report: why, what this rank waits for, if it waits, and what is known of each rank."""
+    own, lines = f"rank {used.get(WORLD_RANK)}", []
+    late = None if number is None else watch.record(used, number)
+    if late is not None:
+        lines.append(f"{own} waits in {late.what}, called at {late.site}")
+        if (first := blocking(used, late)) is not None:
+            lines[-1] += f"; before it comes {first.what}, called at {first.site}"
+            late = first
+    lines += [of_rank(used, i, late, is_silent=i in silent, has_text=has_text) for i in by_rank(used)]
+    return "\n".join([f"torchmpi_py: report of {own}: {why}", *lines])
 
 
 def of_rank(used: Board, index: int, late: Record | None, *, is_silent: bool = False, has_text: bool = True) -> str:
@@ -92,7 +109,7 @@ def doing(used: Board, index: int, late: Record | None) -> str:
     """What a rank does, or did last."""
     missing = ""
     if late is not None and late.row >= 0 and late.position > 0:
-        same = late if index == used.index else used.counterpart(late.row, late.position, index)
+        same = late if index == used.index else used.counterpart(late.row, late.mark, index)
         if same is not None:
             state = "is through with it" if same.ended > 0 else "has failed in it" if same.ended else "is there too"
             words = "" if same.what == late.what else f", but as {same.what}"
@@ -103,27 +120,31 @@ def doing(used: Board, index: int, late: Record | None) -> str:
 
 
 def _last(used: Board, index: int) -> str:
-    records, now = used.records(index), time.time_ns()
-    begun = [record for record in records if record.begun and not record.ended]
-    if begun:
-        last = begun[-1]
-        return f"in {last.what} for {(now - last.begun) / 1e9:.1f} s, called at {last.site}"
+    records = used.records(index)
+    if (last := _current(records)) is not None:
+        return f"in {last.what} for {(used.now(index) - last.begun) / 1e9:.1f} s, called at {last.site}"
     if not records:
         return "has called nothing yet"
     last = records[0]
     how = "launched" if not last.ended else "complete" if last.ended > 0 else "failed"
-    ago = (now - abs(last.ended or last.launched)) / 1e9
+    ago = (used.now(index) - abs(last.ended or last.launched)) / 1e9
     return f"its last, {last.what}, was {how} {ago:.1f} s ago, called at {last.site}"
+
+
+def _current(records: Sequence[Record]) -> Record | None:
+    """What a rank is in: what it has called, rather than what it has launched, and may not wait for."""
+    begun = [record for record in reversed(records) if record.is_open]
+    return min(begun, key=lambda record: record.is_launch, default=None)
 
 
 def death(used: Board, index: int) -> str:
     """In what, or after what, a rank has died."""
     records = used.records(index)
-    begun = [record for record in records if record.begun and not record.ended]
     if not records:
         return f"{name(used, index)} died before its first operation"
-    last = begun[-1] if begun else records[0]
-    return f"{name(used, index)} died {'in' if begun else 'after'} {last.what}, called at {last.site}"
+    current = _current(records)
+    last = current or records[0]
+    return f"{name(used, index)} died {'in' if current else 'after'} {last.what}, called at {last.site}"
 
 
 def deaths(within_seconds: float) -> str:
@@ -140,18 +161,21 @@ def deaths(within_seconds: float) -> str:
     return ""
 
 
-def late(noted: Noted) -> str:
-    """Which ranks keep an operation of this rank, as far as can be seen from this node; empty if that is not known."""
+def late(noted: Noted, only: Sequence[int] | None = None) -> str:
+    """Which ranks keep an operation of this rank, as far as can be seen from this node; empty if that is not known.
+
+    Of a message, ``only`` those that it is from or to.
+    """
     used = board.current
-    record = None if used is None else used.record(noted[0])
-    if used is None or record is None:
+    record = None if used is None else watch.record(used, noted[0])
+    if used is None or record is None or only == ():
         return ""
     told = []
     others = used.rows_of.get(record.row, {})
     for index in by_rank(used):
         words = doing(used, index, record)
         is_there = words.startswith(("is there too, called", "is through with it, called"))
-        if index == used.index or index not in others or is_there:
+        if index == used.index or index not in (others if only is None else only) or is_there:
             continue
         matter = trouble(used, index)
         told.append(f"{name(used, index)}: {matter + '; ' if matter else ''}{words}")
@@ -165,41 +189,19 @@ def sides(noted: Noted) -> tuple[str, bool]:
 
     Those that differ are told, or all if none is known to; empty where nothing can be seen.
     """
-    number, *_, mark, sequence = noted
     used = board.current
-    mine = None if used is None else used.record(number)
-    if used is None or mine is None or sequence is None:
+    mine = None if used is None else watch.record(used, noted[0])
+    if used is None or mine is None or not mine.position:
         return "", False
-    same: list[str] = []
-    different: list[str] = []
-    for index in by_rank(used):
-        row = used.rows_of.get(sequence.index, {}).get(index)
-        theirs = None if row is None else used.counterpart(sequence.index, mine.position, index)
-        if row is None or theirs is None or index == used.index:
-            continue
-        their_mark = used.words[used.first_mark(index, row) + mine.position % MARKS_PER_ROW]
-        if their_mark >> CHECKSUM_BITS == mark >> CHECKSUM_BITS:
-            (same if their_mark == mark else different).append(f"{name(used, index)} {watch.calls(theirs)}")
-    told = [f"this rank {watch.calls(mine)}", *(different or same)[:_MOST_NAMED]]
-    return "; ".join(told), bool(different)
+    known = [side for side in comparison.sides(used, mine) if side.record is not None or not side.is_same]
+    different = [side for side in known if not side.is_same]
+    return comparison.told(used, mine, different or known), bool(different)
 
 
 def disagreement(used: Board, number: int) -> str:
     """In what other ranks of this node differ from this rank's operation; empty if they do not, or none has come."""
-    mine = used.record(number)
-    if mine is None or mine.row < 0 or not mine.position:
-        return ""
-    marks = {
-        index: used.words[used.first_mark(index, row) + mine.position % MARKS_PER_ROW]
-        for index, row in used.rows_of.get(mine.row, {}).items()
-    }
-    own = marks.get(used.index, 0)
-    for index, mark in marks.items():
-        if mark != own and mark ^ own < 1 << CHECKSUM_BITS:
-            theirs = used.counterpart(mine.row, mine.position, index)
-            told = f"{name(used, used.index)} {watch.calls(mine)}; {name(used, index)} {watch.calls(theirs)}"
-            return f"operation {mine.position} of this communicator is not the same on all ranks: {told}"
-    return ""
+    mine = watch.record(used, number)
+    return "" if mine is None else comparison.difference(used, mine)
 
 
 def stacks() -> str:
@@ -214,7 +216,10 @@ def stacks() -> str:
     )
 
 
+def _is_visible(used: Board, index: int) -> bool:
+    """Whether the number of a rank's process means anything here."""
+    return used.get(NAMESPACE) != 0 and used.get(NAMESPACE, index) == used.get(NAMESPACE)
+
+
 def _process(used: Board, index: int) -> processes.Process | None:
-    if used.get(NAMESPACE, index) != used.get(NAMESPACE):
-        return processes.UNKNOWN  # its number means nothing here
-    return processes.look(used.get(PROCESS, index))
+    return processes.look(used.get(PROCESS, index)) if _is_visible(used, index) else processes.UNKNOWN

@@ -12,14 +12,28 @@ its own (all are taken) a rank marks in one that nobody looks at, and compares w
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Ranks
 from typing import NamedTuple
 
 from torchmpi_py import board, grouping
-from torchmpi_py.board import BLANK, CHECKSUM_BITS, MARKS_PER_ROW, POSITION_BITS, SCRAP, WORLD_RANK, Row
+from torchmpi_py.board_layout import (
+    BLANK,
+    CHECKSUM_BITS,
+    MARKS_PER_ROW,
+    NUM_ROWS,
+    POSITION_BITS,
+    SCRAP,
+    USES,
+    WORLD_RANK,
+    Row,
+)
 from torchmpi_py.channels import Place
+
+logger = logging.getLogger("torchmpi_py")
 
 
 class Offer(NamedTuple):
@@ -35,6 +49,15 @@ def offer() -> Offer:
     return Offer((None, None), 0) if used is None else Offer((used.take_row(), used.take_row()), used.get(WORLD_RANK))
 
 
+@functools.cache
+def _warn() -> None:
+    """Once a process is enough."""
+    logger.warning(
+        "more than %d communicators: what is called on further ones is not compared; free() those that are done with",
+        NUM_ROWS // 2,
+    )
+
+
 class Sequence:
     """That of one rank, for one thread (``lane``). ``offers`` are those of all ranks."""
 
@@ -48,11 +71,13 @@ class Sequence:
             return
         self.blank = used.first_mark(used.index, BLANK)
         use = max((row.use for row in rows if row is not None), default=0)
-        self.use = use & 0x7FFF
+        self.use = use & USES - 1
+        if None in rows and rows.index(None) == rank:
+            _warn()
         if self.row is None:
             self._begin(used.first_mark(used.index, SCRAP), self.blank)
             return
-        used.settle_row(self.row, use, f"{key}|{grouping.in_words([offer.world_rank for offer in offers])}")
+        used.settle_row(self.row, use, key, grouping.in_words([offer.world_rank for offer in offers], strides=True))
         used.rows_of[self.row.place] = {
             place.local: row.place
             for place, row in zip(places, rows, strict=True)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchmpi_py import cuda_ipc, gpus, shared_files
+from torchmpi_py import cuda_ipc, gpus, shared_files, watch
 from torchmpi_py.channels import Channel, Place
 from torchmpi_py.communicators import Communicator, resolve
 from torchmpi_py.errors import RanksDisagree, Unavailable
@@ -112,6 +112,10 @@ def symmetric_empty(
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"symmetric_empty: dtype={dtype!r}: give a torch dtype, as torch.float32")
     where = _device(device)
+    return watch.together("symmetric_empty", comm, lambda: _make(shape, dtype, where, comm))
+
+
+def _make(shape: torch.Size, dtype: torch.dtype, where: torch.device, comm: Communicator) -> Tensor:
     asked = comm.direct.mpi.allgather((tuple(shape), str(dtype), where.type))
     if any(other != asked[0] for other in asked):
         told = ", ".join(f"rank {rank}: {list(s)} {d} on {kind}" for rank, (s, d, kind) in enumerate(asked))

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 _WORTH_A_SLEEP_SECONDS = 20e-6
 
-active: dict[int, None] = {}
-"""What threads of this process wait for now: the numbers of the records of operations (``watch.py``)."""
+active: dict[object, int] = {}
+"""What threads of this process wait for now: of each wait, the number of the record of its operation (``watch.py``)."""
 
 
 class Nap:

@@ -2,8 +2,7 @@
 
 Every call pays for it, so what is done for each stands here in one piece: a record (``board.py``), a mark
 (``sequences.py``), two looks at the neighbour's mark; what that comes to, ``python -m torchmpi_py.bench watch`` tells.
-Where in the program an operation was called is found by going up the frames until one is not the package's own; what
-was found is kept by the place of the call, and looked up again where the same place calls something else.
+What is known of a call is kept by its place in the program (``calls.py``).
 
 An operation is *under way* while a call carries it out (its record has begun, and has not ended), or waits for it
 (``waiting.active``); one that was launched and that nobody waits for is not. ``watchdog.py`` looks at the oldest one.
@@ -11,28 +10,27 @@ An operation is *under way* while a call carries it out (its record has begun, a
 
 from __future__ import annotations
 
-import os
-import zlib
+from collections.abc import Callable
 from sys import _getframe
-from time import time_ns
-from types import CodeType
-from typing import TYPE_CHECKING, Any
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchmpi_py import board, waiting
-from torchmpi_py.board import (
+from torchmpi_py import board, calls, comparison, waiting
+from torchmpi_py.board import Board
+from torchmpi_py.board_layout import (
     BEGUN,
     CHECKSUM_BITS,
     ENDED,
+    HAS_FAILED,
     IS_LAUNCH,
     LAUNCHED,
+    MARKS_PER_ROW,
     NAMES,
     NUM_RECORDS,
-    POSITION_BITS,
-    STRING_BITS,
-    Board,
     Record,
     pack,
 )
+from torchmpi_py.calls import Plain
 from torchmpi_py.channels import DIRECT
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.sequences import Sequence
@@ -41,23 +39,15 @@ if TYPE_CHECKING:
     from torchmpi_py.collectives.operation import Operation
     from torchmpi_py.communicators import Communicator
 
-_PACKAGE = os.path.dirname(__file__) + os.sep
-_BENCH = os.path.join(_PACKAGE, "bench", "")  # which calls as a program does
-_MOST_KEPT = 4096
-_WORDS = board.RECORD_BYTES // 8
+R = TypeVar("R")
+_HALF = NUM_RECORDS // 2 - 1
 _NEXT = 1 << CHECKSUM_BITS  # marks that are nearer are of the same place
-SIZE = 2
-"""Where the number of bytes stands among what ranks call alike, if it has to be the same."""
-
 Noted = tuple[int, int, int, int, int, Sequence | None]
 """An operation that was noted: the number of its record, the words where that begins and ends, the word of the
 neighbour's mark, its own mark, and its sequence if it has one. A plain tuple, for one is made in each call."""
-_Known = tuple[CodeType, Any, Sequence, int, int]
-"""What is kept of a call: the code it is in, what ranks call alike, and in which sequence; the numbers of its row and
-of two strings, what and where; a checksum."""
 
 
-def note(operation: Operation[Any] | _Plain, lane: int, is_launch: bool = False) -> Noted:
+def note(operation: Operation[Any] | Plain, lane: int, is_launch: bool = False) -> Noted:
     """Note an operation that begins now, or is launched.
 
     RanksDisagree if the neighbour is known to do another, unless its ranks meet first, and find out together.
@@ -68,9 +58,11 @@ def note(operation: Operation[Any] | _Plain, lane: int, is_launch: bool = False)
     code, same, sequence = frame.f_code, operation.same, operation.comm.sequences[lane]
     known = used.calls.get(id(code) + frame.f_lasti)
     if known is None or known[1] != same or known[2] is not sequence or known[0] is not code or same is None:
-        known = _look_up(used, operation, sequence, frame)
+        known = calls.look_up(used, operation, sequence, frame)
     number, (place, word, end_word) = used.next_record()
-    now = time_ns()
+    now = monotonic_ns()
+    if not number & _HALF:
+        _keep_open(used)
     if same is None:
         pack(used.mapping, place, number, 0, now, operation.num_bytes, known[3] | IS_LAUNCH * is_launch)
         return number, word, end_word, sequence.blank, 0, None
@@ -84,55 +76,62 @@ def note(operation: Operation[Any] | _Plain, lane: int, is_launch: bool = False)
     noted = number, word, end_word, slot, mark, sequence
     if theirs != mark and theirs ^ mark < _NEXT and not operation.flavour.meets_first:
         fail(noted)
-        raise RanksDisagree(_difference(noted))
+        raise RanksDisagree(_difference(number))
     return noted
 
 
 def note_plain(name: str, comm: Communicator, lane: int = DIRECT) -> Noted:
     """Note something that is no verb, and that all ranks call alike. ``end`` or ``fail`` it."""
-    return note(_Plain(name, comm, (name,)), lane)
+    return note(Plain(name, comm, (name,)), lane)
+
+
+def together(name: str, comm: Communicator, step: Callable[[], R]) -> R:
+    """``step()``, noted as something that all ranks call alike, and in which they wait for each other."""
+    noted = note_plain(name, comm)
+    try:
+        returned = step()
+    except BaseException:
+        fail(noted)
+        raise
+    end(noted)
+    return returned
 
 
 def note_own(name: str, comm: Communicator) -> Noted:
     """Note that this rank launches something by itself, as a request to a parameter server. ``end`` or ``fail`` it."""
-    return note(_Plain(name, comm, None), DIRECT, True)
+    return note(Plain(name, comm, None), DIRECT, True)
 
 
 def note_patient(name: str, comm: Communicator) -> Noted:
     """As ``note_plain``, of what may take as long as it wants: no deadline counts. ``end`` or ``fail`` it."""
-    return note(_Plain(name, comm, (name,)), DIRECT, True)
-
-
-class _Plain:
-    """An operation that is no verb."""
-
-    meets_first = False
-    num_bytes = 0
-    arguments = ()
-
-    def __init__(self, name: str, comm: Communicator, same: tuple[str] | None) -> None:
-        self.name, self.comm, self.same, self.flavour = name, comm, same, self
+    return note(Plain(name, comm, (name,)), DIRECT, True)
 
 
 def begin(noted: Noted) -> None:
     """It was launched, and is carried out from now on."""
     used = board.current
     if used is not None and used.words[noted[1]] == noted[0]:  # a thousand later ones may have taken its place
-        used.words[noted[1] + BEGUN] = time_ns()
+        used.words[noted[1] + BEGUN] = monotonic_ns()
 
 
 def end(noted: Noted) -> None:
-    """It is over, and nothing was noted meanwhile. RanksDisagree if the neighbour's at this place is another one."""
-    _, _, end_word, slot, mark, _ = noted
+    """It is over. RanksDisagree if the neighbour's at this place is another one."""
+    number, word, end_word, slot, mark, _ = noted
     words = board.current.words  # type: ignore[union-attr]
-    words[end_word] = time_ns()
+    if not outlived or _has_place(words, word, number):
+        words[end_word] = monotonic_ns()
     theirs = words[slot]
     if theirs != mark and theirs ^ mark < _NEXT:
-        raise RanksDisagree(_difference(noted))
+        raise RanksDisagree(_difference(number))
+
+
+def _has_place(words: memoryview, word: int, number: int) -> bool:
+    """Whether the record of an operation that is over is still there."""
+    return outlived.pop(number, None) is None or words[word] == number
 
 
 def end_launched(noted: Noted) -> None:
-    """The same, of one that was launched."""
+    """The same, of one that was launched: a thousand later ones may have taken its place, and ``stop`` the board."""
     used = board.current
     if used is not None:
         if used.words[noted[1]] != noted[0]:
@@ -144,90 +143,58 @@ def fail(noted: Noted) -> None:
     """It has failed, unless it is over."""
     number, word, end_word, *_ = noted
     used = board.current
-    if used is not None and used.words[word] == number and used.words[end_word] < used.words[word + LAUNCHED]:
-        used.words[end_word] = (1 << 64) - time_ns()
+    if used is None:
+        return
+    outlived.pop(number, None)
+    if used.words[word] == number and used.words[end_word] < used.words[word + LAUNCHED]:
+        used.words[word + NAMES] |= HAS_FAILED
+        used.words[end_word] = monotonic_ns()
+
+
+outlived: dict[int, Record] = {}
+"""Operations that a thread carries out while others, in other threads, may have taken the places of their records."""
+
+
+def called(used: Board) -> set[int]:
+    """The numbers of the operations that a thread of the user carries out."""
+    return _open(used).union(number for number, kept in tuple(outlived.items()) if not _is_passed(used, kept))
 
 
 def under_way(used: Board) -> set[int]:
-    """The numbers of the operations that a thread of the user carries out, or waits for."""
-    first = used.first_record
-    words = used.words[first : first + NUM_RECORDS * _WORDS].tolist()
-    columns = (words[column::_WORDS] for column in (0, LAUNCHED, NAMES, ENDED))
-    found = {number for number, at, names, ended in zip(*columns, strict=True) if ended < at and not names & IS_LAUNCH}
-    return found.union(tuple(waiting.active))
+    """The numbers of those, and of the operations that one waits for."""
+    return called(used).union(tuple(waiting.active.values()))
 
 
-def _look_up(used: Board, operation: Operation[Any] | _Plain, sequence: Sequence, frame: Any) -> _Known:
-    """What is noted of a call; kept for the user's own frames."""
-    code, same = frame.f_code, operation.same
-    words, checksum = _in_words(used, _by_itself(operation) if same is None else same)
-    site = _site(used, frame)
-    names = (sequence.index + 1) << 2 * STRING_BITS | words << STRING_BITS | site
-    made = code, same, sequence, names, checksum
-    if used.sites[id(code), frame.f_lasti][0] == site:
-        if len(used.calls) > _MOST_KEPT:
-            used.calls.clear()
-        used.calls[id(code) + frame.f_lasti] = made
-    return made
+def record(used: Board, number: int) -> Record | None:
+    """One of this rank's, while it is there, or under way."""
+    return used.record(number) or outlived.get(number)
 
 
-def _by_itself(operation: Operation[Any] | _Plain) -> tuple[Any, ...]:
-    """What is said of an operation that has no counterparts to compare with; of a message, from or to whom."""
-    if operation.flavour is operation:
-        return (operation.name,)
-    parts = operation.name, operation.flavour.name, 0, getattr(operation.arguments[0], "dtype", "object")
-    way = {"send": "to", "recv": "from"}.get(operation.name)
-    return parts if way is None else (*parts, way, operation.arguments[-1])
+def _open(used: Board) -> set[int]:
+    columns = used.columns
+    is_open = (columns[ENDED] < columns[LAUNCHED]) & (columns[NAMES] & IS_LAUNCH == 0)
+    return set(columns[0][is_open].tolist()) if is_open.any() else set()
 
 
-def _in_words(used: Board, same: tuple[Any, ...]) -> tuple[int, int]:
-    """(the string, the checksum) of what ranks call alike; sizes are in the records, and not among the words."""
-    if (found := used.texts.get(same)) is not None:
-        return found
-    if len(used.texts) > _MOST_KEPT:
-        used.texts.clear()
-    flat = [part for each in same for part in (each if isinstance(each, tuple) else (each,))]
-    parts = [part for index, part in enumerate(flat) if index != SIZE or not isinstance(part, int)]
-    words = used.keep_string(" ".join(str(part) for part in parts))
-    checksum = zlib.crc32(repr(same).encode(errors="backslashreplace")) & (1 << CHECKSUM_BITS) - 1
-    used.texts[same] = made = words, checksum
-    return made
+def _keep_open(used: Board) -> None:
+    """What has not ended lives on when its place is taken; not messages, of which there is nothing else to see.
+
+    What its thread has left without an end (an exception from a signal's handler) is passed by the next one.
+    """
+    found = [used.record(number) for number in _open(used)]
+    kept = [each for each in (*found, *outlived.values()) if each is not None and each.position]
+    outlived.clear()
+    outlived.update({each.number: each for each in kept if not _is_passed(used, each)})
 
 
-def _site(used: Board, frame: Any) -> int:
-    """The string with file and line of the nearest caller outside the package."""
-    while True:
-        site, _ = used.sites.get((id(frame.f_code), frame.f_lasti)) or _name(used, frame)
-        if site >= 0:
-            return site
-        frame = frame.f_back
+def _is_passed(used: Board, kept: Record) -> bool:
+    """Whether a later operation was noted in the same sequence, or the sequence's row is another's now."""
+    first = used.first_mark(used.index, kept.row)
+    return kept.row < 0 or max(used.words[first : first + MARKS_PER_ROW]) >> CHECKSUM_BITS > kept.mark >> CHECKSUM_BITS
 
 
-def _name(used: Board, frame: Any) -> tuple[int, CodeType]:
-    """The string of a frame; -1 for the package's own, unless it is the last. The code is kept: its id may return."""
-    if len(used.sites) > _MOST_KEPT:
-        used.sites.clear()
-        used.calls.clear()
-    code, site = frame.f_code, -1
-    is_own = code.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_BENCH)
-    if frame.f_back is None or not is_own:
-        site = used.keep_string(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
-    used.sites[id(code), frame.f_lasti] = made = site, code
-    return made
-
-
-def _difference(noted: Noted) -> str:
-    number, _, _, _, mark, sequence = noted
+def _difference(number: int) -> str:
     used = board.current
-    if used is None or sequence is None or sequence.neighbour is None:
-        return "the ranks call different operations"
-    mine = used.record(number)
-    position = mark >> CHECKSUM_BITS & (1 << POSITION_BITS) - 1
-    theirs = used.counterpart(sequence.index, position, sequence.neighbours_index)
-    told = f"this rank {calls(mine)}; rank {sequence.neighbour} {calls(theirs)}"
-    return f"operation {position} of this communicator is not the same on all ranks: {told}"
-
-
-def calls(record: Record | None) -> str:
-    """What a rank calls, and where."""
-    return "does something else" if record is None else f"calls {record.what} at {record.site}"
+    mine = None if used is None else record(used, number)
+    told = "" if used is None or mine is None else comparison.difference(used, mine)
+    return told or "the ranks call different operations"

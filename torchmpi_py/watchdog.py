@@ -7,11 +7,11 @@ standard error, from the board: what each rank of the node is doing or did last,
 where its threads stand, which the watchdogs of the other ranks write down when they are asked. Then the job ends,
 unless the operation has completed meanwhile, or ``Tuning.at_deadline`` says something else.
 
-It also waits for the end of the processes of the next two ranks of the node (by a descriptor of the process, where the
-system has them; else it looks). One that is gone without having left in order is reported at once, and the job ends,
-unless it is one that goes on without it (``recovery.py``).
+It also waits for the end of the processes of the next two ranks of the node (``neighbours.py``). One that is gone
+without having left in order is reported at once, and the job ends, unless it is one that goes on without it
+(``recovery.py``).
 
-One rank of several that notice the same does it: each claims the report on the board, and the earliest claim holds.
+One rank of several that notice the same does it (``claims.py``). Whatever is wrong with the report, the job ends.
 """
 
 from __future__ import annotations
@@ -20,38 +20,54 @@ import contextlib
 import dataclasses
 import logging
 import os
-import select
 import sys
 import threading
 import time
+from collections.abc import Iterable
 
 from torchmpi_py import (
     board,
+    claims,
     communication_thread,
     config,
     exits,
     flight_recorder,
-    recovery,
     reports,
     signals,
     waiting,
     watch,
 )
-from torchmpi_py.board import HAS_LEFT, TEXT_GIVEN, TEXT_WANTED, WORLD_RANK, Board
+from torchmpi_py.board import Board
+from torchmpi_py.board_layout import HAS_LEFT, STOPPED, STOPPING, TEXT_GIVEN, TEXT_WANTED, WORLD_RANK
 from torchmpi_py.config import Tuning
+from torchmpi_py.neighbours import Neighbours
 
 logger = logging.getLogger("torchmpi_py")
 
 _LOOK_SECONDS = 0.5
 _MOST_A_LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 1.5
-_CLAIM_SECONDS = 0.02
-_AGAIN_SECONDS = 30.0
-_AGAIN_WHEN_ASKED_SECONDS = 1.0
-_LAST_SECONDS = 5.0  # for one that is about to end the job
 _OTHERS_SECONDS = 1.0  # for another node, where the late rank seems to be, to tell
-_NUM_WATCHED = 2
+_RAISE_SECONDS = 5.0  # for an operation to raise by itself
 EXIT_CODE = 1
+
+
+class Ages:
+    """How long operations have been under way: ``of`` their numbers, in seconds."""
+
+    def __init__(self, now: float) -> None:
+        self.of: dict[int, float] = {}
+        self._before = now
+
+    def look(self, numbers: Iterable[int], now: float) -> None:
+        """These are under way now. A long time between two looks does not count: the job was stopped."""
+        seconds, self._before = min(now - self._before, _MOST_A_LOOK_SECONDS), now
+        self.of = {number: self.of.get(number, 0.0) + seconds for number in numbers}
+
+    def oldest(self, at_least: float, but_for: Iterable[int]) -> int | None:
+        """The oldest that is so old, but for some."""
+        old = {number: age for number, age in self.of.items() if age >= at_least and number not in but_for}
+        return max(old, key=old.__getitem__, default=None)
 
 
 class Watchdog:
@@ -60,67 +76,47 @@ class Watchdog:
     def __init__(self, used: Board, tuning: Tuning) -> None:
         self._board = used
         self._deadline_seconds, self._at_deadline = tuning.deadline_seconds, tuning.at_deadline
-        self._ages: dict[int, float] = {}
+        self._ages = Ages(time.monotonic())
         self._reported: set[int] = set()
-        self._gone: dict[int, float] = {}  # neighbours that are gone, and since when that is known
-        others = sorted(used.indices, key=lambda index: (index <= used.index, index))[:-1]
-        neighbours = others[: 0 if recovery.is_elastic() else _NUM_WATCHED]
-        self._lives = {file: index for index in neighbours if (file := reports.descriptor(used, index)) is not None}
-        self._suspects = [index for index in neighbours if index not in self._lives.values()]
         self._ending = threading.Event()
-        self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         waiting.active.clear()
-        signals.listen(self._waker)
+        watch.outlived.clear()
+        self._neighbours = Neighbours(used, signals.listen())
         self._thread = threading.Thread(target=self._loop, name="torchmpi_py-watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End it."""
         self._ending.set()
-        signals.ignore()
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._waker, b"\n")
+        signals.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-            for file in (self._wake, self._waker, *self._lives):
-                os.close(file)
+            self._neighbours.close()
 
     def _loop(self) -> None:
-        before = time.monotonic()
-        while True:
-            is_asked = self._sleep(_LOOK_SECONDS)
-            if self._ending.is_set():
-                return
+        while not self._ending.is_set():
             try:
-                now = time.monotonic()
-                self._grow_older(min(now - before, _MOST_A_LOOK_SECONDS))
-                before = now
-                self._answer()
-                if is_asked and self._claim(_AGAIN_WHEN_ASKED_SECONDS):
-                    _say(self._report("asked for by SIGUSR1", None))
-                self._look_at_neighbours(now)
-                self._compare()
-                self._judge()
+                self._look()
             except Exception:
-                logger.exception("the watchdog failed, and goes on")
+                with contextlib.suppress(Exception):
+                    logger.exception("the watchdog failed, and goes on")
+                self._ending.wait(_LOOK_SECONDS)
 
-    def _sleep(self, seconds: float) -> bool:
-        """Until it is time, a neighbour ends, or the watchdog is woken; whether the signal woke it, or its end."""
-        ready = select.select([self._wake, *self._lives], [], [], seconds)[0]
-        for file in self._lives.keys() & ready:
-            self._suspects.append(self._lives.pop(file))
-            os.close(file)
-        if self._wake not in ready:
-            return False
-        time.sleep(_CLAIM_SECONDS)  # it writes in many small pieces
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake, 1 << 16):
-                pass
-        return True
-
-    def _grow_older(self, seconds: float) -> None:
-        numbers = watch.under_way(self._board)
-        self._ages = {number: self._ages.get(number, 0.0) + seconds for number in numbers}
+    def _look(self) -> None:
+        is_asked = self._neighbours.sleep(_LOOK_SECONDS)
+        if self._ending.is_set():
+            return
+        self._ages.look(watch.under_way(self._board), now := time.monotonic())
+        self._answer()
+        if is_asked:
+            signals.take()
+            if claims.take(self._board, claims.ASKED):
+                _say(self._report("asked for by SIGUSR1", None))
+        dead = self._neighbours.whose_death_to_tell(now)
+        if dead is not None:
+            self._end(reports.death(self._board, dead))
+        self._compare()
+        self._judge()
 
     def _answer(self) -> None:
         """Write down where the threads stand, if somebody has asked for it since the last time."""
@@ -130,67 +126,60 @@ class Watchdog:
             self._board.put(TEXT_GIVEN, wanted)
 
     def _judge(self) -> None:
-        """Report what is too old, if this rank is the one to do it, and end the job if that is wanted."""
-        oldest = max(self._ages, key=self._ages.__getitem__, default=None)
-        if oldest is None or not 0 < self._deadline_seconds <= self._ages[oldest]:
+        """Report the oldest operation that is too old, and end the job, or do as ``Tuning.at_deadline`` says."""
+        used, at_least = self._board, float(self._deadline_seconds)
+        raising: set[int] = set()
+        if at_least == 0:
             return
-        is_stopping = self._board.get(HAS_LEFT) != 0  # nobody there to be told by an exception
-        if self._at_deadline == "raise" and not is_stopping:
-            return
+        if self._at_deadline == "raise" and used.get(HAS_LEFT) == 0:  # in stop nobody is told by an exception
+            at_least, raising = at_least + _RAISE_SECONDS, set(self._ages.of) - watch.called(used)
         is_end = self._at_deadline != "report"
-        was_reported = oldest in self._reported
-        self._reported.add(oldest)
-        if (was_reported and not is_end) or not self._claim(_AGAIN_SECONDS):
+        oldest = self._ages.oldest(at_least, raising if is_end else self._reported)
+        if oldest is None:
             return
-        _say(text := self._report(f"an operation is not complete after {self._ages[oldest]:.0f} s", oldest))
-        self._ending.wait(0 if "has not come to it" in text else _OTHERS_SECONDS)
-        if is_end and not self._ending.is_set():
-            if oldest in watch.under_way(self._board):
-                exits.abort(EXIT_CODE)
-            else:
-                _say("torchmpi_py: it has completed meanwhile, and the job goes on")
+        claims.tell(used, oldest)
+        if not claims.take(used, claims.LATE):
+            if claims.is_told(used, oldest):
+                self._reported.add(oldest)
+            return
+        self._reported.add(oldest)
+        told = ""
+        try:
+            told = self._report(f"an operation is not complete after {self._ages.of[oldest]:.0f} s", oldest)
+            _say(told)
+        finally:
+            if is_end:
+                self._end_if_late(oldest, 0 if "has not come to it" in told else _OTHERS_SECONDS)
 
-    def _look_at_neighbours(self, now: float) -> None:
-        """Report one that is dead, and end the job; in a while, if another is about to do that."""
-        used = self._board
-        for index in self._suspects:
-            if not reports.is_dead(used, index):
-                continue
-            since = self._gone.setdefault(index, now)
-            is_expected = used.get(HAS_LEFT, index) == board.ENDING
-            if (not is_expected and self._claim(_AGAIN_SECONDS)) or now - since >= _LAST_SECONDS:
-                self._end(reports.death(used, index))
+    def _end_if_late(self, number: int, seconds: float) -> None:
+        """End the job, after some seconds, unless the operation has completed meanwhile."""
+        if self._ending.wait(seconds):
+            return
+        if number in watch.under_way(self._board):
+            exits.abort(EXIT_CODE)
+        else:
+            _say("torchmpi_py: it has completed meanwhile, and the job goes on")
 
     def _compare(self) -> None:
         """End the job if another rank of the node is in something else at the place of an operation of this one.
 
         Ranks compare with one neighbour, as they begin; one that came before its neighbours does not see the others.
         """
-        for number, age in self._ages.items():
+        for number, age in self._ages.of.items():
             if age < 2 * _LOOK_SECONDS or self._at_deadline == "raise":
                 continue  # it may still raise by itself
             told = reports.disagreement(self._board, number)
-            if told and self._claim(_AGAIN_SECONDS) and number in watch.under_way(self._board):
+            is_mine = told and claims.take(self._board, claims.DIFFERENCE)
+            if is_mine and number in watch.under_way(self._board):
                 self._end(f"RanksDisagree: {told}")
 
     def _end(self, why: str) -> None:
         """Report in short, and end the job."""
-        used = self._board
-        lines = [f"torchmpi_py: report of rank {used.get(WORLD_RANK)}: {why}"]
-        lines += [reports.of_rank(used, index, None, has_text=False) for index in reports.by_rank(used)]
-        _say("\n".join(lines))  # before the starter of the job notices, and ends this process too
-        _say(flight_recorder.dump(used))
-        exits.abort(EXIT_CODE)
-
-    def _claim(self, again_seconds: float) -> bool:
-        """Whether this rank is the one to report; not if one of the node has done so shortly before."""
-        used, mine = self._board, time.monotonic_ns()
-        if any(mine - used.get(board.REPORTED, index) < again_seconds * 1e9 for index in used.indices):
-            return False
-        used.put(board.REPORTED, mine)
-        time.sleep(_CLAIM_SECONDS)
-        claims = [(used.get(board.REPORTED, index), index) for index in used.indices]
-        return min(claim for claim in claims if mine - claim[0] < again_seconds * 1e9) == (mine, used.index)
+        try:
+            _say(reports.of_node(self._board, why, has_text=False))
+            _say(flight_recorder.dump(self._board))  # late: the job's starter may notice, and end this process too
+        finally:
+            exits.abort(EXIT_CODE)
 
     def _report(self, why: str, number: int | None) -> str:
         """What the ranks of this node are doing. Asks them where they stand, and waits some seconds for the answers."""
@@ -205,17 +194,20 @@ class Watchdog:
             if is_late or all(reports.trouble(used, index) for index in silent):
                 break
             time.sleep(0.02)
-        late, lines = None, [f"torchmpi_py: report of rank {used.get(WORLD_RANK)}: {why}"]
-        if number is not None and (late := reports.stuck(used, number)) is not None:
-            lines.append(f"rank {used.get(WORLD_RANK)} waits in {late.what}, called at {late.site}")
-        lines += [reports.of_rank(used, i, late, is_silent=i in silent) for i in reports.by_rank(used)]
-        return "\n".join(lines if number is None else [*lines, flight_recorder.dump(used)])
+        told = reports.of_node(used, why, number, silent=silent)
+        return told if number is None else f"{told}\n{flight_recorder.dump(used)}"
 
 
 def _say(text: str) -> None:
-    if sys.stderr is not None:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+    """On standard error as it was when the program began: what stands in its place may be closed, or kept in memory."""
+    line = f"{text}\n"
+    try:
+        assert sys.__stderr__ is not None
+        sys.__stderr__.write(line)
+        sys.__stderr__.flush()
+    except Exception:
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode(errors="backslashreplace"))
 
 
 _current: Watchdog | None = None
@@ -237,7 +229,7 @@ def start() -> None:
 def leaving() -> None:
     """This rank has called ``mpi.stop``; who waits for it in an operation shall know."""
     if board.current is not None:
-        board.current.put(HAS_LEFT, board.STOPPING)
+        board.current.put(HAS_LEFT, STOPPING)
 
 
 def stop() -> None:
@@ -245,6 +237,6 @@ def stop() -> None:
     global _current
     if _current is not None:
         if board.current is not None:
-            board.current.put(HAS_LEFT, board.STOPPED)
+            board.current.put(HAS_LEFT, STOPPED)
         _current.stop()
         _current = None

@@ -68,8 +68,10 @@ class Operation(Generic[R]):
         else:
             noted = self.noted = watch.note(self, channel.lane)
         trace = tracing.current
-        begin = 0 if trace is None else trace.begin(self)
+        begin = 0
         try:
+            if trace is not None:
+                begin = trace.begin(self)
             returned = getattr(self.flavour, self.method)(channel, *self.arguments)
             if in_background:
                 watch.end_launched(noted)
@@ -153,7 +155,18 @@ class Operation(Generic[R]):
 
     def who_is_late(self) -> str:
         """Which ranks have not come to it, or do something else, as far as can be seen."""
-        return "" if self.noted is None else reports.late(self.noted)
+        if self.noted is None:
+            return ""
+        if (peers := self._peers()) is None:
+            return reports.late(self.noted)
+        places, here = self.comm.direct.places, self.comm.direct.places[self.comm.rank].node
+        return reports.late(self.noted, tuple(places[peer].local for peer in peers if places[peer].node == here))
+
+    def _peers(self) -> tuple[int, ...] | None:
+        """Of a message: which ranks it is from and to."""
+        if self.name not in ("send", "recv", "sendreceive"):
+            return None
+        return self.arguments[-2:] if self.name == "sendreceive" else self.arguments[-1:]
 
     def __str__(self) -> str:
         return str(self.label)

@@ -1,0 +1,100 @@
+"""Calls: what is noted of an operation but for its time, kept by the place in the program that calls it.
+
+Where that is, is found by going up the frames until one is not the package's own. What was found is kept, and looked up
+again where the same place calls something else.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from torchmpi_py.board import Board
+from torchmpi_py.board_layout import CHECKSUM_BITS, STRING_BITS
+from torchmpi_py.sequences import Sequence
+
+if TYPE_CHECKING:
+    from torchmpi_py.collectives.operation import Operation
+    from torchmpi_py.communicators import Communicator
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
+_BENCH = os.path.join(_PACKAGE, "bench", "")  # which calls as a program does
+_MOST_KEPT = 4096
+SIZE = 2
+"""Where the number of bytes stands among what ranks call alike, if it has to be the same."""
+
+Known = tuple[CodeType, Any, Sequence, int, int]
+"""What is kept of a call: the code it is in, what ranks call alike, and in which sequence; the numbers of its row and
+of two strings, what and where; a checksum."""
+
+
+class Plain:
+    """An operation that is no verb."""
+
+    meets_first = False
+    num_bytes = 0
+    arguments = ()
+
+    def __init__(self, name: str, comm: Communicator, same: tuple[str] | None) -> None:
+        self.name, self.comm, self.same, self.flavour = name, comm, same, self
+
+
+def look_up(used: Board, operation: Operation[Any] | Plain, sequence: Sequence, frame: Any) -> Known:
+    """What is noted of a call; kept for the user's own frames."""
+    code, same = frame.f_code, operation.same
+    words, checksum = _in_words(used, _by_itself(operation) if same is None else same)
+    site = _site(used, frame)
+    names = (sequence.index + 1) << 2 * STRING_BITS | words << STRING_BITS | site
+    made = code, same, sequence, names, checksum
+    if used.sites.get((id(code), frame.f_lasti), (0,))[0] == site:
+        if len(used.calls) > _MOST_KEPT:
+            used.calls.clear()
+        used.calls[id(code) + frame.f_lasti] = made
+    return made
+
+
+def _by_itself(operation: Operation[Any] | Plain) -> tuple[Any, ...]:
+    """What is said of an operation that has no counterparts to compare with; of a message, from or to whom."""
+    if operation.flavour is operation:
+        return (operation.name,)
+    parts = operation.name, operation.flavour.name, 0, getattr(operation.arguments[0], "dtype", "object")
+    way = {"send": "to", "recv": "from"}.get(operation.name)
+    return parts if way is None else (*parts, way, operation.arguments[-1])
+
+
+def _in_words(used: Board, same: tuple[Any, ...]) -> tuple[int, int]:
+    """(the string, the checksum) of what ranks call alike; sizes are in the records, and not among the words."""
+    if (found := used.texts.get(same)) is not None:
+        return found
+    if len(used.texts) > _MOST_KEPT:
+        used.texts.clear()
+    flat = [part for each in same for part in (each if isinstance(each, tuple) else (each,))]
+    parts = [part for index, part in enumerate(flat) if index != SIZE or not isinstance(part, int)]
+    words = used.keep_string(" ".join(str(part) for part in parts))
+    checksum = zlib.crc32(repr(same).encode(errors="backslashreplace")) & (1 << CHECKSUM_BITS) - 1
+    used.texts[same] = made = words, checksum
+    return made
+
+
+def _site(used: Board, frame: Any) -> int:
+    """The string with file and line of the nearest caller outside the package."""
+    while True:
+        site, _ = used.sites.get((id(frame.f_code), frame.f_lasti)) or _name(used, frame)
+        if site >= 0:
+            return site
+        frame = frame.f_back
+
+
+def _name(used: Board, frame: Any) -> tuple[int, CodeType]:
+    """The string of a frame; -1 for the package's own, unless it is the last. The code is kept: its id may return."""
+    if len(used.sites) > _MOST_KEPT:
+        used.sites.clear()
+        used.calls.clear()
+    code, site = frame.f_code, -1
+    is_own = code.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_BENCH)
+    if frame.f_back is None or not is_own:
+        site = used.keep_string(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+    used.sites[id(code), frame.f_lasti] = made = site, code
+    return made

@@ -1,0 +1,56 @@
+"""Who of a node calls something else than this rank at the same place of a communicator's sequence, in words.
+
+Ranks compare marks (``watch.py``); here is told, from the records beside them, what the marks stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torchmpi_py.board import Board
+from torchmpi_py.board_layout import CHECKSUM_BITS, MARKS_PER_ROW, WORLD_RANK, Record
+
+_MOST_NAMED = 4
+
+
+class Side(NamedTuple):
+    """Another rank of the node that has come to the same place: what it calls there, and whether that is the same."""
+
+    local: int
+    is_same: bool
+    record: Record | None
+
+
+def sides(used: Board, mine: Record) -> Iterator[Side]:
+    """The others that have come to the place of one of this rank's operations."""
+    others = used.rows_of.get(mine.row, {}) if mine.position else {}
+    for index in sorted(others, key=lambda index: used.get(WORLD_RANK, index)):
+        if index != used.index and index in used.indices:
+            mark = used.words[used.first_mark(index, others[index]) + mine.position % MARKS_PER_ROW]
+            if mark >> CHECKSUM_BITS == mine.mark >> CHECKSUM_BITS:
+                yield Side(index, mark == mine.mark, used.counterpart(mine.row, mine.mark, index))
+
+
+def differing(used: Board, mine: Record) -> list[Side]:
+    """Those of them that call something else."""
+    return [side for side in sides(used, mine) if not side.is_same]
+
+
+def told(used: Board, mine: Record, others: list[Side]) -> str:
+    """What this rank calls, and what others do."""
+    theirs = [f"rank {used.get(WORLD_RANK, side.local)} {calls(side.record)}" for side in others[:_MOST_NAMED]]
+    return "; ".join([f"this rank {calls(mine)}", *theirs])
+
+
+def difference(used: Board, mine: Record) -> str:
+    """In what others differ from an operation of this rank; empty if they do not, or none has come."""
+    different = differing(used, mine)
+    if not different:
+        return ""
+    return f"operation {mine.position} of this communicator is not the same on all ranks: {told(used, mine, different)}"
+
+
+def calls(record: Record | None) -> str:
+    """What a rank calls, and where."""
+    return "does something else" if record is None else f"calls {record.what} at {record.site}"
