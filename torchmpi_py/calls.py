@@ -30,6 +30,10 @@ Known = tuple[CodeType, Any, Sequence, int, int]
 of two strings, what and where; a checksum."""
 
 
+UNKNOWN = (None, ..., None, 0, 0)
+"""In the place of a call that is not known: no call is the same."""
+
+
 class Plain:
     """An operation that is no verb."""
 
@@ -41,18 +45,17 @@ class Plain:
         self.name, self.comm, self.same, self.flavour = name, comm, same, self
 
 
-def look_up(used: Board, operation: Operation[Any] | Plain, sequence: Sequence, frame: Any) -> Known:
+def look_up(used: Board, operation: Operation[Any] | Plain, sequence: Sequence, frame: Any) -> tuple[int, int]:
     """What is noted of a call; kept for the user's own frames."""
     code, same = frame.f_code, operation.same
     words, checksum = _in_words(used, _by_itself(operation) if same is None else same)
     site = _site(used, frame)
     names = (sequence.index + 1) << 2 * STRING_BITS | words << STRING_BITS | site
-    made = code, same, sequence, names, checksum
-    if used.sites.get((id(code), frame.f_lasti), (0,))[0] == site:
+    if used.sites.get((id(code), frame.f_lasti), (0,))[0] == site and same is not None:
         if len(used.calls) > _MOST_KEPT:
             used.calls.clear()
-        used.calls[id(code) + frame.f_lasti] = made
-    return made
+        used.calls[id(code) + frame.f_lasti] = code, same, sequence, names, checksum
+    return names, checksum
 
 
 def _by_itself(operation: Operation[Any] | Plain) -> tuple[Any, ...]:

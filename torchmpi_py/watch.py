@@ -30,7 +30,7 @@ from torchmpi_py.board_layout import (
     Record,
     pack,
 )
-from torchmpi_py.calls import Plain
+from torchmpi_py.calls import UNKNOWN, Plain
 from torchmpi_py.channels import DIRECT
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.sequences import Sequence
@@ -56,19 +56,20 @@ def note(operation: Operation[Any] | Plain, lane: int, is_launch: bool = False) 
     assert used is not None, "operations are noted between start and stop"
     frame = _getframe(3)  # below are this function, run or launch, and the verb
     code, same, sequence = frame.f_code, operation.same, operation.comm.sequences[lane]
-    known = used.calls.get(id(code) + frame.f_lasti)
-    if known is None or known[1] != same or known[2] is not sequence or known[0] is not code or same is None:
-        known = calls.look_up(used, operation, sequence, frame)
+    known_code, known_same, known_sequence, names, checksum = used.calls.get(id(code) + frame.f_lasti, UNKNOWN)
+    if known_same != same or known_sequence is not sequence or known_code is not code:
+        names, checksum = calls.look_up(used, operation, sequence, frame)
     number, (place, word, end_word) = used.next_record()
     now = monotonic_ns()
     if not number & _HALF:
         _keep_open(used)
     if same is None:
-        pack(used.mapping, place, number, 0, now, operation.num_bytes, known[3] | IS_LAUNCH * is_launch)
+        pack(used.mapping, place, number, 0, now, operation.num_bytes, names | IS_LAUNCH * is_launch)
         return number, word, end_word, sequence.blank, 0, None
     mark, (mine, slot) = sequence.next_mark()
-    mark |= known[4]
-    names = known[3] | IS_LAUNCH if is_launch else known[3]
+    mark |= checksum
+    if is_launch:
+        names |= IS_LAUNCH
     pack(used.mapping, place, number, mark, now, operation.num_bytes, names)
     words = used.words
     words[mine] = mark

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchmpi_py import gpus
+from torchmpi_py import gpus, watch
 from torchmpi_py.collectives import timing, tuning_file
 from torchmpi_py.collectives import verbs as all_verbs
 from torchmpi_py.collectives.crossovers import Point, beyond, choose, in_units, is_hopeless
@@ -80,7 +80,7 @@ def autotune(
     """
     settings = _checked(tuple(verbs), flavours, max_bytes, seconds, save, device)
     world = stack().levels[0]
-    _check_ranks(world, settings)
+    watch.together("autotune", world, lambda: _check_ranks(world, settings))
     if world.size == 1:
         logger.info("autotune: nothing to measure in a world of one")
         return
