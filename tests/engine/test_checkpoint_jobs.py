@@ -56,6 +56,7 @@ def drawn(draw, ranks):
     ]
 
 
+@pytest.mark.skipif(not ALL, reason="TORCHMPI_FAULTS=all is not set")
 def test_killed_in_a_save(tmp_path):
     assert_as_if_undisturbed(tmp_path, 2, [[{"rank": 0, "step": 9, "point": 33}]])
 
