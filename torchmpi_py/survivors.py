@@ -109,6 +109,7 @@ def recover() -> tuple[int, ...]:
     while True:
         startup.abandon(_LOST)
         world = world.Shrink()
+        recovery.bury(world)  # from now on an error is a death only if another rank has died
         try:
             startup.build(world, wishes)
             is_well = True
@@ -120,10 +121,9 @@ def recover() -> tuple[int, ...]:
             recovery.revoke(world)
         if recovery.agree(world, is_well):
             break
-    recovery.bury(world)
     startup.remaining = world
-    if world.rank == 0:
-        names = recovery.names_of_dead(former, world)
+    names = recovery.names_of_dead(former, world)
+    if world.rank == 0 and names:
         logger.warning("rank %s died (as numbered at the launch); %d go on", names, world.size)
     return recovery.missing(former, world)
 
