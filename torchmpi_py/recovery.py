@@ -131,11 +131,17 @@ def _comms() -> list[MPI.Comm]:
 def missing(before: MPI.Comm, after: MPI.Comm) -> tuple[int, ...]:
     """The ranks of ``before`` that are not in ``after``."""
     old, new = before.Get_group(), after.Get_group()
-    lost = old.Difference(old, new)
-    ranks = lost.Translate_ranks(list(range(lost.size)), old)
-    for group in (old, new, lost):
+    ranks = _taken(old.Difference(old, new), old)
+    for group in (old, new):
         group.Free()
-    return tuple(ranks)
+    return ranks
+
+
+def _taken(group: MPI.Group, everyone: MPI.Group) -> tuple[int, ...]:
+    """The ranks of a group, as they are numbered in another; the group is freed."""
+    ranks = tuple(group.Translate_ranks(list(range(group.size)), everyone))
+    group.Free()
+    return ranks
 
 
 def names_of_dead(before: MPI.Comm, after: MPI.Comm) -> str:
@@ -147,8 +153,8 @@ def names_of_dead(before: MPI.Comm, after: MPI.Comm) -> str:
 
 def died(what: str, comm: MPI.Comm, cause: Exception) -> RankDied:
     """The error of an operation that a death has ended."""
-    failed, everyone = comm.Get_failed(), comm.Get_group()
-    ranks = list(failed.Translate_ranks(list(range(failed.size)), everyone))
+    everyone = comm.Get_group()
+    ranks = _taken(comm.Get_failed(), everyone)
     everyone.Free()
     who = f"rank {', '.join(map(str, ranks))}" if ranks else "a rank"
     error = RankDied(f"{what}: {who} died; with mpi.elastic() the others can go on")

@@ -86,9 +86,12 @@ def note_plain(name: str, comm: Communicator, lane: int = DIRECT) -> Noted:
     return note(Plain(name, comm, (name,)), lane)
 
 
-def together(name: str, comm: Communicator, step: Callable[[], R]) -> R:
-    """``step()``, noted as something that all ranks call alike, and in which they wait for each other."""
-    noted = note_plain(name, comm)
+def together(name: str, comm: Communicator, step: Callable[[], R], *, is_patient: bool = False) -> R:
+    """``step()``, noted as something that all ranks call alike, and in which they wait for each other.
+
+    What ``is_patient`` may take as long as it wants: no deadline counts.
+    """
+    noted = note(Plain(name, comm, (name,)), DIRECT, is_patient)
     try:
         returned = step()
     except BaseException:
@@ -101,11 +104,6 @@ def together(name: str, comm: Communicator, step: Callable[[], R]) -> R:
 def note_own(name: str, comm: Communicator) -> Noted:
     """Note that this rank launches something by itself, as a request to a parameter server. ``end`` or ``fail`` it."""
     return note(Plain(name, comm, None), DIRECT, True)
-
-
-def note_patient(name: str, comm: Communicator) -> Noted:
-    """As ``note_plain``, of what may take as long as it wants: no deadline counts. ``end`` or ``fail`` it."""
-    return note(Plain(name, comm, (name,)), DIRECT, True)
 
 
 def begin(noted: Noted) -> None:

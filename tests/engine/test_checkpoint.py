@@ -276,20 +276,12 @@ def test_what_a_later_version_wrote_is_an_error(tmp_path):
         Checkpoints(tmp_path).load()
 
 
-def test_a_full_disk(tmp_path, monkeypatch):
+def test_a_full_disk(tmp_path, full_disk):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"x": torch.zeros(9)})
-
-    dev_full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
-
-    class Full(disk._Stream):
-        def __init__(self, file):
-            super().__init__(dev_full)
-
-    monkeypatch.setattr(disk, "_Stream", Full)
-    with pytest.raises(errors.CheckpointError, match=r"step 2 .* rank 0 on .*rank-0.pt: No space left on device"):
+    message = r"step 2 .* rank 0 on .*rank-0.pt: No space left on device"
+    with full_disk(), pytest.raises(errors.CheckpointError, match=message):
         checkpoints.save(2, {"x": torch.zeros(9)})
-    dev_full.close()
     assert os.listdir(tmp_path) == ["step-000001"]
 
 

@@ -1,5 +1,6 @@
 """Checkpoints of several ranks: what is each rank's own, other numbers of ranks, and errors that all ranks raise."""
 
+import contextlib
 import os
 import random
 
@@ -8,7 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from torchmpi_py import errors
-from torchmpi_py.engine import AllReduceSGDEngine, Checkpoints, DatasetIterator, checkpoint, disk, saving
+from torchmpi_py.engine import AllReduceSGDEngine, Checkpoints, DatasetIterator, checkpoint, saving
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
 
@@ -241,24 +242,16 @@ def test_what_fails_on_one_rank_is_raised_on_all(mpi, folder):
 
 
 @pytest.mark.parametrize("which", ["first", "last"])
-def test_no_space_on_one_rank_is_raised_on_all(mpi, folder, monkeypatch, which):
+def test_no_space_on_one_rank_is_raised_on_all(mpi, folder, full_disk, which):
     victim = 0 if which == "first" else mpi.size() - 1
     checkpoints = Checkpoints(folder)
     checkpoints.save(1, {"x": torch.zeros(9)})
-
-    dev_full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
-
-    class Full(disk._Stream):
-        def __init__(self, file):
-            super().__init__(dev_full)
-
-    if mpi.rank() == victim:
-        monkeypatch.setattr(disk, "_Stream", Full)
     message = rf"step 2 cannot be saved: rank {victim} on .*/rank-{victim}.pt: No space left on device"
-    with pytest.raises(errors.CheckpointError, match=message):
+    with (
+        full_disk() if mpi.rank() == victim else contextlib.nullcontext(),
+        pytest.raises(errors.CheckpointError, match=message),
+    ):
         checkpoints.save(2, {"x": torch.zeros(9)})
-    monkeypatch.undo()
-    dev_full.close()
     mpi.barrier()
     assert os.listdir(folder) == ["step-000001"]
     assert checkpoints.load()[0] == 1

@@ -10,12 +10,15 @@ import pickle
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from torchmpi_py import communicators, recovery, runtime, waiting, watch
 from torchmpi_py.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _LOOK_SECONDS = 0.01
 
@@ -88,19 +91,16 @@ def soon(attempt: Callable[[], T], error: type[Exception], within_seconds: float
 def _exchanged(mine: T) -> list[T]:
     """What all ranks have brought. As ``allgather_object``, but it may take as long as it wants."""
     comm = communicators.resolve(None)
-    noted = watch.note_patient("checkpoint", comm)
-    try:
-        packed = pickle.dumps(mine)
-        sizes = np.empty(comm.size, np.int64)
-        mpi = comm.direct.mpi
-        waiting.complete(mpi.Iallgather(np.array([len(packed)], np.int64), sizes), waiting.Nap(_LOOK_SECONDS))
-        received = np.empty(sizes.sum(), np.uint8)
-        request = mpi.Iallgatherv(np.frombuffer(packed, np.uint8), [received, sizes.tolist()])
-        waiting.complete(request, waiting.Nap(_LOOK_SECONDS))
-    except BaseException:
-        watch.fail(noted)
-        raise
-    watch.end(noted)
+    return watch.together("checkpoint", comm, lambda: _gathered(comm.direct.mpi, mine), is_patient=True)
+
+
+def _gathered(mpi: MPI.Comm, mine: T) -> list[T]:
+    packed = pickle.dumps(mine)
+    sizes = np.empty(mpi.size, np.int64)
+    waiting.complete(mpi.Iallgather(np.array([len(packed)], np.int64), sizes), waiting.Nap(_LOOK_SECONDS))
+    received = np.empty(sizes.sum(), np.uint8)
+    request = mpi.Iallgatherv(np.frombuffer(packed, np.uint8), [received, sizes.tolist()])
+    waiting.complete(request, waiting.Nap(_LOOK_SECONDS))
     return [pickle.loads(piece.tobytes()) for piece in np.split(received, np.cumsum(sizes)[:-1])]
 
 

@@ -74,10 +74,8 @@ def running(folder: str, rank: int) -> Iterator[None]:
         held = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         os.register_at_fork(after_in_child=lambda: os.close(held))
     leave()
-    os.execv, os.execve = (
-        _without(os.execv, remove, leave),
-        _without(os.execve, remove, leave),
-    )  # the other six are made of these
+    os.execv = _without(os.execv, remove, leave)  # the other six are made of these two
+    os.execve = _without(os.execve, remove, leave)
     atexit.register(remove)  # the first to be registered runs last
     end_at_once, has_ended = os._exit, False
 

@@ -1,0 +1,23 @@
+import contextlib
+
+import pytest
+
+from torchmpi_py.engine import disk
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """In this block what a checkpoint writes finds no space."""
+
+    @contextlib.contextmanager
+    def block():
+        with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patch:
+
+            class Full(disk._Stream):
+                def __init__(self, file):
+                    super().__init__(full)
+
+            patch.setattr(disk, "_Stream", Full)
+            yield
+
+    return block
