@@ -209,16 +209,24 @@ def test_starting_twice_and_leaving_nothing_behind(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(
         textwrap.dedent("""
-        import os, torch, torchmpi_py as mpi
-        threads = []
-        for _ in range(2):
+        import os, time, torch, torchmpi_py as mpi
+
+        def settled(wanted):  # a thread that was waited for is in /proc for a moment yet
+            until = time.monotonic() + 20
+            while (number := len(os.listdir("/proc/self/task"))) != wanted and time.monotonic() < until:
+                time.sleep(0.01)
+            return number
+
+        before = None
+        for _ in range(3):
             mpi.start()
-            threads.append(len(os.listdir("/proc/self/task")))
             assert mpi.allreduce(torch.ones(3), flavour="gloo").tolist() == [3.0] * 3
             assert mpi.allreduce_async(torch.ones(3), flavour="gloo").wait().tolist() == [3.0] * 3
             mpi.stop()
-            threads.append(len(os.listdir("/proc/self/task")))
-        assert threads[:2] == threads[2:], threads
+            if before is None:
+                time.sleep(0.5)
+                before = len(os.listdir("/proc/self/task"))
+        assert settled(before) == before
         mpi.start()
         assert mpi.allreduce(torch.ones(3), flavour="gloo").tolist() == [3.0] * 3  # and stop at exit
         assert not torch.distributed.is_initialized()
