@@ -166,7 +166,7 @@ def test_optional_dependencies_are_met_in_one_file():
             "collectives/rendezvous.py",
             "collectives/process_groups.py",
             "collectives/torch_group.py",
-            "bench/gloo.py",
+            "bench/torch_groups.py",
         },
         "sklearn": {"bench/modes_data.py"},
         "tqdm": {"engine/progress.py", "bench/progress.py"},

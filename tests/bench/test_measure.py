@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from torchmpi_py.bench import arguments, collective, field, gloo
-from torchmpi_py.bench.contestants import COPY, GLOO, RAW_MPI
+from torchmpi_py.bench import arguments, collective, field, torch_groups
+from torchmpi_py.bench.contestants import COPY, GLOO, RAW_MPI, TORCH_TORCHMPI
 from torchmpi_py.bench.errors import UsageError, WrongValue
 from torchmpi_py.bench.verbs import VERBS, Task
 from torchmpi_py.collectives.registry import Row
@@ -60,11 +60,11 @@ def test_without_flavours_all_that_are_available_take_part(mpi):
     from mpi4py import MPI
 
     task = Task(VERBS["allreduce"], torch.float32, "sum", mpi.rank(), mpi.size())
-    names = [contestant.name for contestant in field.for_compare(MPI.COMM_WORLD, task, None, with_gloo=True)]
+    groups = torch_groups.Groups(no_gloo="", no_torchmpi="", torchmpi=object())
+    names = [contestant.name for contestant in field.for_compare(MPI.COMM_WORLD, task, None, groups)]
     rows = [row for row in mpi.availability() if (row.verb, row.device) == ("allreduce", "cpu")]
     available = [row.flavour for row in rows if row.status == "available"]
-    assert names[: len(available) + 1] == [*available, "selector"]
-    assert names[-3:] == [RAW_MPI, GLOO, COPY]
+    assert names == [*available, "selector", "symmetric", TORCH_TORCHMPI, RAW_MPI, GLOO, COPY]
 
 
 def test_on_a_gpu_raw_mpi_takes_part_only_if_this_mpi_reads_its_memory(monkeypatch):
@@ -79,11 +79,23 @@ def test_on_a_gpu_raw_mpi_takes_part_only_if_this_mpi_reads_its_memory(monkeypat
 
 
 def test_who_cannot_is_left_out_with_the_reason(mpi, monkeypatch):
-    monkeypatch.setattr(gloo, "_host", lambda: "nowhere.invalid" / 0)
+    monkeypatch.setattr(torch_groups, "_host", lambda: "nowhere.invalid" / 0)
     report = measured("compare", "--sizes", "4", "--dtype", "bfloat16", "--buffers", "warm", "--flavours", "mpi")
     assert [row.what for row in report.rows] == ["mpi", COPY]
     assert any(f"{GLOO} is left out: " in note for note in report.notes)
     assert any(f"{RAW_MPI} is left out: " in note for note in report.notes)
+    with pytest.raises(UsageError, match="no group on 'torchmpi' here: TypeError"):
+        measured("compare", "--flavours", "torchmpi")
+
+
+@pytest.mark.parametrize("verb", ["allreduce", "alltoall"])
+def test_torch_distributed_takes_part_on_gloo_and_on_torchmpi(mpi, verb):
+    words = ["compare", "--verb", verb, "--flavours", "torchmpi", "--async", "--sizes", "8,3K", "--buffers", "warm"]
+    names = [row.what for row in measured(*words).rows]
+    forms = [name for what in (TORCH_TORCHMPI, GLOO) for name in (what, f"{what}, async")]
+    assert [name for name in names if name.startswith("torch ")] == forms * 2
+    alone = measured("run", "--verb", verb, "--flavour", "torchmpi", "--sizes", "8", "--buffers", "warm")
+    assert [row.what for row in alone.rows] == [TORCH_TORCHMPI]
 
 
 def test_cold_buffers_that_fit_the_cache_are_pointed_out(mpi, monkeypatch):
@@ -145,7 +157,7 @@ def test_a_value_that_goes_wrong_later_is_found(mpi, monkeypatch):
 
 
 def test_flavours_that_cannot_be_had_are_refused_with_the_reason(mpi, monkeypatch):
-    with pytest.raises(UsageError, match=r"'foo' is unknown; known flavours: mpi.*selector"):
+    with pytest.raises(UsageError, match=r"'foo' is unknown; known flavours: mpi.*selector, symmetric, torchmpi"):
         measured("run", "--flavour", "foo")
     rows = [Row("allreduce", "cpu", "mpi", "unavailable: the moon is full")]
     monkeypatch.setattr(mpi, "availability", lambda: rows)

@@ -5,7 +5,7 @@ import torch
 
 from torchmpi_py.bench import arguments, step
 from torchmpi_py.bench.errors import WrongValue
-from torchmpi_py.bench.trainers import DDP, NONE, make_network, make_samples, trainers
+from torchmpi_py.bench.trainers import DDP, DDP_HOOK, DDP_TORCHMPI, NONE, make_network, make_samples, trainers
 from torchmpi_py.errors import RanksDisagree
 
 pytestmark = pytest.mark.timeout(60)
@@ -26,6 +26,8 @@ def test_every_way_is_timed_and_trains_alike(mpi, capsys, tmp_path):
         assert list(stored["median_seconds"]) == [
             NONE,
             DDP,
+            DDP_TORCHMPI,
+            DDP_HOOK,
             "synchronize_gradients",
             "register_async_backward",
             "engine",

@@ -66,7 +66,6 @@ def _add_run(commands: Any) -> None:
     parser = commands.add_parser("run", help="one verb and flavour over sizes")
     parser.add_argument("--flavour", default=SELECTOR, help="default: the one that a call without flavour= takes")
     parser.add_argument("--symmetric", action="store_true", help="on tensors from mpi.symmetric_empty")
-    parser.add_argument("--async", dest="asynchronous", action="store_true", help="the asynchronous form, then wait()")
     _add_collective(parser)
 
 
@@ -85,6 +84,7 @@ def _add_collective(parser: argparse.ArgumentParser) -> None:
     sizes = "bytes, as 4,64K or 4:64M:8x (default; with --device cuda 4:1G:8x)"
     add("--sizes", type=_told(parse_sizes), help=sizes)
     add("--dtype", type=_dtype, default="float32", help="default: float32")
+    add("--async", dest="asynchronous", action="store_true", help="the asynchronous form, then wait(); compare: both")
     add("--op", choices=OPS, default="sum", metavar="OP", help=f"default: sum; of {', '.join(OPS)}")
     add("--buffers", choices=("warm", "cold", "both"), default="both", help="default: both")
     add("--seconds", type=_positive, default=1.0, help="about so long for each size and kind of buffers; default: 1")

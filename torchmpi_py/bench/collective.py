@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torchmpi_py as mpi
 from torchmpi_py.bench import buffers, field, gpu, machine, progress
-from torchmpi_py.bench.contestants import Contestant
+from torchmpi_py.bench.contestants import GLOO, TORCH_TORCHMPI, Contestant
 from torchmpi_py.bench.errors import UsageError
-from torchmpi_py.bench.gloo import process_group
 from torchmpi_py.bench.measure import Measurement, make_slabs
 from torchmpi_py.bench.results import Report, Row
 from torchmpi_py.bench.sizes import format_size
+from torchmpi_py.bench.torch_groups import Groups, process_groups
 from torchmpi_py.bench.verbs import VERBS, Task
 from torchmpi_py.tensors import check_op
 
@@ -27,17 +27,23 @@ def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
     Raises UsageError and WrongValue, on every rank.
     """
     task = _task(comm, options)
-    notes: list[str] = []
+    wanted = [options.flavour] if options.command == "run" else options.flavours
+    with_torchmpi = field.wants_torchmpi(wanted)
     with contextlib.ExitStack() as stack:
-        if options.command == "run":
-            contestants = field.for_run(
-                task, options.flavour, symmetric=options.symmetric, asynchronous=options.asynchronous
-            )
-        else:
-            no_gloo = stack.enter_context(process_group(comm))
-            notes += [f"torch gloo is left out: {no_gloo}"] if no_gloo else []
-            contestants = field.for_compare(comm, task, options.flavours, with_gloo=not no_gloo)
-        return _measured(comm, options, task, contestants, notes)
+        groups = None
+        if options.command == "compare" or with_torchmpi:
+            groups = stack.enter_context(process_groups(comm, with_torchmpi=with_torchmpi))
+        if options.command == "run" or groups is None:
+            forms = {"symmetric": options.symmetric, "asynchronous": options.asynchronous}
+            return _measured(comm, options, task, field.for_run(task, options.flavour, groups, **forms), [])
+        contestants = field.for_compare(comm, task, wanted, groups, asynchronous=options.asynchronous)
+        return _measured(comm, options, task, contestants, _without(groups, with_torchmpi=with_torchmpi))
+
+
+def _without(groups: Groups, *, with_torchmpi: bool) -> list[str]:
+    """Remarks on process groups that there are none of."""
+    reasons = {GLOO: groups.no_gloo, TORCH_TORCHMPI: groups.no_torchmpi if with_torchmpi else ""}
+    return [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
 
 
 def _task(comm: MPI.Comm, options: argparse.Namespace) -> Task:

@@ -1,6 +1,7 @@
 """Who takes part: what a contestant is, and the flavours of this package.
 
-The peers are in ``raw_mpi.py`` and ``gloo.py``, the copies that no collective can be expected to beat in ``limits.py``.
+The peers are in ``raw_mpi.py`` and ``torch_groups.py``, with our own backend of torch.distributed, the copies that no
+collective can be expected to beat in ``limits.py``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torchmpi_py as mpi
 from torchmpi_py.bench.buffers import Slot
 from torchmpi_py.bench.verbs import Task
 
-SELECTOR, SYMMETRIC = "selector", "symmetric"
-RAW_MPI, GLOO = "raw MPI", "torch gloo"
+SELECTOR, SYMMETRIC, TORCHMPI = WAYS = "selector", "symmetric", "torchmpi"
+"""What may be asked for beside flavours: none forced, that on symmetric tensors, and torch.distributed over us."""
+RAW_MPI, GLOO, TORCH_TORCHMPI = "raw MPI", "torch gloo", "torch torchmpi"
 COPY, DEVICE_COPY, HOST_COPY = LIMITS = "copy", "device copy", "host copy"
 
 Call = Callable[[], object]
@@ -48,8 +50,13 @@ def ours(task: Task, name: str, *, is_symmetric: bool = False, asynchronous: boo
         verb = getattr(mpi, f"{task.verb.name}_async" if asynchronous else task.verb.name)
         given = options if slot.out is None else options | {"out": slot.out}
         call = functools.partial(verb, slot.x, **given)
-        return (lambda: call().wait()) if asynchronous else call
+        return asynchronously(call) if asynchronous else call
 
     is_symmetric = is_symmetric or name == SYMMETRIC
     label = f"{name}, symmetric" if is_symmetric and name != SYMMETRIC else name
     return Contestant(f"{label}, async" if asynchronous else label, bind, is_ours=True, is_symmetric=is_symmetric)
+
+
+def asynchronously(call: Callable[[], Any]) -> Call:
+    """``call``, which returns a handle, and then waiting for it."""
+    return lambda: call().wait()

@@ -23,9 +23,9 @@ from torchmpi_py import devices
 from torchmpi_py import nn as mpinn
 from torchmpi_py.bench import breakdown, gpu, machine, progress, table
 from torchmpi_py.bench.errors import WrongValue
-from torchmpi_py.bench.gloo import process_group
 from torchmpi_py.bench.results import quantile
-from torchmpi_py.bench.trainers import DDP, NONE, Sample, Trainer, make_samples, trainers
+from torchmpi_py.bench.torch_groups import process_groups
+from torchmpi_py.bench.trainers import DDP, DDP_TORCHMPI, NONE, Sample, Trainer, make_samples, trainers
 from torchmpi_py.collectives.timing import order
 
 if TYPE_CHECKING:
@@ -61,9 +61,10 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     """
     machine.limit_threads()
     device = mpi.device()
-    with process_group(comm) as no_gloo:
-        made = trainers(options.layers, with_ddp=not no_gloo, device=device)
-        notes = [f"{DDP} is left out: {no_gloo}"] if no_gloo else []
+    with process_groups(comm, with_torchmpi=True) as groups:
+        made = trainers(options.layers, with_ddp=not groups.no_gloo, torchmpi=groups.torchmpi, device=device)
+        reasons = {DDP: groups.no_gloo, DDP_TORCHMPI: groups.no_torchmpi}
+        notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
         samples = make_samples(options.layers, options.batch, STEPS_PER_RUN + 1, comm.rank, device)
         seconds = _measured(comm, made, samples, options)
     num_steps = len(seconds[NONE])

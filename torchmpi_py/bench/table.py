@@ -11,6 +11,7 @@ from torchmpi_py.bench.results import Report, Row
 _REFERENCES = {
     RAW_MPI: "x raw MPI",
     GLOO: "x gloo",
+    f"{GLOO}, async": "x gloo async",
     COPY: "x limit",
     DEVICE_COPY: "x device copy",
     HOST_COPY: "x host copy",

@@ -8,6 +8,7 @@ engine's. On a GPU the step is then queued; whoever measures waits for it in ``d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +19,13 @@ from torchmpi_py import nn as mpinn
 from torchmpi_py.engine import AllReduceSGDEngine
 
 NONE, DDP = "no communication", "DDP on gloo"
+DDP_TORCHMPI, DDP_HOOK = "DDP on torchmpi", "DDP on torchmpi, hook"
 SEED, LEARNING_RATE = 1111, 0.01
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 Done = Callable[[], None]
+Train = Callable[[Sequence[Sample], Done], None]
+Way = Callable[[torch.nn.Module], Train]
 _CPU = torch.device("cpu")
 
 
@@ -31,14 +35,22 @@ class Trainer:
 
     name: str
     network: torch.nn.Module
-    train: Callable[[Sequence[Sample], Done], None]
+    train: Train
 
 
-def trainers(layers: Sequence[int], *, with_ddp: bool, device: torch.device = _CPU) -> list[Trainer]:
-    """All of them, each with a network of its own from the same seed, on ``device``."""
-    ways: list[tuple[str, Callable[[torch.nn.Module], Callable[[Sequence[Sample], Done], None]]]] = [
+def trainers(
+    layers: Sequence[int], *, with_ddp: bool, torchmpi: Any = None, device: torch.device = _CPU
+) -> list[Trainer]:
+    """All of them, each with a network of its own from the same seed, on ``device``.
+
+    ``with_ddp``: DDP on torch's default process group. ``torchmpi``: DDP also on this one, of our backend.
+    """
+    on_torchmpi = functools.partial(_ddp, group=torchmpi)
+    hooked = functools.partial(on_torchmpi, with_hook=True)
+    ways: list[tuple[str, Way]] = [
         (NONE, _alone),
         *([(DDP, _ddp)] if with_ddp else []),
+        *([] if torchmpi is None else [(DDP_TORCHMPI, on_torchmpi), (DDP_HOOK, hooked)]),
         ("synchronize_gradients", _synchronized),
         ("register_async_backward", _async_backward),
         ("engine", lambda network: _engine(network, asynchronous=False)),
@@ -73,7 +85,7 @@ def make_samples(
 
 def _loop(
     network: torch.nn.Module, forward: Callable[[torch.Tensor], Any], after_backward: Callable[[], None]
-) -> Callable[[Sequence[Sample], Done], None]:
+) -> Train:
     """A hand-written loop."""
     criterion = torch.nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
@@ -89,23 +101,29 @@ def _loop(
     return train
 
 
-def _alone(network: torch.nn.Module) -> Callable[[Sequence[Sample], Done], None]:
+def _alone(network: torch.nn.Module) -> Train:
     return _loop(network, network, _nothing)
 
 
-def _ddp(network: torch.nn.Module) -> Callable[[Sequence[Sample], Done], None]:
-    return _loop(network, torch.nn.parallel.DistributedDataParallel(network), _nothing)
+def _ddp(network: torch.nn.Module, group: Any = None, *, with_hook: bool = False) -> Train:
+    """On torch's default process group, or on ``group``; ours has a hook that reduces in symmetric memory."""
+    ddp: Any = torch.nn.parallel.DistributedDataParallel(network, process_group=group)
+    if with_hook:
+        from torchmpi_py import torch_backend
+
+        ddp.register_comm_hook(group, torch_backend.average)
+    return _loop(network, ddp, _nothing)
 
 
-def _synchronized(network: torch.nn.Module) -> Callable[[Sequence[Sample], Done], None]:
+def _synchronized(network: torch.nn.Module) -> Train:
     return _loop(network, network, lambda: mpinn.synchronize_gradients(network))
 
 
-def _async_backward(network: torch.nn.Module) -> Callable[[Sequence[Sample], Done], None]:
+def _async_backward(network: torch.nn.Module) -> Train:
     return _loop(network, network, mpinn.register_async_backward(network).synchronize)
 
 
-def _engine(network: torch.nn.Module, *, asynchronous: bool) -> Callable[[Sequence[Sample], Done], None]:
+def _engine(network: torch.nn.Module, *, asynchronous: bool) -> Train:
     """The package's loop; a step ends with its last hook."""
     on_gpu = next(network.parameters()).is_cuda
     engine = AllReduceSGDEngine(usegpu=on_gpu, asynchronous=asynchronous)
