@@ -29,6 +29,8 @@ class CommunicationThread:
         self._posted: dict[int, RequestHandle[Any]] = {}  # oldest first
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._others: list[CommunicationThread] = []
+        self.streams: dict[Any, Any] = {}  # per device, the stream that its operations go to
 
     def submit(self, work: Any, kind: type[ThreadHandle[R]] = ThreadHandle) -> Handle[R]:
         """Queue an operation; its handle is of a ``kind``."""
@@ -51,8 +53,21 @@ class CommunicationThread:
             handle.on_settled = functools.partial(self._posted.pop, id(handle), None)
         return handle
 
+    def beside(self, name: str) -> CommunicationThread:
+        """Another thread, for operations that must not wait for this one's; it is drained and closed with this one."""
+        other = CommunicationThread(inline=self.inline, name=name)
+        self._others.append(other)
+        return other
+
+    def let_go(self, other: CommunicationThread) -> None:
+        """Forget one that is ``beside`` this one, if it is there yet."""
+        if other in self._others:
+            self._others.remove(other)
+
     def drain(self) -> None:
         """Block until everything launched so far is complete; say so when it takes long. Errors stay with handles."""
+        for other in list(self._others):
+            other.drain()
         while self._posted:
             key, handle = next(iter(self._posted.items()))
             _wait_audibly(handle)
@@ -63,6 +78,8 @@ class CommunicationThread:
     def close(self) -> None:
         """Drain, and end the thread."""
         self.drain()
+        while self._others:
+            self._others.pop().close()
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()

@@ -8,7 +8,6 @@ queued, not when the GPU has done it; ``synchronize`` and ``done`` are about the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -55,13 +54,13 @@ class StreamHandle(ThreadHandle[R]):
 class _OnStream:
     """An operation as work for the communication thread, on a stream."""
 
-    def __init__(self, work: Work[Any], device: Device, tensors: Iterable[object]) -> None:
+    def __init__(self, work: Work[Any], device: Device, stream: Stream, tensors: Iterable[object]) -> None:
         self.device = device
         self.label, self.finish, self.explain = work.label, work.finish, work.explain
         self.noted, self.who_is_late = getattr(work, "noted", None), getattr(work, "who_is_late", str)
         self.finished = device.event()
         self._work = work
-        self._stream = _stream(device)
+        self._stream = stream
         self._ready = device.event()
         self._ready.record(device.current())
         _use_on(self._stream, tensors)
@@ -75,18 +74,23 @@ class _OnStream:
                 self.finished.record(self._stream)
 
 
-def submit(work: Work[R], device: torch.device | None, tensors: Iterable[object]) -> Handle[R]:
-    """Queue an operation for the communication thread; on a stream if its ``tensors`` are on a GPU (``device``)."""
-    thread = communication_thread.current()
+def submit(
+    work: Work[R],
+    device: torch.device | None,
+    tensors: Iterable[object],
+    thread: communication_thread.CommunicationThread | None = None,
+) -> Handle[R]:
+    """Queue an operation for the communication ``thread`` (default: that of the process).
+
+    It goes to a stream of that thread if its ``tensors`` are on a GPU (``device``).
+    """
+    thread = thread or communication_thread.current()
     if device is None:
         return thread.submit(work)
-    return thread.submit(_OnStream(work, devices.of(device), tensors), StreamHandle)
-
-
-@functools.cache
-def _stream(device: Device) -> Stream:
-    """The communication thread's."""
-    return device.stream()
+    used = devices.of(device)
+    if used not in thread.streams:
+        thread.streams[used] = used.stream()
+    return thread.submit(_OnStream(work, used, thread.streams[used], tensors), StreamHandle)
 
 
 def _use_on(stream: Any, tensors: Iterable[object]) -> None:

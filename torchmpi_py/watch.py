@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from sys import _getframe
 from time import monotonic_ns
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchmpi_py import board, calls, comparison, waiting
@@ -47,14 +48,16 @@ Noted = tuple[int, int, int, int, int, Sequence | None]
 neighbour's mark, its own mark, and its sequence if it has one. A plain tuple, for one is made in each call."""
 
 
-def note(operation: Operation[Any] | Plain, lane: int, is_launch: bool = False) -> Noted:
-    """Note an operation that begins now, or is launched.
+def note(
+    operation: Operation[Any] | Plain, lane: int, is_launch: bool = False, frame: FrameType | None = None
+) -> Noted:
+    """Note an operation that begins now, or is launched; by ``frame``, if that is not what calls the verb.
 
     RanksDisagree if the neighbour is known to do another, unless its ranks meet first, and find out together.
     """
     used = board.current
     assert used is not None, "operations are noted between start and stop"
-    frame = _getframe(3)  # below are this function, run or launch, and the verb
+    frame = frame or _getframe(3)  # below are this function, run or launch, and the verb
     code, same, sequence = frame.f_code, operation.same, operation.comm.sequences[lane]
     known_code, known_same, known_sequence, names, checksum = used.calls.get(id(code) + frame.f_lasti, UNKNOWN)
     if known_same != same or known_sequence is not sequence or known_code is not code:

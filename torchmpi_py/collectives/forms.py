@@ -34,6 +34,12 @@ def forms(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, R], Callable[
     return blocking, asynchronous
 
 
+def preparing(verb: Callable[P, R]) -> Callable[P, Operation[R]]:
+    """What prepares the operation of a verb, for those who carry it out in their own way."""
+    prepare: Callable[P, Operation[R]] = inspect.unwrap(verb)
+    return prepare
+
+
 def _present(form: Any, prepare: Callable[..., Any], name: str, result: str, doc: str | None) -> None:
     """What ``help()`` shows."""
     form.__name__ = form.__qualname__ = name

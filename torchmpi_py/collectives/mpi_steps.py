@@ -127,7 +127,7 @@ def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination
     for sent, received in wire.pieces(_limit(), x.itemsize, x, out):
         status = wire.status()
         yield "Sendrecv", (wire.raw(sent), destination, EXCHANGE, wire.raw(received), source, EXCHANGE, status)
-        check_arrived(status, source, received.nbytes)
+        check_arrived(status, received.nbytes)
 
 
 def send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -> Steps:
@@ -141,46 +141,45 @@ def recv(comm: MPI.Comm, x: Tensor, source: int, tag: int = MESSAGE) -> Steps:
     for (piece,) in wire.pieces(_limit(), x.itemsize, x):
         status = wire.status()
         yield "Recv", (wire.raw(piece), source, tag, status)
-        check_arrived(status, source, piece.nbytes)
+        check_arrived(status, piece.nbytes)
 
 
 class Receipt:
     """A posted receive, which must bring as many bytes as it has room for."""
 
-    def __init__(self, comm: MPI.Comm, piece: Tensor, source: int) -> None:
-        self.request = comm.Irecv(wire.raw(piece), source, MESSAGE)
-        self.source = source
+    def __init__(self, comm: MPI.Comm, piece: Tensor, source: int, tag: int) -> None:
+        self.request = comm.Irecv(wire.raw(piece), source, tag)
         self.num_bytes = piece.nbytes
         self.status = wire.status()
 
     def Test(self) -> bool:  # noqa: N802 - as mpi4py's Request
         if not self.request.Test(self.status):
             return False
-        check_arrived(self.status, self.source, self.num_bytes)
+        check_arrived(self.status, self.num_bytes)
         return True
 
     def Wait(self) -> None:  # noqa: N802
         self.request.Wait(self.status)
-        check_arrived(self.status, self.source, self.num_bytes)
+        check_arrived(self.status, self.num_bytes)
 
 
-def post_recv(comm: MPI.Comm, x: Tensor, source: int) -> list[Receipt]:
+def post_recv(comm: MPI.Comm, x: Tensor, source: int, tag: int = MESSAGE) -> list[Receipt]:
     """Irecv of every piece."""
-    return [Receipt(comm, piece, source) for (piece,) in wire.pieces(_limit(), x.itemsize, x)]
+    return [Receipt(comm, piece, source, tag) for (piece,) in wire.pieces(_limit(), x.itemsize, x)]
 
 
-def post_send(comm: MPI.Comm, x: Tensor, destination: int) -> list[MPI.Request]:
+def post_send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -> list[MPI.Request]:
     """Isend of every piece."""
-    return [comm.Isend(wire.raw(piece), destination, MESSAGE) for (piece,) in wire.pieces(_limit(), x.itemsize, x)]
+    return [comm.Isend(wire.raw(piece), destination, tag) for (piece,) in wire.pieces(_limit(), x.itemsize, x)]
 
 
-def check_arrived(status: MPI.Status, source: int, num_bytes: int) -> None:
+def check_arrived(status: MPI.Status, num_bytes: int) -> None:
     """RanksDisagree unless so many bytes came: MPI itself takes a shorter message for a whole one."""
     arrived = status.Get_elements(wire.byte())
     if arrived != num_bytes:
         raise RanksDisagree(
-            f"rank {source} sent {arrived} bytes where {num_bytes} were expected; the rest of the tensor is as it was. "
-            "Sender and receiver need tensors of the same dtype and number of elements"
+            f"rank {status.Get_source()} sent {arrived} bytes where {num_bytes} were expected; the rest of the tensor "
+            "is as it was. Sender and receiver need tensors of the same dtype and number of elements"
         )
 
 

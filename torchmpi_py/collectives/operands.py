@@ -33,7 +33,7 @@ def in_and_out(
         return buffer, buffer, x, copy_out
     target = check_out(verb, out, x, x.shape if shape is None else shape)
     buffer, copy_out = written(verb, target, holds_input=False)
-    return _apart(flat(x), buffer), buffer, target, copy_out
+    return apart(flat(x), buffer), buffer, target, copy_out
 
 
 def slice_out(verb: str, x: Tensor, out: Tensor | None, size: int) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
@@ -54,7 +54,7 @@ def gathered(
     check_out(verb, out, x, None)
     buffer, copy_out = written(verb, out, holds_input=False)
 
-    return _apart(source, buffer), buffer, functools.partial(_result, out, copy_out)
+    return apart(source, buffer), buffer, functools.partial(_result, out, copy_out)
 
 
 def of_tensor(
@@ -186,7 +186,7 @@ def _result(target: Tensor, copy_out: Finish | None, _: object) -> Tensor:
     return target
 
 
-def _apart(x: Tensor, buffer: Tensor) -> Tensor:
+def apart(x: Tensor, buffer: Tensor) -> Tensor:
     """``x``, or a copy if it shares memory with ``buffer`` without being all of it: MPI forbids that."""
     begin, start = x.data_ptr(), buffer.data_ptr()
     overlap = begin < start + buffer.nbytes and start < begin + x.nbytes

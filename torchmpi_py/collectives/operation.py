@@ -61,6 +61,7 @@ class Operation(Generic[R]):
         """Carry it out now, on the channel for this thread."""
         channel = self.comm.background if in_background else self.comm.direct
         noted = self.noted
+        was_noted = noted is not None
         if noted is not None:
             watch.begin(noted)
         elif config.can_raise:
@@ -73,7 +74,7 @@ class Operation(Generic[R]):
             if trace is not None:
                 begin = trace.begin(self)
             returned = getattr(self.flavour, self.method)(channel, *self.arguments)
-            if in_background:
+            if was_noted:
                 watch.end_launched(noted)
             else:
                 watch.end(noted)

@@ -1,0 +1,122 @@
+"""A barrier that can tell who is missing.
+
+Every rank tells rank 0 that it has come, and rank 0 answers when all have, or when the time is up, with who has not.
+The barriers of a group are numbered, so that what comes too late for one is not taken for the next.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import distributed
+
+from torchmpi_py import communicators, waiting
+from torchmpi_py.communicators import Communicator
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_DEFAULT_SECONDS = 30 * 60.0
+_MILLISECONDS = 1000
+
+
+def monitored_barrier(
+    group: Any = None, timeout: dt.timedelta | float | None = None, wait_all_ranks: bool = False
+) -> None:
+    """As ``torch.distributed.monitored_barrier``, which by itself serves gloo only. Collective over the group.
+
+    RuntimeError on rank 0 that names the first rank that did not come in time, or with ``wait_all_ranks`` all of them;
+    also on the ranks that did come. ``timeout`` (seconds, if a number): default that of the group.
+    """
+    used: Any = group or distributed.group.WORLD
+    if not hasattr(used, "monitor"):
+        distributed.monitored_barrier(group, timeout, wait_all_ranks)
+        return
+    given = dt.timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+    used.monitored_barrier(given, wait_all_ranks)
+
+
+class Monitor:
+    """The monitored barriers of a communicator."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._number = 0
+
+    def wait(self, seconds: float | None, wait_all_ranks: bool) -> None:
+        """Wait for all ranks, or raise RuntimeError."""
+        communicators.resolve(self._comm)
+        self._number += 1
+        seconds = _DEFAULT_SECONDS if seconds is None else seconds
+        missing = self._gather(seconds, wait_all_ranks) if self._comm.rank == 0 else self._report(seconds)
+        if missing:
+            names = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
+            told = f"{names} failed to pass monitoredBarrier in {seconds * _MILLISECONDS:.0f} ms"
+            here = "" if self._comm.rank == 0 else ", as rank 0 says; this rank has come"
+            raise RuntimeError(f"[Rank {self._comm.rank}]: {told}{here}")
+
+    def _gather(self, seconds: float, wait_all_ranks: bool) -> list[int]:
+        """Rank 0: the ranks that have not come."""
+        nap = waiting.Nap(0.001)
+        arrivals = {rank: _Arrival(self._comm.background.mpi, rank, 1) for rank in range(1, self._comm.size)}
+        missing: list[int] = []
+        for rank, arrival in arrivals.items():
+            if not arrival.wait(self._number, nap, seconds):
+                missing.append(rank)
+                if not wait_all_ranks:
+                    break
+        answer = np.array([self._number, *(rank in missing for rank in range(self._comm.size))], np.int64)
+        for rank, arrival in arrivals.items():
+            if arrival.cancel_unless_there(self._number):
+                continue
+            self._comm.background.mpi.Send(answer, rank, last_tag())
+        return missing
+
+    def _report(self, seconds: float) -> list[int]:
+        """Another rank: what rank 0 answers, or that it does not."""
+        mpi = self._comm.background.mpi
+        mpi.Send(np.array([self._number], np.int64), 0, last_tag())
+        answer = _Arrival(mpi, 0, 1 + self._comm.size)
+        if not answer.wait(self._number, waiting.Nap(0.001), seconds):
+            answer.cancel_unless_there(self._number)
+            return [0]
+        return [rank for rank, is_missing in enumerate(answer.numbers[1:]) if is_missing]
+
+
+class _Arrival:
+    """A message from a rank; its first number is that of the barrier."""
+
+    def __init__(self, mpi: MPI.Comm, rank: int, length: int) -> None:
+        self._mpi, self._rank = mpi, rank
+        self.numbers: Sequence[int] | Any = np.zeros(length, np.int64)
+        self._request: Any = self._post()
+
+    def _post(self) -> Any:
+        return self._mpi.Irecv(self.numbers, self._rank, last_tag())
+
+    def wait(self, number: int, nap: waiting.Nap, seconds: float) -> bool:
+        """Whether that of the barrier ``number`` has come; those of earlier ones are dropped."""
+        while waiting.complete(self._request, nap, seconds):
+            if self.numbers[0] >= number:
+                return True
+            self._request = self._post()
+        return False
+
+    def cancel_unless_there(self, number: int) -> bool:
+        """Do not wait for it any more; whether it has not come."""
+        if self.numbers[0] >= number:
+            return False
+        self._request.Cancel()
+        self._request.Wait()
+        return True
+
+
+def last_tag() -> int:
+    """One that messages of the program do not have."""
+    from mpi4py import MPI
+
+    last: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    return int(last)

@@ -1,0 +1,245 @@
+"""From what torch.distributed hands over to operations on flat tensors.
+
+Verbs of the package have one tensor where torch.distributed has lists: what is reduced or sent to each rank, or comes
+from each, is one flat tensor here, and is copied out of lists before, or into them after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from torchmpi_py.collectives import verbs
+from torchmpi_py.collectives.forms import preparing
+from torchmpi_py.collectives.gathering import Sizes
+from torchmpi_py.collectives.operands import apart
+from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.collectives.selector import selector
+from torchmpi_py.communicators import Communicator, resolve
+from torchmpi_py.tensors import check_divisible, flat, written
+from torchmpi_py.torch_backend.parts import check_equal, check_list, check_whole, into_lists, one_after_another
+from torchmpi_py.torch_backend.steps import Steps
+from torchmpi_py.torch_backend.work import Call
+
+Tensors = Sequence[Tensor]
+_KINDS: Any = distributed.ReduceOp.RedOpType
+_OPS = {
+    _KINDS.SUM: "sum", _KINDS.AVG: "avg", _KINDS.PRODUCT: "prod", _KINDS.MIN: "min", _KINDS.MAX: "max",
+    _KINDS.BAND: "band", _KINDS.BOR: "bor", _KINDS.BXOR: "bxor", _KINDS.PREMUL_SUM: "sum",
+}  # fmt: skip
+
+_broadcast = preparing(verbs.broadcast)
+_allreduce = preparing(verbs.allreduce)
+_reduce = preparing(verbs.reduce)
+_reduce_scatter = preparing(verbs.reduce_scatter)
+_alltoall = preparing(verbs.alltoall)
+_scatter = preparing(verbs.scatter)
+
+
+def op_of(opts: Any) -> tuple[str, Any]:
+    """What the package calls a reduction, and by what every tensor is multiplied before (None: by nothing)."""
+    given = getattr(opts, "reduceOp", opts)
+    if given is None:
+        return "sum", None
+    kind = getattr(given, "op", given)
+    name = _OPS.get(kind)
+    if name is None:
+        raise ValueError(f"backend torchmpi does not know {given!r}; it knows {', '.join(k.name for k in _OPS)}")
+    return name, given.__getstate__()[1] if kind == _KINDS.PREMUL_SUM else None
+
+
+def root_of(opts: Any) -> int:
+    """The root, which torch.distributed gives in options or by itself."""
+    return opts if isinstance(opts, int) else int(opts.rootRank)
+
+
+def as_list(tensors: Tensors | Tensor) -> list[Tensor]:
+    """torch.distributed may give one tensor by itself."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def allreduce(steps: Steps, tensors: list[Tensor], op: str, factor: Any) -> Call:
+    """Every tensor by itself; sparse ones too."""
+    if any(x.is_sparse for x in tensors):
+        return _allreduce_sparse(steps, tensors, op)
+    _multiply(tensors, factor)
+    return Call([_allreduce(x, op=op, comm=steps.comm) for x in tensors], tensors)
+
+
+def _allreduce_sparse(steps: Steps, tensors: list[Tensor], op: str) -> Call:
+    if op != "sum":
+        raise ValueError(f"allreduce of sparse tensors with {op!r}: only the sum of sparse tensors is defined")
+    totals: list[Tensor] = []
+
+    def conclude() -> None:
+        for x, total in zip(tensors, totals, strict=True):
+            x.detach().copy_(total)
+
+    return Call([steps.operation("sparse", x, totals.append) for x in tensors], tensors, conclude)
+
+
+def allreduce_together(comm: Communicator, tensors: list[Tensor], op: str, factor: Any) -> Call:
+    """All tensors of a dtype and device as one."""
+    _multiply(tensors, factor)
+    kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+    for x in tensors:
+        kinds.setdefault((x.dtype, x.device), []).append(x)
+    wholes = [(torch.cat([flat(x).view(-1) for x in alike]), alike) for alike in kinds.values()]
+
+    conclude = into_lists([whole for whole, _ in wholes], [alike for _, alike in wholes])
+    return Call([_allreduce(whole, op=op, comm=comm) for whole, _ in wholes], tensors, conclude)
+
+
+def broadcast(comm: Communicator, tensors: list[Tensor], root: int) -> Call:
+    """Every tensor by itself."""
+    return Call([_broadcast(x, root, comm=comm) for x in tensors], tensors)
+
+
+def reduce(comm: Communicator, tensors: list[Tensor], root: int, op: str, factor: Any) -> Call:
+    """Every tensor by itself; it is written on root only."""
+    sources = tensors if factor is None else [x.detach() * factor for x in tensors]
+    operations = [
+        _reduce(source, root, out=None if factor is None else x, op=op, comm=comm)
+        for source, x in zip(sources, tensors, strict=True)
+    ]
+    return Call(operations, tensors)
+
+
+def allgather(comm: Communicator, output_lists: Sequence[Tensors], inputs: Tensors) -> Call:
+    """Each input of all ranks into a list of outputs, whose shapes may differ between ranks."""
+    operations, wholes = [], []
+    for outputs, x in zip(output_lists, inputs, strict=True):
+        check_list("all_gather", "outputs", outputs, x, comm.size)
+        if outputs[comm.rank].numel() != x.numel():
+            raise ValueError(
+                f"all_gather: the input has {x.numel()} elements, but this rank's output, number {comm.rank}, has "
+                f"{outputs[comm.rank].numel()}"
+            )
+        whole = x.new_empty(sum(y.numel() for y in outputs), requires_grad=False)
+        operations.append(_gathering(comm, flat(x).view(-1), whole, [y.numel() for y in outputs]))
+        wholes.append(whole)
+    return Call(operations, [y for outputs in output_lists for y in outputs], into_lists(wholes, output_lists))
+
+
+def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> Call:
+    """Each input of all ranks, one after another, into one output."""
+    operations, finishes = [], []
+    for output, x in zip(outputs, inputs, strict=True):
+        check_whole("all_gather", "output", output, "input", x, comm.size)
+        buffer, copy_out = written("all_gather", output, holds_input=False)
+        whole = buffer.view(-1)
+        operations.append(_gathering(comm, apart(flat(x).view(-1), whole), whole, [x.numel()] * comm.size))
+        finishes.append(copy_out)
+    return Call(operations, list(outputs), one_after_another(finishes))
+
+
+def gather(comm: Communicator, output_lists: Sequence[Tensors], x: Tensor, root: int) -> Call:
+    """The inputs of all ranks, which have one shape, into a list on root."""
+    source, whole = flat(x).view(-1), None
+    if comm.rank == root:
+        check_list("gather", "outputs", output_lists[0], x, comm.size)
+        check_equal("gather", "outputs", output_lists[0], x)
+        whole = x.new_empty(comm.size * x.numel(), requires_grad=False)
+    operation = _gathering(comm, source, whole, [x.numel()] * comm.size, root)
+    conclude = None if whole is None else into_lists([whole], output_lists)
+    return Call([operation], list(output_lists[0]) if whole is not None else [], conclude)
+
+
+def scatter(comm: Communicator, output: Tensor, input_lists: Sequence[Tensors], root: int) -> Call:
+    """A list on root, of tensors of one shape, to all ranks."""
+    buffer, copy_out = written("scatter", output, holds_input=False)
+    if comm.rank == root:
+        check_list("scatter", "inputs", input_lists[0], output, comm.size)
+        check_equal("scatter", "inputs", input_lists[0], output)
+        whole = torch.cat([flat(x).view(-1) for x in input_lists[0]])
+    else:
+        whole = buffer.new_empty(comm.size * buffer.numel())
+    return Call([_scatter(whole, root, out=buffer.view(-1), comm=comm)], [output], copy_out)
+
+
+def reduce_scatter(comm: Communicator, outputs: Tensors, input_lists: Sequence[Tensors], op: str, factor: Any) -> Call:
+    """Of each list, reduced over the ranks, rank r gets the r-th; their shapes may differ."""
+    operations, finishes = [], []
+    for output, given in zip(outputs, input_lists, strict=True):
+        check_list("reduce_scatter", "inputs", given, output, comm.size)
+        check_equal("reduce_scatter", "inputs", [given[comm.rank]], output)
+        inputs = list(given) if factor is None else [x.detach() * factor for x in given]
+        buffer, copy_out = written("reduce_scatter", output, holds_input=False)
+        if len({x.numel() for x in inputs}) == 1:
+            whole = torch.cat([flat(x).view(-1) for x in inputs])
+            operations.append(_reduce_scatter(whole, out=buffer.view(-1), op=op, comm=comm))
+        else:
+            for rank, x in enumerate(inputs):
+                target = buffer.view(-1) if rank == comm.rank else None
+                operations.append(_reduce(flat(x).view(-1), rank, out=target, op=op, comm=comm))
+        finishes.append(copy_out)
+    return Call(operations, list(outputs), one_after_another(finishes))
+
+
+def reduce_scatter_single(comm: Communicator, outputs: Tensors, inputs: Tensors, op: str, factor: Any) -> Call:
+    """Of each input, reduced over the ranks, rank r gets the r-th part."""
+    operations, finishes = [], []
+    for output, x in zip(outputs, inputs, strict=True):
+        check_whole("reduce_scatter", "input", x, "output", output, comm.size)
+        source = flat(x).view(-1) if factor is None else flat(x * factor).view(-1)
+        buffer, copy_out = written("reduce_scatter", output, holds_input=False)
+        operations.append(_reduce_scatter(source, out=buffer.view(-1), op=op, comm=comm))
+        finishes.append(copy_out)
+    return Call(operations, list(outputs), one_after_another(finishes))
+
+
+def alltoall_single(steps: Steps, output: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Call:
+    """Parts of one tensor to all ranks, along dim 0: equal ones, or of so many rows."""
+    size = steps.comm.size
+    if not output_splits and not input_splits:
+        check_divisible("all_to_all_single", x, size)
+        check_whole("all_to_all_single", "output", output, "input", x, 1)
+        buffer, copy_out = written("all_to_all_single", output, holds_input=False)
+        return Call([_alltoall(flat(x).view(-1), out=buffer.view(-1), comm=steps.comm)], [output], copy_out)
+    buffer, copy_out = written("all_to_all_single", output, holds_input=False)
+    sent = _rows("input", flat(x), input_splits, size)
+    received = _rows("output", buffer, output_splits, size)
+    return Call([steps.alltoall_operation(received, sent)], [output], copy_out)
+
+
+def alltoall(steps: Steps, outputs: Tensors, inputs: Tensors) -> Call:
+    """A tensor for each rank, from each rank; those of a pair match, other pairs may have others."""
+    for what, given in (("outputs", outputs), ("inputs", inputs)):
+        if given:
+            check_list("all_to_all", what, given, inputs[0], steps.comm.size)
+    return Call([steps.alltoall_operation(list(outputs), list(inputs))], list(outputs))
+
+
+def _rows(what: str, x: Tensor, splits: list[int], size: int) -> list[Tensor]:
+    rows = x.shape[0] if x.dim() else 1
+    splits = splits or [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise ValueError(
+            f"all_to_all_single: {what} split sizes {splits} for {size} ranks and {rows} rows along dim 0; give one "
+            "for each rank, that add up to the rows"
+        )
+    return list(torch.split(x, splits))
+
+
+def _multiply(tensors: list[Tensor], factor: Any) -> None:
+    if factor is not None:
+        for x in tensors:
+            x.detach().mul_(factor)
+
+
+def _gathering(
+    comm: Communicator, x: Tensor, whole: Tensor | None, counts: list[int], root: int | None = None
+) -> Operation[Any]:
+    """An (all)gather of flat tensors whose sizes all ranks know."""
+    sizes = Sizes(counts, [count * x.itemsize for count in counts], [0] * comm.size)
+    verb = "allgather" if root is None else "gather"
+    num_bytes = sum(sizes.num_bytes)
+    resolve(comm)
+    served = selector.flavour_for(verb, comm, x.device, num_bytes, symmetric=False, name=None)
+    arguments = (x, whole, sizes) if root is None else (x, whole, root, sizes)
+    same = (verb, served.name, num_bytes, x.dtype, *(() if root is None else (root,)))
+    device = x.device if x.is_cuda else None
+    return Operation(verb, verb, served, comm, arguments, None, num_bytes, whole, device=device, same=same)

@@ -1,0 +1,234 @@
+"""The process group: what torch.distributed calls, in terms of the package's verbs.
+
+torch.distributed hands over lists of tensors, some of them in several forms of the same collective. Here they become
+operations on flat tensors (``plans.py``), which a queue carries out in the order of the calls (``call_queue.py``).
+Point-to-point messages go their own way (``messages.py``).
+
+torch.distributed's C++ side wants to find a backend of its own in a process group, and asks it for devices and names.
+It gets a placeholder, which raises whenever a collective reaches it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from torchmpi_py import watch
+from torchmpi_py.channels import DIRECT
+from torchmpi_py.errors import CommunicatorError
+from torchmpi_py.torch_backend import meeting, members, messages, monitoring, plans
+from torchmpi_py.torch_backend.call_queue import CallQueue
+from torchmpi_py.torch_backend.steps import Steps
+from torchmpi_py.torch_backend.work import Call, Done, Pending, Several
+
+Tensors = Sequence[Tensor]
+
+NAME = "torchmpi"
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+
+_Base: Any = distributed.ProcessGroup  # whose methods have several signatures each, all of which are taken here
+
+
+class ProcessGroup(_Base):  # type: ignore[misc]
+    """A process group of torch.distributed on a communicator of its own; ``distributed.init_process_group`` makes it.
+
+    Collectives as documented there; ``timeout``: where it is not torch's default, a call that takes longer raises
+    ``work.TimedOut`` in who waits, with what is known of the ranks that are late.
+    """
+
+    def __init__(self, world_ranks: Sequence[int], name: str, timeout: dt.timedelta) -> None:
+        comm = members.acquire(world_ranks)
+        super().__init__(comm.rank, comm.size)
+        self.comm = comm
+        self.world_ranks = list(world_ranks)
+        self.steps = Steps(comm)
+        self.queue = CallQueue(f"group-{name}")
+        self.monitor = monitoring.Monitor(comm)
+        self.buckets: dict[int, Tensor | None] = {}
+        self.set_timeout(timeout)
+        self._is_open = True
+        self._coalesced: list[Any] | None = None
+        self._add_placeholder()
+
+    def _add_placeholder(self) -> None:
+        from torch._C._distributed_c10d import FakeProcessGroup
+
+        factory: Any = FakeProcessGroup
+        options = factory.Options()
+        options.error_on_collective = True
+        kind = distributed.ProcessGroup.BackendType.CUSTOM
+        placeholder = factory._create_internal(self.comm.rank, self.comm.size, options)
+        for device in ("cpu", "cuda"):
+            self._register_backend(torch.device(device), kind, placeholder)
+        self._set_default_backend(kind)
+
+    def getBackendName(self) -> str:  # noqa: N802 - C++ asks for it by this name
+        return NAME
+
+    def set_timeout(self, timeout: dt.timedelta) -> None:
+        """Give up waiting after so long; torch's default (30 minutes) leaves that to the package's own deadline."""
+        seconds = timeout.total_seconds()
+        self.seconds = None if seconds == meeting.DEFAULT_SECONDS else seconds
+
+    def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
+        op, factor = plans.op_of(opts)
+        given = plans.as_list(tensors)
+        return self.carry_out(plans.allreduce(self.steps, given, op, factor), opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        op, factor = plans.op_of(opts)
+        return self.carry_out(plans.allreduce_together(self.comm, list(tensors), op, factor), opts)
+
+    def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
+        return self.carry_out(plans.broadcast(self.comm, plans.as_list(tensors), plans.root_of(opts)), opts)
+
+    def reduce(self, tensors: Tensors | Tensor, opts: Any, op: Any = None, timeout: Any = None) -> Any:
+        name, factor = plans.op_of(op if isinstance(opts, int) else opts)
+        return self.carry_out(plans.reduce(self.comm, plans.as_list(tensors), plans.root_of(opts), name, factor), opts)
+
+    def allgather(self, outputs: Sequence[Any], inputs: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        return self.carry_out(plans.allgather(self.comm, outputs, inputs), opts)
+
+    def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> Any:
+        by_tensor = [list(of_tensor) for of_tensor in zip(*output_lists, strict=True)]  # they come by rank
+        return self.carry_out(plans.allgather(self.comm, by_tensor, input_list), opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        return self.carry_out(plans.allgather_single(self.comm, outputs, inputs), opts)
+
+    def gather(self, outputs: Sequence[Any], inputs: Tensors | Tensor, opts: Any, timeout: Any = None) -> Any:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        return self.carry_out(plans.gather(self.comm, outputs, inputs[0], plans.root_of(opts)), opts)
+
+    def scatter(self, outputs: Tensors | Tensor, inputs: Sequence[Any], opts: Any, timeout: Any = None) -> Any:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        return self.carry_out(plans.scatter(self.comm, outputs[0], inputs, plans.root_of(opts)), opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        op, factor = plans.op_of(opts)
+        return self.carry_out(plans.reduce_scatter(self.comm, outputs, inputs, op, factor), opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        op, factor = plans.op_of(opts)
+        return self.carry_out(plans.reduce_scatter_single(self.comm, outputs, inputs, op, factor), opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,  # noqa: A002
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Any:
+        call = plans.alltoall_single(self.steps, output, input, list(output_splits), list(input_splits))
+        return self.carry_out(call, opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        return self.carry_out(plans.alltoall(self.steps, outputs, inputs), opts)
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        return self.carry_out(Call([self.steps.operation("barrier")], []), opts)
+
+    _allgather_base = all_gather_single  # what older versions call them
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
+        self._check_open()
+        return messages.send(self.comm, tensors[0], destination, tag, self.seconds, _program())
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
+        self._check_open()
+        return messages.receive(self.comm, tensors[0], source, tag, self.seconds, _program())
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
+        self._check_open()
+        return messages.receive(self.comm, tensors[0], None, tag, self.seconds, _program())
+
+    def monitored_barrier(self, timeout: dt.timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier after which rank 0 knows which ranks did not come; see ``torch_backend.monitored_barrier``."""
+        self._check_open()
+        self.monitor.wait(self.seconds if timeout is None else timeout.total_seconds(), wait_all_ranks)
+
+    def split_group(
+        self, new_ranks: Sequence[int], timeout: dt.timedelta | None = None, opts: Any = None,
+        group_name: str | None = None, group_desc: str | None = None, device_types: Any = None,
+    ) -> Any:  # fmt: skip
+        """The group of the ranks ``new_ranks`` of this one; None on the others. Collective over its members."""
+        self._check_open()
+        if self.comm.rank not in new_ranks:
+            return None
+        name = group_name or f"{self.group_name}:split:{','.join(map(str, new_ranks))}"
+        ranks = [self.world_ranks[rank] for rank in new_ranks]
+        made = ProcessGroup(ranks, name, timeout or dt.timedelta(seconds=self.seconds or meeting.DEFAULT_SECONDS))
+        made._set_group_name(name)
+        made._set_group_desc(group_desc or "split")
+        return made
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        works, self._coalesced = self._coalesced, None
+        return Several(works or [])
+
+    def shutdown(self) -> None:
+        """Wait for what is under way here, and give the communicator up. Not collective."""
+        if self._is_open:
+            self._is_open = False
+            is_stuck = self.steps.given_up.is_set()
+            self.queue.close(is_stuck=is_stuck)
+            self.buckets.clear()
+            members.release(self.comm, is_stuck=is_stuck)
+
+    abort = shutdown
+
+    def carry_out(self, call: Call, opts: Any = None) -> Any:
+        """Its Work. A call that blocks is over, unless others of the group are under way, or it can time out."""
+        self._check_open()
+        given = opts.timeout.total_seconds() if hasattr(opts, "timeout") else -1.0
+        seconds = given if given > 0 else self.seconds
+        is_launch = getattr(opts, "asyncOp", True) or seconds is not None
+        frame = _program()
+        for operation in call.operations:
+            operation.noted = watch.note(operation, DIRECT, is_launch, frame)
+        if not is_launch and self.queue.run_here(call):
+            return Done(call.results)
+        work = Pending(self.queue.submit(call), call.results, seconds, call.when_over, self.steps.given_up.set)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise CommunicatorError(f"process group {self.group_name!r} was destroyed; make a new one")
+
+
+def _program() -> FrameType:
+    """Where the program calls, from outside of torch and of this package."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
