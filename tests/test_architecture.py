@@ -87,7 +87,7 @@ ROWS = [
     ["paramserver"],
     ["torch_backend.completions", "torch_backend.members", "torch_backend.meeting", "torch_backend.parts"],
     ["torch_backend.monitoring", "torch_backend.steps", "torch_backend.work"],
-    ["torch_backend.call_queue", "torch_backend.messages", "torch_backend.plans"],
+    ["torch_backend.averages", "torch_backend.call_queue", "torch_backend.messages", "torch_backend.plans"],
     ["torch_backend.process_group"],
     ["torch_backend.creation", "torch_backend.gradients"],
     ["torch_backend"],

@@ -11,9 +11,10 @@ It gets a placeholder, which raises whenever a collective reaches it.
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, distributed
 from torchmpi_py import watch
 from torchmpi_py.channels import DIRECT
 from torchmpi_py.errors import CommunicatorError
-from torchmpi_py.torch_backend import meeting, members, messages, monitoring, plans
+from torchmpi_py.torch_backend import averages, meeting, members, messages, monitoring, plans
 from torchmpi_py.torch_backend.call_queue import CallQueue
 from torchmpi_py.torch_backend.steps import Steps
 from torchmpi_py.torch_backend.work import Call, Done, Pending, Several
@@ -81,18 +82,21 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         op, factor = plans.op_of(opts)
         given = plans.as_list(tensors)
-        return self.carry_out(plans.allreduce(self.steps, given, op, factor), opts)
+        return self._reduce(op, given, lambda op: plans.allreduce(self.steps, given, op, factor), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         op, factor = plans.op_of(opts)
-        return self.carry_out(plans.allreduce_together(self.comm, list(tensors), op, factor), opts)
+        given = list(tensors)
+        return self._reduce(op, given, lambda op: plans.allreduce_together(self.comm, given, op, factor), opts)
 
     def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         return self.carry_out(plans.broadcast(self.comm, plans.as_list(tensors), plans.root_of(opts)), opts)
 
     def reduce(self, tensors: Tensors | Tensor, opts: Any, op: Any = None, timeout: Any = None) -> Any:
         name, factor = plans.op_of(op if isinstance(opts, int) else opts)
-        return self.carry_out(plans.reduce(self.comm, plans.as_list(tensors), plans.root_of(opts), name, factor), opts)
+        given, root = plans.as_list(tensors), plans.root_of(opts)
+        is_root = self.comm.rank == root
+        return self._reduce(name, given, lambda op: plans.reduce(self.comm, given, root, op, factor), opts, is_root)
 
     def allgather(self, outputs: Sequence[Any], inputs: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(inputs, Tensor):
@@ -123,14 +127,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         op, factor = plans.op_of(opts)
-        return self.carry_out(plans.reduce_scatter(self.comm, outputs, inputs, op, factor), opts)
+        return self._reduce(op, outputs, lambda op: plans.reduce_scatter(self.comm, outputs, inputs, op, factor), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         op, factor = plans.op_of(opts)
-        return self.carry_out(plans.reduce_scatter_single(self.comm, outputs, inputs, op, factor), opts)
+        make = functools.partial(plans.reduce_scatter_single, self.comm, outputs, inputs, factor=factor)
+        return self._reduce(op, outputs, lambda op: make(op=op), opts)
 
     def all_to_all_single(
         self,
@@ -220,6 +225,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _reduce(self, op: str, outputs: Tensors, make: Callable[[str], Call], opts: Any, is_root: bool = True) -> Any:
+        return self.carry_out(averages.averaging(op, outputs, self.comm.size, make, is_root), opts)
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -37,7 +37,7 @@ class Call:
     ) -> None:
         self.operations = operations
         self.results = results
-        self._conclude = conclude
+        self._conclusions = [conclude] if conclude is not None else []
         self.label: object = operations[0].label if operations else "a call of torch.distributed"
         self.device = operations[0].device if operations else None
         self._lock = threading.Lock()
@@ -58,9 +58,13 @@ class Call:
         """Carry it out."""
         for operation in self.operations:
             operation.run()
-        if self._conclude is not None:
-            self._conclude()
+        for conclude in self._conclusions:
+            conclude()
         return self.results
+
+    def afterwards(self, step: Callable[[], object]) -> None:
+        """Conclude it with ``step`` too."""
+        self._conclusions.append(step)
 
     def run_in_background(self) -> list[Tensor]:
         """The same, in the thread of a queue."""
