@@ -1,0 +1,13 @@
+import pytest
+import torch.distributed as dist
+
+
+@pytest.fixture(scope="module")
+def group(request, mpi):
+    """The default group of torch.distributed, of all ranks of this run, over "torchmpi". Afterwards there is none."""
+    import torchmpi_py.torch_backend  # noqa: F401
+
+    dist.init_process_group("torchmpi")
+    yield dist.group.WORLD
+    if not request.session.testsfailed:
+        dist.destroy_process_group()

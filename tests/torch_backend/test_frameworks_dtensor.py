@@ -1,0 +1,89 @@
+"""Distributed tensors: every way from one placement to another, and layers that are split over the ranks."""
+
+import itertools
+
+import pytest
+import regression
+import torch
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+
+
+@pytest.fixture(scope="module")
+def mesh(mpi, group):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (mpi.size(),))
+
+
+def counting(*shape, dtype):
+    return (torch.arange(1, 1 + torch.Size(shape).numel()) % 89).view(shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(7, 5), (8, 4, 3), (3, 1), (1, 6), (2, 0)], ids=str)
+def test_redistribute(mpi, mesh, shape, dtype):
+    """Sizes that divide, that leave some ranks with less, and with nothing."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    whole = counting(*shape, dtype=dtype)
+    placements = [Replicate()] + [Shard(dim) for dim in range(len(shape))]
+    for before, after in itertools.product(placements, repeat=2):
+        x = distribute_tensor(whole, mesh, [before]).redistribute(placements=[after])
+        expected = whole
+        if isinstance(after, Shard):
+            parts = whole.chunk(mpi.size(), after.dim)
+            expected = parts[mpi.rank()] if mpi.rank() < len(parts) else whole.narrow(after.dim, 0, 0)
+        assert torch.equal(x.to_local(), expected), (before, after)
+        assert torch.equal(x.full_tensor(), whole), (before, after)
+
+
+def test_distribute_sends_what_rank_0_has(mpi, mesh):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        x = distribute_tensor(torch.full((5, 3), 1.0 + mpi.rank()), mesh, [placement])
+        assert torch.equal(x.full_tensor(), torch.ones(5, 3))
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
+def test_partial_results_are_reduced(mpi, mesh, op):
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    mine = counting(7, 5, dtype=torch.float64) * (1 + mpi.rank())
+    factors = torch.arange(1.0, 1 + mpi.size(), dtype=torch.float64)
+    factor = {"sum": factors.sum(), "avg": factors.mean(), "max": factors.max(), "min": factors.min()}[op]
+    expected = counting(7, 5, dtype=torch.float64) * factor
+    for after in (Replicate(), Shard(0), Shard(1)):
+        x = DTensor.from_local(mine, mesh, [Partial(op)]).redistribute(placements=[after])
+        torch.testing.assert_close(x.full_tensor(), expected, rtol=1e-15, atol=0)
+
+
+def test_functions_of_distributed_tensors(mpi, mesh):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = counting(7, 5, dtype=torch.float64)
+    x, y = (distribute_tensor(whole, mesh, [Shard(dim)]) for dim in (0, 1))
+    for function in (torch.sum, torch.mean, torch.linalg.vector_norm, lambda a: a.softmax(0).t() @ a):
+        for distributed in (x, y):
+            torch.testing.assert_close(function(distributed).full_tensor(), function(whole))
+    torch.testing.assert_close((x @ y.t()).full_tensor(), whole @ whole.t())
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_parallel_layers_train_as_one_process(mpi, mesh, sequence):
+    """Columns of the first layer, rows of the next; with ``sequence`` each rank brings a share of the samples."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    outside = {"input_layouts": Shard(0)} if sequence else {}
+    plan = {"0": ColwiseParallel(**outside), "2": RowwiseParallel()}
+    model = parallelize_module(regression.network(width=60), mesh, plan)
+    optimizer = regression.adam(model.parameters())
+    for step in range(regression.STEPS):
+        inputs, targets = regression.batch(step)
+        optimizer.zero_grad()
+        mine = inputs.chunk(mpi.size())[mpi.rank()] if sequence else inputs
+        torch.nn.functional.mse_loss(model(mine), targets).backward()
+        optimizer.step()
+    regression.assert_equal(model.state_dict(), regression.trained_alone(width=60))
