@@ -27,9 +27,11 @@ from torchmpi_py.torch_backend.work import Call
 Tensors = Sequence[Tensor]
 _KINDS: Any = distributed.ReduceOp.RedOpType
 _OPS = {
-    _KINDS.SUM: "sum", _KINDS.AVG: "avg", _KINDS.PRODUCT: "prod", _KINDS.MIN: "min", _KINDS.MAX: "max",
-    _KINDS.BAND: "band", _KINDS.BOR: "bor", _KINDS.BXOR: "bxor", _KINDS.PREMUL_SUM: "sum",
+    "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
+    "BXOR": "bxor", "PREMUL_SUM": "sum",
 }  # fmt: skip
+_BY_NUMBER = {_KINDS.__members__[name].value: op for name, op in _OPS.items()}  # to compare the kinds takes longer
+_PREMUL_SUM = _KINDS.PREMUL_SUM.value
 
 _broadcast = preparing(verbs.broadcast)
 _allreduce = preparing(verbs.allreduce)
@@ -44,11 +46,11 @@ def op_of(opts: Any) -> tuple[str, Any]:
     given = getattr(opts, "reduceOp", opts)
     if given is None:
         return "sum", None
-    kind = getattr(given, "op", given)
-    name = _OPS.get(kind)
+    number = getattr(given, "op", given).value
+    name = _BY_NUMBER.get(number)
     if name is None:
-        raise ValueError(f"backend torchmpi does not know {given!r}; it knows {', '.join(k.name for k in _OPS)}")
-    return name, given.__getstate__()[1] if kind == _KINDS.PREMUL_SUM else None
+        raise ValueError(f"backend torchmpi does not know {given!r}; it knows {', '.join(_OPS)}")
+    return name, given.__getstate__()[1] if number == _PREMUL_SUM else None
 
 
 def root_of(opts: Any) -> int:

@@ -38,11 +38,15 @@ class Call:
         self.operations = operations
         self.results = results
         self._conclusions = [conclude] if conclude is not None else []
-        self.label: object = operations[0].label if operations else "a call of torch.distributed"
         self.device = operations[0].device if operations else None
         self._lock = threading.Lock()
         self._is_over = False
         self._when_over: Callable[[], None] | None = None
+
+    @property
+    def label(self) -> object:
+        """What to call it."""
+        return self.operations[0].label if self.operations else "a call of torch.distributed"
 
     @property
     def noted(self) -> Any:
