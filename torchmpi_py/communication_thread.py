@@ -30,6 +30,7 @@ class CommunicationThread:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._others: list[CommunicationThread] = []
+        self.is_stuck = False  # in an operation that nobody waits for any more: neither do drain and close
         self.streams: dict[Any, Any] = {}  # per device, the stream that its operations go to
 
     def submit(self, work: Any, kind: type[ThreadHandle[R]] = ThreadHandle) -> Handle[R]:
@@ -66,6 +67,8 @@ class CommunicationThread:
 
     def drain(self) -> None:
         """Block until everything launched so far is complete; say so when it takes long. Errors stay with handles."""
+        if self.is_stuck:
+            return
         for other in list(self._others):
             other.drain()
         while self._posted:
@@ -82,7 +85,10 @@ class CommunicationThread:
             self._others.pop().close()
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            if self.is_stuck:
+                _stuck.append(self._thread)
+            else:
+                self._thread.join()
             self._thread = None
 
     def _ensure_thread(self) -> None:
@@ -115,6 +121,17 @@ class _Nothing:
 
     def explain(self, error: Exception) -> Exception:
         return error
+
+
+_stuck: list[threading.Thread] = []  # those that were not waited for
+_STUCK_SECONDS = 1.0
+
+
+def are_over() -> bool:
+    """Whether none of the threads is in an operation any more; the last chance for those that are stuck."""
+    for thread in _stuck:
+        thread.join(_STUCK_SECONDS)
+    return not any(thread.is_alive() for thread in _stuck)
 
 
 _thread: CommunicationThread | None = None

@@ -54,6 +54,7 @@ class Communicator:
         self.is_cartesian = False
         self.parent: Communicator | None = None
         self.is_free = False
+        self.is_stuck = False  # in an operation that nobody waits for any more: it cannot be freed
         self.plans: dict[Any, Any] = {}  # the selector's, for this communicator
 
     def free(self) -> None:
@@ -71,6 +72,7 @@ class Communicator:
         """Collective, unless it ``is_lost``: one of its ranks has died."""
         if not self.is_free:
             self.is_free = True
+            is_lost = is_lost or self.is_stuck
             if self.outer is not None:
                 self.outer._give_back(is_lost=is_lost)
             for channel in (self.background, self.direct):

@@ -95,6 +95,10 @@ class Handle(ABC, Generic[R]):
             raise self._error.with_traceback(self._traceback)  # as it was, however often it is raised
         return self._result  # type: ignore[return-value]
 
+    def give_up(self) -> None:
+        """Nobody waits for it any more: if it fails, that need not be told."""
+        self._error_was_seen = True
+
     def synchronize(self) -> None:
         """Block the host until the operation is complete."""
         self.wait()

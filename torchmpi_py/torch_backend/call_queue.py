@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchmpi_py import communication_thread, config, streams
 from torchmpi_py.communication_thread import CommunicationThread
+from torchmpi_py.communicators import Communicator
 from torchmpi_py.handles import Handle
 from torchmpi_py.torch_backend.work import Call
 
@@ -23,7 +24,8 @@ from torchmpi_py.torch_backend.work import Call
 class CallQueue:
     """What carries out the calls of a group."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, comm: Communicator, name: str) -> None:
+        self._comm = comm
         self._name = name
         self._thread: CommunicationThread | None = None
         self._channel = threading.Lock()  # whoever carries out a call has it
@@ -50,12 +52,17 @@ class CallQueue:
                 self._thread = communication_thread.current().beside(self._name)
             return streams.submit(_Queued(call, self), call.device, call.tensors, self._thread)
 
-    def close(self, *, is_stuck: bool = False) -> None:
-        """Wait for what is queued, and end the thread; let go of it if it ``is_stuck``."""
+    def set_stuck(self, is_stuck: bool) -> None:
+        """Whether somebody has stopped waiting for a call, which goes on."""
+        self._comm.is_stuck = is_stuck
+        if self._thread is not None:
+            self._thread.is_stuck = is_stuck
+
+    def close(self) -> None:
+        """Wait for what is queued, unless it is stuck, and end the thread."""
         if self._thread is not None and communication_thread.is_installed():
             communication_thread.current().let_go(self._thread)
-            if not is_stuck:
-                self._thread.close()
+            self._thread.close()
         self._thread = None
 
 
@@ -75,3 +82,5 @@ class _Queued:
             finally:
                 with queue._order:
                     queue._num_queued -= 1
+                    if not queue._num_queued:
+                        queue.set_stuck(False)

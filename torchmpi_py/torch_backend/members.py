@@ -35,9 +35,9 @@ def acquire(ranks: Sequence[int]) -> Communicator:
     return comm
 
 
-def release(comm: Communicator, *, is_stuck: bool) -> None:
-    """This rank's group is destroyed. Not collective. One that ``is_stuck`` is never used again."""
-    if is_stuck:
+def release(comm: Communicator) -> None:
+    """This rank's group is destroyed. Not collective. One that is stuck is never used again."""
+    if comm.is_stuck:
         comm._give_back(is_lost=True)
     else:
         _busy.discard(comm)

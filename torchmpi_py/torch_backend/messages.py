@@ -102,5 +102,5 @@ def _copy(x: Tensor, buffer: Tensor) -> None:
     x.detach().copy_(buffer)
 
 
-def _nothing() -> None:
+def _nothing(_: bool) -> None:
     """A message that is late holds nothing else up."""

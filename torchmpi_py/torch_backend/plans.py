@@ -77,8 +77,9 @@ def _allreduce_sparse(steps: Steps, tensors: list[Tensor], op: str) -> Call:
     totals: list[Tensor] = []
 
     def conclude() -> None:
-        for x, total in zip(tensors, totals, strict=True):
-            x.detach().copy_(total)
+        with torch.no_grad():  # and not x.detach(), which would have indices of its own
+            for x, total in zip(tensors, totals, strict=True):
+                x.copy_(total)
 
     return Call([steps.operation("sparse", x, totals.append) for x in tensors], tensors, conclude)
 

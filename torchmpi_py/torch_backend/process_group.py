@@ -51,7 +51,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self.comm = comm
         self.world_ranks = list(world_ranks)
         self.steps = Steps(comm)
-        self.queue = CallQueue(f"group-{name}")
+        self.queue = CallQueue(comm, f"group-{name}")
         self.monitor = monitoring.Monitor(comm)
         self.buckets: dict[int, Tensor | None] = {}
         self.set_timeout(timeout)
@@ -203,10 +203,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Wait for what is under way here, and give the communicator up. Not collective."""
         if self._is_open:
             self._is_open = False
-            is_stuck = self.steps.given_up.is_set()
-            self.queue.close(is_stuck=is_stuck)
+            self.queue.close()
             self.buckets.clear()
-            members.release(self.comm, is_stuck=is_stuck)
+            members.release(self.comm)
 
     abort = shutdown
 
@@ -221,7 +220,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             operation.noted = watch.note(operation, DIRECT, is_launch, frame)
         if not is_launch and self.queue.run_here(call):
             return Done(call.results)
-        work = Pending(self.queue.submit(call), call.results, seconds, call.when_over, self.steps.given_up.set)
+        work = Pending(self.queue.submit(call), call.results, seconds, call.when_over, self.queue.set_stuck)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -9,7 +9,6 @@ memory      symmetric memory for buckets
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,14 +27,13 @@ from torchmpi_py.tensors import flat
 
 
 class Steps:
-    """Of one process group; ``given_up`` is set when somebody has stopped waiting for it."""
+    """Of one process group."""
 
     name = "mpi"
     meets_first = False
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.given_up = threading.Event()
 
     def operation(self, method: str, *arguments: Any) -> Operation[Any]:
         """What carries a step out; if it has tensors, they are arguments of their own."""
@@ -52,11 +50,11 @@ class Steps:
         return self.operation("alltoall", *outputs, *inputs)
 
     def barrier(self, channel: Channel) -> None:
-        """Wait for all ranks, unless it is given up."""
+        """Wait for all ranks, as long as the communicator is there."""
         request, nap = channel.mpi.Ibarrier(), waiting.Nap(0.001)
         while not request.Test():
-            if self.given_up.is_set():
-                raise CommunicatorError("the barrier was given up")
+            if self.comm.is_free:
+                raise CommunicatorError("the barrier was given up, for its process group was destroyed")
             nap.take()
 
     def alltoall(self, channel: Channel, *tensors: Tensor) -> None:
@@ -81,7 +79,7 @@ class Steps:
         mine = x.detach().coalesce()
         indices = gathering.allgather(channel, flat(mine.indices().t()), None)
         values = gathering.allgather(channel, flat(mine.values()), None)
-        keep(torch.sparse_coo_tensor(indices.t(), values, x.shape).coalesce())
+        keep(torch.sparse_coo_tensor(indices.t(), values, x.shape, check_invariants=False).coalesce())
 
     def memory(
         self, channel: Channel, num_bytes: int, device: torch.device, keep: Callable[[Tensor | None], object]

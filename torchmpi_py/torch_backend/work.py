@@ -144,7 +144,7 @@ class Pending(distributed.Work):
         results: list[Tensor],
         seconds: float | None,
         when_over: Callable[[Callable[[], None]], None],
-        when_late: Callable[[], None],
+        when_late: Callable[[bool], object],
     ) -> None:
         super().__init__()
         self._handle, self._results, self._seconds = handle, results, seconds
@@ -159,7 +159,8 @@ class Pending(distributed.Work):
         try:
             self._handle.wait(seconds)
         except CollectiveTimeout as error:
-            self._when_late()
+            self._handle.give_up()
+            self._when_late(True)
             raise TimedOut(f"the timeout of {seconds:g} s has passed: {error}") from None
         return True
 
