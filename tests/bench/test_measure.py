@@ -90,6 +90,8 @@ def test_who_cannot_is_left_out_with_the_reason(mpi, monkeypatch):
 
 @pytest.mark.parametrize("verb", ["allreduce", "alltoall"])
 def test_torch_distributed_takes_part_on_gloo_and_on_torchmpi(mpi, verb):
+    if mpi.size() > 3:
+        pytest.skip("3 ranks show as much as more")
     words = ["compare", "--verb", verb, "--flavours", "torchmpi", "--async", "--sizes", "8,3K", "--buffers", "warm"]
     names = [row.what for row in measured(*words).rows]
     forms = [name for what in (TORCH_TORCHMPI, GLOO) for name in (what, f"{what}, async")]
