@@ -20,6 +20,7 @@ from torchmpi_py import torch_backend
 warnings.filterwarnings("ignore")  # Lightning has advice on everything
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
+torch._logging.set_logs(all=logging.ERROR)
 CLASSES = 4
 
 
@@ -106,7 +107,19 @@ def metrics():
     assert cat.compute().tolist() == [float(i) for rank in range(mpi.size()) for i in range(rank + 1)]
 
 
-def compiled():
+def compiled_module():
+    """DistributedDataParallel inside of a compiled function, with and without the hook."""
+    for hook in (None, torch_backend.average):
+        model = regression.network()
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        if hook is not None:
+            ddp.register_comm_hook(None, hook)
+        function = torch.compile(ddp, backend="aot_eager")
+        regression.train(function, regression.adam(ddp.parameters()), mpi.rank(), mpi.size())
+        regression.assert_equal(model.state_dict(), regression.trained_alone())
+
+
+def compiled_collectives():
     """all_reduce and all_gather inside a graph."""
     from torch.distributed import _functional_collectives as functional
 
@@ -124,5 +137,6 @@ mpi.start()
 train()
 train(callbacks=[Average()])
 metrics()
-compiled()
+compiled_module()
+compiled_collectives()
 sys.stdout.write(f"rank {mpi.rank()} of {mpi.size()} agrees\n")
