@@ -1,0 +1,129 @@
+"""Starts the jobs that run PyTorch's distributed tests, and puts together what their ranks noted.
+
+The outcome of a case is the worst of its ranks': a failure counts more than a rank that waits for the one that failed.
+A case that a job has begun and of which a rank did not tell the end has *died* with that rank.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SUITE = Path(__file__).with_name("pytorch_suite.py")
+WORST_FIRST = ["failed", "died", "timed out", "passed", "skipped"]
+CASE_SECONDS = 60.0
+JOB_SECONDS = 900
+
+
+@dataclasses.dataclass
+class Result:
+    """How a case ended."""
+
+    case: str
+    status: str
+    guise: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+    detail: str = ""
+
+
+def run(backend: str, ranks: int, folder: Path, cases=None, *, module: str = "", seconds: float = CASE_SECONDS) -> dict:
+    """Run cases (default: all) on a number of ranks, in as many jobs as that takes: ``{case: Result}``.
+
+    ``module`` registers the backend (default: ours); a case may take so many ``seconds``.
+    """
+    results: dict[str, Result] = {}
+    wanted = None
+    for number in range(1000):
+        place = folder / f"job-{number}"
+        for name in ("barrier", "test_dir"):  # those that PyTorch makes for a case
+            (place / name).mkdir(parents=True)
+        code = start(backend, ranks, place, cases, results, module, seconds)
+        begun, known = read(place, ranks)
+        wanted = known or wanted
+        results.update(begun)
+        if wanted and set(wanted) <= set(results):
+            return {case: results[case] for case in wanted}
+        if not begun:
+            output = (place / "output.txt").read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"a job on {ranks} ranks ended with code {code} and ran no case\n{output}")
+    raise AssertionError("no end")
+
+
+def start(backend, ranks, place: Path, cases, results, module, seconds) -> int:
+    """One job, for the cases that have no result yet."""
+    (place / "but.txt").write_text("\n".join(results))
+    options = ["--backend", backend, "--folder", place, "--but", place / "but.txt", "--seconds", seconds]
+    if module:
+        options += ["--module", module]
+    if cases is not None:
+        (place / "cases.txt").write_text("\n".join(cases))
+        options += ["--cases", place / "cases.txt"]
+    launcher = [sys.executable, "-m", "torchmpi_py.launch", "-n", ranks, "--bind", "none", "--timeout", JOB_SECONDS]
+    command = [str(word) for word in [*launcher, SUITE, *options]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(place / "output.txt", "w") as output:
+        return subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=JOB_SECONDS + 60, check=False
+        ).returncode
+
+
+def read(place: Path, ranks: int) -> tuple[dict, list]:
+    """The results of the cases that a job has begun, and the names of all."""
+    ends: dict[str, dict[int, dict]] = {}
+    known: list = []
+    for rank in range(ranks):
+        path = place / f"rank-{rank}.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else ():
+            note = json.loads(line)
+            if note["event"] == "cases":
+                known = note["cases"]
+            else:
+                ends.setdefault(note["case"], {})
+                if note["event"] == "end":
+                    ends[note["case"]].setdefault(rank, note)  # the first: the deadline may strike after the end
+    told = [line for line in (place / "output.txt").read_text(errors="replace").splitlines() if "torchmpirun:" in line]
+    last = told[-1] if told else "ended without a word"
+    return {case: put_together(case, of_ranks, ranks, last) for case, of_ranks in ends.items()}, known
+
+
+def put_together(case: str, of_ranks: dict, ranks: int, last: str) -> Result:
+    """One result of a case from what its ranks told, and, of one that died, from the last words of the launcher."""
+    notes = dict(of_ranks)
+    for rank in set(range(ranks)) - set(notes):
+        notes[rank] = {"status": "died", "reason": last}
+    rank, note = min(notes.items(), key=lambda item: (WORST_FIRST.index(item[1]["status"]), item[0]))
+    told = {key: value for key, value in note.items() if key in ("status", "guise", "reason", "seconds", "detail")}
+    if told["status"] in ("failed", "died", "timed out"):
+        told["reason"] = f"rank {rank}: {told['reason']}"
+    return Result(case, **told)
+
+
+def counts(results: dict) -> str:
+    """``90 passed, 195 skipped``."""
+    statuses = [result.status for result in results.values()]
+    return ", ".join(f"{statuses.count(status)} {status}" for status in WORST_FIRST if status in statuses)
+
+
+def main() -> None:
+    """Run cases (default: all), print those that did not pass, and keep ``results.json`` in the folder."""
+    parser = argparse.ArgumentParser(description=main.__doc__.splitlines()[0])
+    parser.add_argument("backend", help="gloo, torchmpi, or another that --module registers")
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("folder", type=Path, help="a new one, for all that the ranks note")
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--module", default="")
+    chosen = parser.parse_args()
+    results = run(chosen.backend, chosen.ranks, chosen.folder, chosen.cases or None, module=chosen.module)
+    (chosen.folder / "results.json").write_text(json.dumps([vars(result) for result in results.values()], indent=1))
+    for result in results.values():
+        if result.status not in ("passed", "skipped"):
+            print(f"{result.case}: {result.status} as {result.guise}: {result.reason}")
+    print(counts(results))
+
+
+if __name__ == "__main__":
+    main()
