@@ -1,9 +1,9 @@
 """How processes that MPI started meet for torch.distributed: rank, size and store come over MPI.
 
 Without ``init_method`` and ``store``, torch.distributed takes ``env://``, which reads MASTER_ADDR and others from the
-environment. Where MASTER_ADDR is set that is what happens. Where it is not, the ranks meet here: rank 0 opens a store
-on a free port, and MPI tells the others where, also on other nodes. That holds for every backend, so that gloo and
-nccl start under ``torchmpirun`` too.
+environment. Where they are set that is what happens. Where MASTER_ADDR or the rank is not, the ranks meet here: rank 0
+opens a store on a free port, and MPI tells the others where, also on other nodes. That holds for every backend, so
+that gloo and nccl start under ``torchmpirun`` too.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _SLACK_SECONDS = 60  # whoever waits for an operation gives up before the watchd
 
 
 def register() -> None:
-    """Take ``env://`` over, where there is no MASTER_ADDR."""
+    """Take ``env://`` over, where the environment does not tell enough."""
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     former = handlers["env"]
 
     def meet(url: str, **options: Any) -> Found:
-        return former(url, **options) if os.environ.get("MASTER_ADDR") else _over_mpi(**options)
+        is_told = os.environ.get("MASTER_ADDR") and (os.environ.get("RANK") or "rank=" in url)
+        return former(url, **options) if is_told else _over_mpi(**options)
 
     handlers["env"] = meet
 
