@@ -87,7 +87,7 @@ ROWS = [
     ["paramserver"],
     [
         "torch_backend.compiling",
-        "torch_backend.completions",
+        "torch_backend.futures",
         "torch_backend.members",
         "torch_backend.meeting",
         "torch_backend.parts",

@@ -7,6 +7,7 @@ import itertools
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torchmpi_py.handles import Handle, RequestHandle, ThreadHandle
@@ -64,6 +65,14 @@ class CommunicationThread:
         """Forget one that is ``beside`` this one, if it is there yet."""
         if other in self._others:
             self._others.remove(other)
+
+    def carry_out_until(self, is_done: Callable[[], bool]) -> None:
+        """From within an operation in this thread: carry out those after it, until ``is_done``."""
+        while not is_done():
+            if (handle := self._queue.get()) is None:
+                self._queue.put(None)  # the end, which is for the thread's loop
+                return
+            handle._execute()
 
     def drain(self) -> None:
         """Block until everything launched so far is complete; say so when it takes long. Errors stay with handles."""

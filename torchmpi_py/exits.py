@@ -90,7 +90,7 @@ def _at_exit(stop: Callable[[], None]) -> None:
             abort(1)
         if not communication_thread.are_over():
             logger.error(
-                "an operation that timed out is still under way, so that MPI cannot be ended in order; the job is aborted"
+                "an operation that timed out is still under way, so MPI cannot be ended in order; the job is aborted"
             )
             abort(1)
         if not recovery.has_lost_ranks():  # MPI_Finalize of Open MPI 5 may wait for the dead

@@ -144,11 +144,15 @@ class ThreadHandle(Handle[R]):
         super().__init__(work)
         self._open = threading.Lock()
         self._open.acquire()
+        self._on_settled: Callable[[], object] | None = getattr(work, "on_settled", None)
 
     def _execute(self) -> None:
         assert self._work is not None
         self._settle(self._work.run_in_background)
         self._open.release()
+        if self._on_settled is not None:
+            self._on_settled()
+            self._on_settled = None
 
     def _complete(self, timeout_seconds: float | None) -> bool:
         with self._waited_for(timeout_seconds):

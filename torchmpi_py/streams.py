@@ -58,6 +58,7 @@ class _OnStream:
         self.device = device
         self.label, self.finish, self.explain = work.label, work.finish, work.explain
         self.noted, self.who_is_late = getattr(work, "noted", None), getattr(work, "who_is_late", str)
+        self.on_settled = getattr(work, "on_settled", None)
         self.finished = device.event()
         self._work = work
         self._stream = stream

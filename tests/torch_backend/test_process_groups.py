@@ -310,7 +310,6 @@ def test_monitored_barrier(group):
         (lambda size: dist.reduce_scatter_single(torch.empty(3), torch.ones(2 * size + 7)), "it must have"),
         (lambda size: dist.all_to_all_single(torch.empty(2 * size), torch.ones(2 * size), [5] * size), "split sizes"),
         (lambda size: dist.all_reduce(torch.ones(2), op=OPS.BAND), "'band' is not defined for torch.float32"),
-        (lambda size: dist.all_reduce(torch.ones(2, dtype=torch.int32), op=OPS.AVG), "'avg' is not defined"),
     ],
 )
 def test_what_is_wrong_is_told_on_every_rank(group, call, told):

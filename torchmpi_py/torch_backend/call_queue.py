@@ -28,9 +28,11 @@ class CallQueue:
         self._comm = comm
         self._name = name
         self._thread: CommunicationThread | None = None
-        self._channel = threading.Lock()  # whoever carries out a call has it
+        self._channel = threading.RLock()  # whoever carries out a call has it
+        self._callbacks = threading.RLock()  # and whoever carries out one of a callback
         self._order = threading.Lock()
         self._num_queued = 0
+        self._runner = 0  # the thread that carries out what is queued, while it does
 
     def run_here(self, call: Call) -> bool:
         """Carry it out in this thread; False, and nothing has happened, if others come before it."""
@@ -44,13 +46,23 @@ class CallQueue:
         finally:
             self._channel.release()
 
+    def run_in_callback(self, call: Call) -> None:
+        """Carry it out in this thread, whatever is under way, on the channel for callbacks."""
+        with self._callbacks:
+            call.run(in_background=True)
+
     def submit(self, call: Call) -> Handle[Any]:
         """Queue it for the thread of the group."""
         with self._order:
             self._num_queued += 1
             if self._thread is None:
                 self._thread = communication_thread.current().beside(self._name)
-            return streams.submit(_Queued(call, self), call.device, call.tensors, self._thread)
+        return streams.submit(_Queued(call, self), call.device, call.tensors, self._thread)
+
+    def before_wait(self, handle: Handle[Any]) -> None:
+        """Before this thread waits: if it is the one that has yet to carry that out, do it now."""
+        if self._runner == threading.get_ident() and self._thread is not None:
+            self._thread.carry_out_until(handle.done)
 
     def set_stuck(self, is_stuck: bool) -> None:
         """Whether somebody has stopped waiting for a call, which goes on."""
@@ -75,12 +87,18 @@ class _Queued:
         self.finish, self.explain, self.who_is_late = call.finish, call.explain, call.who_is_late
 
     def run_in_background(self) -> Sequence[Tensor]:
+        self._queue._channel.acquire()
+        self._queue._runner = threading.get_ident()
+        return self._call.run()
+
+    def on_settled(self) -> None:
+        """The handle is complete: now what was chained to the call may run, and then the next call."""
         queue = self._queue
-        with queue._channel:
-            try:
-                return self._call.run_in_background()
-            finally:
-                with queue._order:
-                    queue._num_queued -= 1
-                    if not queue._num_queued:
-                        queue.set_stuck(False)
+        try:
+            self._call.is_over()
+        finally:
+            with queue._order:
+                queue._num_queued -= 1
+                if not queue._num_queued:
+                    queue.set_stuck(False)
+            queue._channel.release()

@@ -8,6 +8,7 @@ for ``monitoring.py``.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -23,7 +24,6 @@ from torchmpi_py.collectives.registry import BY_NAME
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.handles import RequestHandle
 from torchmpi_py.tensors import check_rank, check_tensor, flat, written
-from torchmpi_py.torch_backend.completions import complete
 from torchmpi_py.torch_backend.monitoring import last_tag
 from torchmpi_py.torch_backend.work import Pending
 
@@ -34,7 +34,7 @@ class Message(Pending):
     """A message under way."""
 
     def __init__(self, handle: RequestHandle[Any], x: Tensor, seconds: float | None, receipts: list[Any]) -> None:
-        super().__init__(handle, [x], seconds, complete, _nothing)
+        super().__init__(handle, [x], seconds, _in_a_thread, _nothing, _nothing)
         self._receipts = receipts
 
     def source_rank(self) -> int:
@@ -102,5 +102,10 @@ def _copy(x: Tensor, buffer: Tensor) -> None:
     x.detach().copy_(buffer)
 
 
-def _nothing(_: bool) -> None:
-    """A message that is late holds nothing else up."""
+def _in_a_thread(step: Callable[[], None]) -> None:
+    """A future of a message is completed by who waits for it, and nobody else may do so."""
+    threading.Thread(target=step, name="torchmpi_py-message", daemon=True).start()
+
+
+def _nothing(_: object) -> None:
+    """A message that is late holds nothing else up, and can be waited for in every thread."""

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, distributed
 
 from torchmpi_py import watch
-from torchmpi_py.channels import DIRECT
+from torchmpi_py.channels import BACKGROUND, DIRECT
 from torchmpi_py.errors import CommunicatorError
-from torchmpi_py.torch_backend import averages, meeting, members, messages, monitoring, plans
+from torchmpi_py.torch_backend import averages, futures, meeting, members, messages, monitoring, plans
 from torchmpi_py.torch_backend.call_queue import CallQueue
 from torchmpi_py.torch_backend.steps import Steps
 from torchmpi_py.torch_backend.work import Call, Done, Pending, Several
@@ -214,13 +214,19 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._check_open()
         given = opts.timeout.total_seconds() if hasattr(opts, "timeout") else -1.0
         seconds = given if given > 0 else self.seconds
-        is_launch = getattr(opts, "asyncOp", True) or seconds is not None
+        is_nested = futures.is_in_callback()
+        is_launch = not is_nested and (getattr(opts, "asyncOp", True) or seconds is not None)
         frame = _program()
         for operation in call.operations:
-            operation.noted = watch.note(operation, DIRECT, is_launch, frame)
+            operation.noted = watch.note(operation, BACKGROUND if is_nested else DIRECT, is_launch, frame)
+        if is_nested:
+            self.queue.run_in_callback(call)
+            return Done(call.results)
         if not is_launch and self.queue.run_here(call):
             return Done(call.results)
-        work = Pending(self.queue.submit(call), call.results, seconds, call.when_over, self.queue.set_stuck)
+        queue = self.queue
+        handle = queue.submit(call)
+        work = Pending(handle, call.results, seconds, call.when_over, queue.set_stuck, queue.before_wait)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

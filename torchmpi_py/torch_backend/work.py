@@ -7,6 +7,7 @@ when it is queued until that is done, and is held by the queue, so that its ``Wo
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,9 +18,7 @@ from torch import Tensor, distributed
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.errors import CollectiveTimeout
 from torchmpi_py.handles import Handle
-from torchmpi_py.torch_backend.completions import complete
-
-Future = torch.futures.Future[Any]
+from torchmpi_py.torch_backend import futures
 
 
 class TimedOut(CollectiveTimeout, distributed.DistBackendError):
@@ -58,30 +57,31 @@ class Call:
         """All that its operations read and write."""
         return (x for operation in self.operations for x in operation.tensors)
 
-    def run(self) -> list[Tensor]:
-        """Carry it out."""
+    def run(self, *, in_background: bool = False) -> list[Tensor]:
+        """Carry it out; on the background channel, if it comes from a callback."""
         for operation in self.operations:
-            operation.run()
+            operation.run(in_background)
         for conclude in self._conclusions:
             conclude()
         return self.results
+
+    def run_in_background(self) -> list[Tensor]:
+        """The same, as a handle calls it."""
+        return self.run()
 
     def afterwards(self, step: Callable[[], object]) -> None:
         """Conclude it with ``step`` too."""
         self._conclusions.append(step)
 
-    def run_in_background(self) -> list[Tensor]:
-        """The same, in the thread of a queue."""
-        try:
-            return self.run()
-        finally:
-            with self._lock:
-                self._is_over = True
-            if self._when_over is not None:
-                self._when_over()
+    def is_over(self) -> None:
+        """It is complete, or has failed: do what was to be done then."""
+        with self._lock:
+            self._is_over = True
+        if self._when_over is not None:
+            self._when_over()
 
     def when_over(self, step: Callable[[], None]) -> None:
-        """Run ``step`` when the call is over, once, or now. It must not block."""
+        """Run ``step`` when the call is over, once, or now."""
         with self._lock:
             if not self._is_over:
                 self._when_over = step
@@ -126,8 +126,8 @@ class Done(distributed.Work):
     def result(self) -> list[Tensor]:
         return self._results
 
-    def get_future(self) -> Future:
-        future = _future(self._results)
+    def get_future(self) -> futures.CallFuture:
+        future = futures.of(self._results)
         future.set_result(self._results)
         return future
 
@@ -145,17 +145,20 @@ class Pending(distributed.Work):
         seconds: float | None,
         when_over: Callable[[Callable[[], None]], None],
         when_late: Callable[[bool], object],
+        before_wait: Callable[[Handle[Any]], object],
     ) -> None:
         super().__init__()
         self._handle, self._results, self._seconds = handle, results, seconds
         self._when_over, self._when_late = when_over, when_late
+        self._before_wait = functools.partial(before_wait, handle)
         self._lock = threading.Lock()
-        self._made: Future | None = None
+        self._made: futures.CallFuture | None = None
 
     def wait(self, timeout: dt.timedelta | None = None) -> bool:
         """Block until it is complete, at most so long (default: the group's timeout)."""
         given = 0.0 if timeout is None else timeout.total_seconds()
         seconds = given if given > 0 else self._seconds
+        self._before_wait()
         try:
             self._handle.wait(seconds)
         except CollectiveTimeout as error:
@@ -185,14 +188,13 @@ class Pending(distributed.Work):
     def result(self) -> list[Tensor]:
         return self._results
 
-    def get_future(self) -> Future:
-        """A future of the tensors, completed in a thread of its own."""
+    def get_future(self) -> futures.CallFuture:
+        """A future of the tensors."""
         with self._lock:
             if self._made is not None:
                 return self._made
-            self._made = future = _future(self._results)
-        handle, results = self._handle, self._results
-        self._when_over(lambda: complete(lambda: _settle(future, handle, results)))
+            self._made = future = futures.of(self._results, self._before_wait)
+        self._when_over(functools.partial(_complete, future, self._handle, self._results))
         return future
 
 
@@ -227,15 +229,11 @@ class Several(distributed.Work):
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
-def _future(results: Sequence[Tensor]) -> Future:
-    devices = {x.device for x in results if x.is_cuda}
-    return torch.futures.Future(devices=list(devices))
-
-
-def _settle(future: Future, handle: Handle[Any], results: list[Tensor]) -> None:
-    try:
-        handle.wait()
-    except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(results)
+def _complete(future: futures.CallFuture, handle: Handle[Any], results: list[Tensor]) -> None:
+    with futures.callbacks():
+        try:
+            handle.wait()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(results)

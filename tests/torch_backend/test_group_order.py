@@ -1,0 +1,138 @@
+"""Calls of several groups, threads and callbacks at once; calls that nobody waits for. Right, and never stuck."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.nn.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def pair(group):
+    """Two groups of all ranks."""
+    made = dist.new_group(), dist.new_group()
+    yield made
+    for each in made:
+        dist.destroy_process_group(each)
+
+
+def expected(size, shift=0):
+    return size * shift + size * (size - 1) / 2
+
+
+def test_two_groups_in_opposite_orders(group, pair):
+    rank, size = group.rank(), group.size()
+    order = pair if rank % 2 == 0 else pair[::-1]
+    for _ in range(30):
+        tensors = [torch.full((1000,), float(rank)) for _ in order]
+        works = [dist.all_reduce(x, group=each, async_op=True) for x, each in zip(tensors, order, strict=True)]
+        for work in works:
+            work.wait()
+        assert all((x == expected(size)).all() for x in tensors)
+
+
+def test_two_groups_in_two_threads(group, pair):
+    rank, size = group.rank(), group.size()
+    wrong = []
+
+    def many(each):
+        for turn in range(100):
+            x = torch.full((turn % 7 * 1000 + 1,), float(rank + turn))
+            dist.all_reduce(x, group=each, async_op=turn % 3 == 0) and dist.barrier(group=each)
+            if not (x == expected(size, turn)).all():
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=many, args=(each,)) for each in pair]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_parts_of_the_ranks_at_the_same_time(group):
+    rank, size = group.rank(), group.size()
+    low = list(range((size + 1) // 2))
+    high = [r for r in range(size) if r not in low]
+    halves = [dist.new_group(ranks) for ranks in (low, high) if ranks]
+    mine, ranks = (halves[0], low) if rank in low else (halves[1], high)
+    for turn in range(50):
+        x = torch.full((turn % 5 * 999 + 1,), float(rank))
+        dist.all_reduce(x, group=mine)
+        assert (x == sum(ranks)).all()
+    dist.destroy_process_group(mine)
+
+
+def test_what_nobody_waits_for(group):
+    rank, size = group.rank(), group.size()
+    kept = [torch.full((1 + i % 50 * 100,), float(rank)) for i in range(1000)]
+    for x in kept:
+        dist.all_reduce(x, async_op=True)
+    for i in range(1000):  # nor keeps
+        dist.all_gather_single(torch.empty(size * (1 + i)), torch.ones(1 + i), async_op=True)
+    dist.barrier()
+    assert all((x == expected(size)).all() for x in kept)
+
+
+def test_a_callback_that_waits_for_another_collective(group):
+    rank, size = group.rank(), group.size()
+
+    def again(future):
+        x = future.value()[0].clone()
+        return dist.all_reduce(x, async_op=True).get_future().wait()[0]
+
+    for late in (False, True):  # chained before others are launched, or after all are
+        futures = [dist.all_reduce(torch.full((10,), float(rank + i)), async_op=True).get_future() for i in range(20)]
+        if late:
+            dist.barrier()
+        chained = [future.then(again).then(lambda future: future.value() + 1) for future in futures]
+        for i, future in enumerate(chained):
+            assert (future.wait() == size * expected(size, i) + 1).all()
+
+
+def test_a_callback_that_waits_for_a_later_call(group):
+    size = group.size()
+    gate = threading.Event()
+    here = threading.current_thread()
+
+    def hold(_):
+        assert threading.current_thread() is here or gate.wait(60)
+
+    dist.all_reduce(torch.ones(1), async_op=True).get_future().then(hold)  # all that follows queues, or it is over
+    x, y = torch.ones(3), torch.ones(3)
+    first, second = (dist.all_reduce(each, async_op=True) for each in (x, y))
+    by_work = first.get_future().then(lambda future: (second.wait(), future.value()[0] + y)[1])
+    third = dist.all_reduce(z := torch.ones(3), async_op=True).get_future().then(lambda future: future.value()[0])
+    by_future = second.get_future().then(lambda _: third.wait() + 1)
+    gate.set()
+    assert (by_work.wait() == 2 * size).all()
+    assert (by_future.wait() == size + 1).all()
+    assert (z == size).all()
+
+
+def test_an_error_in_a_callback(group):
+    chained = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(lambda future: future.value()[7])
+    with pytest.raises(Exception, match="out of range"):
+        chained.wait()
+    assert dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()[0].tolist() == [group.size()] * 2
+
+
+def test_power_sgd(group):
+    """Its hook chains two more collectives to the first one of each bucket."""
+    size = group.size()
+    network = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(8)])
+    network = DistributedDataParallel(network, bucket_cap_mb=0.01)
+    state = power_sgd.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    network.register_comm_hook(state, power_sgd.powerSGD_hook)
+    for step in range(6):
+        torch.manual_seed(100 * step + group.rank())
+        network(torch.randn(8, 32)).pow(2).mean().backward()
+        gradient = torch.cat([p.grad.flatten() for p in network.parameters()])
+        all_gradients = [torch.empty_like(gradient) for _ in range(size)]
+        dist.all_gather(all_gradients, gradient)
+        assert all(torch.equal(other, gradient) for other in all_gradients), step
+        network.zero_grad()

@@ -1,0 +1,85 @@
+"""Futures of calls, and what is chained to them.
+
+What is chained to a future (``.then``) runs where the future is completed: in the thread that carries the group's calls
+out, before the next one; or, if the call is over already, in the thread that chains. It may make calls itself, and wait
+for them (DDP's PowerSGD hook does). Such a call must not queue behind others, which wait for it, and it may come sooner
+or later among the others than on another rank. So calls that are made from a callback are carried out there and then,
+on a channel of their own. Among themselves they come in the order of the calls that they are chained to, on all ranks,
+as long as the program chains in the order of its calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_state = threading.local()
+
+
+def is_in_callback() -> bool:
+    """Whether what runs in this thread was chained to a future."""
+    return getattr(_state, "is_in_callback", False)
+
+
+@contextlib.contextmanager
+def callbacks() -> Iterator[None]:
+    """In this block what is chained to a future runs."""
+    former = is_in_callback()
+    _state.is_in_callback = True
+    try:
+        yield
+    finally:
+        _state.is_in_callback = former
+
+
+def _nothing() -> None:
+    """What is to do before one waits for most futures."""
+
+
+class CallFuture(torch.futures.Future[Any]):
+    """The future of a call. ``before_wait`` sees to it that the call is carried out, if that is up to who waits."""
+
+    def __init__(self, devices: Sequence[torch.device], before_wait: Callable[[], object] = _nothing) -> None:
+        super().__init__(devices=list(devices))
+        self._devices, self._before_wait = devices, before_wait
+
+    def wait(self) -> Any:
+        """Block until it is completed; its value, or what the call has raised."""
+        self._before_wait()
+        return super().wait()
+
+    def then(self, callback: Callable[..., Any]) -> CallFuture:
+        """The future of what ``callback`` makes of this one."""
+        following = CallFuture(self._devices, self._before_wait)
+        super().then(functools.partial(_follow, callback, following))
+        return following
+
+    def add_done_callback(self, callback: Callable[..., None]) -> None:
+        """Run ``callback`` with this future when it is completed."""
+
+        def run(future: Any) -> None:
+            with callbacks():
+                callback(future)
+
+        super().add_done_callback(run)
+
+
+def of(results: Sequence[Tensor], before_wait: Callable[[], object] = _nothing) -> CallFuture:
+    """One for these tensors."""
+    return CallFuture(sorted({x.device for x in results if x.is_cuda}, key=str), before_wait)
+
+
+def _follow(callback: Callable[..., Any], following: CallFuture, future: Any) -> None:
+    with callbacks():
+        try:
+            made = callback(future)
+        except Exception as error:
+            following.set_exception(error)
+        else:
+            following.set_result(made)
