@@ -1,13 +1,14 @@
 """A barrier that can tell who is missing.
 
 Every rank tells rank 0 that it has come, and rank 0 answers when all have, or when the time is up, with who has not.
-The barriers of a group are numbered, so that what comes too late for one is not taken for the next.
+A rank numbers its messages, and takes back what rank 0 has not answered in time (by the negative number), so that what
+came too late for one barrier is not taken for the next.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class Monitor:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._number = 0
+        self._number = 0  # of this rank's messages: a rank may leave barriers out
 
     def wait(self, seconds: float | None, wait_all_ranks: bool) -> None:
         """Wait for all ranks, or raise RuntimeError."""
@@ -72,58 +73,57 @@ class Monitor:
 
     def _gather(self, seconds: float, wait_all_ranks: bool) -> list[int]:
         """Rank 0: the ranks that have not come."""
-        nap = waiting.Nap(0.001)
-        arrivals = {rank: _Arrival(self._comm.background.mpi, rank, 1) for rank in range(1, self._comm.size)}
+        nap, size = waiting.Nap(0.001), self._comm.size
+        arrivals = {rank: _Inbox(self._comm.background.mpi, rank, 1) for rank in range(1, size)}
         missing: list[int] = []
         for rank, arrival in arrivals.items():
-            if not arrival.wait(self._number, nap, seconds):
+            if not arrival.wait(nap, seconds, lambda number: number > 0):
                 missing.append(rank)
                 if not wait_all_ranks:
                     break
-        answer = np.array([self._number, *(rank in missing for rank in range(self._comm.size))], np.int64)
         for rank, arrival in arrivals.items():
-            if arrival.cancel_unless_there(self._number):
-                continue
-            self._comm.background.mpi.Send(answer, rank, last_tag())
+            if arrival.close():
+                answer = np.array([arrival.numbers[0], *(other in missing for other in range(size))], np.int64)
+                self._comm.background.mpi.Send(answer, rank, last_tag())
         return missing
 
     def _report(self, seconds: float) -> list[int]:
         """Another rank: what rank 0 answers, or that it does not."""
-        mpi = self._comm.background.mpi
-        mpi.Send(np.array([self._number], np.int64), 0, last_tag())
-        answer = _Arrival(mpi, 0, 1 + self._comm.size)
-        if not answer.wait(self._number, waiting.Nap(0.001), seconds + _ANSWER_SECONDS):
-            answer.cancel_unless_there(self._number)
+        mpi, own = self._comm.background.mpi, self._number
+        mpi.Send(np.array([own], np.int64), 0, last_tag())
+        answer = _Inbox(mpi, 0, 1 + self._comm.size)
+        if not answer.wait(waiting.Nap(0.001), seconds + _ANSWER_SECONDS, lambda number: number == own):
+            answer.close()
+            mpi.Send(np.array([-own], np.int64), 0, last_tag())
             return [0]
         return [rank for rank, is_missing in enumerate(answer.numbers[1:]) if is_missing]
 
 
-class _Arrival:
-    """A message from a rank; its first number is that of the barrier."""
+class _Inbox:
+    """The messages from a rank, of so many numbers: the last one counts."""
 
     def __init__(self, mpi: MPI.Comm, rank: int, length: int) -> None:
         self._mpi, self._rank = mpi, rank
-        self.numbers: Sequence[int] | Any = np.zeros(length, np.int64)
+        self.numbers: Any = np.zeros(length, np.int64)
         self._request: Any = self._post()
 
     def _post(self) -> Any:
         return self._mpi.Irecv(self.numbers, self._rank, last_tag())
 
-    def wait(self, number: int, nap: waiting.Nap, seconds: float) -> bool:
-        """Whether that of the barrier ``number`` has come; those of earlier ones are dropped."""
+    def wait(self, nap: waiting.Nap, seconds: float, counts: Callable[[int], bool]) -> bool:
+        """Whether one has come whose first number ``counts``."""
         while waiting.complete(self._request, nap, seconds):
-            if self.numbers[0] >= number:
+            if counts(int(self.numbers[0])) and not self._mpi.Iprobe(self._rank, last_tag()):
                 return True
             self._request = self._post()
         return False
 
-    def cancel_unless_there(self, number: int) -> bool:
-        """Do not wait for it any more; whether it has not come."""
-        if self.numbers[0] >= number:
-            return False
-        self._request.Cancel()
-        self._request.Wait()
-        return True
+    def close(self) -> bool:
+        """Receive nothing more; whether the last one says that the rank has come."""
+        if self._request:
+            self._request.Cancel()
+            self._request.Wait()
+        return bool(self.numbers[0] > 0)
 
 
 def last_tag() -> int:

@@ -1,0 +1,166 @@
+"""Jobs: how process groups begin and end, in which order, and what becomes of calls that some rank never makes."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+BIN = os.path.dirname(sys.executable)
+HEAD = """
+import datetime as dt, os, time, torch, torch.distributed as dist
+import torchmpi_py as mpi, torchmpi_py.torch_backend as backend
+
+def use(group=None):
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    assert (x == dist.get_world_size(group)).all()
+
+"""
+
+
+def job(tmp_path, program, *, ranks=3, environment=None):
+    path = tmp_path / "program.py"
+    path.write_text(HEAD + textwrap.dedent(program))
+    line = [os.path.join(BIN, "torchmpirun"), "-n", str(ranks), "--timeout", "60", str(path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | (environment or {})
+    return subprocess.run(line, capture_output=True, text=True, timeout=80, env=environment)
+
+
+def test_begin_and_end_in_any_order(tmp_path):
+    done = job(
+        tmp_path,
+        """
+        for _ in range(4):  # the communicators are used again
+            dist.init_process_group("torchmpi")
+            use()
+            use(dist.new_group())
+            dist.all_reduce(torch.ones(3), async_op=True)
+            dist.destroy_process_group()
+        dist.init_process_group("torchmpi")
+        mpi.stop()
+        try:
+            use()
+        except mpi.NotStarted as error:
+            assert "mpi.stop() was called" in str(error)
+        dist.destroy_process_group()
+        mpi.start()
+        dist.init_process_group("cpu:torchmpi,cuda:nccl")
+        use()
+        inner = dist.new_group([0, 2])
+        if mpi.rank() != 1:
+            use(inner)
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")  # it meets over MPI, too
+        use()
+        ours = dist.new_group(backend="torchmpi")
+        assert isinstance(ours, backend.ProcessGroup)
+        works = [dist.all_reduce(torch.ones(300), group=ours, async_op=True) for _ in range(100)]  # and forget it all
+        """,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("call", ["dist.all_reduce(torch.ones(3))", "dist.barrier()"])
+def test_a_call_that_a_rank_never_makes(tmp_path, call):
+    """It raises after the group's timeout, and names that rank. The job ends; in order, if nothing is stuck in MPI."""
+    done = job(
+        tmp_path,
+        f"""
+        dist.init_process_group("torchmpi", timeout=dt.timedelta(seconds=1))
+        use()
+        before = time.monotonic()
+        if dist.get_rank() != 1:
+            try:
+                {call}
+            except RuntimeError as error:
+                assert isinstance(error, TimeoutError)
+                assert " timeout " in str(error), error
+                assert "rank 1 (process" in str(error), error
+                assert "has not come to it" in str(error), error
+                assert 0.9 < time.monotonic() - before < 30
+                print("told", flush=True)
+        else:
+            time.sleep(2.5)
+        """,
+    )
+    assert done.stdout.count("told") == 2, done
+    assert done.returncode == (0 if "barrier" in call else 1), done
+    if "barrier" not in call:
+        assert "an operation that timed out is still under way" in done.stderr
+
+
+def test_an_exception_on_one_rank(tmp_path):
+    done = job(
+        tmp_path,
+        """
+        dist.init_process_group("torchmpi")
+        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(20)]
+        if dist.get_rank() == 1:
+            raise LookupError("mine")
+        use()
+        """,
+    )
+    assert done.returncode == 1
+    assert "LookupError: mine" in done.stderr
+    assert "rank 1 failed first" in done.stderr
+
+
+def test_monitored_barrier_names_who_is_missing(tmp_path):
+    done = job(
+        tmp_path,
+        """
+        dist.init_process_group("torchmpi")
+        backend.monitored_barrier()
+        if dist.get_rank() != 2:
+            try:
+                backend.monitored_barrier(timeout=1.0)
+            except RuntimeError as error:
+                assert "Rank 2 failed to pass monitoredBarrier in 1000 ms" in str(error) or dist.get_rank(), error
+                print("told", flush=True)
+        dist.barrier()
+        backend.monitored_barrier()  # what was left over does not count
+        """,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "told\ntold\n", "")
+
+
+def test_the_heap_is_not_corrupted(tmp_path):
+    """The tests of order, under an allocator that checks."""
+    tests = os.path.join(os.path.dirname(__file__), "test_group_order.py")
+    line = [
+        os.path.join(BIN, "torchmpirun"),
+        "-n",
+        "2",
+        "--timeout",
+        "80",
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "--only-mpi",
+        tests,
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "165"}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 passed" in done.stdout
+
+
+def test_ranks_that_mpi_does_not_know(tmp_path):
+    """As with torchrun: each process is alone for MPI."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PMIX"))}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1", "RANK": "0"}
+    program = HEAD + textwrap.dedent("""
+        dist.init_process_group("torchmpi")
+        use()
+        dist.destroy_process_group()
+        print("alone", flush=True)
+        dist.init_process_group("torchmpi", store=dist.HashStore(), rank=1, world_size=2)
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout) == (1, "alone\n"), done.stderr
+    assert (
+        "was told that this is rank 1 of [0, 1], but for MPI it is rank 0 of 1. Launch with torchmpirun" in done.stderr
+    )
