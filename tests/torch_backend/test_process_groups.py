@@ -26,6 +26,8 @@ def total(size, count, dtype=torch.float32):
 @pytest.fixture(params=["blocking", "asynchronous", "mixed"])
 def done(request, group):
     """Calls a collective in a way, and waits; "mixed": it blocks on some ranks, and does not on others."""
+    if request.param != "mixed" and group.size() not in (2, 3):
+        pytest.skip("it is as with 2 and 3 ranks")
     is_async = {"blocking": False, "asynchronous": True, "mixed": group.rank() % 2 == 0}[request.param]
 
     def call(collective, *args, **kwargs):
