@@ -5,6 +5,7 @@
 
 import importlib
 import itertools
+import os
 import re
 import runpy
 import subprocess
@@ -32,6 +33,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=os.environ | {"MASTER_ADDR": "192.0.2.1"},  # as clusters do; without a RANK the ranks meet over MPI
         )
 
     def output(self):
