@@ -27,7 +27,7 @@ from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.torch_backend import averages, futures, meeting, members, messages, monitoring, plans
 from torchmpi_py.torch_backend.call_queue import CallQueue
 from torchmpi_py.torch_backend.steps import Steps
-from torchmpi_py.torch_backend.work import Call, Done, Pending, Several
+from torchmpi_py.torch_backend.work import OVER, Call, Done, Pending, Several
 
 Tensors = Sequence[Tensor]
 
@@ -223,7 +223,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             self.queue.run_in_callback(call)
             return Done(call.results)
         if not is_launch and self.queue.run_here(call):
-            return Done(call.results)
+            return OVER
         queue = self.queue
         handle = queue.submit(call)
         work = Pending(handle, call.results, seconds, call.when_over, queue.set_stuck, queue.before_wait)
