@@ -88,6 +88,7 @@ ROWS = [
     [
         "torch_backend.compiling",
         "torch_backend.futures",
+        "torch_backend.joining",
         "torch_backend.members",
         "torch_backend.meeting",
         "torch_backend.parts",

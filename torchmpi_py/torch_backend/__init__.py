@@ -5,7 +5,7 @@ way to start, meet over MPI where no MASTER_ADDR is set (``meeting.py``). A proc
 package, and its collectives are the package's verbs (``process_group.py``).
 """
 
-from torchmpi_py.torch_backend import creation, meeting
+from torchmpi_py.torch_backend import creation, joining, meeting
 from torchmpi_py.torch_backend.gradients import average
 from torchmpi_py.torch_backend.monitoring import monitored_barrier
 from torchmpi_py.torch_backend.process_group import NAME, ProcessGroup
@@ -13,4 +13,5 @@ from torchmpi_py.torch_backend.process_group import NAME, ProcessGroup
 __all__ = ["NAME", "ProcessGroup", "average", "monitored_barrier"]
 
 creation.register()
+joining.register()
 meeting.register()
