@@ -63,7 +63,8 @@ def test_hooks_of_torch(mpi):
         assert 0 < (value - exact[name]).abs().max() < 1e-3, name
 
 
-def test_power_sgd(mpi):
+@pytest.mark.parametrize("bucket_cap_mb", [25, 1e-4])
+def test_power_sgd(mpi, bucket_cap_mb):
     """Its steps are linear in the gradients, so that many ranks come where one comes with all samples."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -72,9 +73,9 @@ def test_power_sgd(mpi):
             group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1, random_seed=3
         )
 
-    together = trained(mpi, hook=powerSGD_hook, state=state(None))
+    together = trained(mpi, hook=powerSGD_hook, state=state(None), bucket_cap_mb=bucket_cap_mb)
     mine, _ = dist.new_subgroups(1)  # each rank has one of its own
-    alone = DistributedDataParallel(regression.network(), process_group=mine)
+    alone = DistributedDataParallel(regression.network(), process_group=mine, bucket_cap_mb=bucket_cap_mb)
     alone.register_comm_hook(state(mine), powerSGD_hook)
     regression.train(alone, regression.adam(alone.parameters()))
     regression.assert_equal(together, alone.module.state_dict())
