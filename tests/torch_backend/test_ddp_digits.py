@@ -23,6 +23,15 @@ two_ranks = (TORCHMPIRUN, "-n", 2, "--bind", "none")  # several such jobs would 
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'torchmpi-py[examples]'")
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """More of them wait for each other while jobs of other tests have the cores."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
 class Job:
     """One that runs; ``output()`` when it has ended."""
 
@@ -33,7 +42,8 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | {"MASTER_ADDR": "192.0.2.1"},  # as clusters do; without a RANK the ranks meet over MPI
+            # Clusters may set an address. Without a RANK the ranks meet over MPI.
+            env=os.environ | {"MASTER_ADDR": "192.0.2.1", "OMP_NUM_THREADS": "1"},
         )
 
     def output(self):
