@@ -23,6 +23,7 @@ import sys
 import traceback
 import unittest
 
+import pytorch_rpc
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal import common_distributed, common_utils
@@ -72,6 +73,7 @@ class Suite:
                 features[feature].add(backend)
             really(backend)
         self.classes = {guise: self.imported(guise) for guise in guises}
+        self.rpc_classes = pytorch_rpc.classes(comm.size)
         os.environ["BACKEND"] = "mpi" if backend != "gloo" and comm.size >= 3 else backend
 
     def imported(self, guise: str) -> type:
@@ -89,8 +91,9 @@ class Suite:
         return Cases
 
     def names(self) -> list[str]:
-        """All cases, in the order of their names."""
-        return sorted(name for name in dir(next(iter(self.classes.values()))) if name.startswith("test_"))
+        """All cases: those of ``DistributedTest``, then those with RPC."""
+        names = [name for name in dir(next(iter(self.classes.values()))) if name.startswith("test_")]
+        return [*sorted(names), *self.rpc_classes]
 
     def try_group(self) -> None:
         """Without a group there is no need to try the cases."""
@@ -99,6 +102,8 @@ class Suite:
 
     def run(self, name: str) -> Outcome:
         """Carry out a case under the first guise that lets it through."""
+        if name in self.rpc_classes:
+            return self.attempt("gloo", self.rpc_classes[name], name)
         skipped = []
         for guise, cases in self.classes.items():
             outcome = self.attempt(guise, cases, name)
@@ -116,7 +121,8 @@ class Suite:
         case.rank, case.file_name = self.comm.rank, os.path.join(self.folder, f"case-{name}-{guise}")
         try:
             with restored_environment():
-                self.start_group(case.timeouts.get(name, 60))
+                if name not in self.rpc_classes:
+                    self.start_group(case.timeouts.get(name, 60))
                 common_utils.set_rng_seed()
                 skipped = outcome_of_call(getattr(case, name))
                 self.comm.Barrier()

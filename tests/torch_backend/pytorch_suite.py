@@ -4,14 +4,15 @@
 
 Every rank notes in ``F/rank-R.jsonl`` that a case begins and how it ended. After each case the ranks agree whether it
 went well on all of them; if it did not, the job ends, as nobody knows what such a case leaves behind, and whoever
-started it starts another for the cases that are left. A case has a *deadline*. A rank that has not come to its end by
-then notes where its threads are and ends the job; so it does soon after another rank has failed, as it is likely to
-wait for that one.
+started it starts another for the cases that are left; so it does where a case needs processes of its own. A case has a
+*deadline*. A rank that has not come to its end by then notes where its threads are and ends the job; so it does soon
+after another rank has failed, as it is likely to wait for that one.
 """
 
 import argparse
 import faulthandler
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -117,7 +118,7 @@ def main() -> None:
 
 def run_all(suite, cases: list[str], notes: Notes, deadline: Deadline, comm) -> None:
     deadline.start()
-    for case in cases:
+    for case in apart(cases, suite.rpc_classes):
         deadline.begin(case)
         notes.write(event="begin", case=case)
         begun = time.monotonic()
@@ -130,6 +131,13 @@ def run_all(suite, cases: list[str], notes: Notes, deadline: Deadline, comm) -> 
             sys.stdout.flush()
             os._exit(FAILED)
     deadline.at = float("inf")
+
+
+def apart(cases: list[str], alone) -> list[str]:
+    """The first cases: a case that needs processes of its own is the only one of its job."""
+    if cases and cases[0] in alone:
+        return cases[:1]
+    return list(itertools.takewhile(lambda case: case not in alone, cases))
 
 
 if __name__ == "__main__":
