@@ -56,6 +56,10 @@ class Plan(NamedTuple):
         return self.flavours[bisect.bisect_left(self.limits, num_bytes)]
 
 
+ASSIGNED = "assigned"
+"""Why a flavour is chosen that the program has chosen."""
+
+
 class Selector:
     """The table; print it to see what is chosen and why, assign to it to choose yourself (alike on every rank).
 
@@ -126,7 +130,10 @@ class Selector:
             raise ValueError(f"{verb}: flavour {name!r} is unknown; known flavours: {', '.join(BY_NAME)}")
         others = [Choice(math.inf, flavour.name, "") for flavour in FLAVOURS]
         scope = "node" if comm.num_nodes == 1 else "nodes"
-        wanted = [*self._choices(Key(verb, scope, symmetric, device.type)), *others]
+        chosen = self._choices(Key(verb, scope, symmetric, device.type))
+        if device.type == "cpu" and comm.size == 1 and chosen[0].why != ASSIGNED:
+            chosen = []  # there is nothing to share: the first of the others, stock MPI, does not copy
+        wanted = [*chosen, *others]
         wanted = wanted if name is None else [Choice(math.inf, name, "")]
         statuses = {choice.flavour: status(BY_NAME[choice.flavour], verb, device.type, comm) for choice in wanted}
         usable = [choice for choice in wanted if statuses[choice.flavour] == "available"]
@@ -168,7 +175,7 @@ def _checked_choices(choices: str | Sequence[tuple[float, str]]) -> list[Choice]
             f"selector: {choices!r} is neither a flavour nor a list of (up to so many bytes, flavour) in rising order "
             f"whose last limit is math.inf; flavours: {', '.join(BY_NAME)}"
         )
-    return [Choice(limit, flavour, "assigned") for limit, flavour in pairs]
+    return [Choice(limit, flavour, ASSIGNED) for limit, flavour in pairs]
 
 
 def _devices(choices: Sequence[Choice]) -> list[str]:
