@@ -8,13 +8,22 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from torchmpi_py.handles import Handle, RequestHandle, ThreadHandle
+from torchmpi_py.handles import Handle, ThreadHandle
+from torchmpi_py.posted import RequestHandle
 
 logger = logging.getLogger("torchmpi_py")
 R = TypeVar("R")
 DRAIN_WARNING_SECONDS = 20.0
+
+
+class Companion(Protocol):
+    """What has operations of its own under way."""
+
+    def drain(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class CommunicationThread:
@@ -30,7 +39,7 @@ class CommunicationThread:
         self._posted: dict[int, RequestHandle[Any]] = {}  # oldest first
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._others: list[CommunicationThread] = []
+        self._others: list[Companion] = []
         self.is_stuck = False  # in an operation that nobody waits for any more: neither do drain and close
         self.streams: dict[Any, Any] = {}  # per device, the stream that its operations go to
 
@@ -58,10 +67,14 @@ class CommunicationThread:
     def beside(self, name: str) -> CommunicationThread:
         """Another thread, for operations that must not wait for this one's; it is drained and closed with this one."""
         other = CommunicationThread(inline=self.inline, name=name)
-        self._others.append(other)
+        self.take_along(other)
         return other
 
-    def let_go(self, other: CommunicationThread) -> None:
+    def take_along(self, other: Companion) -> None:
+        """Drain and close it with this one."""
+        self._others.append(other)
+
+    def let_go(self, other: Companion) -> None:
         """Forget one that is ``beside`` this one, if it is there yet."""
         if other in self._others:
             self._others.remove(other)
@@ -73,6 +86,10 @@ class CommunicationThread:
                 self._queue.put(None)  # the end, which is for the thread's loop
                 return
             handle._execute()
+
+    def settles(self, seconds: float) -> bool:
+        """Whether all that is queued is over within so long."""
+        return self._thread is None or self.submit(_Nothing())._complete(seconds)
 
     def drain(self) -> None:
         """Block until everything launched so far is complete; say so when it takes long. Errors stay with handles."""

@@ -4,20 +4,20 @@ A handle is one operation under way. It owns the operation, and with it every bu
 the communication thread or the list of posted requests refers to the handle, so that dropping one is safe. Two kinds:
 
 ThreadHandle    the operation runs in the communication thread, on duplicates of the communicators, in order of launch
-RequestHandle   the operation was posted to MPI as a nonblocking call; MPI moves it forward when it is waited for
+RequestHandle   the operation was posted to MPI as a nonblocking call (``posted.py``)
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
+
+import torch
 
 from torchmpi_py import config, waiting
 from torchmpi_py.errors import CollectiveTimeout
@@ -42,14 +42,6 @@ class Work(Protocol[R_co]):
 
     def explain(self, error: Exception) -> Exception:
         """An error of MPI in the operation's own words."""
-
-
-class Request(Protocol):
-    """What a handle needs of a nonblocking call: mpi4py's Request has it."""
-
-    def Test(self) -> bool: ...  # noqa: N802
-
-    def Wait(self) -> Any: ...  # noqa: N802
 
 
 class Handle(ABC, Generic[R]):
@@ -85,15 +77,20 @@ class Handle(ABC, Generic[R]):
         if timeout_seconds is None and config.can_raise:
             timeout_seconds = config.current.deadline_seconds
         if not self._complete(timeout_seconds):
-            late = getattr(self._work, "who_is_late", str)()
-            raise CollectiveTimeout(
-                f"{self._label} is not complete after {timeout_seconds} s; it goes on, wait again for its result. "
-                f"{late or 'Has every rank launched it?'}"
-            )
+            told = f"{self._label} is not complete after {timeout_seconds} s; it goes on, wait again for its result"
+            raise CollectiveTimeout(f"{told}. {self.who_is_late()}")
         if self._error is not None:
             self._error_was_seen = True
             raise self._error.with_traceback(self._traceback)  # as it was, however often it is raised
         return self._result  # type: ignore[return-value]
+
+    def is_settled(self) -> bool:
+        """Whether the host is through with it, as ``done`` for CPU tensors."""
+        return self._complete(0)
+
+    def who_is_late(self) -> str:
+        """Which ranks have not come to the operation, or a question."""
+        return getattr(self._work, "who_is_late", str)() or "Has every rank launched it?"
 
     def give_up(self) -> None:
         """Nobody waits for it any more: if it fails, that need not be told."""
@@ -144,11 +141,13 @@ class ThreadHandle(Handle[R]):
         super().__init__(work)
         self._open = threading.Lock()
         self._open.acquire()
+        self._in_inference_mode = torch.is_inference_mode_enabled()  # which belongs to the thread that launches
         self._on_settled: Callable[[], object] | None = getattr(work, "on_settled", None)
 
     def _execute(self) -> None:
         assert self._work is not None
-        self._settle(self._work.run_in_background)
+        with torch.inference_mode() if self._in_inference_mode else contextlib.nullcontext():
+            self._settle(self._work.run_in_background)
         self._open.release()
         if self._on_settled is not None:
             self._on_settled()
@@ -156,61 +155,14 @@ class ThreadHandle(Handle[R]):
 
     def _complete(self, timeout_seconds: float | None) -> bool:
         with self._waited_for(timeout_seconds):
-            if not self._open.acquire(timeout=_lock_timeout(timeout_seconds)):
+            if not self._open.acquire(timeout=lock_timeout(timeout_seconds)):
                 return False
         self._open.release()
         return True
 
 
-class RequestHandle(Handle[R]):
-    """An operation posted to MPI as one or more nonblocking calls."""
-
-    def __init__(self, work: Work[R], requests: Sequence[Request]) -> None:
-        super().__init__(work)
-        self._requests = list(requests)
-        self._failure: Exception | None = None
-        self._lock = threading.Lock()
-        self.on_settled: Callable[[], object] = lambda: None
-
-    def _complete(self, timeout_seconds: float | None) -> bool:
-        with self._waited_for(timeout_seconds):
-            return self._advance_until(timeout_seconds)
-
-    def _advance_until(self, timeout_seconds: float | None) -> bool:
-        deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
-        if not self._lock.acquire(timeout=_lock_timeout(timeout_seconds)):
-            return False  # another thread is waiting for it
-        try:
-            while self._work is not None:
-                self._advance(self._work, wait=timeout_seconds is None)
-                if self._work is not None:
-                    if time.monotonic() >= deadline:
-                        return False
-                    time.sleep(0)
-            return True
-        finally:
-            self._lock.release()
-
-    def _advance(self, work: Work[R], *, wait: bool) -> None:
-        """Let MPI move the transfer forward; settle the operation when all requests are complete or have failed."""
-        while self._requests:
-            try:
-                if wait:
-                    self._requests[-1].Wait()
-                elif not self._requests[-1].Test():
-                    return
-            except Exception as error:
-                self._failure = self._failure or work.explain(error)
-            self._requests.pop()
-        self._settle(work.finish if self._failure is None else self._fail)
-        self.on_settled()
-
-    def _fail(self) -> R:
-        assert self._failure is not None
-        raise self._failure
-
-
-def _lock_timeout(seconds: float | None) -> float:
+def lock_timeout(seconds: float | None) -> float:
+    """What a lock takes for so long (None: for ever)."""
     return -1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
 

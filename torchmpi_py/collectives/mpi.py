@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from torchmpi_py import communication_thread, config, handles
+from torchmpi_py import communication_thread, config, handles, posted
 from torchmpi_py.collectives import cuda_aware, mpi_steps, wire
 from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.mpi_steps import Steps
@@ -51,13 +51,13 @@ class Mpi(Flavour):
         if operation.method in _POSTS:
             if x.is_cuda:
                 wire.settle(x)
-            return thread.keep(handles.RequestHandle(operation, _POSTS[operation.method](comm, *operation.arguments)))
+            return thread.keep(posted.RequestHandle(operation, _POSTS[operation.method](comm, *operation.arguments)))
         is_small = operation.num_bytes <= config.current.native_async_bytes
         if operation.method not in _STEPS or not is_small or x.is_cuda:
             return super().launch(operation)
         remaining = _STEPS[operation.method](comm, *operation.arguments)
         requests = [getattr(comm, f"I{name.lower()}")(*arguments) for name, arguments in itertools.islice(remaining, 1)]
-        return thread.keep(handles.RequestHandle(_Posted(operation, remaining), requests))
+        return thread.keep(posted.RequestHandle(_Posted(operation, remaining), requests))
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         _run(channel.mpi, mpi_steps.broadcast(channel.mpi, x, root), x)
@@ -142,7 +142,7 @@ _STEPS: dict[str, Callable[..., Steps]] = {  # the collectives that take one ste
     "alltoall": mpi_steps.alltoall,
     "scatter": mpi_steps.scatter,
 }
-_POSTS: dict[str, Callable[..., Sequence[handles.Request]]] = {
+_POSTS: dict[str, Callable[..., Sequence[posted.Request]]] = {
     "send": mpi_steps.post_send,
     "recv": mpi_steps.post_recv,
 }

@@ -158,6 +158,9 @@ class Receipt:
         check_arrived(self.status, self.num_bytes)
         return True
 
+    def Cancel(self) -> None:  # noqa: N802
+        self.request.Cancel()
+
     def Wait(self) -> None:  # noqa: N802
         self.request.Wait(self.status)
         check_arrived(self.status, self.num_bytes)

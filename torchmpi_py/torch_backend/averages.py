@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchmpi_py.torch_backend.work import Call
+from torchmpi_py.torch_backend.call import Call
+
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def averaging(op: str, outputs: Sequence[Tensor], size: int, make: Callable[[str], Call], is_root: bool = True) -> Call:
@@ -20,7 +22,11 @@ def averaging(op: str, outputs: Sequence[Tensor], size: int, make: Callable[[str
 
     def divide() -> None:
         for x in outputs if is_root else ():
-            x.detach().div_(size, rounding_mode="trunc" if _is_whole(x) else None)
+            plain = x.detach()
+            if x.dtype in _UNSIGNED:  # which torch does not divide
+                plain.copy_(torch.from_numpy(plain.cpu().numpy() // size))
+            else:
+                plain.div_(size, rounding_mode="trunc" if _is_whole(x) else None)
 
     call = make("sum")
     call.afterwards(divide)

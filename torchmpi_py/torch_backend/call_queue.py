@@ -18,7 +18,7 @@ from torchmpi_py import communication_thread, config, streams
 from torchmpi_py.communication_thread import CommunicationThread
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.handles import Handle
-from torchmpi_py.torch_backend.work import Call
+from torchmpi_py.torch_backend.call import Call, Carrier
 
 
 class CallQueue:
@@ -32,6 +32,8 @@ class CallQueue:
         self._callbacks = threading.RLock()  # and whoever carries out one of a callback
         self._order = threading.Lock()
         self._num_queued = 0
+        self._depth = 0  # of callbacks that carry on with the queue
+        self._deferred: list[_Queued] = []  # what was carried out there, and not concluded
         self._runner = 0  # the thread that carries out what is queued, while it does
 
     def run_here(self, call: Call) -> bool:
@@ -51,31 +53,54 @@ class CallQueue:
         with self._callbacks:
             call.run(in_background=True)
 
-    def submit(self, call: Call) -> Handle[Any]:
+    def submit(self, call: Call) -> tuple[Handle[Any], Carrier]:
         """Queue it for the thread of the group."""
         with self._order:
             self._num_queued += 1
             if self._thread is None:
                 self._thread = communication_thread.current().beside(self._name)
-        return streams.submit(_Queued(call, self), call.device, call.tensors, self._thread)
+        queued = _Queued(call, self)
+        return streams.submit(queued, call.device, call.tensors, self._thread), queued
 
-    def before_wait(self, handle: Handle[Any]) -> None:
-        """Before this thread waits: if it is the one that has yet to carry that out, do it now."""
+    def carry_on(self, handle: Handle[Any]) -> None:
+        """Before this thread waits for it: if it is the one that has yet to carry that out, do it now.
+
+        What is chained to calls that are carried out so waits until the callback that waits is over, for that one comes
+        first on ranks where the calls were over already.
+        """
         if self._runner == threading.get_ident() and self._thread is not None:
-            self._thread.carry_out_until(handle.done)
+            self._depth += 1
+            try:
+                self._thread.carry_out_until(handle.is_settled)
+            finally:
+                self._depth -= 1
 
-    def set_stuck(self, is_stuck: bool) -> None:
-        """Whether somebody has stopped waiting for a call, which goes on."""
+    def give_up(self) -> None:
+        """Somebody has stopped waiting for a call, which goes on."""
+        with self._order:
+            if self._num_queued:
+                self._set_stuck(True)
+
+    def close(self, seconds: float | None) -> None:
+        """Wait for what is queued, at most so long (None: for ever), and end the thread, unless it is stuck."""
+        thread, self._thread = self._thread, None
+        if thread is not None and communication_thread.is_installed():
+            communication_thread.current().let_go(thread)
+            if seconds is not None and not thread.is_stuck and not thread.settles(seconds):
+                thread.is_stuck = self._comm.is_stuck = True
+            thread.close()
+
+    def _set_stuck(self, is_stuck: bool) -> None:
         self._comm.is_stuck = is_stuck
         if self._thread is not None:
             self._thread.is_stuck = is_stuck
 
-    def close(self) -> None:
-        """Wait for what is queued, unless it is stuck, and end the thread."""
-        if self._thread is not None and communication_thread.is_installed():
-            communication_thread.current().let_go(self._thread)
-            self._thread.close()
-        self._thread = None
+    def _is_through(self) -> None:
+        """With one call."""
+        with self._order:
+            self._num_queued -= 1
+            if not self._num_queued:
+                self._set_stuck(False)
 
 
 class _Queued:
@@ -83,8 +108,10 @@ class _Queued:
 
     def __init__(self, call: Call, queue: CallQueue) -> None:
         self._call, self._queue = call, queue
+        self._is_concluded = False
         self.label, self.noted = call.label, call.noted
         self.finish, self.explain, self.who_is_late = call.finish, call.explain, call.who_is_late
+        self.when_over, self.when_late, self.before_wait = call.when_over, queue.give_up, queue.carry_on
 
     def run_in_background(self) -> Sequence[Tensor]:
         self._queue._channel.acquire()
@@ -95,10 +122,25 @@ class _Queued:
         """The handle is complete: now what was chained to the call may run, and then the next call."""
         queue = self._queue
         try:
-            self._call.is_over()
+            if queue._depth:
+                queue._deferred.append(self)
+                return
+            self._conclude()
+            while queue._deferred:
+                queue._deferred.pop(0)._conclude()
         finally:
-            with queue._order:
-                queue._num_queued -= 1
-                if not queue._num_queued:
-                    queue.set_stuck(False)
+            queue._is_through()
             queue._channel.release()
+
+    def before_future(self, handle: Handle[Any]) -> None:
+        """See ``Carrier``."""
+        queue = self._queue
+        queue.carry_on(handle)
+        if queue._runner == threading.get_ident() and self in queue._deferred:
+            queue._deferred.remove(self)
+            self._conclude()
+
+    def _conclude(self) -> None:
+        if not self._is_concluded:
+            self._is_concluded = True
+            self._call.is_over()

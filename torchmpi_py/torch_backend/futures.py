@@ -28,7 +28,7 @@ def is_in_callback() -> bool:
 
 
 @contextlib.contextmanager
-def callbacks() -> Iterator[None]:
+def _callback() -> Iterator[None]:
     """In this block what is chained to a future runs."""
     former = is_in_callback()
     _state.is_in_callback = True
@@ -64,7 +64,7 @@ class CallFuture(torch.futures.Future[Any]):
         """Run ``callback`` with this future when it is completed."""
 
         def run(future: Any) -> None:
-            with callbacks():
+            with _callback():
                 callback(future)
 
         super().add_done_callback(run)
@@ -72,14 +72,39 @@ class CallFuture(torch.futures.Future[Any]):
 
 def of(results: Sequence[Tensor], before_wait: Callable[[], object] = _nothing) -> CallFuture:
     """One for these tensors."""
-    return CallFuture(sorted({x.device for x in results if x.is_cuda}, key=str), before_wait)
+    return CallFuture(_devices(results), before_wait)
+
+
+def of_all(made: Sequence[CallFuture], results: Sequence[Tensor]) -> CallFuture:
+    """One for all of them, whose value are these tensors."""
+
+    def before_wait() -> None:
+        for future in made:
+            future._before_wait()
+
+    whole = CallFuture(_devices(results), before_wait)
+    torch.futures.collect_all(list(made)).add_done_callback(lambda all_of_them: _pass_on(all_of_them, whole, results))
+    return whole
+
+
+def _pass_on(ended: Any, whole: CallFuture, results: Sequence[Tensor]) -> None:
+    try:
+        ended.value()
+    except Exception as error:
+        whole.set_exception(error)
+    else:
+        whole.set_result(list(results))
+
+
+def _devices(results: Sequence[Tensor]) -> list[torch.device]:
+    return sorted({x.device for x in results if x.is_cuda}, key=str)
 
 
 def _follow(callback: Callable[..., Any], following: CallFuture, future: Any) -> None:
-    with callbacks():
-        try:
+    try:
+        with _callback():
             made = callback(future)
-        except Exception as error:
-            following.set_exception(error)
-        else:
-            following.set_result(made)
+        following.set_result(made)
+    except BaseException as error:
+        told = error if isinstance(error, Exception) else RuntimeError(f"a callback ended by {error!r}")
+        following.set_exception(told)

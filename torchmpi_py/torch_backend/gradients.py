@@ -13,8 +13,8 @@ from torch import Tensor, distributed
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.forms import preparing
+from torchmpi_py.torch_backend.call import Call
 from torchmpi_py.torch_backend.process_group import ProcessGroup
-from torchmpi_py.torch_backend.work import Call
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -33,7 +33,7 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     if not isinstance(group, ProcessGroup):
         raise TypeError(f"average: {group!r} is not a process group of backend torchmpi; give one as the hook's state")
     x = bucket.buffer()
-    memory = _memory(group, bucket.index(), x)
+    memory = _memory(group, bucket.parameters(), x)
     target = x if memory is None else memory
     work = group.carry_out(Call([_allreduce(x, out=target, op="avg", comm=group.comm)], [target]))
     return work.get_future().then(_first)  # type: ignore[no-any-return]
@@ -43,13 +43,13 @@ def _first(future: torch.futures.Future[Any]) -> Tensor:
     return future.value()[0]  # type: ignore[no-any-return]
 
 
-def _memory(group: ProcessGroup, index: int, x: Tensor) -> Tensor | None:
+def _memory(group: ProcessGroup, parameters: list[Tensor], x: Tensor) -> Tensor | None:
     """Symmetric memory for a bucket, kept for the next step; None where there is none. Collective."""
-    kept = group.buckets.get(index)
-    if index in group.buckets and (kept is None or (kept.numel() == x.numel() and kept.dtype == x.dtype)):
-        return kept
+    kept = group.buckets.find(parameters, x)
+    if kept is not None:
+        return kept.memory
     made: list[Tensor | None] = []
     group.carry_out(Call([group.steps.operation("memory", x.nbytes, x.device, made.append)], [])).wait()
     memory = None if made[0] is None else made[0].view(x.dtype).view(x.shape)
-    group.buckets[index] = memory
+    group.buckets.keep(parameters, memory)
     return memory

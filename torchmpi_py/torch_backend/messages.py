@@ -1,8 +1,7 @@
 """send and recv of a process group: messages with tags, from a certain rank or from any.
 
 They must not queue behind collectives, nor behind each other: a receive may come before its counterpart's send. So they
-are posted to MPI at once, on a communicator of their own. Tags beyond those that MPI has begin again; the last one is
-for ``monitoring.py``.
+are posted to MPI at once, on a communicator of their own, with tags of the group (``members.py``).
 """
 
 from __future__ import annotations
@@ -11,21 +10,24 @@ import functools
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torchmpi_py import communication_thread, watch
+from torchmpi_py import communication_thread, config, watch
 from torchmpi_py.channels import DIRECT
-from torchmpi_py.collectives import mpi_steps
+from torchmpi_py.collectives import mpi_steps, wire
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.collectives.registry import BY_NAME
-from torchmpi_py.communicators import Communicator
-from torchmpi_py.handles import RequestHandle
+from torchmpi_py.handles import Handle
+from torchmpi_py.posted import RequestHandle
 from torchmpi_py.tensors import check_rank, check_tensor, flat, written
-from torchmpi_py.torch_backend.monitoring import last_tag
+from torchmpi_py.torch_backend.members import Membership
 from torchmpi_py.torch_backend.work import Pending
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _FROM_ANY = "recv from any rank"
 
@@ -34,7 +36,7 @@ class Message(Pending):
     """A message under way."""
 
     def __init__(self, handle: RequestHandle[Any], x: Tensor, seconds: float | None, receipts: list[Any]) -> None:
-        super().__init__(handle, [x], seconds, _in_a_thread, _nothing, _nothing)
+        super().__init__(handle, [x], seconds, _ByItself())
         self._receipts = receipts
 
     def source_rank(self) -> int:
@@ -45,67 +47,99 @@ class Message(Pending):
     _source_rank = source_rank
 
 
-def send(comm: Communicator, x: Tensor, destination: int, tag: int, seconds: float | None, frame: FrameType) -> Message:
-    """Post it."""
-    check_rank("send", "dst", destination, comm.size)
-    buffer = flat(check_tensor("send", "tensor", x)).cpu()
-    mpi = comm.background.mpi
-    return _posted(
-        "send", comm, (buffer, destination), x, None, seconds, frame,
-        lambda: mpi_steps.post_send(mpi, buffer, destination, tag % last_tag()),
-    )  # fmt: skip
+class Mailbox:
+    """The messages of a group."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._comm, self._mpi, self._tags = membership
+        self._receives: dict[int, RequestHandle[Any]] = {}  # held until they are complete
+        communication_thread.current().take_along(self)
+
+    def send(self, x: Tensor, destination: int, tag: int, seconds: float | None, frame: FrameType) -> Message:
+        """Post a send."""
+        check_rank("send", "dst", destination, self._comm.size)
+        buffer = flat(check_tensor("send", "tensor", x)).cpu()
+        operation = self._operation("send", (buffer, destination), x, None)
+        handle = _posted(operation, frame, lambda: _post_send(self._mpi, buffer, destination, self._tags.of(tag)))
+        communication_thread.current().keep(handle)
+        return Message(handle, x, seconds, [])
+
+    def receive(self, x: Tensor, source: int | None, tag: int, seconds: float | None, frame: FrameType) -> Message:
+        """Post a receive; from any rank if ``source`` is None."""
+        from mpi4py import MPI
+
+        where = MPI.ANY_SOURCE if source is None else check_rank("recv", "src", source, self._comm.size)
+        buffer, copy_out = written("recv", check_tensor("recv", "tensor", x), holds_input=False)
+        if source is None and x.nbytes > config.current.message_bytes:
+            raise ValueError(
+                f"recv: {x.nbytes} bytes travel in several pieces, of which those of several ranks could be mixed; "
+                "give the rank that sends them (src=)"
+            )
+        if x.is_cuda:
+            buffer = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+            copy_out = functools.partial(_copy, x, buffer)
+        operation = self._operation(_FROM_ANY if source is None else "recv", (buffer, where), x, copy_out)
+        receipts: list[Any] = []
+
+        def post() -> list[Any]:
+            receipts.extend(_post_recv(self._mpi, buffer, where, self._tags.of(tag)))
+            return receipts
+
+        handle = _posted(operation, frame, post)
+        self._receives[id(handle)] = handle
+        handle.on_settled = functools.partial(self._receives.pop, id(handle), None)
+        return Message(handle, x, seconds, receipts)
+
+    def drain(self) -> None:
+        """Receives that nothing has come for are not waited for."""
+
+    def close(self) -> None:
+        """Take back the receives that nothing has come for."""
+        for handle in list(self._receives.values()):
+            handle.cancel()
+
+    def _operation(
+        self, name: str, arguments: tuple[Any, ...], x: Tensor, copy_out: Callable[[], object] | None
+    ) -> Operation[Any]:
+        conclude = None if copy_out is None else lambda _: copy_out()
+        return Operation(name, name, BY_NAME["mpi"], self._comm, arguments, conclude, x.nbytes, x)
 
 
-def receive(
-    comm: Communicator, x: Tensor, source: int | None, tag: int, seconds: float | None, frame: FrameType
-) -> Message:
-    """Post it; from any rank if ``source`` is None."""
-    from mpi4py import MPI
-
-    where = MPI.ANY_SOURCE if source is None else check_rank("recv", "src", source, comm.size)
-    buffer, copy_out = written("recv", check_tensor("recv", "tensor", x), holds_input=False)
-    if x.is_cuda:
-        buffer = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-        copy_out = functools.partial(_copy, x, buffer)
-    mpi = comm.background.mpi
-    name = _FROM_ANY if source is None else "recv"
-    return _posted(
-        name, comm, (buffer, where), x, copy_out, seconds, frame,
-        lambda: mpi_steps.post_recv(mpi, buffer, where, tag % last_tag()),
-    )  # fmt: skip
-
-
-def _posted(
-    name: str,
-    comm: Communicator,
-    arguments: tuple[Any, ...],
-    x: Tensor,
-    copy_out: Callable[[], object] | None,
-    seconds: float | None,
-    frame: FrameType,
-    post: Callable[[], list[Any]],
-) -> Message:
-    conclude = None if copy_out is None else lambda _: copy_out()
-    operation: Operation[Any] = Operation(name, name, BY_NAME["mpi"], comm, arguments, conclude, x.nbytes, x)
+def _posted(operation: Operation[Any], frame: FrameType, post: Callable[[], list[Any]]) -> RequestHandle[Any]:
     operation.noted = watch.note(operation, DIRECT, True, frame)
     try:
-        requests = post()
+        return RequestHandle(operation, post())
     except BaseException:
         watch.fail(operation.noted)
         raise
-    handle = RequestHandle(operation, requests)
-    communication_thread.current().keep(handle)
-    return Message(handle, x, seconds, requests)
+
+
+def _post_send(mpi: MPI.Comm, x: Tensor, destination: int, tag: int) -> list[Any]:
+    """As ``mpi_steps``, but that of a tensor without elements there is a message."""
+    if x.numel():
+        return mpi_steps.post_send(mpi, x, destination, tag)
+    return [mpi.Isend([bytearray(), wire.byte()], destination, tag)]
+
+
+def _post_recv(mpi: MPI.Comm, x: Tensor, source: int, tag: int) -> list[Any]:
+    return mpi_steps.post_recv(mpi, x, source, tag) or [mpi_steps.Receipt(mpi, x, source, tag)]
 
 
 def _copy(x: Tensor, buffer: Tensor) -> None:
+    """To the GPU; complete when it returns, for other streams will read it."""
     x.detach().copy_(buffer)
+    torch.cuda.current_stream(x.device).synchronize()
 
 
-def _in_a_thread(step: Callable[[], None]) -> None:
-    """A future of a message is completed by who waits for it, and nobody else may do so."""
-    threading.Thread(target=step, name="torchmpi_py-message", daemon=True).start()
+class _ByItself:
+    """The carrier of a message: it holds nothing else up, and is moved on by whoever waits for it."""
 
+    def when_over(self, step: Callable[[], None]) -> None:
+        """A future waits in a thread of its own."""
+        threading.Thread(target=step, name="torchmpi_py-message", daemon=True).start()
 
-def _nothing(_: object) -> None:
-    """A message that is late holds nothing else up, and can be waited for in every thread."""
+    def when_late(self) -> None: ...
+
+    def before_wait(self, handle: Handle[Any]) -> None: ...
+
+    def before_future(self, handle: Handle[Any]) -> None: ...

@@ -15,7 +15,7 @@ import numpy as np
 from torch import distributed
 
 from torchmpi_py import communicators, waiting
-from torchmpi_py.communicators import Communicator
+from torchmpi_py.torch_backend.members import Membership
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,10 +44,11 @@ def monitored_barrier(
 
 
 class Monitor:
-    """The monitored barriers of a communicator."""
+    """The monitored barriers of a group."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, membership: Membership) -> None:
+        self._comm = membership.comm
+        self._mpi, self._tag = membership.messages, membership.tags.own
         self._number = 0  # of this rank's messages: a rank may leave barriers out
 
     def wait(self, seconds: float | None, wait_all_ranks: bool) -> None:
@@ -74,7 +75,7 @@ class Monitor:
     def _gather(self, seconds: float, wait_all_ranks: bool) -> list[int]:
         """Rank 0: the ranks that have not come."""
         nap, size = waiting.Nap(0.001), self._comm.size
-        arrivals = {rank: _Inbox(self._comm.background.mpi, rank, 1) for rank in range(1, size)}
+        arrivals = {rank: _Inbox(self._mpi, rank, self._tag, 1) for rank in range(1, size)}
         missing: list[int] = []
         for rank, arrival in arrivals.items():
             if not arrival.wait(nap, seconds, lambda number: number > 0):
@@ -84,17 +85,17 @@ class Monitor:
         for rank, arrival in arrivals.items():
             if arrival.close():
                 answer = np.array([arrival.numbers[0], *(other in missing for other in range(size))], np.int64)
-                self._comm.background.mpi.Send(answer, rank, last_tag())
+                self._mpi.Send(answer, rank, self._tag)
         return missing
 
     def _report(self, seconds: float) -> list[int]:
         """Another rank: what rank 0 answers, or that it does not."""
-        mpi, own = self._comm.background.mpi, self._number
-        mpi.Send(np.array([own], np.int64), 0, last_tag())
-        answer = _Inbox(mpi, 0, 1 + self._comm.size)
+        mpi, own = self._mpi, self._number
+        mpi.Send(np.array([own], np.int64), 0, self._tag)
+        answer = _Inbox(mpi, 0, self._tag, 1 + self._comm.size)
         if not answer.wait(waiting.Nap(0.001), seconds + _ANSWER_SECONDS, lambda number: number == own):
             answer.close()
-            mpi.Send(np.array([-own], np.int64), 0, last_tag())
+            mpi.Send(np.array([-own], np.int64), 0, self._tag)
             return [0]
         return [rank for rank, is_missing in enumerate(answer.numbers[1:]) if is_missing]
 
@@ -102,18 +103,18 @@ class Monitor:
 class _Inbox:
     """The messages from a rank, of so many numbers: the last one counts."""
 
-    def __init__(self, mpi: MPI.Comm, rank: int, length: int) -> None:
-        self._mpi, self._rank = mpi, rank
+    def __init__(self, mpi: MPI.Comm, rank: int, tag: int, length: int) -> None:
+        self._mpi, self._rank, self._tag = mpi, rank, tag
         self.numbers: Any = np.zeros(length, np.int64)
         self._request: Any = self._post()
 
     def _post(self) -> Any:
-        return self._mpi.Irecv(self.numbers, self._rank, last_tag())
+        return self._mpi.Irecv(self.numbers, self._rank, self._tag)
 
     def wait(self, nap: waiting.Nap, seconds: float, counts: Callable[[int], bool]) -> bool:
         """Whether one has come whose first number ``counts``."""
         while waiting.complete(self._request, nap, seconds):
-            if counts(int(self.numbers[0])) and not self._mpi.Iprobe(self._rank, last_tag()):
+            if counts(int(self.numbers[0])) and not self._mpi.Iprobe(self._rank, self._tag):
                 return True
             self._request = self._post()
         return False
@@ -124,11 +125,3 @@ class _Inbox:
             self._request.Cancel()
             self._request.Wait()
         return bool(self.numbers[0] > 0)
-
-
-def last_tag() -> int:
-    """One that messages of the program do not have."""
-    from mpi4py import MPI
-
-    last: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-    return int(last)

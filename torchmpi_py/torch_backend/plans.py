@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.forms import preparing
@@ -20,47 +20,17 @@ from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.collectives.selector import selector
 from torchmpi_py.communicators import Communicator, resolve
 from torchmpi_py.tensors import check_divisible, flat, written
+from torchmpi_py.torch_backend.call import Call
 from torchmpi_py.torch_backend.parts import check_equal, check_list, check_whole, into_lists, one_after_another
 from torchmpi_py.torch_backend.steps import Steps
-from torchmpi_py.torch_backend.work import Call
 
 Tensors = Sequence[Tensor]
-_KINDS: Any = distributed.ReduceOp.RedOpType
-_OPS = {
-    "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
-    "BXOR": "bxor", "PREMUL_SUM": "sum",
-}  # fmt: skip
-_BY_NUMBER = {_KINDS.__members__[name].value: op for name, op in _OPS.items()}  # to compare the kinds takes longer
-_PREMUL_SUM = _KINDS.PREMUL_SUM.value
-
 _broadcast = preparing(verbs.broadcast)
 _allreduce = preparing(verbs.allreduce)
 _reduce = preparing(verbs.reduce)
 _reduce_scatter = preparing(verbs.reduce_scatter)
 _alltoall = preparing(verbs.alltoall)
 _scatter = preparing(verbs.scatter)
-
-
-def op_of(opts: Any) -> tuple[str, Any]:
-    """What the package calls a reduction, and by what every tensor is multiplied before (None: by nothing)."""
-    given = getattr(opts, "reduceOp", opts)
-    if given is None:
-        return "sum", None
-    number = getattr(given, "op", given).value
-    name = _BY_NUMBER.get(number)
-    if name is None:
-        raise ValueError(f"backend torchmpi does not know {given!r}; it knows {', '.join(_OPS)}")
-    return name, given.__getstate__()[1] if number == _PREMUL_SUM else None
-
-
-def root_of(opts: Any) -> int:
-    """The root, which torch.distributed gives in options or by itself."""
-    return opts if isinstance(opts, int) else int(opts.rootRank)
-
-
-def as_list(tensors: Tensors | Tensor) -> list[Tensor]:
-    """torch.distributed may give one tensor by itself."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def allreduce(steps: Steps, tensors: list[Tensor], op: str, factor: Any) -> Call:
@@ -205,6 +175,7 @@ def alltoall_single(steps: Steps, output: Tensor, x: Tensor, output_splits: list
     buffer, copy_out = written("all_to_all_single", output, holds_input=False)
     sent = _rows("input", flat(x), input_splits, size)
     received = _rows("output", buffer, output_splits, size)
+    check_equal("all_to_all_single", "outputs", [received[steps.comm.rank]], sent[steps.comm.rank])
     return Call([steps.alltoall_operation(received, sent)], [output], copy_out)
 
 
@@ -213,7 +184,10 @@ def alltoall(steps: Steps, outputs: Tensors, inputs: Tensors) -> Call:
     for what, given in (("outputs", outputs), ("inputs", inputs)):
         if given:
             check_list("all_to_all", what, given, inputs[0], steps.comm.size)
-    return Call([steps.alltoall_operation(list(outputs), list(inputs))], list(outputs))
+    check_equal("all_to_all", "outputs", [outputs[steps.comm.rank]], inputs[steps.comm.rank])
+    targets = [written("all_to_all", y, holds_input=False) for y in outputs]
+    conclude = one_after_another([copy_out for _, copy_out in targets])
+    return Call([steps.alltoall_operation([y for y, _ in targets], list(inputs))], list(outputs), conclude)
 
 
 def _rows(what: str, x: Tensor, splits: list[int], size: int) -> list[Tensor]:

@@ -3,36 +3,42 @@
 torch.distributed hands over lists of tensors, some of them in several forms of the same collective. Here they become
 operations on flat tensors (``plans.py``), which a queue carries out in the order of the calls (``call_queue.py``).
 Point-to-point messages go their own way (``messages.py``).
-
-torch.distributed's C++ side wants to find a backend of its own in a process group, and asks it for devices and names.
-It gets a placeholder, which raises whenever a collective reaches it.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import functools
-import os
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from torchmpi_py import watch
+from torchmpi_py import communication_thread, watch
 from torchmpi_py.channels import BACKGROUND, DIRECT
 from torchmpi_py.errors import CommunicatorError
-from torchmpi_py.torch_backend import averages, futures, meeting, members, messages, monitoring, plans
+from torchmpi_py.torch_backend import (
+    averages,
+    futures,
+    meeting,
+    members,
+    messages,
+    monitoring,
+    options,
+    placeholder,
+    plans,
+    sites,
+)
+from torchmpi_py.torch_backend.buckets import Buckets
+from torchmpi_py.torch_backend.call import Call
 from torchmpi_py.torch_backend.call_queue import CallQueue
 from torchmpi_py.torch_backend.steps import Steps
-from torchmpi_py.torch_backend.work import OVER, Call, Done, Pending, Several
+from torchmpi_py.torch_backend.work import OVER, Done, Pending, Several
 
 Tensors = Sequence[Tensor]
 
 NAME = "torchmpi"
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
 _Base: Any = distributed.ProcessGroup  # whose methods have several signatures each, all of which are taken here
@@ -46,30 +52,19 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     """
 
     def __init__(self, world_ranks: Sequence[int], name: str, timeout: dt.timedelta) -> None:
-        comm = members.acquire(world_ranks)
+        membership = members.acquire(world_ranks)
+        self.comm = comm = membership.comm
         super().__init__(comm.rank, comm.size)
-        self.comm = comm
         self.world_ranks = list(world_ranks)
         self.steps = Steps(comm)
         self.queue = CallQueue(comm, f"group-{name}")
-        self.monitor = monitoring.Monitor(comm)
-        self.buckets: dict[int, Tensor | None] = {}
+        self.mailbox = messages.Mailbox(membership)
+        self.monitor = monitoring.Monitor(membership)
+        self.buckets = Buckets()
         self.set_timeout(timeout)
         self._is_open = True
         self._coalesced: list[Any] | None = None
-        self._add_placeholder()
-
-    def _add_placeholder(self) -> None:
-        from torch._C._distributed_c10d import FakeProcessGroup
-
-        factory: Any = FakeProcessGroup
-        options = factory.Options()
-        options.error_on_collective = True
-        kind = distributed.ProcessGroup.BackendType.CUSTOM
-        placeholder = factory._create_internal(self.comm.rank, self.comm.size, options)
-        for device in ("cpu", "cuda"):
-            self._register_backend(torch.device(device), kind, placeholder)
-        self._set_default_backend(kind)
+        placeholder.add(self, comm.rank, comm.size)
 
     def getBackendName(self) -> str:  # noqa: N802 - C++ asks for it by this name
         return NAME
@@ -80,21 +75,21 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self.seconds = None if seconds == meeting.DEFAULT_SECONDS else seconds
 
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        op, factor = plans.op_of(opts)
-        given = plans.as_list(tensors)
+        op, factor = options.op_of(opts)
+        given = options.as_list(tensors)
         return self._reduce(op, given, lambda op: plans.allreduce(self.steps, given, op, factor), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
-        op, factor = plans.op_of(opts)
+        op, factor = options.op_of(opts)
         given = list(tensors)
         return self._reduce(op, given, lambda op: plans.allreduce_together(self.comm, given, op, factor), opts)
 
     def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        return self.carry_out(plans.broadcast(self.comm, plans.as_list(tensors), plans.root_of(opts)), opts)
+        return self.carry_out(plans.broadcast(self.comm, options.as_list(tensors), options.root_of(opts)), opts)
 
     def reduce(self, tensors: Tensors | Tensor, opts: Any, op: Any = None, timeout: Any = None) -> Any:
-        name, factor = plans.op_of(op if isinstance(opts, int) else opts)
-        given, root = plans.as_list(tensors), plans.root_of(opts)
+        name, factor = options.op_of(op if isinstance(opts, int) else opts)
+        given, root = options.as_list(tensors), options.root_of(opts)
         is_root = self.comm.rank == root
         return self._reduce(name, given, lambda op: plans.reduce(self.comm, given, root, op, factor), opts, is_root)
 
@@ -116,24 +111,24 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def gather(self, outputs: Sequence[Any], inputs: Tensors | Tensor, opts: Any, timeout: Any = None) -> Any:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.carry_out(plans.gather(self.comm, outputs, inputs[0], plans.root_of(opts)), opts)
+        return self.carry_out(plans.gather(self.comm, outputs, inputs[0], options.root_of(opts)), opts)
 
     def scatter(self, outputs: Tensors | Tensor, inputs: Sequence[Any], opts: Any, timeout: Any = None) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.carry_out(plans.scatter(self.comm, outputs[0], inputs, plans.root_of(opts)), opts)
+        return self.carry_out(plans.scatter(self.comm, outputs[0], inputs, options.root_of(opts)), opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        op, factor = plans.op_of(opts)
+        op, factor = options.op_of(opts)
         return self._reduce(op, outputs, lambda op: plans.reduce_scatter(self.comm, outputs, inputs, op, factor), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        op, factor = plans.op_of(opts)
+        op, factor = options.op_of(opts)
         make = functools.partial(plans.reduce_scatter_single, self.comm, outputs, inputs, factor=factor)
         return self._reduce(op, outputs, lambda op: make(op=op), opts)
 
@@ -162,15 +157,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         self._check_open()
-        return messages.send(self.comm, tensors[0], destination, tag, self.seconds, _program())
+        return self.mailbox.send(tensors[0], destination, tag, self.seconds, sites.program())
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         self._check_open()
-        return messages.receive(self.comm, tensors[0], source, tag, self.seconds, _program())
+        return self.mailbox.receive(tensors[0], source, tag, self.seconds, sites.program())
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         self._check_open()
-        return messages.receive(self.comm, tensors[0], None, tag, self.seconds, _program())
+        return self.mailbox.receive(tensors[0], None, tag, self.seconds, sites.program())
 
     def monitored_barrier(self, timeout: dt.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier after which rank 0 knows which ranks did not come; see ``torch_backend.monitored_barrier``."""
@@ -200,14 +195,22 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return Several(works or [])
 
     def shutdown(self) -> None:
-        """Wait for what is under way here, and give the communicator up. Not collective."""
+        """Wait for what is under way here, at most the timeout, and give the communicator up. Not collective."""
+        self._end(self.seconds)
+
+    def abort(self) -> None:
+        """The same, without waiting."""
+        self._end(0.0)
+
+    def _end(self, seconds: float | None) -> None:
         if self._is_open:
             self._is_open = False
-            self.queue.close()
+            self.queue.close(seconds)
+            if communication_thread.is_installed():
+                communication_thread.current().let_go(self.mailbox)
+                self.mailbox.close()
             self.buckets.clear()
             members.release(self.comm)
-
-    abort = shutdown
 
     def carry_out(self, call: Call, opts: Any = None) -> Any:
         """Its Work. A call that blocks is over, unless others of the group are under way, or it can time out."""
@@ -216,7 +219,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         seconds = given if given > 0 else self.seconds
         is_nested = futures.is_in_callback()
         is_launch = not is_nested and (getattr(opts, "asyncOp", True) or seconds is not None)
-        frame = _program()
+        frame = sites.program()
         for operation in call.operations:
             operation.noted = watch.note(operation, BACKGROUND if is_nested else DIRECT, is_launch, frame)
         if is_nested:
@@ -224,9 +227,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             return Done(call.results)
         if not is_launch and self.queue.run_here(call):
             return OVER
-        queue = self.queue
-        handle = queue.submit(call)
-        work = Pending(handle, call.results, seconds, call.when_over, queue.set_stuck, queue.before_wait)
+        handle, carrier = self.queue.submit(call)
+        work = Pending(handle, call.results, seconds, carrier)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -237,11 +239,3 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def _check_open(self) -> None:
         if not self._is_open:
             raise CommunicatorError(f"process group {self.group_name!r} was destroyed; make a new one")
-
-
-def _program() -> FrameType:
-    """Where the program calls, from outside of torch and of this package."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
-        frame = frame.f_back
-    return frame

@@ -66,8 +66,14 @@ class Steps:
         receipts = [mpi_steps.post_recv(channel.mpi, received[r], r, mpi_steps.EXCHANGE) for r in others]
         requests = [mpi_steps.post_send(channel.mpi, sent[r], r, mpi_steps.EXCHANGE) for r in reversed(others)]
         messages: list[Any] = [*itertools.chain(*receipts, *requests)]
-        for message in messages:
-            message.Wait()
+        errors = []
+        for message in messages:  # all of them, for MPI writes into their memory
+            try:
+                message.Wait()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         for output, got in zip(outputs, received, strict=True):
             if got.data_ptr() != output.data_ptr():
                 output.copy_(got)

@@ -1,0 +1,19 @@
+"""Where the program makes a call: outside of torch, and of this package."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+import torch
+
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+
+def program() -> FrameType:
+    """The frame of the program that has led here."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
