@@ -163,12 +163,13 @@ class Watchdog:
     def _compare(self) -> None:
         """End the job if another rank of the node is in something else at the place of an operation of this one.
 
+        Or has come to its end without it.
         Ranks compare with one neighbour, as they begin; one that came before its neighbours does not see the others.
         """
         for number, age in self._ages.of.items():
             if age < 2 * _LOOK_SECONDS or self._at_deadline == "raise":
                 continue  # it may still raise by itself
-            told = reports.disagreement(self._board, number)
+            told = reports.disagreement(self._board, number) or reports.deserted(self._board, number)
             is_mine = told and claims.take(self._board, claims.DIFFERENCE)
             if is_mine and number in watch.under_way(self._board):
                 self._end(f"RanksDisagree: {told}")

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
 
 
 @pytest.fixture(autouse=True)
-def the_group(group):
+def the_group(group_for_frameworks):
     """All of these need it."""
 
 

@@ -8,6 +8,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.nn.parallel import DistributedDataParallel
 
+from torchmpi_py import symmetric
+from torchmpi_py.torch_backend import average
+
 pytestmark = pytest.mark.mpi
 
 
@@ -112,6 +115,108 @@ def test_a_callback_that_waits_for_a_later_call(group):
     assert (by_work.wait() == 2 * size).all()
     assert (by_future.wait() == size + 1).all()
     assert (z == size).all()
+
+
+def test_callbacks_come_in_the_order_of_their_calls(group):
+    """Also where one waits for the call of the other; on one rank both are chained when all is over."""
+    rank, size = group.rank(), group.size()
+    first, second = (dist.all_reduce(torch.ones(1), async_op=True) for _ in range(2))
+    if rank == 0:
+        second.wait()
+
+    def one(_):
+        second.wait()
+        dist.all_reduce(x := torch.ones(2))
+        return x
+
+    def other(_):
+        dist.all_reduce(x := torch.full((2,), 100.0))
+        return x
+
+    ones, others = first.get_future().then(one), second.get_future().then(other)
+    assert (ones.wait() == size).all()
+    assert (others.wait() == 100 * size).all()
+
+
+def test_a_callback_of_several_futures(group):
+    size = group.size()
+    futures = [dist.all_reduce(torch.ones(1), async_op=True).get_future() for _ in range(3)]
+
+    def again(_):
+        dist.all_reduce(x := torch.ones(2))
+        return x
+
+    assert (torch.futures.collect_all(futures).then(again).wait() == size).all()
+
+
+def test_callbacks_and_messages_do_not_meet(group):
+    rank, size = group.rank(), group.size()
+    if size < 2:
+        return
+    message = dist.irecv(torch.empty(1), (rank - 1) % size, tag=1)
+
+    def exchange(_):
+        out = torch.empty(size)
+        dist.all_to_all_single(out, torch.arange(float(size)) + 10 * rank, [1] * size, [1] * size)
+        return out
+
+    got = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(exchange).wait()
+    assert got.tolist() == [10.0 * r + rank for r in range(size)]
+    dist.send(torch.full((1,), -float(rank)), (rank + 1) % size, tag=1)
+    message.wait()
+    assert message.result()[0].item() == -((rank - 1) % size)
+
+
+def test_a_group_does_not_get_messages_of_one_that_is_no_more(group):
+    if group.size() < 2:
+        return
+    rank = group.rank()
+    for turn in range(3):
+        part = dist.new_group()
+        if rank == 0:
+            dist.isend(torch.full((2,), float(turn)), 1, group=part)
+            lost = torch.zeros(2)
+            dist.irecv(lost, 1, group=part, tag=7)  # which nobody sends
+        if rank == 1 and turn == 2:
+            dist.recv(x := torch.empty(2), 0, group=part)
+            assert x.tolist() == [2.0, 2.0]
+        dist.barrier()
+        dist.destroy_process_group(part)
+
+
+def test_inference_mode_holds_in_the_thread_too(group):
+    size = group.size()
+    with torch.inference_mode():
+        x, y = torch.ones(4, 3).t(), torch.ones(5, dtype=torch.bfloat16)
+        works = [dist.all_reduce(x, async_op=True), dist.all_reduce(y, op=dist.ReduceOp.AVG, async_op=True)]
+    for work in works:
+        work.wait()
+    assert (x == size).all()
+    assert (y == 1).all()
+
+
+def test_two_modules_with_the_hook_in_one_backward(group):
+    torch.manual_seed(0)
+    x = torch.randn(6, 8)
+
+    def gradients(*hook):
+        torch.manual_seed(1)
+        modules = [DistributedDataParallel(torch.nn.Linear(8, 8)) for _ in range(2)]
+        for module in modules:
+            for each in hook:
+                module.register_comm_hook(None, each)
+        for _ in range(3):
+            for module in modules:
+                module.zero_grad()
+            (modules[0](x + group.rank()).pow(2).sum() + 3 * modules[1](x - group.rank()).pow(3).sum()).backward()
+        return [p for module in modules for p in module.parameters()]
+
+    hooked = gradients(average)  # the parameters live, and so does the memory for them
+    for kept in group.buckets._of.values():
+        assert group.size() == 1 or symmetric.find(kept.memory) is not None
+    assert len({id(kept) for kept in group.buckets._of.values()}) == 2
+    for mine, theirs in zip(hooked, gradients(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-4)
 
 
 def test_an_error_in_a_callback(group):

@@ -42,6 +42,8 @@ def done(request, group):
 
 
 def test_it_is_ours(group):
+    with pytest.raises(RuntimeError, match="error_on_collective"):  # what does not reach us is an error
+        group._get_backend(torch.device("cpu")).allreduce([torch.ones(1)])
     assert isinstance(group, ProcessGroup)
     assert dist.get_backend() == "torchmpi"
     assert (group.rank(), group.size()) == (dist.get_rank(), dist.get_world_size())
@@ -76,9 +78,25 @@ def test_average_and_premultiplied_sum(group, done):
     x = of(rank, 5)
     done(dist.reduce, x, 0, op=twice)
     assert torch.equal(x, 2 * total(size, 5) if rank == 0 else of(rank, 5))
-    out = torch.empty(3)
-    done(dist.reduce_scatter_single, out, of(rank, 3 * size), op=twice)
+    out, x = torch.empty(3), of(rank, 3 * size)
+    done(dist.reduce_scatter_single, out, x, op=twice)
     assert torch.equal(out, 2 * total(size, 3 * size)[3 * rank : 3 * rank + 3])
+    assert torch.equal(x, of(rank, 3 * size))  # an input stays as it is
+    done(dist.reduce_scatter, out, list(x.split(3)), op=twice)
+    assert torch.equal(out, 2 * total(size, 3 * size)[3 * rank : 3 * rank + 3])
+
+
+def test_averages_of_whole_numbers_are_rounded_towards_zero(group, done):
+    rank, size = group.rank(), group.size()
+    for dtype in (torch.int32, torch.uint16):
+        sign = -1 if dtype.is_signed else 1
+        x = torch.tensor([sign * (1 + 2 * rank), 7], dtype=dtype)
+        done(dist.reduce, x, 0, op=OPS.AVG)
+        mean = [sign * (size * size // size), 7]
+        assert x.tolist() == (mean if rank == 0 else [sign * (1 + 2 * rank), 7])
+        x = torch.tensor([sign * (rank + 1)], dtype=dtype)
+        done(dist.all_reduce, x, op=OPS.AVG)
+        assert x.tolist() == [sign * (size * (size + 1) // 2 // size)]
 
 
 def test_other_ops(group, done):
@@ -182,8 +200,30 @@ def test_strided_tensors(group, done):
     right = total(size, 20).view(4, 5).t()[1:4:2]
     assert torch.equal(x, right)
     assert torch.equal(base.t()[0], of(rank, 20).view(4, 5).t()[0])
-    y = torch.zeros(5, 4).t()
-    done(dist.broadcast, y if rank else of(0, 20).view(4, 5).t().contiguous().t(), size - 1)
+    y = torch.zeros(3, 2).t()
+    done(dist.scatter, y, [of(r, 6).view(2, 3) for r in range(size)] if rank == 0 else None, 0)
+    assert torch.equal(y, of(rank, 6).view(2, 3))
+
+
+def test_what_is_overwritten_is_known_to_autograd(group):
+    rank, size = group.rank(), group.size()
+    calls = {
+        "all_reduce": lambda x: dist.all_reduce(x),
+        "broadcast": lambda x: dist.broadcast(x, 0),
+        "all_gather": lambda x: dist.all_gather(
+            [torch.empty(2)] * rank + [x] + [torch.empty(2)] * (size - 1 - rank), x
+        ),
+        "all_to_all": lambda x: dist.all_to_all([x] * size, [torch.ones(2)] * size),
+        "scatter": lambda x: dist.scatter(x, [torch.ones(2)] * size if rank == 0 else None, 0),
+        "reduce_scatter": lambda x: dist.reduce_scatter(x, [torch.ones(2)] * size),
+    }
+    for name, call in calls.items():
+        w, x = torch.ones(2, requires_grad=True), torch.ones(2)
+        y = (x * w).sum()
+        call(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+        assert w.grad is None, name
 
 
 def test_sparse_sum(group, done):
@@ -260,7 +300,13 @@ def test_messages(group):
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     assert torch.equal(columns, of(before, 8).view(2, 4))
+    if rank == 1:
+        dist.send(torch.empty(0), 0, tag=3)
+        dist.send(of(1, 2), 0, tag=(1 << 40) + 3)  # more than MPI has
     if rank == 0:
+        assert dist.recv(torch.empty(0), tag=3) == 1
+        dist.recv(got := torch.empty(2), 1, tag=(1 << 40) + 3)
+        assert torch.equal(got, of(1, 2))
         future = dist.irecv(got := torch.empty(2), 1, tag=9).get_future()
         assert torch.equal(future.wait()[0], of(1, 2))
         assert torch.equal(got, of(1, 2))
@@ -280,6 +326,10 @@ def test_subgroups(group):
             assert torch.equal(x, sum(of(r, 4) for r in ranks))
             dist.broadcast(x := of(rank, 4), ranks[-1], group=each)
             assert torch.equal(x, of(ranks[-1], 4))
+    if size > 2 and rank > 0:
+        upper = dist.new_group(list(range(1, size)), use_local_synchronization=True)
+        assert (upper.split_group([1]) is None) == (rank != 2)  # its ranks, not the world's
+        dist.destroy_process_group(upper)
     inner = group.split_group(sets[4])
     assert (inner is None) == (rank not in sets[4])
     if inner is not None:
@@ -310,6 +360,8 @@ def test_monitored_barrier(group):
         (lambda size: dist.all_gather([torch.empty(2)] * (size + 1), torch.ones(2)), "the group has"),
         (lambda size: dist.all_gather_single(torch.empty(5 * size + 1), torch.ones(5)), "it must have"),
         (lambda size: dist.reduce_scatter_single(torch.empty(3), torch.ones(2 * size + 7)), "it must have"),
+        (lambda size: dist.reduce_scatter(torch.empty(3), [torch.ones(2)] * size), "has 2 elements"),
+        (lambda size: dist.all_to_all([torch.empty(2)] * size, [torch.ones(3)] * size), "has 2 elements"),
         (lambda size: dist.all_to_all_single(torch.empty(2 * size), torch.ones(2 * size), [5] * size), "split sizes"),
         (lambda size: dist.all_reduce(torch.ones(2), op=OPS.BAND), "'band' is not defined for torch.float32"),
     ],

@@ -42,6 +42,23 @@ def _nothing() -> None:
     """What is to do before one waits for most futures."""
 
 
+class _Failure:
+    """What a future has instead of a value.
+
+    Errors that Python gives a future are values to C++. DDP takes them for gradients, and looks for the tensors in them
+    by way of pickle, without expecting to find none: it has to meet the error there.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.is_told = True
+
+    def __reduce__(self) -> Any:
+        if self.is_told:
+            raise self.error
+        return _Failure, (None,)
+
+
 class CallFuture(torch.futures.Future[Any]):
     """The future of a call. ``before_wait`` sees to it that the call is carried out, if that is up to who waits."""
 
@@ -59,6 +76,18 @@ class CallFuture(torch.futures.Future[Any]):
         following = CallFuture(self._devices, self._before_wait)
         super().then(functools.partial(_follow, callback, following))
         return following
+
+    def set_exception(self, error: Any) -> None:
+        """Complete it with an error, for who waits in Python, and for DDP, which waits in C++."""
+        failure = _Failure(error)
+        failure.is_told = not self._devices  # a future of GPU tensors looks for tensors when it is completed
+
+        def tell(_: object) -> None:
+            raise error
+
+        self._set_unwrap_func(tell)
+        self.set_result(failure)
+        failure.is_told = True
 
     def add_done_callback(self, callback: Callable[..., None]) -> None:
         """Run ``callback`` with this future when it is completed."""

@@ -30,6 +30,8 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     gradients accumulate in float32. Every rank must register it.
     """
     group = distributed.group.WORLD if state is None else state
+    if group is None:
+        raise RuntimeError("average: there is no default process group (any more); call init_process_group first")
     if not isinstance(group, ProcessGroup):
         raise TypeError(f"average: {group!r} is not a process group of backend torchmpi; give one as the hook's state")
     x = bucket.buffer()
