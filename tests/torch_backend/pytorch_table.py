@@ -28,10 +28,12 @@ def kept() -> dict:
     return {line.split()[0]: dict(zip(columns, line.split()[1 : 1 + len(columns)], strict=True)) for line in lines}
 
 
-def regressions(results: dict, ranks: int, backend: str = "torchmpi") -> list[str]:
-    """What is worse than what is kept, in words."""
+def regressions(results: dict, ranks: int, backend: str = "torchmpi", chosen: list[str] | None = None) -> list[str]:
+    """What is worse than what is kept, in words. ``chosen``: the cases that were asked for, if not all."""
     known = kept()
-    worse = []
+    passed = {case for case, had in known.items() if had.get((backend, ranks)) == "passed"}
+    expected = passed if chosen is None else passed.intersection(chosen)
+    worse = [f"{case} on {ranks} ranks: is not there; kept as passed" for case in sorted(expected - set(results))]
     for case, result in results.items():
         had = known.get(case, {}).get((backend, ranks), "skipped")
         if result.status not in ("passed", "skipped") or (had == "passed" and result.status != "passed"):
@@ -42,7 +44,7 @@ def regressions(results: dict, ranks: int, backend: str = "torchmpi") -> list[st
 def table(outcomes: dict) -> list[str]:
     """The lines for ``{(backend, ranks): {case: Result}}``."""
     cases = sorted(set().union(*outcomes.values()))
-    columns = [(backend, ranks) for ranks in RANKS for backend in BACKENDS]
+    columns = [(backend, ranks) for ranks in sorted({ranks for _, ranks in outcomes}) for backend in BACKENDS]
     width = max(map(len, cases))
     heads = [f"{backend}@{ranks}" for backend, ranks in columns]
     lines = [" ".join(f"{text:{size}}" for text, size in zip(["#", *heads], [width, *[11] * len(heads)], strict=True))]
@@ -87,6 +89,8 @@ def main() -> None:
         KEPT.write_text("\n".join([f"# torch {version}; made by pytorch_table.py --keep", *lines, ""]))
     worse = [line for (backend, ranks), found in outcomes.items() for line in regressions(found, ranks, backend)]
     print("\n".join(worse or ["as kept"]))
+    if others := sorted({ranks for _, ranks in outcomes} - set(RANKS)):
+        print(f"nothing is kept of runs on {others} ranks: there only failures were looked for")
     sys.exit(bool(worse))
 
 
