@@ -5,7 +5,8 @@ out, before the next one; or, if the call is over already, in the thread that ch
 for them (DDP's PowerSGD hook does). Such a call must not queue behind others, which wait for it, and it may come sooner
 or later among the others than on another rank. So calls that are made from a callback are carried out there and then,
 on a channel of their own. Among themselves they come in the order of the calls that they are chained to, on all ranks,
-as long as the program chains in the order of its calls.
+as long as the program chains in the order of its calls, and before it waits for later ones. (What is chained to other
+futures, such as those of ``torch.futures.collect_all``, makes calls like any other.)
 """
 
 from __future__ import annotations
