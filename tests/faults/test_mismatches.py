@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.timeout(1500), pytest.mark.skipif(bool(harness.MISSING
 DEADLINE_SECONDS = 3
 WITHIN_SECONDS = 20.0
 PARTS = harness.count(1, 10)
-NUMBER = harness.count(6, 600)
+NUMBER = harness.count(4, 600)
 AT_ONCE = 4
 
 

@@ -86,7 +86,12 @@ broken("gather", lambda: 1 / 0)
 """
 
 
-@pytest.mark.parametrize(("ranks", "choice"), [(2, ON_2_RANKS), (3, ON_3_RANKS)], ids=["2", "3"])
+seldom = pytest.mark.skipif(not ALL, reason="TORCHMPI_PYTORCH_SUITE is not all")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "choice"), [(2, ON_2_RANKS), pytest.param(3, ON_3_RANKS, marks=seldom)], ids=["2", "3"]
+)
 def test_what_passed_passes(ranks, choice, tmp_path):
     results = pytorch_jobs.run("torchmpi", ranks, tmp_path / "suite", None if ALL else choice)
     assert not pytorch_table.regressions(results, ranks, chosen=None if ALL else choice)
@@ -102,7 +107,7 @@ def test_no_case_that_gloo_passes_is_kept_as_one_that_fails_here():
             assert had["torchmpi", ranks] in ("passed", "skipped"), case
 
 
-@pytest.mark.skipif(not ALL, reason="TORCHMPI_PYTORCH_SUITE is not all")
+@seldom
 def test_a_case_that_goes_wrong_hides_no_other(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
