@@ -57,10 +57,6 @@ class Call:
             conclude()
         return self.results
 
-    def run_in_background(self) -> list[Tensor]:
-        """The same, as a handle calls it."""
-        return self.run()
-
     def afterwards(self, step: Callable[[], object]) -> None:
         """Conclude it with ``step`` too."""
         self._conclusions.append(step)

@@ -108,7 +108,6 @@ class _Queued:
 
     def __init__(self, call: Call, queue: CallQueue) -> None:
         self._call, self._queue = call, queue
-        self._is_concluded = False
         self.label, self.noted = call.label, call.noted
         self.finish, self.explain, self.who_is_late = call.finish, call.explain, call.who_is_late
         self.when_over, self.when_late, self.before_wait = call.when_over, queue.give_up, queue.carry_on
@@ -125,9 +124,9 @@ class _Queued:
             if queue._depth:
                 queue._deferred.append(self)
                 return
-            self._conclude()
+            self._call.is_over()
             while queue._deferred:
-                queue._deferred.pop(0)._conclude()
+                queue._deferred.pop(0)._call.is_over()
         finally:
             queue._is_through()
             queue._channel.release()
@@ -138,9 +137,4 @@ class _Queued:
         queue.carry_on(handle)
         if queue._runner == threading.get_ident() and self in queue._deferred:
             queue._deferred.remove(self)
-            self._conclude()
-
-    def _conclude(self) -> None:
-        if not self._is_concluded:
-            self._is_concluded = True
             self._call.is_over()

@@ -15,12 +15,12 @@ import numpy as np
 from torch import distributed
 
 from torchmpi_py import communicators, waiting
+from torchmpi_py.torch_backend import meeting
 from torchmpi_py.torch_backend.members import Membership
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_DEFAULT_SECONDS = 30 * 60.0
 _MILLISECONDS = 1000
 _ANSWER_SECONDS = 1.0  # rank 0 answers when the time is up: the others wait a little longer
 
@@ -55,7 +55,7 @@ class Monitor:
         """Wait for all ranks, or raise RuntimeError."""
         communicators.resolve(self._comm)
         self._number += 1
-        seconds = _DEFAULT_SECONDS if seconds is None else seconds
+        seconds = meeting.DEFAULT_SECONDS if seconds is None else seconds
         missing = self._gather(seconds, wait_all_ranks) if self._comm.rank == 0 else self._report(seconds)
         if missing:
             names = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
