@@ -221,13 +221,13 @@ def functions():
 
 
 def test_budgets():
-    over = [f"{path}: {count} lines" for path in PACKAGE.rglob("*.py") if (count := path.read_text().count("\n")) > 250]
+    over = [f"{path}: {count} lines" for path in PACKAGE.rglob("*.py") if (count := path.read_text().count("\n")) > 400]
     for path, node in functions():
         body = node.body[1:] if ast.get_docstring(node) else node.body
         length = node.end_lineno - body[0].lineno + 1 if body else 0
         if length > 40:
             over.append(f"{path}:{node.lineno} {node.name}: {length} lines")
-    assert not over, "over the budget (files 250 lines, functions 40): " + "; ".join(over)
+    assert not over, "over the budget (files 400 lines, functions 40): " + "; ".join(over)
 
 
 def test_an_unknown_name_is_an_attribute_error():
