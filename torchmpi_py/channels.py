@@ -7,6 +7,7 @@ share of what flavours keep between calls (staging memory, process groups, inner
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -53,6 +54,7 @@ class Channel:
         self.places = tuple(places)
         self.lane = lane
         self.num_nodes = len({place.node for place in places})
+        self.in_use = threading.Lock()  # held by the thread that carries out a collective
         self._kept: dict[Hashable, Resource] = {}
         recovery.register(self)
 

@@ -37,9 +37,8 @@ class Tuning:
     """Scratch for dtypes that are reduced in another form than they are stored in (16-bit floats as float32)."""
 
     staging_bytes: int = 16 << 20
-    """Shared memory per rank through which flavour shared passes tensors that are not symmetric; half of it for
-    blocking calls, half for asynchronous ones. It is taken from the system when it is first used, or at once where it
-    is a file in /dev/shm."""
+    """The most shared memory per rank through which flavour shared passes tensors that are not symmetric. It takes four
+    times ``chunk_bytes`` for each communicator that does so, once for blocking and once for asynchronous calls."""
 
     chunk_bytes: int = 1 << 20
     """Flavour shared stages ordinary tensors in chunks of up to this size: a meeting of the ranks per chunk."""

@@ -90,7 +90,7 @@ def _build(world: MPI.Comm, wanted: Wishes) -> None:
     place = Place(node_group.bcast(world.rank), node_group.rank)
     _node = Communicator(node_group, place, f"node of rank {place.node}")
     board.install(board.Board(node_group, _node.direct.places, world.rank))
-    symmetric.install(node_group, _node.direct.places, tuning.staging_bytes)
+    symmetric.try_out(node_group, _node.direct.places, tuning.staging_bytes)
     _local = placement.locate(node_group)
     device = wanted.device if wanted.has_settled else placement.settled(wanted.device, _local)
     placement.limit_threads(_local)
@@ -127,7 +127,7 @@ def _forget(why_not: str) -> None:
     global _node, _local
     _node = _local = None
     communication_thread.install(None)
-    symmetric.install(None)
+    symmetric.close()
     board.install(None)
     gpus.forget()
     communicators.install(None, why_not)

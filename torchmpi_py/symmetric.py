@@ -6,8 +6,7 @@ same IPC group map (``cuda_ipc.py``).
 
 ``symmetric_empty`` returns this rank's part of a new segment as a tensor; ``find`` tells by a bisect over the addresses
 of live parts whether a tensor lies in one, and where. A part is unmapped when its last tensor dies; that is each rank's
-own affair, for a mapping keeps the memory alive for whoever still has one. Every process also has the *arena*: a
-segment of the whole node, made by ``start``, through which flavour ``shared`` stages tensors that are not symmetric.
+own affair, for a mapping keeps the memory alive for every rank that still has one.
 """
 
 from __future__ import annotations
@@ -137,9 +136,11 @@ def memory(channel: Channel, num_bytes: int, device: torch.device) -> Tensor:
         return part
     mapping, segment = allocate(channel.mpi, channel.places, num_bytes)
     _replace_live(added=segment)
-    weakref.finalize(mapping, _remove, segment).atexit = False
-    begin = segment.begin - segment.address
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=segment.part_bytes, offset=begin)
+    # Not the mapping itself, whose weak references are cleared when the memory is unmapped already: another thread
+    # could be given the same addresses for ordinary memory, which ``find`` would take for symmetric.
+    owner: Any = (ctypes.c_char * segment.part_bytes).from_buffer(mapping, segment.begin - segment.address)
+    weakref.finalize(owner, _remove, segment).atexit = False
+    return torch.frombuffer(owner, dtype=torch.uint8)
 
 
 def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[mmap.mmap, Segment]:
@@ -166,6 +167,12 @@ def forget() -> None:
     """All that is in use becomes ordinary memory: ranks have died, and the places of the others are new."""
     global _live
     _live = ([], [])
+
+
+def close() -> None:
+    """The process is stopped: memory is shared again after the next ``start``."""
+    global _why_unavailable
+    _why_unavailable = _NOT_STARTED
 
 
 def _remove(segment: AnySegment) -> None:
@@ -207,34 +214,20 @@ def _device(given: torch.device | str | None) -> torch.device:
     return device
 
 
-class Arena:
-    """The staging memory of this process: one segment of the node, ``Tuning.staging_bytes`` a rank, half a lane."""
-
-    def __init__(self, comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> None:
-        self.lane_bytes = num_bytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
-        self.mapping, self.segment = allocate(comm, places, num_bytes)
+_NOT_STARTED = "call mpi.start() first"
+_why_unavailable = _NOT_STARTED
 
 
-_arena: Arena | None = None
-_why_not = "call mpi.start() first"
+def try_out(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> None:
+    """Find out whether the ranks of a node can share so many bytes a rank. Collective over the node."""
+    global _why_unavailable
+    try:
+        allocate(comm, places, num_bytes)
+        _why_unavailable = ""
+    except Unavailable as error:
+        _why_unavailable = str(error)
 
 
-def install(comm: MPI.Comm | None, places: Sequence[Place] = (), num_bytes: int = 0) -> None:
-    """Make the arena, collectively over the node; with None give it up."""
-    global _arena, _why_not
-    _arena = None
-    if comm is not None:
-        try:
-            _arena = Arena(comm, places, num_bytes)
-        except Unavailable as error:
-            _why_not = str(error)
-
-
-def arena() -> Arena | None:
-    """The arena, if there is one."""
-    return _arena
-
-
-def why_no_arena() -> str:
-    """Why there is none."""
-    return _why_not
+def why_unavailable() -> str:
+    """Why the ranks of this node can share no memory; empty where they can."""
+    return _why_unavailable

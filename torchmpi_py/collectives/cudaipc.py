@@ -35,9 +35,7 @@ class CudaIpc(Flavour):
         self.devices = frozenset(devices)  # type: ignore[misc]  # tests carry it out on the host
 
     def missing(self, device: str) -> str:
-        if symmetric.arena() is None:
-            return symmetric.why_no_arena()
-        return gpus.why_no_ipc() if device == "cuda" else ""
+        return symmetric.why_unavailable() or (gpus.why_no_ipc() if device == "cuda" else "")
 
     def refuses(self, comm: Communicator | Channel) -> str:
         if comm.num_nodes > 1:

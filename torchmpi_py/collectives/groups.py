@@ -48,5 +48,5 @@ def _colours(channel: Channel) -> list[int]:
     end = span_end(channel)
     if end is None:
         return [place.node for place in channel.places]
-    group = (end.direct, end.background)[channel.lane].mpi
-    return channel.mpi.allgather(group.bcast(communicators.stack().levels[0].rank))
+    firsts = channel.mpi.allgather(end.direct.places[0])  # no message on a communicator that another thread may use
+    return [firsts.index(first) for first in firsts]

@@ -1,18 +1,22 @@
 """The ranks of a channel that all run on one node, and the shared memory through which they work together.
 
-Every operation begins with a *meeting* (but gathers, whose ranks have told their sizes before): each rank writes into
-its record in the arena what it is about to do, with which sizes, and where its tensors lie if they are symmetric; after
-a barrier it reads the records of the others. So all ranks know whether they can work in place on each other's tensors,
+The channel has a segment of shared memory that no other channel uses: two communicators, or two threads, at work at
+the same time never write where the other reads. Each rank's part of the segment holds its *record* and four *slots*.
+
+Every operation begins with a *meeting* (but gathers, whose ranks have exchanged their sizes before): each rank writes
+into its record what it is about to do, with which sizes, and where its tensors lie if they are symmetric; after a
+barrier it reads the records of the others. So all ranks know whether they can work in place on each other's tensors,
 and ranks that disagree find out before any data is touched. Every operation ends with a barrier; until then no rank may
 change its record, its slots or its tensors.
 
-Staging: each rank has four slots in its part of the arena, two *in* slots (what it gives) and two *out* slots (what it
-has reduced), which alternate between chunks.
+Staging: two of a rank's slots are *in* slots (what the rank gives), two are *out* slots (what it has reduced); both
+kinds alternate between chunks.
 """
 
 from __future__ import annotations
 
 import functools
+import mmap
 import struct
 import zlib
 from collections.abc import Hashable, Sequence
@@ -23,10 +27,12 @@ from torch import Tensor
 
 from torchmpi_py import config, symmetric
 from torchmpi_py.channels import Channel
-from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.errors import RanksDisagree, Unavailable
 
 _RECORD = struct.Struct("<6q")  # code, count; then segment and offset of what is read, and of what is written
 _HEADER_BYTES = 4096
+_NUM_SLOTS = 4
+_LEAST_SLOT_BYTES = 64 << 10
 _NOWHERE = (0, 0)
 MOST_PREPARED = 1024
 
@@ -53,19 +59,15 @@ class NodeGroup:
     """A channel within a node; kept with the channel."""
 
     def __init__(self, channel: Channel) -> None:
-        arena = symmetric.arena()
-        assert arena is not None, "flavour shared is available only with an arena"
         assert channel.num_nodes == 1, channel.places
         self.rank, self.size = channel.rank, channel.size
         self.barrier = channel.mpi.Barrier
         self._mpi = channel.mpi
-        self._segment = arena.segment
         self._indices = [place.local for place in channel.places]
-        self._lane_offset = channel.lane * arena.lane_bytes
-        self._memory = memoryview(arena.mapping).cast("B")
-        parts = [arena.segment.part_of[index] * arena.segment.part_bytes for index in self._indices]
-        self._records = [part + self._lane_offset for part in parts]
-        self._slot_bytes = (arena.lane_bytes - _HEADER_BYTES) // 4 // 64 * 64
+        self._slot_bytes = _slot_bytes()
+        self._mapping, self._segment = _allocate(channel, _HEADER_BYTES + _NUM_SLOTS * self._slot_bytes)
+        self._memory = memoryview(self._mapping).cast("B")
+        self._records = [self._segment.part_of[index] * self._segment.part_bytes for index in self._indices]
         self._slots: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self.prepared: dict[Hashable, Prepared] = {}
         self.chunk_bytes = min(config.current.chunk_bytes, self._slot_bytes)
@@ -132,16 +134,34 @@ class NodeGroup:
         assert count * dtype.itemsize <= self._slot_bytes, (count, dtype, self._slot_bytes)
         whole = self._slots.get((rank, slot, dtype))
         if whole is None:
-            offset = self._lane_offset + _HEADER_BYTES + slot * self._slot_bytes
+            offset = _HEADER_BYTES + slot * self._slot_bytes
             whole = self._segment.view(self._indices[rank], dtype, self._slot_bytes // dtype.itemsize, offset)
             self._slots[rank, slot, dtype] = whole
         return whole[:count]
 
     def free(self) -> None:
-        """Let go of the arena."""
+        """Let go of the channel's segment."""
         self.prepared.clear()
         self._slots.clear()
         self._memory.release()
+        del self._mapping
+
+
+def _slot_bytes() -> int:
+    """Room for a chunk, as far as ``Tuning.staging_bytes`` allows."""
+    most = (config.current.staging_bytes - _HEADER_BYTES) // _NUM_SLOTS
+    return min(max(config.current.chunk_bytes, _LEAST_SLOT_BYTES), most) // 64 * 64
+
+
+def _allocate(channel: Channel, num_bytes: int) -> tuple[mmap.mmap, symmetric.Segment]:
+    """Collective over the channel. Unavailable, on every rank, if the memory cannot be had."""
+    try:
+        return symmetric.allocate(channel.mpi, channel.places, num_bytes)
+    except Unavailable as error:
+        raise Unavailable(
+            f"flavour shared needs shared memory of its own for each communicator, here of {channel.size} ranks: "
+            f'{error}. Free communicators, set TORCHMPI_STAGING_BYTES to less, or use another flavour, as "mpi"'
+        ) from None
 
 
 def _where(x: Tensor) -> tuple[int, int]:

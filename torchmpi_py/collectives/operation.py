@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _DEATH_SECONDS = 0.3
+_MESSAGES = frozenset({"send", "recv", "sendreceive"})  # of which several may be under way in a channel
 
 
 class Label(NamedTuple):
@@ -58,35 +59,51 @@ class Operation(Generic[R]):
     noted: watch.Noted | None = None
 
     def run(self, in_background: bool = False) -> R:
-        """Carry it out now, on the channel for this thread."""
+        """Carry it out now, on the channel for this thread.
+
+        CommunicatorError if another thread is in a collective there.
+        """
         channel = self.comm.background if in_background else self.comm.direct
-        noted = self.noted
+        noted, trace, begin = self.noted, tracing.current, 0
         was_noted = noted is not None
-        if noted is not None:
-            watch.begin(noted)
-        elif config.can_raise:
+        if config.can_raise and not was_noted:
             return self.launch().wait()  # a call that blocks inside MPI could not be given up
-        else:
-            noted = self.noted = watch.note(self, channel.lane)
-        trace = tracing.current
-        begin = 0
+        is_collective = self.name not in _MESSAGES
+        if is_collective and not channel.in_use.acquire(blocking=False):
+            raise self._not_alone()
         try:
-            if trace is not None:
-                begin = trace.begin(self)
-            returned = getattr(self.flavour, self.method)(channel, *self.arguments)
-            if was_noted:
-                watch.end_launched(noted)
+            if noted is not None:
+                watch.begin(noted)
             else:
-                watch.end(noted)
-            return self.target if self.conclude is None else self.conclude(returned)  # type: ignore[return-value]
-        except (RuntimeError, CommunicatorError, RanksDisagree) as error:
-            raise self.explain(error)  # noqa: B904 - it carries its cause
-        except BaseException:
-            watch.fail(noted)
-            raise
+                noted = self.noted = watch.note(self, channel.lane)
+            try:
+                if trace is not None:
+                    begin = trace.begin(self)
+                returned = getattr(self.flavour, self.method)(channel, *self.arguments)
+                if was_noted:
+                    watch.end_launched(noted)
+                else:
+                    watch.end(noted)
+                return self.target if self.conclude is None else self.conclude(returned)  # type: ignore[return-value]
+            except (RuntimeError, CommunicatorError, RanksDisagree) as error:
+                raise self.explain(error)  # noqa: B904 - it carries its cause
+            except BaseException:
+                watch.fail(noted)
+                raise
+            finally:
+                if trace is not None:
+                    trace.end(self, channel.lane, begin)
         finally:
-            if trace is not None:
-                trace.end(self, channel.lane, begin)
+            if is_collective:
+                channel.in_use.release()
+
+    def _not_alone(self) -> CommunicatorError:
+        if self.noted is not None:
+            watch.fail(self.noted)
+        return CommunicatorError(
+            f"{self}: another thread of this rank is in a collective of the same communicator, and the other ranks "
+            "cannot know the order of the two; give each thread a communicator of its own, from mpi.split"
+        )
 
     def launch(self) -> Handle[R]:
         """Start it."""
@@ -165,7 +182,7 @@ class Operation(Generic[R]):
 
     def _peers(self) -> tuple[int, ...] | None:
         """Of a message: which ranks it is from and to."""
-        if self.name not in ("send", "recv", "sendreceive"):
+        if self.name not in _MESSAGES:
             return None
         return self.arguments[-2:] if self.name == "sendreceive" else self.arguments[-1:]
 

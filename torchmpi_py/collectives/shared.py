@@ -1,8 +1,8 @@
 """Flavour ``shared``: collectives through memory that all ranks of a node map.
 
 Symmetric tensors are worked on in place (``two_shot.py``); what is only moved is read straight from the rank that has
-it. Other tensors go through the staging slots of the arena (``staging.py``). The ranks find out in which case they are
-when they meet (``node_group.py``). Where the results of an allreduce are symmetric and what it reads is not, ranks
+it. Other tensors go through the staging slots of the channel (``staging.py``). The ranks find out in which case they
+are when they meet (``node_group.py``). Where the results of an allreduce are symmetric and what it reads is not, ranks
 publish in the former what others own of the latter; any other mixture is treated as ordinary tensors.
 """
 
@@ -28,7 +28,7 @@ class Shared(Flavour):
     devices = frozenset({"cpu"})
 
     def missing(self, device: str) -> str:
-        return "" if symmetric.arena() is not None else symmetric.why_no_arena()
+        return symmetric.why_unavailable()
 
     def refuses(self, comm: Communicator | Channel) -> str:
         return "" if comm.num_nodes == 1 else f"the communicator spreads over {comm.num_nodes} nodes"

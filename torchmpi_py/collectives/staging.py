@@ -1,4 +1,4 @@
-"""Collectives within a node for tensors that are not symmetric: through the slots of the arena, chunk by chunk.
+"""Collectives within a node for tensors that are not symmetric: through the slots of a channel, chunk by chunk.
 
 Each verb is a pipeline (``schedule.pipeline``): copy a chunk in, reduce it if need be, copy it out; while one chunk is
 reduced the next is copied in and the last one out, and the ranks meet once per chunk. Two shots as in ``two_shot.py``:
