@@ -1,0 +1,145 @@
+"""Runs storms as jobs, one after another, and shrinks a failing program: python storm.py [run|faults] --help."""
+
+import argparse
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from storm_draw import program
+
+JOB = Path(__file__).with_name("storm_job.py")
+DEADLINE_SECONDS = 30
+MOST_SECONDS_A_JOB = 120
+FAULTS = ["one_arena", "no_closing_barrier", "no_meeting", "no_barrier_in_the_pipeline", "slot_used_twice"]
+FAULTS += ["result_slot_used_twice", "stale_plan", "wrong_owner", "lost_element", "queue_out_of_order"]
+FAULTS += ["one_communicator", "one_bucket", "no_wait", "one_scratch"]
+
+
+class Outcome:
+    """What a job said: ``round`` is the number of the last one, None where there was none."""
+
+    def __init__(self, code, text, seconds):
+        self.failed, self.text, self.seconds = code != 0, text, seconds
+        numbers = re.findall(r"storm: round (\d+)", text)
+        self.round = int(numbers[-1]) if numbers else None
+        operations = re.search(r"(\d+) operations in (\d+) rounds", text)
+        self.operations = int(operations.group(1)) if operations else 0
+
+    def summary(self):
+        """The lines that matter."""
+        telling = r"storm: (seed|.*wrong|.*failed)|    rank \d|torchmpi_py: report"
+        lines = [line for line in self.text.splitlines() if re.match(telling, line)]
+        return "\n".join(line[:400] for line in lines[:8])
+
+
+def job(ranks, *arguments, seconds=MOST_SECONDS_A_JOB):
+    """Run one job to its end."""
+    launcher = [sys.executable, "-m", "torchmpi_py.launch", "-n", str(ranks), "--timeout", str(int(seconds))]
+    command = ["env", f"TORCHMPI_DEADLINE={DEADLINE_SECONDS}", "OMP_NUM_THREADS=1", *launcher, str(JOB)]
+    begin = time.monotonic()
+    ended = subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, errors="replace", check=False
+    )
+    return Outcome(ended.returncode, ended.stdout + ended.stderr, time.monotonic() - begin)
+
+
+def shrink(ranks, seed, number, extra, seconds):
+    """The shortest program that was found to fail within so many seconds: (what to keep, its text), or None."""
+    until = time.monotonic() + seconds
+
+    def fails(kept):
+        if time.monotonic() > until or not kept:
+            return False
+        text = ";".join(f"{index}:{','.join(map(str, places))}" for index, places in kept)
+        again = job(ranks, "--seed", seed, "--round", number, "--repeat", 8, "--keep", text, *extra)
+        return again.failed
+
+    actors = program(seed, number, ranks)
+    kept = [(index, list(range(len(actor.steps)))) for index, actor in enumerate(actors)]
+    if not fails(kept):
+        return None
+    for part in list(kept):  # whole actors, then steps
+        fewer = [each for each in kept if each is not part]
+        kept = fewer if fails(fewer) else kept
+    for index, places in list(kept):
+        for place in places:
+            fewer = [(i, [p for p in ps if (i, p) != (index, place)]) for i, ps in kept if i != index or len(ps) > 1]
+            kept = fewer if len(fewer) == len(kept) and fails(fewer) else kept
+    lines = []
+    for index, places in kept:
+        actors[index].steps = [actors[index].steps[place] for place in places]
+        lines.append(str(actors[index]))
+    return kept, "\n".join(lines)
+
+
+def tell(outcome, ranks, seed, extra, seconds):
+    """Print a failure, with its seed and the shortest failing program."""
+    print(outcome.summary() or outcome.text[-3000:])
+    again = f"torchmpirun -n {ranks} {JOB.name} --seed {seed}"
+    if outcome.round is None:
+        print(f"    again: {again}")
+        return
+    print(f"    again: {again} --round {outcome.round} --repeat 8")
+    found = shrink(ranks, seed, outcome.round, extra, seconds)
+    print(
+        "    it did not fail again by itself" if found is None else f"shortest failing program:\n{found[1]}", flush=True
+    )
+
+
+def run(options):
+    """Storms with new seeds until the time is over; whether all went well."""
+    rng = random.Random(options.seed)
+    until = time.monotonic() + 60 * options.minutes
+    operations, num_jobs, num_failed = 0, 0, 0
+    while (left := until - time.monotonic()) > 5:
+        ranks, seed = options.ranks[num_jobs % len(options.ranks)], rng.randrange(10**6)
+        outcome = job(ranks, "--seed", seed, "--seconds", min(left, options.seconds), seconds=options.seconds + 90)
+        operations += outcome.operations
+        num_jobs += 1
+        if outcome.failed:
+            num_failed += 1
+            tell(outcome, ranks, seed, [], options.shrink)
+        else:
+            print(outcome.summary(), flush=True)
+    print(f"storm: {num_jobs} jobs, {operations} operations, {options.minutes:g} minutes, {num_failed} failed")
+    return num_failed == 0
+
+
+def faults(options):
+    """Plant each fault, and tell after how long it was found; whether all were."""
+    missed = []
+    for name in options.only or FAULTS:
+        spent = 0.0
+        for attempt in range(4):
+            ranks = options.ranks[attempt % len(options.ranks)]
+            arguments = ["--seed", f"{options.seed}-{attempt}", "--fault", name, "--seconds", 30]
+            outcome = job(ranks, *arguments, seconds=100)
+            spent += outcome.seconds
+            if outcome.failed:
+                break
+        lines = outcome.summary().splitlines() or outcome.text.strip().splitlines()[:1]
+        how = lines[-1].strip()[:150] if outcome.failed else "NOT FOUND"
+        print(f"{name:28} {spent:6.1f} s  {ranks} ranks  {how}", flush=True)
+        missed += [] if outcome.failed else [name]
+    return not missed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["run", "faults"])
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seconds", type=float, default=60, help="of one job")
+    parser.add_argument("--ranks", type=lambda text: [int(part) for part in text.split(",")], default=[2, 3, 4, 5])
+    parser.add_argument("--seed", default=str(int(time.time())))
+    parser.add_argument("--shrink", type=float, default=180, help="seconds to look for a shorter program")
+    parser.add_argument("--only", nargs="*", help="faults: these")
+    options = parser.parse_args()
+    print(f"storm: seed {options.seed}", flush=True)
+    sys.exit(0 if {"run": run, "faults": faults}[options.what](options) else 1)
+
+
+if __name__ == "__main__":
+    main()
