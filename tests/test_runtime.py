@@ -38,10 +38,10 @@ def vendor():
     return mpirun.find("", os.environ)[0].name
 
 
-def launch(path, ranks, *options, seconds=90):
+def launch(path, ranks, *options):
     torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
     command = [torchmpirun, "-n", str(ranks), *options, path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -187,7 +187,7 @@ def test_an_exception_on_one_rank_ends_the_job(script):
             raise RuntimeError("planted")
         mpi.allreduce(torch.ones(10))
     """)
-    code, _, err = launch(path, 3, seconds=30)
+    code, _, err = launch(path, 3)
     assert code == 1
     assert err.count("RuntimeError: planted") == 1
 
@@ -225,7 +225,7 @@ def test_a_killed_rank_ends_the_job(script):
         os.kill(os.getpid(), signal.SIGKILL)
     mpi.barrier()
     """)
-    code, _, _ = launch(path, 3, seconds=30)
+    code, _, _ = launch(path, 3)
     assert code in (1, 137, 128 + signal.SIGKILL, 9)
 
 

@@ -187,8 +187,9 @@ pairs = [
     (lambda c: mpi.gather_async(x, 1, comm=c), lambda c: mpi.gather_async(x, 0, comm=c)),
 ]
 comms = [mpi.split(0) for _ in pairs]
-if me == 1:
-    time.sleep(0.5)
+called = [os.path.join(os.environ["TORCHMPI_DUMP_DIR"], str(rank)) for rank in (0, 2)]
+while me == 1 and not all(map(os.path.exists, called)):
+    time.sleep(0.01)
 handles = []
 for (odd, others), comm in zip(pairs, comms):
     try:
@@ -197,7 +198,8 @@ for (odd, others), comm in zip(pairs, comms):
         print("told:", error)
 if me == 1:
     raise SystemExit(os._exit(3))
-time.sleep(30)
+open(called[me // 2], "w")
+time.sleep(100)
 """
     job = run(tmp_path, program)
     told = [line for line in job.stdout.splitlines() if "told:" in line]
@@ -286,13 +288,21 @@ def test_a_rank_that_does_not_stop(tmp_path):
 def test_a_report_that_is_asked_for(tmp_path):
     """By a signal, while the main thread is in MPI; the job goes on, and children have the signal's usual meaning."""
     program = """
+import subprocess, sys
+told = os.path.join(os.environ["TORCHMPI_DUMP_DIR"], "told")
+class Hearing:
+    def write(self, text):
+        if "report of" in text:
+            open(told, "w")
+        return sys.stderr.write(text)
+    def flush(self):
+        sys.stderr.flush()
 if me == 0:
-    import subprocess
-    subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -USR1 {os.getpid()}; kill -USR1 $$"])
-    mpi.barrier()
-else:
-    time.sleep(2)
-    mpi.barrier()
+    sys.__stderr__ = Hearing()
+    subprocess.Popen(["sh", "-c", f"sleep 2; kill -USR1 {os.getpid()}; kill -USR1 $$"])
+while me == 1 and not os.path.exists(told):
+    time.sleep(0.01)
+mpi.barrier()
 print("went on")
 """
     job = run(tmp_path, program, ranks=2)

@@ -56,7 +56,16 @@ def test_of_a_pipe_another_attempt_gets_nothing():
 
 DIE_OF_IT = "import os, signal, time; os.kill(os.getppid(), signal.SIGUSR1); time.sleep(50)"
 ANSWER_IT = f"import signal; signal.signal(signal.SIGUSR1, lambda *_: exit(5)); {DIE_OF_IT}"
-LIVE_ON = f"import signal; signal.signal(signal.SIGUSR1, lambda *_: print('asked')); {DIE_OF_IT[:-3]}0.5); exit(5)"
+LIVE_ON = """
+import os, signal, time
+heard = []
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(print('asked')))
+os.kill(os.getppid(), signal.SIGUSR1)
+while not heard:
+    time.sleep(0.01)
+time.sleep(0.5)
+exit(5)
+"""
 
 
 @pytest.mark.parametrize(("starter", "code"), [(DIE_OF_IT, 138), (ANSWER_IT, 5)])
@@ -97,46 +106,111 @@ def test_a_signal_that_was_ignored_before_stays_ignored():
 
 
 def test_the_time_limit_is_for_all_attempts():
-    job = launch("import time; time.sleep(0.5); exit(3)", most=99, before="options = dict(timeout_seconds=1.5)")
+    before = (
+        "import time\n"
+        "options, make_one, clock = dict(timeout_seconds=200), make, time.monotonic\n"
+        "def make(folder, attempt, begin):\n"
+        "    time.monotonic = lambda: clock() + 300 * attempt\n"  # as if the first attempt had taken 300 s
+        "    return make_one(folder, attempt, begin)\n"
+    )
+    job = launch("import os, time; os.environ['TORCHMPIRUN_RESTART'] == '0' and exit(3); time.sleep(100)", 99, before)
     assert job.returncode == 124
-    assert job.stderr.count("passed its limit of 1.5 s (--timeout)") == 1
+    assert job.stderr.count("passed its limit of 200 s (--timeout)") == 1
     assert "attempt 1 of 100 failed" in job.stderr
 
 
+# Each rank waits for what it is to do. The launcher is stopped until all that is to happen has: it sees all at once.
+STEPS = """
+import os, signal, sys, time
+from torchmpi_py.launch import marks
+folder, launcher, steps = os.environ["TORCHMPIRUN_JOB_DIR"], os.getppid(), {steps!r}
+texts = dict(die="os.kill(os.getpid(), 9)", leave="sys.exit(0)",
+             fail="marks.record_failure(folder, rank, 4); time.sleep(0.5); os._exit(4)")
+signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, 9))
+def pipes_of_launcher():
+    for name in os.listdir(f"/proc/{{launcher}}/fd"):
+        try:
+            yield "/alive-" in os.readlink(f"/proc/{{launcher}}/fd/{{name}}")
+        except FileNotFoundError:
+            continue
+def is_stopped():
+    with open(f"/proc/{{launcher}}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "T"
+children, ends = [], []
+for rank in range(len(steps)):
+    source, end = os.pipe()
+    ends.append(end)
+    children.append(os.fork())
+    if children[-1] == 0:
+        with marks.running(folder, rank):
+            exec(texts[os.read(source, 100).decode()])
+        sys.exit(0)
+while sum(pipes_of_launcher()) < len(steps):
+    time.sleep(0.01)
+os.kill(launcher, signal.SIGSTOP)
+while not is_stopped():
+    time.sleep(0.01)
+for rank, what in steps:
+    if what == "stay":
+        break
+    os.write(ends[rank], what.encode())
+    while what == "fail" and not os.path.exists(f"{{folder}}/failed-{{rank}}"):
+        time.sleep(0.01)
+    if what != "fail":
+        os.waitid(os.P_PID, children[rank], os.WEXITED | os.WNOWAIT)
+os.kill(launcher, signal.SIGCONT)
+time.sleep({seconds})
+sys.exit({code})
+"""
+ON = "; the others go on"
+NOT_ELASTIC = {"elastic": False}
+
+
+def play(steps, options, seconds, code=0, before=""):
+    """What is done by ranks that play these steps; the starter stays for some seconds more, and ends with the code."""
+    chosen = [(int(step.split()[0]), step.split()[1]) for step in steps]
+    options = {"elastic": True, "num_ranks": len(steps), **options}
+    return launch(STEPS.format(steps=chosen, seconds=seconds, code=code), 0, f"options = {options}\n{before}")
+
+
 def test_who_is_ended_by_the_launcher_has_not_died():
-    before = "options = dict(elastic=True, num_ranks=2, timeout_seconds=1.0)"
-    hands_on = "import signal; signal.signal(15, lambda *_: os.killpg(0, 9)); time.sleep(50)\n"
-    starter = DESERTED.format(last="time.sleep(50)").replace("time.sleep(50)\n", hands_on)
-    job = launch(starter, most=0, before=before)
+    before = (
+        "note = jobs.Job._note\n"
+        "jobs.Job._note = lambda job, deaths: note(job, deaths) or setattr(job, 'timeout_seconds', 0.1)"
+    )
+    job = play(["1 die", "0 stay"], {"timeout_seconds": 40}, 50, before=before)
     assert (job.returncode, job.stderr.count("rank 0"), job.stderr.count("rank 1")) == (124, 0, 1), job.stderr
 
 
-# Rank 1 dies; rank 0 does what is said; this one, the starter, stays for ever.
-DESERTED = """
-import os, sys, time
-from torchmpi_py.launch import marks
-for rank, last in enumerate(({last!r}, "os.kill(os.getpid(), 9)")):
-    if os.fork() == 0:
-        with marks.running(os.environ["TORCHMPIRUN_JOB_DIR"], rank):
-            time.sleep(0.3)
-            exec(last)
-        sys.exit(0)
-time.sleep(50)
-"""
+@pytest.mark.parametrize(("last", "code"), [("leave", 0), ("die", 137), ("fail", 4)])
+def test_an_elastic_job_that_all_ranks_have_left_ends(last, code):
+    """Its starter would stay."""
+    job = play(["1 die", f"0 {last}"], {}, 50, before="jobs.DESERTED_SECONDS = 0.5")
+    assert job.returncode == code, job.stderr
+    first = r"torchmpirun: rank 1 \(process \d+\) was killed by signal 9"
+    assert re.match(first + f"{ON}\n", job.stderr)
+    last_one = rf"torchmpirun: rank 0 \(process \d+\) was killed by signal 9\n{first}; rank 0 .*signal 9\n"
+    assert bool(re.search(last_one, job.stderr)) == (code == 137), job.stderr
 
 
 @pytest.mark.parametrize(
-    ("last", "code"),
-    [("time.sleep(0.3)", 0), ("time.sleep(0.3); os.kill(os.getpid(), 9)", 137), ("raise SystemExit(4)", 4)],
+    ("options", "steps", "said"),
+    [
+        ({}, ["1 die", "3 leave", "0 die", "2 die"], ["1 dies" + ON, "0 dies" + ON, "2 dies"]),
+        ({}, ["1 die", "0 leave", "2 leave"], ["1 dies" + ON]),
+        ({}, ["0 leave", "2 leave", "1 die"], ["1 dies"]),
+        ({"num_ranks": 3}, ["1 die", "0 die"], ["1 dies" + ON, "0 dies" + ON]),  # one is on another host
+        ({}, ["1 die", "0 fail"], ["1 dies" + ON, "1 dies; rank 0 failed after that, with exit code 4"]),
+        ({}, ["0 fail", "1 die"], ["0 failed first, with exit code 4"]),
+        (NOT_ELASTIC, ["1 die", "0 die"], ["1 dies"]),
+        (NOT_ELASTIC, ["1 die", "0 fail"], ["1 dies; rank 0 failed after that, with exit code 4"]),
+        (NOT_ELASTIC, ["0 fail", "1 die"], ["0 failed first, with exit code 4"]),
+    ],
 )
-def test_an_elastic_job_that_all_ranks_have_left_ends(last, code):
-    if code == 4:
-        last = f"marks.record_failure(os.environ['TORCHMPIRUN_JOB_DIR'], 0, 4); {last}"
-    before = "options = dict(elastic=True, num_ranks=2); jobs.DESERTED_SECONDS = 0.5"
-    job = launch(DESERTED.format(last=last), most=0, before=before)
-    assert job.returncode == code, job.stderr
-    if code != 4:
-        first = r"torchmpirun: rank 1 \(process \d+\) was killed by signal 9"
-        assert re.match(first + "; the others go on\n", job.stderr)
-        last_one = rf"torchmpirun: rank 0 \(process \d+\) was killed by signal 9\n{first}; rank 0 .*signal 9\n"
-        assert bool(re.search(last_one, job.stderr)) == (code == 137), job.stderr
+@pytest.mark.parametrize("seconds", [0, 0.3])
+def test_what_is_said_of_a_death_is_what_happened_then(options, steps, said, seconds):
+    """Also if the launcher looks when all is over: the ranks, or the starter too."""
+    job = play(steps, options, seconds, code=137 * (options == NOT_ELASTIC))
+    lines = [f"torchmpirun: rank {line}\n" for line in said]
+    seen = re.sub(r"(rank \d) \(process \d+\) was killed by signal 9", r"\1 dies", job.stderr)
+    assert seen == "".join(lines), job.stderr

@@ -22,8 +22,6 @@ except LaunchError as error:
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
-BOUND_SECONDS = 15
-
 # Rank 1 does what argv[1] says; the others wait for it, and would wait for ever.
 FAIL = """
 import os, sys
@@ -81,9 +79,7 @@ def launch(*arguments, **keywords):
     ],
 )
 def test_a_rank_that_can_tell_nobody_still_ends_the_job(program, no_leftovers, obstacle):
-    begin = time.monotonic()
     job = launch("-n", 2, program(FAIL), obstacle)
-    assert time.monotonic() - begin < BOUND_SECONDS
     assert job.returncode == 1
 
 
@@ -168,6 +164,7 @@ def test_a_starter_gets_the_signals_that_it_wants(program, tmp_path, no_leftover
         "import os, signal, time\n"
         f"note = lambda number, _: open({str(seen)!r}, 'a').write(f'{{number}} ')\n"
         "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, note)\n"
+        f"open({str(seen)!r}, 'a').close()\n"
         "while True: time.sleep(0.1)\n"
     )
     stop_signals = mpirun.vendor_named("srun").stop_signals
@@ -176,6 +173,13 @@ def test_a_starter_gets_the_signals_that_it_wants(program, tmp_path, no_leftover
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
     job = jobs.Job([sys.executable, str(starter)], environment, folder, stop_signals=stop_signals)
     job.signals.ending.append(signal.SIGINT)
-    monkeypatch.setattr(job, "_wait", lambda: time.sleep(0.5) or job._end(signal.SIGINT) or 130)
+
+    def end_when_it_is_up():
+        while not seen.exists():
+            time.sleep(0.01)
+        job._end(signal.SIGINT)
+        return 130
+
+    monkeypatch.setattr(job, "_wait", end_when_it_is_up)
     assert job.run() == 130
     assert seen.read_text() == "15 15 "

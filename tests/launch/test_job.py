@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -18,8 +17,6 @@ except LaunchError as error:
     VENDOR, MISSING = "", str(error)
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
-
-BOUND_SECONDS = 15  # measured: under 3; the machine may be busy with other things
 
 # A rank writes down what it maps in /dev/shm: other jobs of this machine have files there, too.
 NOTE = """
@@ -107,9 +104,7 @@ def test_a_module_from_the_current_folder(tmp_path, no_leftovers):
     ("how", "code", "num_tracebacks"), [("raise", 1, 1), ("early", 1, 1), ("code", 3, 0), ("text", 1, 0)]
 )
 def test_a_failing_rank_ends_the_job_with_its_code(program, no_leftovers, how, code, num_tracebacks):
-    begin = time.monotonic()
     job = launch("-n", 3, program(FAIL), how)
-    assert time.monotonic() - begin < BOUND_SECONDS
     assert job.returncode == code
     assert f"torchmpirun: rank 1 failed first, with exit code {code}\n" in job.stderr
     assert job.stderr.count("Traceback") == num_tracebacks
@@ -121,9 +116,7 @@ def test_a_failing_rank_ends_the_job_with_its_code(program, no_leftovers, how, c
 
 
 def test_a_killed_rank_ends_the_job(program, no_leftovers):
-    begin = time.monotonic()
     job = launch("-n", 3, program(FAIL), "kill")
-    assert time.monotonic() - begin < BOUND_SECONDS
     assert job.returncode == {"openmpi": 137}.get(VENDOR, 9)
 
 
@@ -138,11 +131,9 @@ def test_a_signal_leaves_nothing_behind(program, no_leftovers):
         command("-n", 3, program(FAIL), "wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as job:
         assert job.stdout.readline() == "up\n"
-        begin = time.monotonic()
         job.send_signal(signal.SIGINT)
         job.communicate(timeout=30)
     assert job.returncode == 130
-    assert time.monotonic() - begin < BOUND_SECONDS
 
 
 def test_logs(program, tmp_path, no_leftovers):

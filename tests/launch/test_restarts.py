@@ -1,5 +1,6 @@
 """A rank that dies is named; a job that failed is started again, where that is asked for."""
 
+import math
 import os
 import re
 import signal
@@ -51,18 +52,17 @@ import mpi4py, os, sys, time
 mpi4py.rc.finalize = False  # it may hang after a death
 from mpi4py import MPI
 world = MPI.COMM_WORLD
-if os.environ["TORCHMPIRUN_RESTART"] == "0":
-    world.Barrier()
-    os.kill(os.getpid(), 9)
 world.Set_errhandler(MPI.ERRORS_RETURN)
-world.Barrier()
-if world.rank == 1:
-    os.kill(os.getpid(), 9)
 try:
-    for _ in range(100):
+    world.Barrier()  # another may have died before this rank is through
+    if world.rank == 1:
+        os.kill(os.getpid(), 9)
+    while True:
         world.Barrier()
         time.sleep(0.05)
 except MPI.Exception:
+    if os.environ["TORCHMPIRUN_RESTART"] == "0":
+        os.kill(os.getpid(), 9)
     world.Revoke()
     print(world.Shrink().size, "go on", flush=True)
 """
@@ -123,9 +123,12 @@ def test_elastic(program, no_leftovers):
     if VENDOR == "openmpi":
         job = launch("-n", 3, "--elastic", "--max-restarts", 1, program(SURVIVE))
         assert "2 go on" in job.stdout
-        assert re.search(r"rank 1 \(process \d+\) (was killed by signal 9|died); the others go on", job.stderr)
+        death = r"torchmpirun: rank (\d) \(process \d+\) (?:was killed by signal 9|died)(; the others go on)?\n"
+        told = re.findall(death, job.stderr)
+        assert [bool(others) for _, others in told] == [True, True, False, True], job.stderr
+        assert sorted(rank for rank, _ in told) == ["0", "1", "1", "2"]
+        assert told[3][0] == "1"
         assert re.search(r"attempt 1 of 2 failed \((rank \d [^;]*(; )?){3}\); starting again", job.stderr)
-        assert job.stderr.count("the others go on") == 1
         return
     job = launch("-n", 2, "--elastic", program(FAIL), "os.kill(os.getpid(), 9)", 2)
     assert job.returncode == 0
@@ -151,9 +154,38 @@ def test_the_lookout(tmp_path, monkeypatch, pidfd):
             until = time.monotonic() + 20
             while not seen and time.monotonic() < until:
                 seen = lookout.wait(0.05)
-            assert seen == [deaths.Death(1, other.pid, 9)]
+            assert [death[:4] for death in seen] == [(1, other.pid, 9, math.inf)]
             assert lookout.wait(0.01) == []
         finally:
+            lookout.close()
+
+
+@pytest.mark.parametrize("is_ending", [True, False])
+def test_deaths_are_told_in_the_order_of_their_beginnings(tmp_path, monkeypatch, is_ending):
+    """Of a rank that takes long to end, and of one that has closed its pipe and lives on."""
+    if not is_ending:
+        monkeypatch.setattr(deaths, "_ENDING_SECONDS", 0.0)
+    with subprocess.Popen(["sleep", "100"]) as one, subprocess.Popen(["sleep", "100"]) as other:
+        pipes = []
+        for rank, process in enumerate((one, other)):
+            os.mkfifo(tmp_path / f"alive-{rank}")
+            pipes.append(os.open(tmp_path / f"alive-{rank}", os.O_RDWR | os.O_CLOEXEC))
+            (tmp_path / f"running-{rank}").write_text(f"{process.pid} {marks._numbering()}")
+        lookout = deaths.Lookout(tmp_path, os.getpid(), 2)
+        try:
+            lookout.wait(0.0)
+            for pipe in pipes:
+                os.close(pipe)
+            other.kill()
+            os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+            seen = lookout.wait(0.05) + lookout.wait(0.05)
+            assert lookout.is_holding == is_ending
+            one.kill()
+            os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+            told = [(death.rank, death.status, death.num_left) for death in seen + lookout.wait(1.0)]
+            assert told == ([(0, 9, 1), (1, 9, 0)] if is_ending else [(1, 9, 1), (0, 9, 0)])
+        finally:
+            one.kill()
             lookout.close()
 
 

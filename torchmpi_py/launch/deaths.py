@@ -1,19 +1,22 @@
-"""Which rank died first, as seen from outside: its process is gone, and its mark (see `marks`) is not.
+"""Which ranks died, in which order, as seen from outside: the process is gone, and its mark (see `marks`) is not.
 
 An MPI ends the other ranks some milliseconds after the first, so a look now and then would find them all dead. Linux
 tells at once: a descriptor of a process (pidfd) becomes readable when it has ended. But a large process takes
 milliseconds to end, as long as the MPI takes to end the others. So each rank also holds a pipe open (see `marks`),
-which breaks at the beginning of its end, and epoll keeps the order in which they do. Where there is neither, looks must
-do.
+which breaks at the beginning of its end, and epoll keeps the order in which they do. A rank that fails writes into its
+pipe, which takes its place in that order. What is said of a death follows from this order, not from the moment at which
+torchmpirun looks: a rank that has ended waits here until those that began to end before it have ended too. Where there
+are no pipes, the order in which the ends are seen must do.
 
 How a process ended is known to its parent only, the MPI's starter. But until that has asked, the process is a zombie,
 whose status the system shows; half of the time that can still be read. Else the exit code of the starter has to tell.
 """
 
 import contextlib
+import math
 import os
 import select
-import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +29,8 @@ class Death(NamedTuple):
     rank: int
     process_id: int
     status: int | None = None
-    order: int = sys.maxsize  # among those that began to end; the last one where that is not known
+    began: float = math.inf  # when it was seen to begin to end, in order among the ranks; inf where that is not known
+    num_left: int = 0  # ranks that had not begun to end when this one did
 
     @property
     def name(self) -> str:
@@ -55,28 +59,34 @@ class Death(NamedTuple):
 
 
 _SIGNALS = range(1, 32)  # MPICH's starter ends with the signal's bare number
+_ENDING_SECONDS = 2.0  # whoever lives longer after its pipe broke has only closed it: os.closerange, or exec
 
 
 class Lookout:
-    """Watches the marks of a job's ranks, and its starter."""
+    """Watches the marks of a job's ranks, and its starter; ``num_ranks`` is 0 where it is not known."""
 
-    def __init__(self, folder: Path, starter: int) -> None:
+    def __init__(self, folder: Path, starter: int, num_ranks: int = 0) -> None:
         self._folder = folder
+        self._num_ranks = num_ranks
         self._poll = select.epoll()
         self._watched: dict[int, tuple[int, int | None]] = {}  # rank: process, and its descriptor if there is one
         self._pipes: dict[int, int] = {}  # descriptor: rank
-        self._ending: list[int] = []  # ranks whose pipes are broken, in order
+        self._began: dict[int, float] = {}  # ranks that failed, or whose pipes broke, in order: when that was seen
+        self._ended: dict[int, tuple[int, int | None]] = {}  # rank: process and status, until its turn comes
+        self._num_ended = 0  # ranks whose turn has come
         self._starter = self._watch(starter)
-        self.num_in_order = 0  # ranks that have ended, and did not die
+        self.num_in_order = 0  # those of them that did not die
 
     @property
-    def num_alive(self) -> int:
-        """Ranks of this host that have come, and are not known to have ended."""
-        return sum(process_id > 0 for process_id, _ in self._watched.values())
+    def is_deserted(self) -> bool:
+        """Whether all ranks have been here, and have ended."""
+        has_process = any(process_id for process_id, _ in self._watched.values())
+        return len(self._watched) == self._num_ranks > 0 and not has_process
 
-    def is_deserted(self, num_ranks: int) -> bool:
-        """Whether all ranks of a job of so many have been here, and have ended."""
-        return len(self._watched) == num_ranks > 0 == self.num_alive
+    @property
+    def is_holding(self) -> bool:
+        """Whether a rank has ended whose turn has not come."""
+        return bool(self._ended)
 
     def close(self) -> None:
         """Give the descriptors back."""
@@ -87,30 +97,48 @@ class Lookout:
         self._watched, self._pipes, self._starter = {}, {}, None
 
     def wait(self, seconds: float) -> list[Death]:
-        """Ranks that have died since the last call; waits so long for one, or for the end of the starter."""
+        """Ranks that have died since the last call, in order; waits so long for one, or for the end of the starter."""
         self._look_for_marks()
         ready = self._note([descriptor for descriptor, _ in self._poll.poll(seconds)])
         late = self._look_for_marks() if ready else set()  # ranks that came, and may have died, meanwhile
-        deaths = []
         for rank, (process_id, descriptor) in self._watched.items():
             is_looked_at = descriptor is None or rank in late
             if process_id and (descriptor in ready or (is_looked_at and _is_gone(process_id))):
-                status = _status(process_id)
+                self._ended[rank] = process_id, _status(process_id)
                 self._forget(rank)
-                if marks.is_running(self._folder, rank):
-                    order = self._ending.index(rank) if rank in self._ending else sys.maxsize
-                    deaths.append(Death(rank, process_id, status, order))
-                else:
-                    self.num_in_order += 1
+        return self._take_turns()
+
+    def began(self, rank: int) -> float:
+        """When this rank was seen to begin to end, or to fail; inf where that is not known."""
+        return self._began.get(rank, math.inf)
+
+    def _take_turns(self) -> list[Death]:
+        """Those that have died, of the ranks that have ended and that no other may precede."""
+        deaths = []
+        earliest = min((self.began(rank) for rank in self._began if self._watched[rank][0]), default=math.inf)
+        for rank in sorted(self._ended, key=self.began):
+            if self.began(rank) > earliest:
+                break
+            process_id, status = self._ended.pop(rank)
+            self._num_ended += 1
+            if marks.is_running(self._folder, rank):
+                num_left = max(self._num_ranks, len(self._watched)) - self._num_ended
+                deaths.append(Death(rank, process_id, status, self.began(rank), num_left))
+            else:
+                self.num_in_order += 1
         return deaths
 
     def _note(self, ready: list[int]) -> list[int]:
-        """Note which pipes are broken; the other descriptors."""
+        """Note which ranks have begun to end, and which have not after all; the descriptors that are no pipes."""
         broken = [descriptor for descriptor in ready if descriptor in self._pipes]
         for descriptor in broken:
-            self._ending.append(self._pipes.pop(descriptor))
+            self._began[self._pipes.pop(descriptor)] = time.monotonic()
             self._poll.unregister(descriptor)
             os.close(descriptor)
+        limit = time.monotonic() - _ENDING_SECONDS
+        lives_on = [rank for rank, began in self._began.items() if began < limit and self._watched[rank][0]]
+        for rank in lives_on:
+            del self._began[rank]
         return [descriptor for descriptor in ready if descriptor not in broken]
 
     def _look_for_marks(self) -> set[int]:
@@ -121,7 +149,7 @@ class Lookout:
             self._watched[rank] = found[rank], self._watch(found[rank])
             with contextlib.suppress(OSError):
                 pipe = marks.open_pipe(self._folder, rank)
-                self._poll.register(pipe, select.EPOLLHUP)
+                self._poll.register(pipe, select.EPOLLIN | select.EPOLLHUP)
                 self._pipes[pipe] = rank
         return new
 

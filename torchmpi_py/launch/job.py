@@ -16,10 +16,10 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from torchmpi_py.launch import leftovers, marks, standard_input
@@ -79,7 +79,7 @@ class Job:
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-        self._lookout = Lookout(self.folder, self.process.pid)
+        self._lookout = Lookout(self.folder, self.process.pid, self.num_ranks)
         try:
             return self._wait()
         finally:
@@ -108,35 +108,43 @@ class Job:
             self.was_ended = True
             self._end(self.signals.ending[0])
             return 128 + self.signals.ending[0]
-        deaths = self._lookout.wait(0.0)
-        if deaths and not self._is_ending:
-            self._note(deaths)
+        self._hear_of_deaths(0.0)
+        while self._lookout.is_holding:
+            time.sleep(_POLL_SECONDS)
+            self._hear_of_deaths(0.0)
         return self._code()
 
     def _running(self) -> bool:
         self._tail.show()
         self.signals.pass_on(self.process)
-        deaths = self._lookout.wait(_POLL_SECONDS)
-        if deaths and not (self.signals.ending or self._is_ending):
-            self._note(deaths)
-        if not (self.elastic and self._lookout.is_deserted(self.num_ranks)):
+        self._hear_of_deaths(_POLL_SECONDS)
+        if not (self.elastic and self._lookout.is_deserted):
             self._last_seen = time.monotonic()
         return self.process.poll() is None
+
+    def _hear_of_deaths(self, seconds: float) -> None:
+        """Note the deaths since the last time, unless the job is being ended."""
+        deaths = self._lookout.wait(seconds)
+        if deaths and not (self.signals.ending or self._is_ending):
+            self._note(deaths)
 
     def _note(self, deaths: list[Death]) -> None:
         """Keep those that may tell why the job fails: what the MPI, or a failing rank, does to the others does not."""
         self._shared_memory |= leftovers.shared_memory(self._processes())  # the others map what the dead one had
-        if (self._deaths and not self.elastic) or marks.failures(self.folder):
+        if self._deaths and not self.elastic:
             return
-        time.sleep(_POLL_SECONDS)  # one that died before may not have ended yet
-        deaths = sorted(deaths + self._lookout.wait(0.0), key=lambda death: death.order)
+        failed = [failure.rank for failure in marks.failures(self.folder)]
+        deaths = deaths + self._lookout.wait(0.0)  # and what these failures did to the ranks' pipes
+        deaths = [death for death in deaths if all(death.began < self._lookout.began(rank) < inf for rank in failed)]
+        if not deaths:
+            return
         self._death_time = time.time()
         if not self.elastic:
-            self._deaths = deaths[:1] if deaths[0].order < sys.maxsize else deaths
+            self._deaths = deaths[:1] if deaths[0].began < inf else deaths
             return
         self._deaths += deaths
         for death in deaths:
-            others = "; the others go on" if self._lookout.num_alive else ""
+            others = "; the others go on" if death.num_left else ""
             say(f"{death.name} {death.explain()}{others}")
 
     def _end(self, signum: int, grace_seconds: float | None = None) -> None:
@@ -191,7 +199,7 @@ class Job:
         own = self.process.returncode
         code = 128 - own if own < 0 else int(own)
         failures = marks.failures(self.folder)
-        if self.elastic and self._lookout.is_deserted(self.num_ranks):
+        if self.elastic and self._lookout.is_deserted:
             code = self._code_of_deserted(code)
         if self.elastic and code == 0 and not failures:
             return 0

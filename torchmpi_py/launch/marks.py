@@ -2,7 +2,7 @@
 
 running-R  until rank R has ended in order: its process, and where that number holds (another host, or a container with
            numbers of its own, may see the same folder)
-alive-R    a pipe that the rank holds open until it ends
+alive-R    a pipe that the rank holds open until it ends; it writes into it when it fails
 failed-R   that rank R failed: when, with which exit code, and which shared memory it held
 """
 
@@ -28,9 +28,18 @@ def record_failure(folder: str, rank: int, code: int) -> None:
     """Leave for torchmpirun when this rank failed and with which code; on another host there is no such folder."""
     if not folder or not os.path.isdir(folder):
         return
+    _break_pipe(Path(folder), rank)
     with open("/proc/self/maps") as maps:
         held = {line.split()[5] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
     _write(Path(folder) / f"failed-{rank}", "\n".join([f"{time.time():.6f} {code}", *sorted(held)]))
+
+
+def _break_pipe(folder: Path, rank: int) -> None:
+    """Have a failure take its place in the order in which ranks begin to end."""
+    with contextlib.suppress(OSError):
+        pipe = os.open(folder / f"alive-{rank}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.write(pipe, b"failed")
+        os.close(pipe)
 
 
 def failures(folder: Path) -> list[Failure]:
@@ -116,7 +125,7 @@ def ranks_running(folder: Path) -> dict[int, int]:
 
 
 def open_pipe(folder: Path, rank: int) -> int:
-    """The reading end of a rank's pipe: broken when the rank has begun to end."""
+    """The reading end of a rank's pipe: broken when the rank has begun to end, readable when it has failed."""
     return os.open(folder / f"alive-{rank}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
