@@ -11,6 +11,8 @@ from torch import nn
 from torchmpi_py.collectives import registry
 
 POOL_BYTES = 6 << 20
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older names
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": "SUM", "max": "MAX", "min": "MIN", "avg": "AVG"}
 
 
@@ -123,10 +125,10 @@ class Call:
             work = dist.reduce(x, op=op, **root, **options)
         elif step.verb == "allgather":
             result = x.new_empty(self.group.size * self.count)
-            work = dist.all_gather_into_tensor(result, x, **options)
+            work = all_gather(result, x, **options)
         elif step.verb == "reduce_scatter":
             result = x.new_empty(step.count)
-            work = dist.reduce_scatter_tensor(result, x, op, **options)
+            work = reduce_scatter(result, x, op, **options)
         else:
             result = self.out
             work = dist.all_to_all_single(result, x, **options)

@@ -1,0 +1,185 @@
+"""Two collectives at the same time on one node, in every way in which a program can come to that: both are right.
+
+TORCHMPI_STORM_TURNS=1000 repeats each so often. The selector takes flavour ``shared`` here, which large tensors get.
+"""
+
+import os
+import threading
+
+import pytest
+import storm_actors
+import storm_values as values
+import torch
+import torch.distributed as dist
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(3600 if "TORCHMPI_STORM_TURNS" in os.environ else 120)]
+TURNS = int(os.environ.get("TORCHMPI_STORM_TURNS", "4"))
+COUNT = 1_200_001  # more than four chunks; not divisible
+
+
+@pytest.fixture(scope="module")
+def pair(request, mpi):
+    """(two groups of torch.distributed, two communicators), all of all ranks; and ``shared`` for all verbs."""
+    import torchmpi_py.torch_backend  # noqa: F401
+
+    dist.init_process_group("torchmpi")
+    for verb in ("allreduce", "reduce_scatter", "allgather", "broadcast"):
+        mpi.selector[verb, "node"] = "shared"
+    yield (dist.new_group(), dist.new_group()), (mpi.split(0), mpi.split(0))
+    if not request.session.testsfailed:
+        dist.destroy_process_group()
+        mpi.selector.__init__()
+
+
+def both(first, second):
+    """Carry out both, the second in another thread."""
+    thread = threading.Thread(target=second)
+    thread.start()
+    first()
+    thread.join()
+
+
+def in_two_groups(mpi, groups, comms, x, y):
+    order = [(x, groups[0]), (y, groups[1])]
+    works = [dist.all_reduce(t, group=g, async_op=True) for t, g in (order if mpi.rank() % 2 else order[::-1])]
+    for work in works:
+        work.wait()
+
+
+def beside_a_blocking_call(mpi, groups, comms, x, y):
+    work = dist.all_reduce(x, async_op=True)
+    mpi.allreduce(y)
+    work.wait()
+
+
+def in_two_threads(mpi, groups, comms, x, y):
+    both(lambda: mpi.allreduce(x, comm=comms[0]), lambda: mpi.allreduce(y, comm=comms[1]))
+
+
+def launched_and_called(mpi, groups, comms, x, y):
+    handle = mpi.allreduce_async(x, comm=comms[0])
+    mpi.allreduce(y, comm=comms[1])
+    handle.wait()
+
+
+def staged_and_mapped(mpi, groups, comms, x, y):
+    both(
+        lambda: mpi.allreduce(x, comm=comms[0], flavour="staged"),
+        lambda: mpi.allreduce(y, comm=comms[1], flavour="cudaipc"),
+    )
+
+
+def scattered(mpi, groups, comms, x, y):
+    size = mpi.size()
+    count = len(x) // size
+    outs = torch.empty(count), torch.empty(count)
+    works = [
+        storm_actors.reduce_scatter(out, t[: count * size], group=group, async_op=True)
+        for out, t, group in zip(outs, (x, y), groups, strict=True)
+    ]
+    for work, out, t, group in zip(works, outs, (x, y), groups, strict=True):
+        work.wait()
+        storm_actors.all_gather(t[: count * size], out, group=group)
+    if rest := len(x) - count * size:
+        mpi.allreduce(x[-rest:])
+        mpi.allreduce(y[-rest:])
+
+
+def in_callbacks(mpi, groups, comms, x, y):
+    """Each group has calls of callbacks, on channels of their own."""
+    starts = torch.zeros(1), torch.zeros(1)
+    works = [dist.all_reduce(start, group=g, async_op=True) for start, g in zip(starts, groups, strict=True)]
+    chained = [
+        work.get_future().then(lambda _, t=t, g=g: dist.all_reduce(t, group=g))
+        for work, t, g in zip(works, (x, y), groups, strict=True)
+    ]
+    for future in chained:
+        future.wait()
+
+
+@pytest.fixture
+def on_the_host(monkeypatch):
+    """The flavours for GPUs serve CPU tensors too."""
+    for name in ("staged", "cudaipc"):
+        monkeypatch.setattr(storm_actors.registry.BY_NAME[name], "devices", frozenset({"cpu", "cuda"}))
+
+
+WAYS = [
+    in_two_groups,
+    beside_a_blocking_call,
+    in_two_threads,
+    launched_and_called,
+    staged_and_mapped,
+    scattered,
+    in_callbacks,
+]
+
+
+@pytest.mark.parametrize("is_symmetric", [False, True], ids=["ordinary", "symmetric"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_two_at_once(mpi, pair, on_the_host, way, is_symmetric):
+    rank, size, wrong = mpi.rank(), mpi.size(), []
+    x, y = (mpi.symmetric_empty(COUNT) if is_symmetric else torch.empty(COUNT) for _ in range(2))
+    given = [values.given(rank, number, COUNT) for number in (0, 1)]
+    expected = [values.reduced(size, number, COUNT) for number in (0, 1)]
+    for turn in range(TURNS):
+        for t, mine in zip((x, y), given, strict=True):
+            t.copy_(mine)
+        way(mpi, *pair, x, y)
+        wrong += [turn for t, total in zip((x, y), expected, strict=True) if not torch.equal(t, total)]
+    assert mpi.allreduce(len(wrong), flavour="mpi") == 0, f"wrong in turns {sorted(set(wrong))} of {TURNS}"
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["plain", "average"])
+def test_two_modules_on_two_groups(mpi, pair, hook):
+    from torchmpi_py.torch_backend import average
+
+    (first, second), _ = pair
+    models = []
+    for number, group in enumerate((first, second)):
+        net = storm_actors.Net([300_001, 600_000, 5], mpi.rank(), 50 * number)
+        models.append(torch.nn.parallel.DistributedDataParallel(net, process_group=group, bucket_cap_mb=1))
+        if hook:
+            models[-1].register_comm_hook(group, average)
+    wrong = []
+
+    def step(model, turn):
+        model.zero_grad()
+        model(torch.tensor([turn % 3])).backward()
+        expected = model.module.average(turn % 3, mpi.communicator(0).size)
+        pairs = zip(model.module.weights, expected, strict=True)
+        wrong.extend([turn for p, average in pairs if not torch.equal(p.grad, average)])
+
+    for turn in range(TURNS):
+        both(lambda: step(models[0], turn), lambda: step(models[1], turn))  # noqa: B023 - they are over here
+    assert mpi.allreduce(len(wrong), flavour="mpi") == 0, f"wrong in turns {sorted(set(wrong))} of {TURNS}"
+
+
+def test_two_threads_in_one_communicator_are_refused(mpi, pair):
+    """The other ranks could not know the order of the two."""
+    _, (comm, _) = pair
+    inside, go_on, refused = threading.Event(), threading.Event(), []
+    former = comm.direct.mpi
+
+    class Slow:
+        def Allreduce(self, *arguments):
+            inside.set()
+            go_on.wait(30)
+            former.Allreduce(*arguments)
+
+    def second():
+        inside.wait(30)
+        try:
+            mpi.broadcast(torch.ones(3), comm=comm, flavour="mpi")
+        except mpi.errors.CommunicatorError as error:
+            refused.append(str(error))
+        go_on.set()
+
+    comm.direct.mpi = Slow()
+    x = torch.ones(3)
+    try:
+        both(lambda: mpi.allreduce(x, comm=comm, flavour="mpi"), second)
+    finally:
+        comm.direct.mpi = former
+    assert "give each thread a communicator of its own, from mpi.split" in refused[0]
+    assert (x == mpi.size()).all()
