@@ -11,7 +11,8 @@ PACKAGE = pathlib.Path(torchmpi_py.__file__).parent
 
 # Lowest first: a module may import from its own row and from rows above it in this list, never from a later one.
 ROWS = [
-    ["errors", "config", "grouping", "clocks", "trace_rows", "waiting", "processes", "signals", "board_layout"],
+    ["errors", "config", "grouping", "clocks", "trace_rows", "fences", "processes", "signals", "board_layout"],
+    ["waiting"],
     ["recovery"],
     ["tensors", "handles", "placement", "channels", "devices", "shared_files"],
     ["posted"],

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchmpi_py import processes, shared_files
+from torchmpi_py import fences, processes, shared_files
 from torchmpi_py.board_layout import (
     CHECKSUM_BITS,
     ENDED,
@@ -109,7 +109,7 @@ class Board:
         self.sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self.calls: dict[int, tuple[CodeType, Any, object, int, int]] = {}
         self._introduce(world_rank)
-        node.Barrier()
+        fences.around(node.Barrier)()
 
     def _columns(self) -> Any:
         """This rank's records as an array: a row for each of their words."""

@@ -20,6 +20,7 @@ from torchmpi_py import (
     communicators,
     config,
     exits,
+    fences,
     placement,
     reports,
     startup,
@@ -126,14 +127,19 @@ def barrier(comm: Communicator | None = None) -> None:
     noted = watch.note_plain("barrier", comm)
     try:
         if not config.can_raise:
-            comm.direct.mpi.Barrier()
-        elif not waiting.complete(comm.direct.mpi.Ibarrier(), waiting.Nap(0.001), config.current.deadline_seconds):
+            fences.around(comm.direct.mpi.Barrier)()
+        elif not fences.around(lambda: _met_in_time(comm))():
             told = f"the barrier is not complete after {config.current.deadline_seconds} s. {reports.late(noted)}"
             raise CollectiveTimeout(told)
     except BaseException:
         watch.fail(noted)
         raise
     watch.end(noted)
+
+
+def _met_in_time(comm: Communicator) -> bool:
+    """Whether all ranks come before the deadline."""
+    return waiting.complete(comm.direct.mpi.Ibarrier(), waiting.Nap(0.001), config.current.deadline_seconds)
 
 
 def local_rank() -> int:

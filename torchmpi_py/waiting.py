@@ -6,6 +6,8 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from torchmpi_py import fences
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -50,5 +52,5 @@ def complete(request: MPI.Request, nap: Nap, timeout_seconds: float = math.inf) 
 
 
 def barrier(comm: MPI.Comm, longest_seconds: float = 0.002) -> None:
-    """An MPI barrier in which nobody spins."""
-    complete(comm.Ibarrier(), Nap(longest_seconds))
+    """An MPI barrier in which nobody spins; memory that the ranks share is ordered by it."""
+    fences.around(lambda: complete(comm.Ibarrier(), Nap(longest_seconds)))()

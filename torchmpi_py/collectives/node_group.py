@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchmpi_py import config, symmetric
+from torchmpi_py import config, fences, symmetric
 from torchmpi_py.channels import Channel
 from torchmpi_py.errors import RanksDisagree, Unavailable
 
@@ -61,7 +61,7 @@ class NodeGroup:
     def __init__(self, channel: Channel) -> None:
         assert channel.num_nodes == 1, channel.places
         self.rank, self.size = channel.rank, channel.size
-        self.barrier = channel.mpi.Barrier
+        self.barrier = fences.around(channel.mpi.Barrier)
         self._mpi = channel.mpi
         self._indices = [place.local for place in channel.places]
         self._slot_bytes = _slot_bytes()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py import waiting
+from torchmpi_py import fences, waiting
 from torchmpi_py.channels import Channel
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.paramserver import client, rules, shard
@@ -40,7 +40,7 @@ class Carrier:
         self._number = self._store.number
         if self._exchange is not None and self._exchange.service is not None:
             self._exchange.service.add(self._number, self._store)
-        channel.mpi.Barrier()  # all shards are seeded, and served
+        fences.around(channel.mpi.Barrier)()  # all shards are seeded, and served
 
     def apply(self, name: str, rule: Rule, options: dict[str, Any], payload: Tensor) -> int:
         """Apply a rule to all shards, also if it fails on one; how many bytes were sent."""

@@ -1,0 +1,181 @@
+"""What the ranks of the model call: every verb, on symmetric and on ordinary tensors, with its result checked."""
+
+import dataclasses
+
+import torch
+from protocol_model import explore, without_barrier
+from protocol_ranks import Gpu, Ranks, model
+
+from torchmpi_py import config, fences, symmetric
+from torchmpi_py.channels import Channel
+from torchmpi_py.collectives import ipc_group
+from torchmpi_py.collectives.cudaipc import CudaIpc
+from torchmpi_py.collectives.gathering import Sizes
+from torchmpi_py.collectives.shared import Shared
+
+SLICE = 64  # elements of a rank in a chunk that is staged
+PIECE = 1024  # elements that scratch memory of flavour cudaipc takes here: a page
+
+
+@dataclasses.dataclass
+class Program:
+    """What a rank's operations need."""
+
+    rank: int
+    size: int
+    channel: Channel
+    flavour: object
+    chunk: int  # elements that pass in one piece
+    number: int = 0  # of the operation
+
+    def __post_init__(self):
+        self.memory = symmetric.memory(self.channel, 4 * 2 * self.chunk, torch.device("cpu"))
+
+    def symmetric(self, half=0):
+        return self.memory.view(torch.float32)[half * self.chunk :][: self.chunk]
+
+    def values(self, rank, count):
+        """Of an operation; small whole numbers, whose sums are exact."""
+        return torch.arange(count, dtype=torch.float32) + 1000 * rank + 7 * self.number
+
+    def total(self, count):
+        return sum(self.values(rank, count) for rank in range(self.size))
+
+    def fill(self, x):
+        x.copy_(self.values(self.rank, x.numel()))
+        return x
+
+    def ordinary(self, chunks):
+        return torch.empty(chunks * self.chunk)
+
+
+def check(x, expected):
+    assert torch.equal(x, expected)
+
+
+def allreduce(p, x):
+    p.flavour.allreduce(p.channel, p.fill(x), x, "sum")
+    check(x, p.total(x.numel()))
+
+
+def allreduce_into(p, x, out):
+    p.flavour.allreduce(p.channel, p.fill(x), out, "sum")
+    check(out, p.total(x.numel()))
+
+
+def reduce(p, x, root):
+    p.fill(x)
+    out = x if x.data_ptr() != p.memory.data_ptr() else p.symmetric(1)
+    p.flavour.reduce(p.channel, x, out, "sum", root)
+    if p.rank == root:
+        check(out, p.total(x.numel()))
+
+
+def reduce_scatter(p, x):
+    out = torch.empty(x.numel() // p.size)
+    p.flavour.reduce_scatter(p.channel, p.fill(x), out, "sum")
+    check(out, p.total(x.numel()).view(p.size, -1)[p.rank])
+
+
+def broadcast(p, x, root):
+    p.flavour.broadcast(p.channel, p.fill(x), root)
+    check(x, p.values(root, x.numel()))
+
+
+def gather(p, x, root):
+    sizes = Sizes.equal(x, p.size)
+    out = torch.empty(p.size * x.numel())
+    if root is None:
+        p.flavour.allgather(p.channel, p.fill(x), out, sizes)
+    else:
+        p.flavour.gather(p.channel, p.fill(x), out if p.rank == root else None, root, sizes)
+    if root in (None, p.rank):
+        check(out, torch.cat([p.values(rank, x.numel()) for rank in range(p.size)]))
+
+
+def alltoall(p, x):
+    out = torch.empty_like(x)
+    p.flavour.alltoall(p.channel, p.fill(x), out)
+    check(out, torch.cat([p.values(rank, x.numel()).view(p.size, -1)[p.rank] for rank in range(p.size)]))
+
+
+def scatter(p, x, root):
+    out = torch.empty(x.numel() // p.size)
+    p.flavour.scatter(p.channel, p.fill(x), out, root)
+    check(out, p.values(root, x.numel()).view(p.size, -1)[p.rank])
+
+
+# In all of them rank r's part of what is reduced or moved depends on r, and the root is not rank 0 where that differs.
+SYMMETRIC = {
+    "allreduce": lambda p: allreduce(p, p.symmetric()),
+    "allreduce, the tensors elsewhere": lambda p: allreduce(p, p.symmetric(p.rank % 2)),
+    "allreduce into symmetric": lambda p: allreduce_into(p, p.ordinary(1), p.symmetric()),
+    "reduce": lambda p: reduce(p, p.symmetric(), 1),
+    "reduce_scatter": lambda p: reduce_scatter(p, p.symmetric()),
+    "broadcast": lambda p: broadcast(p, p.symmetric(), 1),
+    "alltoall": lambda p: alltoall(p, p.symmetric()),
+    "scatter": lambda p: scatter(p, p.symmetric(), 1),
+}
+STAGED = {
+    f"{name}, {chunks} chunks": (lambda p, do=do, chunks=chunks: do(p, p.ordinary(chunks)))
+    for name, do in {
+        "allreduce": allreduce,
+        "reduce": lambda p, x: reduce(p, x, 0),
+        "reduce_scatter": reduce_scatter,
+        "broadcast": lambda p, x: broadcast(p, x, 0),
+        "allgather": lambda p, x: gather(p, x, None),
+        "gather": lambda p, x: gather(p, x, 0),
+        "alltoall": alltoall,
+        "scatter": lambda p, x: scatter(p, x, 0),
+    }.items()
+    for chunks in (1, 2, 3)
+}
+VERBS = SYMMETRIC | STAGED
+
+
+def record_shared(monkeypatch, size, names, *, note_fences=False):
+    """What ``size`` ranks note that call ``names[channel]`` in flavour shared: a process for each rank and channel."""
+    ranks = Ranks()
+    if note_fences:
+        monkeypatch.setattr(fences, "fence", lambda: ranks.note("fence", is_fence=True))
+
+    def program(rank, channel):
+        chunk = SLICE * size
+        p = Program(rank, size, ranks.channel(channel, rank, size, chunk), Shared(), chunk)
+        for p.number, name in enumerate(names[channel]):
+            VERBS[name](p)
+
+    ranks.run(monkeypatch, *(lambda r=r, c=c: program(r, c) for r in range(size) for c in names))
+    return ranks.noted
+
+
+def record_cudaipc(monkeypatch, size, calls):
+    """What ``size`` ranks, and their streams, note that call (name, stream) one after another in flavour cudaipc."""
+    ranks = Ranks()
+    monkeypatch.setattr(ipc_group, "peer_events", Gpu(ranks).events)
+    monkeypatch.setattr(ipc_group, "_LEAST_BYTES", 4 * PIECE)
+    monkeypatch.setattr(config, "current", dataclasses.replace(config.current, gpu_scratch_bytes=4 * PIECE))
+
+    def program(rank):
+        p = Program(rank, size, ranks.channel("A", rank, size), CudaIpc({"cpu"}), PIECE // size * size)
+        for p.number, (name, ranks.here.stream) in enumerate(calls):
+            VERBS[name](p)
+
+    ranks.run(monkeypatch, *(lambda r=r: program(r) for r in range(size)))
+    return ranks.noted
+
+
+def needed_barriers(alone, *followed):
+    """(how many barriers an operation has, those without which something goes wrong), given what ranks have noted.
+
+    First of the operation alone, then with others after it.
+    """
+    total = sum(step.name == "barrier" for step in alone[0])
+    needed = set()
+    for noted in followed:
+        steps = model(noted)
+        meetings = [step.name for step in noted[0] if step.barrier is not None]
+        numbers = [number for number, kind in enumerate(meetings) if kind == "barrier"][:total]
+        mutated = {k: without_barrier(steps, "A", numbers[k]) for k in range(total) if k not in needed}
+        needed |= {k for k, each in mutated.items() if explore(each, reduced=True, hunt=True).problem}
+    return total, needed

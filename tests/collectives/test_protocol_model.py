@@ -1,0 +1,173 @@
+"""The meetings and slots of flavour ``shared``: every interleaving of what the product's code does.
+
+``protocol_ranks.py`` runs that code and notes its steps; ``protocol_model.py`` visits all states. So a barrier that is
+taken out of the product makes a test here fail. TORCHMPI_MODEL=all explores more, and without reductions.
+"""
+
+import ast
+import itertools
+import os
+import pathlib
+
+import pytest
+from protocol_model import AFTER, BEFORE, TSO, WEAK, explore, with_plain_barriers, without_barrier
+from protocol_programs import STAGED, SYMMETRIC, VERBS, needed_barriers, record_cudaipc, record_shared
+from protocol_ranks import PACKAGE, model
+
+from torchmpi_py import fences
+
+pytestmark = pytest.mark.timeout(1000 if os.environ.get("TORCHMPI_MODEL") == "all" else 60)
+ALL = os.environ.get("TORCHMPI_MODEL") == "all"
+SIZES = [2, 3]
+CASES = [(name, size) for name in VERBS for size in SIZES if ALL or size == 2 or "3 chunks" not in name]
+SOME = list(VERBS) if ALL else [*SYMMETRIC, *(name for name in STAGED if "2 chunks" in name)]
+FOLLOWERS = ["allreduce", "allgather, 1 chunks"]
+"""What comes after an operation, and would overwrite what it has left too early: records and tensors; slots."""
+
+
+def recorded(monkeypatch, size, *names):
+    return model(record_shared(monkeypatch, size, {"A": names}))
+
+
+# One channel.
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_a_verb_twice(monkeypatch, size, name):
+    """Nothing is overwritten before it is read, nobody is stuck; the reduction comes to the same with fewer states."""
+    steps = recorded(monkeypatch, size, name, name)
+    full, reduced = explore(steps), explore(steps, reduced=True)
+    assert not full.problem, full.trail
+    assert not reduced.problem
+    assert reduced.num_states < full.num_states or size == 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_verbs_in_a_row(monkeypatch, size):
+    found = explore(recorded(monkeypatch, size, *VERBS, *reversed(VERBS)), reduced=not ALL)
+    assert not found.problem, found.trail[-20:]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_verb_and_each_other(monkeypatch, size):
+    for name, follower in itertools.product(VERBS if ALL else ["allreduce"], VERBS):
+        with monkeypatch.context() as patched:
+            found = explore(recorded(patched, size, name, follower), reduced=not ALL)
+        assert not found.problem, (name, follower, found.trail)
+
+
+def is_expendable(name, number, total):
+    """Whether what comes later makes up for a barrier of an operation: the last one, where slots are as they should be.
+
+    The last chunk leaves the *in* slots that a gather, which begins without a meeting, fills first only where the
+    number of chunks is odd; what begins with a meeting has a barrier there. Nobody but an allreduce or a reduce, which
+    meet first, fills *out* slots.
+    """
+    verb, _, chunks = name.partition(",")
+    return name in STAGED and number == total - 1 and (verb in ("allreduce", "reduce") or chunks.strip() == "2 chunks")
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_without_a_barrier(monkeypatch, size, name):
+    """Each barrier of an operation that is taken out lets something be overwritten too early, or read."""
+    noted = []
+    for names in [(name,), *((name, follower) for follower in FOLLOWERS)]:
+        with monkeypatch.context() as patched:
+            noted.append(record_shared(patched, size, {"A": names}))
+    total, needed = needed_barriers(*noted)
+    assert needed == {k for k in range(total) if not is_expendable(name, k, total)}
+
+
+def test_barriers_of_different_number_leave_somebody_stuck(monkeypatch):
+    steps = recorded(monkeypatch, 2, "broadcast, 2 chunks")
+    last = sum(step.barrier is not None for step in steps[0]) - 1
+    for reduced in (False, True):
+        found = explore([*without_barrier(steps[:1], "A", last), steps[1]], reduced=reduced)
+        assert found.problem.startswith("stuck")
+
+
+def test_all_barriers_of_the_code_are_met(monkeypatch):
+    """What the model explores has come by every line of the package that calls the barrier of a node group."""
+    met = set()
+    noted = [record_shared(monkeypatch, 2, {"A": list(VERBS)})]
+    with monkeypatch.context() as patched:
+        noted.append(record_cudaipc(patched, 2, [("allreduce", "s"), ("allreduce, 2 chunks", "s")]))
+    for processes in noted:
+        met |= {step.site for step in processes[0] if step.name == "barrier"}
+    there = set()
+    for name in ("shared", "staging", "node_group", "ipc_group", "cudaipc"):
+        tree = ast.parse(pathlib.Path(PACKAGE, "collectives", f"{name}.py").read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        there |= {f"{name}.py:{c.lineno}" for c in calls if getattr(c.func, "attr", "") == "barrier"}
+    assert len(there) > 7
+    unmet = there - met
+    assert len(unmet) == 1, unmet  # after an exchange of no elements, of which there is nothing to explore
+
+
+# Two channels at once: one process for each rank and channel.
+
+BESIDE = [
+    ("allreduce", "allreduce"),
+    ("allreduce", "allreduce, 2 chunks"),
+    ("allreduce, 2 chunks", "broadcast, 3 chunks"),
+    ("allgather, 2 chunks", "allgather, 2 chunks"),
+    ("allgather, 2 chunks", "reduce_scatter, 2 chunks"),
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("one", "other"), BESIDE)
+def test_two_channels_at_once(monkeypatch, size, one, other):
+    """Each has memory of its own; laid over each other, as both once lay, they overwrite each other's."""
+    noted = record_shared(monkeypatch, size, {"A": [one], "B": [other]})
+    found = explore(model(noted), reduced=size > 2 and not ALL)
+    assert not found.problem, found.trail
+    overlaid = model(noted, overlaid={("B", 0): ("A", 0)})
+    assert "instead of" in explore(overlaid, reduced=True, hunt=True).problem
+    assert size > 2 or "instead of" in explore(overlaid).problem
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_two_channels_in_many_operations(monkeypatch, size):
+    names = list(VERBS)
+    noted = record_shared(monkeypatch, size, {"A": names, "B": names[7:] + names[:7]})
+    found = explore(model(noted), reduced=True)
+    assert not found.problem, found.trail[-20:]
+
+
+# Memory order (docs/decisions/016-memory-ordering.md).
+
+
+@pytest.mark.parametrize("size", SIZES if ALL else [2])
+@pytest.mark.parametrize("name", SOME)
+def test_barriers_have_to_order_memory(monkeypatch, size, name):
+    """Between barriers any order will do. It is the barrier that has to keep steps on their side, on both of them."""
+    steps = recorded(monkeypatch, size, name, name)
+    assert not explore(steps, TSO, reduced=True).problem
+    assert not explore(steps, WEAK, reduced=not (ALL and size == 2)).problem
+    for sides in ((), (BEFORE,), (AFTER,)):
+        assert "instead of" in explore(steps, WEAK, reduced=True, barrier_orders=sides, hunt=True).problem
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_barriers_made_of_plain_words(monkeypatch, name):
+    """They do on x86 as they are; in weak order they take a fence before and one after."""
+    steps = recorded(monkeypatch, 2, name, name)
+    assert not explore(with_plain_barriers(steps, fences=False), TSO, reduced=True).problem
+    assert "instead of" in explore(with_plain_barriers(steps, fences=False), WEAK, reduced=True).problem
+    assert not explore(with_plain_barriers(steps, fences=True), WEAK, reduced=True).problem
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_fences_of_the_code(monkeypatch, name):
+    """Those that stand around the barrier on a machine without total store order are enough."""
+    monkeypatch.setattr(fences, "KEEPS_ORDER", False)
+    steps = []
+    for has_fences in (True, False):
+        with monkeypatch.context() as patched:
+            if not has_fences:
+                patched.setattr(fences, "around", lambda meet: meet)
+            noted = record_shared(patched, 2, {"A": [name, name]}, note_fences=True)
+            steps.append(with_plain_barriers(model(noted), fences=False))
+    assert not explore(steps[0], WEAK, reduced=True).problem
+    assert "instead of" in explore(steps[1], WEAK, reduced=True, hunt=True).problem
