@@ -15,6 +15,7 @@ from torchmpi_py.buckets import Buckets, grouped
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.consistency import check_all_with_allreduce
 from torchmpi_py.communicators import resolve
+from torchmpi_py.tensors import check_tensor
 
 _buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
 reduced_in_backward: WeakSet[Buckets] = WeakSet()  # those of register_async_backward
@@ -27,7 +28,10 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> No
     Buffers of whole numbers (such as counters) come from rank 0 in both cases. The module must have the same parameters
     and buffers, of the same shapes, on every rank.
     """
-    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    named = dict([*module.named_parameters(), *module.named_buffers()])
+    for name, x in named.items():
+        check_tensor("synchronize_parameters", name, x)
+    tensors = [x.detach() for x in named.values()]
     averaged = [x for x in tensors if average and (x.is_floating_point() or x.is_complex())]
     copied = [x for x in tensors if not average or not (x.is_floating_point() or x.is_complex())]
     _fused(averaged, lambda flat: verbs.allreduce(flat, op="avg"))
@@ -60,9 +64,11 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
 
 
 def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that take a gradient, by name; a TypeError for a sparse gradient."""
+    """The parameters that take a gradient, by name; a TypeError for a DTensor, or a sparse gradient."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for name, parameter in parameters.items():
+        if type(parameter) is not torch.nn.Parameter:
+            check_tensor("reducing gradients", name, parameter)
         check_dense(name, parameter)
     return parameters
 
