@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,7 +101,8 @@ def test_layouts_and_shapes(mpi, comm):
     got = torch.zeros(3, 4).t()
     assert torch.equal(server.receive(got).wait(), x.t())
     flat = torch.zeros(12)
-    assert torch.equal(server.receive(flat).wait(), x.t().reshape(-1))
+    server.receive(flat.view(4, 3)).wait()
+    assert torch.equal(flat, x.t().reshape(-1))
     server.free()
 
 
@@ -136,6 +138,20 @@ def test_mistakes(mpi):
         server.receive(torch.zeros(6, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"tensor must be a torch\.Tensor"):
         server.send([1.0])
+    for made, given in (((6,), (2, 3)), ((2, 3), (3, 2)), ((2, 3), (6,)), ((), (1,)), ((1,), ()), ((0, 2), (0,))):
+        words = (
+            f"the tensor has shape {given} and torch.float32",
+            f"the parameter server has {made} and torch.float32",
+        )
+        shaped, x = ps.init(torch.zeros(made)), torch.ones(given)
+        for call in (shaped.send, shaped.receive):
+            with pytest.raises(ValueError, match=f"{re.escape(words[0])}.*{re.escape(words[1])}; pass a view of shape"):
+                call(x)
+        assert torch.equal(x, torch.ones(given))
+        shaped.send(x.view(made)).wait()
+        mpi.barrier()
+        assert torch.equal(shaped.receive(torch.zeros(made)).wait(), torch.full(made, float(mpi.size())))
+        shaped.free()
     with pytest.raises(ValueError, match="the tensor is on meta"):
         ps.init(torch.zeros(3, device="meta"))
     server.free()
