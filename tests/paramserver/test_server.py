@@ -188,7 +188,7 @@ def test_nothing_is_left_behind(mpi, comm):
 
 
 PROGRAM = """
-import os, signal, time, torch, torchmpi_py as mpi
+import os, pathlib, signal, sys, time, torch, torchmpi_py as mpi
 from torchmpi_py import paramserver as ps
 mpi.start()
 me = mpi.rank()
@@ -196,6 +196,13 @@ me = mpi.rank()
 def slow(shard, payload):
     shard.add_(payload)
     if payload[0] == 7:
+        if sys.argv[1] == "with a worker" and os.fork() == 0:
+            for stream in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            end = time.monotonic() + 60
+            while time.monotonic() < end and not pathlib.Path(sys.argv[2]).exists():
+                time.sleep(0.1)
+            os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
 
 ps.register_rule("slow", slow)
@@ -211,10 +218,14 @@ os._exit(0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="for Linux")
-def test_a_rank_that_dies_under_a_lock_does_not_stop_the_others(tmp_path):
+@pytest.mark.parametrize("how", ["alone", "with a worker"])
+def test_a_rank_that_dies_under_a_lock_does_not_stop_the_others(tmp_path, how):
+    """Nor if a process that it has forked, such as a worker of a data loader, lives on."""
     (tmp_path / "program.py").write_text(PROGRAM)
     launcher = [os.path.join(os.path.dirname(sys.executable), "torchmpirun"), "-n", "3", "--elastic", "--timeout", "50"]
-    job = subprocess.run([*launcher, tmp_path / "program.py"], capture_output=True, text=True, timeout=60)
+    over = tmp_path / "over"
+    job = subprocess.run([*launcher, tmp_path / "program.py", how, over], capture_output=True, text=True, timeout=60)
+    over.touch()
     assert job.stdout.count("went on") == 2, (job.stdout, job.stderr, signal.SIGKILL)
 
 
