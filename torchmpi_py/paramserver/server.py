@@ -192,6 +192,8 @@ class ParameterServer:
 
         Whoever comes first sleeps until the others come: a rank that only serves others calls this at once.
         """
+        if not self._carrier.is_free:
+            communicators.stack()  # NotStarted in a forked child
         if self in _servers:
             _servers.remove(self)
         if not self._carrier.is_free:
