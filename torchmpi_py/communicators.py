@@ -65,6 +65,7 @@ class Communicator:
         if self.outer is not None:
             raise CommunicatorError(f"{self!r} is a level; levels live until mpi.stop()")
         if not self.is_free:
+            stack()  # NotStarted in a forked child
             communication_thread.current().drain()
             watch.together("free", self, self._give_back)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchmpi_py import board, communication_thread, communicators, recovery, signals, tracing, watch
+from torchmpi_py import board, communication_thread, communicators, handles, recovery, signals, tracing, watch
 from torchmpi_py.board_layout import ENDING, HAS_LEFT
 from torchmpi_py.channels import BACKGROUND, DIRECT
 from torchmpi_py.communicators import Communicator
@@ -99,6 +99,7 @@ def _at_exit(stop: Callable[[], None]) -> None:
 
 def _disown() -> None:
     signals.disown()
+    handles.disown()
     communication_thread.install(None)
     communicators.install(
         None, "it was forked from a started rank, and only that one may call; in data loaders, return tensors instead"

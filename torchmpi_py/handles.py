@@ -20,11 +20,18 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from torchmpi_py import config, waiting
-from torchmpi_py.errors import CollectiveTimeout
+from torchmpi_py.errors import CollectiveTimeout, NotStarted
 
 logger = logging.getLogger("torchmpi_py")
 R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
+_is_forked = False  # whether the operations of this process are those of its parent
+
+
+def disown() -> None:
+    """In a forked child: what is under way belongs to the parent, and cannot be waited for here."""
+    global _is_forked
+    _is_forked = True
 
 
 class Work(Protocol[R_co]):
@@ -102,7 +109,15 @@ class Handle(ABC, Generic[R]):
 
     @contextlib.contextmanager
     def _waited_for(self, timeout_seconds: float | None) -> Iterator[None]:
-        """In this block somebody waits for the operation, and it may be reported as late."""
+        """In this block somebody waits for the operation, and it may be reported as late.
+
+        NotStarted in a forked child, unless it was complete before.
+        """
+        if _is_forked and self._work is not None:
+            raise NotStarted(
+                f"{self._label} was launched by the process from which this one was forked; only there can it be "
+                "waited for"
+            )
         noted = getattr(self._work, "noted", None) if timeout_seconds != 0 else None
         if noted is None:
             yield

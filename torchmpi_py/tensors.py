@@ -55,13 +55,48 @@ def check_rank(verb: str, what: str, value: int, size: int) -> int:
 
 
 def check_tensor(verb: str, name: str, x: object) -> Tensor:
-    """``x`` as a dense tensor."""
+    """``x`` as a dense tensor in memory; a TypeError with the remedy for any other kind."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{verb}: {name} must be a torch.Tensor, not {type(x).__name__}; use torch.as_tensor({name})")
-    if x.layout is not _STRIDED or x.is_quantized:
-        kind = "quantized" if x.is_quantized else str(x.layout)
-        raise TypeError(f"{verb}: {name} is a {kind} tensor; pass a dense one, such as {name}.to_dense()")
+    if x.layout is not _STRIDED or x.is_quantized or (type(x) is not Tensor and not _is_in_memory(x)):
+        raise TypeError(f"{verb}: {name} is {_kind_and_remedy(x)}")
     return x
+
+
+def check_parts(verb: str, what: str, parts: Sequence[Tensor]) -> None:
+    """``check_tensor`` for each of a list of tensors, whose sizes, dtype and device are checked by the caller."""
+    for number, part in enumerate(parts):
+        if type(part) is not Tensor or part.layout is not _STRIDED:  # lists are long: most of them need no more
+            check_tensor(verb, f"number {number} of the {what}", part)
+
+
+def _is_in_memory(x: Tensor) -> bool:
+    """Whether a tensor of another type than ``Tensor`` has values of its own, and is no wrapper around others."""
+    try:
+        return not x.is_nested and (x.data_ptr() != 0 or (x.numel() == 0 and not hasattr(x, "to_local")))
+    except RuntimeError:  # there is no pointer to the values
+        return False
+
+
+def _kind_and_remedy(x: Tensor) -> str:
+    """What a tensor is that has no values in plain memory, and what to pass instead."""
+    kind = type(x).__name__
+    if hasattr(x, "to_local"):
+        return f"a {kind}, of which this rank holds a part; pass what .to_local() returns"
+    if hasattr(x, "get_data"):
+        return f"a {kind}; pass what .get_data() and .get_mask() return, each in a call of its own"
+    if x.is_nested:
+        return "a nested tensor; pass what .to_padded_tensor(0.0) returns, or each tensor of .unbind()"
+    if x.is_quantized:
+        return "a quantized tensor; pass a dense one, such as .dequantize() or .int_repr() returns"
+    if x.layout is not _STRIDED:
+        return f"a {x.layout} tensor; pass a dense one, such as .to_dense() returns"
+    if x.is_meta:
+        return "on the meta device, without values; pass one on the CPU or a CUDA device"
+    return (
+        f"a {kind} without memory of its own (a wrapper around another tensor, a FakeTensor, or inside torch.func "
+        "or torch.export); pass the plain tensor"
+    )
 
 
 def check_divisible(verb: str, x: Tensor, size: int) -> None:

@@ -235,3 +235,77 @@ def test_things_that_look_like_numbers(mpi):
     assert torch.equal(mpi.broadcast(torch.ones(2), np.int64(mpi.size() - 1)), torch.ones(2))
     with torch.device("meta"):
         assert mpi.allreduce(2) == 2 * mpi.size()
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another one, without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, strides=inner.stride())
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        from torch.utils._pytree import tree_map_only
+
+        args, kwargs = tree_map_only(cls, lambda x: x.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+
+class Plain(torch.Tensor):
+    """A tensor of another type, with memory as any other."""
+
+
+def fake():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode().from_tensor(torch.ones(4))
+
+
+def masked():
+    return torch.masked.masked_tensor(torch.ones(4), torch.tensor([True, False, True, False]))
+
+
+WITHOUT_MEMORY = {
+    "wrapper": (lambda: Wrapper(torch.ones(4)), "a Wrapper without memory of its own .*; pass the plain tensor"),
+    "fake": (fake, "a FakeTensor without memory"),
+    "masked": (masked, r"a MaskedTensor; pass what \.get_data\(\)"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        r"a nested tensor; pass what \.to_padded_tensor",
+    ),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
+        r"a quantized tensor; .*\.dequantize\(\)",
+    ),
+    "parameter on meta": (lambda: torch.nn.Parameter(torch.ones(4, device="meta")), "on the meta device, without val"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:.*deprecated", "ignore:.*converting to")
+@pytest.mark.parametrize("kind", WITHOUT_MEMORY)
+def test_tensors_without_memory(mpi, kind):
+    """They used to fail deep inside, or not at all."""
+    make, words = WITHOUT_MEMORY[kind]
+    for verb in ("allreduce", "allgather_async", "broadcast", "sendreceive"):
+        ranks = (mpi.rank(), mpi.rank()) if verb == "sendreceive" else ()
+        name = verb.removesuffix("_async")
+        raises_everywhere(mpi, TypeError, f"{name}: x is {words}", getattr(mpi, verb), make(), *ranks)
+    raises_everywhere(mpi, TypeError, f"out is {words}", mpi.allreduce, torch.ones(4), out=make())
+    raises_everywhere(mpi, TypeError, f"mine is {words}", mpi.check_with_allreduce, make(), "mine")
+    module = torch.nn.Module()
+    module.held = make() if isinstance(make(), torch.nn.Parameter) else torch.nn.Buffer(make())
+    raises_everywhere(mpi, TypeError, f"parameters: held is {words}", mpi.nn.synchronize_parameters, module)
+    raises_everywhere(mpi, TypeError, f"held is {words}", mpi.nn.check_with_allreduce, module)
+
+
+@pytest.mark.parametrize("make", [lambda x: x.as_subclass(Plain), torch.nn.Parameter, torch.nn.Buffer])
+def test_other_types_with_memory(mpi, make):
+    x = make(torch.arange(3.0) + mpi.rank())
+    expected = sum(torch.arange(3.0) + rank for rank in range(mpi.size()))
+    assert mpi.allreduce(x) is x
+    assert torch.equal(x.detach().as_subclass(torch.Tensor), expected)
+    assert mpi.allreduce(make(torch.empty(0))).numel() == 0
+    mpi.check_with_allreduce(x)

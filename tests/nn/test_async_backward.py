@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
 
@@ -236,3 +237,103 @@ def test_blocks_that_share_a_parameter(mpi, mpinn):
     (net[0](torch.ones(1, 4)) + net[1](torch.ones(1, 4))).sum().backward()
     backward.synchronize()
     assert (shared.bias.grad == 2 * mpi.size()).all()
+
+
+OVERLAPS = {
+    "the same": (lambda net: net, lambda net: net),
+    "a child": (lambda net: net, lambda net: net[2]),
+    "a parent": (lambda net: net[2], lambda net: net),
+    "a shared parameter": (lambda net: net[:3], lambda net: net[2:]),
+}
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_second_registration_of_a_parameter_is_refused(mpi, mpinn, overlap):
+    """With average=False it summed over the ranks twice. What was removed, or is gone, does not count."""
+    net = network(600)  # several buckets
+    first, second = (part(net) for part in OVERLAPS[overlap])
+    backward = mpinn.register_async_backward(first, average=False)
+    with pytest.raises(ValueError, match=r"gradients of (2\.|0\.)?weight.*already.*remove\(\)"):
+        mpinn.register_async_backward(second, average=False)
+    backward.remove()
+    backward = mpinn.register_async_backward(second, average=False)
+    loss(net, batch(mpi.rank())).backward()
+    backward.synchronize()
+    alone = network(600)
+    loss(alone, batch(mpi.rank())).backward()
+    for p, q in zip(OVERLAPS[overlap][1](alone).parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, mpi.allreduce(p.grad.clone()), rtol=1e-5, atol=1e-7)
+    del backward, second
+    if overlap == "a shared parameter":  # net[2:] was a module of its own, and is gone
+        gc.collect()
+        mpinn.register_async_backward(net)
+
+
+def test_registered_gradients_are_reduced_by_nobody_else(mpi, mpinn):
+    from torchmpi_py.engine import AllReduceSGDEngine
+
+    net = network()
+    backward = mpinn.register_async_backward(net[2], average=False)
+    loss(net, batch(mpi.rank())).backward()
+    backward.synchronize()
+    with pytest.raises(ValueError, match=r"synchronize_gradients: .*gradients of 2\.weight, 2\.bias already"):
+        mpinn.synchronize_gradients(net, average=False)
+    batches = [(batch(mpi.rank()), torch.zeros(6, 2))]
+    for asynchronous in (True, False) if mpi.size() > 1 else ():
+        engine = AllReduceSGDEngine(asynchronous=asynchronous)
+        with pytest.raises(ValueError, match="already"):
+            engine.train(network=net, criterion=torch.nn.MSELoss(), iterator=batches, lr=0.1, maxepoch=1)
+    backward.remove()
+    mpinn.synchronize_gradients(net, average=False)
+
+
+def reentrant(module, x):
+    return checkpoint(module, x.requires_grad_(), use_reentrant=True)
+
+
+PARTS = {
+    "the last layers": lambda net, x: reentrant(net[2:], net[:2](x)),
+    "the first layers": lambda net, x: net[3:](reentrant(net[:3], x)),
+    "all, in two": lambda net, x: reentrant(net[2:], reentrant(net[:2], x)),
+    "one twice": lambda net, x: net[4](reentrant(net[2], reentrant(net[2], net[0](x)))),
+}
+
+
+@pytest.mark.parametrize("frequency", [1, 2, 3])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_backward_pass_in_parts_is_refused(mpi, mpinn, part, frequency):
+    """Reentrant checkpointing: with average=False the first parts were reduced several times."""
+    net = network(600)
+    backward = mpinn.register_async_backward(net, average=False, frequency=frequency)
+
+    def run():
+        for step in range(frequency):
+            PARTS[part](net, batch(mpi.rank(), step)).square().mean().backward()
+            backward.synchronize()
+
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        run()
+    backward.remove()
+
+
+def test_reentrant_checkpointing_of_the_whole(mpi, mpinn):
+    """It is one pass, and so right, also after one that broke off."""
+    net, alone = network(600), network(600)
+    backward = mpinn.register_async_backward(net, average=False)
+
+    def plant(module, grad):
+        raise ArithmeticError("planted")
+
+    planted = net[0].register_full_backward_pre_hook(plant)
+    with pytest.raises(ArithmeticError, match="planted"):
+        loss(net, batch(mpi.rank()).requires_grad_()).backward()
+    planted.remove()
+    net.zero_grad()
+    for step in range(2):
+        net.zero_grad()
+        alone.zero_grad()
+        reentrant(net, batch(mpi.rank(), step)).square().mean().backward()
+        backward.synchronize()
+        loss(alone, batch(mpi.rank(), step)).backward()
+        mpinn.synchronize_gradients(alone, average=False)
+        equal_gradients(alone, net)

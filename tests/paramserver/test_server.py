@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,7 +101,8 @@ def test_layouts_and_shapes(mpi, comm):
     got = torch.zeros(3, 4).t()
     assert torch.equal(server.receive(got).wait(), x.t())
     flat = torch.zeros(12)
-    assert torch.equal(server.receive(flat).wait(), x.t().reshape(-1))
+    server.receive(flat.view(4, 3)).wait()
+    assert torch.equal(flat, x.t().reshape(-1))
     server.free()
 
 
@@ -136,6 +138,20 @@ def test_mistakes(mpi):
         server.receive(torch.zeros(6, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"tensor must be a torch\.Tensor"):
         server.send([1.0])
+    for made, given in (((6,), (2, 3)), ((2, 3), (3, 2)), ((2, 3), (6,)), ((), (1,)), ((1,), ()), ((0, 2), (0,))):
+        words = (
+            f"the tensor has shape {given} and torch.float32",
+            f"the parameter server has {made} and torch.float32",
+        )
+        shaped, x = ps.init(torch.zeros(made)), torch.ones(given)
+        for call in (shaped.send, shaped.receive):
+            with pytest.raises(ValueError, match=f"{re.escape(words[0])}.*{re.escape(words[1])}; pass a view of shape"):
+                call(x)
+        assert torch.equal(x, torch.ones(given))
+        shaped.send(x.view(made)).wait()
+        mpi.barrier()
+        assert torch.equal(shaped.receive(torch.zeros(made)).wait(), torch.full(made, float(mpi.size())))
+        shaped.free()
     with pytest.raises(ValueError, match="the tensor is on meta"):
         ps.init(torch.zeros(3, device="meta"))
     server.free()
@@ -172,7 +188,7 @@ def test_nothing_is_left_behind(mpi, comm):
 
 
 PROGRAM = """
-import os, signal, time, torch, torchmpi_py as mpi
+import os, pathlib, signal, sys, time, torch, torchmpi_py as mpi
 from torchmpi_py import paramserver as ps
 mpi.start()
 me = mpi.rank()
@@ -180,6 +196,13 @@ me = mpi.rank()
 def slow(shard, payload):
     shard.add_(payload)
     if payload[0] == 7:
+        if sys.argv[1] == "with a worker" and os.fork() == 0:
+            for stream in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            end = time.monotonic() + 60
+            while time.monotonic() < end and not pathlib.Path(sys.argv[2]).exists():
+                time.sleep(0.1)
+            os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
 
 ps.register_rule("slow", slow)
@@ -195,10 +218,14 @@ os._exit(0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="for Linux")
-def test_a_rank_that_dies_under_a_lock_does_not_stop_the_others(tmp_path):
+@pytest.mark.parametrize("how", ["alone", "with a worker"])
+def test_a_rank_that_dies_under_a_lock_does_not_stop_the_others(tmp_path, how):
+    """Nor if a process that it has forked, such as a worker of a data loader, lives on."""
     (tmp_path / "program.py").write_text(PROGRAM)
     launcher = [os.path.join(os.path.dirname(sys.executable), "torchmpirun"), "-n", "3", "--elastic", "--timeout", "50"]
-    job = subprocess.run([*launcher, tmp_path / "program.py"], capture_output=True, text=True, timeout=60)
+    over = tmp_path / "over"
+    job = subprocess.run([*launcher, tmp_path / "program.py", how, over], capture_output=True, text=True, timeout=60)
+    over.touch()
     assert job.stdout.count("went on") == 2, (job.stdout, job.stderr, signal.SIGKILL)
 
 

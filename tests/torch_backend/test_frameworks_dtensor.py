@@ -87,3 +87,49 @@ def test_tensor_parallel_layers_train_as_one_process(mpi, mesh, sequence):
         torch.nn.functional.mse_loss(model(mine), targets).backward()
         optimizer.step()
     regression.assert_equal(model.state_dict(), regression.trained_alone(width=60))
+
+
+def test_distributed_tensors_where_plain_ones_are_wanted(mpi, mesh):
+    """Verbs, checks, parameter servers, torch.distributed: a TypeError that names to_local, on all ranks."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from torchmpi_py import nn as mpinn
+    from torchmpi_py import paramserver as ps
+
+    def refused(call, *args):
+        with pytest.raises(TypeError, match=r"is a DTensor, of which this rank holds a part; pass what \.to_local\(\)"):
+            call(*args)
+        assert mpi.allreduce(1) == mpi.size()
+
+    size, rank = mpi.size(), mpi.rank()
+    module = torch.nn.Linear(3, size)
+    for name, parameter in list(module.named_parameters()):
+        setattr(module, name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()])))
+    server, served = ps.init(torch.zeros(size)), ps.init_tensors([torch.zeros(size)])
+    for x in (distribute_tensor(torch.ones(size), mesh, [Shard(0)]), module.bias):
+        for call in (mpi.allreduce, mpi.allreduce_async, mpi.allgather, mpi.broadcast, mpi.check_with_allreduce):
+            refused(call, x)
+        for call in (ps.init, server.send, server.receive):
+            refused(call, x)
+        refused(ps.init_tensors, [x])
+        refused(ps.send_tensors, served, [x])
+        plain, plains, many = torch.ones(size), [torch.ones(size) for _ in range(size)], [x] * size
+        refused(dist.all_reduce, x)
+        refused(dist.broadcast, x, 0)
+        refused(dist.reduce, x, 0)
+        refused(dist.all_gather, plains, x)
+        refused(dist.all_gather, many, plain)
+        refused(dist.reduce_scatter, plain, many)
+        refused(dist.all_to_all, plains, many)
+        refused(dist.all_to_all, many, plains)
+        refused(dist.all_to_all_single, plain, x, [1] * size, [1] * size)
+        refused(dist.gather, x, plains if rank == 0 else None, 0)
+        refused(dist.scatter, x, plains if rank == 0 else None, 0)
+        refused(dist.isend, x, rank)
+        refused(dist.irecv, x, rank)
+    for call in (mpinn.synchronize_parameters, mpinn.check_with_allreduce, mpinn.synchronize_gradients):
+        refused(call, module)
+    refused(mpinn.register_async_backward, module)
+    server.free()
+    served.free()

@@ -25,7 +25,7 @@ def check_with_allreduce(x: Tensor | Number, name: str = "", *, comm: Communicat
 def check_all_with_allreduce(values: Mapping[str, Tensor | Number], *, comm: Communicator | None = None) -> None:
     """``check_with_allreduce`` of several named values at once; the error names each that differs."""
     resolved = resolve(comm)
-    tables = objects.allgather_object([(name, _digest(x)) for name, x in values.items()], comm=resolved)
+    tables = objects.allgather_object([(name, _digest(name, x)) for name, x in values.items()], comm=resolved)
     names = [[name for name, _ in table] for table in tables]
     if any(own != names[0] for own in names):
         lists = "; ".join(f"rank {rank}: {', '.join(own)}" for rank, own in enumerate(names))
@@ -41,10 +41,10 @@ def check_all_with_allreduce(values: Mapping[str, Tensor | Number], *, comm: Com
         raise RanksDisagree(f"not the same bits on all ranks: {'; '.join(differing)}")
 
 
-def _digest(x: Tensor | Number) -> bytes:
+def _digest(name: str, x: Tensor | Number) -> bytes:
     if is_number(x):
         return repr(x).encode()
-    x = flat(check_tensor("check_with_allreduce", "x", x).cpu())
+    x = flat(check_tensor("check_with_allreduce", name, x).cpu())
     digest = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=16)
     digest.update(wire.raw(x)[0])
     return digest.digest()

@@ -6,9 +6,12 @@ their fixed order. At the end of the backward pass the rest follows, with zeros 
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +23,9 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.communicators import resolve
 from torchmpi_py.handles import Handle, wait_all
 from torchmpi_py.nn.block_sequential import BlockSequential
-from torchmpi_py.nn.synchronize import check_dense, trainable
+from torchmpi_py.nn.synchronize import check_dense, check_reduced_by_nobody, reduced_in_backward, trainable
+
+_FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # autograd calls Function.backward here
 
 
 class AsyncBackward:
@@ -28,7 +33,8 @@ class AsyncBackward:
 
     Call ``synchronize()`` after each ``backward()`` and before reading gradients. A second backward pass before it
     would add to gradients that are being reduced, and raises RuntimeError; to accumulate, use ``frequency``. Every
-    rank's loss has to reach at least one parameter. Activation checkpointing works with ``use_reentrant=False``.
+    rank's loss has to reach at least one parameter. Activation checkpointing works with ``use_reentrant=False``; with
+    True a backward pass consists of several, and raises RuntimeError unless one of them reaches all the parameters.
     """
 
     def __init__(self, module: torch.nn.Module, *, frequency: int = 1, average: bool = True) -> None:
@@ -36,11 +42,14 @@ class AsyncBackward:
             raise ValueError(f"frequency={frequency!r}: give a whole number of backward passes, at least 1")
         self.frequency = frequency
         self.op = "avg" if average else "sum"
-        self.names = {p: name for name, p in trainable(module).items()}
+        parameters = trainable(module)
+        check_reduced_by_nobody("register_async_backward", parameters)
+        self.names = {p: name for name, p in parameters.items()}
         self._buckets = Buckets(list(self.names), resolve(None), _blocks(module))
         self._lock = threading.Lock()
         self._passes = 0  # complete ones since the last reduction
         self._pass_id = -1  # autograd's number for the backward pass under way
+        self._end: Callable[[], object | None] = lambda: None  # its callback, as long as that pass is under way
         self._ready = [0] * len(self._buckets.all)  # gradients there, per bucket
         self._handles: list[Handle[Tensor]] = []
         self._anywhere: Handle[Tensor] | None = None
@@ -48,6 +57,7 @@ class AsyncBackward:
         hook = weakref.WeakMethod(self._on_gradient)  # hooks of tensors are not seen by the collector of cycles
         self._hooks = [_after_gradient(p, lambda parameter: _alive(hook)(parameter)) for p in self.names]
         _registered.setdefault(module, []).append(self)
+        reduced_in_backward.add(self._buckets)
 
     def synchronize(self) -> None:
         """Wait until the gradients of the last backward pass are reduced. Collective.
@@ -69,6 +79,7 @@ class AsyncBackward:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
+            reduced_in_backward.discard(self._buckets)
             if (module := self._module()) is not None and self in _registered.get(module, []):
                 _registered[module].remove(self)
 
@@ -88,16 +99,30 @@ class AsyncBackward:
         self._launch(only_ready=True)
 
     def _begin_pass(self) -> None:
-        if self._anywhere is not None:
-            raise RuntimeError(
-                "backward() ran again before synchronize(): it would add to gradients that are being reduced. Call "
-                "synchronize() after each backward(), or accumulate with register_async_backward(frequency=...)"
-            )
+        self._check_order()
         self._check_parameters()
         wait_all(self._handles)  # none, unless the last pass broke off
         self._handles, self._ready = [], [0] * len(self._buckets.all)
         self._pass_id = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        end = functools.partial(self._end_pass)  # autograd has it until the pass ends or breaks off
+        self._end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _check_order(self) -> None:
+        """RuntimeError if this pass would add to gradients that are being reduced, or is one part of a pass."""
+        is_part = self.frequency > 1 or self._anywhere is not None or self._end() is not None
+        if is_part and _is_in_function_backward():
+            raise RuntimeError(
+                "a backward pass ran inside another one, as activation checkpointing with use_reentrant=True does: "
+                "gradients would be reduced before all of their parts are there. Use checkpoint(..., "
+                "use_reentrant=False)"
+            )
+        if self._anywhere is not None:
+            raise RuntimeError(
+                "backward() ran again before synchronize(): it would add to gradients that are being reduced. Call "
+                "synchronize() after each backward(), or accumulate with register_async_backward(frequency=...); "
+                "activation checkpointing needs checkpoint(..., use_reentrant=False)"
+            )
 
     def _check_parameters(self) -> None:
         module = self._module()
@@ -147,7 +172,7 @@ def register_async_backward(module: torch.nn.Module, *, frequency: int = 1, aver
     BlockSequential) when they are there; the passes between accumulate. ``p.grad`` becomes a view of a flat buffer that
     the next reduction overwrites: clone what you want to keep, save or send. Call ``synchronize()`` on the result after
     each ``backward()``, before the optimizer; ``remove()`` ends it. Every rank registers the same module and runs the
-    same number of backward passes.
+    same number of backward passes. ValueError for parameters that are registered already, with this module or another.
     """
     return AsyncBackward(module, frequency=frequency, average=average)
 
@@ -165,3 +190,11 @@ def _blocks(module: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
     """The parameters of the blocks of all BlockSequentials inside that are trained as a whole."""
     blocks = [block.parameters for m in module.modules() if isinstance(m, BlockSequential) for block in m.blocks]
     return [parameters for parameters in blocks if parameters and all(p.requires_grad for p in parameters)]
+
+
+def _is_in_function_backward() -> bool:
+    """Whether a ``torch.autograd.Function`` runs the backward pass under way, in the backward pass of its own."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _FUNCTION_BACKWARD:
+        frame = frame.f_back
+    return frame is not None

@@ -5,8 +5,8 @@ Everything runs on the current level. Small tensors travel together, in flat buf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterable, Mapping
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -15,8 +15,11 @@ from torchmpi_py.buckets import Buckets, grouped
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.consistency import check_all_with_allreduce
 from torchmpi_py.communicators import resolve
+from torchmpi_py.tensors import check_tensor
 
 _buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
+reduced_in_backward: WeakSet[Buckets] = WeakSet()  # those of register_async_backward
+_MOST_NAMES = 3
 
 
 def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> None:
@@ -25,7 +28,10 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> No
     Buffers of whole numbers (such as counters) come from rank 0 in both cases. The module must have the same parameters
     and buffers, of the same shapes, on every rank.
     """
-    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    named = dict([*module.named_parameters(), *module.named_buffers()])
+    for name, x in named.items():
+        check_tensor("synchronize_parameters", name, x)
+    tensors = [x.detach() for x in named.values()]
     averaged = [x for x in tensors if average and (x.is_floating_point() or x.is_complex())]
     copied = [x for x in tensors if not average or not (x.is_floating_point() or x.is_complex())]
     _fused(averaged, lambda flat: verbs.allreduce(flat, op="avg"))
@@ -38,9 +44,11 @@ def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None
     TorchMPI summed. A parameter that got no gradient here counts as zero; one that got none on any rank keeps None.
     Call it once per step, after ``backward``. The same parameters must be trainable on every rank. ``p.grad`` becomes a
     view of a flat buffer, which is made at the first call and overwritten at the next: clone what you want to keep,
-    save or send.
+    save or send. ValueError for parameters that ``register_async_backward`` takes care of.
     """
-    parameters, comm = list(trainable(module).values()), resolve(None)
+    named, comm = trainable(module), resolve(None)
+    check_reduced_by_nobody("synchronize_gradients", named)
+    parameters = list(named.values())
     buckets = _buckets.get(module)
     if buckets is None or not buckets.fit(parameters, comm):
         buckets = _buckets[module] = Buckets(parameters, comm)
@@ -56,9 +64,11 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
 
 
 def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that take a gradient, by name; a TypeError for a sparse gradient."""
+    """The parameters that take a gradient, by name; a TypeError for a DTensor, or a sparse gradient."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for name, parameter in parameters.items():
+        if type(parameter) is not torch.nn.Parameter:
+            check_tensor("reducing gradients", name, parameter)
         check_dense(name, parameter)
     return parameters
 
@@ -69,6 +79,17 @@ def check_dense(name: str, parameter: torch.nn.Parameter) -> None:
         raise TypeError(
             f"the gradient of {name} is {parameter.grad.layout}; only dense gradients can be reduced. "
             "Build the layer with sparse=False"
+        )
+
+
+def check_reduced_by_nobody(call: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """ValueError if ``register_async_backward`` reduces one of these gradients: a second time gives a wrong number."""
+    taken = [name for name, p in parameters.items() if any(p in buckets.index_of for buckets in reduced_in_backward)]
+    if taken:
+        more = f" and {len(taken) - _MOST_NAMES} more" if len(taken) > _MOST_NAMES else ""
+        raise ValueError(
+            f"{call}: a register_async_backward reduces the gradients of {', '.join(taken[:_MOST_NAMES])}{more} "
+            "already, and reduced twice they would be wrong; call remove() on that registration first"
         )
 
 

@@ -22,6 +22,7 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.handles import Handle, wait_all
 from torchmpi_py.paramserver import rules
 from torchmpi_py.paramserver.server import ParameterServer, init
+from torchmpi_py.tensors import check_parts, check_tensor
 
 
 class _Pack:
@@ -64,6 +65,7 @@ class ServedTensors:
         """Tensors that correspond to the served ones, pack by pack."""
         if len(updates) != len(self.tensors):
             raise ValueError(f"send_tensors: {len(updates)} updates for {len(self.tensors)} tensors")
+        check_parts("send_tensors", "updates", updates)
         for index, (update, x) in enumerate(zip(updates, self.tensors, strict=True)):
             if update.shape != x.shape or update.dtype != x.dtype:
                 raise ValueError(
@@ -108,9 +110,20 @@ class ServedTensors:
 
 
 def _check_alike(tensors: Sequence[Tensor], comm: Communicator) -> None:
-    """RanksDisagree, on every rank, unless all give tensors of the same shapes and dtypes in the same order."""
-    mine = [f"{list(x.shape)} {x.dtype} on {x.device.type}" for x in tensors]
-    for rank, theirs in enumerate(comm.direct.mpi.allgather(mine)):
+    """RanksDisagree, on every rank, unless all give tensors of the same shapes and dtypes in the same order.
+
+    TypeError on a rank that gives anything but dense tensors.
+    """
+    failure = None
+    try:
+        dense = [check_tensor("init_tensors", f"number {index}", x) for index, x in enumerate(tensors)]
+        mine = [f"{list(x.shape)} {x.dtype} on {x.device.type}" for x in dense]
+    except TypeError as error:
+        failure, mine = error, [f"refused ({error})"]
+    given = comm.direct.mpi.allgather(mine)
+    if failure is not None:
+        raise failure
+    for rank, theirs in enumerate(given):
         if theirs != mine:
             pairs = itertools.zip_longest(mine, theirs, fillvalue="none")
             index, (here, there) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])

@@ -2,7 +2,8 @@
 
 They are locks on single bytes of a file, which the ranks of a node have each opened for themselves. On Linux they
 belong to the open file (OFD locks): what else the process opens or closes does not touch them. All threads of a process
-have the same open file, so each lock is joined by one between threads.
+have the same open file, so each lock is joined by one between threads. A forked child has the same open file too, and
+would keep a lock for a rank that has died: it closes the file at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import os
 import struct
 import threading
+import weakref
 from collections.abc import Iterator
 
 from torchmpi_py import shared_files
@@ -33,6 +35,7 @@ class LockFile:
             lambda path, identity: shared_files.open_file(path, _NUM_BYTES, identity),
         )
         self._num_taken = 0
+        _open.add(self)
 
     def take(self, number: int) -> list[Lock]:
         """``number`` locks that nobody uses. Every rank takes alike."""
@@ -42,9 +45,21 @@ class LockFile:
 
     def free(self) -> None:
         """Close the file."""
+        _open.discard(self)
         os.close(self._file)
 
     abandon = free
+
+
+_open: weakref.WeakSet[LockFile] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for locks in list(_open):
+        locks.free()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Lock:

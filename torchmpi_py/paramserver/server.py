@@ -107,7 +107,7 @@ class ParameterServer:
         shards may take those of several ranks in different orders. When the handle is complete the rule has been
         applied, once. Until then ``tensor`` must not be changed.
 
-        Raises TypeError or ValueError for another size or dtype, an unknown rule, or options that it does not take;
+        Raises TypeError or ValueError for another shape or dtype, an unknown rule, or options that it does not take;
         ParameterServerError after ``free``. What the rule raises comes out of ``wait``; the other shards take the send.
         """
         known = rules.checked(rule, options, self.dtype, self.optimizer)
@@ -192,6 +192,8 @@ class ParameterServer:
 
         Whoever comes first sleeps until the others come: a rank that only serves others calls this at once.
         """
+        if not self._carrier.is_free:
+            communicators.stack()  # NotStarted in a forked child
         if self in _servers:
             _servers.remove(self)
         if not self._carrier.is_free:
@@ -207,10 +209,11 @@ class ParameterServer:
     def _checked(self, call: str, tensor: Tensor) -> Tensor:
         self._check_alive(call)
         x = _on_known_device(call, tensor)
-        if x.dtype != self.dtype or x.numel() != self.shape.numel():
+        if x.dtype != self.dtype or x.shape != self.shape:
+            view = f"; pass a view of shape {tuple(self.shape)}" if x.numel() == self.shape.numel() else ""
             raise ValueError(
                 f"{call}: the tensor has shape {tuple(x.shape)} and {x.dtype}, but the parameter server has "
-                f"{tuple(self.shape)} and {self.dtype}"
+                f"{tuple(self.shape)} and {self.dtype}{view if x.dtype == self.dtype else ''}"
             )
         return x
 

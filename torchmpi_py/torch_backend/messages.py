@@ -20,6 +20,7 @@ from torchmpi_py.channels import DIRECT
 from torchmpi_py.collectives import mpi_steps, wire
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.collectives.registry import BY_NAME
+from torchmpi_py.communicators import resolve
 from torchmpi_py.handles import Handle
 from torchmpi_py.posted import RequestHandle
 from torchmpi_py.tensors import check_rank, check_tensor, flat, written
@@ -57,7 +58,7 @@ class Mailbox:
 
     def send(self, x: Tensor, destination: int, tag: int, seconds: float | None, frame: FrameType) -> Message:
         """Post a send."""
-        check_rank("send", "dst", destination, self._comm.size)
+        check_rank("send", "dst", destination, resolve(self._comm).size)
         buffer = flat(check_tensor("send", "tensor", x)).cpu()
         operation = self._operation("send", (buffer, destination), x, None)
         handle = _posted(operation, frame, lambda: _post_send(self._mpi, buffer, destination, self._tags.of(tag)))
@@ -68,7 +69,8 @@ class Mailbox:
         """Post a receive; from any rank if ``source`` is None."""
         from mpi4py import MPI
 
-        where = MPI.ANY_SOURCE if source is None else check_rank("recv", "src", source, self._comm.size)
+        size = resolve(self._comm).size
+        where = MPI.ANY_SOURCE if source is None else check_rank("recv", "src", source, size)
         buffer, copy_out = written("recv", check_tensor("recv", "tensor", x), holds_input=False)
         if source is None and x.nbytes > config.current.message_bytes:
             raise ValueError(

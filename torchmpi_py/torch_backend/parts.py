@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py.tensors import check_tensor
+from torchmpi_py.tensors import check_parts, check_tensor
 
 Tensors = Sequence[Tensor]
 
@@ -16,6 +16,7 @@ Tensors = Sequence[Tensor]
 def check_list(verb: str, what: str, parts: Tensors, x: Tensor, size: int) -> None:
     """ValueError unless there is a tensor for each of ``size`` ranks, alike ``x`` in dtype and device."""
     check_tensor(verb, "tensor", x)
+    check_parts(verb, what, parts)
     if len(parts) != size:
         raise ValueError(f"{verb}: {len(parts)} {what}, but the group has {size} ranks; give a tensor for each")
     for rank, part in enumerate(parts):

@@ -19,7 +19,7 @@ from torchmpi_py.collectives.operands import apart
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.collectives.selector import selector
 from torchmpi_py.communicators import Communicator, resolve
-from torchmpi_py.tensors import check_divisible, flat, written
+from torchmpi_py.tensors import check_divisible, check_parts, check_tensor, flat, written
 from torchmpi_py.torch_backend.call import Call
 from torchmpi_py.torch_backend.parts import check_equal, check_list, check_whole, into_lists, one_after_another
 from torchmpi_py.torch_backend.steps import Steps
@@ -56,6 +56,7 @@ def _allreduce_sparse(steps: Steps, tensors: list[Tensor], op: str) -> Call:
 
 def allreduce_together(comm: Communicator, tensors: list[Tensor], op: str, factor: Any) -> Call:
     """All tensors of a dtype and device as one."""
+    check_parts("all_reduce", "tensors", tensors)
     _multiply(tensors, factor)
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
     for x in tensors:
@@ -111,7 +112,7 @@ def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> C
 
 def gather(comm: Communicator, output_lists: Sequence[Tensors], x: Tensor, root: int) -> Call:
     """The inputs of all ranks, which have one shape, into a list on root."""
-    source, whole = flat(x).view(-1), None
+    source, whole = flat(check_tensor("gather", "input", x)).view(-1), None
     if comm.rank == root:
         check_list("gather", "outputs", output_lists[0], x, comm.size)
         check_equal("gather", "outputs", output_lists[0], x)
@@ -123,6 +124,7 @@ def gather(comm: Communicator, output_lists: Sequence[Tensors], x: Tensor, root:
 
 def scatter(comm: Communicator, output: Tensor, input_lists: Sequence[Tensors], root: int) -> Call:
     """A list on root, of tensors of one shape, to all ranks."""
+    check_tensor("scatter", "output", output)
     buffer, copy_out = written("scatter", output, holds_input=False)
     if comm.rank == root:
         check_list("scatter", "inputs", input_lists[0], output, comm.size)
@@ -172,6 +174,8 @@ def alltoall_single(steps: Steps, output: Tensor, x: Tensor, output_splits: list
         check_whole("all_to_all_single", "output", output, "input", x, 1)
         buffer, copy_out = written("all_to_all_single", output, holds_input=False)
         return Call([_alltoall(flat(x).view(-1), out=buffer.view(-1), comm=steps.comm)], [output], copy_out)
+    check_tensor("all_to_all_single", "output", output)
+    check_tensor("all_to_all_single", "input", x)
     buffer, copy_out = written("all_to_all_single", output, holds_input=False)
     sent = _rows("input", flat(x), input_splits, size)
     received = _rows("output", buffer, output_splits, size)

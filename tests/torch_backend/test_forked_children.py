@@ -1,0 +1,153 @@
+"""A forked child of a rank gets NotStarted from everything that would call MPI, and its parent goes on."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchmpi_py import nn as mpinn
+from torchmpi_py import paramserver as ps
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+
+
+def neighbours(mpi):
+    """Of a rank in a ring: whom it receives from, and whom it sends to."""
+    return (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
+
+
+def in_child(call):
+    """What the call raises in a forked child; "hangs" if it does not return."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, lambda *_: os._exit(os.write(writing, b"hangs") and 0))
+        signal.alarm(10)
+        try:
+            told = f"returned {call()!r}"
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        os.write(writing, told[:2000].encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    return told
+
+
+def refused(*calls):
+    for call in calls:
+        told = in_child(call)
+        assert told.startswith("NotStarted: "), told
+        assert "forked" in told, told
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_and_groups(mpi, group):
+    from torchmpi_py import torch_backend
+
+    (left, right), x = neighbours(mpi), torch.ones(3)
+    refused(
+        lambda: dist.send(x, right),
+        lambda: dist.isend(x, right),
+        lambda: dist.recv(x, left),
+        lambda: dist.recv(x),
+        lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, left)]),
+        lambda: dist.all_reduce(x),
+        lambda: dist.barrier(),
+        lambda: torch_backend.monitored_barrier(timeout=1),
+        lambda: group.split_group([mpi.rank()]),
+    )
+    assert in_child(dist.new_group).startswith("NotStarted: ")
+    sent = dist.isend(torch.full((3,), 2.0 + mpi.rank()), right)  # what the children have posted would have taken it
+    dist.recv(x, left)
+    sent.wait()
+    assert (x == 2.0 + left).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_is_under_way(mpi, group):
+    """It is the parent's, who gets it; what was complete before the fork has its result in the child too."""
+    (left, right), size, x, y = neighbours(mpi), mpi.size(), torch.zeros(3), torch.zeros(3)
+    work = dist.irecv(x, left, tag=1)
+    handle = mpi.recv_async(y, left)
+    complete = mpi.allreduce_async(1)
+    assert complete.wait() == size
+    refused(work.wait, work.is_completed, handle.wait, handle.done, lambda: handle.wait(1), handle.synchronize)
+    assert in_child(complete.wait) == f"returned {size}"
+    mpi.barrier()
+    sent = dist.isend(torch.full((3,), 1.0 + mpi.rank()), right, tag=1)
+    mpi.send(torch.full((3,), 2.0 * mpi.rank()), right)
+    assert work.wait()
+    assert handle.wait() is y
+    sent.wait()
+    assert (x == 1 + left).all()
+    assert (y == 2 * left).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_is_queued(mpi, group):
+    """Rank 0 waits for others that have yet to come."""
+    x = torch.full((100_000,), 1.0 + mpi.rank())
+    if mpi.rank() > 0:
+        dist.recv(torch.zeros(1), 0)
+    handle, work = mpi.allreduce_async(x), dist.all_reduce(torch.ones(1), async_op=True)
+    if mpi.rank() == 0:
+        refused(handle.wait, handle.done, work.wait)
+        for other in range(1, mpi.size()):
+            dist.send(torch.zeros(1), other)
+    assert (handle.wait() == mpi.size() * (mpi.size() + 1) / 2).all()
+    work.wait()
+
+
+def test_the_package(mpi):
+    server, served, comm = ps.init(torch.zeros(4)), ps.init_tensors([torch.zeros(2)]), mpi.split(0)
+    net = torch.nn.Linear(2, 2)
+    backward = mpinn.register_async_backward(net)
+    refused(
+        server.receive, server.free, ps.free_all, served.free, server.state_dict, lambda: server.send(torch.ones(4)),
+        lambda: ps.send_tensors(served, [torch.ones(2)]), lambda: ps.init(torch.ones(2)), comm.free,
+        lambda: mpi.split(0), lambda: mpi.push_communicator("x"), lambda: mpi.symmetric_empty(2), mpi.barrier,
+        lambda: mpi.send(1, 0), lambda: mpi.allreduce(torch.ones(2), comm=comm), mpi.availability,
+        lambda: mpi.check_with_allreduce(1), lambda: mpinn.synchronize_parameters(net),
+        lambda: net(torch.ones(2)).sum().backward(),
+    )  # fmt: skip
+    assert in_child(mpi.start).startswith("NotStarted: ")
+    backward.remove()
+    comm.free()
+    server.free()
+    served.free()
+    assert mpi.allreduce(1) == mpi.size()
+
+
+class Asking(torch.utils.data.Dataset):
+    def __init__(self, work):
+        self.work = work
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        self.work.wait() if index else dist.recv(torch.ones(1))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_workers_of_a_data_loader(mpi, group):
+    from torchmpi_py.errors import NotStarted
+
+    (left, right), x = neighbours(mpi), torch.zeros(1)
+    work = dist.irecv(x, left, tag=3)
+    for index in (0, 1):
+        loader = torch.utils.data.DataLoader(
+            Asking(work), num_workers=1, multiprocessing_context="fork", sampler=[index], batch_size=None
+        )
+        with pytest.raises(NotStarted, match="forked"):
+            list(loader)
+    mpi.barrier()
+    sent = dist.isend(torch.ones(1) + mpi.rank(), right, tag=3)
+    work.wait()
+    sent.wait()
+    assert x.item() == 1 + left
