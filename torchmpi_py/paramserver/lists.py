@@ -20,7 +20,7 @@ from torchmpi_py import runtime
 from torchmpi_py.communicators import Communicator, resolve
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.handles import Handle, wait_all
-from torchmpi_py.paramserver import rules
+from torchmpi_py.paramserver import agreement, rules
 from torchmpi_py.paramserver.server import ParameterServer, init
 
 
@@ -110,7 +110,7 @@ class ServedTensors:
 def _check_alike(tensors: Sequence[Tensor], comm: Communicator) -> None:
     """RanksDisagree, on every rank, unless all give tensors of the same shapes and dtypes in the same order."""
     mine = [f"{list(x.shape)} {x.dtype} on {x.device.type}" for x in tensors]
-    for rank, theirs in enumerate(comm.direct.mpi.allgather(mine)):
+    for rank, theirs in enumerate(agreement.gathered(comm, "paramserver.init_tensors", mine)):
         if theirs != mine:
             pairs = itertools.zip_longest(mine, theirs, fillvalue="none")
             index, (here, there) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
