@@ -23,10 +23,11 @@ def judge():
 
 
 @pytest.fixture(scope="module")
-def nursery(tmp_path_factory):
-    """The path of the socket where ranks are made."""
+def nursery(request, tmp_path_factory):
+    """The path of the socket where ranks are made, which have imported the ``IMPORTS`` of the module of tests."""
     path = tmp_path_factory.mktemp("nursery") / "socket"
-    line = [sys.executable, str(harness.HERE / "nursery.py"), "serve", str(path)]
+    imports = getattr(request.module, "IMPORTS", ())
+    line = [sys.executable, str(harness.HERE / "nursery.py"), "serve", str(path), *imports]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout.readline() == "ready\n"
         yield path

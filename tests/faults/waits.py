@@ -198,3 +198,20 @@ def _others() -> dict[str, Wait]:
 
 
 WAITS = _groups() | _updates() | _others()
+WORKING = """
+server = ps.init(torch.zeros(9))
+for _ in range(50 * (me == 1)):
+    server.send(torch.ones(9)).wait()
+    time.sleep(0.2)
+server.free()
+"""
+PATIENT = {
+    "free, of ranks that only serve": f"{SERVER}{WORKING}",
+    "take_result, of fast workers": TRAINING.replace("MAKE", UPDATES["EASGDUpdate"])
+    .replace("WHEN", "-1")
+    .replace("range(8)", "range(8 + 42 * (me == 1))")
+    .replace("    optimizer.zero_grad()", "    time.sleep(0.2)\n    optimizer.zero_grad()")
+    .replace("THEN", "update.take_result()")
+    .replace("FAULT", "pass"),
+}
+"""Programs in which rank 1 works longer than the deadline while the others wait for it, as they may."""

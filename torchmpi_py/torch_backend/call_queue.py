@@ -79,7 +79,8 @@ class CallQueue:
 
     def expect(self, handle: Handle[Any]) -> None:
         """See ``Carrier``."""
-        self._expected.add(handle)
+        with self._order:
+            self._expected.add(handle)
         handle.expect()
 
     def give_up(self) -> None:
@@ -96,9 +97,15 @@ class CallQueue:
             if seconds is not None and not thread.is_stuck and not thread.settles(seconds):
                 thread.is_stuck = self._comm.is_stuck = True
             if thread.is_stuck:
-                for handle in self._expected:
-                    handle.give_up()
+                self._abandon()
             thread.close()
+
+    def _abandon(self) -> None:
+        """Nobody is late in what is under way: the futures of it will not be completed, or come too late."""
+        with self._order:
+            expected = list(self._expected)
+        for handle in expected:
+            handle.give_up()
 
     def _set_stuck(self, is_stuck: bool) -> None:
         self._comm.is_stuck = is_stuck
