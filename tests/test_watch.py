@@ -4,12 +4,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from torchmpi_py import board, board_layout, calls, config, flight_recorder, watch
+from torchmpi_py import board, board_layout, calls, config, flight_recorder, waiting, watch
 from torchmpi_py.bench import hang
 from torchmpi_py.board_layout import CHECKSUM_BITS, MARKS_PER_ROW, NUM_RECORDS, NUM_STRINGS, POSITION_BITS
 
@@ -84,6 +85,48 @@ def test_who_waits_is_active_and_no_longer(mpi):
     mpi.allreduce_async(x)
     mpi.barrier()
     assert not watch.under_way(board.current)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_may_come_late_while_they_work(mpi):
+    """Rank 0 is not late in what it waits for as long as others call something; and is, when they are silent."""
+
+    def counts(wanted, number):
+        until = time.monotonic() + 20
+        while (number in watch.under_way(board.current)) != wanted and time.monotonic() < until:
+            time.sleep(0.02)
+        return (number in watch.under_way(board.current)) == wanted
+
+    def look():
+        number = board.current.records(board.current.index)[0].number
+        assert counts(False, number)
+        waiting.barrier(turn)  # from now on the others are silent
+        assert counts(True, number)
+
+    with mpi.split(0) as comm, mpi.split(mpi.rank()) as own:
+        turn = comm.background.mpi
+        mpi.barrier()
+        if mpi.rank() == 0:
+            watch.while_others_work("the end of training", comm, look)
+        else:
+            request = turn.Ibarrier()
+            while not request.Test():
+                mpi.barrier(own)
+            time.sleep(2)
+            watch.while_others_work("the end of training", comm, lambda: None)
+        assert not watch.under_way(board.current)
+
+
+@pytest.mark.mpi
+def test_a_wait_of_one_rank_alone(mpi):
+    """It counts, and moves no rank's place in the sequence that all have to call alike."""
+    with mpi.split(0) as comm:
+        for _ in range(mpi.rank()):
+            assert len(watch.alone("alone", comm, lambda: watch.under_way(board.current))) == 1
+        assert mpi.allreduce(1, comm=comm) == mpi.size()
+        with pytest.raises(LookupError):
+            watch.alone("alone", comm, lambda: {}["nothing"])
+        assert not watch.under_way(board.current)
 
 
 @pytest.mark.mpi

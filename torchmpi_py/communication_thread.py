@@ -40,12 +40,14 @@ class CommunicationThread:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._others: list[Companion] = []
+        self._last: Any = None  # what the operation that was queued last was noted as
         self.is_stuck = False  # in an operation that nobody waits for any more: neither do drain and close
         self.streams: dict[Any, Any] = {}  # per device, the stream that its operations go to
 
     def submit(self, work: Any, kind: type[ThreadHandle[R]] = ThreadHandle) -> Handle[R]:
         """Queue an operation; its handle is of a ``kind``."""
         handle = kind(work)
+        self._last = getattr(work, "noted", None)
         if self.inline:
             with handle._waited_for(None):
                 handle._execute()
@@ -89,7 +91,7 @@ class CommunicationThread:
 
     def settles(self, seconds: float) -> bool:
         """Whether all that is queued is over within so long."""
-        return self._thread is None or self.submit(_Nothing())._complete(seconds)
+        return self._thread is None or self.submit(_Nothing(self._last))._complete(seconds)
 
     def drain(self) -> None:
         """Block until everything launched so far is complete; say so when it takes long. Errors stay with handles."""
@@ -102,7 +104,7 @@ class CommunicationThread:
             _wait_audibly(handle)
             self._posted.pop(key, None)
         if self._thread is not None:
-            _wait_audibly(self.submit(_Nothing()))
+            _wait_audibly(self.submit(_Nothing(self._last)))
 
     def close(self) -> None:
         """Drain, and end the thread."""
@@ -136,9 +138,12 @@ def _wait_audibly(handle: Handle[Any]) -> None:
 
 
 class _Nothing:
-    """The operation that marks the end of the queue."""
+    """The operation that marks the end of the queue. Who waits for it waits for the one before it."""
 
     label = "the operations in the communication thread"
+
+    def __init__(self, noted: Any) -> None:
+        self.noted = noted
 
     def run_in_background(self) -> None:
         return None

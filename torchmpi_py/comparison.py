@@ -24,17 +24,39 @@ class Side(NamedTuple):
 
 def sides(used: Board, mine: Record) -> Iterator[Side]:
     """The others that have come to the place of one of this rank's operations."""
+    for index, is_same in _come(used, mine):
+        yield Side(index, is_same, used.counterpart(mine.row, mine.mark, index))
+
+
+def differing(used: Board, mine: Record) -> list[Side]:
+    """Those of them that call something else. Cheap where none does: only then records are read."""
+    return [
+        Side(index, False, used.counterpart(mine.row, mine.mark, index))
+        for index, is_same in _come(used, mine)
+        if not is_same
+    ]
+
+
+def _come(used: Board, mine: Record) -> Iterator[tuple[int, bool]]:
+    """(index, whether it calls the same) of the others that have come to the place of an operation."""
     others = used.rows_of.get(mine.row, {}) if mine.position else {}
     for index in sorted(others, key=lambda index: used.get(WORLD_RANK, index)):
         if index != used.index and index in used.indices:
             mark = used.words[used.first_mark(index, others[index]) + mine.position % MARKS_PER_ROW]
             if mark >> CHECKSUM_BITS == mine.mark >> CHECKSUM_BITS:
-                yield Side(index, mark == mine.mark, used.counterpart(mine.row, mine.mark, index))
+                yield index, mark == mine.mark
 
 
-def differing(used: Board, mine: Record) -> list[Side]:
-    """Those of them that call something else."""
-    return [side for side in sides(used, mine) if not side.is_same]
+def behind(used: Board, mine: Record) -> list[int]:
+    """The ranks of this node that have not come to the place of one of this rank's operations."""
+    rows = used.rows_of.get(mine.row, {}) if mine.position else {}
+    place, seen = mine.mark >> CHECKSUM_BITS, used.indices
+    return [index for index, row in rows.items() if index in seen and _last_place(used, index, row) < place]
+
+
+def _last_place(used: Board, index: int, row: int) -> int:
+    first = used.first_mark(index, row)
+    return max(used.words[first : first + MARKS_PER_ROW]) >> CHECKSUM_BITS
 
 
 def told(used: Board, mine: Record, others: list[Side]) -> str:

@@ -99,9 +99,18 @@ class Handle(ABC, Generic[R]):
         """Which ranks have not come to the operation, or a question."""
         return getattr(self._work, "who_is_late", str)() or "Has every rank launched it?"
 
+    def expect(self) -> None:
+        """Count the operation as waited for until it is complete or given up: the wait itself is out of sight."""
+        noted = getattr(self._work, "noted", None)
+        if noted is not None:
+            waiting.active[self] = noted[0]
+            if self._work is None:  # it has completed meanwhile
+                waiting.active.pop(self, None)
+
     def give_up(self) -> None:
-        """Nobody waits for it any more: if it fails, that need not be told."""
+        """Nobody waits for it any more: it is not late, and if it fails, that need not be told."""
         self._error_was_seen = True
+        waiting.active.pop(self, None)
 
     def synchronize(self) -> None:
         """Block the host until the operation is complete."""
@@ -136,6 +145,7 @@ class Handle(ABC, Generic[R]):
         except BaseException as error:
             self._error, self._traceback = error, error.__traceback__
         self._work = None
+        waiting.active.pop(self, None)
 
     def __bool__(self) -> bool:
         raise TypeError("a handle is neither true nor false; use handle.done() or handle.wait()")

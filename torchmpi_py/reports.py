@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from torchmpi_py import board, comparison, processes, watch
 from torchmpi_py.board import Board
 from torchmpi_py.board_layout import (
-    CHECKSUM_BITS,
     ENDING,
     HAS_LEFT,
-    MARKS_PER_ROW,
     NAMESPACE,
     PROCESS,
     STARTED,
@@ -209,12 +207,10 @@ def disagreement(used: Board, number: int) -> str:
 def deserted(used: Board, number: int) -> str:
     """Which rank of this node will not come to this rank's operation, for it is in ``mpi.stop`` without it; or ""."""
     mine = watch.record(used, number)
-    if mine is None or mine.row < 0 or not mine.position:
+    if mine is None:
         return ""
-    for index, row in used.rows_of.get(mine.row, {}).items():
-        first = used.first_mark(index, row)
-        is_behind = max(used.words[first : first + MARKS_PER_ROW]) >> CHECKSUM_BITS < mine.mark >> CHECKSUM_BITS
-        if is_behind and used.get(HAS_LEFT, index) == STOPPING:
+    for index in comparison.behind(used, mine):
+        if used.get(HAS_LEFT, index) == STOPPING:
             return f"{name(used, index)} has come to its end, and will not come to {mine.what}, called at {mine.site}"
     return ""
 

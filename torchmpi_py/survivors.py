@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torchmpi_py import communication_thread, communicators, exits, recovery, startup, tracing, watchdog
+from torchmpi_py import communication_thread, communicators, exits, recovery, startup, tracing, watch, watchdog
 from torchmpi_py.collectives import objects
 from torchmpi_py.errors import CommunicatorError, RankDied
 
@@ -50,8 +50,14 @@ class Attempt:
 
 def confirm() -> None:
     """See ``Attempt.confirm``. In a job that is not elastic it does nothing."""
-    if recovery.is_elastic() and not recovery.agree(communicators.stack().levels[0].direct.mpi, True):
+    if recovery.is_elastic() and not _agree(True):
         raise _Denied("a rank died; with mpi.elastic() the others can go on")
+
+
+def _agree(is_well: bool) -> bool:
+    """Whether all ranks of the world live, and all is well on each. Collective."""
+    world = communicators.stack().levels[0]
+    return watch.alone("mpi.elastic", world, lambda: recovery.agree(world.direct.mpi, is_well))
 
 
 _depth = 0
@@ -93,7 +99,7 @@ def elastic() -> Iterator[Attempt]:
         recovery.revoke_all()
     finally:
         _depth -= 1
-    if is_agreed or not recovery.agree(communicators.stack().levels[0].direct.mpi, failure is None):
+    if is_agreed or not _agree(failure is None):
         attempt.deaths = recover()
         attempt.has_recovered = True
         _num_in_vain = 0 if attempt.deaths else _num_in_vain + 1

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 _WORTH_A_SLEEP_SECONDS = 20e-6
 
 active: dict[object, int] = {}
-"""What threads of this process wait for now: of each wait, the number of the record of its operation (``watch.py``)."""
+"""What threads of this process wait for now: of each wait, the number of the record of its operation (``watch.py``).
+
+Where the wait itself is out of sight, as C++'s for a future is, the handle stands for it (``Handle.expect``)."""
+
+unhurried: dict[object, tuple[int, int]] = {}
+"""Waits for ranks that may come as late as they want while they work (``watch.while_others_work``): the number of the
+record, and of how many ranks."""
 
 
 class Nap:

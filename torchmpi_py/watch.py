@@ -5,7 +5,8 @@ Every call pays for it, so what is done for each stands here in one piece: a rec
 What is known of a call is kept by its place in the program (``calls.py``).
 
 An operation is *under way* while a call carries it out (its record has begun, and has not ended), or waits for it
-(``waiting.active``); one that was launched and that nobody waits for is not. ``watchdog.py`` looks at the oldest one.
+(``waiting.active``); one that was launched and that nobody waits for is not. A future is a wait from when it is asked
+for: who waits for it, and whether, is out of sight. ``watchdog.py`` looks at the oldest operation under way.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from torchmpi_py.board_layout import (
     CHECKSUM_BITS,
     ENDED,
     HAS_FAILED,
+    HAS_LEFT,
     IS_LAUNCH,
     LAUNCHED,
     MARKS_PER_ROW,
     NAMES,
     NUM_RECORDS,
+    STOPPING,
     Record,
     pack,
 )
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _HALF = NUM_RECORDS // 2 - 1
+_LATELY_NS = 1_000_000_000  # two looks of the watchdog
 _NEXT = 1 << CHECKSUM_BITS  # marks that are nearer are of the same place
 Noted = tuple[int, int, int, int, int, Sequence | None]
 """An operation that was noted: the number of its record, the words where that begins and ends, the word of the
@@ -89,18 +93,44 @@ def note_plain(name: str, comm: Communicator, lane: int = DIRECT) -> Noted:
     return note(Plain(name, comm, (name,)), lane)
 
 
-def together(name: str, comm: Communicator, step: Callable[[], R], *, is_patient: bool = False) -> R:
+def together(
+    name: str, comm: Communicator, step: Callable[[], R], *, is_patient: bool = False, frame: FrameType | None = None
+) -> R:
     """``step()``, noted as something that all ranks call alike, and in which they wait for each other.
 
-    What ``is_patient`` may take as long as it wants: no deadline counts.
+    What ``is_patient`` may take as long as it wants: no deadline counts. ``frame``: as for ``note``.
     """
-    noted = note(Plain(name, comm, (name,)), DIRECT, is_patient)
+    return _until_over(note(Plain(name, comm, (name,)), DIRECT, is_patient, frame), step)
+
+
+def alone(name: str, comm: Communicator, step: Callable[[], R], *, frame: FrameType | None = None) -> R:
+    """``step()``, noted as something in which this rank waits for others of ``comm``, which need not call it alike."""
+    return _until_over(note(Plain(name, comm, None), DIRECT, frame=frame), step)
+
+
+def while_others_work(name: str, comm: Communicator, step: Callable[[], R]) -> R:
+    """``step()``, noted as ``together`` does, in which ranks that train asynchronously wait for each other.
+
+    The fastest may wait there for hours. So the deadline counts only while no rank of this node that has not come calls
+    anything, as one that trains does; and where ranks of other nodes may be missing, which cannot be seen, not at all.
+    """
+    noted = note(Plain(name, comm, (name,)), DIRECT, True)
+    begin(noted)
+    wait = object()
+    waiting.unhurried[wait] = noted[0], comm.size
+    try:
+        return _until_over(noted, step)
+    finally:
+        waiting.unhurried.pop(wait, None)
+
+
+def _until_over(noted: Noted, step: Callable[[], R]) -> R:
     try:
         returned = step()
     except BaseException:
         fail(noted)
         raise
-    end(noted)
+    end_launched(noted)
     return returned
 
 
@@ -159,12 +189,32 @@ outlived: dict[int, Record] = {}
 
 def called(used: Board) -> set[int]:
     """The numbers of the operations that a thread of the user carries out."""
-    return _open(used).union(number for number, kept in tuple(outlived.items()) if not _is_passed(used, kept))
+    found = _open(used).union(number for number, kept in tuple(outlived.items()) if not _is_passed(used, kept))
+    return found.union(
+        number for number, size in tuple(waiting.unhurried.values()) if not _may_come(used, number, size)
+    )
 
 
 def under_way(used: Board) -> set[int]:
     """The numbers of those, and of the operations that one waits for."""
     return called(used).union(tuple(waiting.active.values()))
+
+
+def _may_come(used: Board, number: int, size: int) -> bool:
+    """Whether a rank that this one waits for is out of sight, or at work; not if one has come to its end."""
+    mine = record(used, number)
+    if mine is None:
+        return True
+    missing = comparison.behind(used, mine)
+    if any(used.get(HAS_LEFT, index) == STOPPING for index in missing):
+        return False
+    is_in_sight = len(used.rows_of.get(mine.row, ())) == size
+    return not is_in_sight or any(_has_called_lately(used, index) for index in missing)
+
+
+def _has_called_lately(used: Board, index: int) -> bool:
+    last = next(iter(used.records(index)), None)
+    return last is not None and used.now(index) - max(last.launched, abs(last.ended)) < _LATELY_NS
 
 
 def record(used: Board, number: int) -> Record | None:

@@ -80,6 +80,7 @@ class Watchdog:
         self._reported: set[int] = set()
         self._ending = threading.Event()
         waiting.active.clear()
+        waiting.unhurried.clear()
         watch.outlived.clear()
         self._neighbours = Neighbours(used, signals.listen())
         self._thread = threading.Thread(target=self._loop, name="torchmpi_py-watchdog", daemon=True)

@@ -1,7 +1,10 @@
 """What the trials of a session came to, in one table at its end."""
 
 import statistics
+import subprocess
+import sys
 
+import harness
 import pytest
 
 rows = []  # (kind, seconds, problems) of each trial
@@ -17,6 +20,18 @@ def judge():
         assert not bad, f"{len(bad)} of {len(outcomes)} trials\n" + "\n".join(bad[:5])
 
     return note
+
+
+@pytest.fixture(scope="module")
+def nursery(request, tmp_path_factory):
+    """The path of the socket where ranks are made, which have imported the ``IMPORTS`` of the module of tests."""
+    path = tmp_path_factory.mktemp("nursery") / "socket"
+    imports = getattr(request.module, "IMPORTS", ())
+    line = [sys.executable, str(harness.HERE / "nursery.py"), "serve", str(path), *imports]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout.readline() == "ready\n"
+        yield path
+        server.kill()
 
 
 def pytest_terminal_summary(terminalreporter):

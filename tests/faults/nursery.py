@@ -63,13 +63,17 @@ def _live(connection: socket.socket) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def serve(path: str) -> None:
-    """Fork a rank for whoever connects, until the one who has started this closes its output."""
+def serve(path: str, modules: list[str]) -> None:
+    """Fork a rank for whoever connects, until the one who has started this is gone; with some more ``modules``."""
+    import importlib
+
     import torch
 
     from torchmpi_py import runtime  # noqa: F401
 
     torch.set_num_threads(1)
+    for module in modules:
+        importlib.import_module(module)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(path)
     listening.listen(64)
@@ -92,6 +96,6 @@ def serve(path: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve(sys.argv[2])
+        serve(sys.argv[2], sys.argv[3:])
     else:
         sys.exit(be_born(sys.argv[1], sys.argv[2:]))

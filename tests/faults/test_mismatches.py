@@ -1,8 +1,5 @@
 """Ranks that call different things, in random programs: no silent wrong value, no hang, both sides are named."""
 
-import subprocess
-import sys
-
 import harness
 import mismatches
 import pytest
@@ -14,17 +11,6 @@ WITHIN_SECONDS = 20.0
 PARTS = harness.count(1, 10)
 NUMBER = harness.count(4, 600)
 AT_ONCE = 4
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory):
-    """The path of the socket where ranks are made."""
-    path = tmp_path_factory.mktemp("nursery") / "socket"
-    line = [sys.executable, str(harness.HERE / "nursery.py"), "serve", str(path)]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout.readline() == "ready\n"
-        yield path
-        server.kill()
 
 
 def judged(program, outcome):

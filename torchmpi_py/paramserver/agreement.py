@@ -6,17 +6,36 @@ All functions that take ``comm`` are collective over it, and what they raise the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from torchmpi_py import waiting, watch
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
+
+T = TypeVar("T")
+
+
+def gathered(comm: Communicator, what: str, mine: T) -> list[T]:
+    """What each rank gives, in rank order. The wait is watched, as ``what``, which is equal on all ranks."""
+    return watch.together(what, comm, lambda: comm.direct.mpi.allgather(mine))
+
+
+def meet(comm: Communicator, what: str) -> None:
+    """Wait asleep until all ranks are here. The wait is watched, as ``what``, which is equal on all ranks."""
+    watch.together(what, comm, lambda: waiting.barrier(comm.direct.mpi))
+
+
+def meet_after_training(comm: Communicator, what: str) -> None:
+    """As ``meet``, for ranks that train asynchronously: one may wait long for others that are at work."""
+    watch.while_others_work(what, comm, lambda: waiting.barrier(comm.direct.mpi))
 
 
 def check_alike(comm: Communicator, who: str, settings: Mapping[str, object]) -> None:
     """RanksDisagree unless all give the same."""
-    given = comm.direct.mpi.allgather(dict(settings))
+    given = gathered(comm, "settings of an update", dict(settings))
     for name in given[0]:
         by_rank = [told.get(name) for told in given]
         if any(value != by_rank[0] for value in by_rank):
@@ -26,7 +45,7 @@ def check_alike(comm: Communicator, who: str, settings: Mapping[str, object]) ->
 def check_trained(comm: Communicator, who: str, network: torch.nn.Module) -> None:
     """RanksDisagree unless all train parameters of the same names, shapes and dtypes, in the same order."""
     mine = [f"{name} {list(p.shape)} {p.dtype}" for name, p in network.named_parameters() if p.requires_grad]
-    given = comm.direct.mpi.allgather(mine)
+    given = gathered(comm, "parameters of an update", mine)
     for rank, told in enumerate(given):
         if told != given[0]:
             at = next((i for i, pair in enumerate(zip(told, given[0], strict=False)) if pair[0] != pair[1]), None)
@@ -67,7 +86,7 @@ def together(comm: Communicator, work: Callable[[], object]) -> None:
 
 def raise_together(comm: Communicator, failure: str | None) -> None:
     """ValueError with the first failure of any rank."""
-    failures = comm.direct.mpi.allgather(failure)
+    failures = gathered(comm, "outcomes of an update", failure)
     for rank, told in enumerate(failures):
         if told is not None:
             raise ValueError(f"{told} (rank {rank})")

@@ -13,6 +13,7 @@ import torch
 
 from torchmpi_py import communicators, nn
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
+from torchmpi_py.paramserver import agreement
 from torchmpi_py.paramserver.timetable import Timetable
 
 
@@ -30,7 +31,9 @@ class PeriodicAveraging:
         self.network = network
         self.is_free = False
         self._level = level
-        asked = communicators.communicator(level).direct.mpi.allgather((init_delay, update_frequency))
+        asked = agreement.gathered(
+            communicators.communicator(level), "PeriodicAveraging", (init_delay, update_frequency)
+        )
         if any(other != asked[0] for other in asked):
             raise RanksDisagree(
                 f"PeriodicAveraging: (init_delay, update_frequency) by rank: {asked}; give the same on all ranks"

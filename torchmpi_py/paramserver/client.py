@@ -22,11 +22,20 @@ _thread: CommunicationThread | None = None  # from the first request until all s
 
 def submit(label: str, step: Callable[[], R]) -> Handle[R]:
     """Queue a step; what it returns, or raises, comes out of the handle."""
+    return _queue(_Request(label, step))
+
+
+def submit_unnoted(step: Callable[[], R]) -> Handle[R]:
+    """Queue a step of something that was noted as a whole: many of them would push all else out of the records."""
+    return _queue(_Step("look at a parameter server", step))
+
+
+def _queue(work: _Step[R]) -> Handle[R]:
     global _thread
     with _lock:
         if _thread is None:
             _thread = CommunicationThread(inline=False, name="parameter-server")
-        return _thread.submit(_Request(label, step))
+        return _thread.submit(work)
 
 
 def drain() -> None:
@@ -38,27 +47,38 @@ def drain() -> None:
             _thread = None
 
 
-class _Request(Generic[R]):
+class _Step(Generic[R]):
     """A step as work for the thread."""
 
     def __init__(self, label: str, step: Callable[[], R]) -> None:
         self.label = label
         self._step = step
-        self.noted = watch.note_own(label, communicators.stack().levels[0])
 
     def run_in_background(self) -> R:
         """Out of sight of autograd, and of what mode the caller's tensors were made in."""
+        with torch.inference_mode():
+            return self._step()
+
+    def finish(self) -> R:
+        return self.run_in_background()
+
+    def explain(self, error: Exception) -> Exception:
+        return error
+
+
+class _Request(_Step[R]):
+    """One that is noted."""
+
+    def __init__(self, label: str, step: Callable[[], R]) -> None:
+        super().__init__(label, step)
+        self.noted = watch.note_own(label, communicators.stack().levels[0])
+
+    def run_in_background(self) -> R:
         watch.begin(self.noted)
         try:
-            with torch.inference_mode():
-                result = self._step()
+            result = super().run_in_background()
         except BaseException:
             watch.fail(self.noted)
             raise
         watch.end_launched(self.noted)
         return result
-
-    finish = run_in_background
-
-    def explain(self, error: Exception) -> Exception:
-        return error

@@ -18,11 +18,11 @@ import itertools
 import torch
 from torch import Tensor
 
-from torchmpi_py import communicators, symmetric
+from torchmpi_py import communicators, symmetric, watch
 from torchmpi_py.channels import Channel
 from torchmpi_py.communicators import Communicator, resolve
 from torchmpi_py.errors import RanksDisagree, Unavailable
-from torchmpi_py.waiting import barrier
+from torchmpi_py.paramserver import agreement
 
 _ALIGNMENT = 512  # bytes: no two storages share a cache line
 
@@ -45,11 +45,11 @@ class Hogwild:
         parameters = list(network.parameters())
         _check(parameters, self._comm)
         storages = _storages(parameters)
-        places = _places(self._comm.direct, storages)
+        places = watch.together("Hogwild", self._comm, lambda: _places(self._comm.direct, storages))
         if self._comm.rank == 0:
             for storage, place in zip(storages, places, strict=True):
                 place.copy_(_bytes(storage))
-        barrier(self._comm.direct.mpi)  # the values are there before anybody trains
+        agreement.meet(self._comm, "Hogwild")  # the values are there before anybody trains
         _move(parameters, storages, places)
         self._shared = {place.data_ptr() for place in places}
         self.is_free = False
@@ -60,7 +60,7 @@ class Hogwild:
             return
         self.is_free = True
         if communicators.is_started() and not self._comm.is_free:
-            barrier(self._comm.direct.mpi)  # all have done their last step
+            agreement.meet_after_training(self._comm, "Hogwild.free")  # all have done their last step
         parameters = [p for p in self.network.parameters() if _address(p) in self._shared]
         storages = _storages(parameters)
         _move(parameters, storages, [_bytes(storage).clone() for storage in storages])
@@ -78,7 +78,7 @@ def _check(parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
         (p.device.type, tuple(p.shape), p.stride(), str(p.dtype), p.storage_offset(), storages.get(_address(p)))
         for p in parameters
     ]
-    everyone = comm.direct.mpi.allgather(mine)
+    everyone = agreement.gathered(comm, "Hogwild", mine)
     for rank, told in enumerate(everyone):
         if others := {device for device, *_ in told if device != "cpu"}:
             raise ValueError(

@@ -20,7 +20,7 @@ from torchmpi_py import runtime
 from torchmpi_py.communicators import Communicator, resolve
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.handles import Handle, wait_all
-from torchmpi_py.paramserver import rules
+from torchmpi_py.paramserver import agreement, rules
 from torchmpi_py.paramserver.server import ParameterServer, init
 from torchmpi_py.tensors import check_parts, check_tensor
 
@@ -120,7 +120,7 @@ def _check_alike(tensors: Sequence[Tensor], comm: Communicator) -> None:
         mine = [f"{list(x.shape)} {x.dtype} on {x.device.type}" for x in dense]
     except TypeError as error:
         failure, mine = error, [f"refused ({error})"]
-    given = comm.direct.mpi.allgather(mine)
+    given = agreement.gathered(comm, "paramserver.init_tensors", mine)
     if failure is not None:
         raise failure
     for rank, theirs in enumerate(given):

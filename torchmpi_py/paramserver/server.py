@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py import communication_thread, communicators
+from torchmpi_py import communication_thread, communicators, watch
 from torchmpi_py.communicators import Communicator, resolve
 from torchmpi_py.errors import ParameterServerError, RanksDisagree, Unavailable
 from torchmpi_py.handles import Handle
@@ -47,7 +47,7 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
     or the ranks are on several nodes and MPI does not give MPI_THREAD_MULTIPLE; each on every rank.
     """
     comm = resolve(comm)
-    source, num_slots = _agreed(tensor, optimizer, comm)
+    source, num_slots = watch.together("paramserver.init", comm, lambda: _agreed(tensor, optimizer, comm))
     if comm.num_nodes > 1 and communication_thread.current().inline:
         raise Unavailable(
             f"paramserver.init: {comm!r} is on several nodes, and this MPI does not give MPI_THREAD_MULTIPLE, which "
@@ -94,9 +94,13 @@ class ParameterServer:
     def __init__(self, comm: Communicator, source: Tensor, optimizer: str | None, num_slots: int) -> None:
         self.shape, self.dtype, self.optimizer = source.shape, source.dtype, optimizer
         self.num_bytes_sent = self.num_bytes_received = 0
-        self._channel, self._key = comm.direct, ("parameter server", next(_numbers))
+        self._comm, self._channel, self._key = comm, comm.direct, ("parameter server", next(_numbers))
         seed = source.view(-1).cpu()
-        self._carrier = comm.direct.keep(self._key, lambda channel: Carrier(channel, seed, num_slots))
+        self._carrier = watch.together(
+            "paramserver.init",
+            comm,
+            lambda: comm.direct.keep(self._key, lambda channel: Carrier(channel, seed, num_slots)),
+        )
         self.bounds = list(self._carrier.bounds)
 
     def send(self, tensor: Tensor, rule: str = "add", **options: Any) -> Handle[Tensor]:
@@ -142,6 +146,10 @@ class ParameterServer:
             return target
 
         return client.submit("receive from a parameter server", step)
+
+    def peek(self, target: Tensor) -> None:
+        """As ``receive`` into a tensor on the CPU, waited for, but not noted: for looking again and again."""
+        client.submit_unnoted(lambda: self._carrier.read(target)).wait()
 
     def take_in(self, source: ParameterServer, rule: str = "add", **options: Any) -> Handle[None]:
         """Apply a rule to this rank's own shard with its shard of the server ``source``, which becomes zero.
@@ -197,7 +205,7 @@ class ParameterServer:
         if self in _servers:
             _servers.remove(self)
         if not self._carrier.is_free:
-            self._channel.give_back(self._key)
+            watch.while_others_work("ParameterServer.free", self._comm, lambda: self._channel.give_back(self._key))
 
     def _check_alive(self, call: str) -> None:
         communicators.stack()  # neither in a child process nor after stop

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmpi_py import watch
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.errors import ParameterServerError
 from torchmpi_py.paramserver import agreement, lists
 from torchmpi_py.paramserver.server import init
 from torchmpi_py.paramserver.timetable import Due
 from torchmpi_py.paramserver.update import Update
-from torchmpi_py.waiting import Nap
+from torchmpi_py.waiting import Nap, complete
 
 logger = logging.getLogger("torchmpi_py")
 _END_OF_TIME = 1 << 62  # the clock of a worker for which nobody has to wait
@@ -145,10 +146,12 @@ class StaleSynchronousUpdate(Update):
 
     def _told(self, group: Communicator, is_fresh: bool) -> bool:
         """What the root of the group says. The others wait asleep: it may have to wait for a slow worker."""
-        word, nap = bytearray([is_fresh]), Nap(_LONGEST_NAP_SECONDS)
-        request = group.direct.mpi.Ibcast(word, 0)
-        while not request.Test():
-            nap.take()
+        word = bytearray([is_fresh])
+
+        def listen() -> None:
+            complete(group.direct.mpi.Ibcast(word, 0), Nap(_LONGEST_NAP_SECONDS))
+
+        watch.together("StaleSynchronousUpdate.update", group, listen)
         return bool(word[0])
 
     def _keep(self) -> None:
@@ -163,7 +166,7 @@ class Clocks:
     """
 
     def __init__(self, comm: Communicator, used: bool = True) -> None:
-        self._rank, self._size = comm.rank, comm.size
+        self._comm, self._rank, self._size = comm, comm.rank, comm.size
         start = 0 if used else _END_OF_TIME
         self._server = init(torch.full((comm.size,), start, dtype=torch.int64, device="cpu"), comm=comm)
 
@@ -175,12 +178,16 @@ class Clocks:
 
     def wait_for(self, least: int) -> int:
         """Sleep until all clocks are at ``least`` or later; where the slowest one is then."""
+        clocks = self._server.receive().wait()
+        while (slowest := int(clocks.min())) < least:
+            name = f"bounded staleness, for rank {int(clocks.argmin())} of {self._comm.key!r}"
+            watch.alone(name, self._comm, lambda: self._wait_beyond(slowest, least, clocks))
+        return slowest
+
+    def _wait_beyond(self, slowest: int, least: int, clocks: Tensor) -> None:
+        """Sleep until the slowest clock moves on; say so when that takes long. ``clocks`` become what they are then."""
         nap, warn_at = Nap(_LONGEST_NAP_SECONDS), _WARN_AFTER_SECONDS
-        while True:
-            clocks = self._server.receive().wait()
-            slowest = int(clocks.min())
-            if slowest >= least:
-                return slowest
+        while int(clocks.min()) == slowest:
             if nap.seconds > warn_at:
                 warn_at += max(_WARN_AFTER_SECONDS, nap.seconds)
                 here, last = int(clocks[self._rank]), int(clocks.argmin())
@@ -189,6 +196,7 @@ class Clocks:
                 )
                 logger.warning(text, self._rank, here, nap.seconds, least, last, slowest)
             nap.take()
+            self._server.peek(clocks)
 
     def free(self) -> None:
         """Collective; idempotent."""

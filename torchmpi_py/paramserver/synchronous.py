@@ -19,7 +19,6 @@ from torchmpi_py.communicators import Communicator, resolve
 from torchmpi_py.errors import ParameterServerError
 from torchmpi_py.handles import wait_all
 from torchmpi_py.paramserver import agreement, lists, rules
-from torchmpi_py.waiting import barrier
 
 
 class SynchronousUpdate:
@@ -58,14 +57,14 @@ class SynchronousUpdate:
             raise ParameterServerError("update: this SynchronousUpdate was freed; make another")
         gradients = [_gradient(p) for p in self.parameters]
         wait_all(lists.send_tensors(self._gradients, gradients, "scaled_add", scale=1 / self._comm.size))
-        barrier(self._comm.direct.mpi)  # all gradients are there
+        agreement.meet(self._comm, "SynchronousUpdate.update")  # all gradients are there
         wait_all(
             [
                 pack.server.take_in(sums.server, self.optimizer, **self.options)
                 for pack, sums in zip(self.served.packs, self._gradients.packs, strict=True)
             ]
         )
-        barrier(self._comm.direct.mpi)  # all parts have done the step
+        agreement.meet(self._comm, "SynchronousUpdate.update")  # all parts have done the step
         self._fetch()
 
     def free(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from torchmpi_py import communicators, nn, waiting
+from torchmpi_py import communicators, nn
+from torchmpi_py.communicators import Communicator
 from torchmpi_py.errors import ParameterServerError
 from torchmpi_py.handles import wait_all
 from torchmpi_py.paramserver import agreement, lists
@@ -55,7 +56,7 @@ class Update(ABC):
         self.group = None if self._level is None else communicators.communicator(self._level)
         agreement.check_within(self.group, self.sharding, self._name)
         self.is_root = self.group is None or self.group.rank == 0
-        self.num_workers: int = self.sharding.direct.mpi.allreduce(int(self.is_root))
+        self.num_workers = sum(agreement.gathered(self.sharding, "workers of an update", self.is_root))
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.served: lists.ServedTensors | None = None
         self.is_free = False
@@ -157,14 +158,14 @@ class Update(ABC):
         self._check_usable("take_result")
         served = self._seeded("take_result")
         if self.group is not None:
-            waiting.barrier(self.group.direct.mpi)  # what its ranks have done together is done
+            self._meet(self.group, "take_result")  # what its ranks have done together is done
         self.finish()
-        waiting.barrier(self.sharding.direct.mpi)
+        self._meet(self.sharding, "take_result")
         if self.is_root:
             lists.prefetch_tensors(served)  # what was fetched before is older
             self.adopt(served)
         self.share()
-        waiting.barrier(self.sharding.direct.mpi)  # nobody trains on before all have it
+        self._meet(self.sharding, "take_result")  # nobody trains on before all have it
 
     def free(self) -> None:
         """Free the server. Collective over the level of sharding; idempotent."""
@@ -183,10 +184,10 @@ class Update(ABC):
         state: dict[str, Any] = {**self._origin(), "step": self._last_step, "is_seeded": self.served is not None}
         if self.served is not None:
             self._wait(self.served)
-            waiting.barrier(self.sharding.direct.mpi)
+            self._meet(self.sharding, "state_dict")
             state["server"] = self.served.state_dict() if self.sharding.rank == 0 else None
             state["worker"] = self.worker_state() if self.is_root else {}
-            waiting.barrier(self.sharding.direct.mpi)
+            self._meet(self.sharding, "state_dict")
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -240,6 +241,9 @@ class Update(ABC):
                 f"not reached: the last one was update({self._last_step})"
             )
         return self.served
+
+    def _meet(self, comm: Communicator, call: str) -> None:
+        agreement.meet_after_training(comm, f"{self._name}.{call}")
 
     def _wait(self, served: lists.ServedTensors) -> None:
         wait_all([pack.sending for pack in served.packs if pack.sending is not None])

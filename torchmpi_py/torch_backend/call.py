@@ -98,6 +98,9 @@ class Carrier(Protocol):
     def when_late(self) -> None:
         """Somebody has stopped waiting for it."""
 
+    def expect(self, handle: Handle[Any]) -> None:
+        """A future of the call was asked for: it counts as waited for until it is over, given up, or abandoned."""
+
     def before_wait(self, handle: Handle[Any]) -> None:
         """Before this thread waits for the handle: carry the call out, if that is this thread's work."""
 

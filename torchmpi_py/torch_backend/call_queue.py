@@ -9,6 +9,7 @@ with the first call that needs it, and groups do not wait for each other.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class CallQueue:
         self._num_queued = 0
         self._depth = 0  # of callbacks that carry on with the queue
         self._deferred: list[_Queued] = []  # what was carried out there, and not concluded
+        self._expected: weakref.WeakSet[Handle[Any]] = weakref.WeakSet()  # those that have futures
         self._runner = 0  # the thread that carries out what is queued, while it does
 
     def run_here(self, call: Call) -> bool:
@@ -75,6 +77,12 @@ class CallQueue:
             finally:
                 self._depth -= 1
 
+    def expect(self, handle: Handle[Any]) -> None:
+        """See ``Carrier``."""
+        with self._order:
+            self._expected.add(handle)
+        handle.expect()
+
     def give_up(self) -> None:
         """Somebody has stopped waiting for a call, which goes on."""
         with self._order:
@@ -88,7 +96,16 @@ class CallQueue:
             communication_thread.current().let_go(thread)
             if seconds is not None and not thread.is_stuck and not thread.settles(seconds):
                 thread.is_stuck = self._comm.is_stuck = True
+            if thread.is_stuck:
+                self._abandon()
             thread.close()
+
+    def _abandon(self) -> None:
+        """Nobody is late in what is under way: the futures of it will not be completed, or come too late."""
+        with self._order:
+            expected = list(self._expected)
+        for handle in expected:
+            handle.give_up()
 
     def _set_stuck(self, is_stuck: bool) -> None:
         self._comm.is_stuck = is_stuck
@@ -110,7 +127,8 @@ class _Queued:
         self._call, self._queue = call, queue
         self.label, self.noted = call.label, call.noted
         self.finish, self.explain, self.who_is_late = call.finish, call.explain, call.who_is_late
-        self.when_over, self.when_late, self.before_wait = call.when_over, queue.give_up, queue.carry_on
+        self.when_over, self.when_late = call.when_over, queue.give_up
+        self.expect, self.before_wait = queue.expect, queue.carry_on
 
     def run_in_background(self) -> Sequence[Tensor]:
         self._queue._channel.acquire()

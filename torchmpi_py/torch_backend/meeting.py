@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from torchmpi_py import communicators, config, runtime
+from torchmpi_py import communicators, config, runtime, watch
 from torchmpi_py.collectives import rendezvous
+from torchmpi_py.torch_backend import sites
 
 Found = Iterator[tuple[Any, int, int]]
 DEFAULT_SECONDS = 30 * 60
@@ -56,5 +57,11 @@ def _over_mpi(timeout: dt.timedelta | None = None, **_: object) -> Found:
     """What a rendezvous gives: a store, the rank, the size."""
     ensure_started(timeout)
     world = communicators.stack().levels[0]
-    yield rendezvous.open_store(world.direct, "torch.distributed"), world.rank, world.size
+    store = watch.together(
+        "init_process_group",
+        world,
+        lambda: rendezvous.open_store(world.direct, "torch.distributed"),
+        frame=sites.program(),
+    )
+    yield store, world.rank, world.size
     raise RuntimeError("torch.distributed cannot meet a second time by the same call; call init_process_group again")

@@ -15,9 +15,10 @@ import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchmpi_py import communicators
+from torchmpi_py import communicators, watch
 from torchmpi_py.channels import Channel
 from torchmpi_py.communicators import Communicator, Stack
+from torchmpi_py.torch_backend import sites
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -98,14 +99,18 @@ def acquire(ranks: Sequence[int]) -> Membership:
         _stack = communicators.stack()
         _made.clear()
         _busy.clear()
-    key = tuple(ranks)
-    if key not in _made:
-        _made[key] = _Family(ranks)
-    family = _made[key]
-    comm = family.acquire()
+    world = communicators.stack().levels[0]
+    family, comm = watch.alone("a new process group", world, lambda: _meet(ranks), frame=sites.program())
     _busy.add(comm)
     family.line.num_uses += 1
     return Membership(comm, family.line.mpi, _tags(family.line.num_uses))
+
+
+def _meet(ranks: Sequence[int]) -> tuple[_Family, Communicator]:
+    key = tuple(ranks)
+    if key not in _made:
+        _made[key] = _Family(ranks)
+    return _made[key], _made[key].acquire()
 
 
 def release(comm: Communicator) -> None:

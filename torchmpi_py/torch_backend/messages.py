@@ -142,6 +142,9 @@ class _ByItself:
 
     def when_late(self) -> None: ...
 
+    def expect(self, handle: Handle[Any]) -> None:
+        """That thread waits for it."""
+
     def before_wait(self, handle: Handle[Any]) -> None: ...
 
     def before_future(self, handle: Handle[Any]) -> None: ...

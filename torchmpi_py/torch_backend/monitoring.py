@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import distributed
 
-from torchmpi_py import communicators, waiting
+from torchmpi_py import communicators, waiting, watch
 from torchmpi_py.torch_backend import meeting
 from torchmpi_py.torch_backend.members import Membership
 
@@ -55,12 +55,19 @@ class Monitor:
         """Wait for all ranks, or raise RuntimeError."""
         communicators.resolve(self._comm)
         self._number += 1
-        seconds = meeting.DEFAULT_SECONDS if seconds is None else seconds
-        missing = self._gather(seconds, wait_all_ranks) if self._comm.rank == 0 else self._report(seconds)
+        if seconds is None:  # it leaves that to the package's own deadline
+            seconds = float(meeting.DEFAULT_SECONDS)
+            missing = watch.alone("monitored_barrier", self._comm, lambda: self._exchange(seconds, wait_all_ranks))
+        else:
+            missing = self._exchange(seconds, wait_all_ranks)
         if missing:
             names = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
             told = f"{names} failed to pass monitoredBarrier in {seconds * _MILLISECONDS:.0f} ms"
             raise RuntimeError(f"[Rank {self._comm.rank}]: {self._own_part(seconds)}{told}")
+
+    def _exchange(self, seconds: float, wait_all_ranks: bool) -> list[int]:
+        """The ranks that have not come, as far as this rank knows."""
+        return self._gather(seconds, wait_all_ranks) if self._comm.rank == 0 else self._report(seconds)
 
     def _own_part(self, seconds: float) -> str:
         """What this rank did, in the words of gloo, which programs may look for."""

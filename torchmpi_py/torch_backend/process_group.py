@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from torchmpi_py import communication_thread, watch
+from torchmpi_py import communication_thread, config, watch
 from torchmpi_py.channels import BACKGROUND, DIRECT
 from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.torch_backend import (
@@ -71,8 +71,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def set_timeout(self, timeout: dt.timedelta) -> None:
         """Give up waiting after so long; torch's default (30 minutes) leaves that to the package's own deadline."""
+        deadline = float(config.current.deadline_seconds) if config.can_raise else None
         seconds = timeout.total_seconds()
-        self.seconds = None if seconds == meeting.DEFAULT_SECONDS else seconds
+        self.seconds = deadline if seconds == meeting.DEFAULT_SECONDS else seconds
 
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         op, factor = options.op_of(opts)

@@ -102,12 +102,13 @@ class Pending(distributed.Work):
         return self._results
 
     def get_future(self) -> futures.CallFuture:
-        """A future of the tensors."""
+        """A future of the tensors. From now on the call counts as waited for (``watch.py``)."""
         with self._lock:
             if self._made is not None:
                 return self._made
             before_wait = functools.partial(self._carrier.before_future, self._handle)
             self._made = future = futures.of(self._results, before_wait)
+        self._carrier.expect(self._handle)
         completion = _Completion(future, self._handle, self._results)
         self._carrier.when_over(completion.complete)
         if self._seconds is not None:

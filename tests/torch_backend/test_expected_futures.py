@@ -1,0 +1,73 @@
+"""A future counts as a wait from when it is asked for until its call is over, or given up; a Work alone does not."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchmpi_py import board, watch
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(60)]
+
+
+def held_up(mpi, group, ask, rank=0):
+    """The operation that the group's last call of this rank was noted as; ``rank`` makes it after all have asked."""
+    x = torch.full((3,), 1.0 + mpi.rank())
+    answer = None
+    if mpi.rank() != rank:
+        work = dist.all_reduce(x, group=group, async_op=True)
+        number = board.current.records(board.current.index)[0].number
+        answer = ask(work, number)
+    mpi.barrier()
+    if mpi.rank() == rank:
+        dist.all_reduce(x, group=group)
+    else:
+        work.wait()
+    assert x.tolist() == [sum(range(1, 1 + mpi.size()))] * 3
+    return answer
+
+
+def is_waited_for(number):
+    return number in watch.under_way(board.current)
+
+
+def test_a_work_that_nobody_waits_for_is_not_late(mpi, group):
+    asked = held_up(mpi, group, lambda work, number: is_waited_for(number))
+    assert asked in (False, None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_future_is_a_wait(mpi, group, rank):
+    """Also one that is dropped: who holds it in C++ cannot be seen. When the call is over it is none."""
+
+    def ask(work, number):
+        work.get_future()
+        return number, is_waited_for(number)
+
+    asked = held_up(mpi, group, ask, rank)
+    if mpi.rank() != rank:
+        number, was_waited_for = asked
+        assert was_waited_for
+        assert not is_waited_for(number)
+
+
+def test_a_future_of_what_is_over_is_none(mpi, group):
+    before = watch.under_way(board.current)
+    for _ in range(20):
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        work.wait()
+        assert work.get_future().wait()[0].tolist() == [mpi.size()] * 3
+    assert watch.under_way(board.current) == before
+
+
+def test_a_group_that_is_given_up_waits_for_nothing(mpi, group):
+    """What is under way there goes on, and nobody is late in it."""
+    other = dist.new_group()
+
+    def ask(work, number):
+        work.get_future()
+        assert is_waited_for(number)
+        other.abort()
+        return is_waited_for(number)
+
+    assert held_up(mpi, other, ask) in (False, None)
+    dist.destroy_process_group(other)
