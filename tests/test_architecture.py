@@ -12,6 +12,7 @@ PACKAGE = pathlib.Path(torchmpi_py.__file__).parent
 # Lowest first: a module may import from its own row and from rows above it in this list, never from a later one.
 ROWS = [
     ["errors", "config", "grouping", "clocks", "trace_rows", "waiting", "processes", "signals", "board_layout"],
+    ["digests"],
     ["recovery"],
     ["tensors", "handles", "placement", "channels", "devices", "shared_files"],
     ["posted"],
@@ -67,7 +68,8 @@ ROWS = [
     ["collectives.autotune"],
     ["startup"],
     ["survivors"],
-    ["runtime", "buckets"],
+    ["runtime", "first_batches"],
+    ["buckets"],
     ["nn.synchronize", "nn.block_sequential", "nn.async_backward", "nn"],
     [
         "paramserver.sharding",

@@ -24,7 +24,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from torchmpi_py import recovery, runtime, survivors
-from torchmpi_py.engine import elastic
+from torchmpi_py.engine import elastic, loaders
 from torchmpi_py.engine.iterators import DatasetIterator
 from torchmpi_py.engine.replicas import Replicas
 from torchmpi_py.engine.sgd import SGDEngine
@@ -36,9 +36,10 @@ class AllReduceSGDEngine(SGDEngine):
     """Train one copy of the network per rank, all copies equal at every step.
 
     Every rank of the current communicator calls ``train`` and ``test`` alike, with iterators that give the same number
-    of samples (``DatasetIterator`` does). With one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``,
-    and ValueError for ``usegpu`` in a session without GPUs, or for a ``DatasetIterator`` whose rank and size were taken
-    before ``mpi.start()`` or at another level.
+    of samples (``DatasetIterator`` does; a DataLoader that torch orders is divided in its way, see ``loaders``). With
+    one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``, and ValueError for ``usegpu`` in a session
+    without GPUs, or for a ``DatasetIterator`` whose rank and size were taken before ``mpi.start()``, or at another
+    level.
 
     usegpu: network, criterion and samples are moved to ``mpi.device()``; the batches of a ``DatasetIterator`` ahead of
         their use, from pinned memory, while the step before is computed.
@@ -71,6 +72,7 @@ class AllReduceSGDEngine(SGDEngine):
         """Check, then place what is to be computed on, and keep the copies equal while training."""
         if not runtime.is_started():
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
+        state.iterator = loaders.divided(state.iterator)
         if isinstance(state.iterator, DatasetIterator):
             if recovery.has_lost_ranks():
                 state.iterator.take_place()
@@ -156,6 +158,7 @@ class AllReduceSGDEngine(SGDEngine):
                 self._replicas.follow()
             if self.debug:
                 self._replicas.check()
+            self._replicas.look()
 
     def backward_criterion(self, state: State) -> None:
         """As in ``SGDEngine``, then wait for the device, if asked."""

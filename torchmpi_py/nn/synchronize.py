@@ -6,6 +6,7 @@ Everything runs on the current level. Small tensors travel together, in flat buf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,11 +41,14 @@ def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None
     view of a flat buffer, which is made at the first call and overwritten at the next: clone what you want to keep,
     save or send.
     """
-    parameters, comm = list(trainable(module).values()), resolve(None)
-    buckets = _buckets.get(module)
-    if buckets is None or not buckets.fit(parameters, comm):
-        buckets = _buckets[module] = Buckets(parameters, comm)
-    buckets.reduce("avg" if average else "sum")
+    _buckets_of(module).reduce("avg" if average else "sum")
+
+
+def average_gradients_of(module: torch.nn.Module, batch: Any | None) -> None:
+    """As ``synchronize_gradients``, of this batch (``first_batches``)."""
+    buckets = _buckets_of(module)
+    buckets.first_batches.look(batch)
+    buckets.reduce("avg")
 
 
 def check_with_allreduce(module: torch.nn.Module) -> None:
@@ -53,6 +57,14 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
     Raises RanksDisagree on every rank, with the names of those that differ and the ranks that differ from most others.
     """
     check_all_with_allreduce({**dict(module.named_parameters()), **dict(module.named_buffers())})
+
+
+def _buckets_of(module: torch.nn.Module) -> Buckets:
+    parameters, comm = list(trainable(module).values()), resolve(None)
+    buckets = _buckets.get(module)
+    if buckets is None or not buckets.fit(parameters, comm):
+        buckets = _buckets[module] = Buckets(parameters, comm)
+    return buckets
 
 
 def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
