@@ -64,7 +64,7 @@ class Replicas:
         return self.state.sample if self.state.num_samples > 0 else None
 
     def check(self) -> None:
-        """RanksDisagree if the parameters differ between ranks. Buffers may: batch statistics are each rank's own."""
+        """RanksDisagree if the parameters differ between ranks. Buffers may, until the end: each has its batches."""
         check_all_with_allreduce(dict(self.module.named_parameters()))
 
     def close(self) -> None:

@@ -5,16 +5,17 @@ Everything runs on the current level. Small tensors travel together, in flat buf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from torchmpi_py.buckets import Buckets, grouped
 from torchmpi_py.collectives import verbs
-from torchmpi_py.collectives.consistency import check_all_with_allreduce
+from torchmpi_py.collectives.consistency import check_all_with_allreduce, differing
 from torchmpi_py.communicators import resolve
 
 _buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
@@ -26,11 +27,30 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> No
     Buffers of whole numbers (such as counters) come from rank 0 in both cases. The module must have the same parameters
     and buffers, of the same shapes, on every rank.
     """
-    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    _brought_together([tensor.detach() for tensor in (*module.parameters(), *module.buffers())], average)
+
+
+def _brought_together(tensors: Sequence[Tensor], average: bool) -> None:
+    """Rank 0's on all ranks, or with ``average`` the mean of those that have one."""
     averaged = [x for x in tensors if average and (x.is_floating_point() or x.is_complex())]
     copied = [x for x in tensors if not average or not (x.is_floating_point() or x.is_complex())]
     _fused(averaged, lambda flat: verbs.allreduce(flat, op="avg"))
     _fused(copied, lambda flat: verbs.broadcast(flat, 0))
+
+
+def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"] = "average") -> None:
+    """Bring the buffers together that differ between ranks, such as BatchNorm's statistics. Collective.
+
+    "average": those of floating-point numbers become the mean of all ranks', the others (counters, masks) rank 0's.
+    "root": all become rank 0's. Buffers that are equal on all ranks keep their bits. The module has the same buffers on
+    every rank. Raises ValueError for another ``how``.
+    """
+    if how not in ("average", "root"):
+        raise ValueError(f"how={how!r}: give 'average' or 'root'")
+    buffers = {name: buffer for name, buffer in module.named_buffers() if not is_lazy(buffer)}
+    if not buffers or resolve(None).size == 1:
+        return
+    _brought_together([buffers[name].detach() for name in differing(buffers, resolve(None))], how == "average")
 
 
 def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None:
@@ -55,8 +75,10 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
     """Check that parameters and buffers are the same, bit for bit, on every rank. Collective.
 
     Raises RanksDisagree on every rank, with the names of those that differ and the ranks that differ from most others.
+    ``synchronize_parameters`` and ``synchronize_buffers`` make them equal.
     """
-    check_all_with_allreduce({**dict(module.named_parameters()), **dict(module.named_buffers())})
+    buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+    check_all_with_allreduce({**dict(module.named_parameters()), **buffers})
 
 
 def _buckets_of(module: torch.nn.Module) -> Buckets:
