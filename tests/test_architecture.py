@@ -70,7 +70,7 @@ ROWS = [
     ["survivors"],
     ["runtime", "first_batches"],
     ["buckets"],
-    ["nn.synchronize", "nn.block_sequential", "nn.async_backward", "nn.sync_batch_norm", "nn"],
+    ["nn.synchronize", "nn.block_sequential", "nn.async_backward", "nn.sync_batch_norm", "nn.optimizer_state", "nn"],
     [
         "paramserver.sharding",
         "paramserver.agreement",

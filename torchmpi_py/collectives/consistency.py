@@ -38,7 +38,7 @@ def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> 
 
     RanksDisagree if the ranks have different names.
     """
-    tables = objects.allgather_object([(name, _digest(x)) for name, x in values.items()], comm=resolved)
+    tables = objects.allgather_object([(name, digest_of(x)) for name, x in values.items()], comm=resolved)
     names = [[name for name, _ in table] for table in tables]
     if any(own != names[0] for own in names):
         lists = "; ".join(f"rank {rank}: {', '.join(own)}" for rank, own in enumerate(names))
@@ -53,7 +53,8 @@ def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> 
     return found
 
 
-def _digest(x: Tensor | Number) -> bytes:
+def digest_of(x: Tensor | Number) -> bytes:
+    """16 bytes that follow from all bits of a tensor, its dtype and shape; of a number its text."""
     if is_number(x):
         return repr(x).encode()
     x = flat(check_tensor("check_with_allreduce", "x", x).cpu())

@@ -2,8 +2,8 @@
 
 What it adds to ``SGDEngine``, by overriding the loop's small methods, so that all hooks stay the user's:
 
-* before the first sample, rank 0's parameters and buffers of network and criterion, and the parameters that only the
-  optimizer holds, are broadcast;
+* before the first sample, rank 0's parameters and buffers of network and criterion, the parameters that only the
+  optimizer holds, and its state are broadcast;
 * before a test, and at the end of training, buffers that differ between ranks are averaged;
 * after each backward pass, gradients are averaged over the ranks; ``hooks.on_backward`` sees the averages. Synchronous:
   after the pass. Asynchronous: each gradient sets out during the pass, as soon as it is complete, and the end of the
@@ -31,6 +31,7 @@ from torchmpi_py.engine.replicas import Replicas, together
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
+from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
 
 
 class AllReduceSGDEngine(SGDEngine):
@@ -147,13 +148,14 @@ class AllReduceSGDEngine(SGDEngine):
     def set_mode(self, state: State) -> None:
         """As in ``SGDEngine``; then, for a test, bring the buffers together.
 
-        For training, broadcast what the optimizer alone holds: it was made after the session began.
+        For training, broadcast what the optimizer alone holds, and its state: it was made after the session began.
         """
         super().set_mode(state)
         if not state.training:
             self._synchronize_buffers(state)
         elif self._replicas is not None:
             self._replicas.follow()
+            broadcast_optimizer_state(state.optimizer)
 
     def take_sample(self, state: State, sample: Any) -> None:
         """As in ``SGDEngine``, after moving the sample to the device."""

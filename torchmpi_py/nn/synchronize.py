@@ -34,8 +34,8 @@ def _brought_together(tensors: Sequence[Tensor], average: bool) -> None:
     """Rank 0's on all ranks, or with ``average`` the mean of those that have one."""
     averaged = [x for x in tensors if average and (x.is_floating_point() or x.is_complex())]
     copied = [x for x in tensors if not average or not (x.is_floating_point() or x.is_complex())]
-    _fused(averaged, lambda flat: verbs.allreduce(flat, op="avg"))
-    _fused(copied, lambda flat: verbs.broadcast(flat, 0))
+    fused(averaged, lambda flat: verbs.allreduce(flat, op="avg"))
+    fused(copied, lambda flat: verbs.broadcast(flat, 0))
 
 
 def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"] = "average") -> None:
@@ -106,7 +106,7 @@ def check_dense(name: str, parameter: torch.nn.Parameter) -> None:
         )
 
 
-def _fused(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
+def fused(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
     """Run an in-place collective over all tensors, the small ones in common flat buffers, in an order of its own."""
     for group in grouped(tensors):
         if len(group) == 1:
