@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from torchmpi_py import errors
+from torchmpi_py import config, errors
 from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine
 from torchmpi_py.nn import SyncBatchNorm
 
@@ -34,6 +34,18 @@ def train(mpi, engine, net, *, total=None, maxepoch=2, **place):
 
 def statistics(net):
     return torch.stack([net[1].running_mean, net[1].running_var]).clone()
+
+
+@pytest.fixture
+def everything_by_mpi(mpi, monkeypatch):
+    """Each gradient has a bucket of its own, and is posted to MPI as soon as it is there."""
+    monkeypatch.setattr(config, "current", config.Tuning(fuse_bytes=1))
+    rows = {key: mpi.selector[key] for key in mpi.selector}
+    source = mpi.selector.source
+    for is_symmetric in (False, True):
+        mpi.selector["allreduce", "node", is_symmetric] = "mpi"
+    yield
+    mpi.selector.load(rows, source)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -92,8 +104,8 @@ def test_synchronized_statistics_train_as_one_rank(mpi, asynchronous):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_layers_that_one_rank_does_not_use_beside_synchronized_statistics(mpi):
-    """Ranks then begin to reduce their gradients at different places of the backward pass."""
+def test_layers_that_one_rank_does_not_use_beside_synchronized_statistics(mpi, everything_by_mpi):
+    """Some ranks then post a bucket before they meet at the layer, others after that, to the same MPI."""
 
     class Network(torch.nn.Module):
         def __init__(self):
