@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(torchmpi_py.__file__).parent
 # Lowest first: a module may import from its own row and from rows above it in this list, never from a later one.
 ROWS = [
     ["errors", "config", "grouping", "clocks", "trace_rows", "fences", "processes", "signals", "board_layout"],
-    ["waiting"],
+    ["waiting", "digests"],
     ["recovery"],
     ["tensors", "handles", "placement", "channels", "devices", "shared_files"],
     ["posted"],
@@ -68,8 +68,9 @@ ROWS = [
     ["collectives.autotune"],
     ["startup"],
     ["survivors"],
-    ["runtime", "buckets"],
-    ["nn.synchronize", "nn.block_sequential", "nn.async_backward", "nn"],
+    ["runtime", "first_batches"],
+    ["buckets"],
+    ["nn.synchronize", "nn.block_sequential", "nn.async_backward", "nn.sync_batch_norm", "nn.optimizer_state", "nn"],
     [
         "paramserver.sharding",
         "paramserver.agreement",

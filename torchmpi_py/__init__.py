@@ -47,6 +47,7 @@ _HOMES = {
         "split",
     ],
     "config": ["Tuning"],
+    "engine.loaders": ["shard"],
     "errors": [
         "CollectiveTimeout",
         "CommunicatorError",

@@ -42,6 +42,7 @@ from torchmpi_py.communicators import set_collective_span as set_collective_span
 from torchmpi_py.communicators import set_communicator as set_communicator
 from torchmpi_py.communicators import split as split
 from torchmpi_py.config import Tuning as Tuning
+from torchmpi_py.engine.loaders import shard as shard
 from torchmpi_py.errors import CollectiveTimeout as CollectiveTimeout
 from torchmpi_py.errors import CommunicatorError as CommunicatorError
 from torchmpi_py.errors import FlavourError as FlavourError

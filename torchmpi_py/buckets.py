@@ -23,6 +23,7 @@ from torchmpi_py import config, gpus
 from torchmpi_py.collectives import verbs
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.errors import Unavailable
+from torchmpi_py.first_batches import FirstBatches
 from torchmpi_py.handles import Handle
 from torchmpi_py.symmetric import find, symmetric_empty
 
@@ -107,6 +108,7 @@ class Buckets:
     ) -> None:
         self.parameters = list(parameters)
         self.comm = comm
+        self.first_batches = FirstBatches(comm)
         runs = _runs(list(reversed(parameters)), groups)
         self.all = [Bucket(run, flat, comm) for run, flat in zip(runs, _memory(runs, comm), strict=True)]
         self.index_of = {p: index for index, bucket in enumerate(self.all) for p in bucket.parameters}
@@ -131,17 +133,25 @@ class Buckets:
         return True
 
     def received(self) -> Tensor:
-        """A byte per parameter: whether it has a gradient here. Reduce it with ``max``, and give it to ``settle``."""
-        return torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8, device="cpu")
+        """A byte per parameter: whether it has a gradient here. Reduce it with ``max``, and give it to ``settle``.
+
+        Digests of the first batches may lie behind (``first_batches``).
+        """
+        flags = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8, device="cpu")
+        return self.first_batches.attach(flags)
 
     def settle(self, anywhere: Tensor) -> None:
         """Give those that got a gradient on no rank None."""
-        for parameter, received in zip(self.parameters, anywhere.tolist(), strict=True):
+        flags, digests = anywhere.tensor_split([len(self.parameters)])
+        for parameter, received in zip(self.parameters, flags.tolist(), strict=True):
             if not received:
                 parameter.grad = None
+        self.first_batches.compare(digests)
 
     def reduce(self, op: str) -> None:
         """Reduce all gradients, and settle. Collective."""
+        for parameter in self.parameters:
+            self.first_batches.look_at_gradient(parameter)
         received = self.received()
         for bucket in self.all:
             bucket.reduce(op)

@@ -231,6 +231,14 @@ def split(color: int | None, key: int = 0) -> Communicator | None:
     return made
 
 
+def beside(comm: Communicator, what: str) -> Communicator:
+    """Another communicator of the ranks of ``comm``, whose operations have an order of their own. Collective."""
+    used = stack()
+    made = watch.together(what, comm, lambda: Communicator(comm.direct.mpi.Dup(), used.place, what))
+    used.others.append(made)
+    return made
+
+
 def communicator_names() -> str:
     """A readable description of all levels, one a line, as this rank sees them."""
     return "\n".join(_describe(stack(), index, level) for index, level in enumerate(stack().levels))

@@ -62,6 +62,24 @@ def test_with_momentum_too(mpi):
     assert_close(net, trained_alone(50, 4 * mpi.size(), optimizer=optimizer))
 
 
+def test_it_starts_from_rank_0s_optimizer_state(mpi):
+    """As if every rank had loaded what rank 0 has."""
+
+    def run(engine, has_loaded, iterator):
+        net = network(0)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.05 if has_loaded else 0.5)
+        for number in range(3 if has_loaded else 0):
+            net.zero_grad()
+            cross_entropy(net(torch.full((2, 5), float(number))), torch.tensor([0, 1])).backward()
+            optimizer.step()
+        engine.train(network=net, criterion=cross_entropy, iterator=iterator, optimizer=optimizer, maxepoch=2)
+        return net
+
+    net = run(AllReduceSGDEngine(), mpi.rank() == 0, DatasetIterator(data(30), 4))
+    mpi.nn.check_with_allreduce(net)
+    assert_close(net, run(SGDEngine(), True, DatasetIterator(data(30), 4 * mpi.size(), rank=0, size=1)))
+
+
 def test_synchronous_and_asynchronous_agree(mpi):
     one = trained(mpi, AllReduceSGDEngine(), 30)
     other = trained(mpi, AllReduceSGDEngine(asynchronous=True), 30)

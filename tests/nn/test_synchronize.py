@@ -43,6 +43,43 @@ def test_parameters(mpi, mpinn, monkeypatch, fuse_bytes, dtype):
     mpinn.check_with_allreduce(net)
 
 
+@pytest.mark.parametrize("fuse_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("how", ["average", "root"])
+def test_buffers(mpi, mpinn, monkeypatch, how, fuse_bytes):
+    monkeypatch.setattr(config, "current", config.Tuning(fuse_bytes=fuse_bytes))
+    net, size = network(mpi.rank()), mpi.size()
+    weight = net[0].weight.clone()
+    net.register_buffer("mask", torch.arange(5) % 2 == mpi.rank() % 2)
+    net.register_buffer("phase", torch.complex(torch.arange(3.0), torch.full((3,), float(mpi.rank()))))
+    constant = torch.rand(1000, generator=torch.Generator().manual_seed(5))
+    net.register_buffer("constant", constant.clone())  # the mean of equal numbers may not be that number
+    mpinn.synchronize_buffers(net, how)
+    mean = (size - 1) / 2 if how == "average" else 0.0
+    assert net[1].running_mean.tolist() == [mean] * 7
+    assert net[1].num_batches_tracked == 0
+    assert net.mask.tolist() == [True, False, True, False, True]
+    assert net.phase.tolist() == [complex(index, mean) for index in range(3)]
+    assert torch.equal(net.constant, constant)
+    assert torch.equal(net[0].weight, weight)
+    mpinn.synchronize_buffers(torch.nn.Linear(2, 2))
+    mpinn.synchronize_buffers(torch.nn.LazyBatchNorm1d())
+
+
+def test_another_way_to_bring_buffers_together_is_refused(mpi, mpinn):
+    with pytest.raises(ValueError, match="how='mean': give 'average' or 'root'"):
+        mpinn.synchronize_buffers(torch.nn.BatchNorm1d(2), "mean")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_check_says_which_buffer_differs(mpi, mpinn):
+    net = network(0)
+    net[1].running_mean.fill_(mpi.rank())
+    with pytest.raises(RanksDisagree, match=r"on all ranks: buffer 1\.running_mean \(rank"):
+        mpinn.check_with_allreduce(net)
+    mpinn.synchronize_buffers(net)
+    mpinn.check_with_allreduce(net)
+
+
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("fuse_bytes", [1, 100, 1 << 20])
 def test_gradients(mpi, mpinn, monkeypatch, average, fuse_bytes):

@@ -51,6 +51,23 @@ def test_rank_0_has_the_parameters_and_buffers(mpi):
     )
 
 
+def test_synchronized_batch_statistics(mpi):
+    """Torch's layer refuses tensors on the CPU."""
+
+    def model():
+        torch.manual_seed(7)
+        layers = [torch.nn.Linear(6, 11, bias=False), torch.nn.BatchNorm1d(11), torch.nn.Tanh(), torch.nn.Linear(11, 3)]
+        return torch.nn.Sequential(*layers).double()
+
+    one = model()
+    regression.train(one, regression.adam(one.parameters()))
+    synchronized = mpi.nn.SyncBatchNorm.convert_sync_batchnorm(model())
+    ddp = DistributedDataParallel(synchronized, bucket_cap_mb=1e-3)  # several buckets travel while the layer computes
+    regression.train(ddp, regression.adam(ddp.parameters()), mpi.rank(), mpi.size())
+    mpi.nn.check_with_allreduce(synchronized)
+    regression.assert_equal(synchronized.state_dict(), one.state_dict())
+
+
 def test_hooks_of_torch(mpi):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 

@@ -25,23 +25,36 @@ def check_with_allreduce(x: Tensor | Number, name: str = "", *, comm: Communicat
 def check_all_with_allreduce(values: Mapping[str, Tensor | Number], *, comm: Communicator | None = None) -> None:
     """``check_with_allreduce`` of several named values at once; the error names each that differs."""
     resolved = resolve(comm)
-    tables = objects.allgather_object([(name, _digest(name, x)) for name, x in values.items()], comm=resolved)
+    named = [
+        f"{name} (rank {', '.join(map(str, odd))} of {resolved.size})"
+        for name, odd in differing(values, resolved).items()
+    ]
+    if named:
+        raise RanksDisagree(f"not the same bits on all ranks: {'; '.join(named)}")
+
+
+def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> dict[str, list[int]]:
+    """The names of the values that are not the same on all ranks, with the ranks that differ from most. Collective.
+
+    RanksDisagree if the ranks have different names.
+    """
+    tables = objects.allgather_object([(name, digest_of(x, name)) for name, x in values.items()], comm=resolved)
     names = [[name for name, _ in table] for table in tables]
     if any(own != names[0] for own in names):
         lists = "; ".join(f"rank {rank}: {', '.join(own)}" for rank, own in enumerate(names))
         raise RanksDisagree(f"the ranks check different things: {lists}")
-    differing = []
+    found = {}
     for position, name in enumerate(names[0]):
         digests = [table[position][1] for table in tables]
         usual = max(digests, key=digests.count)
         odd = [rank for rank, digest in enumerate(digests) if digest != usual]
         if odd:
-            differing.append(f"{name} (rank {', '.join(map(str, odd))} of {resolved.size})")
-    if differing:
-        raise RanksDisagree(f"not the same bits on all ranks: {'; '.join(differing)}")
+            found[name] = odd
+    return found
 
 
-def _digest(name: str, x: Tensor | Number) -> bytes:
+def digest_of(x: Tensor | Number, name: str = "x") -> bytes:
+    """16 bytes that follow from all bits of a tensor, its dtype and shape; of a number its text."""
     if is_number(x):
         return repr(x).encode()
     x = flat(check_tensor("check_with_allreduce", name, x).cpu())

@@ -2,8 +2,9 @@
 
 What it adds to ``SGDEngine``, by overriding the loop's small methods, so that all hooks stay the user's:
 
-* before the first sample, rank 0's parameters and buffers of network and criterion, and the parameters that only the
-  optimizer holds, are broadcast;
+* before the first sample, rank 0's parameters and buffers of network and criterion, the parameters that only the
+  optimizer holds, and its state are broadcast;
+* before a test, and at the end of training, buffers that differ between ranks are averaged;
 * after each backward pass, gradients are averaged over the ranks; ``hooks.on_backward`` sees the averages. Synchronous:
   after the pass. Asynchronous: each gradient sets out during the pass, as soon as it is complete, and the end of the
   pass waits for all of them.
@@ -18,27 +19,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from torchmpi_py import recovery, runtime, survivors
-from torchmpi_py.engine import elastic
+from torchmpi_py import nn, recovery, runtime, survivors
+from torchmpi_py.engine import elastic, loaders
 from torchmpi_py.engine.iterators import DatasetIterator
-from torchmpi_py.engine.replicas import Replicas
+from torchmpi_py.engine.replicas import Replicas, together
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
+from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
 
 
 class AllReduceSGDEngine(SGDEngine):
     """Train one copy of the network per rank, all copies equal at every step.
 
     Every rank of the current communicator calls ``train`` and ``test`` alike, with iterators that give the same number
-    of samples (``DatasetIterator`` does). With one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``,
-    and ValueError for ``usegpu`` in a session without GPUs, or for a ``DatasetIterator`` whose rank and size were taken
-    before ``mpi.start()`` or at another level.
+    of samples (``DatasetIterator`` does; a DataLoader that torch orders is divided in its way, see ``loaders``). With
+    one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``, and ValueError for ``usegpu`` in a session
+    without GPUs, or for a ``DatasetIterator`` whose rank and size were taken before ``mpi.start()``, or at another
+    level.
 
     usegpu: network, criterion and samples are moved to ``mpi.device()``; the batches of a ``DatasetIterator`` ahead of
         their use, from pinned memory, while the step before is computed.
@@ -48,6 +51,8 @@ class AllReduceSGDEngine(SGDEngine):
     dynamicnetwork: look before each forward pass whether hooks have changed the set of trained parameters (on all ranks
         alike); if so broadcast parameters and buffers and register gradients anew.
     debug: before each forward pass, check that all ranks hold the same parameters; RanksDisagree if not.
+    buffers: what becomes of buffers that differ between ranks (BatchNorm's statistics are of each rank's batches)
+        before a test and at the end of training: "average" (whole numbers: rank 0's), "root": rank 0's, or "leave".
     """
 
     def __init__(
@@ -57,13 +62,17 @@ class AllReduceSGDEngine(SGDEngine):
         devicesync: bool = True,
         dynamicnetwork: bool = True,
         debug: bool = False,
+        buffers: Literal["average", "root", "leave"] = "average",
     ) -> None:
         super().__init__()
+        if buffers not in ("average", "root", "leave"):
+            raise ValueError(f"buffers={buffers!r}: give 'average', 'root' or 'leave'")
         self.usegpu = usegpu
         self.asynchronous = asynchronous
         self.devicesync = devicesync
         self.dynamicnetwork = dynamicnetwork
         self.debug = debug
+        self.buffers = buffers
         self._replicas: Replicas | None = None  # of the train() in progress; None with one rank
 
     @contextmanager
@@ -71,6 +80,7 @@ class AllReduceSGDEngine(SGDEngine):
         """Check, then place what is to be computed on, and keep the copies equal while training."""
         if not runtime.is_started():
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
+        state.iterator = loaders.divided(state.iterator)
         if isinstance(state.iterator, DatasetIterator):
             if recovery.has_lost_ranks():
                 state.iterator.take_place()
@@ -136,10 +146,16 @@ class AllReduceSGDEngine(SGDEngine):
             self._replicas = enclosing
 
     def set_mode(self, state: State) -> None:
-        """As in ``SGDEngine``, then broadcast what the optimizer alone holds: it was made after the session began."""
+        """As in ``SGDEngine``; then, for a test, bring the buffers together.
+
+        For training, broadcast what the optimizer alone holds, and its state: it was made after the session began.
+        """
         super().set_mode(state)
-        if state.training and self._replicas is not None:
+        if not state.training:
+            self._synchronize_buffers(state)
+        elif self._replicas is not None:
             self._replicas.follow()
+            broadcast_optimizer_state(state.optimizer)
 
     def take_sample(self, state: State, sample: Any) -> None:
         """As in ``SGDEngine``, after moving the sample to the device."""
@@ -156,6 +172,7 @@ class AllReduceSGDEngine(SGDEngine):
                 self._replicas.follow()
             if self.debug:
                 self._replicas.check()
+            self._replicas.look()
 
     def backward_criterion(self, state: State) -> None:
         """As in ``SGDEngine``, then wait for the device, if asked."""
@@ -168,6 +185,19 @@ class AllReduceSGDEngine(SGDEngine):
         if self._replicas is not None:
             self._replicas.average_gradients()
             survivors.confirm()
+
+    def finish(self, state: State) -> None:
+        """Bring the buffers together, also if a rank dies meanwhile."""
+        super().finish(state)
+        while True:
+            with survivors.elastic() as attempt:
+                self._synchronize_buffers(state)
+            if not attempt.has_recovered:
+                return
+
+    def _synchronize_buffers(self, state: State) -> None:
+        if self.buffers != "leave":
+            nn.synchronize_buffers(together(state), self.buffers)
 
     def _wait_for_device(self) -> None:
         if self.usegpu and self.devicesync and runtime.device().type == "cuda":

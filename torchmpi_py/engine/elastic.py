@@ -30,7 +30,8 @@ def check(state: State) -> None:
     if not hasattr(iterator, "take_place"):
         raise TypeError(
             f"iterator is a {type(iterator).__name__}, which cannot share the rest of an epoch out among the "
-            "survivors of a death: give a DatasetIterator, or start the job without --elastic"
+            "survivors of a death: give a DatasetIterator or a DataLoader without a sampler, or start the job without "
+            "--elastic"
         )
     if not iterator.follows_place:
         raise ValueError("the DatasetIterator was given rank= and size=, which change when a rank dies: give none")

@@ -18,7 +18,7 @@ out an incomplete last global batch: then every share is full.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -164,10 +164,16 @@ class DatasetIterator:
         order = order[first:]
         num_batches = self._num_batches(len(order))
         shares = [share(len(order), self.batch_size, b, rank=self.rank, size=self.size) for b in range(num_batches)]
-        with closing(prefetched((self._load(order[s.begin : s.end]) for s in shares), self.prefetch)) as batches:
+        with closing(self._loaded([order[s.begin : s.end] for s in shares])) as batches:
             for number, (mine, batch) in enumerate(zip(shares, batches, strict=True), 1):
                 self.weight, self.num_samples = mine.weight, mine.num_samples
                 self.position = min(first + number * self.batch_size * self.size, self.total)
+                yield batch
+
+    def _loaded(self, pieces: list[torch.Tensor]) -> Generator[Any, None, None]:
+        """A batch of each of these pieces of the order, in turn."""
+        with closing(prefetched((self._load(indices) for indices in pieces), self.prefetch)) as batches:
+            for batch in batches:
                 yield _adopted(batch, self.device)
 
     def _load(self, indices: torch.Tensor) -> Any:

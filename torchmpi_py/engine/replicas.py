@@ -9,6 +9,7 @@ import torch
 from torchmpi_py import nn, recovery
 from torchmpi_py.collectives.consistency import check_all_with_allreduce
 from torchmpi_py.engine.state import State
+from torchmpi_py.nn.synchronize import average_gradients_of
 
 
 class Replicas:
@@ -47,15 +48,23 @@ class Replicas:
             self.registration = nn.register_async_backward(self.module)
         self.trained = self.state.parameters()
 
+    def look(self) -> None:
+        """Before the backward pass: note its batch; one without samples of this rank is a stand-in."""
+        if self.registration is not None:
+            self.registration.look(self._batch())
+
     def average_gradients(self) -> None:
         """Every gradient becomes its mean over the ranks."""
         if self.registration is not None:
             self.registration.synchronize()
         else:
-            nn.synchronize_gradients(self.module)
+            average_gradients_of(self.module, self._batch())
+
+    def _batch(self) -> Any:
+        return self.state.sample if self.state.num_samples > 0 else None
 
     def check(self) -> None:
-        """RanksDisagree if the parameters differ between ranks. Buffers may: batch statistics are each rank's own."""
+        """RanksDisagree if the parameters differ between ranks. Buffers may, until the end: each has its batches."""
         check_all_with_allreduce(dict(self.module.named_parameters()))
 
     def close(self) -> None:

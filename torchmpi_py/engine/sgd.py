@@ -103,6 +103,7 @@ class SGDEngine:
                     self.hooks.on_end_epoch(state)
                     saving.after_epoch(state)
                     state.is_ending_epoch = False
+            self.finish(state)
             self.hooks.on_end(state)
         return state
 
@@ -223,6 +224,9 @@ class SGDEngine:
     def end_epoch(self, state: State) -> None:
         """Count the epoch. What belongs to its end is done again if it is interrupted, and the loop goes on."""
         state.epoch, state.position, state.is_ending_epoch = state.epoch + 1, 0, True
+
+    def finish(self, state: State) -> None:
+        """What ends training, after the last checkpoint and before ``hooks.on_end``."""
 
 
 @contextmanager

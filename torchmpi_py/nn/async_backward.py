@@ -71,6 +71,10 @@ class AsyncBackward:
         wait_all(handles)
         self._buckets.settle(anywhere.wait())
 
+    def look(self, batch: Any | None) -> None:
+        """Note the batch of the next backward pass, to see whether other ranks have the same (``first_batches``)."""
+        self._buckets.first_batches.look(batch)
+
     def remove(self) -> None:
         """Wait for what is under way, and leave the module as it was."""
         try:
@@ -93,6 +97,7 @@ class AsyncBackward:
             self._begin_pass()
         if self._passes + 1 < self.frequency:
             return
+        self._buckets.first_batches.look_at_gradient(parameter)
         index = self._buckets.index_of[parameter]
         self._buckets.all[index].take(parameter)
         self._ready[index] += 1

@@ -5,15 +5,17 @@ Everything runs on the current level. Small tensors travel together, in flat buf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from torchmpi_py.buckets import Buckets, grouped
 from torchmpi_py.collectives import verbs
-from torchmpi_py.collectives.consistency import check_all_with_allreduce
+from torchmpi_py.collectives.consistency import check_all_with_allreduce, differing
 from torchmpi_py.communicators import resolve
 from torchmpi_py.tensors import check_tensor
 
@@ -31,11 +33,30 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> No
     named = dict([*module.named_parameters(), *module.named_buffers()])
     for name, x in named.items():
         check_tensor("synchronize_parameters", name, x)
-    tensors = [x.detach() for x in named.values()]
+    _brought_together([x.detach() for x in named.values()], average)
+
+
+def _brought_together(tensors: Sequence[Tensor], average: bool) -> None:
+    """Rank 0's on all ranks, or with ``average`` the mean of those that have one."""
     averaged = [x for x in tensors if average and (x.is_floating_point() or x.is_complex())]
     copied = [x for x in tensors if not average or not (x.is_floating_point() or x.is_complex())]
-    _fused(averaged, lambda flat: verbs.allreduce(flat, op="avg"))
-    _fused(copied, lambda flat: verbs.broadcast(flat, 0))
+    fused(averaged, lambda flat: verbs.allreduce(flat, op="avg"))
+    fused(copied, lambda flat: verbs.broadcast(flat, 0))
+
+
+def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"] = "average") -> None:
+    """Bring the buffers together that differ between ranks, such as BatchNorm's statistics. Collective.
+
+    "average": those of floating-point numbers become the mean of all ranks', the others (counters, masks) rank 0's.
+    "root": all become rank 0's. Buffers that are equal on all ranks keep their bits. The module has the same buffers on
+    every rank. Raises ValueError for another ``how``.
+    """
+    if how not in ("average", "root"):
+        raise ValueError(f"how={how!r}: give 'average' or 'root'")
+    buffers = {name: buffer for name, buffer in module.named_buffers() if not is_lazy(buffer)}
+    if not buffers or resolve(None).size == 1:
+        return
+    _brought_together([buffers[name].detach() for name in differing(buffers, resolve(None))], how == "average")
 
 
 def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None:
@@ -46,21 +67,34 @@ def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None
     view of a flat buffer, which is made at the first call and overwritten at the next: clone what you want to keep,
     save or send. ValueError for parameters that ``register_async_backward`` takes care of.
     """
-    named, comm = trainable(module), resolve(None)
-    check_reduced_by_nobody("synchronize_gradients", named)
-    parameters = list(named.values())
-    buckets = _buckets.get(module)
-    if buckets is None or not buckets.fit(parameters, comm):
-        buckets = _buckets[module] = Buckets(parameters, comm)
-    buckets.reduce("avg" if average else "sum")
+    _buckets_of(module).reduce("avg" if average else "sum")
+
+
+def average_gradients_of(module: torch.nn.Module, batch: Any | None) -> None:
+    """As ``synchronize_gradients``, of this batch (``first_batches``)."""
+    buckets = _buckets_of(module)
+    buckets.first_batches.look(batch)
+    buckets.reduce("avg")
 
 
 def check_with_allreduce(module: torch.nn.Module) -> None:
     """Check that parameters and buffers are the same, bit for bit, on every rank. Collective.
 
     Raises RanksDisagree on every rank, with the names of those that differ and the ranks that differ from most others.
+    ``synchronize_parameters`` and ``synchronize_buffers`` make them equal.
     """
-    check_all_with_allreduce({**dict(module.named_parameters()), **dict(module.named_buffers())})
+    buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+    check_all_with_allreduce({**dict(module.named_parameters()), **buffers})
+
+
+def _buckets_of(module: torch.nn.Module) -> Buckets:
+    named, comm = trainable(module), resolve(None)
+    check_reduced_by_nobody("synchronize_gradients", named)
+    parameters = list(named.values())
+    buckets = _buckets.get(module)
+    if buckets is None or not buckets.fit(parameters, comm):
+        buckets = _buckets[module] = Buckets(parameters, comm)
+    return buckets
 
 
 def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -93,7 +127,7 @@ def check_reduced_by_nobody(call: str, parameters: Mapping[str, torch.nn.Paramet
         )
 
 
-def _fused(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
+def fused(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
     """Run an in-place collective over all tensors, the small ones in common flat buffers, in an order of its own."""
     for group in grouped(tensors):
         if len(group) == 1:

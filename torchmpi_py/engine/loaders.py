@@ -1,0 +1,141 @@
+"""DataLoaders of torch on several ranks: each rank takes its share of the batches.
+
+A DataLoader knows nothing of ranks: with ``shuffle=True`` alone every rank trains on the same batches, or, seeded
+apart, on all of the data in an order of its own. The engine divides a DataLoader whose order it knows (torch's own
+samplers over a dataset with a length) as a ``DatasetIterator`` divides its dataset, and lets a second DataLoader with
+the same workers, collate_fn and so on load the shares. Any other DataLoader is left as it is, for it may be divided by
+the user: one with another sampler, with an IterableDataset, or with a different dataset on each rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Generator, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+
+from torchmpi_py import digests, recovery, runtime
+from torchmpi_py.collectives import objects
+from torchmpi_py.engine import orders
+from torchmpi_py.engine.iterators import DatasetIterator
+
+logger = logging.getLogger("torchmpi_py")
+
+
+def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
+    """A sampler of this rank's share of a dataset: ``DataLoader(dataset, 32, sampler=mpi.shard(dataset))``.
+
+    All shares have the same length, so that all ranks take the same number of steps: up to ``size() - 1`` samples occur
+    twice. With ``shuffle`` epoch e has an order drawn from (seed, e); each iteration is the next epoch, and
+    ``set_epoch`` chooses another. All ranks of the current level make and iterate it alike; it is not collective.
+
+    Raises NotStarted before ``mpi.start()``, TypeError for a dataset without a length, ValueError for an empty one.
+    """
+    place = runtime.size(), runtime.rank()
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"shard: dataset is a {type(dataset).__name__} without a length, so that it has no indices to share "
+            "out; let its __iter__ give every mpi.size()-th sample, from mpi.rank() on"
+        )
+    if len(dataset) == 0:
+        raise ValueError("shard: the dataset is empty: there is nothing to share out")
+    return _Shard(dataset, *place, shuffle=shuffle, seed=seed)
+
+
+class _Shard(DistributedSampler[int]):
+    """Torch's, which frameworks know; its epoch goes on with each iteration."""
+
+    def __iter__(self) -> Iterator[int]:
+        indices = super().__iter__()
+        self.epoch += 1
+        return indices
+
+
+def divided(iterator: Any) -> Any:
+    """The iterator; instead of a DataLoader that would give all ranks the same samples, its ``DividedLoader``.
+
+    Collective over the current level where it is such a DataLoader. ValueError, on all ranks, for one that has no
+    batches to divide (``batch_size=None``), and for DataLoaders that differ between ranks.
+    """
+    alone = runtime.size() == 1 and not recovery.is_elastic()
+    if alone or type(iterator) is not DataLoader or not _has_torch_order(iterator):
+        return iterator
+    offers = objects.allgather_object(_offer(iterator))
+    if any(other.dataset != offers[0].dataset for other in offers):
+        if runtime.rank() == 0:
+            logger.info("the ranks' DataLoaders have different datasets, and are left as they are")
+        return iterator
+    if iterator.batch_size is None:
+        raise ValueError(
+            "a DataLoader with batch_size=None gives every rank the same samples, and cannot be divided: give it "
+            "sampler=mpi.shard(dataset)"
+        )
+    for name in ("batch_size", "shuffle", "drop_last"):
+        values = [getattr(offer, name) for offer in offers]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"the ranks' DataLoaders differ: {name} is {values}; give all ranks the same one")
+    return DividedLoader(iterator, shuffle=offers[0].shuffle, seed=offers[0].seed)
+
+
+class DividedLoader(DatasetIterator):
+    """A DataLoader's batches, divided among the ranks of the current level as those of a ``DatasetIterator``.
+
+    ``loader.batch_size`` is per rank, and its workers are this rank's own. They are seeded from (seed, epoch, rank).
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, shuffle: bool, seed: int) -> None:
+        assert loader.batch_size is not None, "one without batches is not divided"
+        super().__init__(
+            loader.dataset, loader.batch_size, shuffle=shuffle, seed=seed, prefetch=0, drop_last=loader.drop_last
+        )
+        self._generator = torch.Generator()
+        self._pieces: list[list[int]] = []
+        self._loader = DataLoader(batch_sampler=self._pieces, generator=self._generator, **_kept(loader))
+
+    def __iter__(self) -> Iterator[Any]:
+        place = np.random.SeedSequence((self.seed, self.epoch, self._first, self.rank))
+        self._generator.manual_seed(int(place.generate_state(1)[0]))
+        return super().__iter__()
+
+    def _loaded(self, pieces: list[torch.Tensor]) -> Generator[Any, None, None]:
+        self._pieces[:] = [piece.tolist() for piece in pieces]
+        yield from self._loader
+
+
+class _Offer(NamedTuple):
+    """What has to be equal on all ranks, and the seed, which is rank 0's."""
+
+    dataset: bytes
+    batch_size: int | None
+    shuffle: bool
+    drop_last: bool
+    seed: int
+
+
+def _offer(loader: DataLoader[Any]) -> _Offer:
+    seeds = [generator.initial_seed() for generator in orders.generators(loader).values()]
+    shuffle = isinstance(loader.sampler, RandomSampler)
+    return _Offer(digests.of(loader.dataset), loader.batch_size, shuffle, loader.drop_last, (seeds or [0])[0])
+
+
+def _has_torch_order(loader: DataLoader[Any]) -> bool:
+    """Whether it gives all samples of the dataset once, in their order or in a random one."""
+    sampler, batches = loader.sampler, loader.batch_sampler
+    if type(sampler) not in (SequentialSampler, RandomSampler) or len(sampler) != len(loader.dataset):  # type: ignore[arg-type]
+        return False
+    is_with_replacement = getattr(sampler, "replacement", False)
+    has_its_batches = batches is None or (type(batches) is BatchSampler and batches.sampler is sampler)
+    return has_its_batches and not is_with_replacement and len(sampler.data_source) == len(loader.dataset)  # type: ignore[arg-type,attr-defined]
+
+
+_OF_THE_ORDER = {"self", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
+
+
+def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The loader's other arguments, as this version of torch knows them."""
+    names = inspect.signature(DataLoader.__init__).parameters.keys() - _OF_THE_ORDER
+    return {name: getattr(loader, name) for name in names}

@@ -1,0 +1,118 @@
+"""An optimizer's state, equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchmpi_py.collectives import objects, verbs
+from torchmpi_py.collectives.consistency import digest_of
+from torchmpi_py.communicators import Communicator, resolve
+from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.nn.synchronize import fused
+from torchmpi_py.tensors import check_rank
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+
+
+def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicator | None = None) -> None:
+    """Give every rank root's optimizer state: moments, numbers of steps, options of the groups. Collective.
+
+    Where the states are the same, a digest is all that travels. An optimizer without ``state_dict`` and
+    ``load_state_dict`` is left as it is. The optimizers are of one kind, over the same parameters in the same order.
+
+    Raises RanksDisagree, on all ranks, where kinds or numbers of parameters differ, or where ``load_state_dict`` has
+    changed the state (torch's gives it the dtype of the parameters).
+    """
+    comm = resolve(comm)
+    root = check_rank("broadcast_optimizer_state", "root", root, comm.size)
+    if comm.size == 1 or not (hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")):
+        return
+    if not _differing(optimizer, comm):
+        return
+    state = _broadcast(optimizer, root, comm)
+    if comm.rank != root:
+        optimizer.load_state_dict(state)
+    if differing := _differing(optimizer, comm):
+        raise RanksDisagree(
+            f"{type(optimizer).__name__}.load_state_dict has not taken the state of rank {root} as it is, on rank "
+            f"{', '.join(map(str, differing))}: load it on every rank"
+        )
+
+
+class _Stand(NamedTuple):
+    """How an optimizer stands on a rank."""
+
+    kind: str
+    num_parameters: list[int]  # of each group
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class _Missing:
+    """A tensor, in a state that travels without its tensors."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device_type: str
+
+
+def _differing(optimizer: Any, comm: Communicator) -> list[int]:
+    """The ranks with another state than rank 0."""
+    sizes = [len(group["params"]) for group in _groups(optimizer)]
+    content = repr([(name, _content(leaf)) for name, leaf in _entries(optimizer.state_dict(), "")])
+    digest = hashlib.blake2b(content.encode(), digest_size=16).digest()
+    stands = objects.allgather_object(_Stand(type(optimizer).__qualname__, sizes, digest), comm=comm)
+    if any(stand[:2] != stands[0][:2] for stand in stands):
+        named = "; ".join(f"rank {rank}: {stand.kind} of {stand.num_parameters}" for rank, stand in enumerate(stands))
+        raise RanksDisagree(f"the ranks' optimizers differ in kind, or in the parameters of their groups: {named}")
+    return [rank for rank, stand in enumerate(stands) if stand != stands[0]]
+
+
+def _entries(content: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What a state consists of; the order in which its dicts were filled does not count."""
+    if isinstance(content, dict):
+        for key in sorted(content, key=repr):
+            yield from _entries(content[key], f"{name}.{key!r}")
+    elif isinstance(content, (list, tuple)):
+        for index, value in enumerate(content):
+            yield from _entries(value, f"{name}[{index}]")
+    else:
+        yield name, content
+
+
+def _content(leaf: Any) -> Any:
+    """What is compared: bits; of what is no data the type."""
+    if isinstance(leaf, Tensor):
+        return digest_of(leaf.detach())
+    if isinstance(leaf, np.ndarray):
+        return leaf.tobytes()
+    return leaf if isinstance(leaf, _PLAIN) else type(leaf).__qualname__
+
+
+def _broadcast(optimizer: Any, root: int, comm: Communicator) -> Any:
+    """Root's state."""
+    state = optimizer.state_dict() if comm.rank == root else None
+    bare = tree_map_only(Tensor, lambda x: _Missing(x.shape, x.dtype, x.device.type), state)
+    bare = objects.broadcast_object(bare, root, comm=comm)
+    if comm.rank != root:
+        device_of = {p.device.type: p.device for group in _groups(optimizer) for p in group["params"]}
+        state = tree_map_only(
+            _Missing,
+            lambda x: torch.empty(x.shape, dtype=x.dtype, device=device_of.get(x.device_type, x.device_type)),
+            bare,
+        )
+    tensors = [leaf.detach() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    fused(tensors, lambda flat: verbs.broadcast(flat, root, comm=comm))
+    return state
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    return getattr(optimizer, "param_groups", [])

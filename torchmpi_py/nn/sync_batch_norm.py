@@ -1,0 +1,190 @@
+"""Batch normalization over the batches of all ranks, on any device.
+
+torch.nn.SyncBatchNorm refuses tensors on the CPU, and needs torch.distributed.
+
+Forward, in training: each rank has the number n of its values per channel, their mean m, and the sum q of their squared
+distances from m. The ranks gather these 1 + 2 C numbers in float64 and combine them in the order of ranks, which gives
+all ranks the same bits, and no cancellation where the mean is large against the spread::
+
+    N = sum n    mean = sum n m / N    var = sum (q + n (m - mean)^2) / N
+
+Backward: with x' = (x - mean) / sqrt(var + eps), the sums over all ranks of dy and of dy x' are reduced (2 C numbers)::
+
+    dx = weight / sqrt(var + eps) * (dy - sum(dy) / N - x' sum(dy x') / N)
+
+The gradients of weight and bias are this rank's own, as of any layer, and averaged with the others.
+Source: Chan, Golub, LeVeque (1983) for the combination; torch.nn.SyncBatchNorm for what the layer is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import batch_norm
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from torchmpi_py import communicators
+from torchmpi_py.collectives import verbs
+from torchmpi_py.communicators import Communicator
+
+_own: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary()
+"""For each communicator the one of these layers: gradients are under way on the first during the backward pass."""
+
+
+class SyncBatchNorm(_BatchNorm):
+    """torch.nn.SyncBatchNorm over MPI: the statistics of a batch are those of the batches of all ranks.
+
+    The arguments are torch's, with ``comm`` (default: the current level) in the place of ``process_group``. Inputs are
+    (N, C, ...); N may differ between ranks, and be 0. All ranks run the same layers forward and backward, in the same
+    order: in training both are collective. In evaluation, with one rank, and without ``mpi.start()`` it is BatchNorm.
+
+    Raises ValueError, on all ranks, where all batches together have fewer than 2 values per channel.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        comm: Communicator | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.comm = comm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize; in training with the statistics of all ranks' batches, which the running ones follow."""
+        comm = self._comm_to_use() if self.training else None
+        if comm is None:
+            return super().forward(x)
+        self._check_input_dim(x)
+        mean, var, count = _statistics(x.detach(), comm)
+        self._track(mean, var * (count / (count - 1)))
+        dtype = _dtype_of_statistics(x)
+        normalized: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, mean.to(dtype), var.to(dtype), count, self.eps, comm
+        )
+        return normalized
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module, comm: Communicator | None = None) -> torch.nn.Module:
+        """The module with every BatchNorm layer in it replaced; parameters and buffers are kept.
+
+        A module that is such a layer itself is not changed; its successor is returned.
+        """
+        converted = module
+        if isinstance(module, _BatchNorm):
+            converted = cls(
+                module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, comm
+            )
+            for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+                setattr(converted, name, getattr(module, name))
+            converted.train(module.training)
+        for name, child in module.named_children():
+            setattr(converted, name, cls.convert_sync_batchnorm(child, comm))
+        return converted
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        if x.dim() < 2 or x.shape[1] != self.num_features:
+            raise ValueError(f"SyncBatchNorm: expected (N, {self.num_features}, ...), not {tuple(x.shape)}")
+
+    def _comm_to_use(self) -> Communicator | None:
+        """None where this rank is alone."""
+        if not communicators.is_started():
+            return None
+        comm = communicators.resolve(self.comm)
+        if comm.size == 1:
+            return None
+        if comm not in _own:
+            _own[comm] = communicators.beside(comm, "SyncBatchNorm")
+        return _own[comm]
+
+    def _track(self, mean: Tensor, var: Tensor) -> None:
+        if not self.track_running_stats:
+            return
+        assert self.running_mean is not None, "they are tracked"
+        assert self.running_var is not None, "they are tracked"
+        assert self.num_batches_tracked is not None, "they are tracked"
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(var.to(self.running_var.dtype), share)
+
+
+class _Normalize(Function):
+    """The input normalized by statistics that all ranks' inputs have."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        count: float,
+        eps: float,
+        comm: Communicator,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
+        ctx.count, ctx.comm = count, comm
+        if x.dtype != mean.dtype:  # torch normalizes 16-bit floats with float32 parameters only
+            weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
+        return torch.empty_like(x) if x.numel() == 0 else batch_norm(x, mean, var, weight, bias, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        normalized = (x.to(mean.dtype) - _along(mean, x)) * _along(scale, x)
+        dims = _all_but_channels(x)
+        sum_dy = dy.sum(dims, dtype=torch.float64)
+        sum_dy_x = (dy * normalized).sum(dims, dtype=torch.float64)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            sums = verbs.allreduce(torch.stack([sum_dy, sum_dy_x]), comm=ctx.comm) / ctx.count
+            of_mean, of_spread = (_along(part, x) for part in sums.to(mean.dtype))
+            factor = scale if weight is None else scale * weight
+            dx = ((dy - of_mean - normalized * of_spread) * _along(factor, x)).to(x.dtype)
+        dweight = sum_dy_x.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dbias = sum_dy.to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return dx, dweight, dbias, None, None, None, None, None
+
+
+def _statistics(x: Tensor, comm: Communicator) -> tuple[Tensor, Tensor, float]:
+    """Mean and variance of each channel over all ranks, in float64, and the number of values they are of."""
+    dims, channels = _all_but_channels(x), x.shape[1]
+    number = x.numel() // channels
+    mean = x.sum(dims, dtype=torch.float64) / max(number, 1)
+    dtype = _dtype_of_statistics(x)
+    squares = (x.to(dtype) - _along(mean.to(dtype), x)).square_().sum(dims, dtype=torch.float64)
+    told = verbs.allgather(torch.cat([mean.new_tensor([number]), mean, squares]).unsqueeze(0), comm=comm)
+    numbers, means, all_squares = told.split([1, channels, channels], dim=1)
+    count = numbers.sum().item()
+    if count < 2:
+        raise ValueError(
+            f"SyncBatchNorm: expected at least 2 values per channel when training, not {count:.0f} on all ranks"
+        )
+    mean = (numbers * means).sum(0) / count
+    return mean, (all_squares + numbers * (means - mean).square()).sum(0) / count, count
+
+
+def _dtype_of_statistics(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+def _along(values: Tensor, x: Tensor) -> Tensor:
+    """One value per channel, in a shape that goes with ``x``."""
+    return values.view(-1, *[1] * (x.dim() - 2))
