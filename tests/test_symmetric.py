@@ -215,6 +215,27 @@ def test_200_of_them_come_and_go(mpi, used):
     assert everywhere(mpi, segments_mapped() == before and len(os.listdir("/proc/self/fd")) == files)
 
 
+def is_mapped(address):
+    with open("/proc/self/maps") as lines:
+        bounds = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    return any(begin <= address < end for begin, end in bounds)
+
+
+@in_a_job
+def test_it_is_no_longer_live_when_it_is_unmapped(mpi, monkeypatch):
+    """Else another thread could be given its addresses for ordinary memory, which would be taken for symmetric."""
+    x = mpi.symmetric_empty(1 << 20)
+    segment, _ = symmetric.find(x)
+    seen, replace = [], symmetric._replace_live
+    monkeypatch.setattr(
+        symmetric, "_replace_live", lambda **change: (seen.append(is_mapped(segment.begin)), replace(**change))
+    )
+    del x
+    gc.collect()
+    assert seen == [True]
+    assert not symmetric.is_live(segment)
+
+
 @in_a_job
 def test_an_address_that_is_used_again(mpi):
     """A stale preparation must not be taken for a tensor that lies where another one was."""
