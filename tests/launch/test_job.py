@@ -127,9 +127,11 @@ def test_time_limit(program, no_leftovers):
 
 
 def test_a_signal_leaves_nothing_behind(program, no_leftovers):
-    with subprocess.Popen(
-        command("-n", 3, program(FAIL), "wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as job:
+    def heed():  # tests that run in the background of a script would pass on that SIGINT is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    arguments, pipes = command("-n", 3, program(FAIL), "wait"), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(arguments, **pipes, text=True, preexec_fn=heed) as job:
         assert job.stdout.readline() == "up\n"
         job.send_signal(signal.SIGINT)
         job.communicate(timeout=30)

@@ -95,8 +95,9 @@ def test_what_is_queued(mpi, group):
     if mpi.rank() > 0:
         dist.recv(torch.zeros(1), 0)
     handle, work = mpi.allreduce_async(x), dist.all_reduce(torch.ones(1), async_op=True)
+    future = work.get_future()
     if mpi.rank() == 0:
-        refused(handle.wait, handle.done, work.wait)
+        refused(handle.wait, handle.done, work.wait, future.wait)
         for other in range(1, mpi.size()):
             dist.send(torch.zeros(1), other)
     assert (handle.wait() == mpi.size() * (mpi.size() + 1) / 2).all()

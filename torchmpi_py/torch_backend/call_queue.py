@@ -152,6 +152,7 @@ class _Queued:
     def before_future(self, handle: Handle[Any]) -> None:
         """See ``Carrier``."""
         queue = self._queue
+        handle.done()  # NotStarted in a forked child
         queue.carry_on(handle)
         if queue._runner == threading.get_ident() and self in queue._deferred:
             queue._deferred.remove(self)
