@@ -7,7 +7,6 @@ share of what flavours keep between calls (staging memory, process groups, inner
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 DIRECT, BACKGROUND = 0, 1
+NOBODY, MISUSED = 0, -1
+"""In the place of the thread that uses a channel: there is none; two have used the channel at the same time."""
 
 
 class Place(NamedTuple):
@@ -54,7 +55,7 @@ class Channel:
         self.places = tuple(places)
         self.lane = lane
         self.num_nodes = len({place.node for place in places})
-        self.in_use = threading.Lock()  # held by the thread that carries out a collective
+        self.user = NOBODY  # the thread (its ident) that carries out a collective
         self._kept: dict[Hashable, Resource] = {}
         recovery.register(self)
 
@@ -73,6 +74,11 @@ class Channel:
         mine = colours[self.rank]
         places = [place for place, colour in zip(self.places, colours, strict=True) if colour == mine]
         return Channel(self.mpi.Split(mine, self.rank), places, self.lane)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a thread is in a collective."""
+        return self.user not in (NOBODY, MISUSED)
 
     def comms(self) -> list[MPI.Comm]:
         """What MPI has to revoke when a rank dies."""

@@ -67,13 +67,15 @@ class Communicator:
         if not self.is_free:
             stack()  # NotStarted in a forked child
             communication_thread.current().drain()
+            if self.direct.is_in_use:
+                raise CommunicatorError(f"{self!r} cannot be freed: a thread is in a collective there")
             watch.together("free", self, self._give_back)
 
     def _give_back(self, *, is_lost: bool = False) -> None:
         """Collective, unless it ``is_lost``: one of its ranks has died."""
         if not self.is_free:
             self.is_free = True
-            is_lost = is_lost or self.is_stuck
+            is_lost = is_lost or self.is_stuck or self.direct.is_in_use  # a thread there still needs the memory
             if self.outer is not None:
                 self.outer._give_back(is_lost=is_lost)
             for channel in (self.background, self.direct):

@@ -71,7 +71,10 @@ class Handle(ABC, Generic[R]):
         """Wait for completion, at most so long (None: for ever; 0: only look). Return whether it is complete."""
 
     def done(self) -> bool:
-        """Whether the operation is complete, with a result or an error; never blocks."""
+        """Whether the operation is complete, with a result or an error; never blocks.
+
+        NotStarted in a forked child, unless the operation was complete before the fork.
+        """
         return self._complete(0)
 
     def wait(self, timeout_seconds: float | None = None) -> R:
@@ -102,7 +105,7 @@ class Handle(ABC, Generic[R]):
     def expect(self) -> None:
         """Count the operation as waited for until it is complete or given up: the wait itself is out of sight."""
         noted = getattr(self._work, "noted", None)
-        if noted is not None:
+        if noted is not None and not self._error_was_seen:
             waiting.active[self] = noted[0]
             if self._work is None:  # it has completed meanwhile
                 waiting.active.pop(self, None)

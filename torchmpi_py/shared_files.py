@@ -13,9 +13,10 @@ import mmap
 import os
 import resource
 import secrets
+import sys
 import tempfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchmpi_py.errors import Unavailable
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
+_WITHOUT_DESCRIPTOR: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # older ones keep one open
 Identity = tuple[int, int]  # device and inode
 Take = Callable[[str, Identity], tuple[T | None, str]]
 Create = Callable[[int, contextlib.ExitStack], str]
@@ -81,7 +83,8 @@ def _explain(error: Exception) -> str:
     if getattr(error, "errno", None) != errno.EMFILE:
         return str(getattr(error, "strerror", None) or error)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return f"too many open files; the limit is {limit} (ulimit -n). Raise it, or make one tensor and cut it up"
+    remedy = "Raise it, or make fewer communicators and symmetric tensors (one tensor can be cut up)"
+    return f"too many open files; the limit is {limit} (ulimit -n). {remedy}"
 
 
 def _refuse(why: str) -> int:
@@ -107,7 +110,7 @@ def map_file(path: str, num_bytes: int, identity: Identity) -> tuple[mmap.mmap |
     if file is None:
         return None, reason
     try:
-        mapping = mmap.mmap(file, num_bytes)
+        mapping = mmap.mmap(file, num_bytes, **_WITHOUT_DESCRIPTOR)
         with contextlib.suppress(OSError, AttributeError):
             mapping.madvise(mmap.MADV_HUGEPAGE)  # taken where the system lets shared memory have large pages
         return mapping, ""

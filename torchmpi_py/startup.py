@@ -26,6 +26,7 @@ from torchmpi_py import (
 )
 from torchmpi_py.channels import Place
 from torchmpi_py.collectives import cuda_aware, ipc_trial, tuning_file
+from torchmpi_py.collectives.node_group import part_bytes
 from torchmpi_py.communicators import Communicator, Stack
 from torchmpi_py.errors import RanksDisagree
 
@@ -90,7 +91,7 @@ def _build(world: MPI.Comm, wanted: Wishes) -> None:
     place = Place(node_group.bcast(world.rank), node_group.rank)
     _node = Communicator(node_group, place, f"node of rank {place.node}")
     board.install(board.Board(node_group, _node.direct.places, world.rank))
-    symmetric.try_out(node_group, _node.direct.places, tuning.staging_bytes)
+    symmetric.try_out(node_group, _node.direct.places, part_bytes())
     _local = placement.locate(node_group)
     device = wanted.device if wanted.has_settled else placement.settled(wanted.device, _local)
     placement.limit_threads(_local)

@@ -4,6 +4,7 @@ TORCHMPI_STORM_TURNS=1000 repeats each so often. The selector takes flavour ``sh
 """
 
 import os
+import signal
 import threading
 
 import pytest
@@ -11,6 +12,8 @@ import storm_actors
 import storm_values as values
 import torch
 import torch.distributed as dist
+
+from torchmpi_py import channels
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(3600 if "TORCHMPI_STORM_TURNS" in os.environ else 120)]
 TURNS = int(os.environ.get("TORCHMPI_STORM_TURNS", "4"))
@@ -155,31 +158,84 @@ def test_two_modules_on_two_groups(mpi, pair, hook):
     assert mpi.allreduce(len(wrong), flavour="mpi") == 0, f"wrong in turns {sorted(set(wrong))} of {TURNS}"
 
 
-def test_two_threads_in_one_communicator_are_refused(mpi, pair):
-    """The other ranks could not know the order of the two."""
-    _, (comm, _) = pair
-    inside, go_on, refused = threading.Event(), threading.Event(), []
-    former = comm.direct.mpi
+class Slow:
+    """A communicator of MPI whose allreduce takes its time."""
 
-    class Slow:
-        def Allreduce(self, *arguments):
-            inside.set()
-            go_on.wait(30)
-            former.Allreduce(*arguments)
+    def __init__(self, former):
+        self.former, self.inside, self.go_on = former, threading.Event(), threading.Event()
+
+    def Allreduce(self, *arguments):
+        self.inside.set()
+        self.go_on.wait(30)
+        self.former.Allreduce(*arguments)
+
+
+@pytest.fixture
+def slow(mpi, monkeypatch):
+    """(a communicator of all ranks, the Slow one that it uses)."""
+    comm = mpi.split(0)
+    made = Slow(comm.direct.mpi)
+    monkeypatch.setattr(comm.direct, "mpi", made)
+    return comm, made
+
+
+def while_in_allreduce(mpi, comm, made, step):
+    """What ``step`` raises in another thread meanwhile."""
+    raised, x = [], torch.ones(3)
 
     def second():
-        inside.wait(30)
+        made.inside.wait(30)
         try:
-            mpi.broadcast(torch.ones(3), comm=comm, flavour="mpi")
+            step()
         except mpi.errors.CommunicatorError as error:
-            refused.append(str(error))
-        go_on.set()
+            raised.append(str(error))
+        made.go_on.set()
 
-    comm.direct.mpi = Slow()
-    x = torch.ones(3)
-    try:
-        both(lambda: mpi.allreduce(x, comm=comm, flavour="mpi"), second)
-    finally:
-        comm.direct.mpi = former
-    assert "give each thread a communicator of its own, from mpi.split" in refused[0]
+    both(lambda: mpi.allreduce(x, comm=comm, flavour="mpi"), second)
     assert (x == mpi.size()).all()
+    return raised[0]
+
+
+def test_two_threads_in_one_communicator_are_refused(mpi, pair, slow):
+    """The other ranks could not know the order of the two; nor do they know where it has begun to differ."""
+    comm, _ = slow
+    told = while_in_allreduce(mpi, *slow, lambda: mpi.broadcast(torch.ones(3), comm=comm, flavour="mpi"))
+    assert "two threads of this rank" in told
+    assert "a communicator of its own, from mpi.split" in told
+    with pytest.raises(mpi.errors.CommunicatorError, match="two threads of this rank are, or were"):
+        mpi.broadcast(torch.ones(3), comm=comm, flavour="mpi")
+
+
+def test_a_communicator_in_use_is_not_freed(mpi, pair, slow):
+    comm, _ = slow
+    assert "cannot be freed: a thread is in a collective there" in while_in_allreduce(mpi, *slow, comm.free)
+    assert not comm.is_free
+
+
+def test_a_signal_in_the_middle_leaves_no_trace(mpi, pair):
+    """An exception may come anywhere; the next call is carried out as ever."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+
+    with mpi.split(mpi.rank()) as alone:
+        x = torch.ones(64)
+        former = signal.signal(signal.SIGALRM, interrupt)
+        num_interrupts = 0
+        try:
+            for turn in range(2000):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, (1 + turn % 60) * 1e-6)
+                    for _ in range(5):
+                        mpi.allreduce(x, comm=alone)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except Interrupted:
+                    num_interrupts += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, former)
+        assert num_interrupts > 0
+        assert alone.direct.user == channels.NOBODY

@@ -65,7 +65,7 @@ class NodeGroup:
         self._mpi = channel.mpi
         self._indices = [place.local for place in channel.places]
         self._slot_bytes = _slot_bytes()
-        self._mapping, self._segment = _allocate(channel, _HEADER_BYTES + _NUM_SLOTS * self._slot_bytes)
+        self._mapping, self._segment = _allocate(channel, part_bytes())
         self._memory = memoryview(self._mapping).cast("B")
         self._records = [self._segment.part_of[index] * self._segment.part_bytes for index in self._indices]
         self._slots: dict[tuple[int, int, torch.dtype], Tensor] = {}
@@ -147,6 +147,11 @@ class NodeGroup:
         del self._mapping
 
 
+def part_bytes() -> int:
+    """What a channel takes of each rank."""
+    return _HEADER_BYTES + _NUM_SLOTS * _slot_bytes()
+
+
 def _slot_bytes() -> int:
     """Room for a chunk, as far as ``Tuning.staging_bytes`` allows."""
     most = (config.current.staging_bytes - _HEADER_BYTES) // _NUM_SLOTS
@@ -159,8 +164,8 @@ def _allocate(channel: Channel, num_bytes: int) -> tuple[mmap.mmap, symmetric.Se
         return symmetric.allocate(channel.mpi, channel.places, num_bytes)
     except Unavailable as error:
         raise Unavailable(
-            f"flavour shared needs shared memory of its own for each communicator, here of {channel.size} ranks: "
-            f'{error}. Free communicators, set TORCHMPI_STAGING_BYTES to less, or use another flavour, as "mpi"'
+            f"flavours that work in memory of the node need some for each communicator, here of {channel.size} ranks: "
+            f'{error}. Use fewer communicators, set TORCHMPI_CHUNK_BYTES to less, or use another flavour, such as "mpi"'
         ) from None
 
 

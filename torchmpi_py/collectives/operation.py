@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchmpi_py import config, recovery, reports, tracing, watch
-from torchmpi_py.channels import BACKGROUND
+from torchmpi_py.channels import BACKGROUND, MISUSED, NOBODY
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.errors import CommunicatorError, RankDied, RanksDisagree
 from torchmpi_py.handles import Handle
 from torchmpi_py.trace_rows import POSTED
 
 if TYPE_CHECKING:
+    from torchmpi_py.channels import Channel
     from torchmpi_py.collectives.flavour import Flavour
 
 R = TypeVar("R")
@@ -58,20 +60,22 @@ class Operation(Generic[R]):
     same: tuple[Any, ...] | None = None  # what all ranks call alike, verb first; None where not all need to call it
     noted: watch.Noted | None = None
 
-    def run(self, in_background: bool = False) -> R:
+    def run(self, in_background: bool = False) -> R:  # noqa: C901 - in one piece: every call pays for every function
         """Carry it out now, on the channel for this thread.
 
-        CommunicatorError if another thread is in a collective there.
+        CommunicatorError if a thread is in a collective there: for this call and all that follow on the channel.
         """
         channel = self.comm.background if in_background else self.comm.direct
         noted, trace, begin = self.noted, tracing.current, 0
         was_noted = noted is not None
-        if config.can_raise and not was_noted:
-            return self.launch().wait()  # a call that blocks inside MPI could not be given up
-        is_collective = self.name not in _MESSAGES
-        if is_collective and not channel.in_use.acquire(blocking=False):
-            raise self._not_alone()
+        is_collective, me = self.name not in _MESSAGES, get_ident()
+        if is_collective:
+            if channel.user != NOBODY:
+                raise self._refused(channel, me)
+            channel.user = me  # nothing comes between this and the look: no call, no signal
         try:
+            if config.can_raise and not was_noted:
+                return self.launch().wait()  # a call that blocks inside MPI could not be given up
             if noted is not None:
                 watch.begin(noted)
             else:
@@ -94,15 +98,20 @@ class Operation(Generic[R]):
                 if trace is not None:
                     trace.end(self, channel.lane, begin)
         finally:
-            if is_collective:
-                channel.in_use.release()
+            if is_collective and channel.user == me:
+                channel.user = NOBODY
 
-    def _not_alone(self) -> CommunicatorError:
+    def _refused(self, channel: Channel, me: int) -> CommunicatorError:
+        """The error where another thread is in a collective of the channel, or a signal handler has called this one."""
         if self.noted is not None:
             watch.fail(self.noted)
+        if channel.user == me:
+            return CommunicatorError(f"{self}: this thread is in a collective of the same communicator already")
+        channel.user = MISUSED
         return CommunicatorError(
-            f"{self}: another thread of this rank is in a collective of the same communicator, and the other ranks "
-            "cannot know the order of the two; give each thread a communicator of its own, from mpi.split"
+            f"{self}: two threads of this rank are, or were, in collectives of the same communicator at the same time; "
+            "the other ranks cannot know the order of the two. Give each thread a communicator of its own, from "
+            "mpi.split"
         )
 
     def launch(self) -> Handle[R]:

@@ -43,6 +43,7 @@ class AsyncBackward:
         self.frequency = frequency
         self.op = "avg" if average else "sum"
         parameters = trainable(module)
+        _remove_those_of_former_sessions()
         check_reduced_by_nobody("register_async_backward", parameters)
         self.names = {p: name for name, p in parameters.items()}
         self._buckets = Buckets(list(self.names), resolve(None), _blocks(module))
@@ -180,6 +181,13 @@ def register_async_backward(module: torch.nn.Module, *, frequency: int = 1, aver
     same number of backward passes. ValueError for parameters that are registered already, with this module or another.
     """
     return AsyncBackward(module, frequency=frequency, average=average)
+
+
+def _remove_those_of_former_sessions() -> None:
+    """Registrations whose communicator ``mpi.stop`` has freed."""
+    for registered in [each for several in _registered.values() for each in several]:
+        if registered._buckets.comm.is_free:
+            registered.remove()
 
 
 def _after_gradient(parameter: torch.nn.Parameter, hook: Callable[[Any], None]) -> RemovableHandle:

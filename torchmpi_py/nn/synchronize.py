@@ -118,7 +118,10 @@ def check_dense(name: str, parameter: torch.nn.Parameter) -> None:
 
 def check_reduced_by_nobody(call: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
     """ValueError if ``register_async_backward`` reduces one of these gradients: a second time gives a wrong number."""
-    taken = [name for name, p in parameters.items() if any(p in buckets.index_of for buckets in reduced_in_backward)]
+    registered = list(reduced_in_backward)
+    if not registered:
+        return
+    taken = [name for name, p in parameters.items() if any(p in buckets.index_of for buckets in registered)]
     if taken:
         more = f" and {len(taken) - _MOST_NAMES} more" if len(taken) > _MOST_NAMES else ""
         raise ValueError(

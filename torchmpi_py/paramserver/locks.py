@@ -46,7 +46,9 @@ class LockFile:
     def free(self) -> None:
         """Close the file."""
         _open.discard(self)
-        os.close(self._file)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     abandon = free
 
