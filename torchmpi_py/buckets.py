@@ -150,8 +150,7 @@ class Buckets:
 
     def reduce(self, op: str) -> None:
         """Reduce all gradients, and settle. Collective."""
-        for parameter in self.parameters:
-            self.first_batches.look_at_gradient(parameter)
+        self.first_batches.look_at_gradients(self.parameters)
         received = self.received()
         for bucket in self.all:
             bucket.reduce(op)

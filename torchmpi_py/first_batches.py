@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,6 +41,12 @@ class FirstBatches:
         """Note the batch of the next pass; None: one that says nothing, such as a stand-in."""
         if self._passes_left:
             self._batch = _NOTHING if batch is None else digests.of(batch)
+
+    def look_at_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """``look_at_gradient`` of each; nothing after the first passes."""
+        if self._passes_left:
+            for parameter in parameters:
+                self.look_at_gradient(parameter)
 
     def look_at_gradient(self, parameter: torch.nn.Parameter) -> None:
         """Note a gradient that is not reduced yet, where no batch is known. One of zeros says nothing."""

@@ -2,7 +2,7 @@
 
 The n-th operation must be the same on all ranks: the same verb, with sizes, dtype, op and root that fit. Each rank
 marks what its n-th is on the board, and compares with the next rank of its node, as it begins and again before it
-returns: whoever comes later sees the other's mark. So a mismatch of operations in which the ranks wait for each
+returns: the rank that comes later sees the other's mark. So a mismatch of operations in which the ranks wait for each
 other is found by one of two neighbours at the latest when the operation is over, and mostly before any data has moved.
 
 ``watch.py`` does that, by hand; here is told where the marks are. The ranks of a communicator agree on the use of their

@@ -59,7 +59,7 @@ class Death(NamedTuple):
 
 
 _SIGNALS = range(1, 32)  # MPICH's starter ends with the signal's bare number
-_ENDING_SECONDS = 2.0  # whoever lives longer after its pipe broke has only closed it: os.closerange, or exec
+_ENDING_SECONDS = 2.0  # a rank that lives longer after its pipe broke has only closed the pipe: os.closerange, or exec
 
 
 class Lookout:
