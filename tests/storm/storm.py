@@ -13,6 +13,7 @@ from storm_draw import program
 JOB = Path(__file__).with_name("storm_job.py")
 DEADLINE_SECONDS = 30
 MOST_SECONDS_A_JOB = 120
+SHRINK_SECONDS = 180
 FAULTS = ["one_arena", "no_closing_barrier", "no_meeting", "no_barrier_in_the_pipeline", "slot_used_twice"]
 FAULTS += ["result_slot_used_twice", "stale_plan", "wrong_owner", "lost_element", "queue_out_of_order"]
 FAULTS += ["one_communicator", "one_bucket", "no_wait", "one_scratch"]
@@ -64,15 +65,30 @@ def shrink(ranks, seed, number, extra, seconds):
     for part in list(kept):  # whole actors, then steps
         fewer = [each for each in kept if each is not part]
         kept = fewer if fails(fewer) else kept
-    for index, places in list(kept):
-        for place in places:
-            fewer = [(i, [p for p in ps if (i, p) != (index, place)]) for i, ps in kept if i != index or len(ps) > 1]
-            kept = fewer if len(fewer) == len(kept) and fails(fewer) else kept
+    for index in [index for index, _ in kept]:
+        kept = _fewer_steps(kept, index, fails)
     lines = []
     for index, places in kept:
         actors[index].steps = [actors[index].steps[place] for place in places]
         lines.append(str(actors[index]))
     return kept, "\n".join(lines)
+
+
+def _fewer_steps(kept, index, fails):
+    """``kept`` without the steps of an actor that the failure does not need: halves are left out, then quarters, ..."""
+    places = dict(kept)[index]
+    size = len(places) // 2
+    while size:
+        begin = 0
+        while begin < len(places) and size < len(places):
+            rest = places[:begin] + places[begin + size :]
+            if fails([(i, rest if i == index else ps) for i, ps in kept]):
+                places = rest
+                kept = [(i, rest if i == index else ps) for i, ps in kept]
+            else:
+                begin += size
+        size //= 2
+    return kept
 
 
 def tell(outcome, ranks, seed, extra, seconds):
@@ -101,7 +117,7 @@ def run(options):
         num_jobs += 1
         if outcome.failed:
             num_failed += 1
-            tell(outcome, ranks, seed, [], options.shrink)
+            tell(outcome, ranks, seed, [], SHRINK_SECONDS if options.shrink is None else options.shrink)
         else:
             print(outcome.summary(), flush=True)
     print(f"storm: {num_jobs} jobs, {operations} operations, {options.minutes:g} minutes, {num_failed} failed")
@@ -123,6 +139,8 @@ def faults(options):
         lines = outcome.summary().splitlines() or outcome.text.strip().splitlines()[:1]
         how = lines[-1].strip()[:150] if outcome.failed else "NOT FOUND"
         print(f"{name:28} {spent:6.1f} s  {ranks} ranks  {how}", flush=True)
+        if outcome.failed and options.shrink:
+            tell(outcome, ranks, f"{options.seed}-{attempt}", ["--fault", name], options.shrink)
         missed += [] if outcome.failed else [name]
     return not missed
 
@@ -134,7 +152,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=60, help="of one job")
     parser.add_argument("--ranks", type=lambda text: [int(part) for part in text.split(",")], default=[2, 3, 4, 5])
     parser.add_argument("--seed", default=str(int(time.time())))
-    parser.add_argument("--shrink", type=float, default=180, help="seconds to look for a shorter program")
+    parser.add_argument("--shrink", type=float, help="seconds to look for a shorter program (run: 180, faults: 0)")
     parser.add_argument("--only", nargs="*", help="faults: these")
     options = parser.parse_args()
     print(f"storm: seed {options.seed}", flush=True)
