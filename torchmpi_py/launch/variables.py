@@ -15,7 +15,7 @@ _RANK = (
     "MV2_COMM_WORLD_RANK",  # MVAPICH
     "SLURM_PROCID",
 )
-SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANK = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",  # MPICH, Intel MPI
@@ -33,7 +33,7 @@ def rank(environment: Mapping[str, str]) -> int | None:
 
 
 def size(environment: Mapping[str, str]) -> int | None:
-    """The number of ranks in the job, if Open MPI or MPICH started it."""
+    """The number of ranks in the job; None where the launcher does not say, as in the script of a Slurm job."""
     return _first_number(SIZE, environment)
 
 
@@ -51,6 +51,12 @@ def local_size(environment: Mapping[str, str]) -> int | None:
     return tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
 
 
+def is_srun(environment: Mapping[str, str]) -> bool:
+    """Whether Slurm's srun has started this rank; under another launcher its variables are those of a daemon."""
+    place = environment.get("SLURM_PROCID"), environment.get("SLURM_STEP_NUM_TASKS")
+    return place == (str(rank(environment)), str(size(environment)))
+
+
 def tasks_on_node(layout: str, node: int) -> int | None:
     """Read Slurm's ``4(x2),3``: four tasks on each of two nodes, then three on the next one."""
     first = 0
@@ -62,6 +68,19 @@ def tasks_on_node(layout: str, node: int) -> int | None:
         if node < first:
             return int(match[1])
     return None
+
+
+def nodes(names: str) -> list[str]:
+    """Read Slurm's ``node[07-09,12],login``; empty for what is more involved."""
+    if re.search(r"\][^,]*\[", names):
+        return []
+    found = []
+    for before, numbers, after in re.findall(r"([^\[,]+)(?:\[([^\]]*)\]([^,]*))?", names):
+        for part in numbers.split(","):
+            first, _, last = part.partition("-")
+            each = [f"{n:0{len(first)}}" for n in range(int(first), int(last or first) + 1)] if first else [""]
+            found += [f"{before}{number}{after}" for number in each]
+    return found
 
 
 def _first_number(names: tuple[str, ...], environment: Mapping[str, str]) -> int | None:
