@@ -40,9 +40,8 @@ def has_met() -> bool:
     """Whether this process has met others."""
     groups: Any = sys.modules.get("torch.distributed.distributed_c10d")
     calls: Any = sys.modules.get("torch.distributed.rpc")
-    # torch does not take these back when the group is destroyed; the first is None if a store was given
-    has_grouped = getattr(groups, "_default_pg_init_method", None) or getattr(groups, "_backend", "undefined")
-    return has_grouped not in (None, "undefined") or getattr(calls, "_init_counter", 0) > 0 or _has_loaded_mpi()
+    has_grouped = getattr(groups, "_backend", None) is not None  # torch keeps it when the group is destroyed
+    return has_grouped or getattr(calls, "_init_counter", 0) > 0 or _has_loaded_mpi()
 
 
 def _has_loaded_mpi() -> bool:

@@ -20,12 +20,12 @@ from typing import Any
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from torchmpi_py.launch import variables
+from torchmpi_py.launch import variables, world
 from torchmpi_py.torch_backend import sites
+from torchmpi_py.torch_backend.registration import NAME
 
 logger = logging.getLogger("torchmpi_py")
 
-NAME = "torchmpi"
 _UNNAMED = "undefined"
 _ON_THE_CPU = {"gloo", "mpi", "ucc"}
 _REMEDY = f'call dist.init_process_group("{NAME}") before, or give the library that name'
@@ -102,7 +102,7 @@ def _tell_if_elsewhere(backend: str, names: set[str]) -> None:
 
 def _is_job() -> bool:
     """Whether this is a rank among several that an MPI has started, and torchrun has not."""
-    return (variables.size(os.environ) or 1) > 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+    return (variables.size(os.environ) or 1) > 1 and not world.is_under_torchrun(os.environ)
 
 
 def _speaks() -> bool:

@@ -30,6 +30,7 @@ def register() -> None:
     distributed.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers["env"] = _meeting(handlers["env"])
+    importlib.import_module("torchmpi_py.torch_backend.overrides").register()
 
 
 def _create(options: Any, _: object = None) -> Any:
