@@ -55,15 +55,15 @@ class Wait:
                 self._over.set()
 
     def _watch(self, held: contextlib.ExitStack) -> None:
-        ages = watchdog.Ages(time.monotonic())
+        ages, is_said = watchdog.Ages(time.monotonic()), False
         while ages.of.get(0, 0.0) < self._seconds:
             if self._over.wait(min(_LOOK_SECONDS, self._seconds)):
                 return
             ages.look([0], time.monotonic())
-        is_first = _bind(_address("said"), held)  # of the ranks of this host
-        if is_first:
+            is_said = is_said or _is_bound(_address("said"))
+        if not is_said and _bind(_address("said"), held):  # one rank of the host says it
             watchdog.say(f"torchmpi_py: {self._told()}")
-        if self._ends and not self._over.wait(0.0 if is_first else _OTHERS_SECONDS):
+        if self._ends and not self._over.wait(_OTHERS_SECONDS if is_said else 2 * _LOOK_SECONDS):  # they look, and know
             self._end_job()
 
     def _told(self) -> str:
