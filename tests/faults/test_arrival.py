@@ -69,6 +69,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path, judge, starter, call, where
     judge("missing at the start", [outcome])
 
 
+@pytest.mark.skipif(not harness.ALL, reason="for scripts/test_faults")
 def test_with_report_the_wait_goes_on(tmp_path, judge):
     settings = {"TORCHMPI_DEADLINE": "2", "TORCHMPI_AT_DEADLINE": "report"}
     outcome = run(tmp_path, LATE, str(tmp_path / "missed"), **settings)
@@ -97,7 +98,7 @@ def test_a_rank_that_never_calls_init_process_group_after_start(tmp_path, judge)
     judge("missing at init_process_group", [outcome])
 
 
-@pytest.mark.skipif(harness.VENDOR != "mpich", reason="Open MPI's starter ends a job by itself when a rank has ended")
+@pytest.mark.skipif(not harness.ALL or harness.VENDOR != "mpich", reason="Open MPI's starter ends such a job by itself")
 def test_a_rank_that_has_ended_without_it(tmp_path, judge):
     outcome = run(tmp_path, PROGRAM.replace("time.sleep(300)", "sys.exit()"), "1", "mpi.start()", TORCHMPI_DEADLINE="2")
     outcome.expect(outcome.code == 1, "the job did not end with code 1")

@@ -14,8 +14,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from torchmpi_py import communicators, config, reports, runtime, waiting, watch
 from torchmpi_py.calls import Plain
 from torchmpi_py.channels import DIRECT
@@ -46,7 +44,10 @@ def ensure_started(timeout: dt.timedelta | None) -> None:
 
 
 def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
-    """Wait until all ranks have called ``init_process_group``; CollectiveTimeout after ``timeout``, if one was given."""
+    """Wait until all ranks have called ``init_process_group``. Collective.
+
+    CollectiveTimeout, with the ranks that are missing, after ``timeout``, if one was given.
+    """
     frame, name = sites.program(), "init_process_group"
     noted = watch.note(Plain(name, world, (name,)), DIRECT, frame=frame)
     try:
