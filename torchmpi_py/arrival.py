@@ -26,7 +26,7 @@ from torchmpi_py.launch import marks, variables, world
 
 _LOOK_SECONDS = 0.5
 _OTHERS_SECONDS = 5.0  # for the rank that says it to end the job
-_CALLS = 'mpi.start() or init_process_group("torchmpi")'
+_CALLS = "mpi.start() or init_process_group()"
 
 
 class Wait:
@@ -100,16 +100,19 @@ class Wait:
 
 
 def initialise_mpi() -> None:
-    """Start MPI, as ``MPI.Init_thread`` does, while Python's other threads run. Collective over all ranks of the job."""
+    """Start MPI as the import of mpi4py does, by its settings, while Python's other threads run.
+
+    Collective over all ranks of the job.
+    """
     import mpi4py
     from mpi4py import MPI
 
-    provided = ctypes.c_int()
-    function = ctypes.CDLL(MPI.__file__).MPI_Init_thread
-    code = function(None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
+    level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
+    required = ctypes.c_int(getattr(MPI, f"THREAD_{level.upper()}"))
+    code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, required, ctypes.byref(ctypes.c_int()))
     if code != MPI.SUCCESS:
         raise RuntimeError(f"MPI_Init_thread failed with code {code}")
-    if mpi4py.rc.errors == "exception":  # what mpi4py does besides
+    if mpi4py.rc.errors == "exception":
         for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
             comm.Set_errhandler(MPI.ERRORS_RETURN)
 

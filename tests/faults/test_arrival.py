@@ -1,9 +1,11 @@
-"""Ranks that never come to ``mpi.start()`` or ``init_process_group``: the others say who is missing, and end the job."""
+"""A rank never comes to ``mpi.start()`` or ``init_process_group``: the others say who is missing, and end the job."""
 
 import re
 
 import harness
 import pytest
+
+from torchmpi_py import arrival
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -106,14 +108,25 @@ def test_a_rank_that_has_ended_without_it(tmp_path, judge):
     judge("missing at the start", [outcome])
 
 
-def test_a_world_of_one_is_not_watched(monkeypatch):
-    from torchmpi_py import arrival
+def started(monkeypatch, rank, size, local_size):
+    for name, value in {"RANK": rank, "SIZE": size, "LOCAL_SIZE": local_size}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    monkeypatch.setenv("PMIX_NAMESPACE", f"job of {monkeypatch!r}")
+    return arrival.Wait("mpi.start()", 5.0, "abort")
 
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
-    with arrival.Wait("mpi.start()", 5.0, "abort").watched():
-        assert not arrival._is_bound(arrival._address("0"))
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with arrival.Wait("mpi.start()", 5.0, "abort").watched():
-        assert arrival._is_bound(arrival._address("0"))
+
+def test_a_world_of_one_is_not_watched(monkeypatch):
+    for size in (1, 2):
+        with started(monkeypatch, 0, size, size).watched():
+            assert arrival._is_bound(arrival._address("0")) == (size > 1)
     assert not arrival._is_bound(arrival._address("0"))
+
+
+def test_of_other_hosts_nothing_is_claimed(monkeypatch):
+    with started(monkeypatch, 2, 4, 2).watched():
+        told = started(monkeypatch, 2, 4, 2)._told()
+        assert told.startswith("rank 2 of 4 waits in mpi.start(), for 5 s now. 1 of 2 ranks are missing on host ")
+        assert "of other hosts nothing is known here" in told
+        with started(monkeypatch, 3, 4, 2).watched():
+            told = started(monkeypatch, 2, 4, 2)._told()
+            assert told.startswith("ranks 2, 3 of 4 wait in mpi.start(), for 5 s now. None is missing on host ")
