@@ -26,6 +26,7 @@ ROWS = [
     ["tracing"],
     ["exits", "symmetric"],
     ["watchdog", "levels"],
+    ["arrival"],
     [
         "collectives.cuda_trial",
         "collectives.operation",
@@ -97,6 +98,7 @@ ROWS = [
         "torch_backend.members",
         "torch_backend.meeting",
         "torch_backend.options",
+        "torch_backend.overrides",
         "torch_backend.parts",
         "torch_backend.placeholder",
         "torch_backend.registration",

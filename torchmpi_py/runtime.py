@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchmpi_py import (
+    arrival,
     communicators,
     config,
     exits,
@@ -66,7 +67,26 @@ def start(
     wishes = startup.Wishes(
         device, with_ipc_groups, custom_communicator_init, with_cartesian_communicator, collective_communicator, tuning
     )
-    world = _initialise_mpi()
+    _start(wishes, arrival.Wait("mpi.start()", tuning.deadline_seconds, tuning.at_deadline))
+
+
+def start_for_group(tuning: config.Tuning, timeout_seconds: float) -> None:
+    """What ``init_process_group`` starts: as ``start``, with a GPU if there is one, within a time of its own (0: none).
+
+    Collective. If not all ranks have come after ``timeout_seconds``, or the deadline if that is shorter, it ends the
+    job.
+    """
+    _check_startable()
+    device = placement.cuda_device() if torch.cuda.is_available() else torch.device("cpu")
+    limits = [seconds for seconds in (timeout_seconds, tuning.deadline_seconds) if seconds > 0]
+    wait = arrival.Wait("init_process_group", min(limits, default=0), tuning.at_deadline)
+    _start(startup.Wishes(device, True, None, False, None, tuning), wait)
+
+
+def _start(wishes: startup.Wishes, wait: arrival.Wait) -> None:
+    with wait.watched():
+        world = _initialise_mpi()
+        startup.check_tuning(world, wishes.tuning)
     try:
         startup.build(world, wishes)
     except BaseException:
@@ -174,12 +194,13 @@ def _initialise_mpi() -> MPI.Comm:
 
     mpi4py.rc.thread_level = "multiple"
     mpi4py.rc.finalize = False  # we do it, at exit: mpi4py's own would also run in forked children
+    mpi4py.rc.initialize = False  # and this below
     from mpi4py import MPI
 
     if MPI.Is_finalized():
         raise TorchMPIError("MPI was finalised in this process and cannot be started again")
     if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        arrival.initialise_mpi()
     exits.register(stop)
     placement.check_world(MPI.COMM_WORLD.size)
     return startup.remaining or MPI.COMM_WORLD

@@ -72,19 +72,22 @@ def build(world: MPI.Comm, wanted: Wishes) -> None:
     watchdog.start()
 
 
-def _build(world: MPI.Comm, wanted: Wishes) -> None:
-    """Everything but the levels below the world."""
-    global _node, _local, device
-    from mpi4py import MPI
-
-    tuning = wanted.tuning
+def check_tuning(world: MPI.Comm, tuning: config.Tuning) -> None:
+    """RanksDisagree if the ranks were given different tunings. Collective."""
     tunings = world.allgather(tuning)
     if any(other != tunings[0] for other in tunings):
         rank, other = next((rank, other) for rank, other in enumerate(tunings) if other != tunings[0])
         raise RanksDisagree(
             f"start: rank 0 has {tunings[0]}, rank {rank} has {other}; set TORCHMPI_* alike on all hosts"
         )
-    config.install(tuning)
+
+
+def _build(world: MPI.Comm, wanted: Wishes) -> None:
+    """Everything but the levels below the world."""
+    global _node, _local, device
+    from mpi4py import MPI
+
+    config.install(wanted.tuning)
     inline = MPI.Query_thread() < MPI.THREAD_MULTIPLE
     if inline and world.rank == 0:
         logger.warning("this MPI does not give MPI_THREAD_MULTIPLE: asynchronous operations run when they are launched")

@@ -112,7 +112,7 @@ class Watchdog:
         if is_asked:
             signals.take()
             if claims.take(self._board, claims.ASKED):
-                _say(self._report("asked for by SIGUSR1", None))
+                say(self._report("asked for by SIGUSR1", None))
         dead = self._neighbours.whose_death_to_tell(now)
         if dead is not None:
             self._end(reports.death(self._board, dead))
@@ -147,7 +147,7 @@ class Watchdog:
         told = ""
         try:
             told = self._report(f"an operation is not complete after {self._ages.of[oldest]:.0f} s", oldest)
-            _say(told)
+            say(told)
         finally:
             if is_end:
                 self._end_if_late(oldest, 0 if "has not come to it" in told else _OTHERS_SECONDS)
@@ -159,7 +159,7 @@ class Watchdog:
         if number in watch.under_way(self._board):
             exits.abort(EXIT_CODE)
         else:
-            _say("torchmpi_py: it has completed meanwhile, and the job goes on")
+            say("torchmpi_py: it has completed meanwhile, and the job goes on")
 
     def _compare(self) -> None:
         """End the job if another rank of the node is in something else at the place of an operation of this one.
@@ -178,8 +178,8 @@ class Watchdog:
     def _end(self, why: str) -> None:
         """Report in short, and end the job."""
         try:
-            _say(reports.of_node(self._board, why, has_text=False))
-            _say(flight_recorder.dump(self._board))  # late: the job's starter may notice, and end this process too
+            say(reports.of_node(self._board, why, has_text=False))
+            say(flight_recorder.dump(self._board))  # late: the job's starter may notice, and end this process too
         finally:
             exits.abort(EXIT_CODE)
 
@@ -200,7 +200,7 @@ class Watchdog:
         return told if number is None else f"{told}\n{flight_recorder.dump(used)}"
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """On standard error as it was when the program began: what stands in its place may be closed, or kept in memory."""
     line = f"{text}\n"
     try:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from torchmpi_py.launch import leftovers, marks, standard_input
+from torchmpi_py.launch import alone, leftovers, marks, standard_input
 from torchmpi_py.launch.deaths import Death, Lookout
 from torchmpi_py.launch.signals import Signals
 from torchmpi_py.launch.terminal import Tail, say
@@ -112,7 +112,10 @@ class Job:
         while self._lookout.is_holding:
             time.sleep(_POLL_SECONDS)
             self._hear_of_deaths(0.0)
-        return self._code()
+        code = self._code()
+        if code == 0 and self.num_ranks > 1 and (found := alone.ranks(self.folder)):
+            say(alone.explain(found))
+        return code
 
     def _running(self) -> bool:
         self._tail.show()

@@ -4,6 +4,7 @@ running-R  until rank R has ended in order: its process, and where that number h
            numbers of its own, may see the same folder)
 alive-R    a pipe that the rank holds open until it ends; it writes into it when it fails
 failed-R   that rank R failed: when, with which exit code, and which shared memory it held
+alone-R    that rank R ended in order, without having met the others (`alone`)
 """
 
 import atexit

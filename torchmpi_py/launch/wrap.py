@@ -30,7 +30,7 @@ if __name__ == "__main__":
     # Run by path: this folder is where Python would look for modules first, and it has a `hosts` and a `job`.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from torchmpi_py.launch import binding, marks, variables
+from torchmpi_py.launch import alone, binding, marks, variables
 
 _LAST_SECONDS = 30
 _KILLED_SECONDS = 2.0
@@ -214,7 +214,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # into the starter's pipe each line at once, and whole, also for python -u
         if isinstance(stream, io.TextIOWrapper):  # not when it was closed
             stream.reconfigure(line_buffering=True, write_through=False)
-    with marks.running(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), rank):
+    folder = os.environ.get("TORCHMPIRUN_JOB_DIR", "")
+    with marks.running(folder, rank):
+        alone.note_at_end(folder, rank)
         run_and_end(options, rank)
 
 

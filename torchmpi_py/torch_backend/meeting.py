@@ -9,14 +9,17 @@ start under ``torchmpirun`` too.
 from __future__ import annotations
 
 import datetime as dt
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from torchmpi_py import communicators, config, runtime, watch
+from torchmpi_py import communicators, config, reports, runtime, waiting, watch
+from torchmpi_py.calls import Plain
+from torchmpi_py.channels import DIRECT
 from torchmpi_py.collectives import rendezvous
+from torchmpi_py.communicators import Communicator
+from torchmpi_py.errors import CollectiveTimeout
 from torchmpi_py.torch_backend import sites
 
 Found = Iterator[tuple[Any, int, int]]
@@ -33,19 +36,46 @@ def ensure_started(timeout: dt.timedelta | None) -> None:
     """
     if runtime.is_started():
         return
-    tuning = config.from_environment()
+    tuning, given = config.from_environment(), _seconds(timeout)
     if not any(name in os.environ for name in ("TORCHMPI_DEADLINE", "TORCHMPI_DEADLINE_SECONDS")):
-        longest = max(DEFAULT_SECONDS, timeout.total_seconds() if timeout is not None else 0)
+        longest = max(DEFAULT_SECONDS, given)
         tuning = config.Tuning(**vars(tuning) | {"deadline_seconds": int(longest) + _SLACK_SECONDS})
-    runtime.start(with_cuda=torch.cuda.is_available(), tuning=tuning)
+    runtime.start_for_group(tuning, given)
+
+
+def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
+    """Wait until all ranks have called ``init_process_group``. Collective.
+
+    CollectiveTimeout, with the ranks that are missing, after ``timeout``, if one was given.
+    """
+    frame, name = sites.program(), "init_process_group"
+    noted = watch.note(Plain(name, world, (name,)), DIRECT, frame=frame)
+    try:
+        seconds = _seconds(timeout) or math.inf
+        if not waiting.complete(world.direct.mpi.Ibarrier(), waiting.Nap(0.001), seconds):
+            raise CollectiveTimeout(
+                f"the timeout of {seconds:g} s has passed, and not all ranks have called init_process_group. "
+                f"{reports.late(noted)}"
+            )
+    except BaseException:
+        watch.fail(noted)
+        raise
+    watch.end(noted)
+
+
+def _seconds(timeout: dt.timedelta | None) -> float:
+    """What the program has given as timeout; 0 if nothing, or torch's default, which cannot be told from nothing."""
+    seconds = 0.0 if timeout is None else timeout.total_seconds()
+    return 0.0 if seconds == DEFAULT_SECONDS else seconds
 
 
 def over_mpi(timeout: dt.timedelta | None = None, **_: object) -> Found:
     """What a rendezvous gives: a store, the rank, the size."""
     ensure_started(timeout)
     world = communicators.stack().levels[0]
+    wait_for_all(world, timeout)
     store = watch.together(
-        "init_process_group",
+        "the store of init_process_group",
         world,
         lambda: rendezvous.open_store(world.direct, "torch.distributed"),
         frame=sites.program(),

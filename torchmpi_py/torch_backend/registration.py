@@ -31,6 +31,7 @@ def register() -> None:
     distributed.Backend._plugins = _Plugins(distributed.Backend._plugins)
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers["env"] = _meeting(handlers["env"])
+    importlib.import_module("torchmpi_py.torch_backend.overrides").register()
 
 
 class _Plugins(dict[str, Any]):

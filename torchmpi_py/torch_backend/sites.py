@@ -9,6 +9,7 @@ from types import FrameType
 import torch
 
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 def program() -> FrameType:
@@ -17,3 +18,10 @@ def program() -> FrameType:
     while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def library(frame: FrameType) -> str:
+    """The name of the installed package that a frame belongs to; empty for the user's own program."""
+    parts = frame.f_code.co_filename.split(os.sep)
+    found = next((place for place, part in enumerate(parts[:-1]) if part in _INSTALLED), None)
+    return "" if found is None else parts[found + 1].removesuffix(".py")

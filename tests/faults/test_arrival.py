@@ -1,0 +1,132 @@
+"""A rank never comes to ``mpi.start()`` or ``init_process_group``: the others say who is missing, and end the job."""
+
+import re
+
+import harness
+import pytest
+
+from torchmpi_py import arrival
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(bool(harness.MISSING), reason=harness.MISSING),
+]
+
+# argv[1] is the rank that stays away, argv[2] what the others call.
+PROGRAM = """
+import datetime as dt, os, sys, time
+from torchmpi_py.launch import variables
+rank = variables.rank(os.environ)
+if rank == int(sys.argv[1]):
+    import torchmpi_py
+    time.sleep(300)
+two = dt.timedelta(seconds=2)
+import torchmpi_py as mpi
+import torch.distributed as dist
+import torchmpi_py.torch_backend
+exec(sys.argv[2])
+"""
+# Rank 1 comes when it is missed; all are there then.
+LATE = """
+import os, sys, time
+from torchmpi_py.launch import variables
+if variables.rank(os.environ) == 1:
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.05)
+import torchmpi_py as mpi
+from torchmpi_py import watchdog
+say = watchdog.say
+def seen(text):
+    say(text)
+    open(sys.argv[1], "w").close()
+watchdog.say = seen
+mpi.start()
+assert mpi.allreduce(1) == mpi.size() == 3
+mpi.stop()
+"""
+INIT = "dist.init_process_group('torchmpi', timeout=two)"
+WHO = r"torchmpi_py: ranks 0, 2 of 3 wait in {}, for 2 s now\. Missing: rank 1{}\. Every rank has to call"
+
+
+def run(tmp_path, text, *arguments, starter="torchmpirun", **environment):
+    path = tmp_path / "program.py"
+    path.write_text(text)
+    line = harness.command(3, path, *arguments, starter=starter)
+    return harness.run(f"{starter} {arguments}", line, environment, within_seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("starter", "call", "where", "process"),
+    [
+        ("torchmpirun", "mpi.start()", r"mpi\.start\(\)", r" \(process \d+\)"),
+        ("mpirun", INIT, "init_process_group", ""),
+    ],
+)
+def test_a_rank_that_never_starts_is_named(tmp_path, judge, starter, call, where, process):
+    seconds = "2" if call == "mpi.start()" else "600"  # for the other the timeout counts
+    outcome = run(tmp_path, PROGRAM, "1", call, starter=starter, TORCHMPI_DEADLINE=seconds)
+    outcome.expect(outcome.code != 0, "the job succeeded")
+    told = re.findall(WHO.format(where, process), outcome.errors)
+    outcome.expect(len(told) == 1, f"the missing rank was named {len(told)} times")
+    judge("missing at the start", [outcome])
+
+
+@pytest.mark.skipif(not harness.ALL, reason="for scripts/test_faults")
+def test_with_report_the_wait_goes_on(tmp_path, judge):
+    settings = {"TORCHMPI_DEADLINE": "2", "TORCHMPI_AT_DEADLINE": "report"}
+    outcome = run(tmp_path, LATE, str(tmp_path / "missed"), **settings)
+    outcome.expect(outcome.code == 0, "the job failed")
+    outcome.expect("Missing: rank 1" in outcome.errors, "the missing rank was not named")
+    judge("missing at the start", [outcome])
+
+
+def test_started_by_the_master_of_futures_alone(tmp_path, judge):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    line = harness.command(3, "-m", "mpi4py.futures", str(path), "-1", "mpi.start()")
+    outcome = harness.run("futures", line, {"TORCHMPI_DEADLINE": "2"}, within_seconds=60)
+    outcome.expect(outcome.code == 1, "the job did not end with code 1")
+    told = re.search(r"rank 0 of 3 waits in mpi\.start\(\).*Missing: rank 1.*, rank 2", outcome.errors)
+    outcome.expect(told is not None, "the missing ranks were not named")
+    judge("missing at the start", [outcome])
+
+
+def test_a_rank_that_never_calls_init_process_group_after_start(tmp_path, judge):
+    text = PROGRAM.replace("if rank ==", "import torchmpi_py as mpi; mpi.start()\nif rank ==")
+    outcome = run(tmp_path, text, "1", INIT, TORCHMPI_DEADLINE="600")
+    outcome.expect(outcome.code == 1, "the job did not end with code 1")
+    told = re.search(r"timeout of 2 s has passed, .*init_process_group\. rank 1 \(process \d+\)", outcome.errors)
+    outcome.expect(told is not None, "the missing rank was not named")
+    judge("missing at init_process_group", [outcome])
+
+
+@pytest.mark.skipif(not harness.ALL or harness.VENDOR != "mpich", reason="Open MPI's starter ends such a job by itself")
+def test_a_rank_that_has_ended_without_it(tmp_path, judge):
+    outcome = run(tmp_path, PROGRAM.replace("time.sleep(300)", "sys.exit()"), "1", "mpi.start()", TORCHMPI_DEADLINE="2")
+    outcome.expect(outcome.code == 1, "the job did not end with code 1")
+    outcome.expect("Missing: rank 1 (has ended)." in outcome.errors, "the missing rank was not named")
+    judge("missing at the start", [outcome])
+
+
+def started(monkeypatch, rank, size, local_size):
+    for name, value in {"RANK": rank, "SIZE": size, "LOCAL_SIZE": local_size}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    monkeypatch.setenv("PMIX_NAMESPACE", f"job of {monkeypatch!r}")
+    return arrival.Wait("mpi.start()", 5.0, "abort")
+
+
+def test_a_world_of_one_is_not_watched(monkeypatch):
+    for size in (1, 2):
+        with started(monkeypatch, 0, size, size).watched():
+            assert arrival._is_bound(arrival._address("0")) == (size > 1)
+    assert not arrival._is_bound(arrival._address("0"))
+
+
+def test_of_other_hosts_nothing_is_claimed(monkeypatch):
+    with started(monkeypatch, 2, 4, 2).watched():
+        told = started(monkeypatch, 2, 4, 2)._told()
+        assert told.startswith("rank 2 of 4 waits in mpi.start(), for 5 s now. 1 of 2 ranks are missing on host ")
+        assert "of other hosts nothing is known here" in told
+        with started(monkeypatch, 3, 4, 2).watched():
+            told = started(monkeypatch, 2, 4, 2)._told()
+            assert told.startswith("ranks 2, 3 of 4 wait in mpi.start(), for 5 s now. None is missing on host ")

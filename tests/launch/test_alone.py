@@ -1,0 +1,60 @@
+"""Ranks that end without having met the others: torchmpirun says which."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import alone, mpirun
+
+try:
+    mpirun.find("", os.environ)
+    MISSING = ""
+except LaunchError as error:
+    MISSING = str(error)
+
+pytestmark = pytest.mark.timeout(120)
+
+# Rank 2 becomes another program, of which nothing is known.
+PROGRAM = """
+import os, sys
+from torchmpi_py.launch import variables
+rank = variables.rank(os.environ)
+if rank == 1 and os.fork() == 0:
+    sys.exit(0)
+if rank == 2:
+    os.execv("/bin/true", ["true"])
+"""
+MEETINGS = {
+    "pass": False,
+    "import torchmpi_py; torchmpi_py.engine": False,
+    "import torchmpi_py as mpi; mpi.start()": True,
+    "import mpi4py.MPI": True,
+    "import torch.distributed as dist\n"
+    "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); dist.destroy_process_group()": True,
+}
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_torchmpirun_names_them(program, no_leftovers):
+    command = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", str(program(PROGRAM))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    told = "ranks 0, 1 each ran the whole program alone: it called neither mpi.start() nor init_process_group()"
+    assert done.stderr == f"torchmpirun: {told}\n"
+
+
+@pytest.mark.parametrize("program", MEETINGS)
+def test_what_counts_as_a_meeting(program):
+    if "mpi" in program and MISSING:
+        pytest.skip(MISSING)
+    text = f"{program}\nfrom torchmpi_py.launch import alone\nprint(alone.has_met())"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.split()[-1:] == [str(MEETINGS[program])], done.stderr
+
+
+def test_one_rank_is_named():
+    told = "rank 3 ran the whole program alone: it called neither mpi.start() nor init_process_group()"
+    assert alone.explain([3]) == told

@@ -1,0 +1,157 @@
+"""What torch.distributed is asked for by name, by a library, or by nobody; mixed strings; ``_set_pg_timeout``; DETAIL.
+
+Each test makes the default group it is about.
+"""
+
+import datetime as dt
+import importlib
+import logging
+import os
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from torchmpi_py.launch import variables
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+
+LIBRARY = """
+import torch.distributed as dist
+def init(**options):
+    dist.init_process_group(**options)
+"""
+
+
+@pytest.fixture(autouse=True)
+def backend(mpi):
+    import torchmpi_py.torch_backend
+
+    yield torchmpi_py.torch_backend
+    if dist.is_initialized():
+        end_group()
+
+
+def end_group():
+    """gloo does not wait for a rank that is still connecting."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def warned(caplog, mpi):
+    """How many lines of the package's logger hold a text, on rank 0; on the others there are none."""
+    caplog.set_level(logging.WARNING, "torchmpi_py")
+
+    def count(text):
+        found = sum(text in record.getMessage() for record in caplog.records if record.name == "torchmpi_py")
+        assert mpi.rank() == 0 or found == 0
+        return mpi.broadcast_object(found, 0)
+
+    return count
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """An installed package that makes the default group."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "some_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    yield importlib.import_module("some_library")
+    del sys.modules["some_library"]
+
+
+def is_job():
+    return (variables.size(os.environ) or 1) > 1
+
+
+def test_a_group_of_gloo_that_nobody_named_is_told(mpi, warned):
+    dist.init_process_group()
+    assert warned('made on "gloo", and not on MPI: no backend was named') == is_job()
+    assert dist.get_backend() == dist.get_backend(dist.new_group()) == ("gloo" if is_job() else "undefined")
+
+
+def test_a_device_mesh_that_makes_the_group_is_told(mpi, warned):
+    dist.init_device_mesh("cpu", (mpi.size(),))
+    assert warned("no backend was named") == is_job()
+
+
+def test_a_library_that_takes_gloo_is_told(library, warned):
+    library.init(backend="gloo")
+    assert warned("some_library asks for it") == is_job()
+
+
+def test_what_was_asked_for_by_name_is_not_told(mpi, library, warned):
+    dist.init_process_group("gloo")
+    end_group()
+    library.init(backend="torchmpi")
+    dist.new_group(backend="gloo")
+    dist.init_device_mesh("cpu", (mpi.size(),))
+    assert warned("made on") == 0
+
+
+def test_the_name_of_our_groups(mpi):
+    dist.init_process_group("torchmpi")
+    mesh = dist.init_device_mesh("cpu", (1, mpi.size()), mesh_dim_names=("a", "b"))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    groups = [None, dist.new_group(), mesh.get_group("b"), model.process_group]
+    assert [dist.get_backend(group) for group in groups] == ["torchmpi"] * 4
+
+
+@pytest.mark.parametrize(
+    ("backend_string", "other"),
+    [("cpu:torchmpi,cuda:nccl", "nccl"), ("cpu:gloo,cuda:torchmpi", "gloo"), ("cpu:torchmpi", "")],
+)
+def test_a_mixed_string_makes_one_group_of_ours(mpi, backend, warned, backend_string, other):
+    dist.init_process_group(backend_string)
+    for group in (None, dist.new_group()):
+        assert dist.get_backend(group) == "torchmpi"
+    assert isinstance(dist.group.WORLD, backend.ProcessGroup)
+    assert warned(f"and {other} is not used") == bool(other)
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    assert x.tolist() == [mpi.size()] * 2
+
+
+def test_the_timeout_that_torch_sets_reaches_the_group(mpi):
+    dist.init_process_group("torchmpi")
+    group = dist.new_group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        distributed_c10d._set_pg_timeout(dt.timedelta(seconds=7))
+        distributed_c10d._set_pg_timeout(dt.timedelta(seconds=0.5), group)
+    assert (dist.group.WORLD.seconds, group.seconds) == (7.0, 0.5)
+    if mpi.size() > 1:
+        if mpi.rank() == 0:
+            with pytest.raises(dist.DistBackendError, match=r"the timeout of 0\.5 s has passed"):
+                dist.all_reduce(torch.ones(1), group=group)
+        dist.barrier()
+        if mpi.rank() > 0:
+            dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_a_part_of_the_ranks_is_refused_as_a_default_group(mpi):
+    if mpi.size() == 1:
+        pytest.skip("there is no part")
+    with pytest.raises(mpi.TorchMPIError, match=r"1 ranks, and MPI has started \d.*dist\.new_group\(ranks\)"):
+        dist.init_process_group("torchmpi", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_with_torchs_debug_level_detail(mpi, backend):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        dist.init_process_group("torchmpi")
+        assert isinstance(dist.group.WORLD, backend.ProcessGroup)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.full((1, 2), float(mpi.rank()))).sum().backward()
+        mean = sum(range(mpi.size())) / mpi.size()
+        assert model.module.weight.grad.flatten().tolist() == [mean] * 4
+        wrapped = dist.new_group(backend="gloo")  # torch's checks are around this one
+        x = torch.ones(2)
+        dist.all_reduce(x, group=wrapped)
+        assert x.tolist() == [mpi.size()] * 2
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
