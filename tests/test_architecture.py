@@ -99,6 +99,7 @@ ROWS = [
         "torch_backend.options",
         "torch_backend.parts",
         "torch_backend.placeholder",
+        "torch_backend.registration",
         "torch_backend.sites",
     ],
     ["torch_backend.monitoring", "torch_backend.steps", "torch_backend.work"],

@@ -1,10 +1,13 @@
 """MPI for today's PyTorch: ``import torchmpi_py as mpi``, ``mpi.start()``, ``torchmpirun -n 4 train.py``.
 
-Names are loaded when they are first used, so that the launcher starts without importing torch.
+Names are loaded when they are first used, so that the launcher starts without importing torch. In a rank the import
+sets torchrun's variables (``launch.world``).
 """
 
 import importlib
 from typing import Any
+
+from torchmpi_py.launch import world
 
 __version__ = "0.1.0"
 
@@ -83,6 +86,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("engine", "nn", "paramserver")
 
 __all__ = sorted([*_HOME_OF, *_MODULES])
+
+world.set_variables()
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, hosts, mpirun, restarts, standard_input, vendors
+from torchmpi_py.launch import binding, hosts, mpirun, restarts, standard_input, vendors, world
 from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
 from torchmpi_py.launch.options import given_environment, parse
 from torchmpi_py.launch.terminal import say
@@ -28,7 +28,7 @@ _DROPPED = ("PMIX_", "PMI_", "OMPI_COMM_", "OMPI_ARGV", "OMPI_COMMAND", "PRTE_LA
 _DROPPED_WHOLE = ("TORCHMPI_STARTED_PID",)
 _KEPT = ("PMIX_MCA_",)
 # What must reach the ranks on other hosts, besides what --env gives.
-_FORWARDED = ("TORCHMPI", "MPI4PY_", "OMPI_MCA_", "PYTHONPATH", *binding.THREAD_VARIABLES)
+_FORWARDED = ("TORCHMPI", "MPI4PY_", "OMPI_MCA_", "PYTHONPATH", world.ADDRESS, world.PORT, *binding.THREAD_VARIABLES)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without what would confuse the ranks."""
     return {
         name: value
-        for name, value in environment.items()
+        for name, value in world.without_outer(environment).items()
         if name not in _DROPPED_WHOLE and (name.startswith(_KEPT) or not name.startswith(_DROPPED))
     }
 
@@ -111,7 +111,8 @@ def plan(
             say(f"{name} is {inherited[name]}, but {vendor.name}'s library is {path}; unset it if ranks cannot start")
     added |= library
     added = {name: value for name, value in added.items() if name == vendor.hostfile_variable or name not in inherited}
-    added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt)} | given
+    mark = world.first_mark([(host.name, host.num_slots) for host in named], folder)
+    added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt), world.MARK: mark} | given
     reaching = sorted({*given, *(name for name in inherited | added if name.startswith(_FORWARDED))})
     starter = mpirun.arguments(
         vendor,

@@ -15,7 +15,7 @@ _RANK = (
     "MV2_COMM_WORLD_RANK",  # MVAPICH
     "SLURM_PROCID",
 )
-SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANK = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",  # MPICH, Intel MPI
@@ -33,7 +33,7 @@ def rank(environment: Mapping[str, str]) -> int | None:
 
 
 def size(environment: Mapping[str, str]) -> int | None:
-    """The number of ranks in the job, if Open MPI or MPICH started it."""
+    """The number of ranks in the job; None where the launcher does not say, as in the script of a Slurm job."""
     return _first_number(SIZE, environment)
 
 
@@ -49,6 +49,12 @@ def local_size(environment: Mapping[str, str]) -> int | None:
         return told
     node = _first_number(("SLURM_NODEID",), environment) or 0
     return tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
+
+
+def is_srun(environment: Mapping[str, str]) -> bool:
+    """Whether Slurm's srun has started this rank; under another launcher its variables are those of a daemon."""
+    place = environment.get("SLURM_PROCID"), environment.get("SLURM_STEP_NUM_TASKS")
+    return place == (str(rank(environment)), str(size(environment)))
 
 
 def tasks_on_node(layout: str, node: int) -> int | None:

@@ -1,17 +1,31 @@
-"""``torch.distributed`` over this package: ``import torchmpi_py.torch_backend``, ``init_process_group("torchmpi")``.
+"""``torch.distributed`` over this package: ``dist.init_process_group("torchmpi")``.
 
-Importing it registers the backend, for tensors on the CPU and on CUDA devices, and lets ``env://``, torch's default
-way to start, meet over MPI where no MASTER_ADDR is set (``meeting.py``). A process group is a communicator of the
-package, and its collectives are the package's verbs (``process_group.py``).
+``import torch`` registers the backend (``registration.py``); importing this module does the same where torch does not
+look for backends. A process group is a communicator of the package, and its collectives are the package's verbs
+(``process_group.py``). Names are loaded when they are first used.
 """
 
-from torchmpi_py.torch_backend import creation, joining, meeting
-from torchmpi_py.torch_backend.gradients import average
-from torchmpi_py.torch_backend.monitoring import monitored_barrier
-from torchmpi_py.torch_backend.process_group import NAME, ProcessGroup
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torchmpi_py.torch_backend import registration
+from torchmpi_py.torch_backend.registration import NAME
+
+if TYPE_CHECKING:
+    from torchmpi_py.torch_backend.gradients import average
+    from torchmpi_py.torch_backend.monitoring import monitored_barrier
+    from torchmpi_py.torch_backend.process_group import ProcessGroup
 
 __all__ = ["NAME", "ProcessGroup", "average", "monitored_barrier"]
 
-creation.register()
-joining.register()
-meeting.register()
+_HOMES = {"ProcessGroup": "process_group", "average": "gradients", "monitored_barrier": "monitoring"}
+
+registration.register()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

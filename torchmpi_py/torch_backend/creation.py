@@ -1,28 +1,23 @@
-"""Where torch.distributed asks for a process group."""
+"""Makes process groups for torch.distributed; the import prepares torch for them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import distributed
-
 from torchmpi_py import communicators
 from torchmpi_py.errors import TorchMPIError
-from torchmpi_py.torch_backend import meeting
+from torchmpi_py.torch_backend import joining, meeting
 from torchmpi_py.torch_backend.compiling import leave_alone
 from torchmpi_py.torch_backend.messages import Message
-from torchmpi_py.torch_backend.process_group import NAME, ProcessGroup
+from torchmpi_py.torch_backend.process_group import ProcessGroup
 from torchmpi_py.torch_backend.work import Done, Pending, Several
 
 
-def register() -> None:
-    """Make the backend known, for the devices of today."""
-    if NAME not in distributed.Backend.backend_list:
-        leave_alone(ProcessGroup, Done, Pending, Several, Message)
-        distributed.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+leave_alone(ProcessGroup, Done, Pending, Several, Message)
+joining.register()
 
 
-def _create(options: Any, _: object = None) -> ProcessGroup:
+def create(options: Any) -> ProcessGroup:
     """The process group that torch.distributed describes by ``options``. Collective over its ranks."""
     meeting.ensure_started(options.timeout)
     world = communicators.stack().levels[0]

@@ -1,15 +1,14 @@
 """How processes that MPI started meet for torch.distributed: rank, size and store come over MPI.
 
-Without ``init_method`` and ``store``, torch.distributed takes ``env://``, which reads MASTER_ADDR and others from the
-environment. Where they are set that is what happens. Where MASTER_ADDR or the rank is not, the ranks meet here: rank 0
-opens a store on a free port, and MPI tells the others where, also on other nodes. That holds for every backend, so
-that gloo and nccl start under ``torchmpirun`` too.
+Without ``init_method`` and ``store``, torch.distributed takes ``env://``. Its handler (``registration.py``) leads here
+where an MPI has started the ranks, and MASTER_ADDR and MASTER_PORT are not the user's own: rank 0 opens a store on a
+free port, and MPI tells the others where, also on other nodes. That holds for every backend, so that gloo and nccl
+start under ``torchmpirun`` too.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import importlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -27,18 +26,6 @@ DEFAULT_SECONDS = 30 * 60
 _SLACK_SECONDS = 60  # whoever waits for an operation gives up before the watchdog ends the job
 
 
-def register() -> None:
-    """Take ``env://`` over, where the environment does not tell enough."""
-    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    former = handlers["env"]
-
-    def meet(url: str, **options: Any) -> Found:
-        is_told = os.environ.get("MASTER_ADDR") and (os.environ.get("RANK") or "rank=" in url)
-        return former(url, **options) if is_told else _over_mpi(**options)
-
-    handlers["env"] = meet
-
-
 def ensure_started(timeout: dt.timedelta | None) -> None:
     """Start the package, unless the program has done so; ``timeout`` is what torch.distributed was told.
 
@@ -53,7 +40,7 @@ def ensure_started(timeout: dt.timedelta | None) -> None:
     runtime.start(with_cuda=torch.cuda.is_available(), tuning=tuning)
 
 
-def _over_mpi(timeout: dt.timedelta | None = None, **_: object) -> Found:
+def over_mpi(timeout: dt.timedelta | None = None, **_: object) -> Found:
     """What a rendezvous gives: a store, the rank, the size."""
     ensure_started(timeout)
     world = communicators.stack().levels[0]

@@ -33,13 +33,11 @@ from torchmpi_py.torch_backend import (
 from torchmpi_py.torch_backend.buckets import Buckets
 from torchmpi_py.torch_backend.call import Call
 from torchmpi_py.torch_backend.call_queue import CallQueue
+from torchmpi_py.torch_backend.registration import NAME
 from torchmpi_py.torch_backend.steps import Steps
 from torchmpi_py.torch_backend.work import OVER, Done, Pending, Several
 
 Tensors = Sequence[Tensor]
-
-NAME = "torchmpi"
-
 
 _Base: Any = distributed.ProcessGroup  # whose methods have several signatures each, all of which are taken here
 

@@ -1,0 +1,209 @@
+"""torchrun's variables for the ranks of an MPI: RANK, WORLD_SIZE, LOCAL_RANK, ..., MASTER_ADDR, MASTER_PORT.
+
+Programs that are written for ``torchrun`` read them. The import of the package sets them in a process that an MPI's
+launcher has started, from the launcher's own variables (``variables``) and without MPI: all ranks come to the same
+MASTER_PORT by way of the job's name. What only MPI knows, on several hosts, `complete` adds when MPI runs.
+
+A mark, the variable TORCHMPIRUN_WORLD, holds the job, the rank, and what was set here. Processes inherit it together
+with the variables, and so it tells apart what has the same names:
+
+- The mark is of this job and this rank: what differs from it was set since, by the program or by a ``torchrun`` that
+  the rank has started, and stays.
+- The mark is of another job, from which this one was started: what equals it is stale, and is set again.
+- There is none: what is set is the user's and stays, unless an outer ``torchrun`` has set it.
+
+``torchmpirun`` gives its ranks a mark without a job: the hosts, and a port that is free.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import zlib
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+from torchmpi_py.launch import variables
+
+MARK = "TORCHMPIRUN_WORLD"
+ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+NAMES = (*OF_A_RANK, ADDRESS, PORT)
+LOOPBACK = "127.0.0.1"
+
+_TORCHRUN = "TORCHELASTIC_"
+_JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "PALS_APID")
+_MOST_ANCESTORS = 10
+_FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # below those that a system gives away, and torchrun's 29500
+
+
+def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set torchrun's variables in a process that an MPI's launcher has started; elsewhere do nothing. Not collective.
+
+    A second call changes nothing, nor does one in a child process.
+    """
+    rank, size = variables.rank(environment), variables.size(environment)
+    if rank is None or size is None or rank >= size:
+        return
+    mark = read_mark(environment)
+    own = {"JOB": job_name(environment), "BY": f"{rank}/{size}"}
+    if all(mark.get(name) == value for name, value in own.items()):
+        return
+    if is_under_torchrun(environment):
+        if _has_own_torchrun(environment):
+            return
+        stale = [name for name in environment if name in NAMES or name.startswith(_TORCHRUN)]
+    else:
+        stale = [name for name in NAMES if name in mark and environment.get(name) == mark[name]]
+    for name in stale:
+        del environment[name]
+    _set(environment, own, _values(environment, {} if "JOB" in mark else mark, rank, size))
+
+
+def complete(address: str, group_rank: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what MPI has found: MASTER_ADDR, unless it is known, and GROUP_RANK. Without a mark do nothing."""
+    mark = read_mark(environment)
+    if "JOB" in mark:
+        _set(environment, mark, {ADDRESS: mark.get(ADDRESS, address), "GROUP_RANK": str(group_rank)})
+
+
+def _set(environment: MutableMapping[str, str], mark: Mapping[str, str], values: Mapping[str, str]) -> None:
+    """Set those of ``values`` for which the environment has none, or that of the mark; the new mark holds them."""
+    ours = {name: value for name, value in values.items() if environment.get(name) in (None, mark.get(name))}
+    environment.update(ours)
+    environment[MARK] = " ".join(f"{name}={value}" for name, value in {**mark, **ours}.items())
+
+
+def read_mark(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the mark holds; empty where there is none."""
+    words = (word.partition("=") for word in environment.get(MARK, "").split())
+    return {name: value for name, _, value in words}
+
+
+def is_own(environment: Mapping[str, str], name: str) -> bool:
+    """Whether ``name`` has a value that was not set here."""
+    return bool(environment.get(name)) and environment[name] != read_mark(environment).get(name)
+
+
+def is_under_torchrun(environment: Mapping[str, str]) -> bool:
+    """Whether a torchrun has set the variables."""
+    return f"{_TORCHRUN}RUN_ID" in environment
+
+
+def first_mark(hosts: Sequence[tuple[str, int]], folder: Path) -> str:
+    """The mark that ``torchmpirun`` gives the ranks of a job on ``hosts`` (names and slots); none: on this host."""
+    layout = ",".join(f"{_name_for_others(name)}:{slots}" for name, slots in hosts)
+    return f"{PORT}={_free_port(folder.name)}" + (f" HOSTS={layout}" if layout else "")
+
+
+def without_outer(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for the ranks of another job: without the place in an outer one, torchrun's included."""
+    is_stale = is_under_torchrun(environment)
+    dropped = {MARK, *OF_A_RANK, *(name for name in (ADDRESS, PORT) if is_stale or not is_own(environment, name))}
+    return {
+        name: value for name, value in environment.items() if name not in dropped and not name.startswith(_TORCHRUN)
+    }
+
+
+def job_name(environment: Mapping[str, str]) -> str:
+    """A name of the job that all its ranks find, and no other job has; empty if the launcher gives none."""
+    for name in _JOBS:
+        if environment.get(name):
+            return environment[name]
+    if variables.is_srun(environment):
+        return f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
+    return _hydra_job()
+
+
+def _hydra_job() -> str:
+    """Where the mpiexec of MPICH listens: its proxies, one on each host, are given that on their command line."""
+    process_id = os.getppid()
+    for _ in range(_MOST_ANCESTORS):
+        with contextlib.suppress(OSError):
+            found = re.search(rb"\0--control-port\0([^\0]+)", Path(f"/proc/{process_id}/cmdline").read_bytes())
+            if found:
+                return found[1].decode()
+        process_id = _parent(process_id)
+    return ""
+
+
+def _parent(process_id: int) -> int:
+    with contextlib.suppress(OSError):
+        found = re.search(r"^PPid:\s*(\d+)", Path(f"/proc/{process_id}/status").read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0
+
+
+def _has_own_torchrun(environment: Mapping[str, str]) -> bool:
+    """Whether this rank has started a torchrun, and that this process: then the parent is the rank, and no worker."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+        parent = {name: value for name, _, value in (os.fsdecode(line).partition("=") for line in lines)}
+        return variables.rank(parent) == variables.rank(environment) and not is_under_torchrun(parent)
+    return False
+
+
+def _values(environment: Mapping[str, str], given: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
+    """torchrun's variables, as far as they are known without MPI; ``given``: the mark of torchmpirun."""
+    local_rank, local_size = variables.local_rank(environment), variables.local_size(environment)
+    hosts = [host.rpartition(":")[::2] for host in given.get("HOSTS", "").split(",") if host]
+    is_one_host = local_size == size
+    found = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": 0 if is_one_host else _group_rank(environment, hosts, rank),
+        ADDRESS: LOOPBACK if is_one_host else _first_host(environment, hosts),
+        PORT: given.get(PORT) or _port(job_name(environment)),
+    }
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _group_rank(environment: Mapping[str, str], hosts: Sequence[tuple[str, str]], rank: int) -> int | None:
+    """The index of this host: Slurm's, else that of its name, else the one whose slots hold the rank."""
+    node = environment.get("SLURM_NODEID", "")
+    if node.isdigit() and variables.is_srun(environment):
+        return int(node)
+    own = socket.gethostname()
+    for match in (str, _short):
+        found = [index for index, (name, _) in enumerate(hosts) if match(name) == match(own)]
+        if len(found) == 1:
+            return found[0]
+    for index, (_, slots) in enumerate(hosts):
+        rank -= int(slots)
+        if rank < 0:
+            return index
+    return None
+
+
+def _first_host(environment: Mapping[str, str], hosts: Sequence[tuple[str, str]]) -> str | None:
+    """The host of rank 0, as the launcher's list has it."""
+    if hosts:
+        return hosts[0][0]
+    names = "SLURM_STEP_NODELIST" if variables.is_srun(environment) else "SLURM_JOB_NODELIST"
+    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", environment.get(names, ""))
+    return "".join(part or "" for part in found.groups()) if found else None
+
+
+def _short(name: str) -> str:
+    return name if re.fullmatch(r"[\d.]+", name) else name.partition(".")[0]
+
+
+def _name_for_others(name: str) -> str:
+    """A host's name for its peers: of ``user@[::1]`` the address, of this host's loopback the host's name."""
+    bare = name.rpartition("@")[2].strip("[]")
+    return socket.gethostname() if bare in ("localhost", "::1") or bare.startswith("127.") else bare
+
+
+def _port(job: str) -> int:
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
+
+
+def _free_port(job: str) -> int:
+    """The port of the job's name, or the next one that is free on this host."""
+    for port in range(first := _port(job), first + _NUM_PORTS):
+        with contextlib.suppress(OSError), socket.socket() as trying:
+            trying.bind(("", port))
+            return port
+    return first

@@ -1,0 +1,85 @@
+"""Makes the backend known to torch.distributed: torch calls `register` at the end of ``import torch``.
+
+That happens in every process that imports torch, spawned workers among them, so that nothing else of the package is
+imported here, and torch itself not before it is there. The first process group loads the rest.
+
+``env://``, torch's default way to start, asks a handler for rank, size and a store. Ours takes its place, and passes on
+to it what is not for us (``_is_ours``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+from torchmpi_py.launch import variables, world
+
+NAME = "torchmpi"
+
+
+def register() -> None:
+    """Register the backend, for tensors on the CPU and on CUDA devices, and take ``env://`` over. Idempotent."""
+    distributed = importlib.import_module("torch.distributed")
+    if not distributed.is_available() or NAME in distributed.Backend.backend_list:
+        return
+    distributed.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    handlers["env"] = _meeting(handlers["env"])
+
+
+def _create(options: Any, _: object = None) -> Any:
+    return importlib.import_module("torchmpi_py.torch_backend.creation").create(options)
+
+
+def _meeting(former: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of ``env://``, in place of ``former``."""
+
+    def meet(url: str, **options: Any) -> Any:
+        if _is_ours(url):
+            return importlib.import_module("torchmpi_py.torch_backend.meeting").over_mpi(**options)
+        return former(url, **options)
+
+    return meet
+
+
+def _is_ours(url: str) -> bool:
+    """Whether the ranks meet over MPI: where an MPI has started them, and neither the user nor torchrun says otherwise.
+
+    A process that no launcher has started is a world of one, if it asks for this backend or has started the package.
+    """
+    if world.is_under_torchrun(os.environ):
+        return False
+    query = parse_qs(urlparse(url).query)
+    stack = _stack()
+    is_told = all(world.is_own(os.environ, name) for name in (world.ADDRESS, world.PORT))
+    is_told = is_told and ("RANK" in os.environ or "rank" in query)
+    if is_told or (stack is None and variables.size(os.environ) is None):
+        return not is_told and _asks_for_us()
+    if stack is None:
+        place = variables.rank(os.environ), variables.size(os.environ)
+    else:
+        place = stack.levels[0].rank, stack.levels[0].size
+    for name, number in zip(("RANK", "WORLD_SIZE"), place, strict=True):
+        own = os.environ[name] if world.is_own(os.environ, name) else number
+        if query.get(name.lower(), [str(own)]) != [str(number)]:
+            return False  # other ranks than MPI's, or not all of them
+    return True
+
+
+def _stack() -> Any:
+    """The package's communicators, if it is started."""
+    communicators: Any = sys.modules.get("torchmpi_py.communicators")
+    return communicators.stack() if communicators is not None and communicators.is_started() else None
+
+
+def _asks_for_us() -> bool:
+    """Whether init_process_group, which does not tell the handler, was called for this backend."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "init_process_group":
+        frame = frame.f_back
+    return frame is not None and NAME in str(frame.f_locals.get("backend"))
