@@ -25,10 +25,11 @@ from torchmpi_py import (
     watchdog,
 )
 from torchmpi_py.channels import Place
-from torchmpi_py.collectives import cuda_aware, ipc_trial, tuning_file
+from torchmpi_py.collectives import cuda_aware, ipc_trial, rendezvous, tuning_file
 from torchmpi_py.collectives.node_group import part_bytes
 from torchmpi_py.communicators import Communicator, Stack
 from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.launch import world as variables
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,6 +62,7 @@ def build(world: MPI.Comm, wanted: Wishes) -> None:
     wishes = wanted
     _build(world, wanted)
     whole = communicators.stack().levels[0]
+    _complete_variables(whole)
     if gpus.table() is not None:
         ipc_trial.run(whole.direct, device)
         cuda_aware.probe(whole)
@@ -97,6 +99,17 @@ def _build(world: MPI.Comm, wanted: Wishes) -> None:
     placement.limit_threads(_local)
     gpus.install(world, place, device, with_ipc=wanted.with_ipc)
     communicators.install(Stack(world, place, wanted.cartesian), "")
+
+
+def _complete_variables(whole: Communicator) -> None:
+    """Add to torchrun's variables what launchers do not say of several nodes: rank 0's address, this node's index.
+
+    Collective.
+    """
+    if whole.num_nodes > 1:
+        address = whole.direct.mpi.bcast(rendezvous.own_address(whole.num_nodes) if whole.rank == 0 else "")
+        nodes = [place.node for place in whole.direct.places]
+        variables.complete(address, sorted(set(nodes)).index(nodes[whole.rank]))
 
 
 def tear_down(why_not: str) -> None:

@@ -144,7 +144,7 @@ def _has_own_torchrun(environment: Mapping[str, str]) -> bool:
 
 
 def _values(environment: Mapping[str, str], given: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
-    """torchrun's variables, as far as they are known without MPI; ``given``: the mark of torchmpirun."""
+    """The variables, as far as they are known without MPI; ``given``: the mark of torchmpirun."""
     local_rank, local_size = variables.local_rank(environment), variables.local_size(environment)
     hosts = [host.rpartition(":")[::2] for host in given.get("HOSTS", "").split(",") if host]
     is_one_host = local_size == size

@@ -12,7 +12,6 @@ from torchmpi_py.torch_backend.messages import Message
 from torchmpi_py.torch_backend.process_group import ProcessGroup
 from torchmpi_py.torch_backend.work import Done, Pending, Several
 
-
 leave_alone(ProcessGroup, Done, Pending, Several, Message)
 joining.register()
 

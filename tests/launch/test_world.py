@@ -1,0 +1,161 @@
+"""torchrun's variables, from those of every launcher."""
+
+import subprocess
+import sys
+
+import pytest
+
+from torchmpi_py.launch import __main__ as launcher
+from torchmpi_py.launch import world
+
+pytestmark = pytest.mark.timeout(60)
+
+OPENMPI = {
+    "PMIX_NAMESPACE": "prterun-nodea-7826@1",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {"PMI_FD": "9", "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "nodea,nodeb",
+    "SLURM_JOB_NODELIST": "nodea,nodeb",
+}
+PLACE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def set_in(environment):
+    """torchrun's variables of a process that has this environment."""
+    world.set_variables(environment)
+    return {name: environment[name] for name in world.NAMES if name in environment}
+
+
+def without_port(values):
+    assert 10_000 <= int(values["MASTER_PORT"]) < 29_500
+    return {name: value for name, value in values.items() if name != "MASTER_PORT"}
+
+
+@pytest.mark.parametrize("launcher", [OPENMPI, MPICH])
+def test_a_plain_mpirun_on_several_hosts(launcher):
+    """Neither says where rank 0 is, nor which host this is: MPI does, in start."""
+    environment = dict(launcher)
+    assert without_port(set_in(environment)) == PLACE
+    world.complete("10.0.0.1", 1, environment)
+    assert without_port(set_in(environment)) == PLACE | {"MASTER_ADDR": "10.0.0.1", "GROUP_RANK": "1"}
+
+
+@pytest.mark.parametrize("launcher", [OPENMPI, MPICH])
+def test_a_plain_mpirun_on_one_host(launcher):
+    local = {name: "4" for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") if name in launcher}
+    expected = PLACE | {"LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "GROUP_RANK": "0"}
+    assert without_port(set_in(launcher | local)) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("nodea,nodeb", "nodea"),
+        ("node[07-12,20]", "node07"),
+        ("n[3,5]-ib,x", "n3-ib"),
+        ("a-b,c", "a-b"),
+    ],
+)
+def test_srun(nodes, first):
+    assert without_port(set_in(SRUN | {"SLURM_STEP_NODELIST": nodes})) == PLACE | {
+        "MASTER_ADDR": first,
+        "GROUP_RANK": "1",
+    }
+
+
+def test_the_script_of_a_slurm_job_is_no_rank():
+    assert set_in({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}) == {}
+
+
+def test_mpirun_inside_a_slurm_job():
+    """Slurm's variables are those of a daemon, which srun has started, and do not hold for the rank."""
+    daemon = SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "nodeb"}
+    assert without_port(set_in(daemon | OPENMPI)) == PLACE | {"MASTER_ADDR": "nodea"}
+
+
+def test_torchmpirun_names_the_hosts(tmp_path, monkeypatch):
+    mark = {world.MARK: world.first_mark([("user@nodea.x", 3), ("10.0.0.2", 3)], tmp_path)}
+    assert without_port(set_in(OPENMPI | mark)) == PLACE | {"MASTER_ADDR": "nodea.x", "GROUP_RANK": "1"}
+    monkeypatch.setattr(world.socket, "gethostname", lambda: "nodea")
+    assert set_in(OPENMPI | mark)["GROUP_RANK"] == "0"  # the name counts more than the slots
+    mark = {world.MARK: world.first_mark([("localhost", 3), ("nodeb", 3)], tmp_path)}
+    assert set_in(OPENMPI | mark)["MASTER_ADDR"] == "nodea"
+
+
+def test_all_ranks_have_the_same_port():
+    ranks = [set_in(OPENMPI | {"OMPI_COMM_WORLD_RANK": str(rank)}) for rank in range(4)]
+    other = set_in(OPENMPI | {"PMIX_NAMESPACE": "prterun-nodea-7827@1"})
+    assert len({rank["MASTER_PORT"] for rank in ranks}) == 1
+    assert other["MASTER_PORT"] != ranks[0]["MASTER_PORT"]
+
+
+def test_without_a_launcher_nothing_is_set():
+    environment = {"HOME": "/", "TORCHELASTIC_RUN_ID": "x", "RANK": "1"}
+    world.set_variables(environment)
+    assert environment == {"HOME": "/", "TORCHELASTIC_RUN_ID": "x", "RANK": "1"}
+
+
+def test_what_the_user_sets_stays():
+    own = {"MASTER_ADDR": "nodex", "MASTER_PORT": "29500", "RANK": "0"}
+    environment = OPENMPI | own
+    assert set_in(environment) == PLACE | own
+    assert all(world.is_own(environment, name) for name in own)
+    world.complete("10.0.0.1", 1, environment)
+    assert environment["MASTER_ADDR"] == "nodex"
+    assert environment["GROUP_RANK"] == "1"
+
+
+def test_what_an_outer_job_has_set_does_not():
+    outer = OPENMPI | {"PMIX_NAMESPACE": "outer", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    set_in(outer)
+    outer["MASTER_PORT"] = "29400"  # the program's own
+    inner = set_in(outer | OPENMPI)
+    assert inner == PLACE | {"MASTER_PORT": "29400"}  # no address of the outer job
+
+
+def test_what_an_outer_torchrun_has_set_does_not():
+    torchrun = dict.fromkeys(world.NAMES, "5") | {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment = OPENMPI | torchrun
+    assert without_port(set_in(environment)) == PLACE
+    assert not [name for name in environment if name.startswith("TORCHELASTIC_")]
+
+
+SHOW = """
+import os
+from torchmpi_py.launch import world
+world.set_variables()
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], "TORCHELASTIC_RUN_ID" in os.environ)
+"""
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_torchrun_that_a_rank_has_started_keeps_its_own(marked):
+    """The parent, the rank, has the launcher's variables; its child has torchrun's as well."""
+    worker = {"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}
+    rank = dict(OPENMPI)
+    if marked:
+        set_in(rank)
+    agent = "import os, subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]], env="
+    agent += f"os.environ | {worker!r}))"
+    line = [sys.executable, "-c", agent, SHOW]
+    path = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(line, env=rank | path, capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout.split() == ["5", "8", "True"]
+
+
+def test_torchmpirun_drops_an_outer_place():
+    outer = set_in(environment := dict(OPENMPI)) and environment | {"MASTER_ADDR": "mine", "TORCHELASTIC_X": "1"}
+    left = launcher.inherited_environment(outer | {"A": "b"})
+    assert left == {"A": "b", "MASTER_ADDR": "mine"}
