@@ -1,4 +1,4 @@
-"""Ignite's idist. It knows the backends of torch by name, and refuses others; it takes a group that is there."""
+"""Ignite's idist takes a group that is there. Its ``auto_model`` wraps for the backends it knows by name, others not."""
 
 import sys
 
@@ -8,7 +8,7 @@ import torch
 from ignite.engine import Engine
 
 torch.distributed.init_process_group(sys.argv[1])
-network = idist.auto_model(regression.network())
+network = torch.nn.parallel.DistributedDataParallel(regression.network())
 optimizer = idist.auto_optim(regression.adam(network.parameters()))
 
 

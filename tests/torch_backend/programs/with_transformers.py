@@ -1,4 +1,8 @@
-"""The Trainer of transformers, on a small model that is made from its configuration."""
+"""The Trainer of transformers, on a small model that is made from its configuration.
+
+It is built on Accelerate, which on a CPU refuses other backends than gloo as ``ddp_backend``, and takes a group that is
+there.
+"""
 
 import sys
 import tempfile
@@ -7,11 +11,11 @@ import regression
 import torch
 import transformers
 
+torch.distributed.init_process_group(sys.argv[1])
 folder = tempfile.TemporaryDirectory()
 args = transformers.TrainingArguments(
     output_dir=folder.name,
     use_cpu=True,
-    ddp_backend=sys.argv[1],
     max_steps=regression.STEPS,
     per_device_train_batch_size=4,
     learning_rate=0.01,
