@@ -1,4 +1,4 @@
-"""Ignite's idist takes a group that is there. Its ``auto_model`` wraps for the backends it knows by name, others not."""
+"""Ignite's idist takes a group that is there; its ``auto_model`` wraps only for the backends that it knows by name."""
 
 import sys
 
