@@ -57,7 +57,8 @@ def check_world(size: int) -> None:
         raise TorchMPIError(
             f"the launcher started {told} ranks, but for MPI each is alone: mpi4py has loaded {vendor} "
             f"{'.'.join(map(str, version))}, and the launcher belongs to another MPI. Start with torchmpirun, unset "
-            "MPI4PY_LIBMPI and MPI4PY_MPIABI, or install one MPI only; if worlds of one are wanted, unset "
+            "MPI4PY_LIBMPI and MPI4PY_MPIABI, install one MPI only, or have srun choose it (--mpi); if worlds of one "
+            "are wanted, unset "
             f"{' and '.join(name for name in variables.SIZE if name in os.environ)}"
         )
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import world
+from torchmpi_py.launch import variables, world
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -75,14 +75,20 @@ def test_srun(nodes, first):
     }
 
 
+def test_slurms_lists_of_nodes():
+    assert variables.nodes("n[08-10,12]-ib,login") == ["n08-ib", "n09-ib", "n10-ib", "n12-ib", "login"]
+    assert variables.nodes("") == variables.nodes("rack[0-1]node[0-3]") == []
+
+
 def test_the_script_of_a_slurm_job_is_no_rank():
     assert set_in({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}) == {}
 
 
-def test_mpirun_inside_a_slurm_job():
+def test_mpirun_inside_a_slurm_job(monkeypatch):
     """Slurm's variables are those of a daemon, which srun has started, and do not hold for the rank."""
     daemon = SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "nodeb"}
-    assert without_port(set_in(daemon | OPENMPI)) == PLACE | {"MASTER_ADDR": "nodea"}
+    monkeypatch.setattr(world.socket, "gethostname", lambda: "nodeb.x")
+    assert without_port(set_in(daemon | OPENMPI)) == PLACE | {"MASTER_ADDR": "nodea", "GROUP_RANK": "1"}
 
 
 def test_torchmpirun_names_the_hosts(tmp_path, monkeypatch):

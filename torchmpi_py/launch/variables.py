@@ -70,5 +70,18 @@ def tasks_on_node(layout: str, node: int) -> int | None:
     return None
 
 
+def nodes(names: str) -> list[str]:
+    """Read Slurm's ``node[07-09,12],login``; empty for what is more involved."""
+    if re.search(r"\][^,]*\[", names):
+        return []
+    found = []
+    for before, numbers, after in re.findall(r"([^\[,]+)(?:\[([^\]]*)\]([^,]*))?", names):
+        for part in numbers.split(","):
+            first, _, last = part.partition("-")
+            each = [f"{n:0{len(first)}}" for n in range(int(first), int(last or first) + 1)] if first else [""]
+            found += [f"{before}{number}{after}" for number in each]
+    return found
+
+
 def _first_number(names: tuple[str, ...], environment: Mapping[str, str]) -> int | None:
     return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), None)

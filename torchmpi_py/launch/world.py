@@ -146,7 +146,7 @@ def _has_own_torchrun(environment: Mapping[str, str]) -> bool:
 def _values(environment: Mapping[str, str], given: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
     """The variables, as far as they are known without MPI; ``given``: the mark of torchmpirun."""
     local_rank, local_size = variables.local_rank(environment), variables.local_size(environment)
-    hosts = [host.rpartition(":")[::2] for host in given.get("HOSTS", "").split(",") if host]
+    hosts = _hosts(environment, given.get("HOSTS", ""))
     is_one_host = local_size == size
     found = {
         "RANK": rank,
@@ -154,13 +154,21 @@ def _values(environment: Mapping[str, str], given: Mapping[str, str], rank: int,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_size,
         "GROUP_RANK": 0 if is_one_host else _group_rank(environment, hosts, rank),
-        ADDRESS: LOOPBACK if is_one_host else _first_host(environment, hosts),
+        ADDRESS: LOOPBACK if is_one_host else next((name for name, _ in hosts), None),
         PORT: given.get(PORT) or _port(job_name(environment)),
     }
     return {name: str(value) for name, value in found.items() if value is not None}
 
 
-def _group_rank(environment: Mapping[str, str], hosts: Sequence[tuple[str, str]], rank: int) -> int | None:
+def _hosts(environment: Mapping[str, str], layout: str) -> list[tuple[str, int]]:
+    """Names and slots of the job's hosts in their order: torchmpirun's, else Slurm's (0 slots: not known)."""
+    if layout:
+        return [(name, int(slots)) for name, _, slots in (host.rpartition(":") for host in layout.split(","))]
+    names = "SLURM_STEP_NODELIST" if variables.is_srun(environment) else "SLURM_JOB_NODELIST"
+    return [(name, 0) for name in variables.nodes(environment.get(names, ""))]
+
+
+def _group_rank(environment: Mapping[str, str], hosts: Sequence[tuple[str, int]], rank: int) -> int | None:
     """The index of this host: Slurm's, else that of its name, else the one whose slots hold the rank."""
     node = environment.get("SLURM_NODEID", "")
     if node.isdigit() and variables.is_srun(environment):
@@ -171,19 +179,10 @@ def _group_rank(environment: Mapping[str, str], hosts: Sequence[tuple[str, str]]
         if len(found) == 1:
             return found[0]
     for index, (_, slots) in enumerate(hosts):
-        rank -= int(slots)
+        rank -= slots
         if rank < 0:
             return index
     return None
-
-
-def _first_host(environment: Mapping[str, str], hosts: Sequence[tuple[str, str]]) -> str | None:
-    """The host of rank 0, as the launcher's list has it."""
-    if hosts:
-        return hosts[0][0]
-    names = "SLURM_STEP_NODELIST" if variables.is_srun(environment) else "SLURM_JOB_NODELIST"
-    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", environment.get(names, ""))
-    return "".join(part or "" for part in found.groups()) if found else None
 
 
 def _short(name: str) -> str:

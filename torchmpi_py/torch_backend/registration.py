@@ -28,8 +28,28 @@ def register() -> None:
     if not distributed.is_available() or NAME in distributed.Backend.backend_list:
         return
     distributed.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    distributed.Backend._plugins = _Plugins(distributed.Backend._plugins)
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers["env"] = _meeting(handlers["env"])
+
+
+class _Plugins(dict[str, Any]):
+    """torch's table of backends, in which ours is found, but not listed.
+
+    Where any is listed, torch does not give a group such as "cpu:gloo" a default backend, and warns when it is destroyed.
+    """
+
+    def __init__(self, former: dict[str, Any]) -> None:
+        super().__init__(former)
+        self._ours = self.pop(NAME.upper())
+
+    def __contains__(self, name: object) -> bool:
+        return name == NAME.upper() or super().__contains__(name)
+
+    def __missing__(self, name: str) -> Any:
+        if name != NAME.upper():
+            raise KeyError(name)
+        return self._ours
 
 
 def _create(options: Any, _: object = None) -> Any:
