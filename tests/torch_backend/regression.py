@@ -54,3 +54,30 @@ def assert_equal(parameters, expected):
     for name, value in parameters.items():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         torch.testing.assert_close(whole, expected[name], rtol=1e-9, atol=1e-12, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+def rows():
+    """The batches of all steps, one after another, as a dataset."""
+    batches = [batch(step) for step in range(STEPS)]
+    return torch.utils.data.TensorDataset(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+
+
+def loader(rank, size):
+    """A rank's share of every batch."""
+    sampler = torch.utils.data.DistributedSampler(rows(), size, rank, shuffle=False)
+    return torch.utils.data.DataLoader(rows(), ROWS // size, sampler=sampler)
+
+
+def losses_alone():
+    """The loss of each step, before the step, after the same training in this process alone."""
+    model = network()
+    optimizer, losses = adam(model.parameters()), []
+    for step in range(STEPS):
+        losses.append(loss(model, step).item())
+        train(model, optimizer, steps=[step])
+    return losses
+
+
+def report(rank, size, losses):
+    """One line with all that a program of others came to: rank 2 of 3: 0.5 0.4."""
+    print(f"rank {rank} of {size}:", *losses, flush=True)
