@@ -190,10 +190,10 @@ def test_default_number_of_ranks():
     assert launcher.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": ""}) == launcher.binding.num_usable_cores()
 
 
-def test_elsewhere_than_on_linux_it_says_so(monkeypatch, capsys):
+def test_elsewhere_than_on_linux_it_says_so(monkeypatch, capfd):
     monkeypatch.delattr(launcher.os, "sched_getaffinity")
     assert launcher.main(["-n", "2", "a.py"]) == 2
-    assert "Linux only" in capsys.readouterr().err
+    assert "Linux only" in capfd.readouterr().err
 
 
 def test_a_host_that_does_not_answer_is_given_up():

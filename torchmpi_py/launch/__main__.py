@@ -20,7 +20,7 @@ from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import binding, hosts, mpirun, restarts, standard_input, vendors
 from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
 from torchmpi_py.launch.options import given_environment, parse
-from torchmpi_py.launch.terminal import say
+from torchmpi_py.launch.terminal import Tail, say
 
 # What the ranks must not inherit: the place in another job of whoever starts this one, and the mark by which a started
 # process forbids MPI to its children.
@@ -29,6 +29,8 @@ _DROPPED_WHOLE = ("TORCHMPI_STARTED_PID",)
 _KEPT = ("PMIX_MCA_",)
 # What must reach the ranks on other hosts, besides what --env gives.
 _FORWARDED = ("TORCHMPI", "MPI4PY_", "OMPI_MCA_", "PYTHONPATH", *binding.THREAD_VARIABLES)
+
+_TRIED_BYTES = 4096  # one block of a disk
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,19 @@ def check_program(program: str) -> None:
         raise LaunchError(f"{program}: there is no such program here")
 
 
+def check_folder(option: str, folder: Path | None) -> None:
+    """Refuse a folder for the ranks' output where no file can be written."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_TRIED_BYTES))
+    except OSError as error:
+        what = f"{option} {folder}: cannot write files there: {error.strerror}"
+        raise LaunchError(f"{what}; name a folder that can be written to, or make room") from None
+
+
 def check_shared_memory(vendor: vendors.Vendor, num_ranks: int, folder: str = "/dev/shm") -> None:
     """Refuse where this MPI cannot start; warn where it may crash."""
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
@@ -164,6 +179,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if not options.as_module:
         check_program(options.program[0])
+    check_folder("--log-dir", options.log_dir)
+    check_folder("--profile", options.profile)
     if vendor.shared_bytes and not (options.hosts or options.hostfile):
         check_shared_memory(vendor, options.num_ranks or default_num_ranks((), os.environ))
 
@@ -177,7 +194,6 @@ def run(options: argparse.Namespace) -> int:
             folder,
             timeout_seconds=options.timeout,
             begin=begin,
-            attempt=attempt,
             elastic=options.elastic,
             num_ranks=chosen.num_ranks,
             log_dir=options.log_dir,
@@ -185,7 +201,7 @@ def run(options: argparse.Namespace) -> int:
             stop_signals=vendor.stop_signals,
         )
 
-    return restarts.run(make, most)
+    return restarts.run(make, most, Tail(options.log_dir))
 
 
 def show(chosen: Plan) -> None:
