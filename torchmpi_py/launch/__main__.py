@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, hosts, mpirun, restarts, standard_input, vendors
+from torchmpi_py.launch import binding, hosts, mpirun, quoting, restarts, standard_input, vendors
 from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
 from torchmpi_py.launch.options import given_environment, parse
 from torchmpi_py.launch.terminal import Tail, say
@@ -72,14 +72,18 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def wrapped(options: argparse.Namespace) -> list[str]:
-    """The command of one rank."""
+def wrapped(options: argparse.Namespace, vendor: vendors.Vendor) -> list[str]:
+    """The command of one rank, as this starter is to get it."""
     command = [sys.executable, str(Path(__file__).with_name("wrap.py")), "--bind", options.bind]
     if options.log_dir is not None:
         command += ["--log-dir", str(options.log_dir.absolute())]
     if options.profile is not None:
         command += ["--profile", str(options.profile.absolute())]
-    return [*command, *(["-m"] if options.as_module else []), *options.program]
+    program = options.program
+    if quoting.is_needed(program, vendor.interpreted):
+        command.append("--quoted")
+        program = quoting.quote(program, vendor.interpreted)
+    return [*command, *(["-m"] if options.as_module else []), *program]
 
 
 def choose(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[vendors.Vendor, str]:
@@ -126,7 +130,7 @@ def plan(
         extra=tuple(options.mpi_args),
     )
     text = hosts.render(named, vendor.hostfile_line)
-    return Plan(num_ranks, [program, *starter, *wrapped(options)], inherited | added, added, hostfile, text)
+    return Plan(num_ranks, [program, *starter, *wrapped(options, vendor)], inherited | added, added, hostfile, text)
 
 
 def check_program(program: str) -> None:

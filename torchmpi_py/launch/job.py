@@ -25,7 +25,7 @@ from pathlib import Path
 from torchmpi_py.launch import leftovers, marks, standard_input
 from torchmpi_py.launch.deaths import Death, Lookout
 from torchmpi_py.launch.signals import Signals
-from torchmpi_py.launch.terminal import say
+from torchmpi_py.launch.terminal import relay, say
 
 GRACE_SECONDS = 5.0
 FAILURE_GRACE_SECONDS = 2.5  # a rank has failed: how long the MPI may take to end the others by itself
@@ -74,14 +74,18 @@ class Job:
     def run(self) -> int:
         """Start, wait, clean up; return the exit code of the job."""
         self.has_run = True
+        stderr = relay()
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
         self.process = subprocess.Popen(
             self.command,
             env=self.environment,
             stdin=standard_input.for_starter(),
+            stderr=stderr,
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
+        if stderr is not None:
+            os.close(stderr)
         self._lookout = Lookout(self.folder, self.process.pid, self.num_ranks)
         try:
             return self._wait()

@@ -1,4 +1,4 @@
-"""What torchmpirun says itself, and what it shows of rank 0's log, for as long as somebody reads it.
+"""What torchmpirun says itself, what its starter says, and what is shown of rank 0's log, while somebody reads it.
 
 A reader may pause: ``| less``, Ctrl-S, a stopped process. A write then waits, so only threads write. The loop that
 watches the job goes on, and heeds signals, deaths and the time limit. Nothing is lost meanwhile: the log is on disk, and
@@ -7,6 +7,7 @@ what torchmpirun says stays in memory. ``finish`` waits for the reader at the en
 
 import atexit
 import codecs
+import contextlib
 import errno
 import os
 import queue
@@ -20,7 +21,7 @@ from pathlib import Path
 
 ENDED_SECONDS = 1.0  # how long a reader may take nothing before the launcher of a job that was ended leaves
 _SOON_SECONDS = 0.2  # how long a line may wait to be read, so that it keeps its place among other output
-_LOOK_SECONDS = 0.05  # how often the log is looked at
+_LOOK_SECONDS = 0.05  # how often is looked for more
 _READ_BYTES = 1 << 16
 _PIECE_BYTES = 4096  # written at once, and then counted as progress of the reader
 _STDOUT, _STDERR = 1, 2
@@ -31,6 +32,14 @@ def say(text: str) -> None:
     if sys.stderr is not None:
         _speech.add(f"torchmpirun: {text}\n")
         _speech.wait(_SOON_SECONDS)
+
+
+def relay() -> int | None:
+    """A descriptor for a starter's stderr, to be closed when the starter has it; None if there is no stderr.
+
+    NUL bytes are left out: Open MPI ends a notice with one, and ``grep`` then takes a job's output for binary.
+    """
+    return None if sys.stderr is None else _speech.relay()
 
 
 def finish(tail: "Tail", is_over: Callable[[], bool]) -> None:
@@ -45,8 +54,8 @@ def finish(tail: "Tail", is_over: Callable[[], bool]) -> None:
 class _Outlet:
     """A thread that writes to a descriptor what ``_take`` gives, until nobody reads it any more."""
 
-    def __init__(self, descriptor: int, look_seconds: float | None) -> None:
-        self._descriptor, self._look_seconds = descriptor, look_seconds
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
         self._asked = self._answered = self._num_written = 0
         self._is_read = True
         self._news = threading.Event()
@@ -76,6 +85,11 @@ class _Outlet:
         """What is to be written next; nothing if there is no more for now."""
         raise NotImplementedError
 
+    def _rest(self) -> None:
+        """Wait until there may be more."""
+        self._news.wait(_LOOK_SECONDS)
+        self._news.clear()
+
     def _run(self) -> None:
         while True:
             asked = self._asked
@@ -84,8 +98,7 @@ class _Outlet:
                 self._write(taken[begin : begin + _PIECE_BYTES])
             if not taken:
                 self._answered = asked
-                self._news.wait(self._look_seconds)
-                self._news.clear()
+                self._rest()
 
     def _write(self, piece: bytes) -> None:
         """Write to the descriptor itself: Python cannot end while a thread holds the lock of a stream."""
@@ -104,19 +117,42 @@ class _Outlet:
 
 
 class _Speech(_Outlet):
-    """What torchmpirun says."""
+    """What torchmpirun and its starter say."""
 
     def __init__(self) -> None:
-        super().__init__(_STDERR, None)
+        super().__init__(_STDERR)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._pipes: list[int] = []
 
     def add(self, line: str) -> None:
         """Have a line written."""
         self._lines.put(line)
         self.start()
 
+    def relay(self) -> int:
+        """The writing end of a pipe; what comes through is written."""
+        pipe, end = os.pipe()
+        os.set_blocking(pipe, False)
+        self._pipes.append(pipe)
+        self.start()
+        self._news.set()
+        return end
+
     def _take(self) -> bytes:
+        for pipe in list(self._pipes):
+            with contextlib.suppress(BlockingIOError):
+                told = os.read(pipe, _READ_BYTES)
+                if told:
+                    return told.replace(b"\0", b"") or self._take()
+                os.close(pipe)
+                self._pipes.remove(pipe)
         return b"" if self._lines.empty() else self._lines.get().encode(errors="backslashreplace")
+
+    def _rest(self) -> None:
+        if self._pipes:
+            select.select(self._pipes, [], [], _LOOK_SECONDS)
+        else:
+            super()._rest()
 
 
 class Tail(_Outlet):
@@ -127,7 +163,7 @@ class Tail(_Outlet):
     """
 
     def __init__(self, log_dir: Path | None) -> None:
-        super().__init__(_STDOUT, _LOOK_SECONDS)
+        super().__init__(_STDOUT)
         self.log = None if log_dir is None else log_dir / "rank-0.log"
         self._num_read = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
