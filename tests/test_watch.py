@@ -360,7 +360,7 @@ def test_tuning_of_deadlines():
     assert config.from_environment({"TORCHMPI_DEADLINE_SECONDS": "5"}).deadline_seconds == 5
     with pytest.raises(ValueError, match="the same setting"):
         config.from_environment({"TORCHMPI_DEADLINE_SECONDS": "5", "TORCHMPI_DEADLINE": "6"})
-    with pytest.raises(ValueError, match="TORCHMPI_DEADLINE='soon': give a whole number of seconds"):
+    with pytest.raises(ValueError, match="TORCHMPI_DEADLINE='soon': give a number of seconds"):
         config.from_environment({"TORCHMPI_DEADLINE": "soon"})
     with pytest.raises(ValueError, match="at_deadline = 'stop': give one of abort, report, raise"):
         config.from_environment({"TORCHMPI_AT_DEADLINE": "stop"})

@@ -20,6 +20,7 @@ import re
 import tempfile
 from typing import Any
 
+from torchmpi_py import config
 from torchmpi_py.board import Board
 from torchmpi_py.board_layout import PROCESS, USE_SHIFT, USES, WORLD_RANK, Record
 from torchmpi_py.grouping import from_words
@@ -44,7 +45,7 @@ def dump(used: Board) -> str:
     Only its owner can enter the folder: a dump has paths and lines of the program.
     """
     try:
-        parent = os.environ.get("TORCHMPI_DUMP_DIR") or tempfile.gettempdir()
+        parent = config.dump_directory()
         os.makedirs(parent, exist_ok=True)
         folder = pathlib.Path(tempfile.mkdtemp(prefix="torchmpi_py-hang-", dir=parent))
         for index in used.indices:

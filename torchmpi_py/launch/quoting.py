@@ -1,7 +1,7 @@
 """The program's arguments on their way through an MPI's starter, some of which it would take for its own.
 
-Open MPI, MPICH and srun read a bare ``:`` as the beginning of another program. Open MPI rewrites ``--bind-to`` and others
-wherever they stand. The first character of such a word becomes ``%3A``, say, and each ``%`` then ``%25``.
+Open MPI, MPICH and srun read a bare ``:`` as the beginning of another program. Open MPI rewrites ``--bind-to`` and
+others wherever they stand. The first character of such a word becomes ``%3A``, say, and each ``%`` then ``%25``.
 """
 
 import re

@@ -1,8 +1,8 @@
 """What torchmpirun says itself, what its starter says, and what is shown of rank 0's log, while somebody reads it.
 
 A reader may pause: ``| less``, Ctrl-S, a stopped process. A write then waits, so only threads write. The loop that
-watches the job goes on, and heeds signals, deaths and the time limit. Nothing is lost meanwhile: the log is on disk, and
-what torchmpirun says stays in memory. ``finish`` waits for the reader at the end.
+watches the job goes on, and heeds signals, deaths and the time limit. Nothing is lost meanwhile: the log is on disk,
+and what torchmpirun says stays in memory. ``finish`` waits for the reader at the end.
 """
 
 import atexit
