@@ -4,7 +4,7 @@ import pytest
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import mpirun
+from torchmpi_py.launch import mpirun, vendors, wrap
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -179,6 +179,19 @@ def test_a_bad_command_line_ends_with_2(argv, capsys):
     with pytest.raises(SystemExit, match="2"):
         launcher.parse(argv)
     assert "torchmpirun" in capsys.readouterr().err
+
+
+def test_arguments_are_quoted_where_a_starter_would_interpret_them():
+    for vendor in vendors.VENDORS:
+        assert launcher.wrapped(launcher.parse(["a.py", "--epochs", "5", "a:b", "%", ""]), vendor)[2:] == [
+            *("--bind", "core", "a.py", "--epochs", "5", "a:b", "%", "")
+        ]
+        words = ["a.py", ":", "--bind-to", "-mca", "5%3A", "", ":"]
+        command = launcher.wrapped(launcher.parse(words), vendor)[2:]
+        assert command[:3] == ["--bind", "core", "--quoted"]
+        assert ":" not in command
+        assert ("--bind-to" in command) is (vendor.name != "openmpi")
+        assert wrap.parse(command).program == words
 
 
 def test_default_number_of_ranks():
