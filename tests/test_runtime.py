@@ -1,6 +1,8 @@
 """Start, stop, exit, children: each in a process of its own. And what the ranks of a job learn about themselves."""
 
 import os
+import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -254,6 +256,25 @@ def test_tuning_from_the_environment():
         config.Tuning(message_bytes=-1)
     with pytest.raises(ValueError, match="native_async_bytes = 4194304 is more than"):
         config.Tuning(native_async_bytes=4 << 20)
+
+
+def test_variables_that_nothing_reads_are_named():
+    given = {"TORCHMPI_DEADLIN": "5", "TORCHMPI_WHATEVER": "", "TORCHMPI_PROFILE": "p", "TORCHMPIRUN_RESTART": "0"}
+    assert config.unknown_settings(given) == (
+        "TORCHMPI_DEADLIN (did you mean TORCHMPI_DEADLINE?), TORCHMPI_WHATEVER have no effect: "
+        "the package reads no such variable"
+    )
+    status, _, err = run("import os; os.environ['TORCHMPI_DEADLIN'] = '5'; import torchmpi_py as mpi; mpi.start()")
+    assert (status, err.count("TORCHMPI_DEADLIN (did you mean TORCHMPI_DEADLINE?) has no effect")) == (0, 1)
+
+
+def test_every_variable_in_use_is_known():
+    root = pathlib.Path(__file__).parents[1]
+    files = [path for folder in ("torchmpi_py", "tests", "scripts") for path in (root / folder).rglob("*")]
+    texts = [path.read_text() for path in files if path.suffix in (".py", ".sh", "") and path.is_file()]
+    used = {name for text in texts for name in re.findall(r"TORCHMPI_[A-Z_]*[A-Z]\b", text)}
+    assert len(used) > 10
+    assert config.unknown_settings(dict.fromkeys(used - {"TORCHMPI_DEADLIN", "TORCHMPI_WHATEVER"}, "")) == ""
 
 
 @pytest.mark.parametrize("by_block", [0, 1])

@@ -288,6 +288,7 @@ def test_a_rank_that_does_not_come(tmp_path):
     assert re.search(r"rank 2 \(process \d+\): is there too, called at .*program.py:8", job.stderr)
     assert 'program.py", line 7, in <module>' in job.stderr
     (folder,) = tmp_path.glob("torchmpi_py-hang-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
     dumps = hang.load(tmp_path)
     assert [len(dump["entries"]) for dump in dumps.values()] == [2, 1, 2]
     told = hang.explain(dumps)
@@ -357,11 +358,13 @@ print("went on")
 
 def test_tuning_of_deadlines():
     assert config.from_environment({"TORCHMPI_DEADLINE": "5"}).deadline_seconds == 5
-    assert config.from_environment({"TORCHMPI_DEADLINE_SECONDS": "5"}).deadline_seconds == 5
+    assert config.from_environment({"TORCHMPI_DEADLINE_SECONDS": "2.5"}).deadline_seconds == 2.5
     with pytest.raises(ValueError, match="the same setting"):
         config.from_environment({"TORCHMPI_DEADLINE_SECONDS": "5", "TORCHMPI_DEADLINE": "6"})
-    with pytest.raises(ValueError, match="TORCHMPI_DEADLINE='soon': give a whole number of seconds"):
+    with pytest.raises(ValueError, match="TORCHMPI_DEADLINE='soon': give a number of seconds"):
         config.from_environment({"TORCHMPI_DEADLINE": "soon"})
+    with pytest.raises(ValueError, match="deadline_seconds = inf: give a number of seconds, 0 or more"):
+        config.from_environment({"TORCHMPI_DEADLINE": "inf"})
     with pytest.raises(ValueError, match="at_deadline = 'stop': give one of abort, report, raise"):
         config.from_environment({"TORCHMPI_AT_DEADLINE": "stop"})
 

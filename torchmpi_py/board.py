@@ -209,7 +209,8 @@ class Board:
         return self._text(self._begins[index] + STRINGS_BEGIN + number * STRING_BYTES, STRING_BYTES) or "?"
 
     def _text(self, begin: int, length: int) -> str:
-        return self.mapping[begin : begin + length].rstrip(b"\0").decode(errors="replace")
+        """The text up to the first NUL: while it is overwritten, more of the former one stands behind that."""
+        return self.mapping[begin : begin + length].partition(b"\0")[0].decode(errors="replace")
 
     def now(self, index: int) -> int:
         """The time, as in a rank's records."""

@@ -6,16 +6,32 @@ Also where files for later jobs lie, and how they are written.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
+import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 PREFIX = "TORCHMPI_"
+TUNING_DIR = f"{PREFIX}TUNING_DIR"
+PROFILE = f"{PREFIX}PROFILE"
+DUMP_DIR = f"{PREFIX}DUMP_DIR"
+STARTED_PID = f"{PREFIX}STARTED_PID"
 AT_DEADLINE = ("abort", "report", "raise")
 _OTHER_NAMES = {"deadline_seconds": "DEADLINE"}
+_OF_TESTS = (
+    "FAULTS",
+    "MODEL",
+    "PYTORCH_SUITE",
+    "REPEATS",
+    "SOAK_",
+    "STORM_",
+    "TEST_",
+)  # variables of our tests begin so
+_READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +80,7 @@ class Tuning:
     alone_bytes: int = 1 << 20
     """Gradients and parameters of at least this size travel by themselves."""
 
-    deadline_seconds: int = 600
+    deadline_seconds: float = 600
     """An operation that takes longer is reported, with who keeps it; ``at_deadline`` says what else happens; 0: none
     is. In the environment also TORCHMPI_DEADLINE."""
 
@@ -75,9 +91,11 @@ class Tuning:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.type == "float" and not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ValueError(f"Tuning.{field.name} = {value!r}: give a number of seconds, 0 or more")
             if field.type != "int":
                 continue
-            may_be_zero = field.name in ("native_async_bytes", "deadline_seconds")
+            may_be_zero = field.name == "native_async_bytes"
             if not isinstance(value, int) or value < 0 or (value == 0 and not may_be_zero):
                 unit = field.name.rpartition("_")[2]
                 raise ValueError(f"Tuning.{field.name} = {value!r}: give a positive whole number (of {unit})")
@@ -108,18 +126,41 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tuning:
             raise ValueError(f"{told} are the same setting: give one of them")
         for name, text in given.items():
             try:
-                values[field.name] = int(text) if field.type == "int" else text
+                values[field.name] = _READERS[str(field.type)](text)
             except ValueError:
-                unit = field.name.rpartition("_")[2]
-                raise ValueError(f"{name}={text!r}: give a whole number of {unit}") from None
+                kind, unit = "number" if field.type == "float" else "whole number", field.name.rpartition("_")[2]
+                raise ValueError(f"{name}={text!r}: give a {kind} of {unit}") from None
     return Tuning(**values)
+
+
+def known_names() -> set[str]:
+    """Every variable TORCHMPI_... that the package reads or sets."""
+    fields = {f"{PREFIX}{field.name.upper()}" for field in dataclasses.fields(Tuning)}
+    return fields | {f"{PREFIX}{name}" for name in _OTHER_NAMES.values()} | {TUNING_DIR, PROFILE, DUMP_DIR, STARTED_PID}
+
+
+def unknown_settings(environ: Mapping[str, str] = os.environ) -> str:
+    """A line about the variables TORCHMPI_... that nothing reads, which may be misspelt; "" if there are none."""
+    short_names, texts = [name.removeprefix(PREFIX) for name in known_names()], []
+    for name in sorted(environ):
+        short_name = name.removeprefix(PREFIX)
+        if short_name != name and short_name not in short_names and not short_name.startswith(_OF_TESTS):
+            near = difflib.get_close_matches(short_name, short_names, n=1)
+            texts.append(f"{name} (did you mean {PREFIX}{near[0]}?)" if near else name)
+    have = "have" if len(texts) > 1 else "has"
+    return f"{', '.join(texts)} {have} no effect: the package reads no such variable" if texts else ""
 
 
 def tuning_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
     """Where ``autotune`` keeps what it measured: TORCHMPI_TUNING_DIR, else in the user's cache."""
-    given = environ.get(f"{PREFIX}TUNING_DIR")
+    given = environ.get(TUNING_DIR)
     cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return pathlib.Path(given) if given else pathlib.Path(cache, "torchmpi_py")
+
+
+def dump_directory(environ: Mapping[str, str] = os.environ) -> str:
+    """Where the last operations of a job that hangs are written: TORCHMPI_DUMP_DIR, else the temporary folder."""
+    return environ.get(DUMP_DIR) or tempfile.gettempdir()
 
 
 def keep(path: pathlib.Path, content: object) -> None:
@@ -138,7 +179,7 @@ def keep(path: pathlib.Path, content: object) -> None:
 
 def profile_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path | None:
     """Where traces go, if this job is traced: TORCHMPI_PROFILE, which ``torchmpirun --profile`` sets."""
-    given = environ.get(f"{PREFIX}PROFILE")
+    given = environ.get(PROFILE)
     return pathlib.Path(given).absolute() if given else None
 
 

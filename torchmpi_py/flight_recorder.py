@@ -20,6 +20,7 @@ import re
 import tempfile
 from typing import Any
 
+from torchmpi_py import config
 from torchmpi_py.board import Board
 from torchmpi_py.board_layout import PROCESS, USE_SHIFT, USES, WORLD_RANK, Record
 from torchmpi_py.grouping import from_words
@@ -39,12 +40,14 @@ _KNOWN = {"broadcast", "reduce", "reduce_scatter", "gather", "scatter", "barrier
 
 
 def dump(used: Board) -> str:
-    """Write those of the ranks that can be seen into a new folder; where it is, or why there is none."""
+    """Write those of the ranks that can be seen into a new folder; where it is, or why there is none.
+
+    Only its owner can enter the folder: a dump has paths and lines of the program.
+    """
     try:
-        parent = os.environ.get("TORCHMPI_DUMP_DIR") or tempfile.gettempdir()
+        parent = config.dump_directory()
         os.makedirs(parent, exist_ok=True)
         folder = pathlib.Path(tempfile.mkdtemp(prefix="torchmpi_py-hang-", dir=parent))
-        folder.chmod(0o755)
         for index in used.indices:
             content = of_rank(used, index)
             rank = used.get(WORLD_RANK, index)

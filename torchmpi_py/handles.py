@@ -87,7 +87,7 @@ class Handle(ABC, Generic[R]):
         if timeout_seconds is None and config.can_raise:
             timeout_seconds = config.current.deadline_seconds
         if not self._complete(timeout_seconds):
-            told = f"{self._label} is not complete after {timeout_seconds} s; it goes on, wait again for its result"
+            told = f"{self._label} is not complete after {timeout_seconds:g} s; it goes on, wait again for its result"
             raise CollectiveTimeout(f"{told}. {self.who_is_late()}")
         if self._error is not None:
             self._error_was_seen = True

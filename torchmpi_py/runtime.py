@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchmpi_py")
 
-STARTED_PID = "TORCHMPI_STARTED_PID"  # tells children that they are children; torchmpirun removes it
+STARTED_PID = config.STARTED_PID  # tells children that they are children; torchmpirun removes it
 
 
 def start(
@@ -94,6 +94,8 @@ def _start(wishes: startup.Wishes, wait: arrival.Wait) -> None:
             startup.tear_down("call mpi.start() first")
         raise
     os.environ[STARTED_PID] = str(os.getpid())
+    if world.rank == 0 and (unknown := config.unknown_settings()):
+        logger.warning("%s", unknown)
     if communicators.resolve(None).rank == 0 and world.rank == 0:
         logger.info("%s", placement.describe(startup.device, world.size, num_nodes()))
 
@@ -149,7 +151,7 @@ def barrier(comm: Communicator | None = None) -> None:
         if not config.can_raise:
             fences.around(comm.direct.mpi.Barrier)()
         elif not fences.around(lambda: _met_in_time(comm))():
-            told = f"the barrier is not complete after {config.current.deadline_seconds} s. {reports.late(noted)}"
+            told = f"the barrier is not complete after {config.current.deadline_seconds:g} s. {reports.late(noted)}"
             raise CollectiveTimeout(told)
     except BaseException:
         watch.fail(noted)

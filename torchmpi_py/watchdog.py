@@ -48,6 +48,7 @@ _LOOK_SECONDS = 0.5
 _MOST_A_LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 1.5
 _OTHERS_SECONDS = 1.0  # for another node, where the late rank seems to be, to tell
+_SHORT_SECONDS = 60  # ages up to this are reported with one decimal
 _RAISE_SECONDS = 5.0  # for an operation to raise by itself
 EXIT_CODE = 1
 
@@ -128,7 +129,7 @@ class Watchdog:
 
     def _judge(self) -> None:
         """Report the oldest operation that is too old, and end the job, or do as ``Tuning.at_deadline`` says."""
-        used, at_least = self._board, float(self._deadline_seconds)
+        used, at_least = self._board, self._deadline_seconds
         raising: set[int] = set()
         if at_least == 0:
             return
@@ -146,7 +147,9 @@ class Watchdog:
         self._reported.add(oldest)
         told = ""
         try:
-            told = self._report(f"an operation is not complete after {self._ages.of[oldest]:.0f} s", oldest)
+            age = self._ages.of[oldest]
+            seconds = f"{round(age, 1 if age < _SHORT_SECONDS else 0):g}"
+            told = self._report(f"an operation is not complete after {seconds} s", oldest)
             say(told)
         finally:
             if is_end:

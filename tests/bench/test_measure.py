@@ -79,7 +79,7 @@ def test_on_a_gpu_raw_mpi_takes_part_only_if_this_mpi_reads_its_memory(monkeypat
 
 
 def test_who_cannot_is_left_out_with_the_reason(mpi, monkeypatch):
-    monkeypatch.setattr(torch_groups, "_host", lambda: "nowhere.invalid" / 0)
+    monkeypatch.setattr(torch_groups.rendezvous, "open_store", lambda *_: "nowhere.invalid" / 0)
     report = measured("compare", "--sizes", "4", "--dtype", "bfloat16", "--buffers", "warm", "--flavours", "mpi")
     assert [row.what for row in report.rows] == ["mpi", COPY]
     assert any(f"{GLOO} is left out: " in note for note in report.notes)

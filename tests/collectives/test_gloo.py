@@ -185,6 +185,33 @@ def test_an_interface_that_is_there(mpi, monkeypatch):
         both(mpi, "allreduce", values(torch.float32, mpi.rank(), 100), comm=comm)
 
 
+def listening_addresses():
+    """Of this process, as the kernel writes them; port 0 and what MPI has are among them."""
+    links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    inodes = {link.partition("[")[2].rstrip("]") for link in links if "socket:[" in link}
+    words = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}")]
+    return {word[1] for word in words if word[3] == "0A" and word[9] in inodes}
+
+
+@pytest.mark.mpi
+def test_the_store_listens_on_loopback_alone_and_strangers_do_not_know_its_keys(mpi, monkeypatch):
+    monkeypatch.delenv(rendezvous.INTERFACE_VARIABLE, raising=False)
+    before = listening_addresses()
+    channel = mpi.communicator().direct
+    store = rendezvous.open_store(channel, "a test")
+    added = {address.partition(":")[0] for address in listening_addresses() - before}
+    assert added == ({"0100007F"} if mpi.rank() == 0 else set())
+    if mpi.rank() == 0:
+        store.set("key", "right")
+        served = store.underlying_store
+        stranger = torch.distributed.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
+        assert not stranger.check(["key"])
+        stranger.set("key", "forged")
+    channel.mpi.Barrier()
+    assert store.get("key") == b"right"
+    channel.mpi.Barrier()
+
+
 def num_threads():
     return len(os.listdir("/proc/self/task"))
 

@@ -21,7 +21,7 @@ from torchmpi_py.launch import job as jobs, leftovers, restarts
 def make(folder, attempt, begin):
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt)}
     command = [sys.executable, "-c", sys.argv[1]]
-    return jobs.Job(command, environment, folder, begin=begin, attempt=attempt, **options)
+    return jobs.Job(command, environment, folder, begin=begin, **options)
 
 def hear(*_):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -87,7 +87,7 @@ def test_a_failure_long_after_a_signal_that_was_passed_on_is_like_any_other():
     "moment",
     [
         "leftovers.remove_session_folders = hear",  # after an attempt
-        "tail = jobs.Tail; jobs.Tail = lambda *_: hear() or tail(*_)",
+        "get = jobs.standard_input.for_starter; jobs.standard_input.for_starter = lambda: hear() or get()",
         "make = lambda *_, make=make: hear() or make(*_)",
     ],
 )

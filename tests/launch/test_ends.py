@@ -98,6 +98,29 @@ def test_the_programs_own_excepthook_shows_the_error(program, no_leftovers, how,
     assert job.stderr.count("[rank 0] Traceback") == ours
 
 
+IN_A_GROUP = """
+import sys
+from torch import distributed
+if sys.argv[1] == "with its own":
+    sys.excepthook = lambda kind, error, frames: print("hook:", error, file=sys.stderr)
+for _ in range(2):
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.destroy_process_group()
+raise RuntimeError("boom")
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "with its own"])
+def test_the_excepthook_of_torch_distributed_is_not_the_programs(program, no_leftovers, how):
+    pytest.importorskip("torch")
+    job = launch("-n", 1, program(IN_A_GROUP), how)
+    assert job.returncode == 1
+    assert "[rank0]" not in job.stderr
+    assert (job.stderr.count("[rank 0] Traceback"), job.stderr.count("hook: boom")) == (
+        (1, 0) if how == "plain" else (0, 1)
+    )
+
+
 # As torch.distributed's hook: it shows what the one before it wrote when that returns, which ours does not.
 COLLECTING = """
 import io, sys, torchmpi_py as mpi

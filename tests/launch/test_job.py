@@ -1,6 +1,7 @@
 """Real jobs through the MPI of this environment, on mpi4py alone: no mpirun around pytest is needed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,11 +78,12 @@ def launch(*arguments, **keywords):
 
 
 def test_hello(program, no_leftovers):
-    job = launch("-n", 3, program(HELLO), "a b", "--", "-n", '"$HOME"', "c'd", "*")
+    words = ["a b", "--", "-n", '"$HOME"', "c'd", "*", ":", "", "%3A", "x\ny", "--bind-to", "core", "--mca"]
+    job = launch("-n", 3, program(HELLO), *words)
     assert (job.returncode, job.stderr) == (0, "")
     lines = job.stdout.splitlines()
     assert [line.split()[:3] for line in lines] == [[str(rank), "3", "3"] for rank in range(3)]
-    assert all(line.endswith(str(["a b", "--", "-n", '"$HOME"', "c'd", "*"])) for line in lines)
+    assert all(line.endswith(str(words)) for line in lines)
 
 
 def test_cores_are_shared_out_unless_told_not_to(program, no_leftovers):
@@ -144,6 +146,18 @@ def test_logs(program, tmp_path, no_leftovers):
     assert job.stdout == (tmp_path / "l" / "rank-0.log").read_text()
     assert job.stdout.endswith("\n0\n")
     assert (tmp_path / "l" / "rank-1.log").read_text() == "1\n"
+
+
+def test_a_full_disk_and_a_folder_that_is_none(program, tmp_path, no_leftovers):
+    (tmp_path / "l").mkdir()
+    (tmp_path / "l" / "rank-1.log").symlink_to("/dev/full")
+    job = launch("-n", 2, "--log-dir", tmp_path / "l", program(HELLO + "world.Barrier(); print(world.rank)"))
+    assert job.returncode == 1
+    assert "[rank 1] cannot write to its log: No space left on device\n[rank 1] Traceback" in job.stderr
+    assert "torchmpirun: rank 1 failed first, with exit code 1" in job.stderr
+    job = launch("-n", 2, "--log-dir", program(HELLO), program(HELLO))
+    assert (job.returncode, job.stdout) == (2, "")
+    assert re.fullmatch(r"torchmpirun: --log-dir .*: cannot write files there: File exists; name .*\n", job.stderr)
 
 
 def test_a_log_holds_the_traceback_and_a_data_set_in_shared_memory_stays(program, tmp_path, no_leftovers):

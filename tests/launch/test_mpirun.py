@@ -4,7 +4,7 @@ import pytest
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import mpirun
+from torchmpi_py.launch import mpirun, vendors, wrap
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -181,6 +181,19 @@ def test_a_bad_command_line_ends_with_2(argv, capsys):
     assert "torchmpirun" in capsys.readouterr().err
 
 
+def test_arguments_are_quoted_where_a_starter_would_interpret_them():
+    for vendor in vendors.VENDORS:
+        assert launcher.wrapped(launcher.parse(["a.py", "--epochs", "5", "a:b", "%", ""]), vendor)[2:] == [
+            *("--bind", "core", "a.py", "--epochs", "5", "a:b", "%", "")
+        ]
+        words = ["a.py", ":", "--bind-to", "-mca", "5%3A", "", ":"]
+        command = launcher.wrapped(launcher.parse(words), vendor)[2:]
+        assert command[:3] == ["--bind", "core", "--quoted"]
+        assert ":" not in command
+        assert ("--bind-to" in command) is (vendor.name != "openmpi")
+        assert wrap.parse(command).program == words
+
+
 def test_default_number_of_ranks():
     named = launcher.hosts.parse_hosts("a:3,b:2")
     assert launcher.default_num_ranks(named, {"CUDA_VISIBLE_DEVICES": "0"}) == 5
@@ -190,10 +203,10 @@ def test_default_number_of_ranks():
     assert launcher.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": ""}) == launcher.binding.num_usable_cores()
 
 
-def test_elsewhere_than_on_linux_it_says_so(monkeypatch, capsys):
+def test_elsewhere_than_on_linux_it_says_so(monkeypatch, capfd):
     monkeypatch.delattr(launcher.os, "sched_getaffinity")
     assert launcher.main(["-n", "2", "a.py"]) == 2
-    assert "Linux only" in capsys.readouterr().err
+    assert "Linux only" in capfd.readouterr().err
 
 
 def test_a_host_that_does_not_answer_is_given_up():

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import functools
-import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torchmpi_py as mpi
 from torchmpi_py.bench.contestants import GLOO, TORCH_TORCHMPI, TORCHMPI, Call, Contestant, Take, asynchronously
 from torchmpi_py.bench.verbs import ROOT, Task
+from torchmpi_py.collectives import rendezvous
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,28 +61,14 @@ def _attempt(comm: MPI.Comm, make: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def _join(comm: MPI.Comm) -> None:
-    dist = _distributed()
-    store: Any = None
-    try:
-        if comm.rank == 0:
-            store = dist.TCPStore(_host(), 0, comm.size, True, timeout=_TIMEOUT, wait_for_workers=False)
-    finally:
-        place = comm.bcast((_host(), store.port) if store else None)
-    if place is None:
-        raise RuntimeError("rank 0 could not open a store")
-    if store is None:
-        store = dist.TCPStore(*place, comm.size, False, timeout=_TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT)
+    store = rendezvous.open_store(mpi.communicator().direct, "bench")
+    _distributed().init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT)
 
 
 def _on_torchmpi() -> Any:
     import torchmpi_py.torch_backend  # noqa: F401 - registers the backend
 
     return _distributed().new_group(backend=TORCHMPI)
-
-
-def _host() -> str:
-    return "127.0.0.1" if mpi.num_nodes() == 1 else socket.gethostname()
 
 
 def _distributed() -> Any:

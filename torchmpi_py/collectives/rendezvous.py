@@ -1,6 +1,8 @@
 """Where the ranks of a channel meet over TCP, for libraries that do not start over MPI.
 
-Rank 0 opens a store of torch.distributed on a free port, and MPI tells the others where: no MASTER_ADDR is needed.
+Rank 0 opens a store of torch.distributed on a free port, and MPI tells the others where: no MASTER_ADDR is needed. The
+store has no password. So it listens on one address, which other hosts cannot reach when all ranks are on one node, and
+its keys stand under a prefix that only the job knows.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import datetime as dt
 import fcntl
 import ipaddress
 import os
+import secrets
 import socket
 import struct
 from collections.abc import Callable
@@ -43,17 +46,29 @@ def open_store(channel: Channel, who: str) -> Any:
     Collective. CommunicatorError, on every rank, if it cannot be had; ``who`` wants it.
     """
     is_server = channel.rank == 0
-
-    def attempt(host: str, port: int) -> Any:
-        factory = getattr(distributed, "TCPStore")  # noqa: B009 - its stub does not export it
-        return factory(host, port, channel.size, is_server, timeout=_CONNECT_TIMEOUT, wait_for_workers=False)
-
-    opened = together(
-        channel.mpi, f"{who}: cannot open a store on rank 0", lambda: attempt(_LOOPBACK, 0) if is_server else None
-    )
-    host, port = channel.mpi.bcast(opened and (own_address(channel.num_nodes), opened.port))
+    host = channel.mpi.bcast(own_address(channel.num_nodes) if is_server else "")
+    cannot_open = f"{who}: cannot open a store on rank 0, at {host}"
+    served = together(channel.mpi, cannot_open, lambda: _serve(host, channel.size) if is_server else None)
+    port, prefix = channel.mpi.bcast(served and (served.port, secrets.token_hex(16)))
     what = f"{who}: cannot reach the store of rank 0 at {host}, port {port}"
-    return together(channel.mpi, what, lambda: opened or attempt(host, port))
+    store = together(channel.mpi, what, lambda: served or _tcp_store(host, port, channel.size))
+    return getattr(distributed, "PrefixStore")(prefix, store)  # noqa: B009 - its stub does not export it
+
+
+def _serve(address: str, num_ranks: int) -> Any:
+    """A store that listens on ``address`` alone: torch's own socket would listen on all interfaces."""
+    family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.bind(where)
+        listener.listen()
+        port = listener.getsockname()[1]
+        # The store takes the descriptor over.
+        return _tcp_store(address, port, num_ranks, is_master=True, master_listen_fd=os.dup(listener.fileno()))
+
+
+def _tcp_store(host: str, port: int, num_ranks: int, **options: Any) -> Any:
+    factory = getattr(distributed, "TCPStore")  # noqa: B009 - its stub does not export it
+    return factory(host, port, num_ranks, timeout=_CONNECT_TIMEOUT, wait_for_workers=False, **options)
 
 
 def together(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str = _REMEDY) -> T:
@@ -61,7 +76,7 @@ def together(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str = 
     made, failure = None, ""
     try:
         made = attempt()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         failure = str(error).partition("\n")[0]
     failures = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(failure)) if text]
     if failures:
@@ -78,7 +93,7 @@ def own_address(num_nodes: int) -> str:
     """An address of this host for ranks that spread over ``num_nodes``.
 
     That of the interface which the user names; else loopback on one node; else what the host name stands for, unless it
-    is loopback (as Debian has it); else the address from which packets would leave.
+    is loopback (as Debian has it); else the address from which packets would leave; else that of the first interface.
     """
     for name in interfaces():
         address = _of_interface(name)
@@ -86,7 +101,7 @@ def own_address(num_nodes: int) -> str:
             return address
     if num_nodes == 1:
         return _LOOPBACK
-    return _of_host_name() or _outward() or socket.gethostname()
+    return _of_host_name() or _outward() or _of_first_interface() or socket.gethostname()
 
 
 def _of_interface(name: str) -> str:
@@ -96,6 +111,11 @@ def _of_interface(name: str) -> str:
         except OSError:
             return ""
     return socket.inet_ntoa(answer[20:24])
+
+
+def _of_first_interface() -> str:
+    addresses = [_of_interface(name) for _, name in socket.if_nameindex()]
+    return next((address for address in addresses if address and _is_reachable(address)), "")
 
 
 def _of_host_name() -> str:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, hosts, mpirun, restarts, standard_input, vendors, world
+from torchmpi_py.launch import binding, hosts, mpirun, quoting, restarts, standard_input, vendors, world
 from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
 from torchmpi_py.launch.options import given_environment, parse
-from torchmpi_py.launch.terminal import say
+from torchmpi_py.launch.terminal import Tail, say
 
 # What the ranks must not inherit: the place in another job of whoever starts this one, and the mark by which a started
 # process forbids MPI to its children.
@@ -29,6 +29,8 @@ _DROPPED_WHOLE = ("TORCHMPI_STARTED_PID",)
 _KEPT = ("PMIX_MCA_",)
 # What must reach the ranks on other hosts, besides what --env gives.
 _FORWARDED = ("TORCHMPI", "MPI4PY_", "OMPI_MCA_", "PYTHONPATH", world.ADDRESS, world.PORT, *binding.THREAD_VARIABLES)
+
+_TRIED_BYTES = 4096  # one block of a disk
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,18 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def wrapped(options: argparse.Namespace) -> list[str]:
-    """The command of one rank."""
+def wrapped(options: argparse.Namespace, vendor: vendors.Vendor) -> list[str]:
+    """The command of one rank, as this starter is to get it."""
     command = [sys.executable, str(Path(__file__).with_name("wrap.py")), "--bind", options.bind]
     if options.log_dir is not None:
         command += ["--log-dir", str(options.log_dir.absolute())]
     if options.profile is not None:
         command += ["--profile", str(options.profile.absolute())]
-    return [*command, *(["-m"] if options.as_module else []), *options.program]
+    program = options.program
+    if quoting.is_needed(program, vendor.interpreted):
+        command.append("--quoted")
+        program = quoting.quote(program, vendor.interpreted)
+    return [*command, *(["-m"] if options.as_module else []), *program]
 
 
 def choose(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[vendors.Vendor, str]:
@@ -125,7 +131,7 @@ def plan(
         extra=tuple(options.mpi_args),
     )
     text = hosts.render(named, vendor.hostfile_line)
-    return Plan(num_ranks, [program, *starter, *wrapped(options)], inherited | added, added, hostfile, text)
+    return Plan(num_ranks, [program, *starter, *wrapped(options, vendor)], inherited | added, added, hostfile, text)
 
 
 def check_program(program: str) -> None:
@@ -134,6 +140,19 @@ def check_program(program: str) -> None:
         raise LaunchError(f"leave out {program}: torchmpirun runs the ranks under {sys.executable}")
     if not os.path.exists(program):
         raise LaunchError(f"{program}: there is no such program here")
+
+
+def check_folder(option: str, folder: Path | None) -> None:
+    """Refuse a folder for the ranks' output where no file can be written."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_TRIED_BYTES))
+    except OSError as error:
+        what = f"{option} {folder}: cannot write files there: {error.strerror}"
+        raise LaunchError(f"{what}; name a folder that can be written to, or make room") from None
 
 
 def check_shared_memory(vendor: vendors.Vendor, num_ranks: int, folder: str = "/dev/shm") -> None:
@@ -165,6 +184,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if not options.as_module:
         check_program(options.program[0])
+    check_folder("--log-dir", options.log_dir)
+    check_folder("--profile", options.profile)
     if vendor.shared_bytes and not (options.hosts or options.hostfile):
         check_shared_memory(vendor, options.num_ranks or default_num_ranks((), os.environ))
 
@@ -178,7 +199,6 @@ def run(options: argparse.Namespace) -> int:
             folder,
             timeout_seconds=options.timeout,
             begin=begin,
-            attempt=attempt,
             elastic=options.elastic,
             num_ranks=chosen.num_ranks,
             log_dir=options.log_dir,
@@ -186,7 +206,7 @@ def run(options: argparse.Namespace) -> int:
             stop_signals=vendor.stop_signals,
         )
 
-    return restarts.run(make, most)
+    return restarts.run(make, most, Tail(options.log_dir))
 
 
 def show(chosen: Plan) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from torchmpi_py.launch import alone, leftovers, marks, standard_input
 from torchmpi_py.launch.deaths import Death, Lookout
 from torchmpi_py.launch.signals import Signals
-from torchmpi_py.launch.terminal import Tail, say
+from torchmpi_py.launch.terminal import relay, say
 
 GRACE_SECONDS = 5.0
 FAILURE_GRACE_SECONDS = 2.5  # a rank has failed: how long the MPI may take to end the others by itself
@@ -49,7 +49,6 @@ class Job:
     folder: Path
     timeout_seconds: float | None = None
     begin: float = field(default_factory=time.monotonic)
-    attempt: int = 0
     elastic: bool = False
     num_ranks: int = 0  # 0: not known
     log_dir: Path | None = None
@@ -67,18 +66,26 @@ class Job:
     _last_seen: float = field(default_factory=time.monotonic)  # a rank that was not known to have ended
     _files_before: set[str] = field(default_factory=leftovers.randomly_named)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the time limit has passed."""
+        return self.timeout_seconds is not None and time.monotonic() - self.begin > self.timeout_seconds
+
     def run(self) -> int:
         """Start, wait, clean up; return the exit code of the job."""
         self.has_run = True
-        self._tail = Tail(self.log_dir, self.attempt)
+        stderr = relay()
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
         self.process = subprocess.Popen(
             self.command,
             env=self.environment,
             stdin=standard_input.for_starter(),
+            stderr=stderr,
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
+        if stderr is not None:
+            os.close(stderr)
         self._lookout = Lookout(self.folder, self.process.pid, self.num_ranks)
         try:
             return self._wait()
@@ -92,7 +99,7 @@ class Job:
             now = time.monotonic()
             if self.signals.ending:
                 break
-            if self.timeout_seconds is not None and now - self.begin > self.timeout_seconds:
+            if self.is_late:
                 say(f"the job passed its limit of {self.timeout_seconds:g} s (--timeout)")
                 self.was_ended = True
                 self._end(signal.SIGTERM)
@@ -118,7 +125,6 @@ class Job:
         return code
 
     def _running(self) -> bool:
-        self._tail.show()
         self.signals.pass_on(self.process)
         self._hear_of_deaths(_POLL_SECONDS)
         if not (self.elastic and self._lookout.is_deserted):
@@ -188,7 +194,6 @@ class Job:
         leftovers.remove_randomly_named(self._files_before)
         leftovers.remove_session_folders(self.process.pid)
         self._lookout.close()
-        self._tail.show()
 
     def _failed_for(self) -> float:
         """Seconds since a rank failed or died."""

@@ -13,31 +13,43 @@ from pathlib import Path
 from torchmpi_py.launch import standard_input
 from torchmpi_py.launch.job import Job
 from torchmpi_py.launch.signals import Signals
-from torchmpi_py.launch.terminal import say
+from torchmpi_py.launch.terminal import Tail, finish, say
 
 MOST_FOR_ELASTIC = 3  # where the MPI has nothing for --elastic
 
 Maker = Callable[[Path, int, float], Job]
 
 
-def run(make: Maker, most: int) -> int:
-    """Run the job that ``make(folder, attempt, begin)`` gives, up to ``most`` times more; the last one's exit code."""
-    begin, place = time.monotonic(), standard_input.position()
+def run(make: Maker, most: int, tail: Tail | None = None) -> int:
+    """Run the job that ``make(folder, attempt, begin)`` gives, up to ``most`` times more; the last one's exit code.
+
+    Returns when the reader of ``tail`` has all, or the job was ended from outside.
+    """
+    tail = tail or Tail(None)
     with Signals() as signals:
-        for attempt in range(most + 1):
-            if attempt:
-                standard_input.rewind(place)
-            with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
-                job = make(Path(folder), attempt, begin)
-                job.signals = signals
-                code = 0 if signals.ending else job.run()
-            if signals.ending and (code or not job.has_run):
-                return code if job.was_ended else 128 + signals.ending[0]
-            if code == 0 or job.was_ended:
-                break
-            if not _goes_on(job, code, attempt, most, signals.cause(code)):
-                break
+        job, code = _run_attempts(make, most, signals, tail)
+        finish(tail, lambda: bool(signals.ending) or job.was_ended or job.is_late)
     return code
+
+
+def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail) -> tuple[Job, int]:
+    """The last attempt, and the exit code."""
+    begin, place = time.monotonic(), standard_input.position()
+    for attempt in range(most + 1):
+        if attempt:
+            standard_input.rewind(place)
+        with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
+            job = make(Path(folder), attempt, begin)
+            job.signals = signals
+            code = 0 if signals.ending else job.run()
+        tail.catch_up()
+        if signals.ending and (code or not job.has_run):
+            return job, code if job.was_ended else 128 + signals.ending[0]
+        if code == 0 or job.was_ended:
+            break
+        if not _goes_on(job, code, attempt, most, signals.cause(code)):
+            break
+    return job, code
 
 
 def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:

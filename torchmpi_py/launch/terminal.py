@@ -1,50 +1,198 @@
-"""What torchmpirun says itself, and what it shows of the ranks' logs, for as long as somebody reads it."""
+"""What torchmpirun says itself, what its starter says, and what is shown of rank 0's log, while somebody reads it.
 
+A reader may pause: ``| less``, Ctrl-S, a stopped process. A write then waits, so only threads write. The loop that
+watches the job goes on, and heeds signals, deaths and the time limit. Nothing is lost meanwhile: the log is on disk,
+and what torchmpirun says stays in memory. ``finish`` waits for the reader at the end.
+"""
+
+import atexit
+import codecs
+import contextlib
+import errno
 import os
+import queue
+import select
 import sys
+import threading
+import time
+from collections.abc import Callable
+from math import inf
 from pathlib import Path
-from typing import TextIO
+
+ENDED_SECONDS = 1.0  # how long a reader may take nothing before the launcher of a job that was ended leaves
+_SOON_SECONDS = 0.2  # how long a line may wait to be read, so that it keeps its place among other output
+_LOOK_SECONDS = 0.05  # how often is looked for more
+_READ_BYTES = 1 << 16
+_PIECE_BYTES = 4096  # written at once, and then counted as progress of the reader
+_STDOUT, _STDERR = 1, 2
 
 
 def say(text: str) -> None:
-    """To the terminal, if it is still there: the job must be ended in order all the same."""
-    try:
-        print(f"torchmpirun: {text}", file=sys.stderr, flush=True)
-    except BrokenPipeError:
-        _silence(sys.stderr)
+    """Write a line to stderr, if it is still there: the job must be ended in order all the same."""
+    if sys.stderr is not None:
+        _speech.add(f"torchmpirun: {text}\n")
+        _speech.wait(_SOON_SECONDS)
 
 
-class Tail:
-    """Copies to the terminal what rank 0 adds to its log, until nobody reads it any more.
+def relay() -> int | None:
+    """A descriptor for a starter's stderr, to be closed when the starter has it; None if there is no stderr.
 
-    The first attempt to run a job begins a new log. The others go on in it.
+    NUL bytes are left out: Open MPI ends a notice with one, and ``grep`` then takes a job's output for binary.
+    """
+    return None if sys.stderr is None else _speech.relay()
+
+
+def finish(tail: "Tail", is_over: Callable[[], bool]) -> None:
+    """Wait until the reader has all; once the job ``is_over`` for its user, only while the reader goes on reading."""
+    for outlet in (tail, _speech):
+        if outlet.wait(inf, is_over) or outlet.wait(ENDED_SECONDS):
+            continue
+        if outlet is tail:
+            say(f"not all of rank 0's output was read; the rest is in {tail.log}")
+
+
+class _Outlet:
+    """A thread that writes to a descriptor what ``_take`` gives, until nobody reads it any more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._asked = self._answered = self._num_written = 0
+        self._is_read = True
+        self._news = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to write, once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+            atexit.register(self.wait, ENDED_SECONDS)
+
+    def wait(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until all that there is now is written; False if the reader takes nothing for so long, or at the end."""
+        if self._thread is None:
+            return True
+        self._asked += 1
+        asked, num_written, until = self._asked, self._num_written, time.monotonic() + seconds
+        self._news.set()
+        while self._answered < asked and time.monotonic() < until and not is_over():
+            if self._num_written > num_written:
+                num_written, until = self._num_written, time.monotonic() + seconds
+            time.sleep(0.005)
+        return self._answered >= asked
+
+    def _take(self) -> bytes:
+        """What is to be written next; nothing if there is no more for now."""
+        raise NotImplementedError
+
+    def _rest(self) -> None:
+        """Wait until there may be more."""
+        self._news.wait(_LOOK_SECONDS)
+        self._news.clear()
+
+    def _run(self) -> None:
+        while True:
+            asked = self._asked
+            taken = self._take()
+            for begin in range(0, len(taken), _PIECE_BYTES):
+                self._write(taken[begin : begin + _PIECE_BYTES])
+            if not taken:
+                self._answered = asked
+                self._rest()
+
+    def _write(self, piece: bytes) -> None:
+        """Write to the descriptor itself: Python cannot end while a thread holds the lock of a stream."""
+        while piece and self._is_read:
+            try:
+                piece = piece[os.write(self._descriptor, piece) :]
+                self._num_written += 1
+            except BlockingIOError:
+                select.select([], [self._descriptor], [])
+            except OSError as error:
+                self._is_read = False
+                self._explain(error)
+
+    def _explain(self, error: OSError) -> None:
+        """Say why nothing is written any more, unless the reader has gone away."""
+
+
+class _Speech(_Outlet):
+    """What torchmpirun and its starter say."""
+
+    def __init__(self) -> None:
+        super().__init__(_STDERR)
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._pipes: list[int] = []
+
+    def add(self, line: str) -> None:
+        """Have a line written."""
+        self._lines.put(line)
+        self.start()
+
+    def relay(self) -> int:
+        """The writing end of a pipe; what comes through is written."""
+        pipe, end = os.pipe()
+        os.set_blocking(pipe, False)
+        self._pipes.append(pipe)
+        self.start()
+        self._news.set()
+        return end
+
+    def _take(self) -> bytes:
+        for pipe in list(self._pipes):
+            with contextlib.suppress(BlockingIOError):
+                told = os.read(pipe, _READ_BYTES)
+                if told:
+                    return told.replace(b"\0", b"") or self._take()
+                os.close(pipe)
+                self._pipes.remove(pipe)
+        return b"" if self._lines.empty() else self._lines.get().encode(errors="backslashreplace")
+
+    def _rest(self) -> None:
+        if self._pipes:
+            select.select(self._pipes, [], [], _LOOK_SECONDS)
+        else:
+            super()._rest()
+
+
+class Tail(_Outlet):
+    """Shows what rank 0 adds to its log, in all attempts to run a job; without a folder of logs nothing.
+
+    The log is shown as text: NUL bytes are left out (a log that is cut while a process goes on writing has holes), and
+    what is not UTF-8 is replaced.
     """
 
-    def __init__(self, log_dir: Path | None, attempt: int) -> None:
-        self._log = None if log_dir is None else log_dir / "rank-0.log"
-        self._shown_bytes = 0
-        if self._log is not None and attempt == 0:
-            self._log.unlink(missing_ok=True)
-        elif self._log is not None and self._log.exists():
-            self._shown_bytes = self._log.stat().st_size
+    def __init__(self, log_dir: Path | None) -> None:
+        super().__init__(_STDOUT)
+        self.log = None if log_dir is None else log_dir / "rank-0.log"
+        self._num_read = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        if self.log is not None and sys.stdout is not None:
+            self.log.unlink(missing_ok=True)
+            self.start()
 
-    def show(self) -> None:
-        """Show what has come since."""
-        if self._log is None or sys.stdout is None or not self._log.exists():
-            return
-        with self._log.open("rb") as log:
-            log.seek(self._shown_bytes)
-            added = log.read()
-        if added:
-            self._shown_bytes += len(added)
-            try:
-                sys.stdout.buffer.write(added)
-                sys.stdout.buffer.flush()
-            except BrokenPipeError:
-                _silence(sys.stdout)
+    def catch_up(self) -> None:
+        """Show what there is before something is said of it."""
+        self.wait(_SOON_SECONDS)
+
+    def _take(self) -> bytes:
+        assert self.log is not None
+        text = ""
+        try:
+            with self.log.open("rb") as log:
+                if os.fstat(log.fileno()).st_size < self._num_read:  # it was cut: what follows is new
+                    self._num_read = 0
+                log.seek(self._num_read)
+                while not text and (added := log.read(_READ_BYTES)):
+                    self._num_read += len(added)
+                    text = self._decoder.decode(added).replace("\0", "")
+        except OSError:  # there is none yet
+            return b""
+        return text.encode()
+
+    def _explain(self, error: OSError) -> None:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            say(f"cannot write to standard output: {error.strerror}; rank 0's output is in {self.log}")
 
 
-def _silence(stream: TextIO) -> None:
-    """Nobody reads it any more: send it nowhere, also what Python still wants to write when it exits."""
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
+_speech = _Speech()

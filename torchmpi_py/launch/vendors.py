@@ -40,6 +40,7 @@ class Vendor:
     elastic: Options = ()
     no_input: Options = ()  # for one that never tells rank 0 that its standard input is empty
     hostfile_variable: str = ""
+    interpreted: str = ":"  # a regular expression of words that it takes for its own, also among a program's arguments
     stop_signals: tuple[int, ...] = ()  # what ends it, where Ctrl-C and SIGTERM themselves do not
     environment: Mapping[str, str] = field(default_factory=dict)
     busy_environment: Mapping[str, str] = field(default_factory=dict)
@@ -76,6 +77,7 @@ VENDORS = (
         agent=("--prtemca", "plm_ssh_agent", "{agent}"),
         elastic=("--with-ft", "ulfm"),
         no_input=("--stdin", "none"),
+        interpreted=":|--?(bind-to|map-by|rank-by|runtime-options|personality|[a-z]*mca)",
         environment={"OMPI_MCA_osc": "^ucx"},  # this component prints noise where there is no InfiniBand
         busy_environment={"OMPI_MCA_mpi_yield_when_idle": "true"},
         root_environment={

@@ -1,6 +1,6 @@
 """Runs in every rank, around the user's program: cores and threads before torch loads, the whole job's end after.
 
-    mpirun -n 4 python .../launch/wrap.py [--bind core|none] [--log-dir D] [--profile D] [-m] program args...
+    mpirun -n 4 python .../launch/wrap.py [--bind core|none] [--log-dir D] [--profile D] [--quoted] [-m] program args...
 
 A rank that fails while the others wait for it in a collective would hang them all, so an uncaught exception, or
 sys.exit with a code that is not 0, prints its traceback once and then ends the job with MPI_Abort. A normal end just
@@ -30,7 +30,7 @@ if __name__ == "__main__":
     # Run by path: this folder is where Python would look for modules first, and it has a `hosts` and a `job`.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from torchmpi_py.launch import alone, binding, marks, variables
+from torchmpi_py.launch import alone, binding, marks, quoting, variables
 
 _LAST_SECONDS = 30
 _KILLED_SECONDS = 2.0
@@ -57,18 +57,21 @@ def bind(how: str) -> None:
         os.environ.setdefault(name, os.environ.get("OMP_NUM_THREADS", str(threads)))
 
 
-def log_to(folder: Path, rank: int) -> None:
+def log_to(folder: Path, rank: int) -> int:
     """Send this process's output, and that of libraries and children, to its own file: by descriptor, not by name.
 
-    A job that was started again goes on in the files of the attempt before.
+    A job that was started again goes on in the files of the attempt before. Returns a descriptor of the former stderr:
+    the disk of the log may be full when the rank has to say how it failed. OSError if there can be no log.
     """
     folder.mkdir(parents=True, exist_ok=True)
     is_first = os.environ.get("TORCHMPIRUN_RESTART", "0") == "0"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_first else 0)
     descriptor = os.open(folder / f"rank-{rank}.log", flags, 0o666)
+    former = os.dup(2)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    return former
 
 
 def run_program(program: list[str], *, as_module: bool) -> None:
@@ -96,8 +99,11 @@ def exit_code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def explain(error: BaseException, rank: int) -> None:
-    """Print what plain Python would, with the rank, and without the frames of this file and runpy."""
+def explain(error: BaseException, rank: int, former: int | None = None) -> None:
+    """Print what plain Python would, with the rank, and without the frames of this file and runpy.
+
+    ``former``: a descriptor for what cannot be written to stderr, which is a log.
+    """
     if isinstance(error, SystemExit):
         text = "" if isinstance(error.code, int) or error.code is None else f"{error.code}\n"
     elif isinstance(error, KeyboardInterrupt):
@@ -107,15 +113,21 @@ def explain(error: BaseException, rank: int) -> None:
         if _shown_by_the_programs_hook(error):
             return
         text = f"[rank {rank}] " + "".join(traceback.format_exception(error))
-    sys.stderr.write(text)  # in one piece, so that ranks do not mix theirs
-    sys.stderr.flush()
+    try:
+        sys.stderr.write(text)  # in one piece, so that ranks do not mix theirs
+        sys.stderr.flush()
+    except OSError as obstacle:
+        if former is None:
+            raise
+        text = f"[rank {rank}] cannot write to its log: {obstacle.strerror}\n{text}"
+        os.write(former, text.encode(errors="backslashreplace"))
 
 
 def _shown_by_the_programs_hook(error: BaseException) -> bool:
     """Whether the program, or a library of its choice, has an excepthook, and that has done its work."""
     hook: Any = sys.excepthook
-    while getattr(hook, "aborts", False):  # the package's own, around the one before it; ending the job is our part
-        hook = getattr(hook, "former", sys.__excepthook__)
+    while (former := _wrapped_by(hook)) is not None:
+        hook = former
     if hook is sys.__excepthook__:
         return False
     with contextlib.suppress(BaseException):
@@ -125,6 +137,16 @@ def _shown_by_the_programs_hook(error: BaseException) -> bool:
     return False
 
 
+def _wrapped_by(hook: Any) -> Any:
+    """The excepthook that another one is put around; None if it is the program's own, or Python's."""
+    if getattr(hook, "aborts", False):  # the package's: ending the job is our part
+        return getattr(hook, "former", sys.__excepthook__)
+    if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":  # writes "[rank0]:" before each line
+        cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+        return cells["old_hook"].cell_contents if "old_hook" in cells else sys.__excepthook__
+    return None
+
+
 def _without_ours(frames: TracebackType | None) -> TracebackType | None:
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while frames is not None and frames.tb_frame.f_code.co_filename in ours:
@@ -132,7 +154,7 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def fail(error: BaseException, code: int, rank: int) -> None:
+def fail(error: BaseException, code: int, rank: int, former: int | None = None) -> None:
     """Record, explain, write the trace, and end the job whatever stands in the way: a closed stderr, a full disk."""
     folder = os.environ.get("TORCHMPIRUN_JOB_DIR", "")
     with contextlib.suppress(BaseException):
@@ -140,7 +162,7 @@ def fail(error: BaseException, code: int, rank: int) -> None:
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     with contextlib.suppress(BaseException):
-        explain(error, rank)
+        explain(error, rank, former)
     tracing: Any = sys.modules.get("torchmpi_py.tracing")
     if tracing is not None:
         with contextlib.suppress(BaseException):
@@ -182,24 +204,40 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--bind", choices=("core", "none"), default="core")
     parser.add_argument("--log-dir", type=Path)
     parser.add_argument("--profile", type=Path)
+    parser.add_argument("--quoted", action="store_true", help="program and arguments are as quoting.quote left them")
     parser.add_argument("-m", dest="as_module", action="store_true", help="the program is a module")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
     if not options.program:
         parser.error("no program to run")
+    if options.quoted:
+        options.program = quoting.unquote(options.program)
     return options
 
 
 def run_and_end(options: argparse.Namespace, rank: int) -> None:
     """Run the program, and end the job if it fails."""
-    process_id = os.getpid()
+    process_id, former = os.getpid(), None
     try:
+        if options.log_dir is not None:
+            former = _logged(options.log_dir, rank)
         run_program(options.program, as_module=options.as_module)
+        if former is not None and sys.stdout is not None and not sys.stdout.closed:
+            sys.stdout.flush()  # here a full disk is an error; when Python ends it is code 120
     except BaseException as error:
         code = exit_code(error)
         if code == 0 or os.getpid() != process_id:  # a forked child is not the rank
             raise
-        fail(error, code, rank)
+        fail(error, code, rank, former)
+
+
+def _logged(folder: Path, rank: int) -> int:
+    """As ``log_to``; SystemExit, with a reason, if there can be no log."""
+    try:
+        return log_to(folder, rank)
+    except OSError as error:
+        host = os.uname().nodename
+        sys.exit(f"[rank {rank}] --log-dir {folder}: cannot write a log there on {host}: {error.strerror}")
 
 
 def main() -> None:
@@ -207,8 +245,6 @@ def main() -> None:
     options = parse(sys.argv[1:])
     rank = variables.rank(os.environ) or 0
     bind(options.bind)
-    if options.log_dir is not None:
-        log_to(options.log_dir, rank)
     if options.profile is not None:
         profile_to(options.profile)
     for stream in (sys.stdout, sys.stderr):  # into the starter's pipe each line at once, and whole, also for python -u
