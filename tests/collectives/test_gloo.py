@@ -1,6 +1,7 @@
 """Flavour gloo gives what flavour mpi gives, on any communicator and thread, and leaves nothing behind."""
 
 import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -189,7 +190,8 @@ def listening_addresses():
     """Of this process, as the kernel writes them; port 0 and what MPI has are among them."""
     links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     inodes = {link.partition("[")[2].rstrip("]") for link in links if "socket:[" in link}
-    words = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}")]
+    tables = [pathlib.Path("/proc/self/net", name).read_text() for name in ("tcp", "tcp6")]
+    words = [line.split() for table in tables for line in table.splitlines()]
     return {word[1] for word in words if word[3] == "0A" and word[9] in inodes}
 
 

@@ -1,4 +1,4 @@
-"""What torchmpirun shows and says, to readers who pause, and on disks that are full. A program stands in for the MPI."""
+"""What torchmpirun shows and says: readers who pause, disks that are full. A program stands in for the MPI."""
 
 import fcntl
 import os

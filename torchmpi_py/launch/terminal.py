@@ -141,9 +141,9 @@ class _Speech(_Outlet):
     def _take(self) -> bytes:
         for pipe in list(self._pipes):
             with contextlib.suppress(BlockingIOError):
-                told = os.read(pipe, _READ_BYTES)
-                if told:
-                    return told.replace(b"\0", b"") or self._take()
+                data = os.read(pipe, _READ_BYTES)
+                if data:
+                    return data.replace(b"\0", b"") or self._take()
                 os.close(pipe)
                 self._pipes.remove(pipe)
         return b"" if self._lines.empty() else self._lines.get().encode(errors="backslashreplace")
