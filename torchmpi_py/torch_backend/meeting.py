@@ -40,8 +40,8 @@ def ensure_started(timeout: dt.timedelta | None) -> None:
     runtime.start(with_cuda=torch.cuda.is_available(), tuning=tuning)
 
 
-def over_mpi(timeout: dt.timedelta | None = None, **_: object) -> Found:
-    """What a rendezvous gives: a store, the rank, the size."""
+def over_mpi(rank: int | None, timeout: dt.timedelta | None = None, **_: object) -> Found:
+    """What a rendezvous gives: a store, the rank (default: MPI's), the size. Collective over the world."""
     ensure_started(timeout)
     world = communicators.stack().levels[0]
     store = watch.together(
@@ -50,5 +50,5 @@ def over_mpi(timeout: dt.timedelta | None = None, **_: object) -> Found:
         lambda: rendezvous.open_store(world.direct, "torch.distributed"),
         frame=sites.program(),
     )
-    yield store, world.rank, world.size
+    yield store, world.rank if rank is None else rank, world.size
     raise RuntimeError("torch.distributed cannot meet a second time by the same call; call init_process_group again")
