@@ -16,7 +16,7 @@ FOLDER = pathlib.Path(__file__).with_name("programs")
 BIN = pathlib.Path(sys.executable).parent
 TORCHMPIRUN = BIN / "torchmpirun", "-n", "2"
 TORCHRUN = BIN / "torchrun", "--standalone", "--nproc-per-node", "2"
-SECONDS = 200
+SECONDS = 300
 
 
 @pytest.fixture
