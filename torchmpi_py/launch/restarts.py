@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchmpi_py.launch import standard_input
+from torchmpi_py.launch.guardian import Guardian
 from torchmpi_py.launch.job import Job
 from torchmpi_py.launch.signals import Signals
 from torchmpi_py.launch.terminal import say
@@ -23,13 +24,13 @@ Maker = Callable[[Path, int, float], Job]
 def run(make: Maker, most: int) -> int:
     """Run the job that ``make(folder, attempt, begin)`` gives, up to ``most`` times more; the last one's exit code."""
     begin, place = time.monotonic(), standard_input.position()
-    with Signals() as signals:
+    with Signals() as signals, Guardian() as guardian:
         for attempt in range(most + 1):
             if attempt:
                 standard_input.rewind(place)
             with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
                 job = make(Path(folder), attempt, begin)
-                job.signals = signals
+                job.signals, job.guardian = signals, guardian
                 code = 0 if signals.ending else job.run()
             if signals.ending and (code or not job.has_run):
                 return code if job.was_ended else 128 + signals.ending[0]
