@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torchmpi_py.launch import leftovers, marks
 
-_DEAF_SECONDS = 1.0  # how long a signal may take to reach a program that computes, once another rank has left
+_DEAF_SECONDS = 0.5  # how long a signal may take to reach a program that computes, once another rank has left
 
 
 class PassedOn:

@@ -36,6 +36,7 @@ TRACE_SECONDS = 30.0  # and how long the rank may take to write its trace before
 TIMEOUT_CODE = 124  # as timeout(1)
 DESERTED_SECONDS = 5.0  # how long the starter of an elastic job may take when the last rank has ended
 _POLL_SECONDS = 0.05
+_OUTPUT_SECONDS = 0.2  # the starter may still have to read what the ranks have written
 _QUIET_SECONDS = 2.0  # ranks that end later than that after a signal are waited for audibly
 
 
@@ -175,6 +176,7 @@ class Job:
             seconds = time.monotonic() - begin
             if passed_on.is_over():
                 if len(passed_on.ranks) == self.num_ranks:
+                    time.sleep(_OUTPUT_SECONDS)
                     self._kill()  # without what the starter says of it
                 return
             if seconds > self.grace_seconds:
