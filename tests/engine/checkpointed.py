@@ -31,6 +31,9 @@ dataset = TensorDataset(torch.randn(61, 6, generator=generator), torch.arange(61
 def on_update(state):
     if mpi.rank() == kill["rank"] and state.t >= kill["step"]:
         kill["rank"] = -1
+        if kill["point"] == "asked":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         if kill["point"] is None:
             os.kill(os.getpid(), signal.SIGKILL)
         dying.Points(kill["point"], writes_between=10).__enter__()
@@ -45,7 +48,7 @@ state = engine.train(
     optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     maxepoch=3,
     checkpoint=f"{folder}/checkpoints",
-    every=1 if kills else "epoch",
+    every=1 if kills and kills[0]["point"] != "asked" else "epoch",
 )
 mpi.nn.check_with_allreduce(network)
 if mpi.rank() == 0:
