@@ -1,7 +1,8 @@
 """Trains with checkpoints, and is killed in each of its starts but the last, as its second argument says.
 
 checkpointed.py FOLDER KILLS: KILLS is a list of {"rank", "step", "point"}, one per start. The process is killed in this
-step, or at this point of the saves that follow it (``dying``). The last start writes FOLDER/result.pt.
+step, or at this point of the saves that follow it (``dying``); at the point "asked" it gets SIGTERM instead. The last
+start writes FOLDER/result.pt.
 """
 
 import json
