@@ -53,8 +53,6 @@ class Guardian:
         """From now on these are what is to be cleared away."""
         if self._process is None:
             return
-        import json
-
         what = {
             "folder": str(remains.folder),
             "starter": remains.starter,
@@ -62,7 +60,7 @@ class Guardian:
             "shared_memory": sorted(remains.shared_memory),
             "stop_signals": [int(each) for each in stop_signals],
         }
-        line = json.dumps(what).encode() + b"\n"
+        line = repr(what).encode() + b"\n"
         try:
             while line:
                 line = line[os.write(self._pipe(), line) :]
@@ -78,17 +76,20 @@ class Guardian:
 def clean(line: bytes, grace_seconds: float = GRACE_SECONDS) -> None:
     """Wait for the job's end, then clear its remains away."""
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    import json
+    import ast
     import shutil
     from pathlib import Path
 
     from torchmpi_py.launch.leftovers import Remains, is_marked
 
-    what = json.loads(line)
+    what = ast.literal_eval(line.decode())
     remains = Remains(Path(what["folder"]), what["starter"], set(what["files_before"]), set(what["shared_memory"]))
     for signum in [0, *what["stop_signals"][1:]]:  # the first one, or SIGTERM, came from the kernel
-        if is_marked(remains.starter, remains.mark):
-            os.kill(remains.starter, signum)
+        try:
+            if signum and is_marked(remains.starter, remains.mark):
+                os.kill(remains.starter, signum)
+        except ProcessLookupError:  # it has just ended
+            pass
         until = time.monotonic() + grace_seconds
         while is_marked(remains.starter, remains.mark) and time.monotonic() < until:
             remains.look()
