@@ -161,6 +161,7 @@ def fail(error: BaseException, code: int, rank: int) -> None:
 
 
 def _wait_to_be_killed(folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # MPICH's starter sends it again
     while os.path.isdir(folder):
         time.sleep(0.1)
 
