@@ -68,12 +68,12 @@ class Wait:
 
     def _told(self) -> str:
         """Who waits, and who is missing, as far as can be seen from this host."""
-        here = [rank for rank in range(self._size or 0) if _is_bound(_address(str(rank)))] or [self._rank]
+        here = [rank for rank in range(self._size or 0) if _is_bound(_address(str(rank)))] or [self._rank or 0]
         who = f"{_ranks(here)} of {self._size or '?'} wait{'s' * (len(here) == 1)} in {self._called}"
         end = "the job ends" if self._ends else "the wait goes on"
         return f"{who}, for {self._seconds:g} s now. {self._missing(here)}. Every rank has to call {_CALLS}; {end}"
 
-    def _missing(self, here: Sequence[int | None]) -> str:
+    def _missing(self, here: Sequence[int]) -> str:
         size, on_host = self._size, variables.local_size(os.environ)
         if size is None or not world.job_name(os.environ):
             return "Which ranks are missing is not known here"
@@ -117,7 +117,7 @@ def initialise_mpi() -> None:
             comm.Set_errhandler(MPI.ERRORS_RETURN)
 
 
-def _ranks(ranks: Sequence[int | None]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

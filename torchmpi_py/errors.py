@@ -16,6 +16,8 @@
         |-- CollectiveTimeout      an operation was not complete in time (also a TimeoutError)
         `-- ParameterServerError   a parameter server refused or lost a request
 
+EndRequested is a SystemExit, as sys.exit raises, and no error: it passes ``except Exception``.
+
 A mistake of the caller (wrong type, root out of range, unknown op) is a TypeError or a ValueError that names the
 value and the remedy; it is raised on every rank alike, before a byte moves.
 """
@@ -67,3 +69,10 @@ class CollectiveTimeout(TorchMPIError, TimeoutError):  # noqa: N818
 
 class ParameterServerError(TorchMPIError):
     """A parameter server refused or lost a request."""
+
+
+class EndRequested(SystemExit):
+    """The job was asked to end (SIGTERM), and all ranks have agreed to, in the same step; the exit code is 143."""
+
+    def __init__(self) -> None:
+        super().__init__(143)

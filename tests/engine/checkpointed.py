@@ -1,7 +1,8 @@
 """Trains with checkpoints, and is killed in each of its starts but the last, as its second argument says.
 
 checkpointed.py FOLDER KILLS: KILLS is a list of {"rank", "step", "point"}, one per start. The process is killed in this
-step, or at this point of the saves that follow it (``dying``). The last start writes FOLDER/result.pt.
+step, or at this point of the saves that follow it (``dying``); at the point "asked" it gets SIGTERM instead. The last
+start writes FOLDER/result.pt.
 """
 
 import json
@@ -31,6 +32,9 @@ dataset = TensorDataset(torch.randn(61, 6, generator=generator), torch.arange(61
 def on_update(state):
     if mpi.rank() == kill["rank"] and state.t >= kill["step"]:
         kill["rank"] = -1
+        if kill["point"] == "asked":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         if kill["point"] is None:
             os.kill(os.getpid(), signal.SIGKILL)
         dying.Points(kill["point"], writes_between=10).__enter__()
@@ -45,7 +49,7 @@ state = engine.train(
     optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     maxepoch=3,
     checkpoint=f"{folder}/checkpoints",
-    every=1 if kills else "epoch",
+    every=1 if kills and kills[0]["point"] != "asked" else "epoch",
 )
 mpi.nn.check_with_allreduce(network)
 if mpi.rank() == 0:

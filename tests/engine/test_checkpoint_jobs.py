@@ -21,12 +21,16 @@ ALL = os.environ.get("TORCHMPI_FAULTS", "") == "all"
 pytestmark = pytest.mark.timeout(240)
 
 
-def result(folder, ranks, kills):
-    folder.mkdir()
+def launched(folder, ranks, kills):
     launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", str(ranks), "--bind", "none", "--timeout", "180"]
     line = [*launch, "--max-restarts", str(len(kills)), str(PROGRAM), str(folder), json.dumps(kills)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    job = subprocess.run(line, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=200, env=environment, check=False)
+
+
+def result(folder, ranks, kills):
+    folder.mkdir(exist_ok=True)
+    job = launched(folder, ranks, kills)
     assert job.returncode == 0, (kills, job.stderr[-3000:])
     left = sorted(os.listdir(folder / "checkpoints"))
     assert len(left) == 3, (kills, left)
@@ -59,6 +63,25 @@ def drawn(draw, ranks):
 @pytest.mark.skipif(not ALL, reason="TORCHMPI_FAULTS=all is not set")
 def test_killed_in_a_save(tmp_path):
     assert_as_if_undisturbed(tmp_path, 2, [[{"rank": 0, "step": 9, "point": 33}]])
+
+
+def test_asked_to_end_on_one_rank(tmp_path):
+    """All ranks save in the same step and end; it is no failure, and the run goes on from there bit for bit."""
+    undisturbed = result(tmp_path / "undisturbed", 2, [])
+    (tmp_path / "asked").mkdir()
+    job = launched(tmp_path / "asked", 2, [{"rank": 1, "step": 9, "point": "asked"}])
+    assert job.returncode == 143, job.stderr[-3000:]
+    (saved,) = sorted(os.listdir(tmp_path / "asked" / "checkpoints"))[-1:]
+    folder = tmp_path / "asked" / "checkpoints"
+    told = (
+        f"asked to end (SIGTERM): step {int(saved[5:])} is saved in {folder}, and the program ends with exit code 143\n"
+    )
+    assert job.stderr == told
+    assert 9 <= int(saved[5:]) < undisturbed["t"]
+    resumed = result(tmp_path / "asked", 2, [])
+    assert resumed["t"] == undisturbed["t"]
+    for name, tensor in undisturbed["network"].items():
+        assert torch.equal(resumed["network"][name], tensor), name
 
 
 SLOW = """

@@ -2,6 +2,7 @@
 
 from torchmpi_py.engine.allreduce_sgd import AllReduceSGDEngine
 from torchmpi_py.engine.checkpoint import Checkpoint, Checkpoints
+from torchmpi_py.engine.end_requests import EndRequests
 from torchmpi_py.engine.iterators import DatasetIterator
 from torchmpi_py.engine.meters import Accuracy, Average
 from torchmpi_py.engine.progress import show_progress
@@ -15,6 +16,7 @@ __all__ = [
     "Checkpoint",
     "Checkpoints",
     "DatasetIterator",
+    "EndRequests",
     "Hooks",
     "SGDEngine",
     "State",

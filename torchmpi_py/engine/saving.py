@@ -7,13 +7,16 @@ import os
 import pathlib
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
 
 from torchmpi_py.engine import orders, outcomes
 from torchmpi_py.engine.checkpoint import Checkpoints, Collected, check_collected
+from torchmpi_py.engine.end_requests import EndRequests
 from torchmpi_py.engine.state import State
+from torchmpi_py.errors import EndRequested
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -50,6 +53,7 @@ class Saving:
         self.stateful = dict(stateful or {})
         self.asked = 0  # maxepoch, before hooks of the epochs change it
         self.saved: tuple[int, ...] | None = None  # where the run stood at the last checkpoint
+        self.end_requests = EndRequests()
         for name, part in self.stateful.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise TypeError(
@@ -57,6 +61,10 @@ class Saving:
                 )
         if self.stateful and self.checkpoints is None:
             raise ValueError("stateful= is what checkpoints hold besides: give checkpoint=DIRECTORY too")
+
+    def heeding(self) -> AbstractContextManager[Any]:
+        """What brackets a training that SIGTERM asks to save, and then to end."""
+        return nullcontext() if self.checkpoints is None else self.end_requests
 
     def resume(self, state: State) -> None:
         """Go on from the last complete checkpoint, if there is one."""
@@ -85,15 +93,18 @@ class Saving:
                 logger.info("resumed from %s: %s", directory, place_now)
 
     def after_step(self, state: State) -> None:
-        """Write one if it is time."""
+        """Write one if it is time. EndRequested, on all ranks, if one was asked to end; that is saved too."""
         if self.every != "epoch" and state.t % self.every == 0:
             self._save(state)
+        self._end_if_asked(state)
 
     def after_epoch(self, state: State) -> None:
-        """Write one at the end of each epoch, or of the last one."""
+        """Write one at the end of each epoch, or of the last one; before that, EndRequested as after a step."""
         is_over = state.epoch >= state.maxepoch
         if self.every == "epoch" or is_over:
             self._save(state)
+        if not is_over:
+            self._end_if_asked(state)
         if self.checkpoints is not None and is_over:
             _completed[self.checkpoints.directory] = weakref.ref(state.network)
 
@@ -107,6 +118,15 @@ class Saving:
                 "each a folder of its own, or start the program again to go on with that one"
             )
         check_collected(*self._collected(state))
+
+    def _end_if_asked(self, state: State) -> None:
+        if self.checkpoints is None or not self.end_requests.requested():
+            return
+        self._save(state)
+        if outcomes.rank() == 0:
+            told = "asked to end (SIGTERM): step %d is saved in %s, and the program ends with exit code 143"
+            logger.warning(told, state.t, self.checkpoints.directory)
+        raise EndRequested
 
     def _save(self, state: State) -> None:
         if self.checkpoints is not None and self.saved != _standing(state):

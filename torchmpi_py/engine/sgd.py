@@ -62,8 +62,9 @@ class SGDEngine:
         With ``checkpoint``, a folder that all hosts share, the run is saved there after each epoch (or ``every`` N
         steps) and at its end; the last ``keep`` are kept. If the folder holds a checkpoint the run goes on from it,
         after ``on_start``: a program that is started again ends as if it had not been interrupted. Objects of your own
-        that have a state (schedules of the learning rate, meters) are given in ``stateful``, by name. See
-        docs/checkpoints.md.
+        that have a state (schedules of the learning rate, meters) are given in ``stateful``, by name. SIGTERM, at one
+        rank or at all, then has all of them save after the step and raise ``EndRequested``, which ends the program with
+        exit code 143. See docs/checkpoints.md.
 
         Raises ValueError or TypeError for an ambiguous optimizer, TypeError for one that needs a closure (LBFGS), for
         an iterator that can be run through only once (a generator) with ``maxepoch`` > 1, and for a sample that is not
@@ -73,7 +74,7 @@ class SGDEngine:
         check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
         saving = Saving(checkpoint, every, keep, stateful)
-        with self.session(state):
+        with self.session(state), saving.heeding():
             state.optimizer = make_optimizer(state, lr, optimizer)
             self.set_mode(state)
             self.hooks.on_start(state)

@@ -204,6 +204,7 @@ def run(options: argparse.Namespace) -> int:
             log_dir=options.log_dir,
             failure_grace_seconds=FAILURE_GRACE_SECONDS + TRACE_SECONDS * (options.profile is not None),
             stop_signals=vendor.stop_signals,
+            grace_seconds=options.grace,
         )
 
     return restarts.run(make, most, Tail(options.log_dir))

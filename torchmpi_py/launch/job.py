@@ -4,9 +4,11 @@ The job has a folder, named in TORCHMPIRUN_JOB_DIR. The folder's path in a proce
 the job's, wherever it moved to (a new session, a new parent), so that ending the job ends every process of it and no
 other. Ranks leave in it that they run, and how they failed (`marks`).
 
-To end a job: its starter gets the signal and `GRACE_SECONDS` to end the ranks in its own way, also on other hosts; a
-second Ctrl-C cuts that short. Whatever is left on this host is then killed. Slurm's starter wants signals of its own
-(`stop_signals`), each with its grace: one that is killed leaves the ranks on the other hosts running.
+A signal that asks the job to end is passed on to the ranks that heed it, which have ``--grace`` seconds to end; a
+second Ctrl-C cuts that short (`ending`). To end a job: its starter gets the signal and `GRACE_SECONDS` to end the ranks
+in its own way, also on other hosts; a second Ctrl-C cuts that short too. Whatever is left on this host is then killed.
+Slurm's starter wants signals of its own (`stop_signals`), each with its grace: one that is killed leaves the ranks on
+the other hosts running.
 
 In an elastic job a death is told, and the job goes on. Its starter does not always end when the last rank has: then it
 is ended.
@@ -24,6 +26,8 @@ from pathlib import Path
 
 from torchmpi_py.launch import alone, leftovers, marks, standard_input
 from torchmpi_py.launch.deaths import Death, Lookout
+from torchmpi_py.launch.ending import PassedOn
+from torchmpi_py.launch.guardian import Guardian
 from torchmpi_py.launch.signals import Signals
 from torchmpi_py.launch.terminal import relay, say
 
@@ -33,6 +37,8 @@ TRACE_SECONDS = 30.0  # and how long the rank may take to write its trace before
 TIMEOUT_CODE = 124  # as timeout(1)
 DESERTED_SECONDS = 5.0  # how long the starter of an elastic job may take when the last rank has ended
 _POLL_SECONDS = 0.05
+_OUTPUT_SECONDS = 0.2  # the starter may still have to read what the ranks have written
+_QUIET_SECONDS = 2.0  # ranks that end later than that after a signal are waited for audibly
 
 
 def _die_with_parent() -> None:
@@ -54,17 +60,20 @@ class Job:
     log_dir: Path | None = None
     failure_grace_seconds: float = FAILURE_GRACE_SECONDS
     stop_signals: tuple[int, ...] = ()  # in place of the signal that ends the job
+    grace_seconds: float = 0.0  # for ranks that heed a signal
     reason: str = ""  # why it failed, in words
     has_run: bool = False
     was_ended: bool = False  # by a signal or the time limit
     signals: Signals = field(default_factory=Signals)
-    _shared_memory: set[str] = field(default_factory=set)
+    guardian: Guardian = field(default_factory=Guardian)
     _deaths: list[Death] = field(default_factory=list)  # the first; of an elastic job all
     _death_time: float = 0.0
     _was_deserted: bool = False
     _is_ending: bool = False
     _last_seen: float = field(default_factory=time.monotonic)  # a rank that was not known to have ended
-    _files_before: set[str] = field(default_factory=leftovers.randomly_named)
+
+    def __post_init__(self) -> None:
+        self._remains = leftovers.Remains(self.folder)
 
     @property
     def is_late(self) -> bool:
@@ -75,6 +84,7 @@ class Job:
         """Start, wait, clean up; return the exit code of the job."""
         self.has_run = True
         stderr = relay()
+        self.guardian.note(self._remains, self.stop_signals)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
         self.process = subprocess.Popen(
             self.command,
@@ -86,6 +96,8 @@ class Job:
         )
         if stderr is not None:
             os.close(stderr)
+        self._remains.starter = self.process.pid
+        self.guardian.note(self._remains, self.stop_signals)
         self._lookout = Lookout(self.folder, self.process.pid, self.num_ranks)
         try:
             return self._wait()
@@ -108,11 +120,12 @@ class Job:
             if self._failed_for() > self.failure_grace_seconds or self._was_deserted:
                 self._end(signal.SIGTERM, None if self.stop_signals else FAILURE_GRACE_SECONDS)
             if now > look:  # often until MPI is up, seldom after
-                self._shared_memory |= leftovers.shared_memory(self._processes())
-                interval = 5.0 if self._shared_memory else min(5.0, 1.2 * interval)
+                self._look()
+                interval = 5.0 if self._remains.shared_memory else min(5.0, 1.2 * interval)
                 look = now + interval
         if self.signals.ending:
             self.was_ended = True
+            self._give_time(self.signals.ending[0])
             self._end(self.signals.ending[0])
             return 128 + self.signals.ending[0]
         self._hear_of_deaths(0.0)
@@ -125,6 +138,7 @@ class Job:
         return code
 
     def _running(self) -> bool:
+        self.signals.look_at_parent()
         self.signals.pass_on(self.process)
         self._hear_of_deaths(_POLL_SECONDS)
         if not (self.elastic and self._lookout.is_deserted):
@@ -139,7 +153,7 @@ class Job:
 
     def _note(self, deaths: list[Death]) -> None:
         """Keep those that may tell why the job fails: what the MPI, or a failing rank, does to the others does not."""
-        self._shared_memory |= leftovers.shared_memory(self._processes())  # the others map what the dead one had
+        self._look()  # the others map what the dead one had
         if self._deaths and not self.elastic:
             return
         failed = [failure.rank for failure in marks.failures(self.folder)]
@@ -156,10 +170,38 @@ class Job:
             others = "; the others go on" if death.num_left else ""
             say(f"{death.name} {death.explain()}{others}")
 
+    def _look(self) -> None:
+        if self._remains.look():
+            self.guardian.note(self._remains, self.stop_signals)
+
+    def _give_time(self, signum: int) -> None:
+        """Pass the signal on to ranks that heed it; return when they have ended, or their time is over."""
+        passed_on = PassedOn(self._remains, signum)
+        if not passed_on.ranks or not self.grace_seconds:
+            return
+        self._look()
+        passed_on.send()
+        begin, num_signals, is_quiet = time.monotonic(), len(self.signals.ending), True
+        while self._running() and len(self.signals.ending) == num_signals:
+            seconds = time.monotonic() - begin
+            if passed_on.is_over():
+                if len(passed_on.ranks) == self.num_ranks:
+                    time.sleep(_OUTPUT_SECONDS)
+                    self._kill()  # without what the starter says of it
+                return
+            if seconds > self.grace_seconds:
+                ranks = ", ".join(map(str, sorted(passed_on.unfinished())))
+                say(f"not ended {self.grace_seconds:g} s after signal {signum} (--grace), so killed: rank {ranks}")
+                return
+            if is_quiet and seconds > _QUIET_SECONDS:
+                is_quiet = False
+                left = self.grace_seconds - seconds
+                say(f"signal {signum} was passed on; the ranks have {left:.0f} s more to end, or until the next signal")
+
     def _end(self, signum: int, grace_seconds: float | None = None) -> None:
         """Ask the starter, wait, then kill what is left of the job on this host."""
         self._is_ending = True  # whoever dies now does so because of us
-        self._shared_memory |= leftovers.shared_memory(self._processes())
+        self._look()
         for wanted in self.stop_signals or (signum,):
             self.process.send_signal(wanted)
             until = time.monotonic() + (GRACE_SECONDS if grace_seconds is None else grace_seconds)
@@ -169,30 +211,10 @@ class Job:
         self._kill()
 
     def _kill(self) -> None:
-        for _ in range(20):  # again, for a process may start another before it dies
-            alive = self._processes()
-            if not alive:
-                break
-            for process_id in alive:
-                try:
-                    os.kill(process_id, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            if self.process.poll() is None:
-                self.process.wait()
-            time.sleep(0.02)
-
-    def _processes(self) -> list[int]:
-        return leftovers.processes_marked(f"TORCHMPIRUN_JOB_DIR={self.folder}")
+        self._remains.kill(self.process.wait)
 
     def _clean_up(self) -> None:
-        self._shared_memory |= leftovers.shared_memory(self._processes())
-        self._kill()
-        for failure in marks.failures(self.folder):
-            self._shared_memory.update(failure.held)
-        leftovers.remove_shared_memory(self._shared_memory)
-        leftovers.remove_randomly_named(self._files_before)
-        leftovers.remove_session_folders(self.process.pid)
+        self._remains.clear(self.process.wait)
         self._lookout.close()
 
     def _failed_for(self) -> float:
@@ -207,6 +229,9 @@ class Job:
         own = self.process.returncode
         code = 128 - own if own < 0 else int(own)
         failures = marks.failures(self.folder)
+        if not failures and (wanted := marks.code_of_end(self.folder)):
+            self.was_ended = True  # the ranks were asked, and not torchmpirun
+            return wanted
         if self.elastic and self._lookout.is_deserted:
             code = self._code_of_deserted(code)
         if self.elastic and code == 0 and not failures:

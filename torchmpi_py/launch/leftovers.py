@@ -8,14 +8,23 @@
   maps, and a hydra proxy that was cut short leaves a topology file. They go when they appeared during the job and
   nobody can own them: no process has the file open or mapped, and for a topology file, no hydra proxy lives.
 - Open MPI's *session folder* has the process id of its mpirun in its name.
+
+`Remains` is all of this for one job. torchmpirun clears them away at the job's end, and its guardian does where
+torchmpirun was killed (`guardian`).
 """
 
+import contextlib
 import glob
 import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from torchmpi_py.launch import marks
 
 _SHARED_MEMORY = "/dev/shm/"
 _NAMES = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma", "mpich_", "ucx_shm_", "Intel_MPI_", "torch_")
@@ -23,10 +32,61 @@ _RANDOM_SHARED_MEMORY = ("/dev/shm/mpich_shm_*", "/dev/shm/mpich_vci_*")
 _RANDOM_TOPOLOGY = ("/tmp/hydra_hwloc_xmlfile_*",)
 
 
+@dataclass
+class Remains:
+    """What one job has on this host, as far as is known; ``starter`` is the process of the MPI's starter."""
+
+    folder: Path
+    starter: int = 0
+    files_before: set[str] = field(default_factory=lambda: randomly_named())
+    shared_memory: set[str] = field(default_factory=set)
+
+    @property
+    def mark(self) -> str:
+        """The entry in the environment of each of the job's processes."""
+        return f"TORCHMPIRUN_JOB_DIR={self.folder}"
+
+    def processes(self) -> list[int]:
+        """The job's processes."""
+        return processes_marked(self.mark)
+
+    def look(self) -> bool:
+        """Note the shared memory that the job's processes hold; whether there is more than before."""
+        num_before = len(self.shared_memory)
+        self.shared_memory |= shared_memory(self.processes())
+        return len(self.shared_memory) > num_before
+
+    def kill(self, reap: Callable[[], object] = lambda: None) -> None:
+        """Kill the job's processes; ``reap`` waits for the starter, where that is a child."""
+        for _ in range(20):  # again, for a process may start another before it dies
+            alive = self.processes()
+            if not alive:
+                break
+            for process_id in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
+            reap()
+            time.sleep(0.02)
+
+    def clear(self, reap: Callable[[], object] = lambda: None) -> None:
+        """Kill what lives, and remove what it leaves; the job's folder stays."""
+        self.look()
+        self.kill(reap)
+        for failure in marks.failures(self.folder):
+            self.shared_memory.update(failure.held)
+        remove_shared_memory(self.shared_memory)
+        remove_randomly_named(self.files_before)
+        remove_session_folders(self.starter)
+
+
 def processes_marked(mark: str) -> list[int]:
     """Processes, this one excepted, that have `mark` (``NAME=value``) in their environment."""
-    needle = mark.encode() + b"\0"
-    return [process_id for process_id in _processes() if needle in _read(f"/proc/{process_id}/environ")]
+    return [process_id for process_id in _processes() if is_marked(process_id, mark)]
+
+
+def is_marked(process_id: int, mark: str) -> bool:
+    """Whether this process lives and has `mark` in its environment."""
+    return mark.encode() + b"\0" in _read(f"/proc/{process_id}/environ")
 
 
 def shared_memory(processes: Iterable[int]) -> set[str]:

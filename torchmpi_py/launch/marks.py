@@ -5,6 +5,10 @@ running-R  until rank R has ended in order: its process, and where that number h
 alive-R    a pipe that the rank holds open until it ends; it writes into it when it fails
 failed-R   that rank R failed: when, with which exit code, and which shared memory it held
 alone-R    that rank R ended in order, without having met the others (`alone`)
+heard-R    that Ctrl-C has reached rank R's program
+ended-R    that rank R ended because the job was asked to end, in agreement with all ranks; its exit code
+
+torchmpirun itself leaves ``ending`` when it passes on a signal that asks the job to end.
 """
 
 import atexit
@@ -51,6 +55,40 @@ def failures(folder: Path) -> list[Failure]:
         when, code = first.split()
         found.append(Failure(float(when), int(path.name.removeprefix("failed-")), int(code), held))
     return sorted(found)
+
+
+def announce_end(folder: Path) -> None:
+    """torchmpirun: the job is asked to end, and a rank that has done so must not take the time from the others."""
+    _write(folder / "ending", "")
+
+
+def is_ending(folder: str) -> bool:
+    """Whether the job is asked to end; on another host that is not known."""
+    return bool(folder) and os.path.exists(os.path.join(folder, "ending"))
+
+
+def record_hearing(folder: str, rank: int) -> None:
+    """Leave for torchmpirun that Ctrl-C has reached this rank's program."""
+    if folder and os.path.isdir(folder):
+        _write(Path(folder) / f"heard-{rank}", "")
+
+
+def has_heard(folder: Path, rank: int) -> bool:
+    """Whether Ctrl-C has reached this rank's program."""
+    return (folder / f"heard-{rank}").exists()
+
+
+def record_end(folder: str, rank: int, code: int) -> bool:
+    """Leave for torchmpirun the code that this rank wants the job to end with; whether torchmpirun will read it."""
+    if not folder or not os.path.isdir(folder):
+        return False
+    _write(Path(folder) / f"ended-{rank}", str(code))
+    return True
+
+
+def code_of_end(folder: Path) -> int:
+    """The code that ranks want the job to end with, because it was asked to end; 0 if none does."""
+    return max((int(path.read_text()) for path in folder.glob("ended-*")), default=0)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--bind", choices=("core", "none"), default="core", help="give each rank its own cores (default), or do not")
     add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")
     add("--timeout", type=_seconds, metavar="S", help="end the job after S seconds, with exit code 124")
+    add("--grace", type=_grace, default=30.0, metavar="S", help="time for ranks that heed Ctrl-C or SIGTERM (30 s)")
     add("--max-restarts", type=_number, metavar="N", help="start the job again when it fails, at most N times")
     add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
     add("--mpi", choices=[vendor.name for vendor in vendors.VENDORS], default="", help="default: the one that is found")
@@ -66,6 +67,13 @@ def _seconds(text: str) -> float:
     seconds = float(text)
     if not seconds > 0:
         raise argparse.ArgumentTypeError(f"{text} seconds are no limit; give more than 0")
+    return seconds
+
+
+def _grace(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text} seconds cannot be waited for; give 0 or more")
     return seconds
 
 

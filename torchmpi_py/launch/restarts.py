@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchmpi_py.launch import standard_input
+from torchmpi_py.launch.guardian import Guardian
 from torchmpi_py.launch.job import Job
 from torchmpi_py.launch.signals import Signals
 from torchmpi_py.launch.terminal import Tail, finish, say
@@ -26,13 +27,13 @@ def run(make: Maker, most: int, tail: Tail | None = None) -> int:
     Returns when the reader of ``tail`` has all, or the job was ended from outside.
     """
     tail = tail or Tail(None)
-    with Signals() as signals:
-        job, code = _run_attempts(make, most, signals, tail)
+    with Signals() as signals, Guardian() as guardian:
+        job, code = _run_attempts(make, most, signals, guardian, tail)
         finish(tail, lambda: bool(signals.ending) or job.was_ended or job.is_late)
     return code
 
 
-def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail) -> tuple[Job, int]:
+def _run_attempts(make: Maker, most: int, signals: Signals, guardian: Guardian, tail: Tail) -> tuple[Job, int]:
     """The last attempt, and the exit code."""
     begin, place = time.monotonic(), standard_input.position()
     for attempt in range(most + 1):
@@ -40,7 +41,7 @@ def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail) -> tuple
             standard_input.rewind(place)
         with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
             job = make(Path(folder), attempt, begin)
-            job.signals = signals
+            job.signals, job.guardian = signals, guardian
             code = 0 if signals.ending else job.run()
         tail.catch_up()
         if signals.ending and (code or not job.has_run):

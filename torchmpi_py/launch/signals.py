@@ -1,13 +1,16 @@
 """What comes to torchmpirun from outside: signals that end the job, and signals that are for its ranks.
 
-Ctrl-C, SIGTERM and SIGHUP end it. SIGUSR1 and SIGUSR2 are passed on: batch systems announce the end of an allocation
-with them, and a program that dies of one, or fails soon after it, would find no time in another attempt. (A rank that
-has called ``mpi.start`` takes SIGUSR1 for a question, and lives.)
+Ctrl-C, SIGTERM and SIGHUP end it, and so does the death of its parent (a batch script's shell, an ssh session), which
+counts as a SIGHUP. It survives that one where it was started to: SIGHUP ignored (nohup), SIGINT ignored (the background
+of a script), or as the leader of a session (setsid). SIGUSR1 and SIGUSR2 are passed on: batch systems announce the end
+of an allocation with them, and a program that dies of one, or fails soon after it, would find no time in another
+attempt. (A rank that has called ``mpi.start`` takes SIGUSR1 for a question, and lives.)
 
 The handlers only note what came: the job, and who starts it again, look. They stay for as long as there is a folder or
 a process to be cleaned away.
 """
 
+import os
 import signal
 import subprocess
 import time
@@ -16,6 +19,7 @@ from types import FrameType
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _SOON_SECONDS = 30.0
+_SAME_SECONDS = 0.2  # timeout(1) sends its signal to the process and to its group: that is one
 
 
 class Signals:
@@ -26,8 +30,13 @@ class Signals:
         self._to_pass_on: list[int] = []
         self._passed_on: dict[int, float] = {}  # when
         self._before: dict[int, object] = {}
+        self._ended_at = 0.0  # the last of `ending`
+        self._parent = 0  # 0: its death does not matter
 
     def __enter__(self) -> "Signals":
+        is_to_survive = any(signal.getsignal(each) is signal.SIG_IGN for each in (signal.SIGHUP, signal.SIGINT))
+        if not is_to_survive and os.getsid(0) != os.getpid():
+            self._parent = os.getppid()
         for signum in (*_ENDING, *_PASSED_ON):
             if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or the background of a script
                 self._before[signum] = signal.signal(signum, self._note)
@@ -38,7 +47,18 @@ class Signals:
             signal.signal(signum, former)  # type: ignore[arg-type]
 
     def _note(self, signum: int, _: FrameType | None) -> None:
-        (self.ending if signum in _ENDING else self._to_pass_on).append(signum)
+        if signum not in _ENDING:
+            self._to_pass_on.append(signum)
+            return
+        now = time.monotonic()
+        if self.ending[-1:] != [signum] or now - self._ended_at > _SAME_SECONDS:
+            self.ending.append(signum)
+            self._ended_at = now
+
+    def look_at_parent(self) -> None:
+        """Take the parent's death for a SIGHUP, unless the job is being ended already."""
+        if self._parent and os.getppid() != self._parent and not self.ending:
+            self.ending.append(signal.SIGHUP)
 
     def pass_on(self, process: "subprocess.Popen[bytes]") -> None:
         """Send a starter what came for the ranks."""

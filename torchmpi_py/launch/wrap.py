@@ -6,6 +6,10 @@ A rank that fails while the others wait for it in a collective would hang them a
 sys.exit with a code that is not 0, prints its traceback once and then ends the job with MPI_Abort. A normal end just
 returns: the package's own stop() and MPI's finalize run at interpreter exit.
 
+In a job that is asked to end (Ctrl-C, SIGTERM) a rank that leaves by KeyboardInterrupt or sys.exit waits instead for
+torchmpirun to end the job, for the others may still be saving. Where all ranks have agreed to end (EndRequested) each
+ends as at the end of its program.
+
 torchmpirun sets TORCHMPIRUN_JOB_DIR to a folder of the job. A failing rank leaves there when it failed and with which
 code, so that the job can end with the code of the *first* failure, and which shared memory it holds, so that what
 MPI_Abort leaves behind can be removed.
@@ -23,13 +27,14 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 if __name__ == "__main__":
     # Run by path: this folder is where Python would look for modules first, and it has a `hosts` and a `job`.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from torchmpi_py.errors import EndRequested
 from torchmpi_py.launch import alone, binding, marks, quoting, variables
 
 _LAST_SECONDS = 30
@@ -42,6 +47,11 @@ def local_rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
     """Which of how many ranks on this host; (0, 1) when nobody says, or when what is said does not fit."""
     rank, size = variables.local_rank(environment) or 0, variables.local_size(environment) or 1
     return (rank, size) if rank < size else (0, 1)
+
+
+def job_folder() -> str:
+    """The folder in which ranks of torchmpirun's host leave their marks; "" without torchmpirun."""
+    return os.environ.get("TORCHMPIRUN_JOB_DIR", "")
 
 
 def bind(how: str) -> None:
@@ -156,7 +166,7 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
 
 def fail(error: BaseException, code: int, rank: int, former: int | None = None) -> None:
     """Record, explain, write the trace, and end the job whatever stands in the way: a closed stderr, a full disk."""
-    folder = os.environ.get("TORCHMPIRUN_JOB_DIR", "")
+    folder = job_folder()
     with contextlib.suppress(BaseException):
         marks.record_failure(folder, rank, code)
     with contextlib.suppress(BaseException):
@@ -167,7 +177,30 @@ def fail(error: BaseException, code: int, rank: int, former: int | None = None) 
     if tracing is not None:
         with contextlib.suppress(BaseException):
             tracing.save()
+    if isinstance(error, (KeyboardInterrupt, SystemExit)) and marks.is_ending(folder):
+        _wait_to_be_killed(folder)
     end_job(code, folder)
+
+
+def _wait_to_be_killed(folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # MPICH's starter sends it again
+    while os.path.isdir(folder):
+        time.sleep(0.1)
+
+
+def note_interrupts(rank: int) -> None:
+    """Have Ctrl-C leave a mark for torchmpirun before it raises KeyboardInterrupt."""
+    interrupt, process_id = signal.default_int_handler, os.getpid()
+    if signal.getsignal(signal.SIGINT) is not interrupt:  # ignored
+        return
+
+    def handler(signum: int, frame: FrameType | None) -> NoReturn:
+        if os.getpid() == process_id:  # a forked child is not the rank
+            marks.record_hearing(job_folder(), rank)
+        interrupt(signum, frame)
+
+    signal.signal(signal.SIGINT, handler)
+    signal.default_int_handler = handler  # who looks for it, as asyncio does, finds it in its place
 
 
 def end_job(code: int, folder: str) -> None:
@@ -219,11 +252,15 @@ def run_and_end(options: argparse.Namespace, rank: int) -> None:
     """Run the program, and end the job if it fails."""
     process_id, former = os.getpid(), None
     try:
+        note_interrupts(rank)
         if options.log_dir is not None:
             former = _logged(options.log_dir, rank)
         run_program(options.program, as_module=options.as_module)
         if former is not None and sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()  # here a full disk is an error; when Python ends it is code 120
+    except EndRequested as error:
+        if os.getpid() != process_id or not marks.record_end(job_folder(), rank, exit_code(error)):
+            raise
     except BaseException as error:
         code = exit_code(error)
         if code == 0 or os.getpid() != process_id:  # a forked child is not the rank
@@ -250,9 +287,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # into the starter's pipe each line at once, and whole, also for python -u
         if isinstance(stream, io.TextIOWrapper):  # not when it was closed
             stream.reconfigure(line_buffering=True, write_through=False)
-    folder = os.environ.get("TORCHMPIRUN_JOB_DIR", "")
-    with marks.running(folder, rank):
-        alone.note_at_end(folder, rank)
+    with marks.running(job_folder(), rank):
+        alone.note_at_end(job_folder(), rank)
         run_and_end(options, rank)
 
 

@@ -39,7 +39,7 @@ def ensure_started(timeout: dt.timedelta | None) -> None:
     tuning, given = config.from_environment(), _seconds(timeout)
     if not any(name in os.environ for name in ("TORCHMPI_DEADLINE", "TORCHMPI_DEADLINE_SECONDS")):
         longest = max(DEFAULT_SECONDS, given)
-        tuning = config.Tuning(**vars(tuning) | {"deadline_seconds": int(longest) + _SLACK_SECONDS})
+        tuning = config.Tuning(**vars(tuning) | {"deadline_seconds": longest + _SLACK_SECONDS})
     runtime.start_for_group(tuning, given)
 
 

@@ -1,0 +1,256 @@
+"""A job that is asked to end: what its ranks get, how long they have, and what is left when torchmpirun is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import leftovers, marks, mpirun, options, signals
+
+try:
+    MISSING = "" if mpirun.find("", os.environ) else "none"
+except LaunchError as error:
+    MISSING = str(error)
+
+pytestmark = pytest.mark.timeout(120)
+needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+# Each rank says in a file of the folder argv[2] what it has saved; argv[1] is done when all ranks are up.
+PROGRAM = """
+import os, signal, sys, time
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+rank, asked = world.rank, []
+def up():
+    world.Barrier()
+    if rank == 0:
+        print("up", flush=True)
+def save():
+    open(os.path.join(sys.argv[2], f"saved-{rank}"), "w").close()
+def wait_for(other):
+    while not os.path.exists(os.path.join(sys.argv[2], f"saved-{other}")):
+        time.sleep(0.01)
+def heed():
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+def wait():
+    while not asked:
+        time.sleep(0.01)
+exec(sys.argv[1])
+"""
+
+# Ranks end one after another, each in another way; none may take the time from the next.
+ONE_BY_ONE = """
+heed(); up(); wait()
+if rank > 0:
+    wait_for(rank - 1)
+time.sleep(0.3)
+save()
+sys.exit((0, 3, "the end")[rank])
+"""
+
+FINALLY = """
+up()
+try:
+    time.sleep(100)
+except KeyboardInterrupt:
+    if rank == 1:
+        wait_for(0)
+    raise
+finally:
+    save()
+    if rank == 0:
+        wait_for(1)
+        time.sleep(1.5)
+    open(os.path.join(sys.argv[2], f"through-{rank}"), "w").close()
+"""
+
+RANK_0_ALONE = """
+if rank == 0:
+    heed()
+up()
+if rank == 0:
+    wait()
+    time.sleep(0.5)
+    save()
+    sys.exit(0)
+world.Barrier()
+"""
+
+IN_C = """
+up()
+if rank == 0:
+    time.sleep(100)
+world.Barrier()
+"""
+
+NEVER = """
+heed(); up(); wait(); save()
+while True:
+    time.sleep(1)
+"""
+
+
+def start(*arguments, **keywords):
+    def heed():  # tests that run in the background of a script would pass on that SIGINT is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-m", "torchmpi_py.launch", *map(str, arguments)]
+    return subprocess.Popen(command, preexec_fn=heed, **pipes, **keywords)
+
+
+def ended(job, *signums, before_next=lambda: None):
+    """The exit code, and what was said, of a job that gets these signals when it is up."""
+    with job:
+        assert job.stdout.readline() == "up\n"
+        for number, signum in enumerate(signums):
+            if number:
+                before_next()
+            job.send_signal(signum)
+        _, said = job.communicate(timeout=100)
+    return job.returncode, said
+
+
+def saved(folder, what="saved"):
+    return sorted(path.name for path in folder.glob(f"{what}-*"))
+
+
+@needs_mpi
+def test_each_rank_has_its_time_whatever_the_others_do(program, tmp_path, no_leftovers):
+    code, said = ended(start("-n", 3, "--grace", 80, program(PROGRAM), ONE_BY_ONE, tmp_path), signal.SIGTERM)
+    assert (code, saved(tmp_path)) == (143, ["saved-0", "saved-1", "saved-2"]), said
+    passed_on = [line for line in said.splitlines() if "signal 15 was passed on; the ranks have" in line]
+    assert said.splitlines() in (["the end"], ["the end", *passed_on], [*passed_on, "the end"])
+
+
+@needs_mpi
+def test_a_rank_in_finally_keeps_its_time_at_ctrl_c(program, tmp_path, no_leftovers):
+    code, said = ended(start("-n", 2, "--grace", 80, program(PROGRAM), FINALLY, tmp_path), signal.SIGINT)
+    assert (code, saved(tmp_path, "through")) == (130, ["through-0", "through-1"]), said
+    assert "Traceback" not in said
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("text", "signum", "who"), [(RANK_0_ALONE, signal.SIGHUP, ["saved-0"]), (IN_C, signal.SIGINT, [])]
+)
+def test_ranks_that_do_not_heed_it_are_not_waited_for(program, tmp_path, no_leftovers, text, signum, who):
+    code, said = ended(start("-n", 3, "--grace", 1000, program(PROGRAM), text, tmp_path), signum)
+    assert (code, saved(tmp_path)) == (128 + signum, who), said
+
+
+@needs_mpi
+@pytest.mark.parametrize("grace", [0.5, 1000])
+def test_the_grace_ends_and_a_second_signal_ends_it_at_once(program, tmp_path, no_leftovers, grace):
+    def have_all_heard():
+        while len(saved(tmp_path)) < 2:
+            time.sleep(0.01)
+        time.sleep(2 * signals._SAME_SECONDS)
+
+    job = start("-n", 2, "--grace", grace, program(PROGRAM), NEVER, tmp_path)
+    if grace < 1:
+        code, said = ended(job, signal.SIGTERM)
+        assert "torchmpirun: not ended 0.5 s after signal 15 (--grace), so killed: rank 0, 1\n" in said
+    else:
+        code, said = ended(job, signal.SIGTERM, signal.SIGTERM, before_next=have_all_heard)
+        assert "so killed" not in said
+    assert code == 143
+
+
+@needs_mpi
+def test_a_launcher_that_is_killed_leaves_nothing(program, tmp_path, no_leftovers):
+    text = "heed(); window = MPI.Win.Allocate_shared(1 << 20, comm=world); up(); time.sleep(100)"
+    note = "with open('/proc/self/maps') as maps, open(f'{sys.argv[2]}/held-{rank}', 'w') as held:\n"
+    note += "    held.writelines(line for line in maps if ' /dev/shm/' in line)\n"
+    text = text.replace("up();", f"\n{note}up();")
+    with start("-n", 2, program(PROGRAM), text, tmp_path) as job:
+        assert job.stdout.readline() == "up\n"
+        assert len(os.listdir(os.environ["TMPDIR"])) >= 1
+        assert saved(tmp_path, "held") == ["held-0", "held-1"]
+        job.kill()
+        job.communicate(timeout=100)  # all who write there have ended
+    wait_for_the_end()
+
+
+def wait_for_the_end():
+    """Of all processes of the test."""
+    until = time.monotonic() + 100
+    mark = f"LAUNCH_TEST={os.environ['LAUNCH_TEST']}"
+    while set(leftovers.processes_marked(mark)) - {os.getpid()} and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+# Runs a starter that ends only when it is ended, and has a child that survives that.
+LAUNCHER = """
+import os, sys
+from torchmpi_py.launch import job, restarts
+STARTER = "import subprocess, sys, time; subprocess.Popen(['sleep', '200']); print('up', flush=True); time.sleep(200)"
+def make(folder, attempt, begin):
+    return job.Job([sys.executable, "-c", STARTER], os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}, folder)
+sys.exit(restarts.run(make, 3))
+"""
+
+
+@pytest.mark.parametrize("who", ["launcher", "parent"])
+def test_a_job_ends_with_its_launcher_and_the_launcher_with_its_parent(no_leftovers, who):
+    def heed():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    command = [sys.executable, "-c", *([parent] if who == "parent" else []), LAUNCHER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as job:
+        assert job.stdout.readline() == "up\n"
+        job.kill()
+        _, said = job.communicate(timeout=100)
+    wait_for_the_end()
+    assert said == ""
+
+
+@pytest.mark.parametrize("survives", ["", "nohup", "background", "setsid"])
+def test_who_survives_the_parent(monkeypatch, survives):
+    former = {signum: signal.getsignal(signum) for signum in (signal.SIGHUP, signal.SIGINT)}
+    monkeypatch.setattr(os, "getsid", lambda _: os.getpid() if survives == "setsid" else 1)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if survives == "nohup" else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if survives == "background" else signal.default_int_handler)
+        with signals.Signals() as heard:
+            heard.look_at_parent()
+            assert heard.ending == []
+            monkeypatch.setattr(os, "getppid", lambda: 1 << 22)
+            heard.look_at_parent()
+            heard.look_at_parent()
+            assert heard.ending == ([] if survives else [signal.SIGHUP])
+    finally:
+        for signum, handler in former.items():
+            signal.signal(signum, handler)
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    heard = signals.Signals()
+    for when, signum in [(1.0, 15), (1.01, 15), (1.02, 2), (1.5, 2), (1.6, 10)]:
+        now[0] = when
+        heard._note(signum, None)
+    assert heard.ending == [15, 2, 2]
+
+
+def test_an_end_that_the_ranks_wanted_is_no_failure(tmp_path):
+    assert marks.code_of_end(tmp_path) == 0
+    assert marks.record_end(str(tmp_path), 1, 143)
+    assert not marks.record_end("", 1, 143)
+    assert not marks.record_end(str(tmp_path / "none"), 1, 143)
+    assert marks.code_of_end(tmp_path) == 143
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "long"])
+def test_a_grace_that_is_no_time(text, capsys):
+    with pytest.raises(SystemExit):
+        options.parse(["--grace", text, "x.py"])
+    assert "--grace" in capsys.readouterr().err
+    assert options.parse(["--grace", "0", "x.py"]).grace == 0

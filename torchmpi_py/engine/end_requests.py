@@ -1,0 +1,88 @@
+"""SIGTERM as a request: the program ends where its ranks agree to, and has time to save before.
+
+Ranks get the signal at different moments, and some may not get it at all (torchmpirun reaches those of its own host),
+so they exchange now and then whether one of them has. Now and then, for each exchange costs as much as a barrier: after
+so many steps as take `_EXCHANGE_SECONDS`, on the rank that needs longest for them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from torchmpi_py.collectives.verbs import allreduce
+from torchmpi_py.engine import outcomes
+
+_EXCHANGE_SECONDS = 0.25
+_MOST_STEPS = 64  # from one exchange to the next: steps may become slower meanwhile
+
+
+class EndRequests:
+    """In ``with EndRequests() as end``, SIGTERM asks the program to end, in place of ending it at once.
+
+    ::
+
+        with EndRequests() as end:
+            for step in range(first, last):
+                ...
+                if end.requested():
+                    checkpoints.save(step + 1, {"model": model.state_dict()})
+                    raise EndRequested  # from torchmpi_py.errors; the exit code is 143
+
+    The signal is left alone where the program has a handler for it, and outside the main thread. A signal that nobody
+    has asked for when the block ends has its usual effect then. Works in a world of one, and without ``mpi.start()``.
+    """
+
+    def __init__(self) -> None:
+        self._has_come = False
+        self._is_ours = False
+        self._is_known = False  # ``requested`` has said so
+        self._steps_left = 1
+        self._num_steps = 1  # from the last exchange to the next one
+        self._size = 0  # ranks at the last exchange: survivors of a death begin together
+        self._when = time.monotonic()
+
+    def __enter__(self) -> EndRequests:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._note)
+            self._is_ours = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not self._is_ours:
+            return
+        if signal.getsignal(signal.SIGTERM) == self._note:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._is_ours = False
+        if self._has_come and not self._is_known and error is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def requested(self) -> bool:
+        """Whether a rank was asked to end: True on all ranks, or on none.
+
+        Every rank of the current level calls it once a step. Some of the calls, four a second at most if steps are not
+        very short, exchange what the ranks know; the others return False at once.
+        """
+        size = outcomes.size()
+        self._steps_left -= 1
+        if self._steps_left > 0 and size == self._size:
+            return False
+        step_seconds = (time.monotonic() - self._when) / self._num_steps
+        known = torch.tensor([float(self._has_come), step_seconds], dtype=torch.float64, device="cpu")
+        if size > 1:
+            allreduce(known, op="max")
+        self._is_known = bool(known[0])
+        self._size, self._when = size, time.monotonic()
+        fitting = int(_EXCHANGE_SECONDS / max(float(known[1]), 1e-6))
+        self._num_steps = self._steps_left = max(1, min(fitting, 2 * self._num_steps, _MOST_STEPS))
+        return self._is_known
+
+    def _note(self, signum: int, frame: FrameType | None) -> Any:
+        self._has_come = True
