@@ -15,7 +15,7 @@ from torchmpi_py.board import Board
 from torchmpi_py.channels import DIRECT, Place
 from torchmpi_py.errors import RanksDisagree
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 SIZES = [2, 3]
 
 

@@ -12,7 +12,7 @@ from torchmpi_py.buckets import Buckets, grouped
 from torchmpi_py.errors import Unavailable
 from torchmpi_py.nn import synchronize
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(params=["symmetric", "ordinary"])

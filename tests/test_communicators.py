@@ -6,7 +6,7 @@ import torch
 from torchmpi_py.errors import CommunicatorError, NotStarted, RanksDisagree
 from torchmpi_py.grouping import group_by_key
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.parametrize("size", range(1, 38))

@@ -103,7 +103,7 @@ def test_expandable_segments_are_off_while_shared_memory_is_taken(monkeypatch, s
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("step", ["_offer", "_open_all"])
 def test_memory_that_one_rank_cannot_have_or_map(mpi, monkeypatch, step):
     """No rank then has a segment, and all say why."""
@@ -121,7 +121,7 @@ def test_memory_that_one_rank_cannot_have_or_map(mpi, monkeypatch, step):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("fault", ["", "no room", "wrong values"])
 def test_trial(mpi, monkeypatch, fault):
     """In memory of the host. What goes wrong on the last rank switches cudaipc off on all."""
@@ -146,7 +146,7 @@ def test_trial(mpi, monkeypatch, fault):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_ranks_that_disagree_about_gpus(mpi, monkeypatch):
     """One computes on the CPU, the others do not: an error on all, before flavours that do not fit are chosen."""
     from mpi4py import MPI
@@ -159,7 +159,7 @@ def test_ranks_that_disagree_about_gpus(mpi, monkeypatch):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_without_gpus(mpi):
     for row in mpi.availability():
         if row.device == "cuda" and row.status != "unimplemented":

@@ -10,7 +10,7 @@ from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as launcher
 from torchmpi_py.launch import vendors
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 MPICH = vendors.vendor_named("mpich")
 
 # Some other files are open already: let 20 more be.
@@ -55,7 +55,7 @@ def program(tmp_path, text):
 
 def launch(*arguments):
     command = [sys.executable, "-m", "torchmpi_py.launch", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_too_many_open_files(tmp_path):
@@ -75,7 +75,7 @@ def test_another_mpi_than_the_launchers(name):
     code = "import torchmpi_py as mpi; mpi.start()"
     environment = launcher.inherited_environment(os.environ) | {name: "2", "PYTHONWARNINGS": "ignore"}
     one = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert one.returncode == 1
     assert "TorchMPIError: the launcher started 2 ranks, but for MPI each is alone" in one.stderr

@@ -7,7 +7,7 @@ from torchmpi_py import placement
 from torchmpi_py.launch import variables
 from torchmpi_py.placement import Local
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 ALL_NAMES = (*variables._LOCAL_RANK, *variables._LOCAL_SIZE, "SLURM_STEP_TASKS_PER_NODE")
 
 

@@ -14,12 +14,12 @@ from torchmpi_py import config
 from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.launch import mpirun
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def run(code):
     """Run a program without a launcher; (exit code, standard output, standard error)."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=90)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -43,7 +43,7 @@ def vendor():
 def launch(path, ranks, *options):
     torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
     command = [torchmpirun, "-n", str(ranks), *options, path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -211,7 +211,7 @@ def test_an_exception_under_plain_mpirun_ends_the_job(script):
         [starter, *options, "-n", "3", sys.executable, path],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         env={**os.environ, **root},
     )
     assert done.returncode != 0

@@ -17,7 +17,7 @@ import torch
 from torchmpi_py import config, shared_files, symmetric
 from torchmpi_py.errors import RanksDisagree, Unavailable
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 in_a_job = pytest.mark.mpi
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex128, torch.uint64, torch.int8, torch.bool]
 

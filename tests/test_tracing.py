@@ -96,7 +96,7 @@ def run(folder, *arguments):
     """A program that starts twice, in a world of one."""
     environment = os.environ | {"TORCHMPI_PROFILE": str(folder), "KINETO_LOG_LEVEL": "99"}
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM, *arguments], env=environment, capture_output=True, text=True, timeout=200
     )
 
 

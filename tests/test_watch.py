@@ -14,7 +14,7 @@ from torchmpi_py import board, board_layout, calls, config, flight_recorder, wai
 from torchmpi_py.bench import hang
 from torchmpi_py.board_layout import CHECKSUM_BITS, MARKS_PER_ROW, NUM_RECORDS, NUM_STRINGS, POSITION_BITS
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 LAUNCHER = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
 HEAD = "import os, signal, time, torch, torchmpi_py as mpi\nmpi.start()\nme = mpi.rank()\nx = torch.ones(1000)\n"
 
@@ -25,7 +25,7 @@ def run(tmp_path, program, ranks=3, deadline=30, at_deadline="abort"):
     limits = {"TORCHMPI_DEADLINE": str(deadline), "TORCHMPI_AT_DEADLINE": at_deadline}
     environment = {**os.environ, **limits, "TORCHMPI_DUMP_DIR": str(tmp_path)}
     command = [LAUNCHER, "-n", str(ranks), "--bind", "none", "--timeout", "60", tmp_path / "program.py"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
 
 @pytest.mark.mpi
@@ -295,7 +295,7 @@ def test_a_rank_that_does_not_come(tmp_path):
     assert "operation 1:\n  ranks 0,2 launched allreduce mpi torch.float32 sum, 4000 bytes, called at" in told
     assert "  rank 1 has not come to it" in told
     analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", folder]
-    found = subprocess.run(analyzer, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(analyzer, capture_output=True, text=True, timeout=200)
     assert "missing ranks: {1}" in found.stdout + found.stderr, found
 
 

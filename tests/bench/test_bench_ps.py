@@ -10,7 +10,7 @@ from torchmpi_py.bench import arguments, paramserver
 from torchmpi_py.bench.errors import UsageError, WrongValue
 from torchmpi_py.bench.server_rules import RULES
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 QUICK = ["ps", "--sizes", "4,20K", "--seconds", "0.001", "--idle-seconds", "0.05"]
 
 

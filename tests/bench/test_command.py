@@ -11,7 +11,7 @@ from torchmpi_py.bench import results
 
 TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
 pytestmark = [
-    pytest.mark.timeout(90),
+    pytest.mark.timeout(240),
     pytest.mark.skipif(not TORCHMPIRUN.exists(), reason=f"no {TORCHMPIRUN}: install the package"),
 ]
 

@@ -11,7 +11,7 @@ from torchmpi_py.bench.errors import UsageError, WrongValue
 from torchmpi_py.bench.verbs import VERBS, Task
 from torchmpi_py.collectives.registry import Row
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 QUICK = ["--seconds", "0.001", "--max-memory", "1M"]
 
 

@@ -7,7 +7,7 @@ from torchmpi_py.bench import arguments, modes, modes_slow
 from torchmpi_py.bench.errors import UsageError
 from torchmpi_py.bench.modes_ways import MODES
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 SHORT = ["modes", "--epochs", "1", "--seeds", "1", "--batch", "240"]
 SLOW = ["--slow-rank", "--slow-seconds", "0.05", "--step-seconds", "0.002", "--rounds", "1", "--lead-steps", "12"]
 

@@ -8,7 +8,7 @@ from torchmpi_py.bench.errors import WrongValue
 from torchmpi_py.bench.trainers import DDP, DDP_HOOK, DDP_TORCHMPI, NONE, make_network, make_samples, trainers
 from torchmpi_py.errors import RanksDisagree
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 TINY = ["step", "--layers", "6,5,3", "--batch", "4", "--steps", "7"]
 
 

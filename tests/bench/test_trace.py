@@ -46,7 +46,7 @@ def operations(merged, rank):
 
 
 @needs_launcher
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_a_job(tmp_path, capsys):
     done = job(tmp_path / "p", tmp_path / "a.py", "")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -68,7 +68,7 @@ def test_a_job(tmp_path, capsys):
 
 
 @needs_launcher
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_a_rank_that_fails_leaves_its_trace(tmp_path, capsys):
     done = job(tmp_path / "p", tmp_path / "a.py", "fail")
     assert (done.returncode, done.stderr.count("RuntimeError: boom")) == (1, 1)

@@ -17,7 +17,7 @@ from torchmpi_py.collectives import autotune, crossovers, tuning_file
 from torchmpi_py.collectives.selector import Choice, Key, selector
 from torchmpi_py.errors import RanksDisagree, TorchMPIError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 FACTS = tuning_file.Facts("Some MPI 1.2", "here", "2x1", "a processor")
 ON_GPU = FACTS._replace(gpu="A GPU 80GB")
@@ -290,7 +290,7 @@ def test_a_later_start_uses_the_file_and_says_so(tmp_path):
     said = []
     for arguments in (["measure"], []):
         command = [torchmpirun, "-n", "2", str(path), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ)
         assert (done.returncode, done.stderr) == (0, "")
         said.append(done.stdout)
     (name,) = os.listdir(tmp_path / "tuning")

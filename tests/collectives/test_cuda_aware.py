@@ -17,7 +17,7 @@ from torchmpi_py.collectives.cuda_aware import Facts, Verdict
 from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.mpi import Mpi
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 FACTS = Facts("Some MPI 1.0", "libmpi.so of 1", "UCX_TLS=all", "2.13", "a host/1", "A GPU")
 

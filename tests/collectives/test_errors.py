@@ -5,7 +5,7 @@ import torch
 
 from torchmpi_py.errors import CommunicatorError, RanksDisagree, Unavailable
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
 def raises_everywhere(mpi, kind, match, call, *args, **kwargs):

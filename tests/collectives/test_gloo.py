@@ -14,7 +14,7 @@ from torchmpi_py.collectives import rendezvous, torch_group
 from torchmpi_py.errors import CommunicatorError, Unavailable
 from torchmpi_py.tensors import ops_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 REDUCED = [
     torch.float32,
@@ -262,5 +262,5 @@ def test_starting_twice_and_leaving_nothing_behind(tmp_path):
         """)
     )
     torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
-    done = subprocess.run([torchmpirun, "-n", "3", str(path)], capture_output=True, text=True, timeout=90)
+    done = subprocess.run([torchmpirun, "-n", "3", str(path)], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -15,7 +15,7 @@ from torchmpi_py.collectives.ipc_group import IpcGroup
 from torchmpi_py.collectives.registry import BY_NAME
 from torchmpi_py.errors import RanksDisagree, Unavailable
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 FLAVOURS = ["staged", "cudaipc"]
 
 

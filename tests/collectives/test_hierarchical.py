@@ -13,7 +13,7 @@ from torchmpi_py.collectives import registry
 from torchmpi_py.collectives.ring import Ring
 from torchmpi_py.launch import mpirun
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 PROGRAM = """
 import torch, torchmpi_py as mpi
@@ -103,7 +103,7 @@ def test_two_nodes(tmp_path, by_block):
     torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
     options = ["--env", "MPIR_CVAR_NUM_CLIQUES=2", "--env", f"MPIR_CVAR_CLIQUES_BY_BLOCK={by_block}"]
     command = [torchmpirun, "-n", "4", "--timeout", "90", *options, path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -21,7 +21,7 @@ from torchmpi_py.collectives.torch_group import Gloo, Nccl
 from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.tensors import ops_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 KNOWN_DTYPES = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64}
 KNOWN_OPS = ("SUM", "PRODUCT", "MIN", "MAX")

@@ -8,7 +8,7 @@ import torch
 from torchmpi_py.collectives.reductions import kernel
 from torchmpi_py.tensors import ops_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 COMPLEX = [torch.complex64, torch.complex128, torch.complex32]

@@ -9,7 +9,7 @@ import torch
 from torchmpi_py import config
 from torchmpi_py.collectives import ring
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 CHUNK_BYTES = 1024
 CHUNK = CHUNK_BYTES // 4  # elements of float32, and of whatever is reduced as float32

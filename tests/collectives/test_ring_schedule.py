@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torchmpi_py.collectives import ring_schedule as plan
 from torchmpi_py.collectives.schedule import slices
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 SIZES = range(1, 38)
 BIG_AND_SMALL = [1, 2, 3, 4, 5, 8, 13, 37]

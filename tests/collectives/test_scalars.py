@@ -53,7 +53,7 @@ def test_nan_wins(op, values):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_numbers_through_the_verbs(mpi):
     rank, size = mpi.rank(), mpi.size()
     last = size - 1

@@ -16,7 +16,7 @@ from torchmpi_py.collectives import staging, two_shot
 from torchmpi_py.collectives.reductions import kernel
 from torchmpi_py.collectives.schedule import ALIGNMENT, chunks, pipeline, slices
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 SIZES = range(1, 38)
 SOME_SIZES = [1, 2, 3, 4, 5, 8, 13, 37]

@@ -12,7 +12,7 @@ from torchmpi_py.collectives.flavour import VERBS
 from torchmpi_py.collectives.selector import Choice, Key, Selector
 from torchmpi_py.errors import Unavailable, Unimplemented
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 in_a_job = pytest.mark.mpi
 NAMES = [flavour.name for flavour in registry.FLAVOURS]
 CPU = torch.device("cpu")

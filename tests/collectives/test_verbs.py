@@ -15,7 +15,7 @@ from torchmpi_py import config
 from torchmpi_py.collectives import registry
 from torchmpi_py.tensors import ops_of
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 COMPLEX = [torch.complex64, torch.complex128, torch.complex32]

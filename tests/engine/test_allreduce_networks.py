@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 from torchmpi_py import errors
 from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator, SGDEngine
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 cross_entropy = torch.nn.CrossEntropyLoss()
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmpi_py import errors
 from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 cross_entropy = torch.nn.CrossEntropyLoss()
 
 

@@ -8,7 +8,7 @@ from torchmpi_py import config, errors
 from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine
 from torchmpi_py.nn import SyncBatchNorm
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 cross_entropy = torch.nn.CrossEntropyLoss()
 
 

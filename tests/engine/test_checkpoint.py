@@ -27,7 +27,7 @@ from torchmpi_py.engine import (
 )
 
 pytestmark = [
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(240),
     # Of a run that goes on at the very end of an epoch, where no step comes before the schedule's.
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
 ]

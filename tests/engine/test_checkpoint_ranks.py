@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from torchmpi_py import errors
 from torchmpi_py.engine import AllReduceSGDEngine, Checkpoints, DatasetIterator, checkpoint, saving
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
 class Killed(Exception):

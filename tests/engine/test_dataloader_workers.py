@@ -60,13 +60,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_workers_serve_two_ranks(tmp_path, how):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run(
-        [TORCHMPIRUN, "-n", "2", program, how], capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
+        [TORCHMPIRUN, "-n", "2", program, how], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("trained") == 1

@@ -8,7 +8,7 @@ import pytest
 
 from torchmpi_py.engine import EndRequests, end_requests
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(autouse=True)

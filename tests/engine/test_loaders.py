@@ -18,7 +18,7 @@ from torch.utils.data import (
 from torchmpi_py import errors, first_batches, nn
 from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine, loaders, saving
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 mean_square = torch.nn.MSELoss()
 
 

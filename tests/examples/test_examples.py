@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'torchmpi-py[examples]'")
@@ -18,7 +18,7 @@ needs_launcher = pytest.mark.skipif(not TORCHMPIRUN.exists(), reason=f"no {TORCH
 
 def run(*command, fails=False):
     done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
+        [str(part) for part in command], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
     )
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done.stdout + done.stderr

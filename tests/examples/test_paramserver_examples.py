@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'torchmpi-py[examples]'")
@@ -18,7 +18,7 @@ if not TORCHMPIRUN.exists():
 def example(num_ranks, name, *options):
     command = [TORCHMPIRUN, "-n", num_ranks, EXAMPLES / f"mnist_parameterserver_{name}.py", *options]
     done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
+        [str(part) for part in command], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU that torch can use", allow_module_level=True)
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 COUNT = 300_001
 SLOW = 2_000_000  # cycles; about a millisecond

@@ -13,7 +13,7 @@ from torchmpi_py.tensors import OPS
 if not torch.cuda.is_available():
     pytest.skip("no GPU that torch can use", allow_module_level=True)
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 WHOLE_WAYS = ["staged", "cudaipc", "cudaipc symmetric"]  # each dtype with each op
 OTHER_WAYS = ["blocking", "staged asynchronous", "cudaipc asynchronous", "hierarchical", "mpi", "nccl"]

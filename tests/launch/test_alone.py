@@ -15,7 +15,7 @@ try:
 except LaunchError as error:
     MISSING = str(error)
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 # Rank 2 becomes another program, of which nothing is known.
 PROGRAM = """
@@ -40,7 +40,7 @@ MEETINGS = {
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_torchmpirun_names_them(program, no_leftovers):
     command = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", str(program(PROGRAM))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     told = "ranks 0, 1 each ran the whole program alone: it called neither mpi.start() nor init_process_group()"
     assert done.stderr == f"torchmpirun: {told}\n"
@@ -51,7 +51,7 @@ def test_what_counts_as_a_meeting(program):
     if "mpi" in program and MISSING:
         pytest.skip(MISSING)
     text = f"{program}\nfrom torchmpi_py.launch import alone\nprint(alone.has_met())"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout.split()[-1:] == [str(MEETINGS[program])], done.stderr
 
 

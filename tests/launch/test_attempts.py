@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_leftovers")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_leftovers")]
 
 # Runs argv[1] at most argv[2] times more when it fails; argv[3] is done in the launcher itself before.
 LAUNCHER = """
@@ -34,7 +34,7 @@ sys.exit(restarts.run(make, int(sys.argv[2])))
 
 def launch(starter, most=1, before="", **keywords):
     arguments = [sys.executable, "-c", LAUNCHER, starter, str(most), before]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=50, check=False, **keywords)
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False, **keywords)
 
 
 READ = "import sys; print(sys.stdin.read().strip(), flush=True); sys.exit(3)"

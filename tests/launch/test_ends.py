@@ -20,7 +20,7 @@ try:
 except LaunchError as error:
     VENDOR, MISSING = "", str(error)
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
 # Rank 1 does what argv[1] says; the others wait for it, and would wait for ever.
 FAIL = """
@@ -66,7 +66,7 @@ def command(*arguments):
 
 
 def launch(*arguments, **keywords):
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=50, check=False, **keywords)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=200, check=False, **keywords)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ try:
 except LaunchError as error:
     VENDOR, MISSING = "", str(error)
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
 # A rank writes down what it maps in /dev/shm: other jobs of this machine have files there, too.
 NOTE = """
@@ -74,7 +74,7 @@ def command(*arguments):
 
 
 def launch(*arguments, **keywords):
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=50, check=False, **keywords)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=200, check=False, **keywords)
 
 
 def test_hello(program, no_leftovers):

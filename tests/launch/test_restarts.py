@@ -19,7 +19,7 @@ try:
 except LaunchError as error:
     VENDOR, MISSING = "", str(error)
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 # Rank 1 does what argv[1] says in the attempts before number argv[2]; the others wait for it.
@@ -73,7 +73,7 @@ def command(*arguments):
 
 
 def launch(*arguments):
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=200, check=False)
 
 
 @needs_mpi

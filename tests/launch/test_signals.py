@@ -16,7 +16,7 @@ try:
 except LaunchError as error:
     MISSING = str(error)
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 # Each rank says in a file of the folder argv[2] what it has saved; argv[1] is done when all ranks are up.
@@ -111,7 +111,7 @@ def ended(job, *signums, before_next=lambda: None):
             if number:
                 before_next()
             job.send_signal(signum)
-        _, said = job.communicate(timeout=100)
+        _, said = job.communicate(timeout=200)
     return job.returncode, said
 
 
@@ -172,7 +172,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(program, tmp_path, no_leftover
         assert len(os.listdir(os.environ["TMPDIR"])) >= 1
         assert saved(tmp_path, "held") == ["held-0", "held-1"]
         job.kill()
-        job.communicate(timeout=100)  # all who write there have ended
+        job.communicate(timeout=200)  # all who write there have ended
     wait_for_the_end()
 
 
@@ -206,7 +206,7 @@ def test_a_job_ends_with_its_launcher_and_the_launcher_with_its_parent(no_leftov
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as job:
         assert job.stdout.readline() == "up\n"
         job.kill()
-        _, said = job.communicate(timeout=100)
+        _, said = job.communicate(timeout=200)
     wait_for_the_end()
     assert said == ""
 

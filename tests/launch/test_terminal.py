@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_leftovers")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_leftovers")]
 
 # Runs argv[1] as the starter of a job whose logs are in argv[2].
 LAUNCHER = """

@@ -8,7 +8,7 @@ import pytest
 from torchmpi_py.launch import __main__ as launcher
 from torchmpi_py.launch import variables, world
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 OPENMPI = {
     "PMIX_NAMESPACE": "prterun-nodea-7826@1",
@@ -157,7 +157,7 @@ def test_a_torchrun_that_a_rank_has_started_keeps_its_own(marked):
     agent += f"os.environ | {worker!r}))"
     line = [sys.executable, "-c", agent, SHOW]
     path = {"PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(line, env=rank | path, capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run(line, env=rank | path, capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.split() == ["5", "8", "True"]
 
 

@@ -6,7 +6,7 @@ import torch
 from torchmpi_py.nn import BlockSequential
 from torchmpi_py.nn.block_sequential import inseparable, partition
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.parametrize(

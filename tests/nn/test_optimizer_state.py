@@ -5,7 +5,7 @@ from torchmpi_py.collectives import objects
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),

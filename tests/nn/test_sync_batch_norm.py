@@ -5,7 +5,7 @@ import torch
 
 from torchmpi_py.nn import SyncBatchNorm
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 PLAIN = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d, 5: torch.nn.BatchNorm3d}
 SHAPES = [(), (5,), (3, 4), (2, 3, 2)]
 CLOSE = {

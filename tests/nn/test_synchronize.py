@@ -4,7 +4,7 @@ import torch
 from torchmpi_py import config
 from torchmpi_py.errors import RanksDisagree
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
 @pytest.fixture

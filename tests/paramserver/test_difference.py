@@ -5,7 +5,7 @@ import torch
 
 from torchmpi_py import paramserver as ps
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
 class Place(torch.nn.Module):

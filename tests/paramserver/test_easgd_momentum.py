@@ -5,7 +5,7 @@ import torch
 
 from torchmpi_py import paramserver as ps
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 RATE, MOMENTUM, BETA, PERIOD = 0.1, 0.8, 0.6, 3
 CURVATURE = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
 

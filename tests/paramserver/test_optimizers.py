@@ -5,7 +5,7 @@ import torch
 
 from torchmpi_py import paramserver as ps
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 in_a_job = pytest.mark.mpi
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),

@@ -8,7 +8,7 @@ import torch
 from torchmpi_py import paramserver as ps
 from torchmpi_py.errors import ParameterServerError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
 def in_step(kind, mpi):

@@ -12,7 +12,7 @@ from torchmpi_py import paramserver as ps
 from torchmpi_py.channels import Place
 from torchmpi_py.errors import ParameterServerError
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(240)]
 
 
 class Odd(Exception):

@@ -11,7 +11,7 @@ from torchmpi_py import paramserver as ps
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
 from torchmpi_py.paramserver import stale
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
 class Counting(torch.nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torchmpi_py import paramserver as ps
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),

@@ -13,7 +13,7 @@ from torchmpi_py.channels import Place
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
 from torchmpi_py.paramserver.messages import HEADER_TAG, Kind, Request, answer_tag, bytes_tag
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
 class Unreadable:

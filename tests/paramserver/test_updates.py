@@ -6,7 +6,7 @@ import torch
 from torchmpi_py import paramserver as ps
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
 def tensors(rank):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
 STEPS = 20
@@ -48,7 +48,7 @@ class Job:
 
     def output(self):
         try:
-            text, _ = self._process.communicate(timeout=100)
+            text, _ = self._process.communicate(timeout=200)
         finally:
             self._process.kill()
         assert self._process.returncode == 0, text

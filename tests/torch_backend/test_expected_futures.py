@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from torchmpi_py import board, watch
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(240)]
 
 
 def held_up(mpi, group, ask, rank=0):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchmpi_py import nn as mpinn
 from torchmpi_py import paramserver as ps
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
 def neighbours(mpi):

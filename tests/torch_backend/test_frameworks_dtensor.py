@@ -6,7 +6,7 @@ import pytest
 import regression
 import torch
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")

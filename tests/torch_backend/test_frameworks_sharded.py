@@ -5,7 +5,7 @@ import regression
 import torch
 import torch.distributed as dist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
 def sharded(mesh, **how):

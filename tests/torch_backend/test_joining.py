@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("by_initial_size", [True, False])

@@ -26,7 +26,7 @@ def run(tmp_path, program, *command, **variables):
     paths = os.pathsep.join([str(installed.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = launcher.inherited_environment(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
-        [*command, str(path)], capture_output=True, text=True, timeout=100, env=environment | variables
+        [*command, str(path)], capture_output=True, text=True, timeout=200, env=environment | variables
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
