@@ -49,7 +49,7 @@ def _wrap_making() -> None:
         return former(group_size, group_rank, ranks, _chosen(backend, names), *others, **options)
 
     make.former = former  # type: ignore[attr-defined]
-    distributed_c10d._new_process_group_helper = make
+    distributed_c10d._new_process_group_helper = make  # type: ignore[assignment]
 
 
 def _wrap_set_timeout() -> None:
