@@ -1,4 +1,4 @@
-"""The first wait of a rank, for all ranks to start: who waits there too long says which ranks have not come.
+"""The first wait of a rank, for all ranks to start: after the deadline it says which ranks have not come.
 
 MPI waits for all ranks as it starts, and so does the first exchange of ``start``, where mpi4py has started MPI before.
 The ranks share nothing yet. So each shows that it is there by a Unix socket with an address of its own, of the kind
@@ -68,7 +68,7 @@ class Wait:
             self._end_job()
 
     def _told(self) -> str:
-        """Who waits, and who is missing, as far as can be seen from this host."""
+        """Which ranks wait and which are missing, as far as can be seen from this host."""
         here = [rank for rank in range(self._size or 0) if _is_bound(_address(str(rank)))] or [self._rank]
         who = f"{_ranks(here)} of {self._size or '?'} wait{'s' * (len(here) == 1)} in {self._called}"
         end = "the job ends" if self._ends else "the wait goes on"
