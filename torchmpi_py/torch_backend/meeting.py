@@ -69,8 +69,8 @@ def _seconds(timeout: dt.timedelta | None) -> float:
     return 0.0 if seconds == DEFAULT_SECONDS else seconds
 
 
-def over_mpi(timeout: dt.timedelta | None = None, **_: object) -> Found:
-    """What a rendezvous gives: a store, the rank, the size."""
+def over_mpi(rank: int | None, timeout: dt.timedelta | None = None, **_: object) -> Found:
+    """What a rendezvous gives: a store, the rank (default: MPI's), the size. Collective over the world."""
     ensure_started(timeout)
     world = communicators.stack().levels[0]
     wait_for_all(world, timeout)
@@ -80,5 +80,5 @@ def over_mpi(timeout: dt.timedelta | None = None, **_: object) -> Found:
         lambda: rendezvous.open_store(world.direct, "torch.distributed"),
         frame=sites.program(),
     )
-    yield store, world.rank, world.size
+    yield store, world.rank if rank is None else rank, world.size
     raise RuntimeError("torch.distributed cannot meet a second time by the same call; call init_process_group again")

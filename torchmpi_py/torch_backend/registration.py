@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -37,7 +37,7 @@ def register() -> None:
 class _Plugins(dict[str, Any]):
     """torch's table of backends, in which ours is found, but not listed.
 
-    Where any is listed, torch does not give a group such as "cpu:gloo" a default backend, and warns when it is destroyed.
+    Where any is listed, torch gives a group such as "cpu:gloo" no default backend, and warns when it is destroyed.
     """
 
     def __init__(self, former: dict[str, Any]) -> None:
@@ -61,35 +61,32 @@ def _meeting(former: Callable[..., Any]) -> Callable[..., Any]:
     """The handler of ``env://``, in place of ``former``."""
 
     def meet(url: str, **options: Any) -> Any:
-        if _is_ours(url):
-            return importlib.import_module("torchmpi_py.torch_backend.meeting").over_mpi(**options)
-        return former(url, **options)
+        given = {name.upper(): values[0] for name, values in parse_qs(urlparse(url).query).items()}
+        for name in ("RANK", "WORLD_SIZE"):
+            if name not in given and world.is_own(os.environ, name):
+                given[name] = os.environ[name]
+        if not _is_ours(given):
+            return former(url, **options)
+        rank = int(given["RANK"]) if "RANK" in given else None
+        return importlib.import_module("torchmpi_py.torch_backend.meeting").over_mpi(rank, **options)
 
     return meet
 
 
-def _is_ours(url: str) -> bool:
+def _is_ours(given: Mapping[str, str]) -> bool:
     """Whether the ranks meet over MPI: where an MPI has started them, and neither the user nor torchrun says otherwise.
 
-    A process that no launcher has started is a world of one, if it asks for this backend or has started the package.
+    ``given``: RANK and WORLD_SIZE, where the user gives them. A process that no launcher has started is a world of one,
+    if it asks for this backend or has started the package. The answer has to be the same on all ranks.
     """
-    if world.is_under_torchrun(os.environ):
+    has_place = bool(os.environ.get(world.ADDRESS)) and ("RANK" in os.environ or "RANK" in given)
+    if world.is_under_torchrun(os.environ) or (world.is_own(os.environ, world.PORT) and has_place):
         return False
-    query = parse_qs(urlparse(url).query)
     stack = _stack()
-    is_told = all(world.is_own(os.environ, name) for name in (world.ADDRESS, world.PORT))
-    is_told = is_told and ("RANK" in os.environ or "rank" in query)
-    if is_told or (stack is None and variables.size(os.environ) is None):
-        return not is_told and _asks_for_us()
-    if stack is None:
-        place = variables.rank(os.environ), variables.size(os.environ)
-    else:
-        place = stack.levels[0].rank, stack.levels[0].size
-    for name, number in zip(("RANK", "WORLD_SIZE"), place, strict=True):
-        own = os.environ[name] if world.is_own(os.environ, name) else number
-        if query.get(name.lower(), [str(own)]) != [str(number)]:
-            return False  # other ranks than MPI's, or not all of them
-    return True
+    size = variables.size(os.environ) if stack is None else stack.levels[0].size
+    if given.get("WORLD_SIZE", str(size or 1)) != str(size or 1):
+        return False
+    return size is not None or _asks_for_us()
 
 
 def _stack() -> Any:
