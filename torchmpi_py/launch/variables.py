@@ -75,7 +75,7 @@ def nodes(names: str) -> list[str]:
     if re.search(r"\][^,]*\[", names):
         return []
     found = []
-    for before, numbers, after in re.findall(r"([^\[,]+)(?:\[([^\]]*)\]([^,]*))?", names):
+    for before, numbers, after in re.findall(r"([^\[,]+)(?:\[([\d,-]*)\]([^,]*))?", names):
         for part in numbers.split(","):
             first, _, last = part.partition("-")
             each = [f"{n:0{len(first)}}" for n in range(int(first), int(last or first) + 1)] if first else [""]
