@@ -82,10 +82,10 @@ def test_another_mpi_than_the_launchers(name):
     assert f"unset {name}" in one.stderr
 
 
-def test_shared_memory_for_mpich(tmp_path, capsys):
+def test_shared_memory_for_mpich(tmp_path, capfd):
     launcher.check_shared_memory(MPICH, 2, str(tmp_path))
-    assert capsys.readouterr().err == ""
+    assert capfd.readouterr().err == ""
     launcher.check_shared_memory(MPICH, 1 << 30, str(tmp_path))
-    assert "they may crash (signal 7); give it more" in capsys.readouterr().err
+    assert "they may crash (signal 7); give it more" in capfd.readouterr().err
     with pytest.raises(LaunchError, match=r"mpich cannot work without a .*/none to write to"):
         launcher.check_shared_memory(MPICH, 2, str(tmp_path / "none"))

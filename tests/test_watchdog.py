@@ -53,7 +53,7 @@ def test_a_report_keeps_nobody_from_another_one():
 def test_a_report_is_told_without_standard_error(monkeypatch, capfd):
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.setattr(sys, "__stderr__", None)
-    watchdog._say("words")
+    watchdog.say("words")
     assert capfd.readouterr().err == "words\n"
 
 

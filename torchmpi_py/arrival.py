@@ -1,4 +1,4 @@
-"""The first wait of a rank, for all ranks to start: who waits there too long says which ranks have not come.
+"""The first wait of a rank, for all ranks to start: after the deadline it says which ranks have not come.
 
 MPI waits for all ranks as it starts, and so does the first exchange of ``start``, where mpi4py has started MPI before.
 The ranks share nothing yet. So each shows that it is there by a Unix socket with an address of its own, of the kind
@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from torchmpi_py import exits, watchdog
@@ -37,13 +37,14 @@ class Wait:
 
     def __init__(self, called: str, seconds: float, at_deadline: str) -> None:
         self._called, self._seconds, self._ends = called, seconds, at_deadline != "report"
-        self._rank, self._size = variables.rank(os.environ), variables.size(os.environ)
+        rank, self._size = variables.rank(os.environ), variables.size(os.environ)
+        self._rank, self._is_watched = rank or 0, rank is not None and self._size != 1 and seconds > 0
         self._over = threading.Event()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Watch the block, in which this rank waits for all others."""
-        if self._rank is None or self._size == 1 or self._seconds <= 0:
+        if not self._is_watched:
             yield
             return
         with contextlib.ExitStack() as held:
@@ -67,13 +68,13 @@ class Wait:
             self._end_job()
 
     def _told(self) -> str:
-        """Who waits, and who is missing, as far as can be seen from this host."""
-        here = [rank for rank in range(self._size or 0) if _is_bound(_address(str(rank)))] or [self._rank or 0]
+        """Which ranks wait and which are missing, as far as can be seen from this host."""
+        here = [rank for rank in range(self._size or 0) if _is_bound(_address(str(rank)))] or [self._rank]
         who = f"{_ranks(here)} of {self._size or '?'} wait{'s' * (len(here) == 1)} in {self._called}"
         end = "the job ends" if self._ends else "the wait goes on"
         return f"{who}, for {self._seconds:g} s now. {self._missing(here)}. Every rank has to call {_CALLS}; {end}"
 
-    def _missing(self, here: Sequence[int]) -> str:
+    def _missing(self, here: list[int]) -> str:
         size, on_host = self._size, variables.local_size(os.environ)
         if size is None or not world.job_name(os.environ):
             return "Which ranks are missing is not known here"
@@ -91,7 +92,7 @@ class Wait:
     def _end_job(self) -> None:
         exits.abort(watchdog.EXIT_CODE)  # where MPI is started; else the launcher ends the others when one ends
         with contextlib.suppress(Exception):
-            marks.record_failure(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), self._rank or 0, watchdog.EXIT_CODE)
+            marks.record_failure(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), self._rank, watchdog.EXIT_CODE)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -117,7 +118,7 @@ def initialise_mpi() -> None:
             comm.Set_errhandler(MPI.ERRORS_RETURN)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

@@ -3,7 +3,7 @@
     torchmpirun -n 4 train.py --epochs 5
 
 It finds the MPI, builds its argument list, starts every rank inside `wrap`, and ends with the exit code of the first
-rank that failed. On success it prints nothing of its own.
+rank that failed. On success it prints nothing of its own, unless ranks never met each other (`alone`).
 """
 
 import argparse

@@ -18,7 +18,7 @@ import os
 from typing import Any
 
 from torch import distributed
-from torch.distributed import distributed_c10d as _typed_c10d
+from torch.distributed import distributed_c10d
 
 from torchmpi_py.launch import variables, world
 from torchmpi_py.torch_backend import sites
@@ -27,7 +27,6 @@ from torchmpi_py.torch_backend.registration import NAME
 logger = logging.getLogger("torchmpi_py")
 
 _UNNAMED = "undefined"
-distributed_c10d: Any = _typed_c10d  # its functions are replaced here
 _ON_THE_CPU = {"gloo", "mpi", "ucc"}
 _REMEDY = f'call dist.init_process_group("{NAME}") before, or give the library that name'
 
@@ -50,7 +49,7 @@ def _wrap_making() -> None:
         return former(group_size, group_rank, ranks, _chosen(backend, names), *others, **options)
 
     make.former = former  # type: ignore[attr-defined]
-    distributed_c10d._new_process_group_helper = make
+    distributed_c10d._new_process_group_helper = make  # type: ignore[assignment]
 
 
 def _wrap_set_timeout() -> None:
