@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -62,9 +63,11 @@ class Wait:
                 return
             ages.look([0], time.monotonic())
             is_said = is_said or _is_bound(_address("said"))
-        if not is_said and _bind(_address("said"), held):  # one rank of the host says it
-            watchdog.say(f"torchmpi_py: {self._told()}")
-        if self._ends and not self._over.wait(_OTHERS_SECONDS if is_said else 2 * _LOOK_SECONDS):  # they look, and know
+        is_said = is_said or not _bind(_address("said"), held)  # one rank of the host says it
+        if is_said and (not self._ends or self._over.wait(_OTHERS_SECONDS)):
+            return
+        watchdog.say(f"torchmpi_py: {self._told()}")
+        if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # the others look, and know
             self._end_job()
 
     def _told(self) -> str:
@@ -113,9 +116,10 @@ def initialise_mpi() -> None:
     code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, required, ctypes.byref(ctypes.c_int()))
     if code != MPI.SUCCESS:
         raise RuntimeError(f"MPI_Init_thread failed with code {code}")
-    if mpi4py.rc.errors == "exception":
+    handler = {"exception": "ERRORS_RETURN", "abort": "ERRORS_ABORT", "fatal": "ERRORS_ARE_FATAL"}.get(mpi4py.rc.errors)
+    if handler is not None:  # with "default" it is the MPI's
         for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
-            comm.Set_errhandler(MPI.ERRORS_RETURN)
+            comm.Set_errhandler(getattr(MPI, handler))
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -138,14 +142,20 @@ def _address(who: str) -> str:
 
 def _bind(address: str, held: contextlib.ExitStack) -> bool:
     """Take an address until the wait is over; False if another process has it."""
-    taken = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+    taken = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         taken.bind(address)
     except OSError:
         return False
+    taken.listen(socket.SOMAXCONN)  # nobody accepts: each rank of the host asks once or twice
     return True
 
 
 def _is_bound(address: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
-        return asking.connect_ex(address) == 0
+    """Whether a process of this user has taken the address: any other user could, too."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.setblocking(False)
+        if asking.connect_ex(address) != 0:
+            return False
+        _, user, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        return bool(user == os.getuid())

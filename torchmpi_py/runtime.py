@@ -31,6 +31,7 @@ from torchmpi_py import (
 )
 from torchmpi_py.communicators import Communicator
 from torchmpi_py.errors import CollectiveTimeout, NotStarted, TorchMPIError
+from torchmpi_py.launch import marks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -191,6 +192,7 @@ def host_name() -> str:
 
 
 def _initialise_mpi() -> MPI.Comm:
+    marks.record_meeting()
     placement.prepare_environment()
     import mpi4py
 

@@ -93,7 +93,8 @@ def own_address(num_nodes: int) -> str:
     """An address of this host for ranks that spread over ``num_nodes``.
 
     That of the interface which the user names; else loopback on one node; else what the host name stands for, unless it
-    is loopback (as Debian has it); else the address from which packets would leave; else that of the first interface.
+    is loopback (as Debian has it), or no interface has it (NAT); else the address from which packets would leave; else
+    that of the first interface.
     """
     for name in interfaces():
         address = _of_interface(name)
@@ -124,13 +125,23 @@ def _of_host_name() -> str:
     except OSError:
         return ""
     addresses = [str(where[0]) for *_, where in found]
-    return next((address for address in addresses if _is_reachable(address)), "")
+    return next((address for address in addresses if _is_reachable(address) and _is_here(address)), "")
 
 
 def _is_reachable(address: str) -> bool:
     """Whether other hosts may reach it: loopback and link-local addresses mean something on this host alone."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return not (parsed.is_loopback or parsed.is_link_local)
+
+
+def _is_here(address: str) -> bool:
+    """Whether an interface of this host has it, so that a socket can listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as trying:
+        try:
+            trying.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _outward() -> str:

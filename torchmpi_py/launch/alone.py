@@ -1,7 +1,8 @@
 """Whether a rank has met the others of its job by the time it ends, as far as its own process shows.
 
 It has if an MPI library is loaded, for mpi4py and this package load one no sooner than they start it, or if
-torch.distributed has had a default group, or its RPC.
+torch.distributed has had a default group, or its RPC. A process that it has started may meet others in its place, and
+leaves a mark (`marks.record_meeting`).
 """
 
 import atexit
@@ -25,8 +26,9 @@ def note_at_end(folder: str, rank: int) -> None:
 
 
 def ranks(folder: Path) -> list[int]:
-    """The ranks that have left the mark."""
-    return sorted(int(path.name.removeprefix("alone-")) for path in folder.glob("alone-*"))
+    """The ranks that have left the mark, and of whose processes none has met others."""
+    found = sorted(int(path.name.removeprefix("alone-")) for path in folder.glob("alone-*"))
+    return [rank for rank in found if not (folder / f"met-{rank}").exists()]
 
 
 def explain(found: list[int]) -> str:

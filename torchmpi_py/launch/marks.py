@@ -4,7 +4,8 @@ running-R  until rank R has ended in order: its process, and where that number h
            numbers of its own, may see the same folder)
 alive-R    a pipe that the rank holds open until it ends; it writes into it when it fails
 failed-R   that rank R failed: when, with which exit code, and which shared memory it held
-alone-R    that rank R ended in order, without having met the others (`alone`)
+alone-R    that rank R's process ended in order, without having met the others (`alone`)
+met-R      that rank R, or a process it has started, came to meet others
 heard-R    that Ctrl-C has reached rank R's program
 ended-R    that rank R ended because the job was asked to end, in agreement with all ranks; its exit code
 
@@ -18,6 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+from torchmpi_py.launch import variables
 
 
 class Failure(NamedTuple):
@@ -76,6 +79,14 @@ def record_hearing(folder: str, rank: int) -> None:
 def has_heard(folder: Path, rank: int) -> bool:
     """Whether Ctrl-C has reached this rank's program."""
     return (folder / f"heard-{rank}").exists()
+
+
+def record_meeting() -> None:
+    """Leave for torchmpirun that this rank, or the rank which this process comes from, comes to meet others."""
+    folder, rank = os.environ.get("TORCHMPIRUN_JOB_DIR", ""), variables.rank(os.environ)
+    with contextlib.suppress(OSError):
+        if rank is not None and os.path.isdir(folder):
+            Path(folder, f"met-{rank}").touch()
 
 
 def record_end(folder: str, rank: int, code: int) -> bool:

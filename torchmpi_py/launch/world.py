@@ -50,10 +50,10 @@ def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     if not mark and (size == 1 or not variables.has_mpi(environment)):
         return
     own = {"JOB": job_name(environment), "BY": f"{rank}/{size}"}
-    if all(mark.get(name) == value for name, value in own.items()):
+    if mark.get("BY") == own["BY"] and own["JOB"] in ("", mark["JOB"]):  # a daemon's child does not find the job
         return
     if is_under_torchrun(environment):
-        if _has_own_torchrun(environment):
+        if _has_own_torchrun(_place(environment, os.getpid())):
             return
         stale = [name for name in environment if name in NAMES or name.startswith(_TORCHRUN)]
     else:
@@ -108,25 +108,27 @@ def without_outer(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def job_name(environment: Mapping[str, str]) -> str:
-    """A name of the job that all its ranks find, and no other job has; empty if the launcher gives none."""
+def job_name(environment: Mapping[str, str], process_id: int | None = None) -> str:
+    """A name of the job that all its ranks find, and no other job has; empty if the launcher gives none.
+
+    The environment is that of this process, or of the one with this number.
+    """
     for name in _JOBS:
         if environment.get(name):
             return environment[name]
     if variables.is_srun(environment):
         return f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
-    return _hydra_job()
+    return _hydra_job(process_id or os.getpid())
 
 
-def _hydra_job() -> str:
+def _hydra_job(process_id: int) -> str:
     """Where the mpiexec of MPICH listens: its proxies, one on each host, are given that on their command line."""
-    process_id = os.getppid()
     for _ in range(_MOST_ANCESTORS):
+        process_id = _parent(process_id)
         with contextlib.suppress(OSError):
             found = re.search(rb"\0--control-port\0([^\0]+)", Path(f"/proc/{process_id}/cmdline").read_bytes())
             if found:
                 return found[1].decode()
-        process_id = _parent(process_id)
     return ""
 
 
@@ -137,13 +139,34 @@ def _parent(process_id: int) -> int:
     return 0
 
 
-def _has_own_torchrun(environment: Mapping[str, str]) -> bool:
-    """Whether this rank has started a torchrun, and that this process: then the parent is the rank, and no worker."""
+def _has_own_torchrun(place: tuple[str, int | None]) -> bool:
+    """Whether the rank at ``place`` has started a torchrun, and that this process; True where it cannot be seen.
+
+    Then the torchrun is an ancestor of the same place, without torchrun's variables. An outer one is above the
+    launcher.
+    """
+    process_id = os.getpid()
+    for _ in range(_MOST_ANCESTORS):
+        process_id = _parent(process_id)
+        theirs = _environment(process_id)
+        if _place(theirs, process_id) != place:
+            return process_id <= 1  # a daemon's child
+        if not is_under_torchrun(theirs):
+            return True
+    return True
+
+
+def _place(environment: Mapping[str, str], process_id: int) -> tuple[str, int | None]:
+    """The job and the rank in it that a process is, or comes from."""
+    return job_name(environment, process_id), variables.rank(environment)
+
+
+def _environment(process_id: int) -> dict[str, str]:
+    """That with which a process was started; empty if it is another user's, as a launcher's daemon may be."""
     with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-        parent = {name: value for name, _, value in (os.fsdecode(line).partition("=") for line in lines)}
-        return variables.rank(parent) == variables.rank(environment) and not is_under_torchrun(parent)
-    return False
+        lines = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
+        return {name: value for name, _, value in (os.fsdecode(line).partition("=") for line in lines)}
+    return {}
 
 
 def _values(environment: Mapping[str, str], given: Mapping[str, str], rank: int, size: int) -> dict[str, str]:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-from torchmpi_py.launch import variables, world
+from torchmpi_py.launch import marks, variables, world
 
 NAME = "torchmpi"
 
@@ -61,6 +61,7 @@ def _meeting(former: Callable[..., Any]) -> Callable[..., Any]:
     """The handler of ``env://``, in place of ``former``."""
 
     def meet(url: str, **options: Any) -> Any:
+        marks.record_meeting()
         given = {name.upper(): values[0] for name, values in parse_qs(urlparse(url).query).items()}
         for name in ("RANK", "WORLD_SIZE"):
             if name not in given and world.is_own(os.environ, name):
