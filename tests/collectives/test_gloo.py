@@ -224,9 +224,11 @@ def test_addresses(monkeypatch):
         monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *_, **__: found)
 
     monkeypatch.delenv(rendezvous.INTERFACE_VARIABLE, raising=False)
-    resolving("127.0.1.1", "10.1.2.3")
+    resolving("127.0.1.1", "203.0.113.7")
     assert rendezvous.own_address(1) == "127.0.0.1"
-    assert rendezvous.own_address(2) == "10.1.2.3"
+    assert rendezvous.own_address(2) != "203.0.113.7"  # of no interface: nobody can listen there
+    monkeypatch.setattr(rendezvous, "_is_here", lambda _: True)
+    assert rendezvous.own_address(2) == "203.0.113.7"
     monkeypatch.setenv(rendezvous.INTERFACE_VARIABLE, "none0,lo")
     assert rendezvous.own_address(2) == "127.0.0.1"
     monkeypatch.delenv(rendezvous.INTERFACE_VARIABLE)

@@ -1,6 +1,10 @@
 """A rank never comes to ``mpi.start()`` or ``init_process_group``: the others say who is missing, and end the job."""
 
+import contextlib
+import os
 import re
+import subprocess
+import sys
 
 import harness
 import pytest
@@ -130,3 +134,33 @@ def test_of_other_hosts_nothing_is_claimed(monkeypatch):
         with started(monkeypatch, 3, 4, 2).watched():
             told = started(monkeypatch, 2, 4, 2)._told()
             assert told.startswith("ranks 2, 3 of 4 wait in mpi.start(), for 5 s now. None is missing on host ")
+
+
+def test_an_address_of_another_user_does_not_count(monkeypatch):
+    with started(monkeypatch, 0, 2, 2).watched():
+        address = arrival._address("0")
+        assert arrival._is_bound(address)
+        monkeypatch.setattr(os, "getuid", lambda: -1)
+        assert not arrival._is_bound(address)
+
+
+def test_who_claims_to_have_said_it_does_not_silence_the_rank(monkeypatch):
+    told = []
+    monkeypatch.setattr(arrival.watchdog, "say", told.append)
+    monkeypatch.setattr(arrival, "_OTHERS_SECONDS", 0.01)
+    monkeypatch.setattr(arrival.Wait, "_end_job", lambda self: told.append("ended"))
+    wait = started(monkeypatch, 0, 2, 2)
+    wait._seconds = 0.01
+    with contextlib.ExitStack() as held:
+        assert arrival._bind(arrival._address("said"), held)
+        wait._watch(held)
+    assert told[0].startswith("torchmpi_py: rank 0 of 2 waits in mpi.start()")
+    assert told[1:] == ["ended"]
+
+
+def test_mpi4pys_setting_of_errors_holds():
+    text = "import torchmpi_py as mpi; mpi.start(); from mpi4py import MPI\n"
+    text += "assert all(c.Get_errhandler() == MPI.ERRORS_ABORT for c in (MPI.COMM_SELF, MPI.COMM_WORLD))"
+    line = [sys.executable, "-c", text]
+    done = subprocess.run(line, env=os.environ | {"MPI4PY_RC_ERRORS": "abort"}, timeout=200, check=False)
+    assert done.returncode == 0

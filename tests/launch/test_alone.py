@@ -27,6 +27,15 @@ if rank == 1 and os.fork() == 0:
 if rank == 2:
     os.execv("/bin/true", ["true"])
 """
+# As a worker that the rank has spawned: the place is the program's.
+OWN_GROUP = """
+import os, torch.distributed as dist
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+from torchmpi_py.torch_backend import registration
+registration.register()
+dist.init_process_group("gloo")
+dist.destroy_process_group()
+"""
 # What a process does, one after the other, the groups in a forked child; whether that counts as a meeting.
 STEPS = """
 import os
@@ -53,6 +62,15 @@ def test_torchmpirun_names_them(program, no_leftovers):
     assert done.returncode == 0, done.stderr
     told = "ranks 0, 1 each ran the whole program alone: it called neither mpi.start() nor init_process_group()"
     assert done.stderr == f"torchmpirun: {told}\n"
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("call", ["import torchmpi_py as mpi; mpi.start()", OWN_GROUP])
+def test_a_child_that_meets_is_enough(program, no_leftovers, call):
+    text = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {call!r}], check=True)"
+    command = [sys.executable, "-m", "torchmpi_py.launch", "-n", "2", str(program(text))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)

@@ -145,34 +145,50 @@ def test_what_an_outer_job_has_set_does_not():
     assert inner == PLACE | {"MASTER_PORT": "29400"}  # no address of the outer job
 
 
-def test_what_an_outer_torchrun_has_set_does_not():
-    torchrun = dict.fromkeys(world.NAMES, "5") | {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment = OPENMPI | torchrun
-    assert without_port(set_in(environment)) == PLACE
-    assert not [name for name in environment if name.startswith("TORCHELASTIC_")]
+def test_a_child_that_does_not_find_the_job_keeps_what_it_has(monkeypatch):
+    set_in(rank := dict(MPICH))
+    kept = rank | {world.MARK: rank[world.MARK].replace("JOB=", "JOB=a:1"), "LOCAL_RANK": "7"}
+    monkeypatch.setattr(world, "_hydra_job", lambda _: "")  # its ancestors are gone
+    world.set_variables(child := dict(kept))
+    assert child == kept
+    monkeypatch.setattr(world, "_hydra_job", lambda _: "b:2")
+    world.set_variables(child)
+    assert child["MASTER_PORT"] != kept["MASTER_PORT"]
 
 
 SHOW = """
 import os
 from torchmpi_py.launch import world
 world.set_variables()
-print(os.environ["RANK"], os.environ["WORLD_SIZE"], "TORCHELASTIC_RUN_ID" in os.environ)
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], any(name.startswith("TORCHELASTIC_") for name in os.environ))
 """
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def shown(parent, child, through=()):
+    """What a process shows that another one starts by the command ``through``, with these environments."""
+    path = {"PYTHONPATH": ":".join(sys.path)}
+    line = [*through, sys.executable, "-c", SHOW]
+    text = f"import subprocess; subprocess.run({line!r}, env={parent | child | path!r}, check=True)"
+    line = [sys.executable, "-c", text]
+    done = subprocess.run(line, env=parent | path, capture_output=True, text=True, timeout=200, check=True)
+    return done.stdout.split()
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_a_torchrun_that_a_rank_has_started_keeps_its_own(marked):
-    """The parent, the rank, has the launcher's variables; its child has torchrun's as well."""
-    worker = {"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}
+@pytest.mark.parametrize("through", [(), ("/bin/sh", "-c", '"$@"; true', "sh")])
+def test_a_torchrun_that_a_rank_has_started_keeps_its_own(marked, through):
+    """The parent, the rank, has the launcher's variables; its child has torchrun's as well, and a shell's child, too."""
     rank = dict(OPENMPI)
     if marked:
         set_in(rank)
-    agent = "import os, subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]], env="
-    agent += f"os.environ | {worker!r}))"
-    line = [sys.executable, "-c", agent, SHOW]
-    path = {"PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(line, env=rank | path, capture_output=True, text=True, timeout=200, check=True)
-    assert done.stdout.split() == ["5", "8", "True"]
+    assert shown(rank, TORCHRUN, through) == ["5", "8", "True"]
+
+
+@pytest.mark.parametrize("outer", [{}, {"PMIX_NAMESPACE": "outer", "OMPI_COMM_WORLD_RANK": "3"}])
+def test_what_an_outer_torchrun_has_set_does_not(outer):
+    """The parent, the launcher, was started by a worker of torchrun; that may be of the same rank in a job of its own."""
+    assert shown(TORCHRUN | outer, OPENMPI) == ["3", "4", "False"]
 
 
 def test_torchmpirun_drops_an_outer_place():
