@@ -100,7 +100,11 @@ def test_the_script_of_a_slurm_job_is_no_rank():
 
 def test_mpirun_inside_a_slurm_job(monkeypatch):
     """Slurm's variables are those of a daemon, which srun has started, and do not hold for the rank."""
-    daemon = {name: value for name, value in SRUN.items() if name != "PMI_RANK"} | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "nodeb"}
+    daemon = {name: value for name, value in SRUN.items() if name != "PMI_RANK"} | {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_NODELIST": "nodeb",
+    }
     monkeypatch.setattr(world.socket, "gethostname", lambda: "nodeb.x")
     assert without_port(set_in(daemon | OPENMPI)) == PLACE | {"MASTER_ADDR": "nodea", "GROUP_RANK": "1"}
 
