@@ -157,5 +157,5 @@ def _is_bound(address: str) -> bool:
         asking.setblocking(False)
         if asking.connect_ex(address) != 0:
             return False
-        _, user, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        return bool(user == os.getuid())
+        process_user_and_group = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return bool(struct.unpack("3i", process_user_and_group)[1] == os.getuid())

@@ -182,7 +182,7 @@ def shown(parent, child, through=()):
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("through", [(), ("/bin/sh", "-c", '"$@"; true', "sh")])
 def test_a_torchrun_that_a_rank_has_started_keeps_its_own(marked, through):
-    """The parent, the rank, has the launcher's variables; its child has torchrun's as well, and a shell's child, too."""
+    """The parent, the rank, has the launcher's variables; its child has torchrun's as well, as has a shell's child."""
     rank = dict(OPENMPI)
     if marked:
         set_in(rank)
@@ -191,7 +191,7 @@ def test_a_torchrun_that_a_rank_has_started_keeps_its_own(marked, through):
 
 @pytest.mark.parametrize("outer", [{}, {"PMIX_NAMESPACE": "outer", "OMPI_COMM_WORLD_RANK": "3"}])
 def test_what_an_outer_torchrun_has_set_does_not(outer):
-    """The parent, the launcher, was started by a worker of torchrun; that may be of the same rank in a job of its own."""
+    """The parent, the launcher, was started by a worker of torchrun, which may be of the same rank in another job."""
     assert shown(TORCHRUN | outer, OPENMPI) == ["3", "4", "False"]
 
 
