@@ -67,7 +67,8 @@ def test_torchmpirun_names_them(program, no_leftovers):
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 @pytest.mark.parametrize("call", ["import torchmpi_py as mpi; mpi.start()", OWN_GROUP])
 def test_a_child_that_meets_is_enough(program, no_leftovers, call):
-    text = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {call!r}], check=True)"
+    run = f"subprocess.run([sys.executable, '-c', {call!r}], check=True, close_fds=False)"  # MPICH's PMI_FD
+    text = f"import subprocess, sys\n{run}"
     command = [sys.executable, "-m", "torchmpi_py.launch", "-n", "2", str(program(text))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stderr) == (0, "")
