@@ -17,6 +17,7 @@ MPI_Abort leaves behind can be removed.
 
 import argparse
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -189,7 +190,7 @@ def _wait_to_be_killed(folder: str) -> None:
 
 
 def note_interrupts(rank: int) -> None:
-    """Have Ctrl-C leave a mark for torchmpirun before it raises KeyboardInterrupt."""
+    """Have Ctrl-C leave a mark for torchmpirun before it raises KeyboardInterrupt, and handlers of the program another."""
     interrupt, process_id = signal.default_int_handler, os.getpid()
     if signal.getsignal(signal.SIGINT) is not interrupt:  # ignored
         return
@@ -199,8 +200,14 @@ def note_interrupts(rank: int) -> None:
             marks.record_hearing(job_folder(), rank)
         interrupt(signum, frame)
 
+    def set_handler(signum: int, chosen: Any) -> Any:
+        if signum == signal.SIGINT and chosen is not handler and os.getpid() == process_id:
+            marks.record_own_handler(job_folder(), rank)
+        return set_at_last(signum, chosen)
+
     signal.signal(signal.SIGINT, handler)
     signal.default_int_handler = handler  # who looks for it, as asyncio does, finds it in its place
+    set_at_last, signal.signal = signal.signal, functools.wraps(signal.signal)(set_handler)
 
 
 def end_job(code: int, folder: str) -> None:
