@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-
 from types import SimpleNamespace
 
 import pytest
@@ -407,7 +406,8 @@ def test_marks_that_cannot_be_written(tmp_path):
     marks.announce_end(tmp_path)
     marks.record_hearing(str(tmp_path), 1)
     assert not marks.record_end(str(tmp_path), 1, 143)
-    assert not (marks.is_ending(str(tmp_path)) or marks.has_heard(tmp_path, 1) or marks.code_of_end(tmp_path))
+    found = marks.is_ending(str(tmp_path)), marks.has_heard(tmp_path, 1), marks.code_of_end(tmp_path)
+    assert found == (False, False, 0)
 
 
 def test_a_log_that_cannot_be_replaced(tmp_path):
@@ -415,7 +415,7 @@ def test_a_log_that_cannot_be_replaced(tmp_path):
     main.check_folder("--log-dir", tmp_path, replaced="rank-0.log")
     assert not os.listdir(tmp_path)
     (tmp_path / "rank-0.log").mkdir()
-    with pytest.raises(LaunchError, match="cannot write rank-0.log there"):
+    with pytest.raises(LaunchError, match=r"cannot write rank-0\.log there"):
         main.check_folder("--log-dir", tmp_path, replaced="rank-0.log")
 
 

@@ -27,7 +27,7 @@ _IDLE_SECONDS = 10.0  # how long ranks may write nothing, once another rank has 
 
 
 class PassedOn:
-    """The signal, ``ranks``, those that have it: their processes, and ``reason``, why some of these have no more time."""
+    """The signal, ``ranks``, those that have it: their processes, and ``reason``, why some have no more time."""
 
     def __init__(self, remains: leftovers.Remains, signum: int) -> None:
         self._remains = remains

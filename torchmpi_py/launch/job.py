@@ -5,8 +5,9 @@ the job's, wherever it moved to (a new session, a new parent), so that ending th
 other. Ranks leave in it that they run, and how they failed (`marks`).
 
 A signal that asks the job to end is passed on to the ranks that heed it, which have ``--grace`` seconds to end; a
-second Ctrl-C cuts that short, and so does the time limit (`ending`). To end a job: its starter gets the signal and `GRACE_SECONDS` to end the ranks
-in its own way, also on other hosts; a second Ctrl-C cuts that short too. Whatever is left on this host is then killed.
+second Ctrl-C cuts that short, and so does the time limit (`ending`). To end a job: its starter gets the signal and
+`GRACE_SECONDS` to end the ranks in its own way, also on other hosts; a second Ctrl-C cuts that short too. Whatever is
+left on this host is then killed.
 Slurm's starter wants signals of its own (`stop_signals`), each with its grace: one that is killed leaves the ranks on
 the other hosts running.
 

@@ -2,9 +2,11 @@
 
 Ctrl-C, SIGTERM and SIGHUP end it, and so does the death of its parent (a batch script's shell, an ssh session), which
 counts as a SIGHUP. It survives that one where it was started to: SIGHUP ignored (nohup), SIGINT ignored (the background
-of a script), or as the leader of a session (setsid). SIGINT or SIGTERM, once more, cuts the ranks' time short. SIGUSR1 and SIGUSR2 are passed on: batch systems announce the end
-of an allocation with them, and a program that dies of one, or fails soon after it, would find no time in another
-attempt. (A rank that has called ``mpi.start`` takes SIGUSR1 for a question, and lives.)
+of a script), or as the leader of a session (setsid). SIGINT or SIGTERM, once more, cuts the ranks' time short.
+
+SIGUSR1 and SIGUSR2 are passed on: batch systems announce the end of an allocation with them, and a program that dies of
+one, or fails soon after it, would find no time in another attempt. (A rank that has called ``mpi.start`` takes SIGUSR1
+for a question, and lives.)
 
 The handlers only note what came: the job, and who starts it again, look. They stay for as long as there is a folder or
 a process to be cleaned away.

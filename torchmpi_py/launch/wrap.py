@@ -190,7 +190,7 @@ def _wait_to_be_killed(folder: str) -> None:
 
 
 def note_interrupts(rank: int) -> None:
-    """Have Ctrl-C leave a mark for torchmpirun before it raises KeyboardInterrupt, and handlers of the program another."""
+    """Have Ctrl-C leave a mark before it raises KeyboardInterrupt; a handler of the program has another."""
     interrupt, process_id = signal.default_int_handler, os.getpid()
     if signal.getsignal(signal.SIGINT) is not interrupt:  # ignored
         return
