@@ -90,6 +90,19 @@ __all__ = sorted([*_HOME_OF, *_MODULES])
 world.set_variables()
 
 
+def _register_backend() -> None:
+    """Register the torch.distributed backend, at the end of ``import torch``: its entry point in ``torch.backends``.
+
+    torch cannot be imported where an entry point fails, so an error is a warning here.
+    """
+    try:
+        importlib.import_module(f"{__name__}.torch_backend.registration").register()
+    except Exception as error:
+        import logging
+
+        logging.getLogger(__name__).warning("the backend torchmpi is not registered: %r", error)
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from torchmpi_py import errors
-from torchmpi_py.engine import AllReduceSGDEngine, Checkpoints, DatasetIterator, checkpoint, saving
+from torchmpi_py.engine import AllReduceSGDEngine, Checkpoints, DatasetIterator, SGDEngine, checkpoint, saving
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -281,3 +281,18 @@ def test_what_one_rank_finds_damaged_all_pass_over(mpi, folder, caplog, monkeypa
     mpi.barrier()
     assert Checkpoints(folder).load().step == 1
     assert mpi.rank() != 0 or f"found by rank {last}: rank-{last}.pt does not hold what was written" in caplog.text
+
+
+def test_ranks_with_steps_of_their_own(mpi, folder):
+    """Each has so many more that one which waits for the others after a step would wait in another one's save."""
+    steps = 10 + 7 * mpi.rank()
+    batches = [(torch.ones(2, 6), torch.zeros(2, dtype=torch.long))] * steps
+    state = SGDEngine().train(
+        network=torch.nn.Linear(6, 3),
+        criterion=torch.nn.CrossEntropyLoss(),
+        iterator=batches,
+        lr=0.1,
+        maxepoch=2,
+        checkpoint=folder,
+    )
+    assert state.t == 2 * steps

@@ -19,6 +19,7 @@ OPENMPI = {
 }
 MPICH = {"PMI_FD": "9", "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SRUN = {
+    "PMI_RANK": "3",  # --mpi=pmi2
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "3",
@@ -80,13 +81,30 @@ def test_slurms_lists_of_nodes():
     assert variables.nodes("") == variables.nodes("rack[0-1]node[0-3]") == []
 
 
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {name: value for name, value in SRUN.items() if name != "PMI_RANK"},
+        MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"PMIX_NAMESPACE": "a", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+    ids=["tasks of srun without an MPI", "one rank, MPICH", "one rank, Open MPI"],
+)
+def test_programs_that_may_have_nothing_to_do_with_each_other(environment):
+    assert set_in(dict(environment)) == {}
+
+
 def test_the_script_of_a_slurm_job_is_no_rank():
     assert set_in({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}) == {}
 
 
 def test_mpirun_inside_a_slurm_job(monkeypatch):
     """Slurm's variables are those of a daemon, which srun has started, and do not hold for the rank."""
-    daemon = SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "nodeb"}
+    daemon = {name: value for name, value in SRUN.items() if name != "PMI_RANK"} | {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_NODELIST": "nodeb",
+    }
     monkeypatch.setattr(world.socket, "gethostname", lambda: "nodeb.x")
     assert without_port(set_in(daemon | OPENMPI)) == PLACE | {"MASTER_ADDR": "nodea", "GROUP_RANK": "1"}
 

@@ -55,6 +55,8 @@ class AllReduceSGDEngine(SGDEngine):
         before a test and at the end of training: "average" (whole numbers: rank 0's), "root": rank 0's, or "leave".
     """
 
+    steps_together = True
+
     def __init__(
         self,
         usegpu: bool = False,

@@ -47,7 +47,9 @@ class Saving:
         every: int | Literal["epoch"],
         keep: int,
         stateful: Mapping[str, Stateful] | None,
+        steps_together: bool,
     ) -> None:
+        self.steps_together = steps_together  # whether ranks can agree on something after every step
         self.checkpoints = None if directory is None else Checkpoints(directory, keep=keep)
         self.every = _checked(every)
         self.stateful = dict(stateful or {})
@@ -94,17 +96,19 @@ class Saving:
 
     def after_step(self, state: State) -> None:
         """Write one if it is time. EndRequested, on all ranks, if one was asked to end; that is saved too."""
-        if self.every != "epoch" and state.t % self.every == 0:
+        is_due = self.every != "epoch" and state.t % self.every == 0
+        if is_due:
             self._save(state)
-        self._end_if_asked(state)
+        self._end_if_asked(state, is_due)
 
     def after_epoch(self, state: State) -> None:
         """Write one at the end of each epoch, or of the last one; before that, EndRequested as after a step."""
         is_over = state.epoch >= state.maxepoch
-        if self.every == "epoch" or is_over:
+        is_due = self.every == "epoch" or is_over
+        if is_due:
             self._save(state)
         if not is_over:
-            self._end_if_asked(state)
+            self._end_if_asked(state, is_due)
         if self.checkpoints is not None and is_over:
             _completed[self.checkpoints.directory] = weakref.ref(state.network)
 
@@ -119,8 +123,10 @@ class Saving:
             )
         check_collected(*self._collected(state))
 
-    def _end_if_asked(self, state: State) -> None:
-        if self.checkpoints is None or not self.end_requests.requested():
+    def _end_if_asked(self, state: State, has_saved: bool) -> None:
+        """Where all ranks come: after each step that they take together, else after a save."""
+        all_come = has_saved or self.steps_together or outcomes.size() == 1
+        if self.checkpoints is None or not all_come or not self.end_requests.requested():
             return
         self._save(state)
         if outcomes.rank() == 0:

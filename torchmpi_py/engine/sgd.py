@@ -31,6 +31,9 @@ class SGDEngine:
     Source: torchnet, ``SGDEngine``; TorchMPI reference section 7.
     """
 
+    steps_together = False
+    """Whether all ranks take every step together; else a rank may have more steps in an epoch than another."""
+
     def __init__(self) -> None:
         self.hooks = Hooks()
 
@@ -63,8 +66,9 @@ class SGDEngine:
         steps) and at its end; the last ``keep`` are kept. If the folder holds a checkpoint the run goes on from it,
         after ``on_start``: a program that is started again ends as if it had not been interrupted. Objects of your own
         that have a state (schedules of the learning rate, meters) are given in ``stateful``, by name. SIGTERM, at one
-        rank or at all, then has all of them save after the step and raise ``EndRequested``, which ends the program with
-        exit code 143. See docs/checkpoints.md.
+        rank or at all, then has all of them save and raise ``EndRequested``, which ends the program with exit code 143:
+        after the step where ranks take their steps together (``AllReduceSGDEngine``, or a world of one), else at the
+        next save. See docs/checkpoints.md.
 
         Raises ValueError or TypeError for an ambiguous optimizer, TypeError for one that needs a closure (LBFGS), for
         an iterator that can be run through only once (a generator) with ``maxepoch`` > 1, and for a sample that is not
@@ -73,7 +77,7 @@ class SGDEngine:
         state = State(network, criterion, iterator, training=True, maxepoch=maxepoch)
         check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
-        saving = Saving(checkpoint, every, keep, stateful)
+        saving = Saving(checkpoint, every, keep, stateful, self.steps_together)
         with self.session(state), saving.heeding():
             state.optimizer = make_optimizer(state, lr, optimizer)
             self.set_mode(state)

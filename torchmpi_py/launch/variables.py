@@ -13,7 +13,7 @@ _RANK = (
     "PMI_RANK",  # MPICH, Intel MPI, Cray
     "PALS_RANKID",  # HPE
     "MV2_COMM_WORLD_RANK",  # MVAPICH
-    "SLURM_PROCID",
+    "SLURM_PROCID",  # the last: srun also starts programs that have nothing to do with MPI, nor with each other
 )
 SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANK = (
@@ -35,6 +35,11 @@ def rank(environment: Mapping[str, str]) -> int | None:
 def size(environment: Mapping[str, str]) -> int | None:
     """The number of ranks in the job; None where the launcher does not say, as in the script of a Slurm job."""
     return _first_number(SIZE, environment)
+
+
+def has_mpi(environment: Mapping[str, str]) -> bool:
+    """Whether an MPI's launcher, or srun on behalf of one (``--mpi=pmix``), has started this process."""
+    return _first_number(_RANK[:-1], environment) is not None
 
 
 def local_rank(environment: Mapping[str, str]) -> int | None:

@@ -40,12 +40,15 @@ _FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # below those that a system gives away
 def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set torchrun's variables in a process that an MPI's launcher has started; elsewhere do nothing. Not collective.
 
-    A second call changes nothing, nor does one in a child process.
+    A second call changes nothing, nor does one in a child process. Tasks of srun without an MPI may be independent of
+    each other, and a single rank is no more than a program: for these nothing is set, unless by ``torchmpirun``.
     """
     rank, size = variables.rank(environment), variables.size(environment)
     if rank is None or size is None or rank >= size:
         return
     mark = read_mark(environment)
+    if not mark and (size == 1 or not variables.has_mpi(environment)):
+        return
     own = {"JOB": job_name(environment), "BY": f"{rank}/{size}"}
     if all(mark.get(name) == value for name, value in own.items()):
         return
