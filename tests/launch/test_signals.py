@@ -155,7 +155,8 @@ def test_ranks_that_do_not_heed_it_are_not_waited_for(program, tmp_path, no_left
 @needs_mpi
 def test_ctrl_c_at_ranks_that_all_wait_in_mpi(program, tmp_path, no_leftovers):
     code, said = ended(start("-n", 2, "--grace", 1000, program(PROGRAM), DEADLOCK, tmp_path), signal.SIGINT)
-    assert (code, said) == (130, "torchmpirun: no rank answers Ctrl-C (all of them wait in MPI?), so killed\n")
+    assert code == 130
+    assert said.endswith("torchmpirun: no rank answers Ctrl-C (all of them wait in MPI?), so killed\n")
 
 
 @needs_mpi
@@ -388,9 +389,9 @@ def test_a_guardian_that_is_stopped_stops_nobody(monkeypatch, tmp_path):
         ours._process = SimpleNamespace(stdin=pipe)
         remains, text = leftovers.Remains(tmp_path), b""
         for number in range(12):
-            remains.shared_memory = {f"/dev/shm/{number}-" + "x" * 30000}
+            remains.shared_memory = {f"/dev/shm/{number}-" + "x" * 10000}
             ours.note(remains, ())
-            assert len(ours._unsent) < 100_000
+        assert 0 < len(ours._unsent) < 3 * len(ours._unsent.splitlines()[-1])
         while piece := taken.read(1 << 16):
             text += piece
         ours.note(remains, ())

@@ -49,7 +49,8 @@ class Guardian:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
-        os.close(self._pipe())
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._process = None
 
     def note(self, remains: "Remains", stop_signals: tuple[int, ...]) -> None:

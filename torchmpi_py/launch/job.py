@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from torchmpi_py.launch import alone, leftovers, marks, standard_input
 from torchmpi_py.launch.deaths import Death, Lookout
@@ -42,7 +43,7 @@ _OUTPUT_SECONDS = 0.2  # the starter may still have to read what the ranks have 
 _QUIET_SECONDS = 2.0  # ranks that end later than that after a signal are waited for audibly
 
 # Looked up here, for a child that was forked beside other threads must not load anything.
-_prctl = getattr(ctypes.CDLL(None), "prctl", None)
+_prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def _die_with_parent() -> None:

@@ -207,7 +207,8 @@ def note_interrupts(rank: int) -> None:
 
     signal.signal(signal.SIGINT, handler)
     signal.default_int_handler = handler  # who looks for it, as asyncio does, finds it in its place
-    set_at_last, signal.signal = signal.signal, functools.wraps(signal.signal)(set_handler)
+    set_at_last = signal.signal
+    signal.signal = functools.wraps(set_at_last)(set_handler)  # type: ignore[assignment]
 
 
 def end_job(code: int, folder: str) -> None:
