@@ -307,6 +307,9 @@ def test_who_waits_for_a_rank_that_has_left(tmp_path, monkeypatch):
         now[0] = 122.0
         assert passed_on.is_over()
         assert "so killed: rank 1" in passed_on.reason
+        passed_on.reason = ""
+        marks.record_end(str(tmp_path), 0, 143)  # the ranks have agreed
+        assert not passed_on.is_over()
 
 
 @pytest.mark.parametrize("knows", ["", "heard", "own"])
@@ -320,6 +323,23 @@ def test_who_answers_ctrl_c(tmp_path, monkeypatch, knows):
         record(str(tmp_path), 0)
         now[0] = 4.0
         assert passed_on.is_over() == (not knows)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_own"),
+    [
+        ("signal.signal(signal.SIGINT, signal.default_int_handler)", False),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", False),
+        ("if os.fork() == 0: signal.signal(signal.SIGINT, signal.SIG_IGN)", False),
+        ("signal.signal(signalnum=signal.SIGINT, handler=lambda *_: None)", True),
+    ],
+)
+def test_a_programs_own_handler_is_known(tmp_path, text, is_own):
+    begin = "import os, signal; from torchmpi_py.launch import wrap\n"
+    begin += "signal.signal(signal.SIGINT, signal.default_int_handler); wrap.note_interrupts(0)\n"
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", begin + text], check=True, timeout=200, env=environment)
+    assert marks.has_own_handler(tmp_path, 0) == is_own
 
 
 @pytest.mark.parametrize("survives", ["", "nohup", "background", "setsid"])

@@ -79,7 +79,8 @@ class PassedOn:
         written = {rank: _num_written(self.ranks[rank]) for rank in at_work}
         if written != self._written:
             self._written, self._changed = written, time.monotonic()
-        return len(at_work) < len(self.ranks) and time.monotonic() - self._changed > _IDLE_SECONDS
+        has_agreed = bool(marks.code_of_end(self._remains.folder))  # all know of the request, and may take their time
+        return len(at_work) < len(self.ranks) and not has_agreed and time.monotonic() - self._changed > _IDLE_SECONDS
 
     def _is_deadlock(self) -> bool:
         """Whether Ctrl-C, which no rank has heard, would have been heard by one that does not wait in C code."""

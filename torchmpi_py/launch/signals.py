@@ -24,8 +24,8 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CUTTING_SHORT = (signal.SIGINT, signal.SIGTERM)  # when the job is being ended already
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _SOON_SECONDS = 30.0
-PARENT_ENDED = "its parent has ended, and so does the job (nohup or setsid lets it go on)"
 _SAME_SECONDS = 1.0  # one request: timeout(1) signals the process and its group, systemd sends SIGTERM and SIGHUP
+PARENT_ENDED = "its parent has ended, and so does the job (nohup or setsid lets it go on)"
 
 
 class Signals:

@@ -191,24 +191,24 @@ def _wait_to_be_killed(folder: str) -> None:
 
 def note_interrupts(rank: int) -> None:
     """Have Ctrl-C leave a mark before it raises KeyboardInterrupt; a handler of the program has another."""
-    interrupt, process_id = signal.default_int_handler, os.getpid()
+    interrupt, set_handler, process_id = signal.default_int_handler, signal.signal, os.getpid()
     if signal.getsignal(signal.SIGINT) is not interrupt:  # ignored
         return
 
-    def handler(signum: int, frame: FrameType | None) -> NoReturn:
+    def leave_mark(signum: int, frame: FrameType | None) -> NoReturn:
         if os.getpid() == process_id:  # a forked child is not the rank
             marks.record_hearing(job_folder(), rank)
         interrupt(signum, frame)
 
-    def set_handler(signum: int, chosen: Any) -> Any:
-        if signum == signal.SIGINT and chosen is not handler and os.getpid() == process_id:
+    @functools.wraps(set_handler)
+    def look_at_handler(signalnum: int, handler: Any) -> Any:
+        if signalnum == signal.SIGINT and handler is not leave_mark and os.getpid() == process_id:
             marks.record_own_handler(job_folder(), rank)
-        return set_at_last(signum, chosen)
+        return set_handler(signalnum, handler)
 
-    signal.signal(signal.SIGINT, handler)
-    signal.default_int_handler = handler  # who looks for it, as asyncio does, finds it in its place
-    set_at_last = signal.signal
-    signal.signal = functools.wraps(set_at_last)(set_handler)  # type: ignore[assignment]
+    set_handler(signal.SIGINT, leave_mark)
+    signal.default_int_handler = leave_mark  # who looks for it, as asyncio does, finds it in its place
+    signal.signal = look_at_handler  # type: ignore[assignment]
 
 
 def end_job(code: int, folder: str) -> None:
