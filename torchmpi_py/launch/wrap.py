@@ -208,7 +208,7 @@ def note_interrupts(rank: int) -> None:
 
     set_handler(signal.SIGINT, leave_mark)
     signal.default_int_handler = leave_mark  # who looks for it, as asyncio does, finds it in its place
-    signal.signal = look_at_handler  # type: ignore[assignment]
+    signal.signal = look_at_handler
 
 
 def end_job(code: int, folder: str) -> None:
