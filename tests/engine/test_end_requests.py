@@ -26,10 +26,18 @@ def num_calls(end, most=1000):
 def test_it_is_noted_and_the_former_effect_comes_back():
     with EndRequests() as end:
         assert not any(end.requested() for _ in range(200))
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert num_calls(end) <= end_requests._MOST_STEPS
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_once_agreed_it_has_no_effect_until_the_next_block():
+    for _ in range(2):
+        with EndRequests() as end:
+            assert not any(end.requested() for _ in range(200))
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert num_calls(end) <= end_requests._MOST_STEPS
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert callable(signal.getsignal(signal.SIGTERM))
 
 
 def test_a_handler_of_the_program_stays():

@@ -1,15 +1,19 @@
 """A job that is asked to end: what its ranks get, how long they have, and what is left when torchmpirun is killed."""
 
+import ast
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import leftovers, marks, mpirun, options, signals
+from torchmpi_py.launch import __main__ as main
+from torchmpi_py.launch import ending, guardian, leftovers, marks, mpirun, options, restarts, signals
 
 try:
     MISSING = "" if mpirun.find("", os.environ) else "none"
@@ -87,6 +91,11 @@ if rank == 0:
 world.Barrier()
 """
 
+DEADLOCK = """
+up()
+world.recv(source=world.size - 1 - rank)
+"""
+
 NEVER = """
 heed(); up(); wait(); save()
 while True:
@@ -141,6 +150,13 @@ def test_a_rank_in_finally_keeps_its_time_at_ctrl_c(program, tmp_path, no_leftov
 def test_ranks_that_do_not_heed_it_are_not_waited_for(program, tmp_path, no_leftovers, text, signum, who):
     code, said = ended(start("-n", 3, "--grace", 1000, program(PROGRAM), text, tmp_path), signum)
     assert (code, saved(tmp_path)) == (128 + signum, who), said
+
+
+@needs_mpi
+def test_ctrl_c_at_ranks_that_all_wait_in_mpi(program, tmp_path, no_leftovers):
+    code, said = ended(start("-n", 2, "--grace", 1000, program(PROGRAM), DEADLOCK, tmp_path), signal.SIGINT)
+    assert code == 130
+    assert said.endswith("torchmpirun: no rank answers Ctrl-C (all of them wait in MPI?), so killed\n")
 
 
 @needs_mpi
@@ -208,7 +224,122 @@ def test_a_job_ends_with_its_launcher_and_the_launcher_with_its_parent(no_leftov
         job.kill()
         _, said = job.communicate(timeout=200)
     wait_for_the_end()
-    assert said == ""
+    assert said == ("" if who == "launcher" else f"torchmpirun: {signals.PARENT_ENDED}\n")
+
+
+# A rank without an MPI, that does not end by SIGTERM.
+RANK = """
+import os, signal, sys, time
+from torchmpi_py.launch import marks
+signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+with marks.running(os.environ["TORCHMPIRUN_JOB_DIR"], int(sys.argv[1])):
+    print("up", flush=True)
+    time.sleep(200)
+"""
+
+LATE = """
+import os, sys
+from torchmpi_py.launch import job, restarts
+job.GRACE_SECONDS = 0.1
+job.Job.is_late = property(lambda self: bool(self.signals.ending))
+def make(folder, attempt, begin):
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
+    command = [sys.executable, "-c", sys.argv[1], "0"]
+    return job.Job(command, environment, folder, num_ranks=1, timeout_seconds=7, grace_seconds=1000)
+sys.exit(restarts.run(make, 3))
+"""
+
+
+def test_the_time_limit_ends_the_grace(no_leftovers):
+    command = [sys.executable, "-c", LATE, RANK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout.readline() == "up\n"
+        job.send_signal(signal.SIGTERM)
+        _, said = job.communicate(timeout=200)
+    late = "torchmpirun: not ended when the limit of 7 s passed (--timeout), so killed: rank 0\n"
+    assert (job.returncode, said) == (143, late)
+
+
+@contextlib.contextmanager
+def ranks(folder, *marked):
+    """Processes that run as ranks, with the mark of a job or of another."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank, is_marked in enumerate(marked):
+            environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
+            command = [sys.executable, "-c", RANK, str(rank)]
+            if not is_marked:  # by a shell variable that comes too late for /proc
+                command[2] = f"import os; os.environ['TORCHMPIRUN_JOB_DIR'] = {str(folder)!r}\n" + RANK
+                del environment["TORCHMPIRUN_JOB_DIR"]
+            process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            assert process.stdout.readline() == "up\n"
+            started.append(process)
+        yield started
+
+
+def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
+    with ranks(tmp_path, True, False) as (mine, other):
+        passed_on = ending.PassedOn(leftovers.Remains(tmp_path), signal.SIGTERM)
+        assert passed_on.ranks == {0: mine.pid}
+        passed_on.ranks[1] = other.pid  # it died just now
+        passed_on.send()
+        assert mine.stdout.readline() == "asked\n"
+        assert passed_on.unfinished() == {0}
+        other.kill()
+        assert other.stdout.read() == ""
+
+
+def test_who_waits_for_a_rank_that_has_left(tmp_path, monkeypatch):
+    now, written = [0.0], [0]
+    monkeypatch.setattr(ending.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ending, "_num_written", lambda _: written[0])
+    with ranks(tmp_path, True, True):
+        passed_on = ending.PassedOn(leftovers.Remains(tmp_path), signal.SIGTERM)
+        now[0] = 100.0
+        assert not passed_on.is_over()  # nobody has left
+        marks.record_failure(str(tmp_path), 0, 1)
+        assert not passed_on.is_over()
+        now[0], written[0] = 111.0, 1
+        assert not passed_on.is_over()
+        now[0] = 120.0
+        assert (passed_on.is_over(), passed_on.reason) == (False, "")
+        now[0] = 122.0
+        assert passed_on.is_over()
+        assert "so killed: rank 1" in passed_on.reason
+        passed_on.reason = ""
+        marks.record_end(str(tmp_path), 0, 143)  # the ranks have agreed
+        assert not passed_on.is_over()
+
+
+@pytest.mark.parametrize("knows", ["", "heard", "own"])
+def test_who_answers_ctrl_c(tmp_path, monkeypatch, knows):
+    now = [0.0]
+    monkeypatch.setattr(ending.time, "monotonic", lambda: now[0])
+    with ranks(tmp_path, True):
+        passed_on = ending.PassedOn(leftovers.Remains(tmp_path), signal.SIGINT)
+        assert not passed_on.is_over()
+        record = {"heard": marks.record_hearing, "own": marks.record_own_handler, "": lambda *_: None}[knows]
+        record(str(tmp_path), 0)
+        now[0] = 4.0
+        assert passed_on.is_over() == (not knows)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_own"),
+    [
+        ("signal.signal(signal.SIGINT, signal.default_int_handler)", False),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", False),
+        ("if os.fork() == 0: signal.signal(signal.SIGINT, signal.SIG_IGN)", False),
+        ("signal.signal(signalnum=signal.SIGINT, handler=lambda *_: None)", True),
+    ],
+)
+def test_a_programs_own_handler_is_known(tmp_path, text, is_own):
+    begin = "import os, signal; from torchmpi_py.launch import wrap\n"
+    begin += "signal.signal(signal.SIGINT, signal.default_int_handler); wrap.note_interrupts(0)\n"
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", begin + text], check=True, timeout=200, env=environment)
+    assert marks.has_own_handler(tmp_path, 0) == is_own
 
 
 @pytest.mark.parametrize("survives", ["", "nohup", "background", "setsid"])
@@ -230,14 +361,83 @@ def test_who_survives_the_parent(monkeypatch, survives):
             signal.signal(signum, handler)
 
 
-def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
+@pytest.mark.parametrize(
+    ("came", "ending"),
+    [
+        ([(1.0, 15), (1.01, 15), (1.02, 1), (1.03, 2)], [15]),
+        ([(1.0, 1), (1.0, 15)], [1]),
+        ([(1.0, 15), (3.0, 1), (3.1, 10)], [15]),
+        ([(1.0, 15), (1.6, 2), (2.2, 2), (2.3, 2)], [15, 2]),
+    ],
+)
+def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch, came, ending):
     now = [0.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
     heard = signals.Signals()
-    for when, signum in [(1.0, 15), (1.01, 15), (1.02, 2), (1.5, 2), (1.6, 10)]:
+    for when, signum in came:
         now[0] = when
         heard._note(signum, None)
-    assert heard.ending == [15, 2, 2]
+    assert heard.ending == ending
+
+
+def test_the_parents_death_ends_the_wait_for_a_reader(monkeypatch):
+    class Paused:
+        log = "rank-0.log"
+        wait = staticmethod(lambda seconds, is_over=None: is_over is None or all(is_over() for _ in range(2)))
+        catch_up = staticmethod(lambda: monkeypatch.setattr(os, "getppid", lambda: 1 << 22))
+
+    done = SimpleNamespace(run=lambda: 0, has_run=True, was_ended=False, is_late=False)
+    former = {signum: signal.signal(signum, signal.SIG_DFL) for signum in (signal.SIGHUP, signal.SIGINT)}
+    monkeypatch.setattr(os, "getsid", lambda _: 1)
+    heard = []
+    monkeypatch.setattr(signals, "say", heard.append)
+    try:
+        assert restarts.run(lambda *_: done, 0, Paused()) == 0
+    finally:
+        for signum, handler in former.items():
+            signal.signal(signum, handler)
+    assert heard == [signals.PARENT_ENDED]
+
+
+def test_a_guardian_that_is_stopped_stops_nobody(monkeypatch, tmp_path):
+    monkeypatch.setattr(guardian, "_TAKING_SECONDS", 0.01)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    os.set_blocking(reader, False)
+    with os.fdopen(reader, "rb") as taken, os.fdopen(writer, "wb", buffering=0) as pipe:
+        ours = guardian.Guardian()
+        ours._process = SimpleNamespace(stdin=pipe)
+        remains, text = leftovers.Remains(tmp_path), b""
+        for number in range(12):
+            remains.shared_memory = {f"/dev/shm/{number}-" + "x" * 10000}
+            ours.note(remains, ())
+        assert 0 < len(ours._unsent) < 3 * len(ours._unsent.splitlines()[-1])
+        while piece := taken.read(1 << 16):
+            text += piece
+        ours.note(remains, ())
+        text += taken.read(1 << 20)
+        assert ours._unsent == b""
+    found = [ast.literal_eval(line.decode()) for line in text.splitlines()]
+    assert found[-1]["shared_memory"] == sorted(remains.shared_memory)
+
+
+def test_marks_that_cannot_be_written(tmp_path):
+    for name in ("ending", "heard-1", "ended-1"):
+        (tmp_path / f"part-{name}").mkdir()
+    marks.announce_end(tmp_path)
+    marks.record_hearing(str(tmp_path), 1)
+    assert not marks.record_end(str(tmp_path), 1, 143)
+    found = marks.is_ending(str(tmp_path)), marks.has_heard(tmp_path, 1), marks.code_of_end(tmp_path)
+    assert found == (False, False, 0)
+
+
+def test_a_log_that_cannot_be_replaced(tmp_path):
+    (tmp_path / "rank-0.log").write_text("of an earlier job")
+    main.check_folder("--log-dir", tmp_path, replaced="rank-0.log")
+    assert not os.listdir(tmp_path)
+    (tmp_path / "rank-0.log").mkdir()
+    with pytest.raises(LaunchError, match=r"cannot write rank-0\.log there"):
+        main.check_folder("--log-dir", tmp_path, replaced="rank-0.log")
 
 
 def test_an_end_that_the_ranks_wanted_is_no_failure(tmp_path):

@@ -36,7 +36,9 @@ class EndRequests:
                     raise EndRequested  # from torchmpi_py.errors; the exit code is 143
 
     The signal is left alone where the program has a handler for it, and outside the main thread. A signal that nobody
-    has asked for when the block ends has its usual effect then. Works in a world of one, and without ``mpi.start()``.
+    has asked for when the block ends has its usual effect then. After ``requested`` has returned True the signal has no
+    effect until the process ends, or enters such a block again: one that is sent twice does not end what is being
+    saved or cleaned up. Works in a world of one, and without ``mpi.start()``.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,7 @@ class EndRequests:
 
     def __enter__(self) -> EndRequests:
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        if is_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _is_known_already):
             signal.signal(signal.SIGTERM, self._note)
             self._is_ours = True
         return self
@@ -59,7 +61,7 @@ class EndRequests:
         if not self._is_ours:
             return
         if signal.getsignal(signal.SIGTERM) == self._note:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, _is_known_already if self._is_known else signal.SIG_DFL)
         self._is_ours = False
         if self._has_come and not self._is_known and error is None:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -86,3 +88,7 @@ class EndRequests:
 
     def _note(self, signum: int, frame: FrameType | None) -> Any:
         self._has_come = True
+
+
+def _is_known_already(signum: int, frame: FrameType | None) -> None:
+    """SIGTERM's handler when the ranks have agreed to end; programs that this one starts do not inherit it."""

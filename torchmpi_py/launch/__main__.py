@@ -142,16 +142,20 @@ def check_program(program: str) -> None:
         raise LaunchError(f"{program}: there is no such program here")
 
 
-def check_folder(option: str, folder: Path | None) -> None:
-    """Refuse a folder for the ranks' output where no file can be written."""
+def check_folder(option: str, folder: Path | None, replaced: str = "") -> None:
+    """Refuse a folder for the ranks' output where no file can be written; remove one that is to be ``replaced``."""
     if folder is None:
         return
+    files = "files"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_TRIED_BYTES))
+        if replaced:
+            files = replaced
+            (folder / replaced).unlink(missing_ok=True)
     except OSError as error:
-        what = f"{option} {folder}: cannot write files there: {error.strerror}"
+        what = f"{option} {folder}: cannot write {files} there: {error.strerror}"
         raise LaunchError(f"{what}; name a folder that can be written to, or make room") from None
 
 
@@ -184,7 +188,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if not options.as_module:
         check_program(options.program[0])
-    check_folder("--log-dir", options.log_dir)
+    check_folder("--log-dir", options.log_dir, replaced="rank-0.log")
     check_folder("--profile", options.profile)
     if vendor.shared_bytes and not (options.hosts or options.hostfile):
         check_shared_memory(vendor, options.num_ranks or default_num_ranks((), os.environ))

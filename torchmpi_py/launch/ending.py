@@ -9,7 +9,8 @@ is ended with the job.
 
 A rank that leaves by KeyboardInterrupt or ``sys.exit`` in a job that is asked to end waits to be killed (`wrap`), and
 so leaves the others their time. But some of these may wait for it in a call of the MPI's library, where Python's
-signals are not seen: Ctrl-C has not reached them, and they would wait in vain.
+signals are not seen, and they would wait in vain. Of Ctrl-C is known which ranks it has reached. A handler of the
+program's own leaves no mark: there a rank that neither ends nor writes anything for a while counts as waiting.
 """
 
 import contextlib
@@ -20,25 +21,33 @@ from pathlib import Path
 
 from torchmpi_py.launch import leftovers, marks
 
+_DEADLOCK_SECONDS = 3.0  # how long Ctrl-C may take to reach the first rank
 _DEAF_SECONDS = 0.5  # how long a signal may take to reach a program that computes, once another rank has left
+_IDLE_SECONDS = 10.0  # how long ranks may write nothing, once another rank has left
 
 
 class PassedOn:
-    """The signal, and ``ranks``, those that have it: their processes."""
+    """The signal, ``ranks``, those that have it: their processes, and ``reason``, why some have no more time."""
 
     def __init__(self, remains: leftovers.Remains, signum: int) -> None:
         self._remains = remains
         self._signum = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
-        running = {rank: pid for rank, pid in marks.ranks_running(remains.folder).items() if pid}
+        self.reason = ""
+        # A rank of an elastic job that has died leaves its mark, and its number may be another process's by now.
+        running = {rank: pid for rank, pid in marks.ranks_running(remains.folder).items() if self._lives(pid)}
         self.ranks = {rank: pid for rank, pid in running.items() if _heeds(pid, self._signum)}
         self._others = [pid for rank, pid in running.items() if rank not in self.ranks]
+        self._sent = self._changed = time.monotonic()
+        self._written: dict[int, int] = {}
 
     def send(self) -> None:
         """Send it."""
         marks.announce_end(self._remains.folder)
         for process_id in self.ranks.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, self._signum)
+            with contextlib.suppress(OSError):
+                if self._lives(process_id):
+                    os.kill(process_id, self._signum)
+        self._sent = time.monotonic()
 
     def unfinished(self) -> set[int]:
         """Ranks that have it, live, and have not left their program."""
@@ -53,11 +62,34 @@ class PassedOn:
         if not at_work:
             return bool(left) or any(self._lives(process_id) for process_id in self._others)
         has_heard = {rank for rank in self.ranks if marks.has_heard(self._remains.folder, rank)}
+        is_idle = self._is_idle(at_work)
+        if at_work <= has_heard:
+            return False
         times = [failure.when for failure in left if failure.rank in has_heard]
-        return bool(times) and time.time() - min(times) > _DEAF_SECONDS and not at_work <= has_heard
+        if is_idle:
+            ranks = ", ".join(map(str, sorted(at_work)))
+            since = f"{_IDLE_SECONDS:g} s after another rank has left"
+            self.reason = f"nothing written, and not ended, {since} (waits in MPI?), so killed: rank {ranks}"
+        elif not has_heard and self._is_deadlock():
+            self.reason = "no rank answers Ctrl-C (all of them wait in MPI?), so killed"
+        return bool(self.reason) or (bool(times) and time.time() - min(times) > _DEAF_SECONDS)
+
+    def _is_idle(self, at_work: set[int]) -> bool:
+        """Whether a rank has left, and for a while no other has left or written anything, to a disk or elsewhere."""
+        written = {rank: _num_written(self.ranks[rank]) for rank in at_work}
+        if written != self._written:
+            self._written, self._changed = written, time.monotonic()
+        has_agreed = bool(marks.code_of_end(self._remains.folder))  # all know of the request, and may take their time
+        return len(at_work) < len(self.ranks) and not has_agreed and time.monotonic() - self._changed > _IDLE_SECONDS
+
+    def _is_deadlock(self) -> bool:
+        """Whether Ctrl-C, which no rank has heard, would have been heard by one that does not wait in C code."""
+        if self._signum != signal.SIGINT or time.monotonic() - self._sent < _DEADLOCK_SECONDS:
+            return False
+        return not any(marks.has_own_handler(self._remains.folder, rank) for rank in self.ranks)
 
     def _lives(self, process_id: int) -> bool:
-        return leftovers.is_marked(process_id, self._remains.mark)
+        return process_id > 0 and leftovers.is_marked(process_id, self._remains.mark)
 
 
 def _heeds(process_id: int, signum: int) -> bool:
@@ -67,3 +99,12 @@ def _heeds(process_id: int, signum: int) -> bool:
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> signum - 1 & 1)
     return False
+
+
+def _num_written(process_id: int) -> int:
+    """Bytes that the process has written, to files and pipes; 0 where that is not known."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process_id}/io").read_text().splitlines():
+            if line.startswith("wchar:"):
+                return int(line.split()[1])
+    return 0

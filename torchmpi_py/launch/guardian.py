@@ -15,6 +15,7 @@ import sys
 import time
 
 GRACE_SECONDS = 5.0
+_TAKING_SECONDS = 0.2  # how long the guardian, which may be stopped, may take to empty a full pipe
 TYPE_CHECKING = False  # the module `typing` would be half of what this process needs
 if TYPE_CHECKING:
     import subprocess
@@ -27,6 +28,7 @@ class Guardian:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._unsent = b""
 
     def __enter__(self) -> "Guardian":
         import subprocess
@@ -40,17 +42,21 @@ class Guardian:
             env={name: value for name, value in os.environ.items() if name != "TORCHMPIRUN_JOB_DIR"},  # an outer job's
             start_new_session=True,
         )
+        os.set_blocking(self._pipe(), False)
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
-        os.close(self._pipe())
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._process = None
 
     def note(self, remains: "Remains", stop_signals: tuple[int, ...]) -> None:
-        """From now on these are what is to be cleared away."""
+        """From now on these are what is to be cleared away; what the pipe does not take goes with the next note."""
+        import select
+
         if self._process is None:
             return
         what = {
@@ -60,12 +66,14 @@ class Guardian:
             "shared_memory": sorted(remains.shared_memory),
             "stop_signals": [int(each) for each in stop_signals],
         }
-        line = repr(what).encode() + b"\n"
+        unsent = self._unsent + repr(what).encode() + b"\n"
         try:
-            while line:
-                line = line[os.write(self._pipe(), line) :]
+            while unsent and select.select([], [self._pipe()], [], _TAKING_SECONDS)[1]:
+                unsent = unsent[os.write(self._pipe(), unsent) :]
         except BrokenPipeError:  # it was killed; the job goes on without
             pass
+        lines = unsent.splitlines(keepends=True)
+        self._unsent = b"".join(lines if len(lines) < 2 else (lines[0], lines[-1]))  # one that was begun, and the last
 
     def _pipe(self) -> int:
         assert self._process is not None

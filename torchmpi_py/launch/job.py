@@ -5,8 +5,9 @@ the job's, wherever it moved to (a new session, a new parent), so that ending th
 other. Ranks leave in it that they run, and how they failed (`marks`).
 
 A signal that asks the job to end is passed on to the ranks that heed it, which have ``--grace`` seconds to end; a
-second Ctrl-C cuts that short (`ending`). To end a job: its starter gets the signal and `GRACE_SECONDS` to end the ranks
-in its own way, also on other hosts; a second Ctrl-C cuts that short too. Whatever is left on this host is then killed.
+second Ctrl-C cuts that short, and so does the time limit (`ending`). To end a job: its starter gets the signal and
+`GRACE_SECONDS` to end the ranks in its own way, also on other hosts; a second Ctrl-C cuts that short too. Whatever is
+left on this host is then killed.
 Slurm's starter wants signals of its own (`stop_signals`), each with its grace: one that is killed leaves the ranks on
 the other hosts running.
 
@@ -23,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from torchmpi_py.launch import alone, leftovers, marks, standard_input
 from torchmpi_py.launch.deaths import Death, Lookout
@@ -40,10 +42,13 @@ _POLL_SECONDS = 0.05
 _OUTPUT_SECONDS = 0.2  # the starter may still have to read what the ranks have written
 _QUIET_SECONDS = 2.0  # ranks that end later than that after a signal are waited for audibly
 
+# Looked up here, for a child that was forked beside other threads must not load anything.
+_prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
+
 
 def _die_with_parent() -> None:
     """In the starter, before it is executed: have the kernel end it if torchmpirun is killed without a chance to."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+    _prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 @dataclass
@@ -185,13 +190,17 @@ class Job:
         while self._running() and len(self.signals.ending) == num_signals:
             seconds = time.monotonic() - begin
             if passed_on.is_over():
+                if passed_on.reason:
+                    say(passed_on.reason)
                 if len(passed_on.ranks) == self.num_ranks:
                     time.sleep(_OUTPUT_SECONDS)
                     self._kill()  # without what the starter says of it
                 return
-            if seconds > self.grace_seconds:
+            if seconds > self.grace_seconds or self.is_late:
                 ranks = ", ".join(map(str, sorted(passed_on.unfinished())))
-                say(f"not ended {self.grace_seconds:g} s after signal {signum} (--grace), so killed: rank {ranks}")
+                late = f"when the limit of {self.timeout_seconds or 0:g} s passed (--timeout)"
+                when = late if self.is_late else f"{self.grace_seconds:g} s after signal {signum} (--grace)"
+                say(f"not ended {when}, so killed: rank {ranks}")
                 return
             if is_quiet and seconds > _QUIET_SECONDS:
                 is_quiet = False

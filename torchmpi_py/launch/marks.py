@@ -7,9 +7,11 @@ failed-R   that rank R failed: when, with which exit code, and which shared memo
 alone-R    that rank R's process ended in order, without having met the others (`alone`)
 met-R      that rank R, or a process it has started, came to meet others
 heard-R    that Ctrl-C has reached rank R's program
+own-R      that rank R's program has had a handler of its own for Ctrl-C, which leaves no such mark
 ended-R    that rank R ended because the job was asked to end, in agreement with all ranks; its exit code
 
-torchmpirun itself leaves ``ending`` when it passes on a signal that asks the job to end.
+torchmpirun itself leaves ``ending`` when it passes on a signal that asks the job to end. Where the disk is full marks
+are missing, and the job ends all the same.
 """
 
 import atexit
@@ -62,7 +64,8 @@ def failures(folder: Path) -> list[Failure]:
 
 def announce_end(folder: Path) -> None:
     """torchmpirun: the job is asked to end, and a rank that has done so must not take the time from the others."""
-    _write(folder / "ending", "")
+    with contextlib.suppress(OSError):
+        _write(folder / "ending", "")
 
 
 def is_ending(folder: str) -> bool:
@@ -72,8 +75,7 @@ def is_ending(folder: str) -> bool:
 
 def record_hearing(folder: str, rank: int) -> None:
     """Leave for torchmpirun that Ctrl-C has reached this rank's program."""
-    if folder and os.path.isdir(folder):
-        _write(Path(folder) / f"heard-{rank}", "")
+    _leave(folder, f"heard-{rank}")
 
 
 def has_heard(folder: Path, rank: int) -> bool:
@@ -89,12 +91,19 @@ def record_meeting() -> None:
             Path(folder, f"met-{rank}").touch()
 
 
+def record_own_handler(folder: str, rank: int) -> None:
+    """Leave for torchmpirun that the program handles Ctrl-C, and that its hearing cannot be seen."""
+    _leave(folder, f"own-{rank}")
+
+
+def has_own_handler(folder: Path, rank: int) -> bool:
+    """Whether this rank's program has had a handler of its own for Ctrl-C."""
+    return (folder / f"own-{rank}").exists()
+
+
 def record_end(folder: str, rank: int, code: int) -> bool:
     """Leave for torchmpirun the code that this rank wants the job to end with; whether torchmpirun will read it."""
-    if not folder or not os.path.isdir(folder):
-        return False
-    _write(Path(folder) / f"ended-{rank}", str(code))
-    return True
+    return _leave(folder, f"ended-{rank}", str(code))
 
 
 def code_of_end(folder: Path) -> int:
@@ -189,6 +198,16 @@ def _numbering() -> str:
     with contextlib.suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
     return "unknown"
+
+
+def _leave(folder: str, name: str, text: str = "") -> bool:
+    """Leave a mark; whether that was possible: on another host there is no such folder, and a disk may be full."""
+    if not folder or not os.path.isdir(folder):
+        return False
+    with contextlib.suppress(OSError):
+        _write(Path(folder) / name, text)
+        return True
+    return False
 
 
 def _write(path: Path, text: str) -> None:

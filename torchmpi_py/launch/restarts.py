@@ -29,7 +29,12 @@ def run(make: Maker, most: int, tail: Tail | None = None) -> int:
     tail = tail or Tail(None)
     with Signals() as signals, Guardian() as guardian:
         job, code = _run_attempts(make, most, signals, guardian, tail)
-        finish(tail, lambda: bool(signals.ending) or job.was_ended or job.is_late)
+
+        def is_over() -> bool:
+            signals.look_at_parent()
+            return bool(signals.ending) or job.was_ended or job.is_late
+
+        finish(tail, is_over)
     return code
 
 

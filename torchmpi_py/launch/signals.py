@@ -2,9 +2,11 @@
 
 Ctrl-C, SIGTERM and SIGHUP end it, and so does the death of its parent (a batch script's shell, an ssh session), which
 counts as a SIGHUP. It survives that one where it was started to: SIGHUP ignored (nohup), SIGINT ignored (the background
-of a script), or as the leader of a session (setsid). SIGUSR1 and SIGUSR2 are passed on: batch systems announce the end
-of an allocation with them, and a program that dies of one, or fails soon after it, would find no time in another
-attempt. (A rank that has called ``mpi.start`` takes SIGUSR1 for a question, and lives.)
+of a script), or as the leader of a session (setsid). SIGINT or SIGTERM, once more, cuts the ranks' time short.
+
+SIGUSR1 and SIGUSR2 are passed on: batch systems announce the end of an allocation with them, and a program that dies of
+one, or fails soon after it, would find no time in another attempt. (A rank that has called ``mpi.start`` takes SIGUSR1
+for a question, and lives.)
 
 The handlers only note what came: the job, and who starts it again, look. They stay for as long as there is a folder or
 a process to be cleaned away.
@@ -16,10 +18,14 @@ import subprocess
 import time
 from types import FrameType
 
+from torchmpi_py.launch.terminal import say
+
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_CUTTING_SHORT = (signal.SIGINT, signal.SIGTERM)  # when the job is being ended already
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _SOON_SECONDS = 30.0
-_SAME_SECONDS = 0.2  # timeout(1) sends its signal to the process and to its group: that is one
+_SAME_SECONDS = 1.0  # one request: timeout(1) signals the process and its group, systemd sends SIGTERM and SIGHUP
+PARENT_ENDED = "its parent has ended, and so does the job (nohup or setsid lets it go on)"
 
 
 class Signals:
@@ -51,14 +57,15 @@ class Signals:
             self._to_pass_on.append(signum)
             return
         now = time.monotonic()
-        if self.ending[-1:] != [signum] or now - self._ended_at > _SAME_SECONDS:
+        if not self.ending or (signum in _CUTTING_SHORT and now - self._ended_at > _SAME_SECONDS):
             self.ending.append(signum)
             self._ended_at = now
 
     def look_at_parent(self) -> None:
         """Take the parent's death for a SIGHUP, unless the job is being ended already."""
         if self._parent and os.getppid() != self._parent and not self.ending:
-            self.ending.append(signal.SIGHUP)
+            self._note(signal.SIGHUP, None)
+            say(PARENT_ENDED)
 
     def pass_on(self, process: "subprocess.Popen[bytes]") -> None:
         """Send a starter what came for the ranks."""

@@ -158,6 +158,8 @@ class _Speech(_Outlet):
 class Tail(_Outlet):
     """Shows what rank 0 adds to its log, in all attempts to run a job; without a folder of logs nothing.
 
+    A log of an earlier job is to be removed before.
+
     The log is shown as text: NUL bytes are left out (a log that is cut while a process goes on writing has holes), and
     what is not UTF-8 is replaced.
     """
@@ -168,7 +170,6 @@ class Tail(_Outlet):
         self._num_read = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         if self.log is not None and sys.stdout is not None:
-            self.log.unlink(missing_ok=True)
             self.start()
 
     def catch_up(self) -> None:

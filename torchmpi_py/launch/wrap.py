@@ -17,6 +17,7 @@ MPI_Abort leaves behind can be removed.
 
 import argparse
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -189,18 +190,25 @@ def _wait_to_be_killed(folder: str) -> None:
 
 
 def note_interrupts(rank: int) -> None:
-    """Have Ctrl-C leave a mark for torchmpirun before it raises KeyboardInterrupt."""
-    interrupt, process_id = signal.default_int_handler, os.getpid()
+    """Have Ctrl-C leave a mark before it raises KeyboardInterrupt; a handler of the program has another."""
+    interrupt, set_handler, process_id = signal.default_int_handler, signal.signal, os.getpid()
     if signal.getsignal(signal.SIGINT) is not interrupt:  # ignored
         return
 
-    def handler(signum: int, frame: FrameType | None) -> NoReturn:
+    def leave_mark(signum: int, frame: FrameType | None) -> NoReturn:
         if os.getpid() == process_id:  # a forked child is not the rank
             marks.record_hearing(job_folder(), rank)
         interrupt(signum, frame)
 
-    signal.signal(signal.SIGINT, handler)
-    signal.default_int_handler = handler  # who looks for it, as asyncio does, finds it in its place
+    @functools.wraps(set_handler)
+    def look_at_handler(signalnum: int, handler: Any) -> Any:
+        if signalnum == signal.SIGINT and handler is not leave_mark and os.getpid() == process_id:
+            marks.record_own_handler(job_folder(), rank)
+        return set_handler(signalnum, handler)
+
+    set_handler(signal.SIGINT, leave_mark)
+    signal.default_int_handler = leave_mark  # who looks for it, as asyncio does, finds it in its place
+    signal.signal = look_at_handler
 
 
 def end_job(code: int, folder: str) -> None:
