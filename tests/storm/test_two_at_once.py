@@ -212,6 +212,7 @@ def test_a_communicator_in_use_is_not_freed(mpi, pair, slow):
     assert not comm.is_free
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where Python itself drops it
 def test_a_signal_in_the_middle_leaves_no_trace(mpi, pair):
     """An exception may come anywhere; the next call is carried out as ever."""
 
