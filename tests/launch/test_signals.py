@@ -231,6 +231,7 @@ def test_a_job_ends_with_its_launcher_and_the_launcher_with_its_parent(no_leftov
 RANK = """
 import os, signal, sys, time
 from torchmpi_py.launch import marks
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background of a script
 signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
 with marks.running(os.environ["TORCHMPIRUN_JOB_DIR"], int(sys.argv[1])):
     print("up", flush=True)
