@@ -130,8 +130,8 @@ class Saving:
             return
         self._save(state)
         if outcomes.rank() == 0:
-            told = "asked to end (SIGTERM): step %d is saved in %s, and the program ends with exit code 143"
-            logger.warning(told, state.t, self.checkpoints.directory)
+            text = "asked to end (SIGTERM): step %d is saved in %s, and the program ends with exit code 143"
+            logger.warning(text, state.t, self.checkpoints.directory)
         raise EndRequested
 
     def _save(self, state: State) -> None:

@@ -9,8 +9,9 @@ import atexit
 import contextlib
 import os
 import sys
-from pathlib import Path
 from typing import Any
+
+from torchmpi_py.launch import marks
 
 
 def note_at_end(folder: str, rank: int) -> None:
@@ -19,16 +20,10 @@ def note_at_end(folder: str, rank: int) -> None:
 
     def note() -> None:
         with contextlib.suppress(Exception):
-            if os.getpid() == process_id and os.path.isdir(folder) and not has_met():  # a forked child is not the rank
-                Path(folder, f"alone-{rank}").touch()
+            if os.getpid() == process_id and not has_met():  # a forked child is not the rank
+                marks.record_alone(folder, rank)
 
     atexit.register(note)
-
-
-def ranks(folder: Path) -> list[int]:
-    """The ranks that have left the mark, and of whose processes none has met others."""
-    found = sorted(int(path.name.removeprefix("alone-")) for path in folder.glob("alone-*"))
-    return [rank for rank in found if not (folder / f"met-{rank}").exists()]
 
 
 def explain(found: list[int]) -> str:

@@ -56,17 +56,16 @@ class PassedOn:
         return {rank for rank in self.ranks.keys() - left if rank in here and self._lives(here[rank])}
 
     def is_over(self) -> bool:
-        """Whether the job can be ended: nobody is at work, and some rank is not about to end by itself."""
+        """Whether the job can be ended: no rank is at work, and some rank has to be ended."""
         left = marks.failures(self._remains.folder)
         at_work = self.unfinished()
         if not at_work:
             return bool(left) or any(self._lives(process_id) for process_id in self._others)
         has_heard = {rank for rank in self.ranks if marks.has_heard(self._remains.folder, rank)}
-        is_idle = self._is_idle(at_work)
         if at_work <= has_heard:
             return False
         times = [failure.when for failure in left if failure.rank in has_heard]
-        if is_idle:
+        if self._is_idle(at_work):
             ranks = ", ".join(map(str, sorted(at_work)))
             since = f"{_IDLE_SECONDS:g} s after another rank has left"
             self.reason = f"nothing written, and not ended, {since} (waits in MPI?), so killed: rank {ranks}"
@@ -94,17 +93,18 @@ class PassedOn:
 
 def _heeds(process_id: int, signum: int) -> bool:
     """Whether the process has a handler for the signal."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{process_id}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> signum - 1 & 1)
-    return False
+    return bool(int(_field(process_id, "status", "SigCgt"), 16) >> signum - 1 & 1)
 
 
 def _num_written(process_id: int) -> int:
     """Bytes that the process has written, to files and pipes; 0 where that is not known."""
+    return int(_field(process_id, "io", "wchar"))
+
+
+def _field(process_id: int, file: str, name: str) -> str:
+    """The number after ``name:`` in a file that the system has of a process; "0" where that is not known."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{process_id}/io").read_text().splitlines():
-            if line.startswith("wchar:"):
-                return int(line.split()[1])
-    return 0
+        for line in Path(f"/proc/{process_id}/{file}").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return line.split()[1]
+    return "0"

@@ -138,7 +138,7 @@ class Job:
             time.sleep(_POLL_SECONDS)
             self._hear_of_deaths(0.0)
         code = self._code()
-        if code == 0 and self.num_ranks > 1 and (found := alone.ranks(self.folder)):
+        if code == 0 and self.num_ranks > 1 and (found := marks.ranks_alone(self.folder)):
             say(alone.explain(found))
         return code
 
@@ -198,8 +198,9 @@ class Job:
                 return
             if seconds > self.grace_seconds or self.is_late:
                 ranks = ", ".join(map(str, sorted(passed_on.unfinished())))
-                late = f"when the limit of {self.timeout_seconds or 0:g} s passed (--timeout)"
-                when = late if self.is_late else f"{self.grace_seconds:g} s after signal {signum} (--grace)"
+                when = f"{self.grace_seconds:g} s after signal {signum} (--grace)"
+                if self.is_late:
+                    when = f"when the limit of {self.timeout_seconds:g} s passed (--timeout)"
                 say(f"not ended {when}, so killed: rank {ranks}")
                 return
             if is_quiet and seconds > _QUIET_SECONDS:

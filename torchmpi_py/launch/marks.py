@@ -85,10 +85,20 @@ def has_heard(folder: Path, rank: int) -> bool:
 
 def record_meeting() -> None:
     """Leave for torchmpirun that this rank, or the rank which this process comes from, comes to meet others."""
-    folder, rank = os.environ.get("TORCHMPIRUN_JOB_DIR", ""), variables.rank(os.environ)
-    with contextlib.suppress(OSError):
-        if rank is not None and os.path.isdir(folder):
-            Path(folder, f"met-{rank}").touch()
+    rank = variables.rank(os.environ)
+    if rank is not None:
+        _leave(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), f"met-{rank}")
+
+
+def record_alone(folder: str, rank: int) -> None:
+    """Leave for torchmpirun that this rank's process has met no other rank."""
+    _leave(folder, f"alone-{rank}")
+
+
+def ranks_alone(folder: Path) -> list[int]:
+    """The ranks whose process has met no other rank, and of whose other processes none has either."""
+    found = sorted(int(path.name.removeprefix("alone-")) for path in folder.glob("alone-*"))
+    return [rank for rank in found if not (folder / f"met-{rank}").exists()]
 
 
 def record_own_handler(folder: str, rank: int) -> None:

@@ -79,8 +79,8 @@ def _set(environment: MutableMapping[str, str], mark: Mapping[str, str], values:
 
 def read_mark(environment: Mapping[str, str]) -> dict[str, str]:
     """What the mark holds; empty where there is none."""
-    words = (word.partition("=") for word in environment.get(MARK, "").split())
-    return {name: value for name, _, value in words}
+    entries = (entry.partition("=") for entry in environment.get(MARK, "").split())
+    return {name: value for name, _, value in entries}
 
 
 def is_own(environment: Mapping[str, str], name: str) -> bool:

@@ -64,7 +64,7 @@ def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
 
 
 def _seconds(timeout: dt.timedelta | None) -> float:
-    """What the program has given as timeout; 0 if nothing, or torch's default, which cannot be told from nothing."""
+    """What the program has given as timeout; 0 if nothing, or torch's default, for which the same number stands."""
     seconds = 0.0 if timeout is None else timeout.total_seconds()
     return 0.0 if seconds == DEFAULT_SECONDS else seconds
 
