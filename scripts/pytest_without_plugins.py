@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config, items):
     """Skip what is not for this run."""
     if _HAS_MPI:
         return
-    num_ranks = variables.size(os.environ) or 1
+    num_ranks = variables.size_in(os.environ) or 1
     for item in items:
         mark, is_wanted = item.get_closest_marker("mpi"), config.getoption("--only-mpi")
         if (mark is not None) != is_wanted:

@@ -6,7 +6,7 @@ The bench compares every result with the exact one before it takes times; here t
 import sys
 
 from torchmpi_py.bench.__main__ import main
-from torchmpi_py.bench.verbs import VERBS
+from torchmpi_py.bench.cases import VERBS
 
 if __name__ == "__main__":
     options = ["--device", sys.argv[1], "--sizes", "4,5M,40M", "--seconds", "0.001", "--buffers", "warm"]

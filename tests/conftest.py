@@ -20,7 +20,7 @@ _hidden: io.StringIO | None = None
 
 def _give_temporary_folder() -> None:
     """One for each rank: in a common one they fall over each other when pytest removes those of former runs."""
-    folder = os.path.join(tempfile.gettempdir(), f"pytest-ranks-{os.getuid()}", str(variables.rank(os.environ)))
+    folder = os.path.join(tempfile.gettempdir(), f"pytest-ranks-{os.getuid()}", str(variables.rank_in(os.environ)))
     os.makedirs(folder, exist_ok=True)
     os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
 
@@ -32,7 +32,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "mpi(min_size): runs on several ranks")
     if config.getoption("--only-mpi"):
         _give_temporary_folder()
-    if (variables.rank(os.environ) or 0) > 0 and config.getoption("--only-mpi"):
+    if (variables.rank_in(os.environ) or 0) > 0 and config.getoption("--only-mpi"):
         _hidden = io.StringIO()
         config.pluginmanager.getplugin("terminalreporter")._tw._file = _hidden
 
@@ -54,9 +54,9 @@ def pytest_unconfigure(config):
         return
     if _hidden is not None:
         sys.stderr.write(_hidden.getvalue())
-    from torchmpi_py import exits
+    from torchmpi_py.watch import abort
 
-    exits.abort(1)
+    abort.abort(1)
 
 
 @pytest.hookimpl(trylast=True)

@@ -9,167 +9,80 @@ import torchmpi_py
 
 PACKAGE = pathlib.Path(torchmpi_py.__file__).parent
 
-# Lowest first: a module may import from its own row and from rows above it in this list, never from a later one.
-ROWS = [
-    ["errors", "config", "grouping", "clocks", "trace_rows", "fences", "processes", "signals", "board_layout"],
-    ["waiting", "digests"],
-    ["recovery"],
-    ["tensors", "handles", "placement", "channels", "devices", "shared_files"],
-    ["posted"],
-    ["communication_thread", "gpus", "board"],
-    ["sequences", "comparison", "claims"],
-    ["calls"],
+# Lowest first. A module may import from its own room and from rooms above it in this list, never from a later one.
+ROOMS = [
+    ["errors"],
+    ["launch"],
+    ["core"],
+    ["memory"],
     ["watch"],
-    ["reports", "flight_recorder"],
-    ["neighbours"],
-    ["communicators", "streams", "cuda_ipc"],
-    ["tracing"],
-    ["exits", "symmetric"],
-    ["watchdog", "levels"],
-    ["arrival"],
-    [
-        "collectives.cuda_trial",
-        "collectives.operation",
-        "collectives.reductions",
-        "collectives.scalars",
-        "collectives.schedule",
-        "collectives.ring_schedule",
-    ],
-    [
-        "collectives.cuda_aware",
-        "collectives.ipc_trial",
-        "collectives.wire",
-        "collectives.two_shot",
-        "collectives.node_group",
-    ],
-    ["collectives.gathering", "collectives.rendezvous", "collectives.process_groups", "collectives.staging"],
-    ["collectives.ipc_group", "collectives.host_slots", "collectives.groups"],
-    ["collectives.flavour"],
-    ["collectives.mpi_steps"],
-    [
-        "collectives.mpi",
-        "collectives.shared",
-        "collectives.ring",
-        "collectives.hierarchical",
-        "collectives.cudaipc",
-        "collectives.staged",
-        "collectives.torch_group",
-    ],
-    ["collectives.registry"],
-    ["collectives.selector"],
-    ["collectives.operands", "collectives.forms"],
-    ["collectives.verbs", "collectives.objects"],
-    [
-        "collectives.consistency",
-        "collectives.timing",
-        "collectives.crossovers",
-        "collectives.tuning_file",
-        "collectives",
-    ],
-    ["collectives.autotune"],
-    ["startup"],
-    ["survivors"],
-    ["runtime", "first_batches"],
-    ["buckets"],
-    ["nn.synchronize", "nn.block_sequential", "nn.async_backward", "nn.sync_batch_norm", "nn.optimizer_state", "nn"],
-    [
-        "paramserver.sharding",
-        "paramserver.agreement",
-        "paramserver.rules",
-        "paramserver.locks",
-        "paramserver.client",
-        "paramserver.host_copies",
-    ],
-    ["paramserver.optimizers", "paramserver.shard"],
-    ["paramserver.store", "paramserver.messages", "paramserver.states"],
-    ["paramserver.service"],
-    ["paramserver.exchange"],
-    ["paramserver.carrier"],
-    ["paramserver.server", "paramserver.timetable"],
-    ["paramserver.lists"],
-    ["paramserver.update", "paramserver.averaging", "paramserver.hogwild", "paramserver.synchronous"],
-    ["paramserver"],
-    [
-        "torch_backend.buckets",
-        "torch_backend.call",
-        "torch_backend.compiling",
-        "torch_backend.futures",
-        "torch_backend.joining",
-        "torch_backend.members",
-        "torch_backend.meeting",
-        "torch_backend.options",
-        "torch_backend.overrides",
-        "torch_backend.parts",
-        "torch_backend.placeholder",
-        "torch_backend.registration",
-        "torch_backend.sites",
-    ],
-    ["torch_backend.monitoring", "torch_backend.steps", "torch_backend.work"],
-    ["torch_backend.averages", "torch_backend.call_queue", "torch_backend.messages", "torch_backend.plans"],
-    ["torch_backend.process_group"],
-    ["torch_backend.creation", "torch_backend.gradients"],
-    ["torch_backend"],
-    ["engine"],
+    ["collectives"],
+    ["runtime"],
+    ["nn"],
+    ["engine", "paramserver", "torch_backend"],
     ["bench"],
 ]
+FLOOR_OF = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 FLAVOURS = ["mpi", "shared", "ring", "hierarchical", "cudaipc", "staged", "torch_group"]
-ROW_OF = {name: index for index, row in enumerate(ROWS) for name in row}
 
 
 def modules():
+    """Path of every module, by its name inside the package; that of a package ends in ``.__init__``."""
     return {str(path.relative_to(PACKAGE).with_suffix("")).replace("/", "."): path for path in PACKAGE.rglob("*.py")}
 
 
-def row_of(module):
-    module = module.removesuffix(".__init__")
-    while module not in ROW_OF and "." in module:
-        module = module.rpartition(".")[0]
-    return ROW_OF.get(module)
-
-
-def imports(path, *, at_run_time=True):
-    """(line, module) of every import that runs; those under ``if TYPE_CHECKING`` do not."""
-    tree = ast.parse(path.read_text())
-    if at_run_time:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
-                node.body = []
-    for node in ast.walk(tree):
+def imports(path):
+    """(line, module) of every import, typing imports included."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def ours(imported):
-    """The module inside the package that an import names, or None."""
-    if not imported.startswith("torchmpi_py."):
-        return None
-    return imported.removeprefix("torchmpi_py.")
+def our_imports(path):
+    """(line, module) of every import of a module of the package."""
+    known = modules()
+    for line, imported in imports(path):
+        name = imported.removeprefix("torchmpi_py.")
+        if name != imported:
+            candidates = (name, f"{name}.__init__", name.rpartition(".")[0], f"{name.rpartition('.')[0]}.__init__")
+            yield line, next(module for module in candidates if module in known)
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
+def room_of(module):
+    return module.partition(".")[0]
+
+
+@pytest.mark.parametrize("module", sorted(set(modules()) - {"__init__"}))
 def test_imports_point_down(module):
     path = modules()[module]
-    for line, imported in imports(path):
-        target = ours(imported)
-        if target is None:
-            continue
-        if module.startswith("launch"):
-            assert target.startswith(("launch", "errors")), f"{path}:{line}: launch imports {target}"
-        elif row_of(module) is not None and row_of(target) is not None:
-            assert row_of(target) <= row_of(module), f"{path}:{line}: {module} imports {target}, which is above it"
+    floor = FLOOR_OF[room_of(module)]  # a new room needs a place in ROOMS
+    for line, target in our_imports(path):
+        if target != "__init__" and room_of(target) != room_of(module):
+            assert FLOOR_OF[room_of(target)] < floor, f"{path}:{line}: {module} imports {target}, which is not below it"
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
-def test_every_module_has_a_row(module):
-    assert module == "__init__" or module.startswith("launch") or row_of(module) is not None, f"add {module} to ROWS"
+def test_no_imports_in_a_circle():
+    targets = {module: {target for _, target in our_imports(path)} for module, path in modules().items()}
+    while leaves := {module for module, below in targets.items() if not below & set(targets) - {module}}:
+        targets = {module: below for module, below in targets.items() if module not in leaves}
+    assert not targets, f"these modules import each other, directly or through others: {sorted(targets)}"
+
+
+def test_no_name_twice():
+    """Of modules, and of classes."""
+    names = [module.rpartition(".")[2] for module in modules() if not module.endswith("__")]
+    for path in modules().values():
+        names += [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    assert sorted(names) == sorted(set(names)), sorted(name for name in set(names) if names.count(name) > 1)
 
 
 def test_flavours_do_not_import_each_other():
-    for flavour in (name for name in FLAVOURS if f"collectives.{name}" in modules()):
-        for line, imported in imports(PACKAGE / "collectives" / f"{flavour}.py"):
-            assert not any(imported.endswith(f".{other}") for other in FLAVOURS if other != flavour), (flavour, line)
+    for flavour in FLAVOURS:
+        for line, target in our_imports(PACKAGE / "collectives" / "flavours" / f"{flavour}.py"):
+            others = {f"collectives.flavours.{other}" for other in FLAVOURS if other != flavour}
+            assert target not in others, (flavour, line)
 
 
 def test_the_launcher_imports_the_standard_library_only():
@@ -183,18 +96,25 @@ def test_the_launcher_imports_the_standard_library_only():
                 assert allowed, f"{path}:{line}: launch imports {imported}"
 
 
+def test_mpi_is_imported_in_one_module():
+    for name, path in modules().items():
+        if name != "core.mpi_api" and not name.startswith("launch"):
+            assert not any(imported == "mpi4py.MPI" for _, imported in imports(path)), (
+                f"{path}: take it from core.mpi_api"
+            )
+
+
 def test_optional_dependencies_are_met_in_one_file():
     homes = {
-        "matplotlib": {"bench/plot.py"},
+        "matplotlib": {"bench/results.py"},
         "torch.distributed": {
-            "collectives/rendezvous.py",
-            "collectives/process_groups.py",
-            "collectives/torch_group.py",
-            "bench/torch_groups.py",
+            "collectives/flavours/rendezvous.py",
+            "collectives/flavours/torch_group.py",
+            "bench/peers.py",
             *(f"torch_backend/{path.name}" for path in (PACKAGE / "torch_backend").glob("*.py")),
         },
         "sklearn": {"bench/modes_data.py"},
-        "tqdm": {"engine/progress.py", "bench/progress.py"},
+        "tqdm": {"engine/progress.py", "bench/progress_bar.py"},
     }
     for name, path in modules().items():
         for line, imported in imports(path):
@@ -208,8 +128,11 @@ def test_public_names_are_sorted_complete_and_typed():
     for name in torchmpi_py.__all__:
         assert getattr(torchmpi_py, name) is not None
         assert name in dir(torchmpi_py)
-    tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
-    typed = [alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (block,) = (
+        node for node in tree.body if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    )
+    typed = [alias.asname for node in block.body for alias in node.names]
     assert sorted(typed) == torchmpi_py.__all__
 
 

@@ -5,41 +5,251 @@ sets torchrun's variables (``launch.world``).
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchmpi_py.launch import world
+from torchmpi_py.launch import variables
+
+if TYPE_CHECKING:  # for editors and type checkers
+    from torchmpi_py import (
+        engine as engine,
+    )
+    from torchmpi_py import (
+        nn as nn,
+    )
+    from torchmpi_py import (
+        paramserver as paramserver,
+    )
+    from torchmpi_py.collectives.autotune import (
+        autotune as autotune,
+    )
+    from torchmpi_py.collectives.check import (
+        check_with_allreduce as check_with_allreduce,
+    )
+    from torchmpi_py.collectives.registry import (
+        availability as availability,
+    )
+    from torchmpi_py.collectives.selector import (
+        selector as selector,
+    )
+    from torchmpi_py.collectives.verbs import (
+        allgather as allgather,
+    )
+    from torchmpi_py.collectives.verbs import (
+        allgather_async as allgather_async,
+    )
+    from torchmpi_py.collectives.verbs import (
+        allgather_object as allgather_object,
+    )
+    from torchmpi_py.collectives.verbs import (
+        allgather_object_async as allgather_object_async,
+    )
+    from torchmpi_py.collectives.verbs import (
+        allreduce as allreduce,
+    )
+    from torchmpi_py.collectives.verbs import (
+        allreduce_async as allreduce_async,
+    )
+    from torchmpi_py.collectives.verbs import (
+        alltoall as alltoall,
+    )
+    from torchmpi_py.collectives.verbs import (
+        alltoall_async as alltoall_async,
+    )
+    from torchmpi_py.collectives.verbs import (
+        broadcast as broadcast,
+    )
+    from torchmpi_py.collectives.verbs import (
+        broadcast_async as broadcast_async,
+    )
+    from torchmpi_py.collectives.verbs import (
+        broadcast_object as broadcast_object,
+    )
+    from torchmpi_py.collectives.verbs import (
+        broadcast_object_async as broadcast_object_async,
+    )
+    from torchmpi_py.collectives.verbs import (
+        gather as gather,
+    )
+    from torchmpi_py.collectives.verbs import (
+        gather_async as gather_async,
+    )
+    from torchmpi_py.collectives.verbs import (
+        recv as recv,
+    )
+    from torchmpi_py.collectives.verbs import (
+        recv_async as recv_async,
+    )
+    from torchmpi_py.collectives.verbs import (
+        reduce as reduce,
+    )
+    from torchmpi_py.collectives.verbs import (
+        reduce_async as reduce_async,
+    )
+    from torchmpi_py.collectives.verbs import (
+        reduce_scatter as reduce_scatter,
+    )
+    from torchmpi_py.collectives.verbs import (
+        reduce_scatter_async as reduce_scatter_async,
+    )
+    from torchmpi_py.collectives.verbs import (
+        scatter as scatter,
+    )
+    from torchmpi_py.collectives.verbs import (
+        scatter_async as scatter_async,
+    )
+    from torchmpi_py.collectives.verbs import (
+        send as send,
+    )
+    from torchmpi_py.collectives.verbs import (
+        send_async as send_async,
+    )
+    from torchmpi_py.collectives.verbs import (
+        sendreceive as sendreceive,
+    )
+    from torchmpi_py.collectives.verbs import (
+        sendreceive_async as sendreceive_async,
+    )
+    from torchmpi_py.core.communicators import (
+        Communicator as Communicator,
+    )
+    from torchmpi_py.core.communicators import (
+        at as at,
+    )
+    from torchmpi_py.core.communicators import (
+        communicator as communicator,
+    )
+    from torchmpi_py.core.communicators import (
+        communicator_names as communicator_names,
+    )
+    from torchmpi_py.core.communicators import (
+        push_communicator as push_communicator,
+    )
+    from torchmpi_py.core.communicators import (
+        set_collective_span as set_collective_span,
+    )
+    from torchmpi_py.core.communicators import (
+        set_communicator as set_communicator,
+    )
+    from torchmpi_py.core.communicators import (
+        split as split,
+    )
+    from torchmpi_py.core.config import (
+        Tuning as Tuning,
+    )
+    from torchmpi_py.core.handles import (
+        Handle as Handle,
+    )
+    from torchmpi_py.core.handles import (
+        wait_all as wait_all,
+    )
+    from torchmpi_py.engine.loaders import (
+        shard as shard,
+    )
+    from torchmpi_py.errors import (
+        CollectiveTimeout as CollectiveTimeout,
+    )
+    from torchmpi_py.errors import (
+        CommunicatorError as CommunicatorError,
+    )
+    from torchmpi_py.errors import (
+        FlavourError as FlavourError,
+    )
+    from torchmpi_py.errors import (
+        LaunchError as LaunchError,
+    )
+    from torchmpi_py.errors import (
+        NotStarted as NotStarted,
+    )
+    from torchmpi_py.errors import (
+        ParameterServerError as ParameterServerError,
+    )
+    from torchmpi_py.errors import (
+        RankDied as RankDied,
+    )
+    from torchmpi_py.errors import (
+        RanksDisagree as RanksDisagree,
+    )
+    from torchmpi_py.errors import (
+        TorchMPIError as TorchMPIError,
+    )
+    from torchmpi_py.errors import (
+        Unavailable as Unavailable,
+    )
+    from torchmpi_py.errors import (
+        Unimplemented as Unimplemented,
+    )
+    from torchmpi_py.memory.symmetric import (
+        symmetric_empty as symmetric_empty,
+    )
+    from torchmpi_py.runtime.process import (
+        barrier as barrier,
+    )
+    from torchmpi_py.runtime.process import (
+        device as device,
+    )
+    from torchmpi_py.runtime.process import (
+        host_name as host_name,
+    )
+    from torchmpi_py.runtime.process import (
+        is_started as is_started,
+    )
+    from torchmpi_py.runtime.process import (
+        local_rank as local_rank,
+    )
+    from torchmpi_py.runtime.process import (
+        local_size as local_size,
+    )
+    from torchmpi_py.runtime.process import (
+        num_nodes as num_nodes,
+    )
+    from torchmpi_py.runtime.process import (
+        rank as rank,
+    )
+    from torchmpi_py.runtime.process import (
+        session as session,
+    )
+    from torchmpi_py.runtime.process import (
+        size as size,
+    )
+    from torchmpi_py.runtime.process import (
+        start as start,
+    )
+    from torchmpi_py.runtime.process import (
+        stop as stop,
+    )
+    from torchmpi_py.runtime.survivors import (
+        catch_up as catch_up,
+    )
+    from torchmpi_py.runtime.survivors import (
+        elastic as elastic,
+    )
 
 __version__ = "0.1.0"
 
+_VERBS = (
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "broadcast_object",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+    "sendreceive",
+)
 _HOMES = {
     "collectives.autotune": ["autotune"],
-    "collectives.consistency": ["check_with_allreduce"],
-    "collectives.objects": [
-        "allgather_object",
-        "allgather_object_async",
-        "broadcast_object",
-        "broadcast_object_async",
-    ],
+    "collectives.check": ["check_with_allreduce"],
     "collectives.registry": ["availability"],
     "collectives.selector": ["selector"],
     "collectives.verbs": [
-        f"{verb}{form}"
-        for verb in (
-            "allgather",
-            "allreduce",
-            "alltoall",
-            "broadcast",
-            "gather",
-            "recv",
-            "reduce",
-            "reduce_scatter",
-            "scatter",
-            "send",
-            "sendreceive",
-        )
-        for form in ("", "_async")
+        *(f"{verb}{form}" for verb in _VERBS for form in ("", "_async")),
     ],
-    "communicators": [
+    "core.communicators": [
         "Communicator",
         "at",
         "communicator",
@@ -49,7 +259,8 @@ _HOMES = {
         "set_communicator",
         "split",
     ],
-    "config": ["Tuning"],
+    "core.config": ["Tuning"],
+    "core.handles": ["Handle", "wait_all"],
     "engine.loaders": ["shard"],
     "errors": [
         "CollectiveTimeout",
@@ -64,8 +275,8 @@ _HOMES = {
         "Unavailable",
         "Unimplemented",
     ],
-    "handles": ["Handle", "wait_all"],
-    "runtime": [
+    "memory.symmetric": ["symmetric_empty"],
+    "runtime.process": [
         "barrier",
         "device",
         "host_name",
@@ -79,15 +290,14 @@ _HOMES = {
         "start",
         "stop",
     ],
-    "survivors": ["catch_up", "elastic"],
-    "symmetric": ["symmetric_empty"],
+    "runtime.survivors": ["catch_up", "elastic"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("engine", "nn", "paramserver")
 
 __all__ = sorted([*_HOME_OF, *_MODULES])
 
-world.set_variables()
+variables.set_variables()
 
 
 def _register_backend() -> None:

@@ -1,31 +1,30 @@
 import pytest
 import torch
 
-from torchmpi_py.bench import arguments
+from torchmpi_py.bench import UsageError, command_line
 from torchmpi_py.bench.__main__ import main
-from torchmpi_py.bench.errors import UsageError
 
 
 def test_options():
-    options = arguments.parse(["compare", "--sizes", "4:1K:16x", "--dtype", "bfloat16", "--flavours", "mpi,ring"])
+    options = command_line.parse(["compare", "--sizes", "4:1K:16x", "--dtype", "bfloat16", "--flavours", "mpi,ring"])
     assert options.sizes == [4, 64, 1024]
     assert options.dtype == torch.bfloat16
     assert options.flavours == ["mpi", "ring"]
     assert (options.verb, options.op, options.buffers, options.verify) == ("allreduce", "sum", "both", True)
-    assert arguments.parse(["run"]).dtype == torch.float32
-    assert arguments.parse(["step", "--layers", "8,4,2"]).layers == [8, 4, 2]
+    assert command_line.parse(["run"]).dtype == torch.float32
+    assert command_line.parse(["step", "--layers", "8,4,2"]).layers == [8, 4, 2]
 
 
 @pytest.mark.parametrize("command", ["run", "compare", "step", "tune"])
 def test_the_device_is_the_cpu_unless_told(command):
-    assert arguments.parse([command]).device == "cpu"
-    assert arguments.parse([command, "--device", "cuda"]).device == "cuda"
+    assert command_line.parse([command]).device == "cpu"
+    assert command_line.parse([command, "--device", "cuda"]).device == "cuda"
 
 
 def test_default_sizes_follow_the_device():
-    sizes = {device: arguments.parse(["compare", "--device", device]).sizes for device in ("cpu", "cuda")}
+    sizes = {device: command_line.parse(["compare", "--device", device]).sizes for device in ("cpu", "cuda")}
     assert [(of_device[0], of_device[-1]) for of_device in sizes.values()] == [(4, 64 << 20), (4, 1 << 30)]
-    assert arguments.parse(["compare", "--device", "cuda", "--sizes", "4K"]).sizes == [4096]
+    assert command_line.parse(["compare", "--device", "cuda", "--sizes", "4K"]).sizes == [4096]
 
 
 @pytest.mark.parametrize(
@@ -49,18 +48,18 @@ def test_default_sizes_follow_the_device():
 )
 def test_a_mistake_is_named_with_what_is_known(words, told):
     with pytest.raises(UsageError, match=told):
-        arguments.parse(words.split())
+        command_line.parse(words.split())
 
 
 def test_without_a_launcher_a_mistake_is_told_at_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("torchmpi_py.launch.variables.rank", lambda environment: None)
+    monkeypatch.setattr("torchmpi_py.launch.variables.rank_in", lambda environment: None)
     assert main(["plot", str(tmp_path / "none.json"), "x.png"]) == 2
     assert "none.json" in capsys.readouterr().err
 
 
 def test_help_is_given_by_rank_0_alone(capsys, monkeypatch):
     for rank, is_shown in ((None, True), (0, True), (1, False)):
-        monkeypatch.setattr("torchmpi_py.launch.variables.rank", lambda environment, rank=rank: rank)
+        monkeypatch.setattr("torchmpi_py.launch.variables.rank_in", lambda environment, rank=rank: rank)
         with pytest.raises(SystemExit):
-            arguments.parse(["run", "--help"])
+            command_line.parse(["run", "--help"])
         assert ("--verb" in capsys.readouterr().out) is is_shown

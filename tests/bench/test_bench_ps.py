@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from torchmpi_py import paramserver as ps
-from torchmpi_py.bench import arguments, paramserver
-from torchmpi_py.bench.errors import UsageError, WrongValue
-from torchmpi_py.bench.server_rules import RULES
+from torchmpi_py.bench import UsageError, WrongValue, command_line, parameter_server
+from torchmpi_py.bench.parameter_server import RULES
 
 pytestmark = pytest.mark.timeout(240)
 QUICK = ["ps", "--sizes", "4,20K", "--seconds", "0.001", "--idle-seconds", "0.05"]
@@ -17,7 +16,7 @@ QUICK = ["ps", "--sizes", "4,20K", "--seconds", "0.001", "--idle-seconds", "0.05
 def run(*words):
     from mpi4py import MPI
 
-    paramserver.main(MPI.COMM_WORLD, arguments.parse([*QUICK, *words]))
+    parameter_server.main(MPI.COMM_WORLD, command_line.parse([*QUICK, *words]))
 
 
 @pytest.mark.mpi
@@ -86,11 +85,11 @@ def test_what_is_done_locally_is_the_rule(name):
     from torchmpi_py.paramserver import rules
 
     rule, known = RULES[name], rules.named("test", name)
-    here, there = torch.zeros(paramserver.PERIOD), torch.zeros(paramserver.PERIOD)
+    here, there = torch.zeros(parameter_server.PERIOD), torch.zeros(parameter_server.PERIOD)
     memory = rules.Memory([torch.zeros_like(there) for _ in range(known.num_slots)], torch.zeros(()).double())
     take = rule.local(here)
     for turn in range(3):
-        payload = paramserver.pattern(turn)
+        payload = parameter_server.pattern(turn)
         take(payload)
         known.fn(there, payload, *([memory] if known.memory else []), **rule.options)
     torch.testing.assert_close(here, there, rtol=rule.tolerance, atol=0)
@@ -99,4 +98,4 @@ def test_what_is_done_locally_is_the_rule(name):
 def test_mistakes():
     for words, told in (("--rules add,foo", "'foo'.*known rules: zero, copy"), ("--clients 0", "'0' is not")):
         with pytest.raises(UsageError, match=told):
-            arguments.parse(["ps", *words.split()])
+            command_line.parse(["ps", *words.split()])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchmpi_py.bench.verbs import VERBS, Task
+from torchmpi_py.bench.cases import VERBS, Task
 
 
 def task(verb, rank=0, size=3, dtype=torch.float32):

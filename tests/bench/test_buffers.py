@@ -3,9 +3,8 @@ import itertools
 import pytest
 import torch
 
-from torchmpi_py.bench import buffers
-from torchmpi_py.bench.errors import UsageError
-from torchmpi_py.bench.verbs import VERBS, Task
+from torchmpi_py.bench import UsageError, buffers
+from torchmpi_py.bench.cases import VERBS, Task
 
 MIB = 1 << 20
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from torchmpi_py.bench import gpu
-from torchmpi_py.bench.errors import UsageError
+from torchmpi_py.bench import UsageError, gpu
 
 GPU = torch.device("cuda", 0)
 

@@ -3,9 +3,9 @@ import contextlib
 import pytest
 import torch
 
-from torchmpi_py.bench import limits
+from torchmpi_py.bench import peers
 from torchmpi_py.bench.buffers import Slot
-from torchmpi_py.bench.contestants import COPY, HOST_COPY
+from torchmpi_py.bench.candidates import COPY, HOST_COPY
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def copied(contestant, count=1000):
 
 
 def test_on_the_cpu_the_limit_is_a_copy():
-    (only,) = limits.limits(CPU)
+    (only,) = peers.limits(CPU)
     assert (only.name, only.has_values, only.is_ours) == (COPY, False, False)
     source, destination = copied(only)
     assert source.equal(destination)
@@ -27,7 +27,7 @@ def test_on_the_cpu_the_limit_is_a_copy():
 
 @pytest.mark.parametrize("chunk_bytes", [64, 4096])
 def test_the_way_through_the_host_brings_every_byte_back(chunk_bytes):
-    contestant = limits.host_copy(CPU, chunk_bytes)
+    contestant = peers.host_copy(CPU, chunk_bytes)
     assert (contestant.name, contestant.has_values) == (HOST_COPY, False)
     source, destination = copied(contestant)
     assert source.equal(destination)
@@ -48,7 +48,7 @@ def test_both_directions_overlap_and_a_slot_is_filled_again_only_when_it_is_empt
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: Recorder(said))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    overlapping = limits._Overlapping(torch.empty(2, 64, dtype=torch.uint8), torch.device("cuda", 0))
+    overlapping = peers._Overlapping(torch.empty(2, 64, dtype=torch.uint8), torch.device("cuda", 0))
     source, destination = torch.arange(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
     overlapping.copy(source, destination)
     assert source.equal(destination)

@@ -5,11 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from torchmpi_py.bench import arguments, collective, field, torch_groups
-from torchmpi_py.bench.contestants import COPY, GLOO, RAW_MPI, TORCH_TORCHMPI
-from torchmpi_py.bench.errors import UsageError, WrongValue
-from torchmpi_py.bench.verbs import VERBS, Task
-from torchmpi_py.collectives.registry import Row
+from torchmpi_py.bench import UsageError, WrongValue, command_line, compare, peers
+from torchmpi_py.bench.candidates import COPY, GLOO, RAW_MPI, TORCH_TORCHMPI
+from torchmpi_py.bench.cases import VERBS, Task
+from torchmpi_py.collectives.registry import AvailabilityRow
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 QUICK = ["--seconds", "0.001", "--max-memory", "1M"]
@@ -18,7 +17,7 @@ QUICK = ["--seconds", "0.001", "--max-memory", "1M"]
 def measured(*words):
     from mpi4py import MPI
 
-    return collective.report(MPI.COMM_WORLD, arguments.parse([*words, *QUICK]))
+    return compare.report(MPI.COMM_WORLD, command_line.parse([*words, *QUICK]))
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -60,8 +59,8 @@ def test_without_flavours_all_that_are_available_take_part(mpi):
     from mpi4py import MPI
 
     task = Task(VERBS["allreduce"], torch.float32, "sum", mpi.rank(), mpi.size())
-    groups = torch_groups.Groups(no_gloo="", no_torchmpi="", torchmpi=object())
-    names = [contestant.name for contestant in field.for_compare(MPI.COMM_WORLD, task, None, groups)]
+    groups = peers.PeerGroups(no_gloo="", no_torchmpi="", torchmpi=object())
+    names = [contestant.name for contestant in peers.for_compare(MPI.COMM_WORLD, task, None, groups)]
     rows = [row for row in mpi.availability() if (row.verb, row.device) == ("allreduce", "cpu")]
     available = [row.flavour for row in rows if row.status == "available"]
     assert names == [*available, "selector", "symmetric", TORCH_TORCHMPI, RAW_MPI, GLOO, COPY]
@@ -72,14 +71,17 @@ def test_on_a_gpu_raw_mpi_takes_part_only_if_this_mpi_reads_its_memory(monkeypat
 
     task = Task(VERBS["allreduce"], torch.float32, "sum", 0, 2, torch.device("cuda", 0))
     for status, takes_part in (("available", True), ("unavailable: not CUDA-aware", False)):
-        rows = [Row("allreduce", "cpu", "mpi", "available"), Row("allreduce", "cuda", "mpi", status)]
+        rows = [
+            AvailabilityRow("allreduce", "cpu", "mpi", "available"),
+            AvailabilityRow("allreduce", "cuda", "mpi", status),
+        ]
         monkeypatch.setattr(mpi, "availability", lambda rows=rows: rows)
-        assert field._has_raw_mpi(task) is takes_part
-        assert field._has_raw_mpi(dataclasses.replace(task, device=torch.device("cpu")))
+        assert peers._has_raw_mpi(task) is takes_part
+        assert peers._has_raw_mpi(dataclasses.replace(task, device=torch.device("cpu")))
 
 
 def test_who_cannot_is_left_out_with_the_reason(mpi, monkeypatch):
-    monkeypatch.setattr(torch_groups.rendezvous, "open_store", lambda *_: "nowhere.invalid" / 0)
+    monkeypatch.setattr(peers.rendezvous, "open_store", lambda *_: "nowhere.invalid" / 0)
     report = measured("compare", "--sizes", "4", "--dtype", "bfloat16", "--buffers", "warm", "--flavours", "mpi")
     assert [row.what for row in report.rows] == ["mpi", COPY]
     assert any(f"{GLOO} is left out: " in note for note in report.notes)
@@ -161,7 +163,7 @@ def test_a_value_that_goes_wrong_later_is_found(mpi, monkeypatch):
 def test_flavours_that_cannot_be_had_are_refused_with_the_reason(mpi, monkeypatch):
     with pytest.raises(UsageError, match=r"'foo' is unknown; known flavours: mpi.*selector, symmetric, torchmpi"):
         measured("run", "--flavour", "foo")
-    rows = [Row("allreduce", "cpu", "mpi", "unavailable: the moon is full")]
+    rows = [AvailabilityRow("allreduce", "cpu", "mpi", "unavailable: the moon is full")]
     monkeypatch.setattr(mpi, "availability", lambda: rows)
     with pytest.raises(UsageError, match=r"'mpi' cannot do allreduce here: unavailable: the moon is full"):
         measured("compare", "--flavours", "mpi")
@@ -177,10 +179,10 @@ def test_what_the_verb_does_not_take_is_refused(mpi):
 def test_timed_sums_stay_finite(mpi, monkeypatch):
     seen = []
 
-    def noted(x, **options):
+    def entry(x, **options):
         seen.append(x)
         return x
 
-    monkeypatch.setattr(mpi, "allreduce", noted)
+    monkeypatch.setattr(mpi, "allreduce", entry)
     measured("run", "--sizes", "1K", "--no-verify", "--buffers", "warm")
     assert torch.equal(seen[-1], torch.zeros(256))

@@ -3,8 +3,7 @@ import json
 import pytest
 import torch
 
-from torchmpi_py.bench import arguments, modes, modes_slow
-from torchmpi_py.bench.errors import UsageError
+from torchmpi_py.bench import UsageError, command_line, modes, modes_slow
 from torchmpi_py.bench.modes_ways import MODES
 
 pytestmark = pytest.mark.timeout(240)
@@ -20,7 +19,7 @@ def test_every_mode_trains_and_is_told(mpi, capsys, tmp_path):
     if mpi.size() != 3:
         pytest.skip("3 ranks show as much as other numbers, and it takes seconds")
     file = tmp_path / "modes.json"
-    modes.main(MPI.COMM_WORLD, arguments.parse([*SHORT, *SLOW, "--json", str(file)]))
+    modes.main(MPI.COMM_WORLD, command_line.parse([*SHORT, *SLOW, "--json", str(file)]))
     if mpi.rank() == 0:
         printed = capsys.readouterr().out
         stored = json.loads(file.read_text())
@@ -40,7 +39,7 @@ def test_an_unknown_mode_is_named(mpi):
     from mpi4py import MPI
 
     with pytest.raises(UsageError, match=r"'x' is unknown; known modes: allreduce, dsgd"):
-        modes.main(MPI.COMM_WORLD, arguments.parse([*SHORT, "--modes", "easgd,x"]))
+        modes.main(MPI.COMM_WORLD, command_line.parse([*SHORT, "--modes", "easgd,x"]))
 
 
 def test_the_largest_lead():

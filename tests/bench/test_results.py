@@ -3,15 +3,14 @@ import json
 
 import pytest
 
-from torchmpi_py.bench import plot, table
-from torchmpi_py.bench.contestants import COPY, DEVICE_COPY, HOST_COPY, RAW_MPI
-from torchmpi_py.bench.errors import UsageError
-from torchmpi_py.bench.results import Report, Row, load, make_row, quantile, store
+from torchmpi_py.bench import UsageError, results
+from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, HOST_COPY, RAW_MPI
+from torchmpi_py.bench.results import Report, ResultRow, load, make_row, quantile, store
 
 
 def report(verb="allreduce", kinds=("warm", "cold")):
     rows = [
-        Row(num_bytes, what, kind, seconds * num_bytes, 2 * seconds * num_bytes, 7)
+        ResultRow(num_bytes, what, kind, seconds * num_bytes, 2 * seconds * num_bytes, 7)
         for num_bytes in (4, 1 << 20)
         for kind in kinds
         for what, seconds in (("mpi", 2e-9), ("ring", 1e-9), (RAW_MPI, 3e-9), (COPY, 0.5e-9))
@@ -24,7 +23,7 @@ def test_quantiles_are_times_that_were_measured():
     assert quantile(times, 0.5) == 50
     assert quantile(times, 0.99) == 99
     assert quantile([3.0], 0.5) == quantile([3.0], 0.99) == 3
-    assert make_row(8, "mpi", "warm", [1.0, 3.0, 2.0]) == Row(8, "mpi", "warm", 2.0, 3.0, 3)
+    assert make_row(8, "mpi", "warm", [1.0, 3.0, 2.0]) == ResultRow(8, "mpi", "warm", 2.0, 3.0, 3)
 
 
 def test_bandwidths_and_ratios():
@@ -50,7 +49,7 @@ def test_another_file_is_refused_by_name(tmp_path, text):
 
 
 def test_the_table_is_markdown_with_columns_in_line():
-    text = table.render(report())
+    text = results.render(report())
     assert "- cores: 8" in text
     assert "Note: a remark." in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
@@ -68,7 +67,7 @@ def on_gpus():
 
 
 def test_on_gpus_the_copies_take_the_place_of_raw_mpi():
-    lines = table.render(on_gpus()).splitlines()
+    lines = results.render(on_gpus()).splitlines()
     assert lines[0] == "# allreduce (sum) of float32 on cuda"
     header, _, _, cudaipc, device_copy, *_ = [line.strip("|").split("|") for line in lines if line.startswith("|")]
     assert [cell.strip() for cell in header][-2:] == ["x device copy", "x host copy"]
@@ -86,7 +85,7 @@ def test_a_report_from_before_there_were_devices_is_of_the_cpu(tmp_path):
 
 def test_one_contestant_has_nothing_to_be_compared_with():
     alone = dataclasses.replace(report(), rows=report().rows[2:3])
-    assert "x raw MPI" not in table.render(alone)
+    assert "x raw MPI" not in results.render(alone)
 
 
 @pytest.mark.parametrize(
@@ -102,26 +101,26 @@ def test_one_contestant_has_nothing_to_be_compared_with():
     ],
 )
 def test_numbers_have_three_digits(value, text):
-    assert table.number(value) == text
+    assert results.number(value) == text
 
 
 @pytest.mark.parametrize("kinds", [("warm",), ("warm", "cold")])
 def test_a_picture_is_drawn(tmp_path, kinds):
     pytest.importorskip("matplotlib")
-    plot.draw(on_gpus(), tmp_path / "gpu.png")
+    results.draw(on_gpus(), tmp_path / "gpu.png")
     assert (tmp_path / "gpu.png").exists()
-    plot.draw(report(kinds=kinds), tmp_path / "r.png")
+    results.draw(report(kinds=kinds), tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_of_unknown_kind_is_refused(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(UsageError, match=r"r\.foo"):
-        plot.draw(report(), tmp_path / "r.foo")
+        results.draw(report(), tmp_path / "r.foo")
 
 
 def test_ticks_are_short():
-    assert [plot._short(value, 0) for value in (4, 1024, 1.5 * 2**20, 2**30)] == ["4", "1K", "1.5M", "1G"]
+    assert [results._short(value, 0) for value in (4, 1024, 1.5 * 2**20, 2**30)] == ["4", "1K", "1.5M", "1G"]
 
 
 def test_stored_reports_are_plain(tmp_path):

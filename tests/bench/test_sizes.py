@@ -1,6 +1,6 @@
 import pytest
 
-from torchmpi_py.bench.sizes import format_size, parse_size, parse_sizes
+from torchmpi_py.bench.buffers import format_size, parse_size, parse_sizes
 
 
 @pytest.mark.parametrize(

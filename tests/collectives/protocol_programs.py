@@ -6,12 +6,13 @@ import torch
 from protocol_model import explore, without_barrier
 from protocol_ranks import Gpu, Ranks, model
 
-from torchmpi_py import config, fences, symmetric
-from torchmpi_py.channels import Channel
-from torchmpi_py.collectives import ipc_group
-from torchmpi_py.collectives.cudaipc import CudaIpc
-from torchmpi_py.collectives.gathering import Sizes
-from torchmpi_py.collectives.shared import Shared
+from torchmpi_py.collectives.flavour import Sizes
+from torchmpi_py.collectives.flavours import cudaipc
+from torchmpi_py.collectives.flavours.cudaipc import CudaIpc
+from torchmpi_py.collectives.flavours.shared import Shared
+from torchmpi_py.core import config, fences
+from torchmpi_py.core.channels import Channel
+from torchmpi_py.memory import symmetric
 
 SLICE = 64  # elements of a rank in a chunk that is staged
 PIECE = 1024  # elements that scratch memory of flavour cudaipc takes here: a page
@@ -146,14 +147,14 @@ def record_shared(monkeypatch, size, names, *, note_fences=False):
             VERBS[name](p)
 
     ranks.run(monkeypatch, *(lambda r=r, c=c: program(r, c) for r in range(size) for c in names))
-    return ranks.noted
+    return ranks.entry
 
 
 def record_cudaipc(monkeypatch, size, calls):
     """What ``size`` ranks, and their streams, note that call (name, stream) one after another in flavour cudaipc."""
     ranks = Ranks()
-    monkeypatch.setattr(ipc_group, "peer_events", Gpu(ranks).events)
-    monkeypatch.setattr(ipc_group, "_LEAST_BYTES", 4 * PIECE)
+    monkeypatch.setattr(cudaipc, "peer_events", Gpu(ranks).events)
+    monkeypatch.setattr(cudaipc, "_LEAST_BYTES", 4 * PIECE)
     monkeypatch.setattr(config, "current", dataclasses.replace(config.current, gpu_scratch_bytes=4 * PIECE))
 
     def program(rank):
@@ -162,7 +163,7 @@ def record_cudaipc(monkeypatch, size, calls):
             VERBS[name](p)
 
     ranks.run(monkeypatch, *(lambda r=r: program(r) for r in range(size)))
-    return ranks.noted
+    return ranks.entry
 
 
 def needed_barriers(alone, *followed):
@@ -172,9 +173,9 @@ def needed_barriers(alone, *followed):
     """
     total = sum(step.name == "barrier" for step in alone[0])
     needed = set()
-    for noted in followed:
-        steps = model(noted)
-        meetings = [step.name for step in noted[0] if step.barrier is not None]
+    for entry in followed:
+        steps = model(entry)
+        meetings = [step.name for step in entry[0] if step.barrier is not None]
         numbers = [number for number, kind in enumerate(meetings) if kind == "barrier"][:total]
         mutated = {k: without_barrier(steps, "A", numbers[k]) for k in range(total) if k not in needed}
         needed |= {k for k, each in mutated.items() if explore(each, reduced=True, hunt=True).problem}

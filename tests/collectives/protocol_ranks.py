@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchmpi_py
-from torchmpi_py import cuda_ipc, symmetric
-from torchmpi_py.channels import DIRECT, Channel, Place
-from torchmpi_py.collectives import node_group
-from torchmpi_py.collectives.node_group import NodeGroup
+from torchmpi_py.collectives.flavours import node_group
+from torchmpi_py.collectives.flavours.node_group import NodeGroup
+from torchmpi_py.core.channels import DIRECT, Channel, Place
+from torchmpi_py.memory import cuda_ipc, symmetric
 
 PACKAGE = str(pathlib.Path(torchmpi_py.__file__).parent)
 Span = tuple[Hashable, int, int]  # memory, begin, end
@@ -56,7 +56,7 @@ class Ranks:
     """Carries out processes by turns. One at a time is under way in this Python process: ``run`` installs it."""
 
     def __init__(self) -> None:
-        self.noted: dict[Hashable, list[Noted]] = {}
+        self.entry: dict[Hashable, list[Noted]] = {}
         self.mappings: list[tuple[int, int, Hashable]] = []  # address, length, memory
         self.rounds: dict[Hashable, list[list]] = {}  # what was given in each meeting of a communicator
         self._count = itertools.count(1)
@@ -83,7 +83,7 @@ class Ranks:
 
     def _process(self, p: int, function: Callable[[], object]) -> None:
         self.here.process, self.here.stream, self.here.streams = p, None, {}
-        self.noted[p] = []
+        self.entry[p] = []
         try:
             with self._turn:
                 self._turn.wait_for(lambda: self._whose == p or self._error)
@@ -118,8 +118,8 @@ class Ranks:
     def note(self, name: str, *, queue: bool = False, **fields) -> int:
         """Of this process; with ``queue`` of the stream that is current, to be done when this process has come here."""
         p, stream = self.here.process, self.here.stream
-        key, after = (p, None) if stream is None or not queue else ((p, stream), (p, len(self.noted[p])))
-        self.noted.setdefault(key, []).append(Noted(name, number := next(self._count), after=after, **fields))
+        key, after = (p, None) if stream is None or not queue else ((p, stream), (p, len(self.entry[p])))
+        self.entry.setdefault(key, []).append(Noted(name, number := next(self._count), after=after, **fields))
         return number
 
     def spans(self, x: Tensor) -> list[Span]:
@@ -308,7 +308,7 @@ class _Event:
 
 
 def model(
-    noted: dict[Hashable, Sequence[Noted]], *, overlaid: dict[Hashable, Hashable] | None = None
+    entry: dict[Hashable, Sequence[Noted]], *, overlaid: dict[Hashable, Hashable] | None = None
 ) -> list[list[Step]]:
     """The steps of each process and stream. Memory in ``overlaid`` lies where the other does, as it did not here.
 
@@ -316,7 +316,7 @@ def model(
     """
     place = overlaid or {}
     cuts: dict[Hashable, set[int]] = {}
-    everything = [(key, step) for key, steps in noted.items() for step in steps]
+    everything = [(key, step) for key, steps in entry.items() for step in steps]
     for _, step in everything:
         for memory, begin, end in (*step.reads, *step.writes):
             cuts.setdefault(place.get(memory, memory), set()).update((begin, end))
@@ -342,7 +342,7 @@ def model(
     names = {cell: numbers[signature] for cell, signature in common.items()} | {cell: cell[0] for cell in of_events}
 
     latest: dict[Hashable, int] = {}
-    made: dict[Hashable, list[Step]] = {key: [] for key in noted}
+    made: dict[Hashable, list[Step]] = {key: [] for key in entry}
     for key, step in sorted(everything, key=lambda pair: pair[1].number):
         reads = {names[cell]: latest.get(here, 0) for here, cell in cells(step.reads) if cell in names}
         latest.update({here: step.number for here, _ in cells(step.writes)})

@@ -11,15 +11,15 @@ import types
 
 import pytest
 
-from torchmpi_py import config
-from torchmpi_py.channels import Place
-from torchmpi_py.collectives import autotune, crossovers, tuning_file
+from torchmpi_py.collectives import autotune, measured_cache
 from torchmpi_py.collectives.selector import Choice, Key, selector
+from torchmpi_py.core import config
+from torchmpi_py.core.channels import Place
 from torchmpi_py.errors import RanksDisagree, TorchMPIError
 
 pytestmark = pytest.mark.timeout(240)
 
-FACTS = tuning_file.Facts("Some MPI 1.2", "here", "2x1", "a processor")
+FACTS = measured_cache.MachineFacts("Some MPI 1.2", "here", "2x1", "a processor")
 ON_GPU = FACTS._replace(gpu="A GPU 80GB")
 ROWS = {
     Key("allreduce"): [Choice(4096, "mpi", "2.0x shared at 64 B, measured"), Choice(math.inf, "shared", "measured")],
@@ -43,13 +43,11 @@ def pairs(choices):
 
 
 def chosen(points):
-    return crossovers.choose([(size, {name: [took] * 3 for name, took in times.items()}) for size, times in points])
+    return autotune.choose([(size, {name: [took] * 3 for name, took in times.items()}) for size, times in points])
 
 
 def hopeless(name, points):
-    return crossovers.is_hopeless(
-        name, [(size, {key: [took] for key, took in times.items()}) for size, times in points]
-    )
+    return autotune.is_hopeless(name, [(size, {key: [took] for key, took in times.items()}) for size, times in points])
 
 
 def test_crossovers_are_between_the_sizes_where_the_winner_changes():
@@ -68,7 +66,7 @@ def test_a_close_call_displaces_nobody():
 
 def test_a_load_that_comes_and_goes_displaces_nobody():
     calm, loaded = {"mpi": [1, 1, 1, 1], "ring": [2, 2, 2, 2]}, {"mpi": [1, 1, 9, 9, 9], "ring": [2, 2, 2, 2, 2]}
-    assert pairs(crossovers.choose([(4, calm), (16, loaded)])) == [(math.inf, "mpi")]
+    assert pairs(autotune.choose([(4, calm), (16, loaded)])) == [(math.inf, "mpi")]
 
 
 def test_a_flavour_that_was_dropped_cannot_win():
@@ -97,8 +95,8 @@ def test_sizes_are_multiples_of_the_ranks_where_they_must_be():
 
 
 def test_ranks_per_node():
-    assert tuning_file.ranks_per_node([Place(0, 0), Place(0, 1)]) == "2x1"
-    assert tuning_file.ranks_per_node([Place(0, 0), Place(1, 0), Place(0, 1), Place(3, 0), Place(1, 1)]) == "2x2+1x1"
+    assert measured_cache.ranks_per_node([Place(0, 0), Place(0, 1)]) == "2x1"
+    assert measured_cache.ranks_per_node([Place(0, 0), Place(1, 0), Place(0, 1), Place(3, 0), Place(1, 1)]) == "2x2+1x1"
 
 
 def test_where_the_file_is(monkeypatch):
@@ -112,14 +110,14 @@ def test_where_the_file_is(monkeypatch):
 
 def test_the_file_gives_back_what_was_written_and_keeps_other_rows(tmp_path):
     path = tmp_path / "new" / "file.json"
-    date = tuning_file.write(path, FACTS, ROWS)
-    assert tuning_file.read(path, FACTS) == (ROWS, date)
+    date = measured_cache.write(path, FACTS, ROWS)
+    assert measured_cache.read(path, FACTS) == (ROWS, date)
     more = {Key("allreduce"): [Choice(math.inf, "ring", "measured")]}
-    tuning_file.write(path, FACTS, more)
-    assert tuning_file.read(path, FACTS)[0] == {**ROWS, **more}
+    measured_cache.write(path, FACTS, more)
+    assert measured_cache.read(path, FACTS)[0] == {**ROWS, **more}
     other = FACTS._replace(host="there")
-    tuning_file.write(path, other, more)
-    assert tuning_file.read(path, other)[0] == more
+    measured_cache.write(path, other, more)
+    assert measured_cache.read(path, other)[0] == more
     assert os.listdir(path.parent) == ["file.json"]
 
 
@@ -127,13 +125,13 @@ def test_the_file_gives_back_what_was_written_and_keeps_other_rows(tmp_path):
 def kept(tmp_path, monkeypatch, caplog):
     """The path of a sound file for a made-up job, and a function that starts that job: it returns what was logged."""
     monkeypatch.setenv("TORCHMPI_TUNING_DIR", str(tmp_path))
-    monkeypatch.setattr(tuning_file, "facts", lambda world, device="cpu": FACTS if device == "cpu" else ON_GPU)
+    monkeypatch.setattr(measured_cache, "facts", lambda world, device="cpu": FACTS if device == "cpu" else ON_GPU)
     caplog.set_level(logging.INFO, "torchmpi_py")
-    tuning_file.write(FACTS.path(), FACTS, ROWS)
+    measured_cache.write(FACTS.path(), FACTS, ROWS)
     channel = types.SimpleNamespace(mpi=types.SimpleNamespace(bcast=lambda x: x))
 
     def load():
-        tuning_file.load_for(types.SimpleNamespace(rank=0, direct=channel))
+        measured_cache.load_for(types.SimpleNamespace(rank=0, direct=channel))
         return [(record.levelname, record.getMessage()) for record in caplog.records]
 
     return FACTS.path(), load
@@ -156,10 +154,10 @@ def test_loading_fills_the_selector_and_says_so(table, kept):
 def test_a_session_with_gpus_loads_their_file_too(table, kept, monkeypatch):
     path, load = kept
     key = Key("allreduce", "node", False, "cuda")
-    tuning_file.write(ON_GPU.path(), ON_GPU, {key: [Choice(math.inf, "gloo", "measured")]})
+    measured_cache.write(ON_GPU.path(), ON_GPU, {key: [Choice(math.inf, "gloo", "measured")]})
     load()
     assert table.source.endswith(str(path)), "a session without GPUs"
-    monkeypatch.setattr("torchmpi_py.gpus.table", lambda: {})
+    monkeypatch.setattr("torchmpi_py.memory.gpus.table", lambda: {})
     load()
     assert pairs(table[key]) == [(math.inf, "gloo")]
     assert table["allreduce"] == ROWS[Key("allreduce")]
@@ -303,10 +301,10 @@ def test_what_was_not_measured_stays():
     """Beyond the largest size measured the former table holds, from its next change on."""
     former = [Choice(100, "mpi", ""), Choice(1 << 24, "ring", ""), Choice(math.inf, "shared", "")]
     measured = [Choice(500, "mpi", "measured"), Choice(math.inf, "ring", "measured")]
-    assert [c[:2] for c in crossovers.beyond(measured, 4096, former)] == [
+    assert [c[:2] for c in autotune.beyond(measured, 4096, former)] == [
         (500, "mpi"),
         (1 << 24, "ring"),
         (math.inf, "shared"),
     ]
-    assert crossovers.beyond(measured, 1 << 25, former) == measured
-    assert crossovers.beyond(measured, 4096, []) == measured
+    assert autotune.beyond(measured, 1 << 25, former) == measured
+    assert autotune.beyond(measured, 4096, []) == measured

@@ -10,16 +10,17 @@ import types
 import pytest
 import torch
 
-from torchmpi_py import config
-from torchmpi_py.collectives import cuda_aware, cuda_trial, mpi_steps, wire
-from torchmpi_py.collectives import mpi as mpi_flavour
-from torchmpi_py.collectives.cuda_aware import Facts, Verdict
+from torchmpi_py.collectives import mpi_buffers
 from torchmpi_py.collectives.flavour import Flavour
-from torchmpi_py.collectives.mpi import Mpi
+from torchmpi_py.collectives.flavours import cuda_trial, gpu_probe, mpi_steps
+from torchmpi_py.collectives.flavours import mpi as mpi_flavour
+from torchmpi_py.collectives.flavours.gpu_probe import GpuFacts, Verdict
+from torchmpi_py.collectives.flavours.mpi import Mpi
+from torchmpi_py.core import config
 
 pytestmark = pytest.mark.timeout(240)
 
-FACTS = Facts("Some MPI 1.0", "libmpi.so of 1", "UCX_TLS=all", "2.13", "a host/1", "A GPU")
+FACTS = GpuFacts("Some MPI 1.0", "libmpi.so of 1", "UCX_TLS=all", "2.13", "a host/1", "A GPU")
 
 
 def floats(message):
@@ -107,14 +108,14 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_how_a_child_ends_is_the_verdict(end):
     code, is_final, words = ENDS[end]
-    verdict = cuda_aware.run_trial(python(code), 1.5 if end == "hang" else 30)
+    verdict = gpu_probe.run_trial(python(code), 1.5 if end == "hang" else 30)
     assert verdict.is_final == is_final
     assert words in verdict.why_not
     assert bool(words) == bool(verdict.why_not)
 
 
 def test_a_child_that_cannot_be_started():
-    verdict = cuda_aware.run_trial(["/nowhere/python"])
+    verdict = gpu_probe.run_trial(["/nowhere/python"])
     assert not verdict.is_final
     assert "no trial could start: [Errno 2]" in verdict.why_not
 
@@ -142,25 +143,25 @@ def test_a_child_is_no_rank():
         "TORCHMPIRUN_JOB_DIR": "/tmp/job",
         "PATH": "/bin",
     }
-    assert cuda_aware.singleton_environment({**job, **users}) == users
+    assert gpu_probe.singleton_environment({**job, **users}) == users
 
 
 def test_this_mpi_passes_on_memory_of_the_host():
-    assert cuda_aware.run_trial(cuda_aware.command("cpu")) == Verdict("")
+    assert gpu_probe.run_trial(gpu_probe.command("cpu")) == Verdict("")
 
 
 def test_this_mpi_crashes_in_the_child_on_memory_that_the_host_cannot_read():
     """As GPU memory is to an MPI that is not CUDA-aware."""
     code = """
 import ctypes
-from torchmpi_py.collectives import cuda_trial
+from torchmpi_py.collectives.flavours import cuda_trial
 mmap = ctypes.CDLL(None).mmap
 mmap.restype, mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
 address = mmap(None, 1 << 21, 0, 0x22, -1, 0)  # private, anonymous, not to be read or written
 cuda_trial._message = lambda mpi, x, mpi_type: [mpi.memory.fromaddress(address, x.nbytes), mpi_type]
 cuda_trial.main("cpu")
 """
-    verdict = cuda_aware.run_trial([sys.executable, "-c", code])
+    verdict = gpu_probe.run_trial([sys.executable, "-c", code])
     assert verdict.is_final
     assert "in Sendrecv of 64 bytes" in verdict.why_not
     assert verdict.why_not.startswith("this MPI is not CUDA-aware: a trial ")
@@ -174,14 +175,14 @@ def folder(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("why", ["", "it crashed"])
 def test_a_verdict_comes_back_from_its_file(folder, why):
-    assert cuda_aware.read(FACTS) is None
-    cuda_aware.write(FACTS, Verdict(why))
-    cuda_aware.write(FACTS, Verdict(why))
+    assert gpu_probe.read(FACTS) is None
+    gpu_probe.write(FACTS, Verdict(why))
+    gpu_probe.write(FACTS, Verdict(why))
     (path,) = folder.iterdir()
     assert path == FACTS.path()
     assert path.name.startswith("cuda_aware-a_host_1-")
-    assert cuda_aware.read(FACTS) == Verdict(f"{why}; delete {path} to have it tried again" if why else "")
-    assert cuda_aware.read(FACTS._replace(gpu="Another GPU")) is None
+    assert gpu_probe.read(FACTS) == Verdict(f"{why}; delete {path} to have it tried again" if why else "")
+    assert gpu_probe.read(FACTS._replace(gpu="Another GPU")) is None
 
 
 @pytest.mark.parametrize(
@@ -195,23 +196,23 @@ def test_a_verdict_comes_back_from_its_file(folder, why):
     ],
 )
 def test_a_file_that_does_not_fit_is_ignored(folder, change):
-    cuda_aware.write(FACTS, Verdict(""))
+    gpu_probe.write(FACTS, Verdict(""))
     FACTS.path().write_text(json.dumps(change(json.loads(FACTS.path().read_text()))))
-    assert cuda_aware.read(FACTS) is None
+    assert gpu_probe.read(FACTS) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100000])
 def test_a_broken_file_is_ignored(folder, content):
-    cuda_aware.write(FACTS, Verdict(""))
+    gpu_probe.write(FACTS, Verdict(""))
     FACTS.path().write_bytes(content)
-    assert cuda_aware.read(FACTS) is None
+    assert gpu_probe.read(FACTS) is None
 
 
 def test_without_a_directory_nothing_is_kept(monkeypatch):
     monkeypatch.setenv("TORCHMPI_TUNING_DIR", os.devnull)
-    assert cuda_aware.read(FACTS) is None
+    assert gpu_probe.read(FACTS) is None
     with pytest.raises(OSError, match="null"):
-        cuda_aware.write(FACTS, Verdict(""))
+        gpu_probe.write(FACTS, Verdict(""))
 
 
 def test_before_the_probe_gpu_tensors_are_refused(monkeypatch):
@@ -222,15 +223,15 @@ def test_before_the_probe_gpu_tensors_are_refused(monkeypatch):
 @pytest.fixture
 def probe(mpi, monkeypatch):
     """Make the probe as if there were GPUs, with a trial of one's own on this rank; the reason afterwards."""
-    monkeypatch.setattr(cuda_aware, "_why_not", "not yet")
-    monkeypatch.setattr(cuda_aware, "_facts", lambda: FACTS)
-    monkeypatch.setattr(cuda_aware, "_no_gpu", lambda: "")
+    monkeypatch.setattr(gpu_probe, "_why_not", "not yet")
+    monkeypatch.setattr(gpu_probe, "_facts", lambda: FACTS)
+    monkeypatch.setattr(gpu_probe, "_no_gpu", lambda: "")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     def run(command):
-        monkeypatch.setattr(cuda_aware, "command", lambda device: command)
-        cuda_aware.probe(mpi.communicator(0))
-        told = mpi.allgather_object(cuda_aware.why_not())
+        monkeypatch.setattr(gpu_probe, "command", lambda device: command)
+        gpu_probe.probe(mpi.communicator(0))
+        told = mpi.allgather_object(gpu_probe.why_not())
         assert len(set(told)) == 1
         assert Mpi().missing("cuda") == told[0]
         return told[0]
@@ -242,7 +243,7 @@ def probe(mpi, monkeypatch):
 def test_a_job_asks_the_file_before_a_child(mpi, probe, folder):
     folder = mpi.broadcast_object(str(folder))
     os.environ["TORCHMPI_TUNING_DIR"] = folder  # the fixture takes it back
-    assert probe(cuda_aware.command("cpu")) == ""
+    assert probe(gpu_probe.command("cpu")) == ""
     assert probe(python("os._exit(1)")) == ""
     mpi.barrier()
     if mpi.rank() == 0:
@@ -253,12 +254,12 @@ def test_a_job_asks_the_file_before_a_child(mpi, probe, folder):
     assert "known whether" in probe(python("os._exit(1)"))
     assert not FACTS.path().exists()  # what came to no trial is tried again
     assert "crashed with signal 11" in probe(python(TRYING + "os.kill(os.getpid(), signal.SIGSEGV)"))
-    assert "delete" in probe(cuda_aware.command("cpu"))
+    assert "delete" in probe(gpu_probe.command("cpu"))
 
 
 @pytest.mark.mpi
 def test_one_rank_without_a_gpu_is_enough_for_a_no(mpi, probe, monkeypatch):
-    monkeypatch.setattr(cuda_aware, "_no_gpu", lambda: "no CUDA device" if mpi.rank() == mpi.size() - 1 else "")
+    monkeypatch.setattr(gpu_probe, "_no_gpu", lambda: "no CUDA device" if mpi.rank() == mpi.size() - 1 else "")
     assert "no CUDA device (on " in probe(python(f"print('{cuda_trial.MARK} right')"))
 
 
@@ -266,10 +267,10 @@ def test_one_rank_without_a_gpu_is_enough_for_a_no(mpi, probe, monkeypatch):
 def test_without_a_gpu_no_child_is_asked(mpi, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    monkeypatch.setattr(cuda_aware, "_why_not", "not yet")
-    monkeypatch.setattr(cuda_aware, "run_trial", None)
-    cuda_aware.probe(mpi.communicator(0))
-    assert "sees no CUDA device (on " in cuda_aware.why_not()
+    monkeypatch.setattr(gpu_probe, "_why_not", "not yet")
+    monkeypatch.setattr(gpu_probe, "run_trial", None)
+    gpu_probe.probe(mpi.communicator(0))
+    assert "sees no CUDA device (on " in gpu_probe.why_not()
 
 
 class OnGpu(torch.Tensor):
@@ -302,7 +303,7 @@ class FakeChannel:
 def log(monkeypatch):
     """What happens, in order: "settle" for the wait for the GPU."""
     happened = []
-    monkeypatch.setattr(wire, "settle", lambda x: happened.append("settle"))
+    monkeypatch.setattr(mpi_buffers, "synchronize_stream", lambda x: happened.append("settle"))
     return happened
 
 
@@ -328,13 +329,13 @@ def test_every_call_of_mpi_on_gpu_tensors_comes_after_a_wait(mpi, log):
 def test_a_conversion_comes_before_the_wait(mpi, log, monkeypatch):
     before = config.current
     config.install(dataclasses.replace(before, wire_bytes=16, native_async_bytes=0))
-    row = wire.reduction(torch.float16, "sum")
-    noted = dataclasses.replace(
+    row = mpi_buffers.reduction(torch.float16, "sum")
+    entry = dataclasses.replace(
         row,
         encode=lambda x: (log.append("encode"), row.encode(x))[1],
         decode=lambda x: (log.append("decode"), row.decode(x))[1],
     )
-    monkeypatch.setattr(wire, "reduction", lambda dtype, op: noted)
+    monkeypatch.setattr(mpi_buffers, "reduction", lambda dtype, op: entry)
     x = torch.arange(8).half()
     try:
         Mpi().allreduce(FakeChannel(Recorded(mpi.communicator(0).direct.mpi, log)), x.as_subclass(OnGpu), x, "sum")
@@ -369,5 +370,5 @@ def test_settling_waits_for_the_current_stream_of_the_tensors_device(monkeypatch
     asked = []
     stream = types.SimpleNamespace(synchronize=lambda: asked.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: (asked.append(device), stream)[1])
-    wire.settle(types.SimpleNamespace(device=torch.device("cuda", 1)))
+    mpi_buffers.synchronize_stream(types.SimpleNamespace(device=torch.device("cuda", 1)))
     assert asked == [torch.device("cuda", 1), "synchronize"]

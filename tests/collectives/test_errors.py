@@ -180,7 +180,7 @@ def test_a_message_that_is_too_short_is_an_error_where_it_arrives(mpi):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_receive_under_way_catches_no_piece_of_another_verb(mpi, monkeypatch):
-    from torchmpi_py import config
+    from torchmpi_py.core import config
 
     monkeypatch.setattr(config, "current", config.Tuning(native_async_bytes=8, message_bytes=100))
     rank, size = mpi.rank(), mpi.size()

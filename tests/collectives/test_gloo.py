@@ -10,9 +10,9 @@ import textwrap
 import pytest
 import torch
 
-from torchmpi_py.collectives import rendezvous, torch_group
+from torchmpi_py.collectives.flavours import rendezvous, torch_group
+from torchmpi_py.core.tensors import ops_of
 from torchmpi_py.errors import CommunicatorError, Unavailable
-from torchmpi_py.tensors import ops_of
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from test_verbs import gpu_flavours_on_the_host  # noqa: F401 - a fixture
 
-from torchmpi_py import communicators, config, devices
-from torchmpi_py.collectives import host_slots, ipc_group
-from torchmpi_py.collectives.ipc_group import IpcGroup
+from torchmpi_py.collectives.flavours import cudaipc, staged
+from torchmpi_py.collectives.flavours.cudaipc import IpcGroup
 from torchmpi_py.collectives.registry import BY_NAME
+from torchmpi_py.core import communicators, config
 from torchmpi_py.errors import RanksDisagree, Unavailable
+from torchmpi_py.memory import devices
 
 pytestmark = pytest.mark.timeout(240)
 FLAVOURS = ["staged", "cudaipc"]
@@ -127,7 +128,7 @@ def test_symmetric_input_of_the_first_call(mpi, comm, verb):
 def test_little_memory(mpi, comm, monkeypatch):
     """Scratch is as large as there is room for, which is found out once."""
     asked = []
-    memory = ipc_group.symmetric.memory
+    memory = cudaipc.symmetric.memory
 
     def scarce(channel, num_bytes, device):
         asked.append(num_bytes)
@@ -135,7 +136,7 @@ def test_little_memory(mpi, comm, monkeypatch):
             raise Unavailable("no room")
         return memory(channel, num_bytes, device)
 
-    monkeypatch.setattr(ipc_group.symmetric, "memory", scarce)
+    monkeypatch.setattr(cudaipc.symmetric, "memory", scarce)
     monkeypatch.setattr(config, "current", config.Tuning(gpu_scratch_bytes=4 << 20))
     for _ in range(3):
         assert torch.equal(
@@ -179,7 +180,7 @@ def test_the_order_of_an_exchange(mpi, comm, monkeypatch):
         def follow(self, which):
             log.append(f"follow {which}")
 
-    monkeypatch.setattr(ipc_group, "peer_events", lambda channel, device: Events())
+    monkeypatch.setattr(cudaipc, "peer_events", lambda channel, device: Events())
     group = IpcGroup(comm.direct, torch.device("cpu"))
     barrier = group.node.barrier
     monkeypatch.setattr(group.node, "barrier", lambda: (log.append("meet"), barrier())[1])
@@ -273,8 +274,8 @@ def test_slots_are_not_overwritten_while_they_are_in_use(monkeypatch, seed):
     """Chunks come and go as late, and in as odd an order, as events let them; two operations one after another."""
     lazy = Lazy(seed)
     monkeypatch.setattr(devices, "of", lambda device: lazy)
-    monkeypatch.setattr(host_slots.symmetric, "memory", lambda channel, size, device: torch.zeros(size).byte())
-    slots = host_slots.HostSlots(None, torch.device("cpu"))
+    monkeypatch.setattr(staged.symmetric, "memory", lambda channel, size, device: torch.zeros(size).byte())
+    slots = staged.HostSlots(None, torch.device("cpu"))
     x, out = torch.arange(11.0), torch.zeros(11)
 
     def task(function):

@@ -8,16 +8,16 @@ import textwrap
 import pytest
 import torch
 
-from torchmpi_py import config
 from torchmpi_py.collectives import registry
-from torchmpi_py.collectives.ring import Ring
+from torchmpi_py.collectives.flavours.ring import Ring
+from torchmpi_py.core import config
 from torchmpi_py.launch import mpirun
 
 pytestmark = pytest.mark.timeout(240)
 
 PROGRAM = """
 import torch, torchmpi_py as mpi
-from torchmpi_py import symmetric
+from torchmpi_py.memory import symmetric
 from torchmpi_py.collectives import registry
 
 mpi.start()

@@ -11,15 +11,14 @@ import torch
 from test_verbs import CASES, DTYPES, name, reference, same, values
 from torch import Tensor, distributed
 
-from torchmpi_py import gpus
-from torchmpi_py.channels import DIRECT, Channel, Place
-from torchmpi_py.collectives import process_groups
-from torchmpi_py.collectives.gathering import exchange_sizes
-from torchmpi_py.collectives.process_groups import GlooGroup, NcclGroup
+from torchmpi_py.collectives.flavour import exchange_sizes
+from torchmpi_py.collectives.flavours import torch_group
+from torchmpi_py.collectives.flavours.torch_group import Gloo, GlooGroup, Nccl, NcclGroup
 from torchmpi_py.collectives.reductions import kernel
-from torchmpi_py.collectives.torch_group import Gloo, Nccl
+from torchmpi_py.core.channels import DIRECT, Channel, Place
+from torchmpi_py.core.tensors import ops_of
 from torchmpi_py.errors import CommunicatorError
-from torchmpi_py.tensors import ops_of
+from torchmpi_py.memory import gpus
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -223,7 +222,7 @@ class Library:
 @pytest.mark.mpi
 def test_a_group_from_its_making_to_its_end(mpi, monkeypatch):
     monkeypatch.setattr(distributed, "ProcessGroupNCCL", Library, raising=False)
-    monkeypatch.setattr(process_groups.torch.cuda, "synchronize", lambda: Library.log.append("synchronize"))
+    monkeypatch.setattr(torch_group.torch.cuda, "synchronize", lambda: Library.log.append("synchronize"))
     monkeypatch.setattr(Library, "log", [])
     with mpi.split(0) as comm:
         x = torch.ones(3)

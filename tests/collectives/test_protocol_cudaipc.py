@@ -10,7 +10,7 @@ from protocol_model import explore
 from protocol_programs import STAGED, VERBS, needed_barriers, record_cudaipc
 from protocol_ranks import model
 
-from torchmpi_py.cuda_ipc import DONE, READY, PeerEvents
+from torchmpi_py.memory.cuda_ipc import DONE, READY, PeerEvents
 
 pytestmark = pytest.mark.timeout(1000 if os.environ.get("TORCHMPI_MODEL") == "all" else 60)
 ALL = os.environ.get("TORCHMPI_MODEL") == "all"
@@ -72,13 +72,13 @@ def test_all_verbs_in_a_row(monkeypatch, size):
 )
 def test_without_an_event(monkeypatch, size, event, name):
     """READY and DONE order the streams of the ranks; enter and leave those of one rank, where scratch is shown."""
-    noted = [recorded(monkeypatch, size, name, follower, without=EVENTS[event]) for follower in FOLLOWERS]
-    assert any("instead of" in explore(model(each), reduced=True, hunt=True).problem for each in noted)
+    entry = [recorded(monkeypatch, size, name, follower, without=EVENTS[event]) for follower in FOLLOWERS]
+    assert any("instead of" in explore(model(each), reduced=True, hunt=True).problem for each in entry)
 
 
 @pytest.mark.parametrize("size", SIZES if ALL else [2])
 @pytest.mark.parametrize("name", SOME)
 def test_without_a_barrier(monkeypatch, size, name):
-    noted = [recorded(monkeypatch, size, *names) for names in [(name,), *((name, follower) for follower in FOLLOWERS)]]
-    total, needed = needed_barriers(*noted)
+    entry = [recorded(monkeypatch, size, *names) for names in [(name,), *((name, follower) for follower in FOLLOWERS)]]
+    total, needed = needed_barriers(*entry)
     assert needed == set(range(total))

@@ -14,7 +14,7 @@ from protocol_model import AFTER, BEFORE, TSO, WEAK, explore, with_plain_barrier
 from protocol_programs import STAGED, SYMMETRIC, VERBS, needed_barriers, record_cudaipc, record_shared
 from protocol_ranks import PACKAGE, model
 
-from torchmpi_py import fences
+from torchmpi_py.core import fences
 
 pytestmark = pytest.mark.timeout(1000 if os.environ.get("TORCHMPI_MODEL") == "all" else 60)
 ALL = os.environ.get("TORCHMPI_MODEL") == "all"
@@ -70,11 +70,11 @@ def is_expendable(name, number, total):
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_without_a_barrier(monkeypatch, size, name):
     """Each barrier of an operation that is taken out lets something be overwritten too early, or read."""
-    noted = []
+    entry = []
     for names in [(name,), *((name, follower) for follower in FOLLOWERS)]:
         with monkeypatch.context() as patched:
-            noted.append(record_shared(patched, size, {"A": names}))
-    total, needed = needed_barriers(*noted)
+            entry.append(record_shared(patched, size, {"A": names}))
+    total, needed = needed_barriers(*entry)
     assert needed == {k for k in range(total) if not is_expendable(name, k, total)}
 
 
@@ -89,10 +89,10 @@ def test_barriers_of_different_number_leave_somebody_stuck(monkeypatch):
 def test_all_barriers_of_the_code_are_met(monkeypatch):
     """What the model explores has come by every line of the package that calls the barrier of a node group."""
     met = set()
-    noted = [record_shared(monkeypatch, 2, {"A": list(VERBS)})]
+    entry = [record_shared(monkeypatch, 2, {"A": list(VERBS)})]
     with monkeypatch.context() as patched:
-        noted.append(record_cudaipc(patched, 2, [("allreduce", "s"), ("allreduce, 2 chunks", "s")]))
-    for processes in noted:
+        entry.append(record_cudaipc(patched, 2, [("allreduce", "s"), ("allreduce, 2 chunks", "s")]))
+    for processes in entry:
         met |= {step.site for step in processes[0] if step.name == "barrier"}
     there = set()
     for name in ("shared", "staging", "node_group", "ipc_group", "cudaipc"):
@@ -119,10 +119,10 @@ BESIDE = [
 @pytest.mark.parametrize(("one", "other"), BESIDE)
 def test_two_channels_at_once(monkeypatch, size, one, other):
     """Each has memory of its own; laid over each other, as both once lay, they overwrite each other's."""
-    noted = record_shared(monkeypatch, size, {"A": [one], "B": [other]})
-    found = explore(model(noted), reduced=size > 2 and not ALL)
+    entry = record_shared(monkeypatch, size, {"A": [one], "B": [other]})
+    found = explore(model(entry), reduced=size > 2 and not ALL)
     assert not found.problem, found.trail
-    overlaid = model(noted, overlaid={("B", 0): ("A", 0)})
+    overlaid = model(entry, overlaid={("B", 0): ("A", 0)})
     assert "instead of" in explore(overlaid, reduced=True, hunt=True).problem
     assert size > 2 or "instead of" in explore(overlaid).problem
 
@@ -130,8 +130,8 @@ def test_two_channels_at_once(monkeypatch, size, one, other):
 @pytest.mark.parametrize("size", SIZES)
 def test_two_channels_in_many_operations(monkeypatch, size):
     names = list(VERBS)
-    noted = record_shared(monkeypatch, size, {"A": names, "B": names[7:] + names[:7]})
-    found = explore(model(noted), reduced=True)
+    entry = record_shared(monkeypatch, size, {"A": names, "B": names[7:] + names[:7]})
+    found = explore(model(entry), reduced=True)
     assert not found.problem, found.trail[-20:]
 
 
@@ -167,7 +167,7 @@ def test_fences_of_the_code(monkeypatch, name):
         with monkeypatch.context() as patched:
             if not has_fences:
                 patched.setattr(fences, "around", lambda meet: meet)
-            noted = record_shared(patched, 2, {"A": [name, name]}, note_fences=True)
-            steps.append(with_plain_barriers(model(noted), fences=False))
+            entry = record_shared(patched, 2, {"A": [name, name]}, note_fences=True)
+            steps.append(with_plain_barriers(model(entry), fences=False))
     assert not explore(steps[0], WEAK, reduced=True).problem
     assert "instead of" in explore(steps[1], WEAK, reduced=True, hunt=True).problem

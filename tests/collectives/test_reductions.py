@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchmpi_py.collectives.reductions import kernel
-from torchmpi_py.tensors import ops_of
+from torchmpi_py.core.tensors import ops_of
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -6,8 +6,8 @@ Element j on rank r holds a whole number that depends on both and is exact in ev
 import pytest
 import torch
 
-from torchmpi_py import config
-from torchmpi_py.collectives import ring
+from torchmpi_py.collectives.flavours import ring
+from torchmpi_py.core import config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmpi_py.collectives import ring_schedule as plan
-from torchmpi_py.collectives.schedule import slices
+from torchmpi_py.collectives.flavours import ring_plan as plan
+from torchmpi_py.collectives.flavours.schedule import slices
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -3,21 +3,21 @@ import math
 import numpy as np
 import pytest
 
-from torchmpi_py.collectives import scalars
+from torchmpi_py.collectives import numbers
 
 NUMBERS = [True, False, 0, -5, 2**63 - 1, -(2**63), 1.5, -0.0, math.inf, 1 + 2j, -1j]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_record_keeps_value_and_type(number):
-    back = scalars.from_record(scalars.to_record(number))
+    back = numbers.from_record(numbers.to_record(number))
     assert type(back) is type(number)
     assert str(back) == str(number)
 
 
 @pytest.mark.parametrize(("given", "kind"), [(np.float32(1.5), float), (np.int8(3), int), (np.bool_(True), bool)])
 def test_numpy_numbers_are_numbers(given, kind):
-    back = scalars.from_record(scalars.to_record(given))
+    back = numbers.from_record(numbers.to_record(given))
     assert type(back) is kind
     assert back == given
 
@@ -41,7 +41,7 @@ def test_numpy_numbers_are_numbers(given, kind):
     ],
 )
 def test_reductions_follow_python(op, values, expected):
-    result = scalars.reduce_numbers("allreduce", op, values)
+    result = numbers.reduce_numbers("allreduce", op, values)
     assert result == expected
     assert type(result) is type(expected)
 
@@ -49,7 +49,7 @@ def test_reductions_follow_python(op, values, expected):
 @pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("values", [[1.0, math.nan], [math.nan, 1.0]])
 def test_nan_wins(op, values):
-    assert math.isnan(scalars.reduce_numbers("allreduce", op, values))
+    assert math.isnan(numbers.reduce_numbers("allreduce", op, values))
 
 
 @pytest.mark.mpi

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmpi_py.collectives import staging, two_shot
+from torchmpi_py.collectives.flavours import staging, two_shot
+from torchmpi_py.collectives.flavours.schedule import ALIGNMENT, chunks, pipeline, slices
 from torchmpi_py.collectives.reductions import kernel
-from torchmpi_py.collectives.schedule import ALIGNMENT, chunks, pipeline, slices
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchmpi_py import config
 from torchmpi_py.collectives import registry
-from torchmpi_py.tensors import ops_of
+from torchmpi_py.core import config
+from torchmpi_py.core.tensors import ops_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 

@@ -2,7 +2,7 @@ import contextlib
 
 import pytest
 
-from torchmpi_py.engine import disk
+from torchmpi_py.engine import checkpoint_files
 
 
 @pytest.fixture
@@ -13,11 +13,11 @@ def full_disk(monkeypatch):
     def block():
         with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patch:
 
-            class Full(disk._Stream):
+            class Full(checkpoint_files._Stream):
                 def __init__(self, file):
                     super().__init__(full)
 
-            patch.setattr(disk, "_Stream", Full)
+            patch.setattr(checkpoint_files, "_Stream", Full)
             yield
 
     return block

@@ -8,7 +8,7 @@ import signal
 
 import torch
 
-from torchmpi_py.engine import disk
+from torchmpi_py.engine import checkpoint_files
 
 TOUCHED = [
     (os, "mkdir"),
@@ -21,7 +21,7 @@ TOUCHED = [
     (json, "dump"),
     (shutil, "rmtree"),
     (torch, "save"),
-    (disk._Stream, "write"),
+    (checkpoint_files._Stream, "write"),
 ]
 
 

@@ -197,7 +197,7 @@ def test_an_error_in_the_dataset_reaches_the_caller(mpi):
 
 def test_network_and_samples_move_to_the_device_of_the_rank(mpi, monkeypatch):
     # The meta device stands in for a GPU: it takes part in everything but communication.
-    monkeypatch.setattr("torchmpi_py.runtime.device", lambda: torch.device("meta"))
+    monkeypatch.setattr("torchmpi_py.runtime.process.device", lambda: torch.device("meta"))
     net = network(0)
     iterator = DatasetIterator(data(4), 4, rank=0, size=1)
     state = AllReduceSGDEngine(usegpu=True).test(network=net, criterion=cross_entropy, iterator=iterator)
@@ -212,7 +212,7 @@ def test_usegpu_in_a_session_without_gpus_is_refused(mpi):
 
 
 def test_without_a_session_the_remedy_is_named(mpi, monkeypatch):
-    monkeypatch.setattr("torchmpi_py.runtime.is_started", lambda: False)
+    monkeypatch.setattr("torchmpi_py.runtime.process.is_started", lambda: False)
     with pytest.raises(errors.NotStarted, match=r"mpi\.start\(\)"):
         trained(mpi, AllReduceSGDEngine(), 30)
 
@@ -221,7 +221,7 @@ def test_without_a_session_the_remedy_is_named(mpi, monkeypatch):
 @pytest.mark.parametrize("training", [False, True])
 def test_an_iterator_made_elsewhere_is_refused(mpi, monkeypatch, training):
     with monkeypatch.context() as patch:
-        patch.setattr("torchmpi_py.runtime.is_started", lambda: False)
+        patch.setattr("torchmpi_py.runtime.process.is_started", lambda: False)
         early = DatasetIterator(data(30), 4)  # as if before mpi.start()
     engine, run = AllReduceSGDEngine(), {"network": network(0), "criterion": cross_entropy}
     run_it = functools.partial(engine.train, lr=0.1) if training else engine.test

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from torchmpi_py import config, errors
+from torchmpi_py import errors
+from torchmpi_py.core import config
 from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine
 from torchmpi_py.nn import SyncBatchNorm
 

@@ -21,9 +21,9 @@ from torchmpi_py.engine import (
     DatasetIterator,
     SGDEngine,
     checkpoint,
-    disk,
-    random_states,
-    saving,
+    checkpoint_files,
+    resume,
+    rng_state,
 )
 
 pytestmark = [
@@ -81,7 +81,7 @@ class Criterion(torch.nn.Module):
 
 def trained(folder=None, maxepoch=4, killed_at=None, iterator="prefetch", optimizer="Adam", **options):
     """All that training has made, as one tensor."""
-    saving._completed.clear()  # as if in a process of its own
+    resume._completed.clear()  # as if in a process of its own
     torch.manual_seed(3)
     random.seed(3)
     layers = [torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3)]
@@ -314,7 +314,7 @@ def test_a_file_that_would_run_code_does_not(tmp_path, monkeypatch):
     folder = Checkpoints(tmp_path / "c").save(1, {"x": 1})
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", lambda content, stream: stream.write(pickle.dumps(Bomb())))
-        written = disk.write(folder / "model.pt", None)
+        written = checkpoint_files.write(folder / "model.pt", None)
     files = json.loads((folder / "checkpoint.json").read_text())["files"]
     rewrite(folder, files=files | {"model.pt": written})
     with pytest.raises(errors.CheckpointError, match=r"UserWarning: Detected pickle protocol|UnpicklingError"):
@@ -340,7 +340,7 @@ def test_wrong_arguments(tmp_path, options, message):
 
 def test_what_does_not_fit_is_an_error(tmp_path):
     def train(network, lr=0.1, **options):
-        saving._completed.clear()
+        resume._completed.clear()
         sample = (torch.zeros(2, 3), torch.zeros(2, 1))
         engine, criterion = SGDEngine(), torch.nn.MSELoss()
         engine.train(network=network, criterion=criterion, iterator=[sample], lr=lr, checkpoint=tmp_path, **options)
@@ -397,7 +397,7 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, c
 
 def test_folders_that_were_made_are_on_the_disk(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(disk, "sync", synced.append)
+    monkeypatch.setattr(checkpoint_files, "sync", synced.append)
     Checkpoints(tmp_path / "a" / "b").load()
     assert synced == [tmp_path / "a", tmp_path]
 
@@ -409,10 +409,10 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused(tmp_path):
 
 
 def test_derived_random_numbers_follow_from_rank_0_and_differ_by_rank():
-    states = random_states.captured()
+    states = rng_state.captured()
 
     def drawn(rank):
-        random_states.derive(states, rank)
+        rng_state.derive(states, rank)
         return torch.rand(1).item(), np.random.rand(), random.random()
 
     assert drawn(4) == drawn(4)
@@ -438,7 +438,7 @@ def test_another_loader_in_the_middle_of_an_epoch_is_refused(tmp_path, monkeypat
 def test_parameters_that_only_the_optimizer_holds(tmp_path):
     def run(maxepoch, folder=None):
         torch.manual_seed(2)
-        saving._completed.clear()
+        resume._completed.clear()
         network, scale = torch.nn.Linear(6, 3), torch.nn.Parameter(torch.ones(3))
         options = {} if folder is None else {"checkpoint": folder}
         SGDEngine().train(
@@ -490,7 +490,7 @@ def test_training_that_was_ended_early_is_complete(tmp_path, caplog, every):
             state.maxepoch = 2
 
     def run(maxepoch, hook=lambda state: None):
-        saving._completed.clear()
+        resume._completed.clear()
         caplog.clear()
         with caplog.at_level(logging.INFO, "torchmpi_py"):
             return training(tmp_path, maxepoch, on_end_epoch=hook, every=every)

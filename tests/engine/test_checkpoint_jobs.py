@@ -87,7 +87,7 @@ def test_asked_to_end_on_one_rank(tmp_path):
 SLOW = """
 import os, signal, sys, time
 import torchmpi_py as mpi
-from torchmpi_py.engine import Checkpoints, disk
+from torchmpi_py.engine import Checkpoints, checkpoint_files as disk
 
 mpi.start()
 write = disk.write

@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from torchmpi_py.engine import DatasetIterator, SGDEngine
-from torchmpi_py.engine.iterators import share
-from torchmpi_py.engine.prefetch import prefetched
+from torchmpi_py.engine.iterators import prefetched, share
 
 SIZES = range(1, 38)
 

@@ -15,8 +15,9 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from torchmpi_py import errors, first_batches, nn
-from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine, loaders, saving
+from torchmpi_py import errors, nn
+from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine, loaders, resume
+from torchmpi_py.nn import first_batches
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 mean_square = torch.nn.MSELoss()
@@ -204,7 +205,7 @@ def test_it_goes_on_in_the_middle_of_an_epoch(mpi, tmp_path):
             if state.t == killed_at:
                 raise Killed
 
-        saving._completed.clear()
+        resume._completed.clear()
         torch.manual_seed(mpi.rank())
         engine, net = AllReduceSGDEngine(), torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5))
         net.append(torch.nn.Linear(8, 1))
@@ -254,7 +255,7 @@ def test_shard_refuses_what_it_cannot_divide(mpi, monkeypatch):
     with pytest.raises(ValueError, match="empty"):
         mpi.shard([])
     with monkeypatch.context() as patch:
-        patch.setattr("torchmpi_py.communicators._stack", None)
+        patch.setattr("torchmpi_py.core.communicators._stack", None)
         with pytest.raises(errors.NotStarted):
             mpi.shard([1])
 

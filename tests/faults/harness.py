@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import leftovers, mpirun
+from torchmpi_py.launch import cleanup, mpirun
 
 HERE = Path(__file__).parent
 WORK = HERE / "work.py"
@@ -143,10 +143,10 @@ def _watch(
             resume_seconds = None
             os.kill(int(next(folder.glob("fault-*")).read_text()), signal.SIGCONT)
         ended = starter.poll() is not None
-        if ended and not leftovers.processes_marked(mark):
+        if ended and not cleanup.processes_marked(mark):
             return False, time.time() - (_when_struck(folder) or begin)
         if since > within_seconds + (0 if struck else START_SECONDS):
-            for process_id in leftovers.processes_marked(mark):
+            for process_id in cleanup.processes_marked(mark):
                 os.kill(process_id, signal.SIGKILL)
             starter.wait(30)
             return True, since

@@ -69,7 +69,7 @@ def serve(path: str, modules: list[str]) -> None:
 
     import torch
 
-    from torchmpi_py import runtime  # noqa: F401
+    from torchmpi_py.runtime import process
 
     torch.set_num_threads(1)
     for module in modules:

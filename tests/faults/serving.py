@@ -9,9 +9,9 @@ strike_at("before start")
 import torch  # noqa: E402
 
 import torchmpi_py as mpi  # noqa: E402
-from torchmpi_py import communicators  # noqa: E402
 from torchmpi_py import paramserver as ps  # noqa: E402
-from torchmpi_py.channels import Place  # noqa: E402
+from torchmpi_py.core import communicators  # noqa: E402
+from torchmpi_py.core.channels import Place  # noqa: E402
 
 
 def rule(shard, payload):

@@ -14,8 +14,8 @@ import torch
 from sklearn.datasets import load_digits
 
 import torchmpi_py as mpi
-from torchmpi_py.collectives import mpi_steps, node_group, two_shot
-from torchmpi_py.collectives.mpi import Mpi
+from torchmpi_py.collectives.flavours import mpi_steps, node_group, two_shot
+from torchmpi_py.collectives.flavours.mpi import Mpi
 from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
 
 BATCH, SEED, NUM_TEST = 32, 3, 360

@@ -9,7 +9,7 @@ import sys
 import harness
 import pytest
 
-from torchmpi_py import arrival
+from torchmpi_py.runtime import arrival
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -38,7 +38,7 @@ if variables.rank(os.environ) == 1:
     while not os.path.exists(sys.argv[1]):
         time.sleep(0.05)
 import torchmpi_py as mpi
-from torchmpi_py import watchdog
+from torchmpi_py.watch import watchdog
 say = watchdog.say
 def seen(text):
     say(text)

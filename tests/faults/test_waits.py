@@ -14,7 +14,12 @@ NEVER_SECONDS = 1000
 WITHIN_SECONDS = 30.0
 RANKS = 3
 HAS_LIGHTNING = importlib.util.find_spec("lightning") is not None
-IMPORTS = ["torch._dynamo", "torch.distributed.fsdp", "torchmpi_py.torch_backend.creation", "torchmpi_py.paramserver"]
+IMPORTS = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torchmpi_py.torch_backend.process_group",
+    "torchmpi_py.paramserver",
+]
 IMPORTS += ["lightning"] * (HAS_LIGHTNING and harness.ALL)  # else they would come to the program at different times
 DAILY = ("DDP", "DownpourUpdate.take_result")
 ASLEEP = [name for name in WAITS if name in DAILY or harness.ALL]

@@ -13,16 +13,17 @@ from striking import before, fault, hold, me, plan, strike, strike_at
 
 def patch_in():
     """The points of injection inside the package."""
-    from torchmpi_py import exits
-    from torchmpi_py.collectives import node_group, operation, two_shot
+    from torchmpi_py.collectives import operation
+    from torchmpi_py.collectives.flavours import node_group, two_shot
     from torchmpi_py.collectives.reductions import Kernel
+    from torchmpi_py.runtime import exits
 
     before(two_shot, "carry_out", "two shots")
     before(Kernel, "reduce", "kernel", after=True)
     before(operation.Operation, "run_in_background", "communication thread")
     before(operation.Operation, "run", "in the operation")
-    before(exits, "meet", "stop")
-    before(exits, "meet", "stop after meeting", after=True)
+    before(exits, "wait_for_all", "stop")
+    before(exits, "wait_for_all", "stop after meeting", after=True)
     real = node_group.NodeGroup.__init__
 
     def init(group, channel):
@@ -47,9 +48,9 @@ def tensor(mpi, torch, count):
 
 def prepare(mpi):
     """Make the flavours of GPUs serve the host, and the communicator that is wanted."""
-    from torchmpi_py import communicators
-    from torchmpi_py.channels import Place
     from torchmpi_py.collectives import registry
+    from torchmpi_py.core import communicators
+    from torchmpi_py.core.channels import Place
 
     for name in ("staged", "cudaipc"):
         registry.BY_NAME[name].devices = frozenset({"cpu", "cuda"})

@@ -36,7 +36,7 @@ def test_as_on_the_cpu(mpi, asynchronous):
 
 
 def test_gradients_meet_in_symmetric_memory(mpi):
-    from torchmpi_py import symmetric
+    from torchmpi_py.memory import symmetric
 
     network = torch.nn.Linear(2000, 300).cuda()
     for scale in (1.0, 2.0):

@@ -7,8 +7,8 @@ import test_verbs
 import torch
 from test_verbs import Way, test_moves, test_reductions  # noqa: F401 - collected here again
 
+from torchmpi_py.core.tensors import OPS
 from torchmpi_py.launch import variables
-from torchmpi_py.tensors import OPS
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU that torch can use", allow_module_level=True)
@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 WHOLE_WAYS = ["staged", "cudaipc", "cudaipc symmetric"]  # each dtype with each op
 OTHER_WAYS = ["blocking", "staged asynchronous", "cudaipc asynchronous", "hierarchical", "mpi", "nccl"]
 SOME_OPS = ("sum", "max")  # for those
-IS_CROWDED = (variables.size(os.environ) or 1) > 2  # many ranks take turns on a GPU, and all ways would take too long
+IS_CROWDED = (
+    variables.size_in(os.environ) or 1
+) > 2  # many ranks take turns on a GPU, and all ways would take too long
 
 
 @pytest.fixture(scope="module", params=WHOLE_WAYS if IS_CROWDED else [*WHOLE_WAYS, *OTHER_WAYS])

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import alone, mpirun
+from torchmpi_py.launch import exit_marks, mpirun
 
 try:
     mpirun.find("", os.environ)
@@ -39,7 +39,7 @@ dist.destroy_process_group()
 # What a process does, one after the other, the groups in a forked child; whether that counts as a meeting.
 STEPS = """
 import os
-from torchmpi_py.launch import alone
+from torchmpi_py.launch import exit_marks as alone
 print("nothing", alone.has_met())
 import torchmpi_py, torch.distributed as dist
 torchmpi_py.engine
@@ -82,4 +82,4 @@ def test_what_counts_as_a_meeting():
 
 def test_one_rank_is_named():
     told = "rank 3 ran the whole program alone: it called neither mpi.start() nor init_process_group()"
-    assert alone.explain([3]) == told
+    assert exit_marks.explain([3]) == told

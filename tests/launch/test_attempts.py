@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_leftovers")]
 # Runs argv[1] at most argv[2] times more when it fails; argv[3] is done in the launcher itself before.
 LAUNCHER = """
 import os, signal, sys
-from torchmpi_py.launch import job as jobs, leftovers, restarts
+from torchmpi_py.launch import job as jobs, cleanup as leftovers, job as restarts
 
 def make(folder, attempt, begin):
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt)}
@@ -122,7 +122,7 @@ def test_the_time_limit_is_for_all_attempts():
 # Each rank waits for what it is to do. The launcher is stopped until all that is to happen has: it sees all at once.
 STEPS = """
 import os, signal, sys, time
-from torchmpi_py.launch import marks
+from torchmpi_py.launch import exit_marks as marks
 folder, launcher, steps = os.environ["TORCHMPIRUN_JOB_DIR"], os.getppid(), {steps!r}
 texts = dict(die="os.kill(os.getpid(), 9)", leave="sys.exit(0)",
              fail="marks.record_failure(folder, rank, 4); time.sleep(0.5); os._exit(4)")

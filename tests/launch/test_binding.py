@@ -219,7 +219,7 @@ def test_usable_cores_are_at_least_one_and_at_most_the_allowed():
     ],
 )
 def test_rank_and_local_rank_in_every_mpis_words(environment, rank, local):
-    assert (variables.rank(environment) or 0) == rank
+    assert (variables.rank_in(environment) or 0) == rank
     assert wrap.local_rank_and_size(environment) == local
 
 

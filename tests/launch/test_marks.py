@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from torchmpi_py.launch import marks
+from torchmpi_py.launch import exit_marks
 
 pytestmark = pytest.mark.timeout(240)
 
 RANK = """
 import atexit, contextlib, os, sys
-from torchmpi_py.launch import marks
+from torchmpi_py.launch import exit_marks as marks
 with marks.running(sys.argv[1], 3):
     exec(sys.argv[2])
 """
@@ -34,5 +34,5 @@ with marks.running(sys.argv[1], 3):
 )
 def test_the_mark(tmp_path, text, is_left):
     subprocess.run([sys.executable, "-c", RANK, tmp_path, text], check=False, timeout=200)
-    assert marks.is_running(tmp_path, 3) == is_left
+    assert exit_marks.is_running(tmp_path, 3) == is_left
     assert os.path.exists(tmp_path / "alive-3")

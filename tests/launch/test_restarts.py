@@ -11,7 +11,7 @@ import time
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import deaths, marks, mpirun
+from torchmpi_py.launch import deaths, exit_marks, mpirun
 
 try:
     VENDOR = mpirun.find("", os.environ)[0].name
@@ -143,7 +143,7 @@ def test_the_lookout(tmp_path, monkeypatch, pidfd):
         monkeypatch.delattr(os, "pidfd_open", raising=False)
     with subprocess.Popen(["sleep", "100"]) as one, subprocess.Popen(["sleep", "100"]) as other:
         for rank, process in enumerate((one, other)):
-            (tmp_path / f"running-{rank}").write_text(f"{process.pid} {marks._numbering()}")
+            (tmp_path / f"running-{rank}").write_text(f"{process.pid} {exit_marks._numbering()}")
         (tmp_path / "running-2").write_text("1 another.host")
         lookout = deaths.Lookout(tmp_path, os.getpid())
         try:
@@ -171,7 +171,7 @@ def test_deaths_are_told_in_the_order_of_their_beginnings(tmp_path, monkeypatch,
         for rank, process in enumerate((one, other)):
             os.mkfifo(tmp_path / f"alive-{rank}")
             pipes.append(os.open(tmp_path / f"alive-{rank}", os.O_RDWR | os.O_CLOEXEC))
-            (tmp_path / f"running-{rank}").write_text(f"{process.pid} {marks._numbering()}")
+            (tmp_path / f"running-{rank}").write_text(f"{process.pid} {exit_marks._numbering()}")
         lookout = deaths.Lookout(tmp_path, os.getpid(), 2)
         try:
             lookout.wait(0.0)

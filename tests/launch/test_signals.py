@@ -13,7 +13,7 @@ import pytest
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as main
-from torchmpi_py.launch import ending, guardian, leftovers, marks, mpirun, options, restarts, signals
+from torchmpi_py.launch import cleanup, ending, exit_marks, guardian, job, mpirun, options, signals
 
 try:
     MISSING = "" if mpirun.find("", os.environ) else "none"
@@ -196,14 +196,14 @@ def wait_for_the_end():
     """Of all processes of the test."""
     until = time.monotonic() + 100
     mark = f"LAUNCH_TEST={os.environ['LAUNCH_TEST']}"
-    while set(leftovers.processes_marked(mark)) - {os.getpid()} and time.monotonic() < until:
+    while set(cleanup.processes_marked(mark)) - {os.getpid()} and time.monotonic() < until:
         time.sleep(0.05)
 
 
 # Runs a starter that ends only when it is ended, and has a child that survives that.
 LAUNCHER = """
 import os, sys
-from torchmpi_py.launch import job, restarts
+from torchmpi_py.launch import job, job as restarts
 STARTER = "import subprocess, sys, time; subprocess.Popen(['sleep', '200']); print('up', flush=True); time.sleep(200)"
 def make(folder, attempt, begin):
     return job.Job([sys.executable, "-c", STARTER], os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}, folder)
@@ -230,7 +230,7 @@ def test_a_job_ends_with_its_launcher_and_the_launcher_with_its_parent(no_leftov
 # A rank without an MPI, that does not end by SIGTERM.
 RANK = """
 import os, signal, sys, time
-from torchmpi_py.launch import marks
+from torchmpi_py.launch import exit_marks as marks
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background of a script
 signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
 with marks.running(os.environ["TORCHMPIRUN_JOB_DIR"], int(sys.argv[1])):
@@ -240,7 +240,7 @@ with marks.running(os.environ["TORCHMPIRUN_JOB_DIR"], int(sys.argv[1])):
 
 LATE = """
 import os, sys
-from torchmpi_py.launch import job, restarts
+from torchmpi_py.launch import job, job as restarts
 job.GRACE_SECONDS = 0.1
 job.Job.is_late = property(lambda self: bool(self.signals.ending))
 def make(folder, attempt, begin):
@@ -281,7 +281,7 @@ def ranks(folder, *marked):
 
 def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
     with ranks(tmp_path, True, False) as (mine, other):
-        passed_on = ending.PassedOn(leftovers.Remains(tmp_path), signal.SIGTERM)
+        passed_on = ending.PassedOn(cleanup.Remains(tmp_path), signal.SIGTERM)
         assert passed_on.ranks == {0: mine.pid}
         passed_on.ranks[1] = other.pid  # it died just now
         passed_on.send()
@@ -296,10 +296,10 @@ def test_who_waits_for_a_rank_that_has_left(tmp_path, monkeypatch):
     monkeypatch.setattr(ending.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(ending, "_num_written", lambda _: written[0])
     with ranks(tmp_path, True, True):
-        passed_on = ending.PassedOn(leftovers.Remains(tmp_path), signal.SIGTERM)
+        passed_on = ending.PassedOn(cleanup.Remains(tmp_path), signal.SIGTERM)
         now[0] = 100.0
         assert not passed_on.is_over()  # nobody has left
-        marks.record_failure(str(tmp_path), 0, 1)
+        exit_marks.record_failure(str(tmp_path), 0, 1)
         assert not passed_on.is_over()
         now[0], written[0] = 111.0, 1
         assert not passed_on.is_over()
@@ -309,7 +309,7 @@ def test_who_waits_for_a_rank_that_has_left(tmp_path, monkeypatch):
         assert passed_on.is_over()
         assert "so killed: rank 1" in passed_on.reason
         passed_on.reason = ""
-        marks.record_end(str(tmp_path), 0, 143)  # the ranks have agreed
+        exit_marks.record_end(str(tmp_path), 0, 143)  # the ranks have agreed
         assert not passed_on.is_over()
 
 
@@ -318,9 +318,9 @@ def test_who_answers_ctrl_c(tmp_path, monkeypatch, knows):
     now = [0.0]
     monkeypatch.setattr(ending.time, "monotonic", lambda: now[0])
     with ranks(tmp_path, True):
-        passed_on = ending.PassedOn(leftovers.Remains(tmp_path), signal.SIGINT)
+        passed_on = ending.PassedOn(cleanup.Remains(tmp_path), signal.SIGINT)
         assert not passed_on.is_over()
-        record = {"heard": marks.record_hearing, "own": marks.record_own_handler, "": lambda *_: None}[knows]
+        record = {"heard": exit_marks.record_hearing, "own": exit_marks.record_own_handler, "": lambda *_: None}[knows]
         record(str(tmp_path), 0)
         now[0] = 4.0
         assert passed_on.is_over() == (not knows)
@@ -340,7 +340,7 @@ def test_a_programs_own_handler_is_known(tmp_path, text, is_own):
     begin += "signal.signal(signal.SIGINT, signal.default_int_handler); wrap.note_interrupts(0)\n"
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", begin + text], check=True, timeout=200, env=environment)
-    assert marks.has_own_handler(tmp_path, 0) == is_own
+    assert exit_marks.has_own_handler(tmp_path, 0) == is_own
 
 
 @pytest.mark.parametrize("survives", ["", "nohup", "background", "setsid"])
@@ -393,7 +393,7 @@ def test_the_parents_death_ends_the_wait_for_a_reader(monkeypatch):
     heard = []
     monkeypatch.setattr(signals, "say", heard.append)
     try:
-        assert restarts.run(lambda *_: done, 0, Paused()) == 0
+        assert job.run(lambda *_: done, 0, Paused()) == 0
     finally:
         for signum, handler in former.items():
             signal.signal(signum, handler)
@@ -408,7 +408,7 @@ def test_a_guardian_that_is_stopped_stops_nobody(monkeypatch, tmp_path):
     with os.fdopen(reader, "rb") as taken, os.fdopen(writer, "wb", buffering=0) as pipe:
         ours = guardian.Guardian()
         ours._process = SimpleNamespace(stdin=pipe)
-        remains, text = leftovers.Remains(tmp_path), b""
+        remains, text = cleanup.Remains(tmp_path), b""
         for number in range(12):
             remains.shared_memory = {f"/dev/shm/{number}-" + "x" * 10000}
             ours.note(remains, ())
@@ -425,10 +425,10 @@ def test_a_guardian_that_is_stopped_stops_nobody(monkeypatch, tmp_path):
 def test_marks_that_cannot_be_written(tmp_path):
     for name in ("ending", "heard-1", "ended-1"):
         (tmp_path / f"part-{name}").mkdir()
-    marks.announce_end(tmp_path)
-    marks.record_hearing(str(tmp_path), 1)
-    assert not marks.record_end(str(tmp_path), 1, 143)
-    found = marks.is_ending(str(tmp_path)), marks.has_heard(tmp_path, 1), marks.code_of_end(tmp_path)
+    exit_marks.announce_end(tmp_path)
+    exit_marks.record_hearing(str(tmp_path), 1)
+    assert not exit_marks.record_end(str(tmp_path), 1, 143)
+    found = exit_marks.is_ending(str(tmp_path)), exit_marks.has_heard(tmp_path, 1), exit_marks.code_of_end(tmp_path)
     assert found == (False, False, 0)
 
 
@@ -442,11 +442,11 @@ def test_a_log_that_cannot_be_replaced(tmp_path):
 
 
 def test_an_end_that_the_ranks_wanted_is_no_failure(tmp_path):
-    assert marks.code_of_end(tmp_path) == 0
-    assert marks.record_end(str(tmp_path), 1, 143)
-    assert not marks.record_end("", 1, 143)
-    assert not marks.record_end(str(tmp_path / "none"), 1, 143)
-    assert marks.code_of_end(tmp_path) == 143
+    assert exit_marks.code_of_end(tmp_path) == 0
+    assert exit_marks.record_end(str(tmp_path), 1, 143)
+    assert not exit_marks.record_end("", 1, 143)
+    assert not exit_marks.record_end(str(tmp_path / "none"), 1, 143)
+    assert exit_marks.code_of_end(tmp_path) == 143
 
 
 @pytest.mark.parametrize("text", ["-1", "nan", "long"])

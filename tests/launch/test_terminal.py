@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_leftovers")]
 LAUNCHER = """
 import os, sys
 from pathlib import Path
-from torchmpi_py.launch import job as jobs, restarts, terminal
+from torchmpi_py.launch import job as jobs, job as restarts, terminal
 
 def make(folder, attempt, begin):
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import variables, world
+from torchmpi_py.launch import variables
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -35,8 +35,8 @@ PLACE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": 
 
 def set_in(environment):
     """torchrun's variables of a process that has this environment."""
-    world.set_variables(environment)
-    return {name: environment[name] for name in world.NAMES if name in environment}
+    variables.set_variables(environment)
+    return {name: environment[name] for name in variables.NAMES if name in environment}
 
 
 def without_port(values):
@@ -49,7 +49,7 @@ def test_a_plain_mpirun_on_several_hosts(launcher):
     """Neither says where rank 0 is, nor which host this is: MPI does, in start."""
     environment = dict(launcher)
     assert without_port(set_in(environment)) == PLACE
-    world.complete("10.0.0.1", 1, environment)
+    variables.complete("10.0.0.1", 1, environment)
     assert without_port(set_in(environment)) == PLACE | {"MASTER_ADDR": "10.0.0.1", "GROUP_RANK": "1"}
 
 
@@ -105,16 +105,16 @@ def test_mpirun_inside_a_slurm_job(monkeypatch):
         "SLURM_STEP_NUM_TASKS": "1",
         "SLURM_STEP_NODELIST": "nodeb",
     }
-    monkeypatch.setattr(world.socket, "gethostname", lambda: "nodeb.x")
+    monkeypatch.setattr(variables.socket, "gethostname", lambda: "nodeb.x")
     assert without_port(set_in(daemon | OPENMPI)) == PLACE | {"MASTER_ADDR": "nodea", "GROUP_RANK": "1"}
 
 
 def test_torchmpirun_names_the_hosts(tmp_path, monkeypatch):
-    mark = {world.MARK: world.first_mark([("user@nodea.x", 3), ("10.0.0.2", 3)], tmp_path)}
+    mark = {variables.MARK: variables.first_mark([("user@nodea.x", 3), ("10.0.0.2", 3)], tmp_path)}
     assert without_port(set_in(OPENMPI | mark)) == PLACE | {"MASTER_ADDR": "nodea.x", "GROUP_RANK": "1"}
-    monkeypatch.setattr(world.socket, "gethostname", lambda: "nodea")
+    monkeypatch.setattr(variables.socket, "gethostname", lambda: "nodea")
     assert set_in(OPENMPI | mark)["GROUP_RANK"] == "0"  # the name counts more than the slots
-    mark = {world.MARK: world.first_mark([("localhost", 3), ("nodeb", 3)], tmp_path)}
+    mark = {variables.MARK: variables.first_mark([("localhost", 3), ("nodeb", 3)], tmp_path)}
     assert set_in(OPENMPI | mark)["MASTER_ADDR"] == "nodea"
 
 
@@ -127,7 +127,7 @@ def test_all_ranks_have_the_same_port():
 
 def test_without_a_launcher_nothing_is_set():
     environment = {"HOME": "/", "TORCHELASTIC_RUN_ID": "x", "RANK": "1"}
-    world.set_variables(environment)
+    variables.set_variables(environment)
     assert environment == {"HOME": "/", "TORCHELASTIC_RUN_ID": "x", "RANK": "1"}
 
 
@@ -135,8 +135,8 @@ def test_what_the_user_sets_stays():
     own = {"MASTER_ADDR": "nodex", "MASTER_PORT": "29500", "RANK": "0"}
     environment = OPENMPI | own
     assert set_in(environment) == PLACE | own
-    assert all(world.is_own(environment, name) for name in own)
-    world.complete("10.0.0.1", 1, environment)
+    assert all(variables.is_own(environment, name) for name in own)
+    variables.complete("10.0.0.1", 1, environment)
     assert environment["MASTER_ADDR"] == "nodex"
     assert environment["GROUP_RANK"] == "1"
 
@@ -151,18 +151,18 @@ def test_what_an_outer_job_has_set_does_not():
 
 def test_a_child_that_does_not_find_the_job_keeps_what_it_has(monkeypatch):
     set_in(rank := dict(MPICH))
-    kept = rank | {world.MARK: rank[world.MARK].replace("JOB=", "JOB=a:1"), "LOCAL_RANK": "7"}
-    monkeypatch.setattr(world, "_hydra_job", lambda _: "")  # its ancestors are gone
-    world.set_variables(child := dict(kept))
+    kept = rank | {variables.MARK: rank[variables.MARK].replace("JOB=", "JOB=a:1"), "LOCAL_RANK": "7"}
+    monkeypatch.setattr(variables, "_hydra_job", lambda _: "")  # its ancestors are gone
+    variables.set_variables(child := dict(kept))
     assert child == kept
-    monkeypatch.setattr(world, "_hydra_job", lambda _: "b:2")
-    world.set_variables(child)
+    monkeypatch.setattr(variables, "_hydra_job", lambda _: "b:2")
+    variables.set_variables(child)
     assert child["MASTER_PORT"] != kept["MASTER_PORT"]
 
 
 SHOW = """
 import os
-from torchmpi_py.launch import world
+from torchmpi_py.launch import variables as world
 world.set_variables()
 print(os.environ["RANK"], os.environ["WORLD_SIZE"], any(name.startswith("TORCHELASTIC_") for name in os.environ))
 """

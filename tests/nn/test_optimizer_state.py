@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchmpi_py.collectives import objects
+from torchmpi_py.collectives import verbs
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
 
@@ -65,7 +65,7 @@ def test_where_nothing_differs_nothing_but_a_digest_travels(mpi, monkeypatch):
     step(net, optimizer, 1)
     if mpi.rank() == 0:  # in another order: that is no difference
         optimizer.state = type(optimizer.state)(dict, reversed(list(optimizer.state.items())))
-    monkeypatch.setattr(objects, "broadcast_object", None)
+    monkeypatch.setattr(verbs, "broadcast_object", None)
     monkeypatch.setattr("torchmpi_py.collectives.verbs.broadcast", None)
     broadcast_optimizer_state(optimizer)
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchmpi_py import config
+from torchmpi_py.core import config
 from torchmpi_py.errors import RanksDisagree
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from torchmpi_py import communicators
-from torchmpi_py.channels import Place
+from torchmpi_py.core import communicators
+from torchmpi_py.core.channels import Place
 
 
 @pytest.fixture(params=["nodes-as-they-are", "as-if-on-two-nodes"])

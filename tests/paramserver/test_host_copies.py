@@ -2,7 +2,7 @@
 
 import torch
 
-from torchmpi_py.paramserver.host_copies import HostCopy
+from torchmpi_py.memory.devices import HostCopy
 
 
 def test_there_and_back():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchmpi_py import paramserver as ps
-from torchmpi_py.paramserver.sharding import shards
+from torchmpi_py.paramserver.shard import shards
 
 REPEATS = int(os.environ.get("TORCHMPI_REPEATS", "5"))
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]

@@ -24,7 +24,7 @@ def values(rank, count, dtype=torch.float32):
 
 def seeded(size, count, dtype=torch.float32):
     """What a server holds at first: part r of rank r's tensor."""
-    from torchmpi_py.paramserver.sharding import shards
+    from torchmpi_py.paramserver.shard import shards
 
     return torch.cat([values(r, count, dtype)[begin:end] for r, (begin, end) in enumerate(shards(count, size))])
 

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from torchmpi_py import communicators
 from torchmpi_py import paramserver as ps
-from torchmpi_py.channels import Place
+from torchmpi_py.core import communicators
+from torchmpi_py.core.channels import Place
 from torchmpi_py.errors import ParameterServerError
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(240)]

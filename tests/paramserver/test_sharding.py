@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchmpi_py.paramserver import register_rule, rules
-from torchmpi_py.paramserver.sharding import shards
+from torchmpi_py.paramserver.shard import shards
 
 
 @pytest.mark.parametrize("size", range(1, 38))

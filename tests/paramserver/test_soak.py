@@ -54,7 +54,7 @@ def values(rank, number, count, dtype):
 
 
 def seeded(size, count, dtype):
-    from torchmpi_py.paramserver.sharding import shards
+    from torchmpi_py.paramserver.shard import shards
 
     parts = [values(rank, 0, count, dtype)[begin:end] for rank, (begin, end) in enumerate(shards(count, size))]
     return torch.cat(parts)

@@ -6,9 +6,10 @@ import time
 import pytest
 import torch
 
-from torchmpi_py import communicators, symmetric
 from torchmpi_py import paramserver as ps
+from torchmpi_py.core import communicators
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
+from torchmpi_py.memory import symmetric
 from torchmpi_py.paramserver import stale
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]

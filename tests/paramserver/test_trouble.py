@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from torchmpi_py import communicators, config
 from torchmpi_py import paramserver as ps
-from torchmpi_py.channels import Place
+from torchmpi_py.core import communicators, config
+from torchmpi_py.core.channels import Place
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
-from torchmpi_py.paramserver.messages import HEADER_TAG, Kind, Request, answer_tag, bytes_tag
+from torchmpi_py.paramserver.remote import HEADER_TAG, Kind, ShardRequest, answer_tag, bytes_tag
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -165,7 +165,7 @@ def test_a_read_does_not_wait_for_a_payload_that_does_not_come(mpi):
         if mpi.rank() == 1:
             links = server._carrier._exchange.links
             rule = pickle.dumps(("add", {}))
-            request = Request(server._carrier._number, 0, int(Kind.APPLY), 8, rule)
+            request = ShardRequest(server._carrier._number, 0, int(Kind.APPLY), 8, rule)
             for _ in range(6):
                 links.requests.send(tuple(request), 0, HEADER_TAG)
             assert not server.receive().wait(60).any()

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from torchmpi_py.collectives import staging, two_shot
-from torchmpi_py.collectives.node_group import NodeGroup
+from torchmpi_py.collectives.flavours import staging, two_shot
+from torchmpi_py.collectives.flavours.node_group import NodeGroup
 
 LIKELIHOOD, LONGEST_SECONDS = 0.08, 0.003
 _local = threading.local()

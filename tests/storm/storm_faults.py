@@ -3,13 +3,14 @@
 import dataclasses
 import threading
 
-from torchmpi_py import symmetric
-from torchmpi_py.collectives import staging, two_shot, wire
-from torchmpi_py.collectives.node_group import NodeGroup
-from torchmpi_py.communication_thread import CommunicationThread
-from torchmpi_py.communicators import Communicator
-from torchmpi_py.torch_backend.buckets import Buckets
-from torchmpi_py.torch_backend.work import Pending
+from torchmpi_py.collectives import mpi_buffers
+from torchmpi_py.collectives.flavours import staging, two_shot
+from torchmpi_py.collectives.flavours.node_group import NodeGroup
+from torchmpi_py.core.communication_thread import CommunicationThread
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.memory import symmetric
+from torchmpi_py.torch_backend.bucket_memory import BucketMemory
+from torchmpi_py.torch_backend.work import PendingWork
 
 _local = threading.local()
 
@@ -31,7 +32,7 @@ def one_arena(patch, mpi):
 
     def move(node, channel):
         node._memory.release()
-        node._mapping, segment = made[channel.lane]
+        node._mapping, segment = made[channel.thread_role]
         node._segment, node._memory = segment, memoryview(node._mapping).cast("B")
         node._records = [segment.part_of[index] * segment.part_bytes for index in node._indices]
 
@@ -173,7 +174,7 @@ def one_communicator(patch, mpi):
 def one_bucket(patch, mpi):
     """Buckets of the same size are taken for the same, whatever their group."""
     made = {}
-    keep = Buckets.keep
+    keep = BucketMemory.keep
 
     def find(self, parameters, x):
         return made.get((x.numel(), x.dtype))
@@ -183,8 +184,8 @@ def one_bucket(patch, mpi):
         if memory is not None:
             made[memory.numel(), memory.dtype] = _Kept(memory)
 
-    patch.setattr(Buckets, "find", find)
-    patch.setattr(Buckets, "keep", kept)
+    patch.setattr(BucketMemory, "find", find)
+    patch.setattr(BucketMemory, "keep", kept)
 
 
 @dataclasses.dataclass
@@ -194,14 +195,14 @@ class _Kept:
 
 def no_wait(patch, mpi):
     """Every fifth call of torch.distributed is taken for complete."""
-    former = Pending.wait
+    former = PendingWork.wait
     calls = iter(range(1 << 30))
-    patch.setattr(Pending, "wait", lambda self, timeout=None: next(calls) % 5 == 4 or former(self, timeout))
+    patch.setattr(PendingWork, "wait", lambda self, timeout=None: next(calls) % 5 == 4 or former(self, timeout))
 
 
 def one_scratch(patch, mpi):
     """Scratch for 16-bit floats is the same for all threads."""
-    former, rooms = wire.reduction, {}
+    former, rooms = mpi_buffers.reduction, {}
 
     def reduction(dtype, op):
         how = former(dtype, op)
@@ -217,7 +218,7 @@ def one_scratch(patch, mpi):
 
         return dataclasses.replace(how, encode=encode)
 
-    patch.setattr(wire, "reduction", reduction)
+    patch.setattr(mpi_buffers, "reduction", reduction)
 
 
 FAULTS = {

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from storm_draw import groups, program
 
 import torchmpi_py as mpi
-from torchmpi_py import exits
 from torchmpi_py.collectives.registry import BY_NAME
+from torchmpi_py.watch import abort
 
 
 class Storm:
@@ -115,7 +115,7 @@ def _guarded(actor, of_groups, wrong):
     except BaseException:
         told = f"storm: {actor.kind} on rank {mpi.communicator(0).rank} failed\n{traceback.format_exc()}"
         os.write(2, told.encode())  # pytest keeps what goes to sys.stderr
-        exits.abort(3)
+        abort.abort(3)
 
 
 def main():
@@ -151,7 +151,7 @@ def main():
     if found:
         with contextlib.suppress(BaseException):
             storm.control.direct.mpi.Barrier()
-        exits.abort(1)  # the state of the process is not to be trusted
+        abort.abort(1)  # the state of the process is not to be trusted
     storm.close()
     dist.destroy_process_group()
     mpi.stop()

@@ -13,7 +13,7 @@ import storm_values as values
 import torch
 import torch.distributed as dist
 
-from torchmpi_py import channels
+from torchmpi_py.core import channels
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(3600 if "TORCHMPI_STORM_TURNS" in os.environ else 120)]
 TURNS = int(os.environ.get("TORCHMPI_STORM_TURNS", "4"))

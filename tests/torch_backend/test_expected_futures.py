@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchmpi_py import board, watch
+from torchmpi_py.core import journal, status_board
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(240)]
 
@@ -15,7 +15,7 @@ def held_up(mpi, group, ask, rank=0):
     answer = None
     if mpi.rank() != rank:
         work = dist.all_reduce(x, group=group, async_op=True)
-        number = board.current.records(board.current.index)[0].number
+        number = status_board.current.records(status_board.current.index)[0].number
         answer = ask(work, number)
     mpi.barrier()
     if mpi.rank() == rank:
@@ -27,7 +27,7 @@ def held_up(mpi, group, ask, rank=0):
 
 
 def is_waited_for(number):
-    return number in watch.under_way(board.current)
+    return number in journal.under_way(status_board.current)
 
 
 def test_a_work_that_nobody_waits_for_is_not_late(mpi, group):
@@ -51,12 +51,12 @@ def test_a_future_is_a_wait(mpi, group, rank):
 
 
 def test_a_future_of_what_is_over_is_none(mpi, group):
-    before = watch.under_way(board.current)
+    before = journal.under_way(status_board.current)
     for _ in range(20):
         work = dist.all_reduce(torch.ones(3), async_op=True)
         work.wait()
         assert work.get_future().wait()[0].tolist() == [mpi.size()] * 3
-    assert watch.under_way(board.current) == before
+    assert journal.under_way(status_board.current) == before
 
 
 def test_a_group_that_is_given_up_waits_for_nothing(mpi, group):

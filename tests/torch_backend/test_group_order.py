@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.nn.parallel import DistributedDataParallel
 
-from torchmpi_py import symmetric
+from torchmpi_py.memory import symmetric
 from torchmpi_py.torch_backend import average
 
 pytestmark = pytest.mark.mpi

@@ -40,7 +40,7 @@ def test_the_variables_and_every_way_to_meet(tmp_path):
         import json, os, socket, sys
         import torch, torch.distributed as dist
 
-        assert not {"mpi4py.MPI", "torchmpi_py.runtime"} & set(sys.modules)
+        assert not {"mpi4py.MPI", "torchmpi_py.runtime.process"} & set(sys.modules)
 
         def total(*args, **how):
             dist.init_process_group(*args, **how)
@@ -93,7 +93,7 @@ ALONE = """
     import os, sys, torch, torch.distributed as dist
 
     assert "RANK" not in os.environ
-    assert not {"torchmpi_py.torch_backend.meeting", "torchmpi_py.runtime"} & set(sys.modules)
+    assert not {"torchmpi_py.torch_backend.meeting", "torchmpi_py.runtime.process"} & set(sys.modules)
     try:
         dist.init_process_group("gloo")
     except ValueError as error:

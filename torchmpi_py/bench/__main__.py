@@ -9,15 +9,24 @@ import argparse
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import arguments, collective, gpu, hang, modes, paramserver, results, step, table, trace, watch
-from torchmpi_py.bench.errors import UsageError, WrongValue
+from torchmpi_py.bench import (
+    UsageError,
+    WrongValue,
+    command_line,
+    compare,
+    gpu,
+    hang,
+    modes,
+    parameter_server,
+    results,
+    step,
+    trace,
+    watching,
+)
+from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.launch import variables
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _NO_MATPLOTLIB = "drawing needs matplotlib: pip install 'torchmpi-py[bench]'"
 
@@ -25,7 +34,7 @@ _NO_MATPLOTLIB = "drawing needs matplotlib: pip install 'torchmpi-py[bench]'"
 def main(argv: list[str] | None = None) -> int:
     """Carry out one subcommand; return the exit code, the same on every rank."""
     try:
-        options = arguments.parse(argv)
+        options = command_line.parse(argv)
         if options.command == "plot":
             _plot(results.load(options.json), options)
         elif options.command == "trace":
@@ -42,22 +51,21 @@ def main(argv: list[str] | None = None) -> int:
 
 def _measure(options: argparse.Namespace) -> None:
     gpu.start(getattr(options, "device", "cpu"))
-    from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
     _check_outputs(comm, options)
     if options.command == "step":
         step.main(comm, options)
     elif options.command == "ps":
-        paramserver.main(comm, options)
+        parameter_server.main(comm, options)
     elif options.command == "modes":
         modes.main(comm, options)
     elif options.command == "watch":
-        watch.main(comm, options)
+        watching.main(comm, options)
     elif options.command == "tune":
         _tune(options)
     else:
-        _conclude(collective.report(comm, options), options)
+        _conclude(compare.report(comm, options), options)
     mpi.stop()
 
 
@@ -79,7 +87,7 @@ def _conclude(report: results.Report, options: argparse.Namespace) -> None:
     """Print, store and draw, on rank 0."""
     if mpi.rank() != 0:
         return
-    print(table.render(report), flush=True)
+    print(results.render(report), flush=True)
     if options.json is not None:
         results.store(report, options.json)
     if options.plot is not None:
@@ -102,14 +110,14 @@ def _check_outputs(comm: MPI.Comm, options: argparse.Namespace) -> None:
 def _plot(report: results.Report, options: argparse.Namespace) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(_NO_MATPLOTLIB)
-    from torchmpi_py.bench import plot
+    from torchmpi_py.bench import results
 
-    plot.draw(report, options.plot)
+    results.draw(report, options.plot)
 
 
 def _tell(error: Exception) -> None:
     """Say it once. In a job the ranks meet first, for the first one to end takes the others with it."""
-    is_in_job = mpi.is_started() or variables.rank(os.environ) is not None
+    is_in_job = mpi.is_started() or variables.rank_in(os.environ) is not None
     if is_in_job and not mpi.is_started():
         mpi.start()
     if not is_in_job or mpi.rank() == 0:

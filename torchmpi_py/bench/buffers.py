@@ -1,4 +1,6 @@
-"""The buffers that are measured: warm ones, used again and again, and cold ones, which have left the cache.
+"""Sizes as people write them: ``4``, ``64K``, ``1M``, and ranges ``4:256M:4x``. K, M and G are powers of 1024.
+
+The buffers that are measured: warm ones, used again and again, and cold ones, which have left the cache.
 
 All tensors of a run lie in *slabs*: one of ordinary memory, one of symmetric memory if that is measured. A slab is cut
 into *slots*, each with the tensors of one call, and calls take one slot after the other. Warm: there are as few slots
@@ -10,13 +12,59 @@ and they exceed its cache.
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import torch
 from torch import Tensor
 
-from torchmpi_py.bench.errors import UsageError
-from torchmpi_py.bench.sizes import format_size
-from torchmpi_py.bench.verbs import Task
+from torchmpi_py.bench import UsageError
+from torchmpi_py.bench.cases import Task
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", re.IGNORECASE)
+_HOW = "write bytes as 4, 64K, 1M or 2G"
+
+
+def parse_size(text: str) -> int:
+    """Bytes. ValueError, with what is known, unless ``text`` is a number above 0 with an optional K, M or G."""
+    match = _SIZE.fullmatch(text.strip())
+    num_bytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if num_bytes < 1:
+        raise ValueError(f"size {text!r}: {_HOW}")
+    return num_bytes
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Bytes of a list such as ``4,64K,1M:64M:4x``, in rising order, each once.
+
+    A range goes from its first size by the factor (default 2x) up to its second, both included.
+    """
+    return sorted({num_bytes for part in text.split(",") for num_bytes in _parse_part(part)})
+
+
+def _parse_part(text: str) -> list[int]:
+    if ":" not in text:
+        return [parse_size(text)]
+    match = re.fullmatch(r"([^:]+):([^:]+)(?::(\d+)x)?", text.strip())
+    if match is None or (factor := int(match[3] or 2)) < 2:
+        raise ValueError(f"sizes {text!r}: write a range as 4:256M or 4:256M:4x, with a factor of at least 2")
+    first, last = parse_size(match[1]), parse_size(match[2])
+    if first > last:
+        raise ValueError(f"sizes {text!r}: the range ends before it begins")
+    sizes = [first]
+    while sizes[-1] * factor < last:
+        sizes.append(sizes[-1] * factor)
+    return [*sizes, last] if sizes[-1] != last else sizes
+
+
+def format_size(num_bytes: float) -> str:
+    """A short form for people: 4 B, 64 KiB, 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} {unit}"
+
 
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64
@@ -71,7 +119,7 @@ class Rotation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BufferPlan:
     """How the memory of a rank is divided: bytes of the ordinary slab and of the symmetric one (0: none)."""
 
     plain_bytes: int
@@ -91,7 +139,7 @@ class Plan:
 
 def plan(
     task: Task, sizes: list[int], *, max_bytes: int, cache_bytes: int, with_symmetric: bool, with_cold: bool
-) -> Plan:
+) -> BufferPlan:
     """Divide ``max_bytes`` a rank; UsageError if the largest of ``sizes`` (bytes) does not fit."""
     kinds = [False, True] if with_symmetric else [False]
     needed = [max(_num_warm(kind) * stride_bytes(task, size) for size in sizes) for kind in kinds]
@@ -104,7 +152,7 @@ def plan(
     spare = (max_bytes - sum(needed)) // len(kinds)
     given = [min(least + spare, max(least, most)) for least, most in zip(needed, wanted, strict=True)]
     plain_bytes, symmetric_bytes = [*(given if with_cold else needed), 0][:2]
-    return Plan(plain_bytes, symmetric_bytes, cache_bytes)
+    return BufferPlan(plain_bytes, symmetric_bytes, cache_bytes)
 
 
 def stride_bytes(task: Task, num_bytes: int) -> int:

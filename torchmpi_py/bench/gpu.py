@@ -10,16 +10,13 @@ import contextlib
 import subprocess
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 import torchmpi_py as mpi
-from torchmpi_py import gpus
-from torchmpi_py.bench.errors import UsageError
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from torchmpi_py.bench import UsageError
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.memory import gpus
 
 CACHE_BYTES = 256 << 20  # more than the cache of any GPU so far
 _MOST_BYTES = 8 << 30  # for 1 GiB of each verb
@@ -40,7 +37,6 @@ def start(device: str) -> None:
             mpi.start()  # to meet the others, which have a GPU, in theirs
     except mpi.RanksDisagree:
         pass  # another rank tells why
-    from mpi4py import MPI
 
     failures = [text for text in MPI.COMM_WORLD.allgather(failure) if text]
     if failures:

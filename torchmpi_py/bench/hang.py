@@ -1,4 +1,4 @@
-"""The subcommand ``hang``: what the dumps of a job that hung tell (``torchmpi_py/flight_recorder.py``).
+"""The subcommand ``hang``: what the dumps of a job that hung tell (``torchmpi_py/watch/flight_recorder.py``).
 
 In each communicator, and thread, operations are counted from 1 on all ranks. The first one that some rank has begun and
 not all have completed is the one at which the job hangs, or at which ranks parted: of each rank is told whether it
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchmpi_py.bench.errors import UsageError
-from torchmpi_py.grouping import in_words
+from torchmpi_py.bench import UsageError
+from torchmpi_py.core.grouping import in_words
 
 Entry = Mapping[str, Any]
 

@@ -6,15 +6,12 @@ import datetime as dt
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 import torchmpi_py as mpi
-from torchmpi_py.bench.sizes import format_size, parse_size
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from torchmpi_py.bench.buffers import format_size, parse_size
+from torchmpi_py.core.mpi_api import MPI
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _MEMORY = Path("/proc/meminfo")
@@ -76,8 +73,6 @@ def limit_threads() -> None:
 
 def facts() -> dict[str, str]:
     """What a reader needs to judge the figures, in the order in which it is shown. As rank 0 sees it."""
-    from mpi4py import MPI
-
     vendor, version = MPI.get_vendor()
     cache_bytes = last_level_cache_bytes()
     nodes = mpi.num_nodes()

@@ -13,20 +13,16 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import machine, modes_data, modes_slow, progress, table
-from torchmpi_py.bench.errors import UsageError
+from torchmpi_py.bench import UsageError, machine, modes_data, modes_slow, progress_bar, results
 from torchmpi_py.bench.modes_ways import MODES, Mode
 from torchmpi_py.bench.results import quantile
 from torchmpi_py.collectives.timing import order
+from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.engine import DatasetIterator
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 BASELINE = "allreduce"
 _FORMAT = "torchmpi_py.bench modes 1"
@@ -105,14 +101,12 @@ def _trained(comm: MPI.Comm, chosen: dict[str, Mode], options: argparse.Namespac
     todo = [
         (options.first_seed + turn, names[index]) for turn in range(options.seeds) for index in order(len(names), turn)
     ]
-    shown = progress.shown(todo, lambda run: f"{run[1]}", rank=comm.rank, always=options.progress)
+    shown = progress_bar.shown(todo, lambda run: f"{run[1]}", rank=comm.rank, always=options.progress)
     return [_run(comm, name, chosen[name], seed, options.epochs, options.batch) for seed, name in shown]
 
 
 def _run(comm: MPI.Comm, name: str, mode: Mode, seed: int, epochs: int, batch: int) -> Run:
     """Train once. The same on every rank."""
-    from mpi4py import MPI
-
     network = modes_data.make_network(seed)
     way = mode.way(network, mode)
     iterator = DatasetIterator(modes_data.digits()[0], -(-batch // comm.size), seed=seed)
@@ -139,7 +133,7 @@ def render(report: ModesReport) -> str:
     )
     header = ["mode", "accuracy %", "least", "most", f"minus {BASELINE}", "seconds", "MB a rank", "settings"]
     rows = [_cells(report, mode) for mode in report.settings]
-    whole = table.document(title, report.facts, report.notes, header, rows)
+    whole = results.document(title, report.facts, report.notes, header, rows)
     return whole if report.slow is None else f"{whole}\n\n{modes_slow.render(report.slow)}"
 
 
@@ -153,8 +147,8 @@ def _cells(report: ModesReport, mode: str) -> list[str]:
         _percent(min(accuracies)),
         _percent(max(accuracies)),
         "-" if gain is None else _percent(round(gain, 2) + 0.0),  # no minus zero
-        table.number(quantile([run.seconds for run in runs], 0.5)),
-        table.number(_mean([run.num_bytes for run in runs]) / 1e6),
+        results.number(quantile([run.seconds for run in runs], 0.5)),
+        results.number(_mean([run.num_bytes for run in runs]) / 1e6),
         report.settings[mode],
     ]
 

@@ -10,7 +10,7 @@ import functools
 import torch
 from torch.utils.data import TensorDataset
 
-from torchmpi_py.bench.errors import UsageError
+from torchmpi_py.bench import UsageError
 
 
 @functools.cache

@@ -15,18 +15,15 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from torchmpi_py.bench import modes_data, progress, table
+from torchmpi_py.bench import modes_data, progress_bar, results
 from torchmpi_py.bench.modes_ways import MODES, Way
 from torchmpi_py.bench.results import quantile
+from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.engine.state import State
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _SSP = "ssp"
 _MODES = ("allreduce", "downpour", "easgd", _SSP)
@@ -96,7 +93,7 @@ def measure(comm: MPI.Comm, options: argparse.Namespace) -> SlowReport:
     """Collective over ``comm``."""
     even: dict[str, list[float]] = {name: [] for name in _MODES}
     slow: dict[str, list[float]] = {name: [] for name in _MODES}
-    shown = progress.shown(range(options.rounds), lambda turn: "slow rank", rank=comm.rank, always=options.progress)
+    shown = progress_bar.shown(range(options.rounds), lambda turn: "slow rank", rank=comm.rank, always=options.progress)
     for turn in shown:
         for name in _MODES:
             for factor in (1.0, options.slow_factor)[:: 1 if turn % 2 else -1]:
@@ -159,8 +156,8 @@ def render(report: SlowReport) -> str:
     rows = [
         [
             mode,
-            table.number(quantile(report.even[mode], 0.5)),
-            table.number(quantile(report.slow[mode], 0.5)),
+            results.number(quantile(report.even[mode], 0.5)),
+            results.number(quantile(report.slow[mode], 0.5)),
             f"{report.ratio(mode):.3f}",
         ]
         for mode in report.even
@@ -175,4 +172,4 @@ def render(report: SlowReport) -> str:
         f"Bounded staleness with s = {report.staleness}: in {report.num_steps} steps with the slow rank the fastest "
         f"was at most {max(report.leads)} ahead of the slowest (by run: {', '.join(map(str, report.leads))})."
     )
-    return f"## One slow rank\n\n{told}\n\n{table.table(header, rows)}\n\n{leads}"
+    return f"## One slow rank\n\n{told}\n\n{results.table(header, rows)}\n\n{leads}"

@@ -1,4 +1,12 @@
-"""The subcommand ``step``: what averaging the gradients adds to one training step.
+"""The ways to train that ``step`` compares: the same network, data and optimizer, with gradients averaged differently.
+
+Each way is a *trainer*: a function that takes some steps of an ongoing training and calls ``done`` after each one. What
+happens between two calls is one whole step, from taking the sample to the new parameters, also where the loop is the
+engine's. On a GPU the step is then queued; whoever measures waits for it in ``done``.
+
+Of what the time consists that ``synchronize_gradients`` takes in a training step.
+
+The subcommand ``step``: what averaging the gradients adds to one training step.
 
 The trainers take turns in short runs of several steps, in one run of the bench. The first step of each run is not
 counted: it follows another trainer's, and the engine's includes the begin of ``train``. On a GPU every step of every
@@ -9,27 +17,179 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 import torchmpi_py as mpi
-from torchmpi_py import devices
 from torchmpi_py import nn as mpinn
-from torchmpi_py.bench import breakdown, gpu, machine, progress, table
-from torchmpi_py.bench.errors import WrongValue
+from torchmpi_py.bench import WrongValue, gpu, machine, progress_bar, results
+from torchmpi_py.bench.peers import process_groups
 from torchmpi_py.bench.results import quantile
-from torchmpi_py.bench.torch_groups import process_groups
-from torchmpi_py.bench.trainers import DDP, DDP_TORCHMPI, NONE, Sample, Trainer, make_samples, trainers
-from torchmpi_py.collectives.timing import order
+from torchmpi_py.collectives.timing import interleaved, order, until_done
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.engine import AllReduceSGDEngine
+from torchmpi_py.memory import devices
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+NONE, DDP = "no communication", "DDP on gloo"
+DDP_TORCHMPI, DDP_HOOK = "DDP on torchmpi", "DDP on torchmpi, hook"
+SEED, LEARNING_RATE = 1111, 0.01
+
+Sample = tuple[torch.Tensor, torch.Tensor]
+Done = Callable[[], None]
+Train = Callable[[Sequence[Sample], Done], None]
+Way = Callable[[torch.nn.Module], Train]
+_CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """``train(samples, done)`` takes one step per sample. Collective, but for NONE."""
+
+    name: str
+    network: torch.nn.Module
+    train: Train
+
+
+def trainers(
+    layers: Sequence[int], *, with_ddp: bool, torchmpi: Any = None, device: torch.device = _CPU
+) -> list[Trainer]:
+    """All of them, each with a network of its own from the same seed, on ``device``.
+
+    ``with_ddp``: DDP on torch's default process group. ``torchmpi``: DDP also on this one, of our backend.
+    """
+    on_torchmpi = functools.partial(_ddp, group=torchmpi)
+    hooked = functools.partial(on_torchmpi, with_hook=True)
+    ways: list[tuple[str, Way]] = [
+        (NONE, _alone),
+        *([(DDP, _ddp)] if with_ddp else []),
+        *([] if torchmpi is None else [(DDP_TORCHMPI, on_torchmpi), (DDP_HOOK, hooked)]),
+        ("synchronize_gradients", _synchronized),
+        ("register_async_backward", _async_backward),
+        ("engine", lambda network: _engine(network, asynchronous=False)),
+        ("engine, asynchronous", lambda network: _engine(network, asynchronous=True)),
+    ]
+    made = [(name, make_network(layers).to(device), way) for name, way in ways]
+    return [Trainer(name, network, way(network)) for name, network, way in made]
+
+
+def make_network(layers: Sequence[int]) -> torch.nn.Module:
+    """A multilayer perceptron, the same for each call and on each rank."""
+    torch.manual_seed(SEED)
+    parts: list[torch.nn.Module] = []
+    for inputs, outputs in itertools.pairwise(layers):
+        parts += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
+    return torch.nn.Sequential(*parts[:-1])
+
+
+def make_samples(
+    layers: Sequence[int], batch: int, num_steps: int, rank: int, device: torch.device = _CPU
+) -> list[Sample]:
+    """The batches of ``rank``: inputs (batch, layers[0]) and class indices (batch,), on ``device``."""
+    generator = torch.Generator().manual_seed(SEED + rank)
+    return [
+        (
+            torch.randn(batch, layers[0], generator=generator).to(device),
+            torch.randint(layers[-1], (batch,), generator=generator).to(device),
+        )
+        for _ in range(num_steps)
+    ]
+
+
+def _loop(
+    network: torch.nn.Module, forward: Callable[[torch.Tensor], Any], after_backward: Callable[[], None]
+) -> Train:
+    """A hand-written loop."""
+    criterion = torch.nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
+
+    def train(samples: Sequence[Sample], done: Done) -> None:
+        for x, y in samples:
+            optimizer.zero_grad()
+            criterion(forward(x), y).backward()
+            after_backward()
+            optimizer.step()
+            done()
+
+    return train
+
+
+def _alone(network: torch.nn.Module) -> Train:
+    return _loop(network, network, _nothing)
+
+
+def _ddp(network: torch.nn.Module, group: Any = None, *, with_hook: bool = False) -> Train:
+    """On torch's default process group, or on ``group``; ours has a hook that reduces in symmetric memory."""
+    ddp: Any = torch.nn.parallel.DistributedDataParallel(network, process_group=group)
+    if with_hook:
+        from torchmpi_py import torch_backend
+
+        ddp.register_comm_hook(group, torch_backend.average)
+    return _loop(network, ddp, _nothing)
+
+
+def _synchronized(network: torch.nn.Module) -> Train:
+    return _loop(network, network, lambda: mpinn.synchronize_gradients(network))
+
+
+def _async_backward(network: torch.nn.Module) -> Train:
+    return _loop(network, network, mpinn.register_async_backward(network).synchronize)
+
+
+def _engine(network: torch.nn.Module, *, asynchronous: bool) -> Train:
+    """The package's loop; a step ends with its last hook."""
+    on_gpu = next(network.parameters()).is_cuda
+    engine = AllReduceSGDEngine(usegpu=on_gpu, asynchronous=asynchronous)
+
+    def train(samples: Sequence[Sample], done: Done) -> None:
+        engine.hooks.on_update = lambda state: done()
+        engine.train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=samples, lr=LEARNING_RATE)
+
+    return train
+
+
+def _nothing() -> None:
+    """Nothing to do after the backward pass."""
+
+
+CALL = "synchronize_gradients, the call"
+REDUCTION = "the same with gradients in their buckets: the reduction alone"
+COPY = "a copy of as many bytes, all ranks at once"
+
+
+def measure(comm: MPI.Comm, layers: list[int], sample: Sample, num_turns: int) -> dict[str, float]:
+    """Median seconds of each part, where the sample is. Collective over ``comm``, which holds all ranks."""
+    device = sample[0].device
+    network, criterion = make_network(layers).to(device), torch.nn.CrossEntropyLoss()
+    count = sum(p.numel() for p in network.parameters())
+    source, destination = (torch.ones(count, device=device) for _ in range(2))
+
+    def synchronize() -> None:
+        mpinn.synchronize_gradients(network)
+
+    def backward() -> None:
+        network.zero_grad()
+        criterion(network(sample[0]), sample[1]).backward()
+
+    calls: dict[str, Callable[[], object]] = {
+        CALL: synchronize,
+        REDUCTION: synchronize,
+        COPY: lambda: destination.copy_(source),
+    }
+    before: dict[str, Callable[[], object]] = {CALL: backward, REDUCTION: synchronize}
+    calls, before = (
+        {name: until_done(call, device) for name, call in functions.items()} for functions in (calls, before)
+    )
+    synchronize()
+    times = interleaved(comm, calls, seconds=1.0, min_turns=num_turns, max_turns=num_turns, before=before)
+    return {name: quantile(seconds, 0.5) for name, seconds in times.items()}
+
 
 STEPS_PER_RUN = 3
 _FORMAT = "torchmpi_py.bench step 1"
@@ -69,7 +229,7 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
         seconds = _measured(comm, made, samples, options)
     num_steps = len(seconds[NONE])
     medians = {name: quantile(times, 0.5) for name, times in seconds.items()}
-    parts = breakdown.measure(comm, options.layers, samples[0], min(options.steps, 15))
+    parts = measure(comm, options.layers, samples[0], min(options.steps, 15))
     facts = machine.facts() | gpu.facts(comm, device)
     report = StepReport(options.layers, options.batch, num_steps, facts, notes, medians, parts, device.type)
     if comm.rank == 0:
@@ -85,21 +245,21 @@ def render(report: StepReport) -> str:
     title = f"a training step{where}: layers {layers}, batches of {report.batch} a rank, {report.num_steps} steps"
     header = ["what", "step ms", "added ms", "x DDP's added"]
     rows = [_row(report, name) for name in report.median_seconds]
-    parts = [[name, table.number(seconds * 1e3)] for name, seconds in report.parts_seconds.items()]
-    whole = table.document(title, report.facts, report.notes, header, rows)
-    return f"{whole}\n\n{table.table(['part', 'ms'], parts)}" if parts else whole
+    parts = [[name, results.number(seconds * 1e3)] for name, seconds in report.parts_seconds.items()]
+    whole = results.document(title, report.facts, report.notes, header, rows)
+    return f"{whole}\n\n{results.table(['part', 'ms'], parts)}" if parts else whole
 
 
 def _row(report: StepReport, name: str) -> list[str]:
     if name == NONE:
-        return [name, table.number(report.median_seconds[name] * 1e3), "-", "-"]
+        return [name, results.number(report.median_seconds[name] * 1e3), "-", "-"]
     added = report.added_seconds(name)
     ddp = report.added_seconds(DDP) if DDP in report.median_seconds else 0.0
     return [
         name,
-        table.number(report.median_seconds[name] * 1e3),
-        table.number(added * 1e3),
-        table.number(added / ddp if ddp > 0 else None),
+        results.number(report.median_seconds[name] * 1e3),
+        results.number(added * 1e3),
+        results.number(added / ddp if ddp > 0 else None),
     ]
 
 
@@ -112,7 +272,7 @@ def _measured(
     _check_alike(made)
     times: dict[str, list[float]] = {trainer.name: [] for trainer in made}
     rounds = range(-(-options.steps // STEPS_PER_RUN))
-    for turn in progress.shown(rounds, lambda turn: "steps", rank=comm.rank, always=options.progress):
+    for turn in progress_bar.shown(rounds, lambda turn: "steps", rank=comm.rank, always=options.progress):
         for index in order(len(made), turn):
             comm.Barrier()
             times[made[index].name] += _run(made[index], samples)
@@ -136,7 +296,6 @@ def _run(trainer: Trainer, samples: Sequence[Sample]) -> list[float]:
 
 
 def _slowest(comm: MPI.Comm, seconds: Sequence[float]) -> list[float]:
-    from mpi4py import MPI
 
     here = np.array(seconds)
     comm.Allreduce(MPI.IN_PLACE, here, MPI.MAX)

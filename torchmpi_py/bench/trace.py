@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchmpi_py.bench.errors import UsageError
-from torchmpi_py.trace_rows import CATEGORY
+from torchmpi_py.bench import UsageError
+from torchmpi_py.watch.tracing import CATEGORY
 
 _VIEWERS = "open it in https://ui.perfetto.dev or chrome://tracing"
 _ROWS_PER_RANK = 10_000

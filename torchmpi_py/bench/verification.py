@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torchmpi_py.bench import values
+from torchmpi_py.bench import WrongValue, exact_values
 from torchmpi_py.bench.buffers import Rotation, Slot
-from torchmpi_py.bench.contestants import Contestant
-from torchmpi_py.bench.errors import WrongValue
-from torchmpi_py.bench.verbs import Task
+from torchmpi_py.bench.candidates import Contestant
+from torchmpi_py.bench.cases import Task
 from torchmpi_py.collectives.timing import until_done
+from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import FlavourError
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 def verify(comm: MPI.Comm, task: Task, contestant: Contestant, rotation: Rotation, num_bytes: int, when: str) -> None:
@@ -46,7 +42,7 @@ def why_not(comm: MPI.Comm, task: Task, contestant: Contestant, rotation: Rotati
 def _mistake(task: Task, contestant: Contestant, rotation: Rotation, num_bytes: int) -> str:
     """What is wrong on this rank after one call, or ""."""
     slot = rotation.take()
-    values.write(slot.x, task.pattern(task.rank))
+    exact_values.write(slot.x, task.pattern(task.rank))
     if slot.out is not None:
         slot.out.fill_(1)
     until_done(contestant.bind(lambda: slot), task.device)()
@@ -54,12 +50,12 @@ def _mistake(task: Task, contestant: Contestant, rotation: Rotation, num_bytes: 
 
 
 def _first_wrong(task: Task, slot: Slot, expected: Sequence[tuple[Tensor, int]]) -> str:
-    tolerance = values.tolerance(task.dtype, task.op) if task.verb.reduces else 0.0
+    tolerance = exact_values.tolerance(task.dtype, task.op) if task.verb.reduces else 0.0
     begin = 0
     for numbers, count in expected:
-        index = values.first_wrong(slot.result[begin : begin + count], numbers, tolerance)
+        index = exact_values.first_wrong(slot.result[begin : begin + count], numbers, tolerance)
         if index is not None:
-            got, right = slot.result[begin + index].item(), numbers[index % values.PERIOD].item()
+            got, right = slot.result[begin + index].item(), numbers[index % exact_values.PERIOD].item()
             return f"rank {task.rank} has {got} in element {begin + index}, where {right} is right"
         begin += count
     return ""

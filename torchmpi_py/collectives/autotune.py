@@ -1,4 +1,10 @@
-"""The autotuner: measures which flavour is the fastest here, per verb and size, and fills the selector with that.
+"""From times to choices: at which sizes another flavour is better than the one before.
+
+Going up in size, another flavour is chosen where it beats the one chosen before by more than 5 %, in the first half of
+the turns and in the second, so that noise does not make stripes. A choice ends at the geometric mean of the sizes on
+both sides of the change.
+
+The autotuner: measures which flavour is the fastest here, per verb and size, and fills the selector with that.
 
 For each verb, and for ordinary and symmetric tensors, sizes grow by factors of 4, and at each size the flavours take
 turns (``timing.py``). What follows from the times is in ``crossovers.py``. On a GPU a call's time ends when the GPU has
@@ -12,22 +18,96 @@ import itertools
 import logging
 import math
 import pathlib
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchmpi_py import gpus, watch
-from torchmpi_py.collectives import timing, tuning_file
+from torchmpi_py.collectives import measured_cache, timing
 from torchmpi_py.collectives import verbs as all_verbs
-from torchmpi_py.collectives.crossovers import Point, beyond, choose, in_units, is_hopeless
-from torchmpi_py.collectives.registry import BY_NAME, DEVICES, status
+from torchmpi_py.collectives.registry import BY_NAME, DEVICES, FLAVOURS, status
 from torchmpi_py.collectives.selector import Choice, Key, selector
-from torchmpi_py.communicators import Communicator, stack
+from torchmpi_py.core import journal
+from torchmpi_py.core.communicators import Communicator, stack
 from torchmpi_py.errors import RanksDisagree, TorchMPIError, Unavailable
-from torchmpi_py.symmetric import symmetric_empty
+from torchmpi_py.memory import gpus
+from torchmpi_py.memory.symmetric import symmetric_empty
+
+Times = Mapping[str, Sequence[float]]  # of each flavour, in seconds, turn by turn
+Point = tuple[int, Times]  # how many bytes take these times
+
+_DISPLACES_BY = 1.05
+_HOPELESS = 8.0
+_DROP_FROM_BYTES = 256 << 10  # before that the slow ones cost little, and one that is slow to start may yet win
+
+
+def choose(points: Sequence[Point]) -> list[Choice]:
+    """The choices that follow from times at growing sizes; a flavour without a time at a size is out of the race."""
+    winners: list[str] = []
+    for _, times in points:
+        best = min(times, key=lambda name: statistics.median(times[name]))
+        stays = winners and not _displaces(times, best, winners[-1])
+        winners.append(winners[-1] if stays else best)
+    runs = [
+        (winner, [point for point, _ in run])
+        for winner, run in itertools.groupby(zip(points, winners, strict=True), key=lambda pair: pair[1])
+    ]
+    limits = [math.sqrt(run[-1][0] * after[0][0]) for (_, run), (_, after) in itertools.pairwise(runs)]
+    return [
+        Choice(limit if limit == math.inf else round(limit), winner, _why(winner, run[len(run) // 2]))
+        for limit, (winner, run) in zip([*limits, math.inf], runs, strict=True)
+    ]
+
+
+def beyond(choices: Sequence[Choice], largest_bytes: int, former: Sequence[Choice]) -> list[Choice]:
+    """The choices, with what the former ones had changed to beyond the largest size that was measured."""
+    begins = [-1.0, *(choice.max_bytes for choice in former)]
+    kept = [(begin, choice) for begin, choice in zip(begins, former, strict=False) if begin >= largest_bytes]
+    if not kept or kept[0][1].flavour == choices[-1].flavour:
+        return list(choices)
+    return [*choices[:-1], choices[-1]._replace(max_bytes=kept[0][0]), *(choice for _, choice in kept)]
+
+
+def _displaces(times: Times, challenger: str, holder: str) -> bool:
+    """Whether the challenger is clearly faster: a load that comes or goes meanwhile does not decide."""
+    if holder not in times:
+        return True
+    half = (len(times[holder]) + 1) // 2
+    return all(
+        statistics.median(times[holder][part]) > _DISPLACES_BY * statistics.median(times[challenger][part])
+        for part in (slice(half), slice(-half, None))
+    )
+
+
+def _why(winner: str, point: Point) -> str:
+    num_bytes, times = point
+    medians = {name: statistics.median(turns) for name, turns in times.items()}
+    others = sorted(
+        (name for name in times if name != winner), key=lambda name: (name != FLAVOURS[0].name, medians[name])
+    )
+    if not others:
+        return "the only one in the race"
+    return f"{medians[others[0]] / medians[winner]:.1f}x {others[0]} at {in_units(num_bytes)}, measured"
+
+
+def is_hopeless(name: str, points: Sequence[Point]) -> bool:
+    """Whether it took so much longer than the best at the last two sizes that going on wastes time."""
+    recent = [times for num_bytes, times in points[-2:] if num_bytes >= _DROP_FROM_BYTES]
+    return len(recent) == 2 and all(
+        statistics.median(times[name]) > _HOPELESS * min(map(statistics.median, times.values())) for times in recent
+    )
+
+
+def in_units(num_bytes: float) -> str:
+    """A size in words."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes:.0f} B"
+
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -80,14 +160,14 @@ def autotune(
     """
     settings = _checked(tuple(verbs), flavours, max_bytes, seconds, save, device)
     world = stack().levels[0]
-    watch.together("autotune", world, lambda: _check_ranks(world, settings))
+    journal.run_together("autotune", world, lambda: _check_ranks(world, settings))
     if world.size == 1:
         logger.info("autotune: nothing to measure in a world of one")
         return
     rows = _measure(world, settings)
     if not rows:
         raise Unavailable(f"autotune: none of {', '.join(settings.flavours)} is available; print(mpi.availability())")
-    tuning_file.install(rows, "measured in this process")
+    measured_cache.install(rows, "measured in this process")
     if save:
         selector.source = _save(world, rows, path, device)
 
@@ -119,9 +199,9 @@ def _check_ranks(world: Communicator, settings: _Settings) -> None:
         )
 
 
-def _measure(world: Communicator, settings: _Settings) -> tuning_file.Rows:
+def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
     """The rows for all verbs; each takes its share of the time that is left."""
-    rows: tuning_file.Rows = {}
+    rows: measured_cache.Rows = {}
     buffers = _buffers(world, settings.max_bytes, _current(settings.device))
     series = [(verb, kind) for verb in settings.verbs for kind in buffers if not (kind and verb in _INDIFFERENT)]
     ends = time.perf_counter() + settings.seconds
@@ -193,14 +273,14 @@ def _call(world: Communicator, verb: str, name: str, buffers: Buffers, count: in
     return timing.until_done(call, buffers[0].device)
 
 
-def _save(world: Communicator, rows: tuning_file.Rows, path: str | pathlib.Path | None, device: str) -> str:
+def _save(world: Communicator, rows: measured_cache.Rows, path: str | pathlib.Path | None, device: str) -> str:
     """Write the file on rank 0, and tell all ranks where the rows come from now."""
     source, failure = "", ""
     if world.rank == 0:
-        known = tuning_file.facts(world, device)
+        known = measured_cache.facts(world, device)
         target = known.path() if path is None else pathlib.Path(path)
         try:
-            source = f"measured on {tuning_file.write(target, known, rows)}, {target}"
+            source = f"measured on {measured_cache.write(target, known, rows)}, {target}"
             logger.info("autotune: wrote %s", target)
         except OSError as error:
             failure = f"autotune: what was measured is in use, but cannot be kept: {error}; give another path"

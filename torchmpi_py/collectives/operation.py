@@ -6,21 +6,20 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from torchmpi_py import config, recovery, reports, tracing, watch
-from torchmpi_py.channels import BACKGROUND, MISUSED, NOBODY
-from torchmpi_py.communicators import Communicator
+from torchmpi_py.core import config, journal, ulfm
+from torchmpi_py.core.channels import BACKGROUND, MISUSED, NOBODY, Channel
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.handles import Handle
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.core.recorded import Method
 from torchmpi_py.errors import CommunicatorError, RankDied, RanksDisagree
-from torchmpi_py.handles import Handle
-from torchmpi_py.trace_rows import POSTED
-
-if TYPE_CHECKING:
-    from torchmpi_py.channels import Channel
-    from torchmpi_py.collectives.flavour import Flavour
+from torchmpi_py.watch import reports, tracing
+from torchmpi_py.watch.tracing import POSTED
 
 R = TypeVar("R")
 _DEATH_SECONDS = 0.3
@@ -40,6 +39,12 @@ class Label(NamedTuple):
         return f"{self.name} ({self.flavour}, {self.num_bytes} bytes) {where}"
 
 
+class Launcher(Method, Protocol):
+    """What an operation needs of its flavour, beside the method that carries it out."""
+
+    def launch(self, operation: Operation[Any]) -> Handle[Any]: ...
+
+
 @dataclasses.dataclass(slots=True)
 class Operation(Generic[R]):
     """``flavour.<method>(channel, *arguments)``, whose return value ``conclude`` turns into the caller's result.
@@ -49,7 +54,7 @@ class Operation(Generic[R]):
 
     name: str
     method: str
-    flavour: Flavour
+    flavour: Launcher
     comm: Communicator
     arguments: tuple[Any, ...]
     conclude: Callable[[Any], R] | None
@@ -57,8 +62,8 @@ class Operation(Generic[R]):
     target: R | None = None
     launched: int = 0  # when, if it was launched and is traced
     device: torch.device | None = None  # of the tensors, where it has streams
-    same: tuple[Any, ...] | None = None  # what all ranks call alike, verb first; None where not all need to call it
-    noted: watch.Noted | None = None
+    fingerprint: tuple[Any, ...] | None = None  # equal on all ranks, verb first; None where not all need to call it
+    entry: journal.Entry | None = None
 
     def run(self, in_background: bool = False) -> R:  # noqa: C901 - in one piece: every call pays for every function
         """Carry it out now, on the channel for this thread.
@@ -66,8 +71,8 @@ class Operation(Generic[R]):
         CommunicatorError if a thread is in a collective there: for this call and all that follow on the channel.
         """
         channel = self.comm.background if in_background else self.comm.direct
-        noted, trace, begin = self.noted, tracing.current, 0
-        was_noted = noted is not None
+        entry, trace, begin = self.entry, tracing.current, 0
+        was_noted = entry is not None
         is_collective, me = self.name not in _MESSAGES, get_ident()
         if is_collective:
             if channel.user != NOBODY:
@@ -76,35 +81,35 @@ class Operation(Generic[R]):
         try:
             if config.can_raise and not was_noted:
                 return self.launch().wait()  # a call that blocks inside MPI could not be given up
-            if noted is not None:
-                watch.begin(noted)
+            if entry is not None:
+                journal.begin(entry)
             else:
-                noted = self.noted = watch.note(self, channel.lane)
+                entry = self.entry = journal.record(self, channel.thread_role)
             try:
                 if trace is not None:
                     begin = trace.begin(self)
                 returned = getattr(self.flavour, self.method)(channel, *self.arguments)
                 if was_noted:
-                    watch.end_launched(noted)
+                    journal.end_launched(entry)
                 else:
-                    watch.end(noted)
+                    journal.end(entry)
                 return self.target if self.conclude is None else self.conclude(returned)  # type: ignore[return-value]
             except (RuntimeError, CommunicatorError, RanksDisagree) as error:
                 raise self.explain(error)  # noqa: B904 - it carries its cause
             except BaseException:
-                watch.fail(noted)
+                journal.fail(entry)
                 raise
             finally:
                 if trace is not None:
-                    trace.end(self, channel.lane, begin)
+                    trace.end(self, channel.thread_role, begin)
         finally:
             if is_collective and channel.user == me:
                 channel.user = NOBODY
 
     def _refused(self, channel: Channel, me: int) -> CommunicatorError:
         """The error where another thread is in a collective of the channel, or a signal handler has called this one."""
-        if self.noted is not None:
-            watch.fail(self.noted)
+        if self.entry is not None:
+            journal.fail(self.entry)
         if channel.user == me:
             return CommunicatorError(f"{self}: this thread is in a collective of the same communicator already")
         channel.user = MISUSED
@@ -118,11 +123,11 @@ class Operation(Generic[R]):
         """Start it."""
         if tracing.current is not None:
             self.launched = time.time_ns()
-        self.noted = watch.note(self, BACKGROUND, True)
+        self.entry = journal.record(self, BACKGROUND, True)
         try:
             return self.flavour.launch(self)
         except BaseException:
-            watch.fail(self.noted)
+            journal.fail(self.entry)
             raise
 
     def run_in_background(self) -> R:
@@ -134,8 +139,8 @@ class Operation(Generic[R]):
         trace = tracing.current
         if trace is not None and self.launched:
             trace.end(self, POSTED, self.launched)
-        if self.noted is not None:
-            watch.end_launched(self.noted)
+        if self.entry is not None:
+            journal.end_launched(self.entry)
         return self.target if self.conclude is None else self.conclude(None)  # type: ignore[return-value]
 
     def explain(self, error: Exception) -> Exception:
@@ -143,20 +148,18 @@ class Operation(Generic[R]):
 
         An error of MPI becomes one of ours, with the operation's name.
         """
-        from mpi4py import MPI
-
         sides, differ = "", False
-        if self.noted is not None:
-            watch.fail(self.noted)
-            sides, differ = reports.sides(self.noted)
+        if self.entry is not None:
+            journal.fail(self.entry)
+            sides, differ = reports.sides(self.entry)
         if isinstance(error, RanksDisagree):
             if sides and " at " not in str(error):  # where the calls are is not yet told
                 error.args = (f"{error} ({sides})",)
             return error
         if isinstance(error, RankDied):
             return error
-        if recovery.is_death(error):
-            return recovery.died(str(self), self.comm.direct.mpi, error)
+        if ulfm.is_death(error):
+            return ulfm.died(str(self), self.comm.direct.mpi, error)
         is_mpis = isinstance(error, MPI.Exception)
         if differ:
             explained: Exception = RanksDisagree(f"{self}: the ranks call different operations: {sides}")
@@ -182,12 +185,12 @@ class Operation(Generic[R]):
 
     def who_is_late(self) -> str:
         """Which ranks have not come to it, or do something else, as far as can be seen."""
-        if self.noted is None:
+        if self.entry is None:
             return ""
         if (peers := self._peers()) is None:
-            return reports.late(self.noted)
+            return reports.late(self.entry)
         places, here = self.comm.direct.places, self.comm.direct.places[self.comm.rank].node
-        return reports.late(self.noted, tuple(places[peer].local for peer in peers if places[peer].node == here))
+        return reports.late(self.entry, tuple(places[peer].local for peer in peers if places[peer].node == here))
 
     def _peers(self) -> tuple[int, ...] | None:
         """Of a message: which ranks it is from and to."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from torchmpi_py.collectives.cudaipc import CudaIpc
 from torchmpi_py.collectives.flavour import VERBS, Flavour
-from torchmpi_py.collectives.hierarchical import Hierarchical, Members
-from torchmpi_py.collectives.mpi import Mpi
-from torchmpi_py.collectives.ring import Ring
-from torchmpi_py.collectives.shared import Shared
-from torchmpi_py.collectives.staged import Staged
-from torchmpi_py.collectives.torch_group import Gloo, Nccl
-from torchmpi_py.communicators import Communicator, resolve
+from torchmpi_py.collectives.flavours.cudaipc import CudaIpc
+from torchmpi_py.collectives.flavours.hierarchical import Hierarchical, Members
+from torchmpi_py.collectives.flavours.mpi import Mpi
+from torchmpi_py.collectives.flavours.ring import Ring
+from torchmpi_py.collectives.flavours.shared import Shared
+from torchmpi_py.collectives.flavours.staged import Staged
+from torchmpi_py.collectives.flavours.torch_group import Gloo, Nccl
+from torchmpi_py.core.communicators import Communicator, resolve
 
 FLAVOURS: tuple[Flavour, ...] = (  # the first is taken where the selector knows nothing better
     mpi := Mpi(),
@@ -29,7 +29,7 @@ DEVICES = ("cpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class AvailabilityRow:
     """One flavour, verb and device type."""
 
     verb: str
@@ -38,7 +38,7 @@ class Row:
     status: str
 
 
-class Table(tuple[Row, ...]):
+class Table(tuple[AvailabilityRow, ...]):
     """The rows; print it for a table."""
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ def availability(comm: Communicator | None = None) -> Table:
     """
     resolved = resolve(comm)
     return Table(
-        Row(verb, device, flavour.name, status(flavour, verb, device, resolved))
+        AvailabilityRow(verb, device, flavour.name, status(flavour, verb, device, resolved))
         for verb in VERBS
         for device in DEVICES
         for flavour in FLAVOURS

@@ -18,7 +18,7 @@ import torch
 
 from torchmpi_py.collectives.flavour import VERBS, Flavour
 from torchmpi_py.collectives.registry import BY_NAME, DEVICES, FLAVOURS, status
-from torchmpi_py.communicators import Communicator
+from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.errors import Unavailable, Unimplemented
 
 SCOPES = ("node", "nodes")

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from torchmpi_py.core.mpi_api import MPI
 
 _BeforeAndCall = tuple[Callable[[], object], Callable[[], object]]
 
@@ -95,6 +93,5 @@ def _nothing() -> None:
 
 
 def _max() -> MPI.Op:
-    from mpi4py import MPI  # importing it initialises MPI
 
     return MPI.MAX

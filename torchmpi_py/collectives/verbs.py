@@ -21,6 +21,10 @@ at once a Handle whose ``wait()`` returns it. What holds for all:
   one rank meets one on every rank.
 - A wrong argument is a TypeError or ValueError on every rank before anything is sent; NotStarted before ``start``;
   CommunicatorError if MPI fails.
+
+Verbs for Python objects: as in ``verbs``, every rank makes the same calls, and each has an asynchronous twin.
+
+Objects travel by pickle and come from the other ranks of the job: trust them as you trust your own program.
 """
 
 from __future__ import annotations
@@ -30,36 +34,46 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchmpi_py.collectives import scalars
-from torchmpi_py.collectives.forms import forms
-from torchmpi_py.collectives.operands import (
+from torchmpi_py.collectives import numbers
+from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.collectives.prepare import (
+    blocking_and_async,
+    gather_operation,
     gathered,
     gathered_numbers,
-    in_and_out,
     no_out,
-    of_gather,
-    of_number,
-    of_tensor,
+    number_operation,
+    object_operation,
     reduced_number,
+    resolve_output,
     slice_out,
+    tensor_operation,
 )
-from torchmpi_py.collectives.operation import Operation
-from torchmpi_py.communicators import Communicator, resolve
-from torchmpi_py.tensors import check_divisible, check_op, check_out, check_rank, check_tensor, flat, is_flat, written
+from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.core.tensors import (
+    check_divisible,
+    check_op,
+    check_out,
+    check_rank,
+    check_tensor,
+    flat,
+    is_flat,
+    output_buffer,
+)
 
-T = TypeVar("T", bound=Tensor | scalars.Number)
+T = TypeVar("T", bound=Tensor | numbers.Number)
 
 
 def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
     """Overwrite ``x`` on every rank by the ``x`` of ``root``. Returns ``x`` (or root's number)."""
     comm = resolve(comm)
     root = check_rank("broadcast", "root", root, comm.size)
-    if scalars.is_number(x):
-        record = scalars.to_record(x)
-        return of_number("broadcast", comm, flavour, (record, root), lambda _: scalars.from_record(record))
+    if numbers.is_number(x):
+        record = numbers.to_record(x)
+        return number_operation("broadcast", comm, flavour, (record, root), lambda _: numbers.from_record(record))
     tensor = check_tensor("broadcast", "x", x)
-    buffer, copy_out = written("broadcast", tensor, holds_input=True)
-    return of_tensor("broadcast", comm, flavour, tensor, (buffer, root), tensor, copy_out)
+    buffer, copy_out = output_buffer("broadcast", tensor, holds_input=True)
+    return tensor_operation("broadcast", comm, flavour, tensor, (buffer, root), tensor, copy_out)
 
 
 def _allreduce(
@@ -67,12 +81,12 @@ def _allreduce(
 ) -> Operation[T]:
     """Reduce the ``x`` of all ranks with ``op``; every rank gets the result, in ``out`` if given, else in ``x``."""
     comm = resolve(comm)
-    if scalars.is_number(x):
+    if numbers.is_number(x):
         return reduced_number("allreduce", x, out, op, comm, flavour, None)
     tensor = check_tensor("allreduce", "x", x)
     check_op("allreduce", op, tensor.dtype)
-    source, buffer, target, copy_out = in_and_out("allreduce", tensor, out)
-    return of_tensor("allreduce", comm, flavour, target, (source, buffer, op), target, copy_out)
+    source, buffer, target, copy_out = resolve_output("allreduce", tensor, out)
+    return tensor_operation("allreduce", comm, flavour, target, (source, buffer, op), target, copy_out)
 
 
 def _reduce(
@@ -90,17 +104,17 @@ def _reduce(
     """
     comm = resolve(comm)
     root = check_rank("reduce", "root", root, comm.size)
-    if scalars.is_number(x):
+    if numbers.is_number(x):
         return reduced_number("reduce", x, out, op, comm, flavour, root)
     tensor = check_tensor("reduce", "x", x)
     check_op("reduce", op, tensor.dtype)
     if comm.rank == root:
-        source, buffer, target, copy_out = in_and_out("reduce", tensor, out)
+        source, buffer, target, copy_out = resolve_output("reduce", tensor, out)
     else:
         target = tensor if out is None else check_out("reduce", out, tensor, tensor.shape)
         source = buffer = flat(tensor)
         copy_out = None
-    return of_tensor("reduce", comm, flavour, tensor, (source, buffer, op, root), target, copy_out)
+    return tensor_operation("reduce", comm, flavour, tensor, (source, buffer, op, root), target, copy_out)
 
 
 def _allgather(
@@ -112,11 +126,11 @@ def _allgather(
     row; a number gives the list of all numbers. RanksDisagree if dtypes or other dimensions differ.
     """
     comm = resolve(comm)
-    if scalars.is_number(x):
+    if numbers.is_number(x):
         no_out("allgather", out)
         return gathered_numbers("allgather", comm, flavour, x, lambda values: values)
     source, buffer, conclude = gathered("allgather", x, out)
-    return of_gather("allgather", comm, flavour, source, out, (source, buffer), conclude)
+    return gather_operation("allgather", comm, flavour, source, out, (source, buffer), conclude)
 
 
 def _gather(
@@ -125,14 +139,14 @@ def _gather(
     """As ``allgather``, for ``root`` alone. The other ranks get None, and their ``out`` is not written."""
     comm = resolve(comm)
     root = check_rank("gather", "root", root, comm.size)
-    if scalars.is_number(x):
+    if numbers.is_number(x):
         no_out("gather", out)
         return gathered_numbers(
             "gather", comm, flavour, x, lambda values: values if comm.rank == root else None, (root,)
         )
     out = out if comm.rank == root else None
     source, buffer, conclude = gathered("gather", x, out)
-    return of_gather("gather", comm, flavour, source, out, (source, buffer, root), conclude)
+    return gather_operation("gather", comm, flavour, source, out, (source, buffer, root), conclude)
 
 
 def _reduce_scatter(
@@ -150,7 +164,7 @@ def _reduce_scatter(
     comm = resolve(comm)
     check_op("reduce_scatter", op, check_tensor("reduce_scatter", "x", x).dtype)
     source, buffer, target, copy_out = slice_out("reduce_scatter", x, out, comm.size)
-    return of_tensor("reduce_scatter", comm, flavour, x, (source, buffer, op), target, copy_out)
+    return tensor_operation("reduce_scatter", comm, flavour, x, (source, buffer, op), target, copy_out)
 
 
 def _scatter(
@@ -169,7 +183,7 @@ def _scatter(
     comm = resolve(comm)
     root = check_rank("scatter", "root", root, comm.size)
     source, buffer, target, copy_out = slice_out("scatter", check_tensor("scatter", "x", x), out, comm.size)
-    return of_tensor("scatter", comm, flavour, x, (source, buffer, root), target, copy_out)
+    return tensor_operation("scatter", comm, flavour, x, (source, buffer, root), target, copy_out)
 
 
 def _alltoall(
@@ -178,10 +192,10 @@ def _alltoall(
     """Slice s of the result is this rank's slice of rank s's ``x``, of ``size`` equal slices along dim 0."""
     comm = resolve(comm)
     check_divisible("alltoall", check_tensor("alltoall", "x", x), comm.size)
-    source, buffer, target, copy_out = in_and_out("alltoall", x, out)
+    source, buffer, target, copy_out = resolve_output("alltoall", x, out)
     if source.data_ptr() == buffer.data_ptr():
         source = source.clone()
-    return of_tensor("alltoall", comm, flavour, x, (source, buffer), target, copy_out)
+    return tensor_operation("alltoall", comm, flavour, x, (source, buffer), target, copy_out)
 
 
 def _sendreceive(
@@ -194,16 +208,16 @@ def _sendreceive(
     comm = resolve(comm)
     source = check_rank("sendreceive", "source", source, comm.size)
     destination = check_rank("sendreceive", "destination", destination, comm.size)
-    if scalars.is_number(x):
-        sent = scalars.to_record(x)
+    if numbers.is_number(x):
+        sent = numbers.to_record(x)
         got = torch.empty_like(sent)
-        return of_number(
-            "sendreceive", comm, flavour, (sent, got, source, destination), lambda _: scalars.from_record(got)
+        return number_operation(
+            "sendreceive", comm, flavour, (sent, got, source, destination), lambda _: numbers.from_record(got)
         )
     tensor = check_tensor("sendreceive", "x", x)
     sent = flat(tensor).clone() if is_flat(tensor) else flat(tensor)
-    buffer, copy_out = written("sendreceive", tensor, holds_input=False)
-    return of_tensor("sendreceive", comm, flavour, sent, (sent, buffer, source, destination), tensor, copy_out)
+    buffer, copy_out = output_buffer("sendreceive", tensor, holds_input=False)
+    return tensor_operation("sendreceive", comm, flavour, sent, (sent, buffer, source, destination), tensor, copy_out)
 
 
 def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
@@ -213,34 +227,54 @@ def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: 
     """
     comm = resolve(comm)
     destination = check_rank("send", "destination", destination, comm.size)
-    if scalars.is_number(x):
-        record = scalars.to_record(x)
-        return of_number("send", comm, flavour, (record, destination), lambda _: scalars.from_record(record))
+    if numbers.is_number(x):
+        record = numbers.to_record(x)
+        return number_operation("send", comm, flavour, (record, destination), lambda _: numbers.from_record(record))
     tensor = check_tensor("send", "x", x)
     buffer = flat(tensor)
-    return of_tensor("send", comm, flavour, buffer, (buffer, destination), tensor, None)
+    return tensor_operation("send", comm, flavour, buffer, (buffer, destination), tensor, None)
 
 
 def _recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
     """Overwrite ``x`` by what ``source`` sends with ``send``: a tensor of the same dtype and shape, or a number."""
     comm = resolve(comm)
     source = check_rank("recv", "source", source, comm.size)
-    if scalars.is_number(x):
-        record = scalars.to_record(x)
-        return of_number("recv", comm, flavour, (record, source), lambda _: scalars.from_record(record))
+    if numbers.is_number(x):
+        record = numbers.to_record(x)
+        return number_operation("recv", comm, flavour, (record, source), lambda _: numbers.from_record(record))
     tensor = check_tensor("recv", "x", x)
-    buffer, copy_out = written("recv", tensor, holds_input=False)
-    return of_tensor("recv", comm, flavour, buffer, (buffer, source), tensor, copy_out)
+    buffer, copy_out = output_buffer("recv", tensor, holds_input=False)
+    return tensor_operation("recv", comm, flavour, buffer, (buffer, source), tensor, copy_out)
 
 
-broadcast, broadcast_async = forms(_broadcast)
-reduce, reduce_async = forms(_reduce)
-allreduce, allreduce_async = forms(_allreduce)
-allgather, allgather_async = forms(_allgather)
-gather, gather_async = forms(_gather)
-reduce_scatter, reduce_scatter_async = forms(_reduce_scatter)
-scatter, scatter_async = forms(_scatter)
-alltoall, alltoall_async = forms(_alltoall)
-sendreceive, sendreceive_async = forms(_sendreceive)
-send, send_async = forms(_send)
-recv, recv_async = forms(_recv)
+broadcast, broadcast_async = blocking_and_async(_broadcast)
+reduce, reduce_async = blocking_and_async(_reduce)
+allreduce, allreduce_async = blocking_and_async(_allreduce)
+allgather, allgather_async = blocking_and_async(_allgather)
+gather, gather_async = blocking_and_async(_gather)
+reduce_scatter, reduce_scatter_async = blocking_and_async(_reduce_scatter)
+scatter, scatter_async = blocking_and_async(_scatter)
+alltoall, alltoall_async = blocking_and_async(_alltoall)
+sendreceive, sendreceive_async = blocking_and_async(_sendreceive)
+send, send_async = blocking_and_async(_send)
+recv, recv_async = blocking_and_async(_recv)
+
+
+def _broadcast_object(
+    obj: object, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None
+) -> Operation[Any]:
+    """Return root's object; the other ranks pass anything."""
+    comm = resolve(comm)
+    root = check_rank("broadcast_object", "root", root, comm.size)
+    return object_operation("broadcast_object", comm, flavour, (obj, root))
+
+
+def _allgather_object(
+    obj: object, *, comm: Communicator | None = None, flavour: str | None = None
+) -> Operation[list[Any]]:
+    """Return the list of all ranks' objects, in rank order; they must be picklable."""
+    return object_operation("allgather_object", resolve(comm), flavour, (obj,))
+
+
+broadcast_object, broadcast_object_async = blocking_and_async(_broadcast_object)
+allgather_object, allgather_object_async = blocking_and_async(_allgather_object)

@@ -24,14 +24,16 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_map_only
 
-from torchmpi_py import nn, recovery, runtime, survivors
-from torchmpi_py.engine import elastic, loaders
+from torchmpi_py import nn
+from torchmpi_py.core import ulfm
+from torchmpi_py.engine import loaders, replicas
 from torchmpi_py.engine.iterators import DatasetIterator
-from torchmpi_py.engine.replicas import Replicas, together
+from torchmpi_py.engine.replicas import Replicas, as_one_module
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
+from torchmpi_py.runtime import process, survivors
 
 
 class AllReduceSGDEngine(SGDEngine):
@@ -80,15 +82,15 @@ class AllReduceSGDEngine(SGDEngine):
     @contextmanager
     def session(self, state: State) -> Iterator[None]:
         """Check, then place what is to be computed on, and keep the copies equal while training."""
-        if not runtime.is_started():
+        if not process.is_started():
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
         state.iterator = loaders.divided(state.iterator)
         if isinstance(state.iterator, DatasetIterator):
-            if recovery.has_lost_ranks():
+            if ulfm.has_lost_ranks():
                 state.iterator.take_place()
             state.iterator.check_place()
-        if state.training and recovery.is_elastic():
-            elastic.check(state)
+        if state.training and ulfm.is_elastic():
+            replicas.check(state)
         with self._on_gpu(state):
             if state.training:
                 with self._replicated(state):
@@ -102,13 +104,13 @@ class AllReduceSGDEngine(SGDEngine):
         with survivors.elastic() as attempt:
             yield
         if attempt.has_recovered:
-            elastic.go_on(state, lambda: self._begin_anew(state))
+            replicas.go_on(state, lambda: self._begin_anew(state))
 
     def _begin_anew(self, state: State) -> None:
         former = self._replicas
         if former is not None:
             former.abandon()
-            successor = Replicas(state, self.asynchronous) if runtime.size() > 1 else None
+            successor = Replicas(state, self.asynchronous) if process.size() > 1 else None
             if successor is not None:
                 successor.succeed(former)
             self._replicas = successor
@@ -122,12 +124,12 @@ class AllReduceSGDEngine(SGDEngine):
             return
         _check_device()
         for module in state.modules():
-            module.to(runtime.device())
+            module.to(process.device())
         iterator = state.iterator if isinstance(state.iterator, DatasetIterator) else None
         given = None if iterator is None else iterator.device
         try:
             if iterator is not None and given is None:
-                iterator.device = runtime.device()
+                iterator.device = process.device()
             yield
         finally:
             if iterator is not None:
@@ -138,7 +140,7 @@ class AllReduceSGDEngine(SGDEngine):
         """Broadcast the parameters, register their gradients; undo the registration at the end."""
         enclosing, self._replicas = self._replicas, None  # a hook may train another network with this engine
         try:
-            if runtime.size() > 1:
+            if process.size() > 1:
                 self._replicas = Replicas(state, self.asynchronous)
                 self._replicas.follow()
             yield
@@ -162,7 +164,7 @@ class AllReduceSGDEngine(SGDEngine):
     def take_sample(self, state: State, sample: Any) -> None:
         """As in ``SGDEngine``, after moving the sample to the device."""
         if self.usegpu:
-            sample = tree_map_only(torch.Tensor, lambda tensor: tensor.to(runtime.device()), sample)
+            sample = tree_map_only(torch.Tensor, lambda tensor: tensor.to(process.device()), sample)
         super().take_sample(state, sample)
         self._wait_for_device()
 
@@ -199,13 +201,13 @@ class AllReduceSGDEngine(SGDEngine):
 
     def _synchronize_buffers(self, state: State) -> None:
         if self.buffers != "leave":
-            nn.synchronize_buffers(together(state), self.buffers)
+            nn.synchronize_buffers(as_one_module(state), self.buffers)
 
     def _wait_for_device(self) -> None:
-        if self.usegpu and self.devicesync and runtime.device().type == "cuda":
-            torch.cuda.synchronize(runtime.device())
+        if self.usegpu and self.devicesync and process.device().type == "cuda":
+            torch.cuda.synchronize(process.device())
 
 
 def _check_device() -> None:
-    if runtime.device().type == "cpu":
+    if process.device().type == "cpu":
         raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 
 import torchmpi_py
+from torchmpi_py.engine import checkpoint_files, outcomes, rng_state
 from torchmpi_py.engine import checkpoint_files as files
-from torchmpi_py.engine import disk, outcomes, plain_data, random_states
 from torchmpi_py.errors import CheckpointError
 
 logger = logging.getLogger("torchmpi_py")
@@ -187,7 +187,7 @@ def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> Collect
     """(parts, own) as they are written. TypeError or ValueError for what ``Checkpoints.save`` does not take."""
     if both := sorted(parts.keys() & own.keys()):
         raise ValueError(f"{both} are both in parts and in own: give them different names")
-    return plain_data.plain(dict(parts), "parts"), plain_data.plain(dict(own), "own")
+    return checkpoint_files.plain(dict(parts), "parts"), checkpoint_files.plain(dict(own), "own")
 
 
 def _take(taken: list[Collected], step: int, collect: Callable[[], Collected]) -> int:
@@ -200,9 +200,9 @@ def _take(taken: list[Collected], step: int, collect: Callable[[], Collected]) -
 def _write(partial: pathlib.Path, parts: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Each rank: write its files. Returns their sizes and checksums."""
     name = files.part_of(outcomes.rank())
-    entries = {name: disk.write(partial / name, {"own": dict(own), "random": random_states.captured()})}
+    entries = {name: checkpoint_files.write(partial / name, {"own": dict(own), "random": rng_state.captured()})}
     if outcomes.rank() == 0:
-        entries[files.MODEL] = disk.write(partial / files.MODEL, dict(parts))
+        entries[files.MODEL] = checkpoint_files.write(partial / files.MODEL, dict(parts))
     return entries
 
 
@@ -227,12 +227,12 @@ def _check(folder: pathlib.Path) -> None:
 def _read_into(found: list[dict[str, Any]], folder: pathlib.Path) -> None:
     """Each rank: read what is there for it."""
     summary = files.summary_of(folder)
-    parts = disk.read(folder / files.MODEL)
-    mine = disk.read(folder / _own_file(summary))
+    parts = checkpoint_files.read(folder / files.MODEL)
+    mine = checkpoint_files.read(folder / _own_file(summary))
     if outcomes.rank() < summary["size"]:
-        random_states.restore(mine["random"])
+        rng_state.restore(mine["random"])
     else:
-        random_states.derive(mine["random"], outcomes.rank())
+        rng_state.derive(mine["random"], outcomes.rank())
     found.append({**parts, **mine["own"]})
 
 

@@ -1,4 +1,8 @@
-"""The files of checkpoints: how they are written so that a kill at any point leaves the last complete one. No ranks.
+"""Files that are on the disk when they are written, with their size and checksum. No ranks, no names.
+
+What ``torch.load(weights_only=True)`` reads back: data, whose reading runs no code.
+
+The files of checkpoints: how they are written so that a kill at any point leaves the last complete one. No ranks.
 
 ::
 
@@ -19,19 +23,144 @@ power failure. What a killed job left is removed by ``tidy``.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
+import operator
 import os
 import pathlib
 import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Container, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
-from torchmpi_py.engine import disk
+import numpy as np
+import torch
+
 from torchmpi_py.errors import CheckpointError
+
+
+def write(path: pathlib.Path, content: Any) -> dict[str, int]:
+    """Write what torch can save, and bring it to the disk. Return its size and checksum. OSError if that fails."""
+    try:
+        with open(path, "wb") as file:
+            stream = _Stream(file)
+            torch.save(content, stream)  # type: ignore[arg-type]  # it asks for write and flush
+            stream.end()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # not known to what writes
+        raise
+    return {"bytes": stream.num_bytes, "crc32": stream.crc32}
+
+
+def read(path: pathlib.Path) -> Any:
+    """What was written there, on the CPU. It is data and runs no code, whoever wrote the file."""
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def crc32(path: pathlib.Path) -> int:
+    """The checksum of what the file holds now."""
+    so_far = 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            so_far = zlib.crc32(piece, so_far)
+    return so_far
+
+
+def sync(folder: pathlib.Path) -> None:
+    """Bring the folder's own list of names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Stream:
+    """Where ``torch.save`` writes: it counts, sums up, and holds back an error until the end.
+
+    torch would replace an error inside ``write`` by one of its own, which says nothing of a full disk.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.num_bytes = self.crc32 = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        num_bytes = memoryview(data).nbytes
+        if self.error is None:
+            try:
+                self.file.write(data)
+            except OSError as error:
+                self.error = error
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.num_bytes += num_bytes
+        return num_bytes
+
+    def flush(self) -> None:
+        """Torch calls it; ``end`` does it."""
+
+    def end(self) -> None:
+        """Hand everything to the system, or raise what went wrong."""
+        if self.error is not None:
+            raise self.error
+        self.file.flush()
+
+
+_LEAVES = (
+    torch.Tensor,
+    torch.nn.Parameter,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.Size,
+    torch.dtype,
+    torch.device,
+)
+_LISTS = (list, tuple, set)
+_DICTS = (dict, OrderedDict, Counter)
+_NUMBERS: dict[type, Callable[[Any], Any]] = {np.floating: float, np.integer: int, np.bool_: bool}
+
+
+def plain(content: Any, where: str) -> Any:
+    """The content, with numpy's numbers as Python's. TypeError that says where something is that is no plain data."""
+    kind = type(content)
+    if kind in _DICTS:
+        return _plain_dict(content, where)
+    if kind in _LISTS:
+        taken = [plain(value, f"{where}[{index}]") for index, value in enumerate(content)]
+        return content if all(map(operator.is_, taken, content)) else kind(taken)
+    for numbers, python in _NUMBERS.items():
+        if isinstance(content, numbers):
+            return python(content)
+    if kind in _LEAVES:
+        return content
+    raise TypeError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold: it holds tensors, "
+        "numbers, strings, and lists, tuples, sets and dicts of them (numpy: torch.from_numpy(x))"
+    )
+
+
+def _plain_dict(content: Any, where: str) -> Any:
+    taken = {
+        plain(key, f"the key {key!r} of {where}"): plain(value, f"{where}[{key!r}]") for key, value in content.items()
+    }
+    if all(map(operator.is_, taken, content)) and all(map(operator.is_, taken.values(), content.values())):
+        return content
+    copied = copy.copy(content)  # with what else is known of it: a state_dict's versions
+    copied.clear()
+    copied.update(taken)
+    return copied
+
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -60,7 +189,7 @@ def make(directory: pathlib.Path) -> None:
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     os.makedirs(directory, exist_ok=True)
     for folder in made:
-        disk.sync(folder.parent)
+        sync(folder.parent)
 
 
 def complete(directory: pathlib.Path) -> list[str]:
@@ -95,13 +224,13 @@ def finish(partial: pathlib.Path, step: int, summary: dict[str, Any]) -> pathlib
         json.dump({**content, "crc32": _crc32_of_summary(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    disk.sync(partial)
+    sync(partial)
     final = partial.parent / f"step-{step:06}"
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
         os.rename(final, replaced)
     os.rename(partial, final)
-    disk.sync(final.parent)
+    sync(final.parent)
     if replaced.exists():
         discard(replaced)
     return final
@@ -185,7 +314,7 @@ def check(folder: pathlib.Path, summary: dict[str, Any], names: Iterable[str], w
             if num_bytes != written["bytes"]:
                 kind = Lacking if num_bytes < written["bytes"] else Damaged
                 raise kind(f"{name} has {num_bytes} bytes of {written['bytes']}")
-            if name in whole and disk.crc32(folder / name) != written["crc32"]:
+            if name in whole and crc32(folder / name) != written["crc32"]:
                 raise Damaged(f"{name} does not hold what was written: its checksum is another")
         except FileNotFoundError:
             raise Lacking(f"{name} is missing") from None

@@ -1,4 +1,6 @@
-"""Each rank's share of a dataset, built ahead of the training loop by a thread.
+"""Items computed ahead of the loop that uses them, by a thread.
+
+Each rank's share of a dataset, built ahead of the training loop by a thread.
 
 Vocabulary. A *global batch* is what all ranks together compute on in one step: G = batch_size * size samples, the last
 one of an epoch possibly fewer. Epoch e visits the dataset in an *order* drawn from (seed, e), the same on all ranks;
@@ -18,17 +20,65 @@ out an incomplete last global batch: then every share is full.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from torchmpi_py import devices, runtime
-from torchmpi_py.engine.prefetch import prefetched
+from torchmpi_py.memory import devices
+from torchmpi_py.runtime import process
+
+T = TypeVar("T")
+
+
+def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
+    """The same items, up to ``depth`` of them computed ahead by a daemon thread; 0: no thread.
+
+    Closing the generator ends the thread: at once, or when the item under construction is done. An exception from
+    ``items`` is raised here, in its place in the sequence, with its own traceback.
+    """
+    if depth == 0:
+        yield from items
+        return
+    ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
+    stopped = threading.Event()
+    thread = threading.Thread(target=_fill, args=(items, ready, stopped), name="torchmpi_py prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not _END:
+            if isinstance(item, _Raised):
+                raise item.error
+            yield item
+    finally:
+        stopped.set()
+        # The thread puts at most one thing after it could have seen the event: an emptied queue has room for that.
+        while not ready.empty():
+            ready.get_nowait()
+        thread.join()
+
+
+class _Raised(NamedTuple):
+    error: BaseException
+
+
+_END = object()
+
+
+def _fill(items: Iterable[Any], ready: queue.Queue[Any], stopped: threading.Event) -> None:
+    try:
+        for item in items:
+            ready.put(item)
+            if stopped.is_set():
+                return
+        ready.put(_END)
+    except BaseException as error:  # raised again in the loop that asked for the items
+        ready.put(_Raised(error))
 
 
 class Share(NamedTuple):
@@ -226,7 +276,7 @@ def _indexed(device: torch.device | str | None) -> torch.device | None:
 def _place(rank: int | None, size: int | None) -> tuple[int, int]:
     """(rank, size) as given, else of the current communicator, else 0 of 1."""
     if rank is None and size is None:
-        return (runtime.rank(), runtime.size()) if runtime.is_started() else (0, 1)
+        return (process.rank(), process.size()) if process.is_started() else (0, 1)
     if rank is None or size is None or not 0 <= rank < size:
         raise ValueError(f"rank={rank}, size={size}: give neither, or both with 0 <= rank < size")
     return rank, size

@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from torchmpi_py import digests, recovery, runtime
-from torchmpi_py.collectives import objects
-from torchmpi_py.engine import orders
+from torchmpi_py.collectives import verbs
+from torchmpi_py.core import ulfm
+from torchmpi_py.engine import samples
 from torchmpi_py.engine.iterators import DatasetIterator
+from torchmpi_py.nn import first_batches
+from torchmpi_py.runtime import process
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -35,7 +37,7 @@ def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
 
     Raises NotStarted before ``mpi.start()``, TypeError for a dataset without a length, ValueError for an empty one.
     """
-    place = runtime.size(), runtime.rank()
+    place = process.size(), process.rank()
     if not hasattr(dataset, "__len__"):
         raise TypeError(
             f"shard: dataset is a {type(dataset).__name__} without a length, so that it has no indices to share "
@@ -61,12 +63,12 @@ def divided(iterator: Any) -> Any:
     Collective over the current level where it is such a DataLoader. ValueError, on all ranks, for one that has no
     batches to divide (``batch_size=None``), and for DataLoaders that differ between ranks.
     """
-    alone = runtime.size() == 1 and not recovery.is_elastic()
+    alone = process.size() == 1 and not ulfm.is_elastic()
     if alone or type(iterator) is not DataLoader or not _has_torch_order(iterator):
         return iterator
-    offers = objects.allgather_object(_offer(iterator))
+    offers = verbs.allgather_object(_offer(iterator))
     if any(other.dataset != offers[0].dataset for other in offers):
-        if runtime.rank() == 0:
+        if process.rank() == 0:
             logger.info("the ranks' DataLoaders have different datasets, and are left as they are")
         return iterator
     if iterator.batch_size is None:
@@ -117,9 +119,9 @@ class _Offer(NamedTuple):
 
 
 def _offer(loader: DataLoader[Any]) -> _Offer:
-    seeds = [generator.initial_seed() for generator in orders.generators(loader).values()]
+    seeds = [generator.initial_seed() for generator in samples.generators(loader).values()]
     shuffle = isinstance(loader.sampler, RandomSampler)
-    return _Offer(digests.of(loader.dataset), loader.batch_size, shuffle, loader.drop_last, (seeds or [0])[0])
+    return _Offer(first_batches.of(loader.dataset), loader.batch_size, shuffle, loader.drop_last, (seeds or [0])[0])
 
 
 def _has_torch_order(loader: DataLoader[Any]) -> bool:

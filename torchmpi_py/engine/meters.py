@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from torchmpi_py import runtime
 from torchmpi_py.collectives import verbs
+from torchmpi_py.runtime import process
 
 
 class Average:
@@ -50,7 +50,7 @@ class Average:
 
         When the package is not started there is one rank, this one.
         """
-        if not runtime.is_started():
+        if not process.is_started():
             return self.value
         sums = torch.tensor([self.total, self.num_samples], dtype=torch.float64, device="cpu")
         total, num_samples = verbs.allreduce(sums).tolist()

@@ -10,15 +10,14 @@ import pickle
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from torchmpi_py import communicators, recovery, runtime, waiting, watch
+from torchmpi_py.core import backoff, communicators, journal, ulfm
+from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from torchmpi_py.runtime import process
 
 _LOOK_SECONDS = 0.01
 
@@ -27,12 +26,12 @@ T = TypeVar("T")
 
 def rank() -> int:
     """This process's rank in the current level; 0 without ``mpi.start()``. Asked anew each time: ranks may die."""
-    return runtime.rank() if runtime.is_started() else 0
+    return process.rank() if process.is_started() else 0
 
 
 def size() -> int:
     """The number of ranks in the current level; 1 without ``mpi.start()``."""
-    return runtime.size() if runtime.is_started() else 1
+    return process.size() if process.is_started() else 1
 
 
 class _Outcome(NamedTuple):
@@ -53,7 +52,7 @@ def of_all(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ..
     try:
         outcome = _Outcome(work())
     except Exception as caught:
-        if recovery.is_death(caught):
+        if ulfm.is_death(caught):
             raise
         error = caught
         mistake = next((kind.__name__ for kind in mistakes if isinstance(caught, kind)), "")
@@ -91,16 +90,16 @@ def soon(attempt: Callable[[], T], error: type[Exception], within_seconds: float
 def _exchanged(mine: T) -> list[T]:
     """What all ranks have brought. As ``allgather_object``, but it may take as long as it wants."""
     comm = communicators.resolve(None)
-    return watch.together("checkpoint", comm, lambda: _gathered(comm.direct.mpi, mine), is_patient=True)
+    return journal.run_together("checkpoint", comm, lambda: _gathered(comm.direct.mpi, mine), is_patient=True)
 
 
 def _gathered(mpi: MPI.Comm, mine: T) -> list[T]:
     packed = pickle.dumps(mine)
     sizes = np.empty(mpi.size, np.int64)
-    waiting.complete(mpi.Iallgather(np.array([len(packed)], np.int64), sizes), waiting.Nap(_LOOK_SECONDS))
+    backoff.complete(mpi.Iallgather(np.array([len(packed)], np.int64), sizes), backoff.Nap(_LOOK_SECONDS))
     received = np.empty(sizes.sum(), np.uint8)
     request = mpi.Iallgatherv(np.frombuffer(packed, np.uint8), [received, sizes.tolist()])
-    waiting.complete(request, waiting.Nap(_LOOK_SECONDS))
+    backoff.complete(request, backoff.Nap(_LOOK_SECONDS))
     return [pickle.loads(piece.tobytes()) for piece in np.split(received, np.cumsum(sizes)[:-1])]
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from torchmpi_py import runtime
 from torchmpi_py.engine.iterators import DatasetIterator
 from torchmpi_py.engine.meters import Accuracy, Average, shapes_fit
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.state import Hook, Hooks, State
+from torchmpi_py.runtime import process
 
 
 def show_progress(engine: SGDEngine) -> None:
@@ -85,7 +85,7 @@ class _Progress:
             self.runs.pop().bar.close()
 
     def _begin(self, state: State, title: str) -> None:
-        rank = runtime.rank() if runtime.is_started() else 0
+        rank = process.rank() if process.is_started() else 0
         self.runs.append(_Run(self.tqdm(total=_num_batches(state), desc=title, disable=rank != 0)))
 
     def _end(self) -> None:

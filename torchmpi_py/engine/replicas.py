@@ -1,15 +1,34 @@
-"""What is trained on this rank, as one of equal copies."""
+"""What is trained on this rank, as one of equal copies.
+
+Training that goes on when a rank dies, in a job that ``torchmpirun --elastic`` has started.
+
+A step *counts* when all ranks have confirmed that all live, once the gradients are reduced: then the reduction was one
+of what all had brought, and each rank updates its parameters without the others. A step in which a rank dies before
+that is done again. When the survivors have built their world anew (``survivors.py``), what is left of the epoch is
+shared out among those who are left: every sample is used once. (Where hooks between update and count have to do with
+other ranks, some may be a step ahead; the others then take their state.)
+
+Of what belongs to the end of an epoch (``hooks.on_end_epoch``, a checkpoint) nothing is left out: if one rank was not
+through with it, all do it again.
+
+Averages are over the ranks that there are, and batches have the size that they had per rank, so a global batch is
+smaller from then on. Whoever scales the learning rate by the number of ranks does so in ``hooks.on_recovery``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from torchmpi_py import nn, recovery
-from torchmpi_py.collectives.consistency import check_all_with_allreduce
+from torchmpi_py import nn
+from torchmpi_py.collectives.check import check_all_with_allreduce
+from torchmpi_py.collectives.verbs import allgather_object
+from torchmpi_py.core import communicators, ulfm
 from torchmpi_py.engine.state import State
 from torchmpi_py.nn.synchronize import average_gradients_of
+from torchmpi_py.runtime import survivors
 
 
 class Replicas:
@@ -29,7 +48,7 @@ class Replicas:
         """Broadcast and register, if the set of trained parameters is not the one of the last time."""
         if not self._is_the_set(self.trained):
             self.close()
-            nn.synchronize_parameters(together(self.state))
+            nn.synchronize_parameters(as_one_module(self.state))
             self._register()
 
     def succeed(self, former: Replicas) -> None:
@@ -43,7 +62,7 @@ class Replicas:
         return trained is not None and [id(p) for p in self.state.parameters()] == [id(p) for p in trained]
 
     def _register(self) -> None:
-        self.module = together(self.state)
+        self.module = as_one_module(self.state)
         if self.asynchronous:
             self.registration = nn.register_async_backward(self.module)
         self.trained = self.state.parameters()
@@ -78,11 +97,11 @@ class Replicas:
         try:
             self.close()
         except Exception as error:
-            if not recovery.is_death(error):
+            if not ulfm.is_death(error):
                 raise
 
 
-def together(state: State) -> torch.nn.Module:
+def as_one_module(state: State) -> torch.nn.Module:
     """All of it as one module: gradients then set out in one order, the same on every rank."""
     named = {"network": state.network, "criterion": state.criterion}
     modules = {name: part for name, part in named.items() if isinstance(part, torch.nn.Module)}
@@ -95,3 +114,39 @@ def together(state: State) -> torch.nn.Module:
                 "several ranks: make it a torch.nn.Parameter"
             )
     return torch.nn.ModuleDict({**modules, "optimizer": torch.nn.ParameterList(outside)})
+
+
+def check(state: State) -> None:
+    """TypeError or ValueError if the survivors could not go on by themselves."""
+    iterator: Any = state.iterator
+    if not hasattr(iterator, "take_place"):
+        raise TypeError(
+            f"iterator is a {type(iterator).__name__}, which cannot share the rest of an epoch out among the "
+            "survivors of a death: give a DatasetIterator or a DataLoader without a sampler, or start the job without "
+            "--elastic"
+        )
+    if not iterator.follows_place:
+        raise ValueError("the DatasetIterator was given rank= and size=, which change when a rank dies: give none")
+    if communicators.resolve(None).size < communicators.stack().levels[0].size:
+        raise ValueError(
+            "in an elastic job train at a level of the whole world: after a death the levels are made anew, and groups "
+            "could not be told apart (mpi.set_communicator(0), or start the job without --elastic)"
+        )
+
+
+def go_on(state: State, begin_anew: Callable[[], None]) -> None:
+    """Make the survivors equal, and their shares of the epoch; another rank may die meanwhile. Collective."""
+    while True:
+        with survivors.elastic() as attempt:
+            standing = state.epoch, state.position, state.t, -state.maxepoch  # a hook may have lowered it, to stop
+            parts = [as_one_module(state)] if state.optimizer is None else [as_one_module(state), state.optimizer]
+            farthest = survivors.catch_up(standing, *parts)
+            endings = allgather_object((standing, state.is_ending_epoch))
+            attempt.confirm()
+            state.epoch, state.position, state.t = farthest[:3]
+            state.maxepoch = -farthest[3]
+            state.is_ending_epoch = (farthest, True) in endings
+            state.iterator.take_place()  # type: ignore[attr-defined]  # checked before the first epoch
+            begin_anew()
+        if not attempt.has_recovered:
+            return

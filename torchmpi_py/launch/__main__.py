@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, hosts, mpirun, quoting, restarts, standard_input, vendors, world
+from torchmpi_py.launch import binding, hosts, job, mpirun, variables, vendors
 from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
-from torchmpi_py.launch.options import given_environment, parse
+from torchmpi_py.launch.options import given_environment, is_needed, parse, quote
 from torchmpi_py.launch.terminal import Tail, say
 
 # What the ranks must not inherit: the place in another job of whoever starts this one, and the mark by which a started
@@ -28,13 +28,21 @@ _DROPPED = ("PMIX_", "PMI_", "OMPI_COMM_", "OMPI_ARGV", "OMPI_COMMAND", "PRTE_LA
 _DROPPED_WHOLE = ("TORCHMPI_STARTED_PID",)
 _KEPT = ("PMIX_MCA_",)
 # What must reach the ranks on other hosts, besides what --env gives.
-_FORWARDED = ("TORCHMPI", "MPI4PY_", "OMPI_MCA_", "PYTHONPATH", world.ADDRESS, world.PORT, *binding.THREAD_VARIABLES)
+_FORWARDED = (
+    "TORCHMPI",
+    "MPI4PY_",
+    "OMPI_MCA_",
+    "PYTHONPATH",
+    variables.ADDRESS,
+    variables.PORT,
+    *binding.THREAD_VARIABLES,
+)
 
 _TRIED_BYTES = 4096  # one block of a disk
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """A job as it would be started: everything that --dry-run prints."""
 
     num_ranks: int
@@ -67,7 +75,7 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without what would confuse the ranks."""
     return {
         name: value
-        for name, value in world.without_outer(environment).items()
+        for name, value in variables.without_outer(environment).items()
         if name not in _DROPPED_WHOLE and (name.startswith(_KEPT) or not name.startswith(_DROPPED))
     }
 
@@ -80,9 +88,9 @@ def wrapped(options: argparse.Namespace, vendor: vendors.Vendor) -> list[str]:
     if options.profile is not None:
         command += ["--profile", str(options.profile.absolute())]
     program = options.program
-    if quoting.is_needed(program, vendor.interpreted):
+    if is_needed(program, vendor.interpreted):
         command.append("--quoted")
-        program = quoting.quote(program, vendor.interpreted)
+        program = quote(program, vendor.interpreted)
     return [*command, *(["-m"] if options.as_module else []), *program]
 
 
@@ -101,7 +109,7 @@ def plan(
     folder: Path,
     environment: Mapping[str, str],
     attempt: int = 0,
-) -> Plan:
+) -> JobPlan:
     """Decide everything; `folder` is the job's, and is only named here."""
     named = _named_hosts(options)
     num_ranks = options.num_ranks or default_num_ranks(named, environment)
@@ -117,8 +125,8 @@ def plan(
             say(f"{name} is {inherited[name]}, but {vendor.name}'s library is {path}; unset it if ranks cannot start")
     added |= library
     added = {name: value for name, value in added.items() if name == vendor.hostfile_variable or name not in inherited}
-    mark = world.first_mark([(host.name, host.num_slots) for host in named], folder)
-    added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt), world.MARK: mark} | given
+    mark = variables.first_mark([(host.name, host.num_slots) for host in named], folder)
+    added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt), variables.MARK: mark} | given
     reaching = sorted({*given, *(name for name in inherited | added if name.startswith(_FORWARDED))})
     starter = mpirun.arguments(
         vendor,
@@ -127,11 +135,11 @@ def plan(
         forward=tuple(reaching),
         agent=options.launch_agent,
         elastic=options.elastic,
-        no_input=not standard_input.is_given(),
+        no_input=not job.is_given(),
         extra=tuple(options.mpi_args),
     )
     text = hosts.render(named, vendor.hostfile_line)
-    return Plan(num_ranks, [program, *starter, *wrapped(options, vendor)], inherited | added, added, hostfile, text)
+    return JobPlan(num_ranks, [program, *starter, *wrapped(options, vendor)], inherited | added, added, hostfile, text)
 
 
 def check_program(program: str) -> None:
@@ -177,7 +185,7 @@ def run(options: argparse.Namespace) -> int:
     most = options.max_restarts or 0
     if options.elastic and not vendor.elastic:
         options.elastic = False
-        most = restarts.MOST_FOR_ELASTIC if options.max_restarts is None else most
+        most = job.MOST_FOR_ELASTIC if options.max_restarts is None else most
         say(
             f"{vendor.name} has nothing for --elastic (no ULFM): a death will restart the job from its last "
             f"checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
@@ -211,10 +219,10 @@ def run(options: argparse.Namespace) -> int:
             grace_seconds=options.grace,
         )
 
-    return restarts.run(make, most, Tail(options.log_dir))
+    return job.run(make, most, Tail(options.log_dir))
 
 
-def show(chosen: Plan) -> None:
+def show(chosen: JobPlan) -> None:
     """Print what would be run."""
     for name, value in chosen.added.items():
         print(f"{name}={shlex.quote(value)} \\")

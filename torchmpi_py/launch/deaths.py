@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from torchmpi_py.launch import marks
+from torchmpi_py.launch import exit_marks
 
 
 class Death(NamedTuple):
@@ -121,7 +121,7 @@ class Lookout:
                 break
             process_id, status = self._ended.pop(rank)
             self._num_ended += 1
-            if marks.is_running(self._folder, rank):
+            if exit_marks.is_running(self._folder, rank):
                 num_left = max(self._num_ranks, len(self._watched)) - self._num_ended
                 deaths.append(Death(rank, process_id, status, self.began(rank), num_left))
             else:
@@ -143,12 +143,12 @@ class Lookout:
 
     def _look_for_marks(self) -> set[int]:
         """Watch the ranks that are new."""
-        found = marks.ranks_running(self._folder)
+        found = exit_marks.ranks_running(self._folder)
         new = {rank for rank, process_id in found.items() if process_id and rank not in self._watched}
         for rank in new:
             self._watched[rank] = found[rank], self._watch(found[rank])
             with contextlib.suppress(OSError):
-                pipe = marks.open_pipe(self._folder, rank)
+                pipe = exit_marks.open_pipe(self._folder, rank)
                 self._poll.register(pipe, select.EPOLLIN | select.EPOLLHUP)
                 self._pipes[pipe] = rank
         return new

@@ -19,7 +19,7 @@ import signal
 import time
 from pathlib import Path
 
-from torchmpi_py.launch import leftovers, marks
+from torchmpi_py.launch import cleanup, exit_marks
 
 _DEADLOCK_SECONDS = 3.0  # how long Ctrl-C may take to reach the first rank
 _DEAF_SECONDS = 0.5  # how long a signal may take to reach a program that computes, once another rank has left
@@ -29,12 +29,12 @@ _IDLE_SECONDS = 10.0  # how long ranks may write nothing, once another rank has 
 class PassedOn:
     """The signal, ``ranks``, those that have it: their processes, and ``reason``, why some have no more time."""
 
-    def __init__(self, remains: leftovers.Remains, signum: int) -> None:
+    def __init__(self, remains: cleanup.Remains, signum: int) -> None:
         self._remains = remains
         self._signum = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
         self.reason = ""
         # A rank of an elastic job that has died leaves its mark, and its number may be another process's by now.
-        running = {rank: pid for rank, pid in marks.ranks_running(remains.folder).items() if self._lives(pid)}
+        running = {rank: pid for rank, pid in exit_marks.ranks_running(remains.folder).items() if self._lives(pid)}
         self.ranks = {rank: pid for rank, pid in running.items() if _heeds(pid, self._signum)}
         self._others = [pid for rank, pid in running.items() if rank not in self.ranks]
         self._sent = self._changed = time.monotonic()
@@ -42,7 +42,7 @@ class PassedOn:
 
     def send(self) -> None:
         """Send it."""
-        marks.announce_end(self._remains.folder)
+        exit_marks.announce_end(self._remains.folder)
         for process_id in self.ranks.values():
             with contextlib.suppress(OSError):
                 if self._lives(process_id):
@@ -51,17 +51,17 @@ class PassedOn:
 
     def unfinished(self) -> set[int]:
         """Ranks that have it, live, and have not left their program."""
-        left = {failure.rank for failure in marks.failures(self._remains.folder)}
-        here = marks.ranks_running(self._remains.folder)
+        left = {failure.rank for failure in exit_marks.failures(self._remains.folder)}
+        here = exit_marks.ranks_running(self._remains.folder)
         return {rank for rank in self.ranks.keys() - left if rank in here and self._lives(here[rank])}
 
     def is_over(self) -> bool:
         """Whether the job can be ended: no rank is at work, and some rank has to be ended."""
-        left = marks.failures(self._remains.folder)
+        left = exit_marks.failures(self._remains.folder)
         at_work = self.unfinished()
         if not at_work:
             return bool(left) or any(self._lives(process_id) for process_id in self._others)
-        has_heard = {rank for rank in self.ranks if marks.has_heard(self._remains.folder, rank)}
+        has_heard = {rank for rank in self.ranks if exit_marks.has_heard(self._remains.folder, rank)}
         if at_work <= has_heard:
             return False
         times = [failure.when for failure in left if failure.rank in has_heard]
@@ -78,17 +78,19 @@ class PassedOn:
         written = {rank: _num_written(self.ranks[rank]) for rank in at_work}
         if written != self._written:
             self._written, self._changed = written, time.monotonic()
-        has_agreed = bool(marks.code_of_end(self._remains.folder))  # all know of the request, and may take their time
+        has_agreed = bool(
+            exit_marks.code_of_end(self._remains.folder)
+        )  # all know of the request, and may take their time
         return len(at_work) < len(self.ranks) and not has_agreed and time.monotonic() - self._changed > _IDLE_SECONDS
 
     def _is_deadlock(self) -> bool:
         """Whether Ctrl-C, which no rank has heard, would have been heard by one that does not wait in C code."""
         if self._signum != signal.SIGINT or time.monotonic() - self._sent < _DEADLOCK_SECONDS:
             return False
-        return not any(marks.has_own_handler(self._remains.folder, rank) for rank in self.ranks)
+        return not any(exit_marks.has_own_handler(self._remains.folder, rank) for rank in self.ranks)
 
     def _lives(self, process_id: int) -> bool:
-        return process_id > 0 and leftovers.is_marked(process_id, self._remains.mark)
+        return process_id > 0 and cleanup.is_marked(process_id, self._remains.mark)
 
 
 def _heeds(process_id: int, signum: int) -> bool:

@@ -20,7 +20,7 @@ TYPE_CHECKING = False  # the module `typing` would be half of what this process 
 if TYPE_CHECKING:
     import subprocess
 
-    from torchmpi_py.launch.leftovers import Remains
+    from torchmpi_py.launch.cleanup import Remains
 
 
 class Guardian:
@@ -88,7 +88,7 @@ def clean(line: bytes, grace_seconds: float = GRACE_SECONDS) -> None:
     import shutil
     from pathlib import Path
 
-    from torchmpi_py.launch.leftovers import Remains, is_marked
+    from torchmpi_py.launch.cleanup import Remains, is_marked
 
     what = ast.literal_eval(line.decode())
     remains = Remains(Path(what["folder"]), what["starter"], set(what["files_before"]), set(what["shared_memory"]))

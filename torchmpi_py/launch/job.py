@@ -1,4 +1,10 @@
-"""Run the MPI's starter as a job that ends: by itself, by a signal, by its time limit, or by a rank that failed.
+"""Standard input: what the ranks get of it, and that every attempt to run a job gets the same.
+
+A terminal is not handed on. The starter is in a session of its own, where Open MPI would never read from that terminal,
+and MPICH would take the shell's keys when the job is in the background. A file is read from the same place by every
+attempt. What has come out of a pipe is gone: the next attempt gets nothing, and is not left waiting for it.
+
+Run the MPI's starter as a job that ends: by itself, by a signal, by its time limit, or by a rank that failed.
 
 The job has a folder, named in TORCHMPIRUN_JOB_DIR. The folder's path in a process's environment marks the process as
 the job's, wherever it moved to (a new session, a new parent), so that ending the job ends every process of it and no
@@ -13,25 +19,67 @@ the other hosts running.
 
 In an elastic job a death is told, and the job goes on. Its starter does not always end when the last rank has: then it
 is ended.
+
+Start a job again that failed: each attempt is a new job, with a folder of its own, and nothing left of the former.
+
+The program goes on from its last checkpoint by itself; to it a restart is a start (TORCHMPIRUN_RESTART counts them).
+What was ended from outside, by a signal or by the time limit, is not started again. The limit is for all attempts
+together. Every attempt reads the same standard input, if that is a file.
 """
+
+from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import stat
 import subprocess
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from torchmpi_py.launch import alone, leftovers, marks, standard_input
+from torchmpi_py.launch import cleanup, exit_marks
 from torchmpi_py.launch.deaths import Death, Lookout
 from torchmpi_py.launch.ending import PassedOn
 from torchmpi_py.launch.guardian import Guardian
 from torchmpi_py.launch.signals import Signals
-from torchmpi_py.launch.terminal import relay, say
+from torchmpi_py.launch.terminal import Tail, finish, relay, say
+
+
+def is_given() -> bool:
+    """Whether there is something to read for rank 0: no terminal, not /dev/null, not closed."""
+    try:
+        return not stat.S_ISCHR(os.fstat(0).st_mode)
+    except OSError:
+        return False
+
+
+def for_starter() -> int | None:
+    """What a starter is to get, as ``subprocess`` has it."""
+    return subprocess.DEVNULL if os.isatty(0) else None
+
+
+def position() -> int | None:
+    """Where it stands, if it is a file."""
+    try:
+        return os.lseek(0, 0, os.SEEK_CUR) if stat.S_ISREG(os.fstat(0).st_mode) else None
+    except OSError:
+        return None
+
+
+def rewind(begin: int | None) -> None:
+    """Before another attempt: back to where it stood; nothing at all where that cannot be done."""
+    if begin is not None:
+        os.lseek(0, begin, os.SEEK_SET)
+    elif is_given():
+        say("standard input is a pipe, which can be read only once: further attempts get none (`< file` works)")
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+
 
 GRACE_SECONDS = 5.0
 FAILURE_GRACE_SECONDS = 2.5  # a rank has failed: how long the MPI may take to end the others by itself
@@ -78,7 +126,7 @@ class Job:
     _last_seen: float = field(default_factory=time.monotonic)  # a rank that was not known to have ended
 
     def __post_init__(self) -> None:
-        self._remains = leftovers.Remains(self.folder)
+        self._remains = cleanup.Remains(self.folder)
 
     @property
     def is_late(self) -> bool:
@@ -94,7 +142,7 @@ class Job:
         self.process = subprocess.Popen(
             self.command,
             env=self.environment,
-            stdin=standard_input.for_starter(),
+            stdin=for_starter(),
             stderr=stderr,
             start_new_session=True,
             preexec_fn=_die_with_parent,
@@ -138,8 +186,8 @@ class Job:
             time.sleep(_POLL_SECONDS)
             self._hear_of_deaths(0.0)
         code = self._code()
-        if code == 0 and self.num_ranks > 1 and (found := marks.ranks_alone(self.folder)):
-            say(alone.explain(found))
+        if code == 0 and self.num_ranks > 1 and (found := exit_marks.ranks_alone(self.folder)):
+            say(exit_marks.explain(found))
         return code
 
     def _running(self) -> bool:
@@ -161,7 +209,7 @@ class Job:
         self._look()  # the others map what the dead one had
         if self._deaths and not self.elastic:
             return
-        failed = [failure.rank for failure in marks.failures(self.folder)]
+        failed = [failure.rank for failure in exit_marks.failures(self.folder)]
         deaths = deaths + self._lookout.wait(0.0)  # and what these failures did to the ranks' pipes
         deaths = [death for death in deaths if all(death.began < self._lookout.began(rank) < inf for rank in failed)]
         if not deaths:
@@ -229,7 +277,7 @@ class Job:
 
     def _failed_for(self) -> float:
         """Seconds since a rank failed or died."""
-        times = [failure.when for failure in marks.failures(self.folder)]
+        times = [failure.when for failure in exit_marks.failures(self.folder)]
         if not self.elastic and any(death.status != 0 for death in self._deaths):
             times.append(self._death_time)
         return time.time() - min(times) if times else 0.0
@@ -238,8 +286,8 @@ class Job:
         """That of the first rank that failed; else the starter's own, a death by signal in the shell's form."""
         own = self.process.returncode
         code = 128 - own if own < 0 else int(own)
-        failures = marks.failures(self.folder)
-        if not failures and (wanted := marks.code_of_end(self.folder)):
+        failures = exit_marks.failures(self.folder)
+        if not failures and (wanted := exit_marks.code_of_end(self.folder)):
             self.was_ended = True  # the ranks were asked, and not torchmpirun
             return wanted
         if self.elastic and self._lookout.is_deserted:
@@ -248,7 +296,7 @@ class Job:
             return 0
         how = [(death, death.explain(None if self.elastic else code)) for death in self._deaths]
         reasons = [f"{death.name} {text}" for death, text in how if text]
-        left = sorted(marks.ranks_running(self.folder))
+        left = sorted(exit_marks.ranks_running(self.folder))
         if failures:
             first = failures[0]
             code = first.code
@@ -269,3 +317,58 @@ class Job:
             code = 0
         is_lost = code == 0 and not self._lookout.num_in_order
         return self._deaths[-1].code if is_lost and self._deaths else code
+
+
+MOST_FOR_ELASTIC = 3  # where the MPI has nothing for --elastic
+
+Maker = Callable[[Path, int, float], Job]
+
+
+def run(make: Maker, most: int, tail: Tail | None = None) -> int:
+    """Run the job that ``make(folder, attempt, begin)`` gives, up to ``most`` times more; the last one's exit code.
+
+    Returns when the reader of ``tail`` has all, or the job was ended from outside.
+    """
+    tail = tail or Tail(None)
+    with Signals() as signals, Guardian() as guardian:
+        job, code = _run_attempts(make, most, signals, guardian, tail)
+
+        def is_over() -> bool:
+            signals.look_at_parent()
+            return bool(signals.ending) or job.was_ended or job.is_late
+
+        finish(tail, is_over)
+    return code
+
+
+def _run_attempts(make: Maker, most: int, signals: Signals, guardian: Guardian, tail: Tail) -> tuple[Job, int]:
+    """The last attempt, and the exit code."""
+    begin, place = time.monotonic(), position()
+    for attempt in range(most + 1):
+        if attempt:
+            rewind(place)
+        with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
+            job = make(Path(folder), attempt, begin)
+            job.signals, job.guardian = signals, guardian
+            code = 0 if signals.ending else job.run()
+        tail.catch_up()
+        if signals.ending and (code or not job.has_run):
+            return job, code if job.was_ended else 128 + signals.ending[0]
+        if code == 0 or job.was_ended:
+            break
+        if not _goes_on(job, code, attempt, most, signals.cause(code)):
+            break
+    return job, code
+
+
+def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:
+    """Tell why an attempt failed, and whether there is another."""
+    if most:
+        is_again = attempt < most and not signum
+        what = f"; not started again after signal {signum}, which was passed on" if signum and attempt < most else ""
+        what = "; starting again" if is_again else what
+        say(f"attempt {attempt + 1} of {most + 1} failed ({job.reason or f'exit code {code}'}){what}")
+        return is_again
+    if job.reason:
+        say(job.reason)
+    return False

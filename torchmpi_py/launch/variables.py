@@ -2,10 +2,33 @@
 
 Each MPI has its own names. The more specific ones stand first: Slurm's are also set for a batch script, from which
 another starter may have come.
+
+torchrun's variables for the ranks of an MPI: RANK, WORLD_SIZE, LOCAL_RANK, ..., MASTER_ADDR, MASTER_PORT.
+
+Programs that are written for ``torchrun`` read them. The import of the package sets them in a process that an MPI's
+launcher has started, from the launcher's own variables (``variables``) and without MPI: all ranks come to the same
+MASTER_PORT by way of the job's name. What only MPI knows, on several hosts, `complete` adds when MPI runs.
+
+A mark, the variable TORCHMPIRUN_WORLD, holds the job, the rank, and what was set here. Processes inherit it together
+with the variables, and so it tells apart what has the same names:
+
+- The mark is of this job and this rank: what differs from it was set since, by the program or by a ``torchrun`` that
+  the rank has started, and stays.
+- The mark is of another job, from which this one was started: what equals it is stale, and is set again.
+- There is none: what is set is the user's and stays, unless an outer ``torchrun`` has set it.
+
+``torchmpirun`` gives its ranks a mark without a job: the hosts, and a port that is free.
 """
 
+from __future__ import annotations
+
+import contextlib
+import os
 import re
-from collections.abc import Mapping
+import socket
+import zlib
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 
 _RANK = (
     "OMPI_COMM_WORLD_RANK",  # Open MPI
@@ -27,12 +50,12 @@ _LOCAL_RANK = (
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
 
-def rank(environment: Mapping[str, str]) -> int | None:
+def rank_in(environment: Mapping[str, str]) -> int | None:
     """The rank in the job."""
     return _first_number(_RANK, environment)
 
 
-def size(environment: Mapping[str, str]) -> int | None:
+def size_in(environment: Mapping[str, str]) -> int | None:
     """The number of ranks in the job; None where the launcher does not say, as in the script of a Slurm job."""
     return _first_number(SIZE, environment)
 
@@ -42,12 +65,12 @@ def has_mpi(environment: Mapping[str, str]) -> bool:
     return _first_number(_RANK[:-1], environment) is not None
 
 
-def local_rank(environment: Mapping[str, str]) -> int | None:
+def local_rank_in(environment: Mapping[str, str]) -> int | None:
     """The rank among those on this host."""
     return _first_number(_LOCAL_RANK, environment)
 
 
-def local_size(environment: Mapping[str, str]) -> int | None:
+def local_size_in(environment: Mapping[str, str]) -> int | None:
     """The number of ranks on this host."""
     told = _first_number(_LOCAL_SIZE, environment)
     if told is not None:
@@ -59,7 +82,7 @@ def local_size(environment: Mapping[str, str]) -> int | None:
 def is_srun(environment: Mapping[str, str]) -> bool:
     """Whether Slurm's srun has started this rank; under another launcher its variables are those of a daemon."""
     place = environment.get("SLURM_PROCID"), environment.get("SLURM_STEP_NUM_TASKS")
-    return place == (str(rank(environment)), str(size(environment)))
+    return place == (str(rank_in(environment)), str(size_in(environment)))
 
 
 def tasks_on_node(layout: str, node: int) -> int | None:
@@ -90,3 +113,212 @@ def nodes(names: str) -> list[str]:
 
 def _first_number(names: tuple[str, ...], environment: Mapping[str, str]) -> int | None:
     return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), None)
+
+
+MARK = "TORCHMPIRUN_WORLD"
+ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+NAMES = (*OF_A_RANK, ADDRESS, PORT)
+LOOPBACK = "127.0.0.1"
+
+_TORCHRUN = "TORCHELASTIC_"
+_JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "PALS_APID")
+_MOST_ANCESTORS = 10
+_FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # below those that a system gives away, and torchrun's 29500
+
+
+def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set torchrun's variables in a process that an MPI's launcher has started; elsewhere do nothing. Not collective.
+
+    A second call changes nothing, nor does one in a child process. Tasks of srun without an MPI may be independent of
+    each other, and a single rank is no more than a program: for these nothing is set, unless by ``torchmpirun``.
+    """
+    rank, size = rank_in(environment), size_in(environment)
+    if rank is None or size is None or rank >= size:
+        return
+    mark = read_mark(environment)
+    if not mark and (size == 1 or not has_mpi(environment)):
+        return
+    own = {"JOB": job_name(environment), "BY": f"{rank}/{size}"}
+    if mark.get("BY") == own["BY"] and own["JOB"] in ("", mark["JOB"]):  # a daemon's child does not find the job
+        return
+    if is_under_torchrun(environment):
+        if _has_own_torchrun(_place(environment, os.getpid())):
+            return
+        stale = [name for name in environment if name in NAMES or name.startswith(_TORCHRUN)]
+    else:
+        stale = [name for name in NAMES if name in mark and environment.get(name) == mark[name]]
+    for name in stale:
+        del environment[name]
+    _set(environment, own, _values(environment, {} if "JOB" in mark else mark, rank, size))
+
+
+def complete(address: str, group_rank: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what MPI has found: MASTER_ADDR, unless it is known, and GROUP_RANK. Without a mark do nothing."""
+    mark = read_mark(environment)
+    if "JOB" in mark:
+        _set(environment, mark, {ADDRESS: mark.get(ADDRESS, address), "GROUP_RANK": str(group_rank)})
+
+
+def _set(environment: MutableMapping[str, str], mark: Mapping[str, str], values: Mapping[str, str]) -> None:
+    """Set those of ``values`` for which the environment has none, or that of the mark; the new mark holds them."""
+    ours = {name: value for name, value in values.items() if environment.get(name) in (None, mark.get(name))}
+    environment.update(ours)
+    environment[MARK] = " ".join(f"{name}={value}" for name, value in {**mark, **ours}.items())
+
+
+def read_mark(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the mark holds; empty where there is none."""
+    entries = (entry.partition("=") for entry in environment.get(MARK, "").split())
+    return {name: value for name, _, value in entries}
+
+
+def is_own(environment: Mapping[str, str], name: str) -> bool:
+    """Whether ``name`` has a value that was not set here."""
+    return bool(environment.get(name)) and environment[name] != read_mark(environment).get(name)
+
+
+def is_under_torchrun(environment: Mapping[str, str]) -> bool:
+    """Whether a torchrun has set the variables."""
+    return f"{_TORCHRUN}RUN_ID" in environment
+
+
+def first_mark(hosts: Sequence[tuple[str, int]], folder: Path) -> str:
+    """The mark that ``torchmpirun`` gives the ranks of a job on ``hosts`` (names and slots); none: on this host."""
+    layout = ",".join(f"{_name_for_others(name)}:{slots}" for name, slots in hosts)
+    return f"{PORT}={_free_port(folder.name)}" + (f" HOSTS={layout}" if layout else "")
+
+
+def without_outer(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for the ranks of another job: without the place in an outer one, torchrun's included."""
+    is_stale = is_under_torchrun(environment)
+    dropped = {MARK, *OF_A_RANK, *(name for name in (ADDRESS, PORT) if is_stale or not is_own(environment, name))}
+    return {
+        name: value for name, value in environment.items() if name not in dropped and not name.startswith(_TORCHRUN)
+    }
+
+
+def job_name(environment: Mapping[str, str], process_id: int | None = None) -> str:
+    """A name of the job that all its ranks find, and no other job has; empty if the launcher gives none.
+
+    The environment is that of this process, or of the one with this number.
+    """
+    for name in _JOBS:
+        if environment.get(name):
+            return environment[name]
+    if is_srun(environment):
+        return f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
+    return _hydra_job(process_id or os.getpid())
+
+
+def _hydra_job(process_id: int) -> str:
+    """Where the mpiexec of MPICH listens: its proxies, one on each host, are given that on their command line."""
+    for _ in range(_MOST_ANCESTORS):
+        process_id = _parent(process_id)
+        with contextlib.suppress(OSError):
+            found = re.search(rb"\0--control-port\0([^\0]+)", Path(f"/proc/{process_id}/cmdline").read_bytes())
+            if found:
+                return found[1].decode()
+    return ""
+
+
+def _parent(process_id: int) -> int:
+    with contextlib.suppress(OSError):
+        found = re.search(r"^PPid:\s*(\d+)", Path(f"/proc/{process_id}/status").read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0
+
+
+def _has_own_torchrun(place: tuple[str, int | None]) -> bool:
+    """Whether the rank at ``place`` has started a torchrun, and that this process; True where it cannot be seen.
+
+    Then the torchrun is an ancestor of the same place, without torchrun's variables. An outer one is above the
+    launcher.
+    """
+    process_id = os.getpid()
+    for _ in range(_MOST_ANCESTORS):
+        process_id = _parent(process_id)
+        theirs = _environment(process_id)
+        if _place(theirs, process_id) != place:
+            return process_id <= 1  # a daemon's child
+        if not is_under_torchrun(theirs):
+            return True
+    return True
+
+
+def _place(environment: Mapping[str, str], process_id: int) -> tuple[str, int | None]:
+    """The job and the rank in it that a process is, or comes from."""
+    return job_name(environment, process_id), rank_in(environment)
+
+
+def _environment(process_id: int) -> dict[str, str]:
+    """That with which a process was started; empty if it is another user's, as a launcher's daemon may be."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
+        return {name: value for name, _, value in (os.fsdecode(line).partition("=") for line in lines)}
+    return {}
+
+
+def _values(environment: Mapping[str, str], given: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
+    """The variables, as far as they are known without MPI; ``given``: the mark of torchmpirun."""
+    local_rank, local_size = local_rank_in(environment), local_size_in(environment)
+    hosts = _hosts(environment, given.get("HOSTS", ""))
+    is_one_host = local_size == size
+    found = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": 0 if is_one_host else _group_rank(environment, hosts, rank),
+        ADDRESS: LOOPBACK if is_one_host else next((name for name, _ in hosts), None),
+        PORT: given.get(PORT) or _port(job_name(environment)),
+    }
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _hosts(environment: Mapping[str, str], layout: str) -> list[tuple[str, int]]:
+    """Names and slots of the job's hosts in their order: torchmpirun's, else Slurm's (0 slots: not known)."""
+    if layout:
+        return [(name, int(slots)) for name, _, slots in (host.rpartition(":") for host in layout.split(","))]
+    names = "SLURM_STEP_NODELIST" if is_srun(environment) else "SLURM_JOB_NODELIST"
+    return [(name, 0) for name in nodes(environment.get(names, ""))]
+
+
+def _group_rank(environment: Mapping[str, str], hosts: Sequence[tuple[str, int]], rank: int) -> int | None:
+    """The index of this host: Slurm's, else that of its name, else the one whose slots hold the rank."""
+    node = environment.get("SLURM_NODEID", "")
+    if node.isdigit() and is_srun(environment):
+        return int(node)
+    own = socket.gethostname()
+    for match in (str, _short):
+        found = [index for index, (name, _) in enumerate(hosts) if match(name) == match(own)]
+        if len(found) == 1:
+            return found[0]
+    for index, (_, slots) in enumerate(hosts):
+        rank -= slots
+        if rank < 0:
+            return index
+    return None
+
+
+def _short(name: str) -> str:
+    return name if re.fullmatch(r"[\d.]+", name) else name.partition(".")[0]
+
+
+def _name_for_others(name: str) -> str:
+    """A host's name for its peers: of ``user@[::1]`` the address, of this host's loopback the host's name."""
+    bare = name.rpartition("@")[2].strip("[]")
+    return socket.gethostname() if bare in ("localhost", "::1") or bare.startswith("127.") else bare
+
+
+def _port(job: str) -> int:
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
+
+
+def _free_port(job: str) -> int:
+    """The port of the job's name, or the next one that is free on this host."""
+    for port in range(first := _port(job), first + _NUM_PORTS):
+        with contextlib.suppress(OSError), socket.socket() as trying:
+            trying.bind(("", port))
+            return port
+    return first

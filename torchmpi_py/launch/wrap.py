@@ -36,7 +36,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from torchmpi_py.errors import EndRequested
-from torchmpi_py.launch import alone, binding, marks, quoting, variables
+from torchmpi_py.launch import binding, exit_marks, variables
+from torchmpi_py.launch.options import unquote
 
 _LAST_SECONDS = 30
 _KILLED_SECONDS = 2.0
@@ -46,7 +47,7 @@ _SILENT = "99"  # torch's profiler says on stderr when it starts and stops
 
 def local_rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
     """Which of how many ranks on this host; (0, 1) when nobody says, or when what is said does not fit."""
-    rank, size = variables.local_rank(environment) or 0, variables.local_size(environment) or 1
+    rank, size = variables.local_rank_in(environment) or 0, variables.local_size_in(environment) or 1
     return (rank, size) if rank < size else (0, 1)
 
 
@@ -169,16 +170,16 @@ def fail(error: BaseException, code: int, rank: int, former: int | None = None) 
     """Record, explain, write the trace, and end the job whatever stands in the way: a closed stderr, a full disk."""
     folder = job_folder()
     with contextlib.suppress(BaseException):
-        marks.record_failure(folder, rank, code)
+        exit_marks.record_failure(folder, rank, code)
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     with contextlib.suppress(BaseException):
         explain(error, rank, former)
-    tracing: Any = sys.modules.get("torchmpi_py.tracing")
+    tracing: Any = sys.modules.get("torchmpi_py.watch.tracing")
     if tracing is not None:
         with contextlib.suppress(BaseException):
             tracing.save()
-    if isinstance(error, (KeyboardInterrupt, SystemExit)) and marks.is_ending(folder):
+    if isinstance(error, (KeyboardInterrupt, SystemExit)) and exit_marks.is_ending(folder):
         _wait_to_be_killed(folder)
     end_job(code, folder)
 
@@ -197,13 +198,13 @@ def note_interrupts(rank: int) -> None:
 
     def leave_mark(signum: int, frame: FrameType | None) -> NoReturn:
         if os.getpid() == process_id:  # a forked child is not the rank
-            marks.record_hearing(job_folder(), rank)
+            exit_marks.record_hearing(job_folder(), rank)
         interrupt(signum, frame)
 
     @functools.wraps(set_handler)
     def look_at_handler(signalnum: int, handler: Any) -> Any:
         if signalnum == signal.SIGINT and handler is not leave_mark and os.getpid() == process_id:
-            marks.record_own_handler(job_folder(), rank)
+            exit_marks.record_own_handler(job_folder(), rank)
         return set_handler(signalnum, handler)
 
     set_handler(signal.SIGINT, leave_mark)
@@ -214,7 +215,7 @@ def note_interrupts(rank: int) -> None:
 def end_job(code: int, folder: str) -> None:
     """MPI_Abort when MPI runs here; else exit, and leave it to the MPI's starter, or to torchmpirun, to notice."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    if mpi is None and not os.path.isdir(folder) and (variables.size(os.environ) or 1) > 1:
+    if mpi is None and not os.path.isdir(folder) and (variables.size_in(os.environ) or 1) > 1:
         mpi = _mpi_at_last()
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         time.sleep(_OUTPUT_SECONDS)
@@ -252,7 +253,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not options.program:
         parser.error("no program to run")
     if options.quoted:
-        options.program = quoting.unquote(options.program)
+        options.program = unquote(options.program)
     return options
 
 
@@ -267,7 +268,7 @@ def run_and_end(options: argparse.Namespace, rank: int) -> None:
         if former is not None and sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()  # here a full disk is an error; when Python ends it is code 120
     except EndRequested as error:
-        if os.getpid() != process_id or not marks.record_end(job_folder(), rank, exit_code(error)):
+        if os.getpid() != process_id or not exit_marks.record_end(job_folder(), rank, exit_code(error)):
             raise
     except BaseException as error:
         code = exit_code(error)
@@ -288,15 +289,15 @@ def _logged(folder: Path, rank: int) -> int:
 def main() -> None:
     """Prepare the rank and run the program."""
     options = parse(sys.argv[1:])
-    rank = variables.rank(os.environ) or 0
+    rank = variables.rank_in(os.environ) or 0
     bind(options.bind)
     if options.profile is not None:
         profile_to(options.profile)
     for stream in (sys.stdout, sys.stderr):  # into the starter's pipe each line at once, and whole, also for python -u
         if isinstance(stream, io.TextIOWrapper):  # not when it was closed
             stream.reconfigure(line_buffering=True, write_through=False)
-    with marks.running(job_folder(), rank):
-        alone.note_at_end(job_folder(), rank)
+    with exit_marks.running(job_folder(), rank):
+        exit_marks.note_at_end(job_folder(), rank)
         run_and_end(options, rank)
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from torchmpi_py.buckets import Buckets
 from torchmpi_py.collectives import verbs
-from torchmpi_py.communicators import resolve
-from torchmpi_py.handles import Handle, wait_all
+from torchmpi_py.core.communicators import resolve
+from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.nn.block_sequential import BlockSequential
+from torchmpi_py.nn.buckets import Buckets
 from torchmpi_py.nn.synchronize import check_dense, check_reduced_by_nobody, reduced_in_backward, trainable
 
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # autograd calls Function.backward here

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchmpi_py.collectives import objects, verbs
-from torchmpi_py.collectives.consistency import digest_of
-from torchmpi_py.communicators import Communicator, resolve
+from torchmpi_py.collectives import verbs
+from torchmpi_py.collectives.check import digest_of
+from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.core.tensors import check_rank
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.synchronize import fused
-from torchmpi_py.tensors import check_rank
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
@@ -69,7 +69,7 @@ def _differing(optimizer: Any, comm: Communicator) -> list[int]:
     sizes = [len(group["params"]) for group in _groups(optimizer)]
     content = repr([(name, _content(leaf)) for name, leaf in _entries(optimizer.state_dict(), "")])
     digest = hashlib.blake2b(content.encode(), digest_size=16).digest()
-    stands = objects.allgather_object(_Stand(type(optimizer).__qualname__, sizes, digest), comm=comm)
+    stands = verbs.allgather_object(_Stand(type(optimizer).__qualname__, sizes, digest), comm=comm)
     if any(stand[:2] != stands[0][:2] for stand in stands):
         named = "; ".join(f"rank {rank}: {stand.kind} of {stand.num_parameters}" for rank, stand in enumerate(stands))
         raise RanksDisagree(f"the ranks' optimizers differ in kind, or in the parameters of their groups: {named}")
@@ -101,7 +101,7 @@ def _broadcast(optimizer: Any, root: int, comm: Communicator) -> Any:
     """Root's state."""
     state = optimizer.state_dict() if comm.rank == root else None
     bare = tree_map_only(Tensor, lambda x: _Missing(x.shape, x.dtype, x.device.type), state)
-    bare = objects.broadcast_object(bare, root, comm=comm)
+    bare = verbs.broadcast_object(bare, root, comm=comm)
     if comm.rank != root:
         device_of = {p.device.type: p.device for group in _groups(optimizer) for p in group["params"]}
         state = tree_map_only(

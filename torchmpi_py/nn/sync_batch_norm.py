@@ -28,9 +28,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchmpi_py import communicators
 from torchmpi_py.collectives import verbs
-from torchmpi_py.communicators import Communicator
+from torchmpi_py.core import communicators
+from torchmpi_py.core.communicators import Communicator
 
 _own: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary()
 """For each communicator the one of these layers: gradients are under way on the first during the backward pass."""

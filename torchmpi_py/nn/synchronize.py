@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from torchmpi_py.buckets import Buckets, grouped
 from torchmpi_py.collectives import verbs
-from torchmpi_py.collectives.consistency import check_all_with_allreduce, differing
-from torchmpi_py.communicators import resolve
-from torchmpi_py.tensors import check_tensor
+from torchmpi_py.collectives.check import check_all_with_allreduce, differing
+from torchmpi_py.core.communicators import resolve
+from torchmpi_py.core.tensors import check_tensor
+from torchmpi_py.nn.buckets import Buckets, grouped
 
 _buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
 reduced_in_backward: WeakSet[Buckets] = WeakSet()  # those of register_async_backward

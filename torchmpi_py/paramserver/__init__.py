@@ -3,23 +3,23 @@
 After TorchMPI's parameter server (reference section 5).
 """
 
-from torchmpi_py.paramserver import optimizers as _optimizers  # noqa: F401 - adds them to the rules
-from torchmpi_py.paramserver.averaging import PeriodicAveraging
+from torchmpi_py.paramserver import rules as _optimizers  # noqa: F401 - adds them to the rules
 from torchmpi_py.paramserver.difference import DifferenceUpdate
 from torchmpi_py.paramserver.downpour import DownpourUpdate
 from torchmpi_py.paramserver.easgd import EAMSGDUpdate, EASGDUpdate
 from torchmpi_py.paramserver.hogwild import Hogwild
-from torchmpi_py.paramserver.lists import (
+from torchmpi_py.paramserver.local_sgd import PeriodicAveraging
+from torchmpi_py.paramserver.rules import register_rule
+from torchmpi_py.paramserver.server import ParameterServer, free_all, init
+from torchmpi_py.paramserver.stale import StaleSynchronousUpdate
+from torchmpi_py.paramserver.synchronous import SynchronousUpdate
+from torchmpi_py.paramserver.tensor_lists import (
     ServedTensors,
     init_tensors,
     integrate_tensors,
     prefetch_tensors,
     send_tensors,
 )
-from torchmpi_py.paramserver.rules import register_rule
-from torchmpi_py.paramserver.server import ParameterServer, free_all, init
-from torchmpi_py.paramserver.stale import StaleSynchronousUpdate
-from torchmpi_py.paramserver.synchronous import SynchronousUpdate
 from torchmpi_py.paramserver.timetable import Timetable
 from torchmpi_py.paramserver.update import Update
 

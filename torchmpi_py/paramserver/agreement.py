@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from torchmpi_py import waiting, watch
-from torchmpi_py.communicators import Communicator
+from torchmpi_py.core import backoff, journal
+from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
 
 T = TypeVar("T")
@@ -20,17 +20,17 @@ T = TypeVar("T")
 
 def gathered(comm: Communicator, what: str, mine: T) -> list[T]:
     """What each rank gives, in rank order. The wait is watched, as ``what``, which is equal on all ranks."""
-    return watch.together(what, comm, lambda: comm.direct.mpi.allgather(mine))
+    return journal.run_together(what, comm, lambda: comm.direct.mpi.allgather(mine))
 
 
-def meet(comm: Communicator, what: str) -> None:
+def wait_for_all(comm: Communicator, what: str) -> None:
     """Wait asleep until all ranks are here. The wait is watched, as ``what``, which is equal on all ranks."""
-    watch.together(what, comm, lambda: waiting.barrier(comm.direct.mpi))
+    journal.run_together(what, comm, lambda: backoff.barrier(comm.direct.mpi))
 
 
-def meet_after_training(comm: Communicator, what: str) -> None:
+def wait_for_all_after_training(comm: Communicator, what: str) -> None:
     """As ``meet``, for ranks that train asynchronously: one may wait long for others that are at work."""
-    watch.while_others_work(what, comm, lambda: waiting.barrier(comm.direct.mpi))
+    journal.run_while_others_work(what, comm, lambda: backoff.barrier(comm.direct.mpi))
 
 
 def check_alike(comm: Communicator, who: str, settings: Mapping[str, object]) -> None:
@@ -74,7 +74,7 @@ def check_within(group: Communicator | None, comm: Communicator, who: str) -> No
     raise_together(comm, failure)
 
 
-def together(comm: Communicator, work: Callable[[], object]) -> None:
+def run_on_all_ranks(comm: Communicator, work: Callable[[], object]) -> None:
     """Do something; a ValueError on every rank if it is one on any. It is done on all when this returns."""
     failure = None
     try:

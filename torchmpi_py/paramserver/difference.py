@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py.paramserver import lists
+from torchmpi_py.paramserver import tensor_lists
 from torchmpi_py.paramserver.update import Update
-from torchmpi_py.runtime import barrier
+from torchmpi_py.runtime.process import barrier
 
 
 class DifferenceUpdate(Update):
@@ -48,23 +48,23 @@ class DifferenceUpdate(Update):
         self._base: list[Tensor] = []
         self._when_sent: list[Tensor] = []  # while an exchange is on its way
 
-    def begin(self, served: lists.ServedTensors) -> None:
+    def begin(self, served: tensor_lists.ServedTensors) -> None:
         """The base of all are the values with which the server was seeded."""
         if self.is_root:
             bases: dict[Tensor, Tensor] = {}
-            lists.integrate_tensors(served, lambda fetched, p: bases.update({p: fetched.clone()}))
+            tensor_lists.integrate_tensors(served, lambda fetched, p: bases.update({p: fetched.clone()}))
             self._base = [bases[p] for p in self.parameters]
         barrier(self.sharding)  # nobody sends before all have them
 
-    def prefetch(self, served: lists.ServedTensors) -> None:
+    def prefetch(self, served: tensor_lists.ServedTensors) -> None:
         """Send how far the parameters have come, and ask for what the server has after that."""
         since = self._when_sent or self._base  # what was sent in an exchange that is not over is not sent again
         self._when_sent = [p.detach().clone() for p in self.parameters]
         moved = [now - then for now, then in zip(self._when_sent, since, strict=True)]
-        lists.send_tensors(served, moved, "scaled_add", scale=self.scale)
-        lists.prefetch_tensors(served)
+        tensor_lists.send_tensors(served, moved, "scaled_add", scale=self.scale)
+        tensor_lists.prefetch_tensors(served)
 
-    def integrate(self, served: lists.ServedTensors) -> None:
+    def integrate(self, served: tensor_lists.ServedTensors) -> None:
         """Move by what the server has beyond what was sent."""
         if not self._when_sent:  # the result was taken in between
             self.prefetch(served)
@@ -75,17 +75,17 @@ class DifferenceUpdate(Update):
             p.add_(fetched - self._when_sent[index])
             self._base[index].copy_(fetched)
 
-        lists.integrate_tensors(served, take)
+        tensor_lists.integrate_tensors(served, take)
         self._when_sent = []
 
-    def adopt(self, served: lists.ServedTensors) -> None:
+    def adopt(self, served: tensor_lists.ServedTensors) -> None:
         """The server's values, which are the new base."""
         super().adopt(served)
         for base, p in zip(self._base, self.parameters, strict=True):
             base.copy_(p.detach())
         self._when_sent = []
 
-    def send_rest(self, served: lists.ServedTensors) -> None:
+    def send_rest(self, served: tensor_lists.ServedTensors) -> None:
         """An exchange, if the parameters have moved."""
         since = self._when_sent or self._base
         if not all(torch.equal(p.detach(), then) for p, then in zip(self.parameters, since, strict=True)):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.errors import ParameterServerError
-from torchmpi_py.paramserver import lists, rules
+from torchmpi_py.paramserver import rules, tensor_lists
 from torchmpi_py.paramserver.update import Update
 
 
@@ -59,12 +59,12 @@ class DownpourUpdate(Update):
         self._sums: list[Tensor] = []
         self._num_steps = 0  # in the sums
 
-    def begin(self, served: lists.ServedTensors) -> None:
+    def begin(self, served: tensor_lists.ServedTensors) -> None:
         """What was computed before the server was seeded is in its values already."""
         if self.is_root:
             self._sums = [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
 
-    def follow(self, served: lists.ServedTensors, step: int) -> None:
+    def follow(self, served: tensor_lists.ServedTensors, step: int) -> None:
         """Add the gradients of a step, but those of the step in which the server was seeded."""
         if step <= self.timetable.init_delay:
             return
@@ -77,17 +77,17 @@ class DownpourUpdate(Update):
                 total.add_(p.grad)
         self._num_steps += 1
 
-    def integrate(self, served: lists.ServedTensors) -> None:
+    def integrate(self, served: tensor_lists.ServedTensors) -> None:
         """The server's values take the place of the parameters."""
         self.adopt(served)
 
-    def send(self, served: lists.ServedTensors) -> None:
+    def send(self, served: tensor_lists.ServedTensors) -> None:
         """Send what the steps since the last time amount to. What is not finite is dropped, and an error."""
         is_finite = _all_finite(self._sums)
         if is_finite:
             rule = self.server_optimizer or "add"
             local = None if self.local_update is None else self._change
-            lists.send_tensors(served, self._sums, rule, local, **self.optimizer_options)
+            tensor_lists.send_tensors(served, self._sums, rule, local, **self.optimizer_options)
         for total in self._sums:
             total.zero_()
         num_steps, self._num_steps = self._num_steps, 0
@@ -97,7 +97,7 @@ class DownpourUpdate(Update):
                 "GradScaler leave out the steps that it skips, and do not count them"
             )
 
-    def send_rest(self, served: lists.ServedTensors) -> None:
+    def send_rest(self, served: tensor_lists.ServedTensors) -> None:
         """Send the sums, if there is a step in them."""
         if self._num_steps > 0:
             self.send(served)

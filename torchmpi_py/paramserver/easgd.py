@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py.paramserver import lists
+from torchmpi_py.paramserver import tensor_lists
 from torchmpi_py.paramserver.update import Update
 
 
@@ -37,7 +37,7 @@ class EASGDUpdate(Update):
         super().__init__(network, **options)
         self.beta = beta
 
-    def integrate(self, served: lists.ServedTensors) -> None:
+    def integrate(self, served: tensor_lists.ServedTensors) -> None:
         """Move towards the centre, and let the centre move as far towards this worker."""
         differences: dict[Tensor, Tensor] = {}
 
@@ -46,8 +46,8 @@ class EASGDUpdate(Update):
             p.add_(step)
             differences[p] = step.neg_()
 
-        lists.integrate_tensors(served, attract)
-        lists.send_tensors(served, [differences[p] for p in served.tensors], "add")
+        tensor_lists.integrate_tensors(served, attract)
+        tensor_lists.send_tensors(served, [differences[p] for p in served.tensors], "add")
 
     def position(self, p: Tensor) -> Tensor:
         """What of a parameter the centre attracts."""
@@ -68,7 +68,7 @@ class EAMSGDUpdate(EASGDUpdate):
         self.optimizer = optimizer
         self._group_of: dict[Tensor, dict[str, Any]] = {}
 
-    def integrate(self, served: lists.ServedTensors) -> None:
+    def integrate(self, served: tensor_lists.ServedTensors) -> None:
         """As for EASGD, with the learning rate and momentum of this step."""
         self._group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         super().integrate(served)

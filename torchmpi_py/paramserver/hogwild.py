@@ -18,10 +18,11 @@ import itertools
 import torch
 from torch import Tensor
 
-from torchmpi_py import communicators, symmetric, watch
-from torchmpi_py.channels import Channel
-from torchmpi_py.communicators import Communicator, resolve
+from torchmpi_py.core import communicators, journal
+from torchmpi_py.core.channels import Channel
+from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.errors import RanksDisagree, Unavailable
+from torchmpi_py.memory import symmetric
 from torchmpi_py.paramserver import agreement
 
 _ALIGNMENT = 512  # bytes: no two storages share a cache line
@@ -45,11 +46,11 @@ class Hogwild:
         parameters = list(network.parameters())
         _check(parameters, self._comm)
         storages = _storages(parameters)
-        places = watch.together("Hogwild", self._comm, lambda: _places(self._comm.direct, storages))
+        places = journal.run_together("Hogwild", self._comm, lambda: _places(self._comm.direct, storages))
         if self._comm.rank == 0:
             for storage, place in zip(storages, places, strict=True):
                 place.copy_(_bytes(storage))
-        agreement.meet(self._comm, "Hogwild")  # the values are there before anybody trains
+        agreement.wait_for_all(self._comm, "Hogwild")  # the values are there before anybody trains
         _move(parameters, storages, places)
         self._shared = {place.data_ptr() for place in places}
         self.is_free = False
@@ -60,7 +61,7 @@ class Hogwild:
             return
         self.is_free = True
         if communicators.is_started() and not self._comm.is_free:
-            agreement.meet_after_training(self._comm, "Hogwild.free")  # all have done their last step
+            agreement.wait_for_all_after_training(self._comm, "Hogwild.free")  # all have done their last step
         parameters = [p for p in self.network.parameters() if _address(p) in self._shared]
         storages = _storages(parameters)
         _move(parameters, storages, [_bytes(storage).clone() for storage in storages])

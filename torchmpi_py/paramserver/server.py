@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py import communication_thread, communicators, watch
-from torchmpi_py.communicators import Communicator, resolve
+from torchmpi_py.core import communication_thread, communicators, journal
+from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.core.handles import Handle
+from torchmpi_py.core.tensors import check_tensor, flat, output_buffer
 from torchmpi_py.errors import ParameterServerError, RanksDisagree, Unavailable
-from torchmpi_py.handles import Handle
-from torchmpi_py.paramserver import client, rules, states
-from torchmpi_py.paramserver.carrier import Carrier
-from torchmpi_py.paramserver.host_copies import HostCopy
+from torchmpi_py.memory.devices import HostCopy
+from torchmpi_py.paramserver import request_thread, rules, shard
 from torchmpi_py.paramserver.shard import Shard
-from torchmpi_py.tensors import check_tensor, flat, written
+from torchmpi_py.paramserver.shard_router import ShardRouter
 
 _numbers = itertools.count()
 _servers: list[ParameterServer] = []  # in the order in which they were made
@@ -47,7 +47,7 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
     or the ranks are on several nodes and MPI does not give MPI_THREAD_MULTIPLE; each on every rank.
     """
     comm = resolve(comm)
-    source, num_slots = watch.together("paramserver.init", comm, lambda: _agreed(tensor, optimizer, comm))
+    source, num_slots = journal.run_together("paramserver.init", comm, lambda: _agreed(tensor, optimizer, comm))
     if comm.num_nodes > 1 and communication_thread.current().inline:
         raise Unavailable(
             f"paramserver.init: {comm!r} is on several nodes, and this MPI does not give MPI_THREAD_MULTIPLE, which "
@@ -96,10 +96,10 @@ class ParameterServer:
         self.num_bytes_sent = self.num_bytes_received = 0
         self._comm, self._channel, self._key = comm, comm.direct, ("parameter server", next(_numbers))
         seed = source.view(-1).cpu()
-        self._carrier = watch.together(
+        self._carrier = journal.run_together(
             "paramserver.init",
             comm,
-            lambda: comm.direct.keep(self._key, lambda channel: Carrier(channel, seed, num_slots)),
+            lambda: comm.direct.keep(self._key, lambda channel: ShardRouter(channel, seed, num_slots)),
         )
         self.bounds = list(self._carrier.bounds)
 
@@ -123,7 +123,7 @@ class ParameterServer:
             self.num_bytes_sent += self._carrier.apply(rule, known, options, values)
             return tensor
 
-        return client.submit(f"send to a parameter server, rule {rule}", step)
+        return request_thread.submit(f"send to a parameter server, rule {rule}", step)
 
     def receive(self, tensor: Tensor | None = None) -> Handle[Tensor]:
         """Fetch all shards into ``tensor`` (default: a new one on the CPU), which ``wait`` returns.
@@ -132,7 +132,7 @@ class ParameterServer:
         before, and what was complete on other ranks. Raises as ``send`` does.
         """
         target = torch.empty(self.shape, dtype=self.dtype, device="cpu") if tensor is None else tensor
-        buffer, copy_out = written("receive", self._checked("receive", target), holds_input=False)
+        buffer, copy_out = output_buffer("receive", self._checked("receive", target), holds_input=False)
         line = buffer.view(-1)
         copy = HostCopy(line) if line.device.type != "cpu" else None
 
@@ -145,11 +145,11 @@ class ParameterServer:
                 copy_out()
             return target
 
-        return client.submit("receive from a parameter server", step)
+        return request_thread.submit("receive from a parameter server", step)
 
     def peek(self, target: Tensor) -> None:
         """As ``receive`` into a tensor on the CPU, waited for, but not noted: for looking again and again."""
-        client.submit_unnoted(lambda: self._carrier.read(target)).wait()
+        request_thread.submit_unnoted(lambda: self._carrier.read(target)).wait()
 
     def take_in(self, source: ParameterServer, rule: str = "add", **options: Any) -> Handle[None]:
         """Apply a rule to this rank's own shard with its shard of the server ``source``, which becomes zero.
@@ -165,7 +165,7 @@ class ParameterServer:
             raise ValueError(
                 "take_in: source must be another server of as many elements, the same dtype and communicator"
             )
-        return client.submit(
+        return request_thread.submit(
             f"step of this rank's shard, rule {rule}", lambda: self._carrier.take_in(source._carrier, known, options)
         )
 
@@ -176,8 +176,8 @@ class ParameterServer:
         before and after.
         """
         self._check_alive("state_dict")
-        saved = client.submit("save a parameter server", self._carrier.save).wait()
-        return states.joined(saved, self.shape, self.dtype, self.optimizer)
+        saved = request_thread.submit("save a parameter server", self._carrier.save).wait()
+        return shard.joined(saved, self.shape, self.dtype, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Become what was saved, on any number of ranks. One rank calls it, and the others after it go on.
@@ -186,14 +186,14 @@ class ParameterServer:
         """
         self._check_alive("load_state_dict")
         parts = self._parted(state)
-        client.submit("restore a parameter server", lambda: self._carrier.restore(parts)).wait()
+        request_thread.submit("restore a parameter server", lambda: self._carrier.restore(parts)).wait()
 
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError if ``load_state_dict`` would refuse it."""
         self._parted(state)
 
     def _parted(self, state: dict[str, Any]) -> list[Shard]:
-        return states.parted(state, self.bounds, self.shape, self.dtype, self.optimizer, self._carrier.num_slots)
+        return shard.parted(state, self.bounds, self.shape, self.dtype, self.optimizer, self._carrier.num_slots)
 
     def free(self) -> None:
         """Give the memory back, once every rank has called it and what all asked is done. Collective; idempotent.
@@ -205,7 +205,9 @@ class ParameterServer:
         if self in _servers:
             _servers.remove(self)
         if not self._carrier.is_free:
-            watch.while_others_work("ParameterServer.free", self._comm, lambda: self._channel.give_back(self._key))
+            journal.run_while_others_work(
+                "ParameterServer.free", self._comm, lambda: self._channel.give_back(self._key)
+            )
 
     def _check_alive(self, call: str) -> None:
         communicators.stack()  # neither in a child process nor after stop

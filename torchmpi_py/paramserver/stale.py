@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py import watch
-from torchmpi_py.communicators import Communicator
+from torchmpi_py.core import journal
+from torchmpi_py.core.backoff import Nap, complete
+from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.errors import ParameterServerError
-from torchmpi_py.paramserver import agreement, lists
+from torchmpi_py.paramserver import agreement, tensor_lists
 from torchmpi_py.paramserver.server import init
 from torchmpi_py.paramserver.timetable import Due
 from torchmpi_py.paramserver.update import Update
-from torchmpi_py.waiting import Nap, complete
 
 logger = logging.getLogger("torchmpi_py")
 _END_OF_TIME = 1 << 62  # the clock of a worker for which nobody has to wait
@@ -65,7 +65,7 @@ class StaleSynchronousUpdate(Update):
         self._before: list[Tensor] = []
         self._is_finished = False
 
-    def begin(self, served: lists.ServedTensors) -> None:
+    def begin(self, served: tensor_lists.ServedTensors) -> None:
         """All begin with the server's parameters."""
         self.adopt(served)
         self._before = [p.detach().clone() for p in self.parameters]
@@ -73,7 +73,7 @@ class StaleSynchronousUpdate(Update):
         if self.staleness == 0:
             self._fetched = Clocks(self.sharding, self.is_root)
 
-    def exchange(self, served: lists.ServedTensors, step: int, due: Due) -> None:
+    def exchange(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
         """Send what this step has changed, and come back when the next one may begin."""
         if self._is_finished:
             raise ParameterServerError(f"update({step}): this worker has called finish; leave that to its last step")
@@ -116,7 +116,7 @@ class StaleSynchronousUpdate(Update):
             super().free()
             self._before = []
 
-    def integrate(self, served: lists.ServedTensors) -> None:
+    def integrate(self, served: tensor_lists.ServedTensors) -> None:
         """The server's values, which contain what this worker has sent, take the place of the parameters."""
         self.adopt(served)
         self._keep()
@@ -130,14 +130,14 @@ class StaleSynchronousUpdate(Update):
             p.copy_(before.add_(updates[-1]))
         return updates
 
-    def _send(self, served: lists.ServedTensors, updates: list[Tensor]) -> None:
+    def _send(self, served: tensor_lists.ServedTensors, updates: list[Tensor]) -> None:
         assert self._completed is not None, "begin has made it"
         if self._fetched is not None:
             self._fetched.wait_for(self.clock)
-        lists.send_tensors(served, updates, "add")
+        tensor_lists.send_tensors(served, updates, "add")
         self._completed.advance()  # a rank's requests are carried out in their order: after the updates
 
-    def _refresh(self, served: lists.ServedTensors) -> None:
+    def _refresh(self, served: tensor_lists.ServedTensors) -> None:
         assert self._completed is not None, "begin has made it"
         self._known = self._completed.wait_for(self.clock - self.staleness)
         self.integrate(served)
@@ -151,7 +151,7 @@ class StaleSynchronousUpdate(Update):
         def listen() -> None:
             complete(group.direct.mpi.Ibcast(word, 0), Nap(_LONGEST_NAP_SECONDS))
 
-        watch.together("StaleSynchronousUpdate.update", group, listen)
+        journal.run_together("StaleSynchronousUpdate.update", group, listen)
         return bool(word[0])
 
     def _keep(self) -> None:
@@ -181,7 +181,7 @@ class Clocks:
         clocks = self._server.receive().wait()
         while (slowest := int(clocks.min())) < least:
             name = f"bounded staleness, for rank {int(clocks.argmin())} of {self._comm.key!r}"
-            watch.alone(name, self._comm, lambda: self._wait_beyond(slowest, least, clocks))
+            journal.run_alone(name, self._comm, lambda: self._wait_beyond(slowest, least, clocks))
         return slowest
 
     def _wait_beyond(self, slowest: int, least: int, clocks: Tensor) -> None:

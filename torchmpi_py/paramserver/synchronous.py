@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py.communicators import Communicator, resolve
+from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.core.handles import wait_all
 from torchmpi_py.errors import ParameterServerError
-from torchmpi_py.handles import wait_all
-from torchmpi_py.paramserver import agreement, lists, rules
+from torchmpi_py.paramserver import agreement, rules, tensor_lists
 
 
 class SynchronousUpdate:
@@ -45,8 +45,8 @@ class SynchronousUpdate:
         self.optimizer, self.options = optimizer, options
         self._check(network)
         self.is_free = False
-        self.served = lists.init_tensors(self.parameters, comm=self._comm, optimizer=optimizer)
-        self._gradients = lists.init_tensors(
+        self.served = tensor_lists.init_tensors(self.parameters, comm=self._comm, optimizer=optimizer)
+        self._gradients = tensor_lists.init_tensors(
             [torch.zeros_like(p, requires_grad=False) for p in self.parameters], comm=self._comm
         )
         self._fetch()
@@ -56,15 +56,15 @@ class SynchronousUpdate:
         if self.is_free:
             raise ParameterServerError("update: this SynchronousUpdate was freed; make another")
         gradients = [_gradient(p) for p in self.parameters]
-        wait_all(lists.send_tensors(self._gradients, gradients, "scaled_add", scale=1 / self._comm.size))
-        agreement.meet(self._comm, "SynchronousUpdate.update")  # all gradients are there
+        wait_all(tensor_lists.send_tensors(self._gradients, gradients, "scaled_add", scale=1 / self._comm.size))
+        agreement.wait_for_all(self._comm, "SynchronousUpdate.update")  # all gradients are there
         wait_all(
             [
                 pack.server.take_in(sums.server, self.optimizer, **self.options)
                 for pack, sums in zip(self.served.packs, self._gradients.packs, strict=True)
             ]
         )
-        agreement.meet(self._comm, "SynchronousUpdate.update")  # all parts have done the step
+        agreement.wait_for_all(self._comm, "SynchronousUpdate.update")  # all parts have done the step
         self._fetch()
 
     def free(self) -> None:
@@ -74,7 +74,7 @@ class SynchronousUpdate:
         self.served.free()
 
     def _fetch(self) -> None:
-        lists.integrate_tensors(self.served, lambda fetched, p: p.copy_(fetched))
+        tensor_lists.integrate_tensors(self.served, lambda fetched, p: p.copy_(fetched))
 
     def _check(self, network: torch.nn.Module) -> None:
         """RanksDisagree, ValueError or TypeError, on every rank, unless all give the same, and it will do."""

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from torchmpi_py import communicators, nn
-from torchmpi_py.communicators import Communicator
+from torchmpi_py import nn
+from torchmpi_py.core import communicators
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.handles import wait_all
 from torchmpi_py.errors import ParameterServerError
-from torchmpi_py.handles import wait_all
-from torchmpi_py.paramserver import agreement, lists
+from torchmpi_py.paramserver import agreement, tensor_lists
 from torchmpi_py.paramserver.timetable import Due, Timetable
 
 
@@ -58,7 +59,7 @@ class Update(ABC):
         self.is_root = self.group is None or self.group.rank == 0
         self.num_workers = sum(agreement.gathered(self.sharding, "workers of an update", self.is_root))
         self.parameters = [p for p in network.parameters() if p.requires_grad]
-        self.served: lists.ServedTensors | None = None
+        self.served: tensor_lists.ServedTensors | None = None
         self.is_free = False
         self._last_step = -1
 
@@ -90,7 +91,7 @@ class Update(ABC):
                 "was saved, call load_state_dict before"
             )
 
-    def exchange(self, served: lists.ServedTensors, step: int, due: Due) -> None:
+    def exchange(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
         """What is due in a step once the server is seeded, on every rank."""
         if due.integrate:
             agreement.check_still_trained(self._name, step, self.network, self.parameters)
@@ -115,28 +116,28 @@ class Update(ABC):
             with communicators.at(self._level):
                 nn.synchronize_parameters(self.network)
 
-    def begin(self, served: lists.ServedTensors) -> None:  # noqa: B027 - not every update has something to do
+    def begin(self, served: tensor_lists.ServedTensors) -> None:  # noqa: B027 - not every update has something to do
         """The server has just been seeded; every rank calls it."""
 
-    def follow(self, served: lists.ServedTensors, step: int) -> None:  # noqa: B027
+    def follow(self, served: tensor_lists.ServedTensors, step: int) -> None:  # noqa: B027
         """A step after that; ``p.grad`` holds its gradients."""
 
-    def send(self, served: lists.ServedTensors) -> None:  # noqa: B027
+    def send(self, served: tensor_lists.ServedTensors) -> None:  # noqa: B027
         """Send what the server should take in, unless that belongs to an integration."""
 
-    def prefetch(self, served: lists.ServedTensors) -> None:
+    def prefetch(self, served: tensor_lists.ServedTensors) -> None:
         """Start to fetch the values for the next integration."""
-        lists.prefetch_tensors(served)
+        tensor_lists.prefetch_tensors(served)
 
     @abstractmethod
-    def integrate(self, served: lists.ServedTensors) -> None:
+    def integrate(self, served: tensor_lists.ServedTensors) -> None:
         """Bring the values that were fetched into the parameters."""
 
-    def adopt(self, served: lists.ServedTensors) -> None:
+    def adopt(self, served: tensor_lists.ServedTensors) -> None:
         """The server's values, as they were fetched, take the place of the parameters."""
-        lists.integrate_tensors(served, lambda fetched, p: p.copy_(fetched))
+        tensor_lists.integrate_tensors(served, lambda fetched, p: p.copy_(fetched))
 
-    def send_rest(self, served: lists.ServedTensors) -> None:  # noqa: B027
+    def send_rest(self, served: tensor_lists.ServedTensors) -> None:  # noqa: B027
         """Send what a worker has done since it sent the last time."""
 
     def finish(self) -> None:
@@ -162,7 +163,7 @@ class Update(ABC):
         self.finish()
         self._meet(self.sharding, "take_result")
         if self.is_root:
-            lists.prefetch_tensors(served)  # what was fetched before is older
+            tensor_lists.prefetch_tensors(served)  # what was fetched before is older
             self.adopt(served)
         self.share()
         self._meet(self.sharding, "take_result")  # nobody trains on before all have it
@@ -221,11 +222,11 @@ class Update(ABC):
 
     def _seed(self, state: dict[str, Any] | None = None) -> None:
         """Make the server, with rank 0's values, or as it was saved."""
-        served = lists.init_tensors(self.parameters, comm=self.sharding, optimizer=self.server_optimizer)
+        served = tensor_lists.init_tensors(self.parameters, comm=self.sharding, optimizer=self.server_optimizer)
         if state is not None:
             restore: Callable[[Any], object] = served.load_state_dict if self.sharding.rank == 0 else id
             try:
-                agreement.together(self.sharding, lambda: restore(state["server"]))
+                agreement.run_on_all_ranks(self.sharding, lambda: restore(state["server"]))
             except ValueError:
                 served.free()
                 raise
@@ -234,7 +235,7 @@ class Update(ABC):
         if state is not None and self.is_root:
             self.load_worker_state(state["worker"])
 
-    def _seeded(self, call: str) -> lists.ServedTensors:
+    def _seeded(self, call: str) -> tensor_lists.ServedTensors:
         if self.served is None:
             raise ParameterServerError(
                 f"{call}: the parameter server is seeded in step {self.timetable.init_delay} (init_delay), which was "
@@ -243,9 +244,9 @@ class Update(ABC):
         return self.served
 
     def _meet(self, comm: Communicator, call: str) -> None:
-        agreement.meet_after_training(comm, f"{self._name}.{call}")
+        agreement.wait_for_all_after_training(comm, f"{self._name}.{call}")
 
-    def _wait(self, served: lists.ServedTensors) -> None:
+    def _wait(self, served: tensor_lists.ServedTensors) -> None:
         wait_all([pack.sending for pack in served.packs if pack.sending is not None])
 
     def _check_usable(self, call: str) -> None:

@@ -1,4 +1,11 @@
-"""The calls of one process group, in the order in which the program makes them.
+"""Where the program makes a call: outside of torch, and of this package.
+
+A call of torch.distributed.
+
+It is one or more operations of the package, one after another, and what concludes them; *under way* from when it is
+queued until that is done.
+
+The calls of one process group, in the order in which the program makes them.
 
 torch.distributed lets one rank make a call that blocks where another one makes it asynchronously: all that counts is
 the order. So a group has one communicator for both, and its calls are carried out one after another: one that blocks in
@@ -8,18 +15,133 @@ with the first call that needs it, and groups do not wait for each other.
 
 from __future__ import annotations
 
+import itertools
+import os
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from torchmpi_py import communication_thread, config, streams
-from torchmpi_py.communication_thread import CommunicationThread
-from torchmpi_py.communicators import Communicator
-from torchmpi_py.handles import Handle
-from torchmpi_py.torch_backend.call import Call, Carrier
+from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.core import communication_thread, config
+from torchmpi_py.core.communication_thread import CommunicationThread
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.handles import Handle
+from torchmpi_py.memory import devices
+
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def program() -> FrameType:
+    """The frame of the program that has led here."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def library(frame: FrameType) -> str:
+    """The name of the installed package that a frame belongs to; empty for the user's own program."""
+    parts = frame.f_code.co_filename.split(os.sep)
+    found = next((place for place, part in enumerate(parts[:-1]) if part in _INSTALLED), None)
+    return "" if found is None else parts[found + 1].removesuffix(".py")
+
+
+class Call:
+    """Operations that are carried out one after another; then ``conclude``, and ``results`` are there."""
+
+    def __init__(
+        self,
+        operations: Sequence[Operation[Any]],
+        results: list[Tensor],
+        conclude: Callable[[], object] | None = None,
+    ) -> None:
+        self.operations = operations
+        self.results = results
+        self._conclusions = [conclude] if conclude is not None else []
+        self.device = operations[0].device if operations else None
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._when_over: Callable[[], None] | None = None
+
+    @property
+    def label(self) -> object:
+        """What to call it."""
+        return self.operations[0].label if self.operations else "a call of torch.distributed"
+
+    @property
+    def entry(self) -> Any:
+        """What the first operation was noted as."""
+        return self.operations[0].entry if self.operations else None
+
+    @property
+    def tensors(self) -> Iterable[Tensor]:
+        """All that its operations read and write."""
+        return itertools.chain(self.results, *(operation.tensors for operation in self.operations))
+
+    def run(self, *, in_background: bool = False) -> list[Tensor]:
+        """Carry it out; on the background channel, if it comes from a callback."""
+        for operation in self.operations:
+            operation.run(in_background)
+        for conclude in self._conclusions:
+            conclude()
+        return self.results
+
+    def afterwards(self, step: Callable[[], object]) -> None:
+        """Conclude it with ``step`` too."""
+        self._conclusions.append(step)
+
+    def is_over(self) -> None:
+        """It is complete, or has failed: do what was to be done then."""
+        with self._lock:
+            self._is_over = True
+        if self._when_over is not None:
+            self._when_over()
+
+    def when_over(self, step: Callable[[], None]) -> None:
+        """Run ``step`` when the call is over, once, or now."""
+        with self._lock:
+            if not self._is_over:
+                self._when_over = step
+                return
+        step()
+
+    def finish(self) -> list[Tensor]:
+        """Nothing of it is posted."""
+        return self.results
+
+    def explain(self, error: Exception) -> Exception:
+        """Its operations have done so."""
+        return error
+
+    def who_is_late(self) -> str:
+        """Which ranks have not come to its first operation."""
+        return self.operations[0].who_is_late() if self.operations else ""
+
+
+class CallRunner(Protocol):
+    """Who carries out a call that is under way."""
+
+    def when_over(self, step: Callable[[], None]) -> None:
+        """Run ``step`` when it is over, once, or now."""
+
+    def when_late(self) -> None:
+        """Somebody has stopped waiting for it."""
+
+    def expect(self, handle: Handle[Any]) -> None:
+        """A future of the call was asked for: it counts as waited for until it is over, given up, or abandoned."""
+
+    def before_wait(self, handle: Handle[Any]) -> None:
+        """Before this thread waits for the handle: carry the call out, if that is this thread's work."""
+
+    def before_future(self, handle: Handle[Any]) -> None:
+        """Before it waits for what is chained to the call: carry that out, too."""
 
 
 class CallQueue:
@@ -55,14 +177,14 @@ class CallQueue:
         with self._callbacks:
             call.run(in_background=True)
 
-    def submit(self, call: Call) -> tuple[Handle[Any], Carrier]:
+    def submit(self, call: Call) -> tuple[Handle[Any], CallRunner]:
         """Queue it for the thread of the group."""
         with self._order:
             self._num_queued += 1
             if self._thread is None:
                 self._thread = communication_thread.current().beside(self._name)
         queued = _Queued(call, self)
-        return streams.submit(queued, call.device, call.tensors, self._thread), queued
+        return devices.submit(queued, call.device, call.tensors, self._thread), queued
 
     def carry_on(self, handle: Handle[Any]) -> None:
         """Before this thread waits for it: if it is the one that has yet to carry that out, do it now.
@@ -125,7 +247,7 @@ class _Queued:
 
     def __init__(self, call: Call, queue: CallQueue) -> None:
         self._call, self._queue = call, queue
-        self.label, self.noted = call.label, call.noted
+        self.label, self.entry = call.label, call.entry
         self.finish, self.explain, self.who_is_late = call.finish, call.explain, call.who_is_late
         self.when_over, self.when_late = call.when_over, queue.give_up
         self.expect, self.before_wait = queue.expect, queue.carry_on

@@ -14,13 +14,15 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from torchmpi_py import communicators, config, reports, runtime, waiting, watch
-from torchmpi_py.calls import Plain
-from torchmpi_py.channels import DIRECT
-from torchmpi_py.collectives import rendezvous
-from torchmpi_py.communicators import Communicator
+from torchmpi_py.collectives.flavours import rendezvous
+from torchmpi_py.core import backoff, communicators, config, journal
+from torchmpi_py.core.channels import DIRECT
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.recorded import Plain
 from torchmpi_py.errors import CollectiveTimeout
-from torchmpi_py.torch_backend import sites
+from torchmpi_py.runtime import process
+from torchmpi_py.torch_backend import call_queue
+from torchmpi_py.watch import reports
 
 Found = Iterator[tuple[Any, int, int]]
 DEFAULT_SECONDS = 30 * 60
@@ -34,13 +36,13 @@ def ensure_started(timeout: dt.timedelta | None) -> None:
 
     The watchdog's deadline is then that of torch, or the timeout if that is longer.
     """
-    if runtime.is_started():
+    if process.is_started():
         return
     tuning, given = config.from_environment(), _seconds(timeout)
     if not any(name in os.environ for name in ("TORCHMPI_DEADLINE", "TORCHMPI_DEADLINE_SECONDS")):
         longest = max(DEFAULT_SECONDS, given)
         tuning = config.Tuning(**vars(tuning) | {"deadline_seconds": longest + _SLACK_SECONDS})
-    runtime.start_for_group(tuning, given)
+    process.start_for_group(tuning, given)
 
 
 def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
@@ -48,19 +50,19 @@ def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
 
     CollectiveTimeout, with the ranks that are missing, after ``timeout``, if one was given.
     """
-    frame, name = sites.program(), "init_process_group"
-    noted = watch.note(Plain(name, world, (name,)), DIRECT, frame=frame)
+    frame, name = call_queue.program(), "init_process_group"
+    entry = journal.record(Plain(name, world, (name,)), DIRECT, frame=frame)
     try:
         seconds = _seconds(timeout) or math.inf
-        if not waiting.complete(world.direct.mpi.Ibarrier(), waiting.Nap(0.001), seconds):
+        if not backoff.complete(world.direct.mpi.Ibarrier(), backoff.Nap(0.001), seconds):
             raise CollectiveTimeout(
                 f"the timeout of {seconds:g} s has passed, and not all ranks have called init_process_group. "
-                f"{reports.late(noted)}"
+                f"{reports.late(entry)}"
             )
     except BaseException:
-        watch.fail(noted)
+        journal.fail(entry)
         raise
-    watch.end(noted)
+    journal.end(entry)
 
 
 def _seconds(timeout: dt.timedelta | None) -> float:
@@ -74,11 +76,11 @@ def over_mpi(rank: int | None, timeout: dt.timedelta | None = None, **_: object)
     ensure_started(timeout)
     world = communicators.stack().levels[0]
     wait_for_all(world, timeout)
-    store = watch.together(
+    store = journal.run_together(
         "the store of init_process_group",
         world,
         lambda: rendezvous.open_store(world.direct, "torch.distributed"),
-        frame=sites.program(),
+        frame=call_queue.program(),
     )
     yield store, world.rank if rank is None else rank, world.size
     raise RuntimeError("torch.distributed cannot meet a second time by the same call; call init_process_group again")

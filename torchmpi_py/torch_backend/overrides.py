@@ -20,8 +20,8 @@ from typing import Any
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from torchmpi_py.launch import variables, world
-from torchmpi_py.torch_backend import sites
+from torchmpi_py.launch import variables
+from torchmpi_py.torch_backend import call_queue
 from torchmpi_py.torch_backend.registration import NAME
 
 logger = logging.getLogger("torchmpi_py")
@@ -91,7 +91,7 @@ def _tell_if_elsewhere(backend: str, names: set[str]) -> None:
     """One line on rank 0 of an MPI job, if its default group is made on another CPU backend unasked."""
     if not names <= _ON_THE_CPU or not _is_job() or not _speaks():
         return
-    library = sites.library(sites.program())
+    library = call_queue.library(call_queue.program())
     if backend == _UNNAMED or library:
         why = f"{library} asks for it" if library else "no backend was named"
         logger.warning(
@@ -102,8 +102,8 @@ def _tell_if_elsewhere(backend: str, names: set[str]) -> None:
 
 def _is_job() -> bool:
     """Whether this is a rank among several that an MPI has started, and torchrun has not."""
-    return (variables.size(os.environ) or 1) > 1 and not world.is_under_torchrun(os.environ)
+    return (variables.size_in(os.environ) or 1) > 1 and not variables.is_under_torchrun(os.environ)
 
 
 def _speaks() -> bool:
-    return not variables.rank(os.environ)
+    return not variables.rank_in(os.environ)

@@ -13,24 +13,23 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.collectives.forms import preparing
-from torchmpi_py.collectives.gathering import Sizes
-from torchmpi_py.collectives.operands import apart
+from torchmpi_py.collectives.flavour import Sizes
 from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.collectives.prepare import builder, copy_if_overlapping
 from torchmpi_py.collectives.selector import selector
-from torchmpi_py.communicators import Communicator, resolve
-from torchmpi_py.tensors import check_divisible, check_parts, check_tensor, flat, written
-from torchmpi_py.torch_backend.call import Call
-from torchmpi_py.torch_backend.parts import check_equal, check_list, check_whole, into_lists, one_after_another
-from torchmpi_py.torch_backend.steps import Steps
+from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.core.tensors import check_divisible, check_parts, check_tensor, flat, output_buffer
+from torchmpi_py.torch_backend.call_arguments import check_equal, check_list, check_whole, into_lists, one_after_another
+from torchmpi_py.torch_backend.call_queue import Call
+from torchmpi_py.torch_backend.extra_operations import Steps
 
 Tensors = Sequence[Tensor]
-_broadcast = preparing(verbs.broadcast)
-_allreduce = preparing(verbs.allreduce)
-_reduce = preparing(verbs.reduce)
-_reduce_scatter = preparing(verbs.reduce_scatter)
-_alltoall = preparing(verbs.alltoall)
-_scatter = preparing(verbs.scatter)
+_broadcast = builder(verbs.broadcast)
+_allreduce = builder(verbs.allreduce)
+_reduce = builder(verbs.reduce)
+_reduce_scatter = builder(verbs.reduce_scatter)
+_alltoall = builder(verbs.alltoall)
+_scatter = builder(verbs.scatter)
 
 
 def allreduce(steps: Steps, tensors: list[Tensor], op: str, factor: Any) -> Call:
@@ -103,9 +102,11 @@ def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> C
     operations, finishes = [], []
     for output, x in zip(outputs, inputs, strict=True):
         check_whole("all_gather", "output", output, "input", x, comm.size)
-        buffer, copy_out = written("all_gather", output, holds_input=False)
+        buffer, copy_out = output_buffer("all_gather", output, holds_input=False)
         whole = buffer.view(-1)
-        operations.append(_gathering(comm, apart(flat(x).view(-1), whole), whole, [x.numel()] * comm.size))
+        operations.append(
+            _gathering(comm, copy_if_overlapping(flat(x).view(-1), whole), whole, [x.numel()] * comm.size)
+        )
         finishes.append(copy_out)
     return Call(operations, list(outputs), one_after_another(finishes))
 
@@ -125,7 +126,7 @@ def gather(comm: Communicator, output_lists: Sequence[Tensors], x: Tensor, root:
 def scatter(comm: Communicator, output: Tensor, input_lists: Sequence[Tensors], root: int) -> Call:
     """A list on root, of tensors of one shape, to all ranks."""
     check_tensor("scatter", "output", output)
-    buffer, copy_out = written("scatter", output, holds_input=False)
+    buffer, copy_out = output_buffer("scatter", output, holds_input=False)
     if comm.rank == root:
         check_list("scatter", "inputs", input_lists[0], output, comm.size)
         check_equal("scatter", "inputs", input_lists[0], output)
@@ -142,7 +143,7 @@ def reduce_scatter(comm: Communicator, outputs: Tensors, input_lists: Sequence[T
         check_list("reduce_scatter", "inputs", given, output, comm.size)
         check_equal("reduce_scatter", "inputs", [given[comm.rank]], output)
         inputs = list(given) if factor is None else [x.detach() * factor for x in given]
-        buffer, copy_out = written("reduce_scatter", output, holds_input=False)
+        buffer, copy_out = output_buffer("reduce_scatter", output, holds_input=False)
         if len({x.numel() for x in inputs}) == 1:
             whole = torch.cat([flat(x).view(-1) for x in inputs])
             operations.append(_reduce_scatter(whole, out=buffer.view(-1), op=op, comm=comm))
@@ -160,7 +161,7 @@ def reduce_scatter_single(comm: Communicator, outputs: Tensors, inputs: Tensors,
     for output, x in zip(outputs, inputs, strict=True):
         check_whole("reduce_scatter", "input", x, "output", output, comm.size)
         source = flat(x).view(-1) if factor is None else flat(x * factor).view(-1)
-        buffer, copy_out = written("reduce_scatter", output, holds_input=False)
+        buffer, copy_out = output_buffer("reduce_scatter", output, holds_input=False)
         operations.append(_reduce_scatter(source, out=buffer.view(-1), op=op, comm=comm))
         finishes.append(copy_out)
     return Call(operations, list(outputs), one_after_another(finishes))
@@ -172,11 +173,11 @@ def alltoall_single(steps: Steps, output: Tensor, x: Tensor, output_splits: list
     if not output_splits and not input_splits:
         check_divisible("all_to_all_single", x, size)
         check_whole("all_to_all_single", "output", output, "input", x, 1)
-        buffer, copy_out = written("all_to_all_single", output, holds_input=False)
+        buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
         return Call([_alltoall(flat(x).view(-1), out=buffer.view(-1), comm=steps.comm)], [output], copy_out)
     check_tensor("all_to_all_single", "output", output)
     check_tensor("all_to_all_single", "input", x)
-    buffer, copy_out = written("all_to_all_single", output, holds_input=False)
+    buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
     sent = _rows("input", flat(x), input_splits, size)
     received = _rows("output", buffer, output_splits, size)
     check_equal("all_to_all_single", "outputs", [received[steps.comm.rank]], sent[steps.comm.rank])
@@ -189,7 +190,7 @@ def alltoall(steps: Steps, outputs: Tensors, inputs: Tensors) -> Call:
         if given:
             check_list("all_to_all", what, given, inputs[0], steps.comm.size)
     check_equal("all_to_all", "outputs", [outputs[steps.comm.rank]], inputs[steps.comm.rank])
-    targets = [written("all_to_all", y, holds_input=False) for y in outputs]
+    targets = [output_buffer("all_to_all", y, holds_input=False) for y in outputs]
     conclude = one_after_another([copy_out for _, copy_out in targets])
     return Call([steps.alltoall_operation([y for y, _ in targets], list(inputs))], list(outputs), conclude)
 
@@ -221,6 +222,8 @@ def _gathering(
     resolve(comm)
     served = selector.flavour_for(verb, comm, x.device, num_bytes, symmetric=False, name=None)
     arguments = (x, whole, sizes) if root is None else (x, whole, root, sizes)
-    same = (verb, served.name, num_bytes, x.dtype, *(() if root is None else (root,)))
+    fingerprint = (verb, served.name, num_bytes, x.dtype, *(() if root is None else (root,)))
     device = x.device if x.is_cuda else None
-    return Operation(verb, verb, served, comm, arguments, None, num_bytes, whole, device=device, same=same)
+    return Operation(
+        verb, verb, served, comm, arguments, None, num_bytes, whole, device=device, fingerprint=fingerprint
+    )

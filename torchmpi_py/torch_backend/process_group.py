@@ -3,39 +3,42 @@
 torch.distributed hands over lists of tensors, some of them in several forms of the same collective. Here they become
 operations on flat tensors (``plans.py``), which a queue carries out in the order of the calls (``call_queue.py``).
 Point-to-point messages go their own way (``messages.py``).
+
+Makes process groups for torch.distributed; the import prepares torch for them.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from torchmpi_py import communication_thread, config, watch
-from torchmpi_py.channels import BACKGROUND, DIRECT
-from torchmpi_py.errors import CommunicatorError
+from torchmpi_py.core import communication_thread, communicators, config, journal
+from torchmpi_py.core.channels import BACKGROUND, DIRECT
+from torchmpi_py.errors import CommunicatorError, TorchMPIError
+from torchmpi_py.launch import variables
 from torchmpi_py.torch_backend import (
-    averages,
-    futures,
+    call_arguments,
+    call_queue,
+    communicator_pool,
     meeting,
-    members,
-    messages,
-    monitoring,
-    options,
-    placeholder,
+    monitored_barrier,
+    p2p,
     plans,
-    sites,
+    torch_internals,
 )
-from torchmpi_py.torch_backend.buckets import Buckets
-from torchmpi_py.torch_backend.call import Call
-from torchmpi_py.torch_backend.call_queue import CallQueue
+from torchmpi_py.torch_backend.bucket_memory import BucketMemory
+from torchmpi_py.torch_backend.call_queue import Call, CallQueue
+from torchmpi_py.torch_backend.extra_operations import Steps
+from torchmpi_py.torch_backend.p2p import Message
 from torchmpi_py.torch_backend.registration import NAME
-from torchmpi_py.torch_backend.steps import Steps
-from torchmpi_py.torch_backend.work import OVER, Done, Pending, Several
+from torchmpi_py.torch_backend.torch_internals import leave_alone
+from torchmpi_py.torch_backend.work import OVER, Done, PendingWork, Several, is_in_callback
 
 Tensors = Sequence[Tensor]
 
@@ -50,19 +53,19 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     """
 
     def __init__(self, world_ranks: Sequence[int], name: str, timeout: dt.timedelta) -> None:
-        membership = members.acquire(world_ranks)
+        membership = communicator_pool.acquire(world_ranks)
         self.comm = comm = membership.comm
         super().__init__(comm.rank, comm.size)
         self.world_ranks = list(world_ranks)
         self.steps = Steps(comm)
         self.queue = CallQueue(comm, f"group-{name}")
-        self.mailbox = messages.Mailbox(membership)
-        self.monitor = monitoring.Monitor(membership)
-        self.buckets = Buckets()
+        self.mailbox = p2p.Mailbox(membership)
+        self.monitor = monitored_barrier.Monitor(membership)
+        self.buckets = BucketMemory()
         self.set_timeout(timeout)
         self._is_open = True
         self._coalesced: list[Any] | None = None
-        placeholder.add(self, comm.rank, comm.size)
+        torch_internals.add(self, comm.rank, comm.size)
 
     def getBackendName(self) -> str:  # noqa: N802 - C++ asks for it by this name
         return NAME
@@ -74,21 +77,23 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self.seconds = deadline if seconds == meeting.DEFAULT_SECONDS else seconds
 
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        op, factor = options.op_of(opts)
-        given = options.as_list(tensors)
+        op, factor = call_arguments.op_of(opts)
+        given = call_arguments.as_list(tensors)
         return self._reduce(op, given, lambda op: plans.allreduce(self.steps, given, op, factor), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
-        op, factor = options.op_of(opts)
+        op, factor = call_arguments.op_of(opts)
         given = list(tensors)
         return self._reduce(op, given, lambda op: plans.allreduce_together(self.comm, given, op, factor), opts)
 
     def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        return self.carry_out(plans.broadcast(self.comm, options.as_list(tensors), options.root_of(opts)), opts)
+        return self.carry_out(
+            plans.broadcast(self.comm, call_arguments.as_list(tensors), call_arguments.root_of(opts)), opts
+        )
 
     def reduce(self, tensors: Tensors | Tensor, opts: Any, op: Any = None, timeout: Any = None) -> Any:
-        name, factor = options.op_of(op if isinstance(opts, int) else opts)
-        given, root = options.as_list(tensors), options.root_of(opts)
+        name, factor = call_arguments.op_of(op if isinstance(opts, int) else opts)
+        given, root = call_arguments.as_list(tensors), call_arguments.root_of(opts)
         is_root = self.comm.rank == root
         return self._reduce(name, given, lambda op: plans.reduce(self.comm, given, root, op, factor), opts, is_root)
 
@@ -110,24 +115,24 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def gather(self, outputs: Sequence[Any], inputs: Tensors | Tensor, opts: Any, timeout: Any = None) -> Any:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.carry_out(plans.gather(self.comm, outputs, inputs[0], options.root_of(opts)), opts)
+        return self.carry_out(plans.gather(self.comm, outputs, inputs[0], call_arguments.root_of(opts)), opts)
 
     def scatter(self, outputs: Tensors | Tensor, inputs: Sequence[Any], opts: Any, timeout: Any = None) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.carry_out(plans.scatter(self.comm, outputs[0], inputs, options.root_of(opts)), opts)
+        return self.carry_out(plans.scatter(self.comm, outputs[0], inputs, call_arguments.root_of(opts)), opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        op, factor = options.op_of(opts)
+        op, factor = call_arguments.op_of(opts)
         return self._reduce(op, outputs, lambda op: plans.reduce_scatter(self.comm, outputs, inputs, op, factor), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        op, factor = options.op_of(opts)
+        op, factor = call_arguments.op_of(opts)
         make = functools.partial(plans.reduce_scatter_single, self.comm, outputs, inputs, factor=factor)
         return self._reduce(op, outputs, lambda op: make(op=op), opts)
 
@@ -156,15 +161,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         self._check_open()
-        return self.mailbox.send(tensors[0], destination, tag, self.seconds, sites.program())
+        return self.mailbox.send(tensors[0], destination, tag, self.seconds, call_queue.program())
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         self._check_open()
-        return self.mailbox.receive(tensors[0], source, tag, self.seconds, sites.program())
+        return self.mailbox.receive(tensors[0], source, tag, self.seconds, call_queue.program())
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         self._check_open()
-        return self.mailbox.receive(tensors[0], None, tag, self.seconds, sites.program())
+        return self.mailbox.receive(tensors[0], None, tag, self.seconds, call_queue.program())
 
     def monitored_barrier(self, timeout: dt.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier after which rank 0 knows which ranks did not come; see ``torch_backend.monitored_barrier``."""
@@ -209,32 +214,67 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 communication_thread.current().let_go(self.mailbox)
                 self.mailbox.close()
             self.buckets.clear()
-            members.release(self.comm)
+            communicator_pool.release(self.comm)
 
     def carry_out(self, call: Call, opts: Any = None) -> Any:
         """Its Work. A call that blocks is over, unless others of the group are under way, or it can time out."""
         self._check_open()
         given = opts.timeout.total_seconds() if hasattr(opts, "timeout") else -1.0
         seconds = given if given > 0 else self.seconds
-        is_nested = futures.is_in_callback()
+        is_nested = is_in_callback()
         is_launch = not is_nested and (getattr(opts, "asyncOp", True) or seconds is not None)
-        frame = sites.program()
+        frame = call_queue.program()
         for operation in call.operations:
-            operation.noted = watch.note(operation, BACKGROUND if is_nested else DIRECT, is_launch, frame)
+            operation.entry = journal.record(operation, BACKGROUND if is_nested else DIRECT, is_launch, frame)
         if is_nested:
             self.queue.run_in_callback(call)
             return Done(call.results)
         if not is_launch and self.queue.run_here(call):
             return OVER
         handle, carrier = self.queue.submit(call)
-        work = Pending(handle, call.results, seconds, carrier)
+        work = PendingWork(handle, call.results, seconds, carrier)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
     def _reduce(self, op: str, outputs: Tensors, make: Callable[[str], Call], opts: Any, is_root: bool = True) -> Any:
-        return self.carry_out(averages.averaging(op, outputs, self.comm.size, make, is_root), opts)
+        return self.carry_out(call_arguments.averaging(op, outputs, self.comm.size, make, is_root), opts)
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise CommunicatorError(f"process group {self.group_name!r} was destroyed; make a new one")
+
+
+leave_alone(ProcessGroup, Done, PendingWork, Several, Message)
+torch_internals.register()
+
+
+def create(options: Any) -> ProcessGroup:
+    """The process group that torch.distributed describes by ``options``. Collective over its ranks."""
+    is_default = not options.global_ranks_in_group
+    if is_default and not communicators.is_started():
+        _check_is_whole(options, variables.size_in(os.environ) or 1)  # before this rank waits for the others to start
+    meeting.ensure_started(options.timeout)
+    world = communicators.stack().levels[0]
+    if is_default:
+        _check_is_whole(options, world.size)
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    if max(ranks, default=-1) >= world.size or ranks[options.group_rank] != world.rank:
+        raise TorchMPIError(
+            f"torch.distributed was told that this is rank {options.group_rank} of {ranks}, but for MPI it is rank "
+            f"{world.rank} of {world.size}. Launch with torchmpirun (not torchrun), and leave rank= and world_size= "
+            "away, and RANK and WORLD_SIZE out of the environment"
+        )
+    if is_default:
+        meeting.wait_for_all(world, options.timeout)
+    return ProcessGroup(ranks, options.group_id, options.timeout)
+
+
+def _check_is_whole(options: Any, size: int) -> None:
+    """TorchMPIError if the default group is to have fewer ranks than MPI has."""
+    if options.group_size < size:
+        raise TorchMPIError(
+            f"the default group was asked for with {options.group_size} ranks, and MPI has started {size}: it has to "
+            'have them all. Call dist.init_process_group("torchmpi") on every rank, without rank= and world_size=; a '
+            "group of some ranks is then made by dist.new_group(ranks), which all ranks call too"
+        )

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-from torchmpi_py.launch import marks, variables, world
+from torchmpi_py.launch import exit_marks, variables
 
 NAME = "torchmpi"
 
@@ -54,17 +54,17 @@ class _Plugins(dict[str, Any]):
 
 
 def _create(options: Any, _: object = None) -> Any:
-    return importlib.import_module("torchmpi_py.torch_backend.creation").create(options)
+    return importlib.import_module("torchmpi_py.torch_backend.process_group").create(options)
 
 
 def _meeting(former: Callable[..., Any]) -> Callable[..., Any]:
     """The handler of ``env://``, in place of ``former``."""
 
     def meet(url: str, **options: Any) -> Any:
-        marks.record_meeting()
+        exit_marks.record_meeting()
         given = {name.upper(): values[0] for name, values in parse_qs(urlparse(url).query).items()}
         for name in ("RANK", "WORLD_SIZE"):
-            if name not in given and world.is_own(os.environ, name):
+            if name not in given and variables.is_own(os.environ, name):
                 given[name] = os.environ[name]
         if not _is_ours(given):
             return former(url, **options)
@@ -80,11 +80,11 @@ def _is_ours(given: Mapping[str, str]) -> bool:
     ``given``: RANK and WORLD_SIZE, where the user gives them. A process that no launcher has started is a world of one,
     if it asks for this backend or has started the package. The answer has to be the same on all ranks.
     """
-    has_place = bool(os.environ.get(world.ADDRESS)) and ("RANK" in os.environ or "RANK" in given)
-    if world.is_under_torchrun(os.environ) or (world.is_own(os.environ, world.PORT) and has_place):
+    has_place = bool(os.environ.get(variables.ADDRESS)) and ("RANK" in os.environ or "RANK" in given)
+    if variables.is_under_torchrun(os.environ) or (variables.is_own(os.environ, variables.PORT) and has_place):
         return False
     stack = _stack()
-    size = variables.size(os.environ) if stack is None else stack.levels[0].size
+    size = variables.size_in(os.environ) if stack is None else stack.levels[0].size
     if given.get("WORLD_SIZE", str(size or 1)) != str(size or 1):
         return False
     return size is not None or _asks_for_us()
@@ -92,7 +92,7 @@ def _is_ours(given: Mapping[str, str]) -> bool:
 
 def _stack() -> Any:
     """The package's communicators, if it is started."""
-    communicators: Any = sys.modules.get("torchmpi_py.communicators")
+    communicators: Any = sys.modules.get("torchmpi_py.core.communicators")
     return communicators.stack() if communicators is not None and communicators.is_started() else None
 
 

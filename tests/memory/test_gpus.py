@@ -1,0 +1,168 @@
+"""Which ranks can map each other's GPU memory: the arithmetic, without a GPU."""
+
+import pytest
+import torch
+
+from torchmpi_py.collectives.flavours import gpu_probe
+from torchmpi_py.core.channels import Place
+from torchmpi_py.errors import RanksDisagree, Unavailable
+from torchmpi_py.memory import cuda_ipc, gpus, symmetric
+from torchmpi_py.memory.gpus import Gpu, Told
+
+
+def told(node, local, gpu, reached=()):
+    return Told(Place(node, local), gpu, frozenset([gpu, *reached]))
+
+
+def test_ranks_that_share_a_gpu_are_together():
+    ranks = [told(0, local, "A", "B") if local % 2 == 0 else told(0, local, "B", "A") for local in range(5)]
+    assert gpus.ipc_groups(ranks) == [0, 0, 0, 0, 0]
+    alone = [told(0, local, "AB"[local % 2]) for local in range(5)]  # each process sees its own GPU only
+    assert gpus.ipc_groups(alone) == [0, 1, 0, 1, 0]
+
+
+def test_reach_has_to_be_mutual():
+    assert gpus.ipc_groups([told(0, 0, "A", "B"), told(0, 1, "B")]) == [0, 1]
+    assert gpus.ipc_groups([told(0, 0, "A", "B"), told(0, 1, "B", "A")]) == [0, 0]
+
+
+def test_groups_are_of_one_node():
+    assert gpus.ipc_groups([told(0, 0, "A"), told(0, 1, "A"), told(2, 0, "A"), told(2, 1, "A")]) == [0, 0, 2, 2]
+
+
+def test_every_pair_of_a_group_reaches_each_other():
+    """Two boards of two: A-B and C-D have links, and so have B and C, which does not make one group of all."""
+    links = {"A": "B", "B": "AC", "C": "BD", "D": "C"}
+    assert gpus.ipc_groups([told(0, i, gpu, links[gpu]) for i, gpu in enumerate("ABCD")]) == [0, 0, 2, 2]
+
+
+def test_why_no_ipc(monkeypatch):
+    places = [Place(0, local) for local in range(3)]
+    assert "call mpi.start(with_cuda=True)" in gpus.why_no_ipc(places)
+    assert gpus.table() is None
+    assert gpus.group(Place(7, 1)) == 7
+    table = dict(zip(places, [Gpu("A", 0), Gpu("A", 0), Gpu("B", 2)], strict=True))
+    monkeypatch.setattr(gpus, "_gpus", table)
+    assert gpus.why_no_ipc(places[:2]) == gpus.why_no_ipc() == ""
+    assert "cannot all reach each other's memory (A, B)" in gpus.why_no_ipc(places)
+    assert gpus.table() == {places[0]: "A", places[1]: "A", places[2]: "B"}
+    assert gpus.group(places[2]) == 2
+    monkeypatch.setattr(gpus, "_with_ipc", False)
+    assert "with_ipc_groups=False" in gpus.why_no_ipc(places[:1])
+
+
+def test_the_flavour_refuses_ranks_of_several_groups(monkeypatch):
+    from torchmpi_py.collectives.registry import BY_NAME
+
+    class Comm:
+        num_nodes = 1
+        direct = type("Direct", (), {"places": [Place(0, 0), Place(0, 1)]})
+
+    flavour = BY_NAME["cudaipc"]
+    monkeypatch.setattr(gpus, "_gpus", {Place(0, 0): Gpu("A", 0), Place(0, 1): Gpu("B", 1)})
+    assert "cannot all reach" in flavour.refuses(Comm)
+    monkeypatch.setattr(gpus, "_gpus", {Place(0, 0): Gpu("A", 0), Place(0, 1): Gpu("B", 0)})
+    assert flavour.refuses(Comm) == ""
+    Comm.num_nodes = 2
+    assert "spreads over 2 nodes" in flavour.refuses(Comm)
+
+
+def test_views_of_a_segment():
+    """Bytes at an offset, in another dtype, of the part of each rank; the arithmetic is the same in any memory."""
+    parts = {index: torch.arange(64, dtype=torch.uint8) + 64 * index for index in (0, 2)}
+    segment = cuda_ipc.GpuSegment(key=5, part_bytes=64, own=2, begin=parts[2].data_ptr(), parts=parts)
+    assert set(segment.part_of) == {0, 2}
+    assert segment.view(0, torch.uint8, 3, 8).tolist() == [8, 9, 10]
+    assert segment.view(2, torch.int16, 2, 4).view(torch.uint8).tolist() == [132, 133, 134, 135]
+    assert segment.view(0, torch.float64, 0, 8).numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        ({}, []),
+        ({"expandable_segments": False, "last_allocator_settings": "max_split_size_mb:100"}, []),
+        (
+            {"expandable_segments": True, "last_allocator_settings": "max_split_size_mb:100,expandable_segments:True"},
+            [
+                "max_split_size_mb:100,expandable_segments:True,expandable_segments:False",
+                "allocated",
+                "max_split_size_mb:100,expandable_segments:True",
+            ],
+        ),
+    ],
+)
+def test_expandable_segments_are_off_while_shared_memory_is_taken(monkeypatch, settings, calls):
+    done = []
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": settings})
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", done.append, raising=False)
+    with cuda_ipc._plain_memory():
+        if calls:
+            done.append("allocated")
+    assert done == calls
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("step", ["_offer", "_open_all"])
+def test_memory_that_one_rank_cannot_have_or_map(mpi, monkeypatch, step):
+    """No rank then has a segment, and all say why."""
+    last = mpi.rank() == mpi.size() - 1
+    offers = (torch.zeros(512).byte(), dict.fromkeys(range(mpi.size())), "no room" if last and step == "_offer" else "")
+    monkeypatch.setattr(cuda_ipc, "_offer", lambda *arguments: offers)
+    maps = ({}, "no way" if last else "")
+    monkeypatch.setattr(cuda_ipc, "_open_all", lambda *arguments: maps)
+    declined = []
+    monkeypatch.setattr(cuda_ipc, "_decline", declined.extend)
+    channel = mpi.communicator().direct
+    with pytest.raises(Unavailable, match=r"no symmetric GPU memory of 100 bytes a rank: no (room|way)"):
+        cuda_ipc.allocate(channel.mpi, channel.places, 100, torch.device("cpu"), print)
+    assert len(declined) == mpi.size() - 1  # what nobody maps is not kept for them
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("fault", ["", "no room", "wrong values"])
+def test_trial(mpi, monkeypatch, fault):
+    """In memory of the host. What goes wrong on the last rank switches cudaipc off on all."""
+    channel, kept, last = mpi.communicator().direct, [], mpi.rank() == mpi.size() - 1
+
+    def allocate(comm, places, num_bytes, device, on_end):
+        if fault == "no room":
+            raise Unavailable(fault)
+        mapping, segment = symmetric.allocate(comm, places, num_bytes)
+        kept.append(mapping)
+        part = segment.view(channel.places[channel.rank].local, torch.uint8, num_bytes)
+        return part.clone() if last and fault else part, segment
+
+    monkeypatch.setattr(gpus, "_gpus", {place: Gpu("A", 0) for place in channel.places})
+    monkeypatch.setattr(gpus, "_with_ipc", True)
+    monkeypatch.setattr(gpus, "_why_off", "")
+    monkeypatch.setattr(cuda_ipc, "allocate", allocate)
+    monkeypatch.setattr(cuda_ipc, "PeerEvents", lambda *arguments: cuda_ipc.NoEvents())
+    gpu_probe.run(channel, torch.device("cpu"))
+    assert fault in gpus.why_no_ipc()
+    assert bool(gpus.why_no_ipc()) == bool(fault)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.timeout(240)
+def test_ranks_that_disagree_about_gpus(mpi, monkeypatch):
+    """One computes on the CPU, the others do not: an error on all, before flavours that do not fit are chosen."""
+    from mpi4py import MPI
+
+    monkeypatch.setattr(gpus, "_told", lambda place, device: told(0, mpi.rank(), "A"))
+    device = torch.device("cpu") if mpi.rank() == 1 else torch.device("cuda", 0)
+    with pytest.raises(RanksDisagree, match="start: with_cuda=False on rank 1, with_cuda=True on the others"):
+        gpus.install(MPI.COMM_WORLD, Place(0, mpi.rank()), device, with_ipc=True)
+    assert gpus.table() is None
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(240)
+def test_without_gpus(mpi):
+    for row in mpi.availability():
+        if row.device == "cuda" and row.status != "unimplemented":
+            assert row.status.startswith("unavailable: "), row
+    with pytest.raises(ValueError, match=r"device='cuda': this session computes on the CPU; call mpi.start\(with_cuda"):
+        mpi.symmetric_empty(3, device="cuda")

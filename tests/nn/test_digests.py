@@ -1,0 +1,87 @@
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from torchmpi_py.nn import first_batches
+
+
+class Unread(Dataset):
+    """A dataset whose samples nobody may ask for."""
+
+    def __init__(self, files, handle=None):
+        self.files, self.handle = files, handle
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        raise AssertionError("read")
+
+
+class Closed:
+    def __len__(self):
+        raise ValueError("closed")
+
+
+def tensors(change=None, total=5000):
+    x = torch.arange(3.0 * total).view(total, 3)
+    if change is not None:
+        x[change, 1] += 1
+    return x
+
+
+SAME = {
+    "number": lambda: 3,
+    "batch": lambda: (tensors(), [torch.tensor(1), "text"], {"y": np.arange(4)}),
+    "strided": lambda: tensors().t(),
+    "bfloat16": lambda: tensors().bfloat16(),
+    "bool": lambda: tensors() > 7,
+    "complex": lambda: torch.view_as_complex(tensors()[:, :2].contiguous()).conj(),
+    "scalar": lambda: torch.tensor(2.5),
+    "empty": lambda: torch.empty(0, 3),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "texts": lambda: np.array(["a", "b"]),
+    "objects": lambda: np.array([object()], dtype=object),
+    "TensorDataset": lambda: TensorDataset(tensors()),
+    "Subset": lambda: Subset(TensorDataset(tensors()), range(7, 900)),
+    "ConcatDataset": lambda: ConcatDataset([TensorDataset(tensors()), Unread(["a", "b"])]),
+    "unread": lambda: Unread(["a.jpg", "b.jpg"], Closed()),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_equal_content_has_one_digest(name):
+    assert first_batches.of(SAME[name]()) == first_batches.of(SAME[name]())
+
+
+def test_different_content_has_different_digests():
+    different = [make() for make in SAME.values()]
+    different += [
+        4,
+        3.0,
+        "3",
+        None,
+        tensors(),
+        tensors(0),
+        tensors(-1),
+        tensors(total=4999),
+        tensors().double(),
+        TensorDataset(tensors(0)),
+        TensorDataset(tensors(), tensors()),
+        Subset(TensorDataset(tensors()), range(8, 901)),
+        Subset(TensorDataset(tensors()), list(range(7, 900, 2))),
+        Subset(TensorDataset(tensors(0)), range(7, 900)),
+        Unread(["a.jpg", "c.jpg"]),
+        Subset(Subset(Unread(["a.jpg", "c.jpg"]), [0, 1]), [1]),
+        Subset(Subset(Unread(["a.jpg", "c.jpg"]), [0, 1]), [0]),
+        Subset(Subset(Unread(["a.jpg", "d.jpg"]), [0, 1]), [0]),
+    ]
+    assert len({first_batches.of(content) for content in different}) == len(different)
+
+
+def test_what_contains_itself_ends():
+    endless = []
+    endless.extend([endless] * 600)
+    assert first_batches.of(endless)

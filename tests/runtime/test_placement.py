@@ -1,0 +1,125 @@
+"""Which GPU a rank is pinned to, and when; torch's view of the GPUs is made up."""
+
+import pytest
+import torch
+
+from torchmpi_py.launch import variables
+from torchmpi_py.runtime import placement
+from torchmpi_py.runtime.placement import Local
+
+pytestmark = pytest.mark.timeout(240)
+ALL_NAMES = (*variables._LOCAL_RANK, *variables._LOCAL_SIZE, "SLURM_STEP_TASKS_PER_NODE")
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """GPUs: ``pinned.count`` of them; ``pinned`` lists those that were chosen, in order."""
+
+    class Pinned(list):
+        count = 4
+
+    chosen = Pinned()
+    for name in ALL_NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: chosen.count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: chosen.append(torch.device("cuda", index).index))
+    return chosen
+
+
+@pytest.mark.parametrize(
+    "name", ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID"]
+)
+@pytest.mark.parametrize(("told", "count", "index"), [(0, 4, 0), (3, 4, 3), (5, 4, 1), (2, 1, 0), (7, 3, 1)])
+def test_a_told_local_rank_is_pinned_at_once(pinned, monkeypatch, name, told, count, index):
+    """More ranks than GPUs share them; a rank that is shown one GPU takes it, whichever it is."""
+    monkeypatch.setenv(name, str(told))
+    pinned.count = count
+    device = placement.cuda_device()
+    assert device == torch.device("cuda", index)
+    assert placement.settled(device, Local(told, 8, 1, told)) == device
+    assert pinned == [index]
+
+
+@pytest.mark.parametrize(("rank", "index"), [(0, 0), (2, 2), (6, 2)])
+def test_where_nobody_tells_mpi_is_asked_first(pinned, rank, index):
+    device = placement.cuda_device()
+    assert device == torch.device("cuda")
+    assert pinned == []
+    assert placement.settled(device, Local(rank, 8, 1, rank)) == torch.device("cuda", index)
+    assert pinned == [index]
+
+
+def test_a_variable_left_over_from_an_outer_job_does_not_last(pinned, monkeypatch):
+    monkeypatch.setenv("SLURM_LOCALID", "0")  # on every rank that a batch script starts
+    device = placement.cuda_device()
+    assert placement.settled(device, Local(3, 4, 1, 3)) == torch.device("cuda", 3)
+    assert pinned == [0, 3]
+
+
+class Node:
+    """A node's communicator whose ranks told these local ranks."""
+
+    def __init__(self, rank, told):
+        self.rank, self.size, self.told = rank, len(told), told
+
+    def allgather(self, mine):
+        return [(told, mine[1]) for told in self.told]
+
+
+@pytest.mark.parametrize(
+    ("told", "indices"),
+    [
+        ([0, 2, 1], [0, 2, 1]),
+        ([2, 3], [2, 3]),  # two of the four ranks on a host, which pass for a node
+        ([3], [3]),
+        ([0, 0, 0], [0, 1, 2]),
+        ([1, 1], [0, 1]),
+        ([None, None], [0, 1]),
+        ([None, 0], [0, 1]),
+    ],
+)
+def test_every_rank_of_a_node_gets_its_own_gpu(pinned, monkeypatch, told, indices):
+    for rank, own in enumerate(told):
+        monkeypatch.delenv("SLURM_LOCALID", raising=False)
+        if own is not None:
+            monkeypatch.setenv("SLURM_LOCALID", str(own))
+        device = placement.settled(placement.cuda_device(), placement.locate(Node(rank, told)))
+        assert device == torch.device("cuda", indices[rank])
+        assert pinned[-1] == indices[rank]
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [([0, 2, 1], [0, 2, 1]), ([0, 0, 0], [0, 1, 2]), ([None] * 3, [0, 1, 2]), ([0, 1, None], [0, 1, 2])],
+    ids=["told", "left over", "untold", "half told"],
+)
+def test_a_told_local_rank_is_believed_only_if_it_can_be_true(told, expected, monkeypatch):
+    for rank, own in enumerate(told):
+        for name in variables._LOCAL_RANK:
+            monkeypatch.delenv(name, raising=False)
+        if own is not None:
+            monkeypatch.setenv("SLURM_LOCALID", str(own))
+        local = placement.locate(Node(rank, told))
+        assert (local.rank, local.size) == (expected[rank], 3)
+        assert local.cores >= 1
+
+
+def test_the_cpu_stays_the_cpu(pinned):
+    assert placement.settled(torch.device("cpu"), Local(1, 2, 1, 1)) == torch.device("cpu")
+    assert pinned == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "words"), [(None, "CUDA_VISIBLE_DEVICES is not set"), ("", "DEVICES=''"), ("9", "DEVICES='9'")]
+)
+@pytest.mark.parametrize(("cuda", "built"), [(None, "built without CUDA"), ("12.8", "built for CUDA 12.8")])
+def test_no_gpu_is_explained(pinned, monkeypatch, visible, words, cuda, built):
+    pinned.count = 0
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ValueError, match="sees no CUDA device") as caught:
+        placement.cuda_device()
+    assert words in str(caught.value)
+    assert f"torch {torch.__version__} ({built})" in str(caught.value)

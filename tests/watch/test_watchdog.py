@@ -1,0 +1,174 @@
+"""What the watchdog is made of, each by itself."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from torchmpi_py.core import backoff, grouping, status_board
+from torchmpi_py.core.channels import Place
+from torchmpi_py.core.handles import ThreadHandle
+from torchmpi_py.watch import reports, watchdog
+from torchmpi_py.watch.watchdog import Neighbours
+
+pytestmark = pytest.mark.timeout(240)
+
+
+class _Node:
+    """A communicator of one rank that shares no memory."""
+
+    rank, size = 0, 1
+
+    def allgather(self, x):
+        return [x]
+
+    def Barrier(self):
+        pass
+
+
+def a_board(rank=0):
+    return status_board.Board(_Node(), [Place(0, 0)], rank)
+
+
+def test_a_job_that_was_stopped_is_not_late():
+    ages = watchdog.Ages(0)
+    ages.look([1], 0.5)
+    ages.look([1, 2], 1000)
+    assert ages.of == {1: 1.5, 2: 1.0}
+    assert ages.oldest(1, ()) == 1
+    assert ages.oldest(1, {1}) == 2
+    assert ages.oldest(2, ()) is None
+    ages.look([2], 1001)
+    assert ages.of == {2: 2.0}
+
+
+def test_a_report_keeps_nobody_from_another_one():
+    used = a_board()
+    for reason in (watchdog.ASKED, watchdog.LATE, watchdog.DIFFERENCE, watchdog.DEATH):
+        assert watchdog.claim(used, reason)
+        assert not watchdog.claim(used, reason)
+
+
+def test_a_report_is_told_without_standard_error(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(sys, "__stderr__", None)
+    watchdog.say("words")
+    assert capfd.readouterr().err == "words\n"
+
+
+def test_the_job_ends_whatever_is_wrong_with_its_report(monkeypatch):
+    ended = []
+    monkeypatch.setattr(watchdog.abort, "abort", ended.append)
+    monkeypatch.setattr(watchdog.reports, "of_node", lambda *args, **options: 1 / 0)
+    dog = object.__new__(watchdog.Watchdog)
+    dog._board = a_board()
+    with pytest.raises(ZeroDivisionError):
+        dog._end("why")
+    assert ended == [watchdog.EXIT_CODE]
+
+
+def test_more_open_files_than_select_takes():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2000:
+        pytest.skip("no more files may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    end, other = os.pipe()
+    high = os.dup2(end, 1500)
+    try:
+        neighbours = Neighbours(a_board(), high)
+        assert not neighbours.sleep(0)
+        os.write(other, b"x")
+        assert neighbours.sleep(1)
+        os.close(high)
+        assert not neighbours.sleep(0)
+    finally:
+        os.close(end)
+        os.close(other)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_signals():
+    """Before, between and after sessions; where the program registers its own; in a forked child."""
+    program = """
+import faulthandler, os, signal, tempfile
+from torchmpi_py.watch import death_signals as signals
+end = signals.listen()
+os.kill(os.getpid(), signal.SIGUSR1)
+assert os.read(end, 9)
+os.kill(os.getpid(), signal.SIGUSR1)
+assert signals.listen() == end
+child = os.fork()
+if child == 0:
+    signals.disown()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os._exit(0)
+assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGUSR1
+file = tempfile.TemporaryFile()
+faulthandler.register(signal.SIGUSR1, file=file)
+assert signals.listen() == end
+os.kill(os.getpid(), signal.SIGUSR1)
+assert file.tell() > 0
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_threads_that_wait_for_one_handle():
+    class Work:
+        label, entry = "work", (7,)
+
+    handle = ThreadHandle(Work())
+    with handle._waited_for(None):
+        with handle._waited_for(1):
+            pass
+        assert list(backoff.active.values()) == [7]
+    assert not backoff.active
+
+
+def test_rows():
+    used = a_board(3)
+    row = used.take_row()
+    first = used.first_mark(used.index, row.place)
+    used.words[first] = 5
+    used.settle_row(row, row.use, "key" * 200, "0-3")
+    group = used.group(used.index, row.place)
+    assert (group.use, group.ranks) == (row.use, "0-3")
+    assert group.key.endswith("key...") or group.key.endswith("...")
+    used.settle_row(row, row.use, "key", ",".join(str(rank) for rank in range(0, 900, 7)))
+    assert used.group(used.index, row.place).ranks.endswith(",...")
+    used.give_row_back(row)
+    again = used.take_row()
+    assert again.place == row.place
+    assert again.use != row.use
+    assert used.words[first] == 0
+
+
+def test_ranks_in_words():
+    for ranks, words in (([0, 2, 4, 6, 7], "0-6/2,7"), ([0, 2], "0,2"), ([5, 0, 1], "5,0-1"), ([0, 1, 2, 9], "0-2,9")):
+        assert grouping.in_words(ranks, strides=True) == words
+        assert grouping.from_words(words) == ranks
+
+
+def test_a_death():
+    """What is said of it, and who is taken for dead: a process that is gone without having left in order."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    used = a_board(7)
+    assert not reports.is_dead(used, 0)
+    process.wait()
+    used.put(status_board.PROCESS, process.pid)
+    assert reports.is_dead(used, 0)
+    assert reports.death(used, 0) == f"rank 7 (process {process.pid}) died before its first operation"
+    used.put(status_board.HAS_LEFT, status_board.STOPPED)
+    assert not reports.is_dead(used, 0)
+    used.put(status_board.HAS_LEFT, 0)
+    used.put(status_board.PROCESS, os.getpid())
+    used.put(status_board.STARTED, 1)  # the number was used again
+    assert reports.is_dead(used, 0)
+    used.put(status_board.STARTED, 0)  # it could not be found out
+    assert not reports.is_dead(used, 0)
+    used.put(status_board.PROCESS, process.pid)
+    used.put(status_board.NAMESPACE, 0)  # nor could this: numbers mean nothing
+    assert not reports.is_dead(used, 0)
+    assert status_board.look(process.pid) is None

@@ -1,0 +1,273 @@
+"""The rules of parameter servers that the bench knows, and the same done locally, on a private tensor.
+
+The subcommand ``ps``: what sends to a parameter server and receives cost, beside the same work done locally.
+
+In a *race* some ranks, the clients, send by one rule (or receive) and wait; and in turn with that, all at once as
+well, they do on private tensors of as many elements what the rule does: ``add_``, ``copy_``, a step of ``torch.optim``.
+The other ranks sleep meanwhile. Last comes what a rank costs that only serves: its processor time while others send.
+
+Values are whole numbers that depend on element and rank, and repeat after ``PERIOD`` elements. Rules work element by
+element, so what a server has to hold is found out on a *replica* of one period.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import resource
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchmpi_py import paramserver
+from torchmpi_py.bench import UsageError, WrongValue, exact_values, machine, progress_bar, results
+from torchmpi_py.bench.buffers import format_size
+from torchmpi_py.bench.results import quantile
+from torchmpi_py.collectives.timing import interleaved
+from torchmpi_py.core import backoff
+from torchmpi_py.core.mpi_api import MPI
+
+Local = Callable[[Tensor], Callable[[Tensor], object]]  # a private tensor: a function that takes a payload into it
+
+
+class ServerRule(NamedTuple):
+    """A rule with options. commutes: whether the sends of several ranks may come in any order, exactly."""
+
+    name: str
+    local: Local
+    options: dict[str, Any]
+    commutes: bool = False
+    optimizer: str | None = None
+    tolerance: float = 0.0  # relative
+
+
+def _average(x: Tensor) -> Callable[[Tensor], object]:
+    times = 0
+
+    def take(payload: Tensor) -> None:
+        nonlocal times
+        times += 1
+        x.lerp_(payload, 1 / times)
+
+    return take
+
+
+def _optimizer(name: str, make: Callable[..., torch.optim.Optimizer], **options: Any) -> ServerRule:
+    def local(x: Tensor) -> Callable[[Tensor], object]:
+        parameter = torch.nn.Parameter(x)
+        optimizer = make([parameter], foreach=False, **options)
+
+        def take(payload: Tensor) -> None:
+            parameter.grad = payload
+            optimizer.step()
+
+        return take
+
+    return ServerRule(name, local, options, optimizer=name, tolerance=1e-4)
+
+
+RULES = {
+    rule.name: rule
+    for rule in (
+        ServerRule("zero", lambda x: lambda payload: x.zero_(), {}, commutes=True),
+        ServerRule("copy", lambda x: x.copy_, {}),
+        ServerRule("add", lambda x: x.add_, {}, commutes=True),
+        ServerRule("scaled_add", lambda x: lambda payload: x.add_(payload, alpha=-2.0), {"scale": -2.0}, commutes=True),
+        ServerRule("average", _average, {}, tolerance=1e-5),
+        ServerRule("elastic", lambda x: lambda payload: x.lerp_(payload, 0.5), {"weight": 0.5}, tolerance=1e-5),
+        _optimizer("sgd", torch.optim.SGD, lr=0.1, momentum=0.5),
+        _optimizer("adagrad", torch.optim.Adagrad, lr=0.1),
+        _optimizer("adam", torch.optim.Adam, lr=0.1),
+    )
+}
+
+
+PERIOD = 1021
+_RECEIVE = "receive"
+_MIN_TURNS, _MAX_TURNS = 5, 1000  # so few that sums of whole numbers stay exact
+_IDLE_BYTES = 1 << 20
+_FORMAT = "torchmpi_py.bench ps 1"
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateRow:
+    """A race: statistics of times, each that of the slowest client."""
+
+    num_bytes: int
+    num_clients: int
+    what: str
+    median_seconds: float
+    p99_seconds: float
+    local_median_seconds: float
+    num_turns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerReport:
+    """The races, and the processor time of a rank that only serves, in percent; None where there is no other rank."""
+
+    facts: dict[str, str]
+    rows: list[UpdateRow]
+    idle_seconds: float
+    idle_percent: float | None
+
+
+def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
+    """Measure, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
+
+    Raises UsageError for more clients than ranks, and WrongValue if a server holds what it should not; on every rank.
+    """
+    counts = options.clients or list(range(1, comm.size + 1))
+    if max(counts) > comm.size:
+        raise UsageError(f"--clients {max(counts)}: there are {comm.size} ranks; start more with torchmpirun -n")
+    whats = [*(f"send {name}" for name in options.rules), _RECEIVE]
+    cases = [(num_bytes, count, what) for num_bytes in options.sizes for count in counts for what in whats]
+    shown = progress_bar.shown(
+        cases, lambda case: f"{format_size(case[0])} {case[2]}", rank=comm.rank, always=options.progress
+    )
+    rows = [_race(comm, num_bytes, count, what, options.seconds) for num_bytes, count, what in shown]
+    idle_percent = _idle_percent(comm, options.idle_seconds)
+    report = ServerReport(machine.facts(), rows, options.idle_seconds, idle_percent)
+    if comm.rank == 0:
+        print(render(report), flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps({"format": _FORMAT} | dataclasses.asdict(report), indent=1) + "\n")
+
+
+def render(report: ServerReport) -> str:
+    """The report in Markdown."""
+    header = ["bytes", "clients", "what", "us median", "us p99", "GB/s a client", "local us", "x local"]
+    whole = results.document(
+        "parameter server of float32", report.facts, [], header, [_cells(row) for row in report.rows]
+    )
+    if report.idle_percent is None:
+        return whole
+    told = f"while the others send for {report.idle_seconds:g} s: {results.number(report.idle_percent)} %"
+    return f"{whole}\n\nProcessor time of a rank that only serves, {told} of a core."
+
+
+def _cells(row: UpdateRow) -> list[str]:
+    return [
+        str(row.num_bytes),
+        str(row.num_clients),
+        row.what,
+        results.number(row.median_seconds * 1e6),
+        results.number(row.p99_seconds * 1e6),
+        results.number(row.num_bytes / row.median_seconds / 1e9),
+        results.number(row.local_median_seconds * 1e6),
+        results.number(row.median_seconds / row.local_median_seconds),
+    ]
+
+
+def _race(comm: MPI.Comm, num_bytes: int, num_clients: int, what: str, seconds: float) -> UpdateRow:
+    """One race, on a server over all ranks whose first ``num_clients`` are the clients. WrongValue on every rank."""
+    rule = RULES[what.removeprefix("send ") if what != _RECEIVE else "copy"]
+    count = -(-num_bytes // torch.float32.itemsize)
+    server = paramserver.init(torch.zeros(count), optimizer=rule.optimizer)
+    clients = comm.Split(int(comm.rank >= num_clients))
+    outcome: tuple[dict[str, list[float]], str] = {}, ""
+    if comm.rank < num_clients:
+        outcome = _Client(clients, server, rule, count).raced(what, seconds)
+    backoff.barrier(comm)
+    clients.Free()
+    server.free()
+    times, problem = comm.bcast(outcome)
+    if problem:
+        raise WrongValue(f"parameter server, {what} of {num_bytes} bytes by {num_clients} clients: {problem}")
+    ours, local = times["server"], times["local"]
+    medians = quantile(ours, 0.5), quantile(ours, 0.99), quantile(local, 0.5)
+    return UpdateRow(count * torch.float32.itemsize, num_clients, what, *medians, len(ours))
+
+
+class _Client:
+    """A rank that takes part in a race. Everything is collective over ``comm``, the clients."""
+
+    def __init__(self, comm: MPI.Comm, server: paramserver.ParameterServer, rule: ServerRule, count: int) -> None:
+        self.comm, self.server, self.rule = comm, server, rule
+        self.payload, self.private, self.fetched = (torch.zeros(count) for _ in range(3))
+        exact_values.write(self.payload, pattern(comm.rank))
+        self.replica = torch.zeros(PERIOD)
+        self._repeat = rule.local(self.replica)
+
+    def raced(self, what: str, seconds: float) -> tuple[dict[str, list[float]], str]:
+        """The times of the slowest client, by who it was; and what was wrong, or nothing."""
+        problem = self._checked_in_turns()
+        local = self.rule.local(self.private)
+        is_receive = what == _RECEIVE
+        times = interleaved(
+            self.comm,
+            {
+                "server": self._receive if is_receive else self._send,
+                "local": functools.partial(local, self.payload),
+            },
+            seconds=seconds,
+            min_turns=_MIN_TURNS,
+            max_turns=_MAX_TURNS,
+        )
+        num_sends = 0 if is_receive else 1 + len(times["server"])  # one of them untimed
+        return times, problem or self._checked_after(num_sends)
+
+    def _send(self) -> None:
+        self.server.send(self.payload, self.rule.name, **self.rule.options).wait()
+
+    def _receive(self) -> None:
+        self.server.receive(self.fetched).wait()
+
+    def _checked_in_turns(self) -> str:
+        """Client after client sends once."""
+        for rank in range(self.comm.size):
+            if rank == self.comm.rank:
+                self._send()
+            self.comm.Barrier()
+            self._repeat(pattern(rank))
+        return self._checked()
+
+    def _checked_after(self, num_sends: int) -> str:
+        """After all clients have sent so often at once. Where the order counts nobody knows what comes of it."""
+        if num_sends and not self.rule.commutes and self.comm.size > 1:
+            return ""
+        for rank in range(self.comm.size):
+            for _ in range(num_sends):
+                self._repeat(pattern(rank))
+        return self._checked()
+
+    def _checked(self) -> str:
+        """What is wrong with the server's values on the first client that sees it so, or nothing."""
+        self.comm.Barrier()
+        self._receive()
+        index = exact_values.first_wrong(self.fetched, self.replica, self.rule.tolerance)
+        told = ""
+        if index is not None:
+            got, right = self.fetched[index].item(), self.replica[index % PERIOD].item()
+            told = f"rank {self.comm.rank} got {got} in element {index}, where {right} is right"
+        return next(filter(None, self.comm.allgather(told)), "")
+
+
+def pattern(rank: int) -> Tensor:
+    """What a client sends: one period of it."""
+    return ((torch.arange(PERIOD) * 7 + rank * 3) % 13 - 6).float()
+
+
+def _idle_percent(comm: MPI.Comm, seconds: float) -> float | None:
+    """The last rank waits in ``free``, which is what a rank does that only serves, while the others send."""
+    if comm.size == 1:
+        return None
+    payload = torch.zeros(_IDLE_BYTES // torch.float32.itemsize)
+    server = paramserver.init(payload)
+    backoff.barrier(comm)
+    begin, used = time.perf_counter(), _processor_seconds()
+    while comm.rank < comm.size - 1 and time.perf_counter() - begin < seconds:
+        server.send(payload).wait()
+    server.free()
+    percent = 100 * (_processor_seconds() - used) / (time.perf_counter() - begin)
+    return comm.bcast(percent, comm.size - 1)  # type: ignore[no-any-return]
+
+
+def _processor_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

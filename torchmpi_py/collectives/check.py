@@ -1,0 +1,63 @@
+"""Do all ranks hold the same values? Compared by their bits, through a 128-bit digest: one small allgather."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from torchmpi_py.collectives import mpi_buffers, verbs
+from torchmpi_py.collectives.numbers import Number, is_number
+from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.core.tensors import check_tensor, flat
+from torchmpi_py.errors import RanksDisagree
+
+
+def check_with_allreduce(x: Tensor | Number, name: str = "", *, comm: Communicator | None = None) -> None:
+    """Check that ``x`` is the same, bit for bit, on every rank of ``comm`` (default: the current level). Collective.
+
+    Raises RanksDisagree on every rank, with ``name`` and the ranks that differ from most others. dtype and shape count.
+    """
+    check_all_with_allreduce({name or "the value": x}, comm=comm)
+
+
+def check_all_with_allreduce(values: Mapping[str, Tensor | Number], *, comm: Communicator | None = None) -> None:
+    """``check_with_allreduce`` of several named values at once; the error names each that differs."""
+    resolved = resolve(comm)
+    named = [
+        f"{name} (rank {', '.join(map(str, odd))} of {resolved.size})"
+        for name, odd in differing(values, resolved).items()
+    ]
+    if named:
+        raise RanksDisagree(f"not the same bits on all ranks: {'; '.join(named)}")
+
+
+def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> dict[str, list[int]]:
+    """The names of the values that are not the same on all ranks, with the ranks that differ from most. Collective.
+
+    RanksDisagree if the ranks have different names.
+    """
+    tables = verbs.allgather_object([(name, digest_of(x, name)) for name, x in values.items()], comm=resolved)
+    names = [[name for name, _ in table] for table in tables]
+    if any(own != names[0] for own in names):
+        lists = "; ".join(f"rank {rank}: {', '.join(own)}" for rank, own in enumerate(names))
+        raise RanksDisagree(f"the ranks check different things: {lists}")
+    found = {}
+    for position, name in enumerate(names[0]):
+        digests = [table[position][1] for table in tables]
+        usual = max(digests, key=digests.count)
+        odd = [rank for rank, digest in enumerate(digests) if digest != usual]
+        if odd:
+            found[name] = odd
+    return found
+
+
+def digest_of(x: Tensor | Number, name: str = "x") -> bytes:
+    """16 bytes that follow from all bits of a tensor, its dtype and shape; of a number its text."""
+    if is_number(x):
+        return repr(x).encode()
+    x = flat(check_tensor("check_with_allreduce", name, x).cpu())
+    digest = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=16)
+    digest.update(mpi_buffers.raw(x)[0])
+    return digest.digest()

@@ -1,0 +1,1 @@
+"""The ways to carry a verb out, one file each, and what only they use."""

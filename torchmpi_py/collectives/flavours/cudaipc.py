@@ -1,0 +1,303 @@
+"""The ranks of a channel that can map each other's GPU memory, and how they let each other at their tensors.
+
+In an *exchange* every rank shows the others a tensor of equal size and form: ``rows`` rows, of which all or some
+*columns* at a time. It is the caller's own where that is symmetric on all ranks (its *home*), and then all columns are
+shown at once. Else it is a piece of the channel's *scratch* memory, as large as the largest tensor so far, up to
+``Tuning.gpu_scratch_bytes``; a larger tensor takes several pieces. The steps, for a piece:
+
+1. ``fill``: put this rank's columns there, on the current stream; record the event READY
+2. the ranks meet (the first time they also find out whether they show homes or scratch); follow all READY events
+3. ``work`` on the tensors of all ranks; record the event DONE
+4. the ranks meet; follow all DONE events; ``drain``: fetch what the others left here
+
+Exchanges may run on one stream now and on another then: each first follows the one before it. So the host takes two
+meetings a piece, whatever the number of ranks, and waits for no GPU. Where a rank cannot show
+anything before the first meeting, because scratch must be made or grown, or where kinds differ, it takes a third.
+
+Flavour ``cudaipc``: collectives through GPU memory that the ranks of a node map, several ranks to a GPU or one.
+
+Reductions and moves over peer views, as in flavour ``shared``, on the caller's stream (``two_shot.py``), in exchanges
+(``ipc_group.py``). allreduce is done in place where the result is symmetric: each rank reduces the slice that it owns
+and stores it into all peers. In the other verbs every rank reads what it needs from those who have it. On S bytes a
+rank an allreduce reads S and writes S, and copies S in and out of scratch memory if its result is not symmetric.
+
+After TorchMPI's cudaIPC collectives (reference 3.11, 3.12), rings which met on the host 2 (P-1) + 1 times and ordered
+them after the local stream alone; here they meet twice, and all streams are followed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives.flavour import Flavour, Sizes
+from torchmpi_py.collectives.flavours import two_shot
+from torchmpi_py.collectives.flavours.node_group import NodeGroup
+from torchmpi_py.collectives.flavours.schedule import chunks
+from torchmpi_py.collectives.reductions import Kernel, kernel
+from torchmpi_py.core import config
+from torchmpi_py.core.channels import Channel
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.errors import Unavailable
+from torchmpi_py.memory import devices, gpus, symmetric
+from torchmpi_py.memory.cuda_ipc import DONE, READY, peer_events
+
+_LEAST_BYTES = 1 << 20
+
+
+def _nothing(shown: Tensor, begin: int, end: int) -> None:
+    """There is nothing to put there, or to fetch."""
+
+
+@dataclasses.dataclass
+class IpcExchange:
+    """What a verb wants done. The callbacks get tensors of shape (rows, end - begin): columns ``begin`` to ``end``."""
+
+    what: str
+    x: Tensor
+    count: int  # elements, equal on all ranks if they do the same
+    rows: int
+    columns: int
+    work: Callable[[Sequence[Tensor], int, int], None]
+    home: Tensor | None = None
+    fill: Callable[[Tensor, int, int], None] = _nothing
+    drain: Callable[[Tensor, int, int], None] = _nothing
+
+
+class IpcGroup:
+    """A channel whose ranks can map each other's memory on ``device``; kept with the channel."""
+
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        self.node = channel.keep(NodeGroup, NodeGroup)
+        self.rank, self.size = channel.rank, channel.size
+        self._channel, self._device = channel, device
+        self._events = peer_events(channel, device)
+        self._scratch: Tensor | None = None
+        self._most_bytes = sys.maxsize  # of scratch that there is memory for
+
+    def run(self, exchange: IpcExchange) -> None:
+        """Carry out an exchange, on the current stream. Collective."""
+        self._events.enter()
+        try:
+            self._carry_out(exchange)
+        finally:
+            self._events.leave()
+
+    def _carry_out(self, exchange: IpcExchange) -> None:
+        shown = self._shown_first(exchange)
+        if shown is not None:
+            exchange.fill(shown, 0, shown.shape[1])
+        self._events.record(READY)
+        place = exchange.x[:0] if shown is None else shown.reshape(-1)  # what is empty lies nowhere
+        met = self.node.meet(exchange.what, place, count=exchange.count)
+        if not exchange.count:
+            self.node.barrier()  # all have read what was told
+            return
+        if met.read is None:
+            shown = None
+            self._make_room(_bytes(exchange))
+        elif shown is not None and shown.shape[1] == exchange.columns:
+            self._finish(exchange, shown, met.read, 0, exchange.columns)
+            return
+        for begin, end in chunks(0, exchange.columns, self._step(exchange)):
+            if begin or shown is None:
+                shown = self._piece(exchange, end - begin)
+                exchange.fill(shown, begin, end)
+                self._events.record(READY)
+                self.node.barrier()
+            self._finish(exchange, shown, [0] * self.size, begin, end)
+
+    def _shown_first(self, exchange: IpcExchange) -> Tensor | None:
+        """The home; else the first piece of scratch, unless there is not enough."""
+        if exchange.home is not None:
+            found = symmetric.find(exchange.home)
+            if found is not None and self.node.is_within(found[0]):
+                return exchange.home.view(exchange.rows, exchange.columns)
+        if self._scratch is None or not exchange.count or self._scratch.numel() < self._wanted_bytes(_bytes(exchange)):
+            return None
+        return self._piece(exchange, min(exchange.columns, self._step(exchange)))
+
+    def _finish(self, exchange: IpcExchange, shown: Tensor, offsets: Sequence[int], begin: int, end: int) -> None:
+        """What follows the meeting at which all had filled what they show."""
+        views = [view.view(shown.shape) for view in self.node.views(shown.view(-1), offsets)]
+        self._events.follow(READY)
+        exchange.work(views, begin, end)
+        self._events.record(DONE)
+        self.node.barrier()
+        self._events.follow(DONE)
+        exchange.drain(shown, begin, end)
+
+    def _step(self, exchange: IpcExchange) -> int:
+        """Columns in a piece of scratch."""
+        assert self._scratch is not None, "scratch was made before it is cut up"
+        return max(1, self._scratch.numel() // (exchange.rows * exchange.x.itemsize))
+
+    def _piece(self, exchange: IpcExchange, columns: int) -> Tensor:
+        assert self._scratch is not None, "scratch was made before it is cut up"
+        num_bytes = exchange.rows * columns * exchange.x.itemsize
+        return self._scratch[:num_bytes].view(exchange.x.dtype).view(exchange.rows, columns)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Let the scratch be as large as it should be, or as there is memory for. Collective; equal on all ranks."""
+        wanted = self._wanted_bytes(num_bytes)
+        while self._scratch is None or self._scratch.numel() < wanted:
+            former, self._scratch = self._scratch, None
+            del former  # first, so that there is room for the new one
+            try:
+                self._scratch = symmetric.memory(self._channel, wanted, self._device)
+            except Unavailable:
+                wanted //= 2
+                if wanted < _LEAST_BYTES:
+                    raise
+                self._most_bytes = wanted
+
+    def _wanted_bytes(self, num_bytes: int) -> int:
+        """The size of scratch for tensors of so many bytes: powers of two, so that it grows seldom."""
+        limit = max(_LEAST_BYTES, config.current.gpu_scratch_bytes)
+        return min(limit, self._most_bytes, max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()))
+
+    def free(self) -> None:
+        """Let go of scratch memory and events, when no GPU waits for an event any more."""
+        devices.of(self._device).synchronize()
+        self._channel.mpi.Barrier()
+        self._scratch = None
+        del self._events
+
+
+def _bytes(exchange: IpcExchange) -> int:
+    return exchange.rows * exchange.columns * exchange.x.itemsize
+
+
+class CudaIpc(Flavour):
+    """GPU memory mapped by peers."""
+
+    name = "cudaipc"
+    exchanges_headers = True
+
+    def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
+        self.devices = frozenset(devices)  # type: ignore[misc]  # tests carry it out on the host
+
+    def missing(self, device: str) -> str:
+        return symmetric.why_unavailable() or (gpus.why_no_ipc() if device == "cuda" else "")
+
+    def refuses(self, comm: Communicator | Channel) -> str:
+        if comm.num_nodes > 1:
+            return f"the communicator spreads over {comm.num_nodes} nodes"
+        places = comm.places if isinstance(comm, Channel) else comm.direct.places
+        return "" if gpus.table() is None else gpus.why_no_ipc(places)
+
+    def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
+        group, how = _group(channel, source), kernel(source.dtype, op)
+        x, out = source.view(1, -1), destination.view(1, -1)
+
+        def work(views: Sequence[Tensor], begin: int, end: int) -> None:
+            lines = [view.view(-1) for view in views]
+            two_shot.carry_out(two_shot.allreduce(lines, lines, group.rank, config.current.gpu_cache_bytes), how)
+
+        group.run(
+            IpcExchange(
+                f"allreduce with {op}",
+                x,
+                x.numel(),
+                1,
+                x.numel(),
+                work,
+                home=out,
+                fill=lambda shown, begin, end: _copy(shown, x[:, begin:end]),
+                drain=lambda shown, begin, end: _copy(out[:, begin:end], shown),
+            )
+        )
+
+    def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
+        group, how, out = _group(channel, source), kernel(source.dtype, op), destination.view(-1)
+
+        def work(views: Sequence[Tensor], begin: int, end: int) -> None:
+            if group.rank == root:
+                _reduce([view.view(-1) for view in views], out[begin:end], how)
+
+        group.run(_showing(f"reduce with {op} to root {root}", source.view(1, -1), work))
+
+    def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
+        group, how, out = _group(channel, source), kernel(source.dtype, op), destination.view(-1)
+
+        def work(views: Sequence[Tensor], begin: int, end: int) -> None:
+            _reduce([view[group.rank] for view in views], out[begin:end], how)
+
+        group.run(_showing(f"reduce_scatter with {op}", source.view(channel.size, -1), work))
+
+    def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
+        group, x = _group(channel, x), x.view(1, -1)
+
+        def work(views: Sequence[Tensor], begin: int, end: int) -> None:
+            if group.rank != root:
+                x[:, begin:end].copy_(views[root])
+
+        group.run(_showing(f"broadcast from root {root}", x, work, shows=group.rank == root))
+
+    def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
+        group, out = _group(channel, source), destination.view(-1)
+
+        def work(views: Sequence[Tensor], begin: int, end: int) -> None:
+            out[begin:end].copy_(views[root][group.rank])
+
+        x = source.view(channel.size, -1)
+        group.run(_showing(f"scatter from root {root}", x, work, shows=group.rank == root))
+
+    def alltoall(self, channel: Channel, source: Tensor, destination: Tensor) -> None:
+        group, out = _group(channel, source), destination.view(channel.size, -1)
+
+        def work(views: Sequence[Tensor], begin: int, end: int) -> None:
+            for row, view in zip(out, views, strict=True):
+                row[begin:end].copy_(view[group.rank])
+
+        group.run(_showing("alltoall", source.view(channel.size, -1), work))
+
+    def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
+        _gather(_group(channel, x), x, list(sizes.split(out)), sizes)
+
+    def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
+        _gather(_group(channel, x), x, [] if out is None else list(sizes.split(out)), sizes)
+
+
+def _reduce(sources: Sequence[Tensor], out: Tensor, how: Kernel) -> None:
+    """Reduce flat tensors of all ranks into one of this rank's own."""
+    two_shot.carry_out(two_shot.plan(sources, [out], (0, out.numel()), config.current.gpu_cache_bytes), how)
+
+
+def _gather(group: IpcGroup, x: Tensor, parts: Sequence[Tensor], sizes: Sizes) -> None:
+    """Each rank shows what it brings, of its own size, and those with ``parts`` read all of them."""
+    x, lines = x.view(-1), [part.view(-1) for part in parts]
+    counts = [num_bytes // x.itemsize for num_bytes in sizes.num_bytes]
+
+    def fill(shown: Tensor, begin: int, end: int) -> None:
+        mine = x[begin:end]
+        shown[0, : mine.numel()].copy_(mine)
+
+    def work(views: Sequence[Tensor], begin: int, end: int) -> None:
+        for line, view in zip(lines, views, strict=False):
+            piece = line[begin:end]
+            piece.copy_(view[0, : piece.numel()])
+
+    group.run(IpcExchange("gather", x, sum(counts), 1, max(counts), work, fill=fill))
+
+
+def _showing(what: str, x: Tensor, work: object, *, shows: bool = True) -> IpcExchange:
+    """The exchange in which ranks only read; those that do not show anything have nothing to copy."""
+    exchange = IpcExchange(what, x, x.numel(), x.shape[0], x.shape[1], work, home=x)  # type: ignore[arg-type]
+    if shows:
+        exchange.fill = lambda shown, begin, end: _copy(shown, x[:, begin:end])
+    return exchange
+
+
+def _copy(destination: Tensor, source: Tensor) -> None:
+    """Unless they are the same memory."""
+    if destination.data_ptr() != source.data_ptr():
+        destination.copy_(source)
+
+
+def _group(channel: Channel, x: Tensor) -> IpcGroup:
+    return channel.keep((IpcGroup, x.device), lambda made: IpcGroup(made, x.device))

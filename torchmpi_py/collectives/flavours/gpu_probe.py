@@ -1,0 +1,266 @@
+"""Whether the MPI takes addresses of GPU memory (is *CUDA-aware*): by trial, not by its name or version.
+
+An MPI that is not crashes on such an address, or gives wrong values. So a child process tries (``cuda_trial.py``), one
+on each node, and only when all have said yes does a rank hand GPU memory to MPI. The *verdict* of a node is kept in a
+file with the facts it holds for (MPI, its library and settings, torch, host, GPU); the next job asks the file.
+
+Whether ranks can use each other's GPU memory and events here: tried once, when the package starts.
+
+Not every container or virtual machine lets processes do so, and there are machines where peers read wrong values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import IO, NamedTuple
+
+import torch
+
+from torchmpi_py.collectives.flavours import cuda_trial
+from torchmpi_py.core import config
+from torchmpi_py.core.channels import Channel
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.errors import CommunicatorError, Unavailable
+from torchmpi_py.memory import cuda_ipc, gpus
+
+FORMAT = 1
+LIMIT_SECONDS = 60.0
+
+# What makes a process a rank of a job: a child that had it would join, or wait for, a job that does not expect it.
+# TORCHMPIRUN_JOB_DIR stays, so that torchmpirun finds the child when it cleans up.
+_OF_JOB = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "PALS_", "MV2_COMM_WORLD_", "SLURM_", "TORCHMPI_")
+_OF_OPEN_MPI_JOB = ("ess", "pmix", "orte_", "num_procs", "initial_wdir")  # mpirun's own, among the user's OMPI_MCA_
+_KEPT = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_MCA_", "PRTE_ALLOW_RUN_AS_ROOT")
+# The settings by which an MPI, or what is below it, learns of GPUs.
+_SETTINGS = ("OMPI_MCA_", "MPICH_", "MPIR_CVAR_", "MV2_", "I_MPI_OFFLOAD", "UCX_", "FI_", "PSM")
+
+_why_not = "it is not known whether the MPI takes GPU memory; call mpi.start(with_cuda=True) first"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Why MPI does not take GPU memory (empty: it does). ``is_final``: the trial went as far as trying."""
+
+    why_not: str
+    is_final: bool = True
+
+
+class GpuFacts(NamedTuple):
+    """What a verdict holds for."""
+
+    mpi: str
+    library: str
+    settings: str
+    torch: str
+    host: str
+    gpu: str
+
+    def path(self) -> pathlib.Path:
+        """Where the verdict is kept."""
+        host = re.sub(r"[^A-Za-z0-9.+]+", "_", self.host)
+        digest = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:12]
+        return config.tuning_directory() / f"cuda_aware-{host}-{digest}.json"
+
+
+def why_not() -> str:
+    """Why GPU memory must not be handed to MPI; empty when it may. The same on all ranks; decided by ``probe``."""
+    return _why_not
+
+
+def probe(world: Communicator) -> None:
+    """Find out, on every node, whether MPI takes GPU memory. Collective over ``world``.
+
+    The first rank of each node asks the file, or else a child process on its GPU: some seconds, once.
+    """
+    global _why_not
+    channel = world.direct
+    reason = _no_gpu()
+    if not reason and channel.places[channel.rank].local == 0:
+        reason = _verdict().why_not
+    reasons = channel.mpi.allgather(f"{reason} (on {socket.gethostname()})" if reason else "")
+    _why_not = next((text for text in reasons if text), "")
+
+
+def _no_gpu() -> str:
+    return "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
+
+
+def _verdict() -> Verdict:
+    """This node's, kept or new."""
+    facts = _facts()
+    kept = read(facts)
+    if kept is not None:
+        return kept
+    verdict = run_trial(command(f"cuda:{torch.cuda.current_device()}"))
+    if verdict.is_final:
+        with contextlib.suppress(OSError):
+            write(facts, verdict)
+    return verdict
+
+
+def _facts() -> GpuFacts:
+
+    settings = sorted(f"{k}={v}" for k, v in singleton_environment(os.environ).items() if k.startswith(_SETTINGS))
+    return GpuFacts(
+        mpi=MPI.Get_library_version().strip("\0 \n"),
+        library=_library(),
+        settings=" ".join(settings),
+        torch=torch.__version__,
+        host=socket.gethostname(),
+        gpu=torch.cuda.get_device_name(),
+    )
+
+
+def _library() -> str:
+    """The files of MPI's library and when they were written: one of the same version may be built with CUDA."""
+    with contextlib.suppress(OSError):
+        lines = pathlib.Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        paths = {line.split(maxsplit=5)[5] for line in lines if "/libmpi" in line}
+        return ", ".join(f"{path} of {os.stat(path).st_mtime_ns}" for path in sorted(paths))
+    return ""
+
+
+def command(device: str) -> list[str]:
+    """How to start the trial."""
+    return [sys.executable, cuda_trial.__file__, device]
+
+
+def singleton_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which a process is a job of one rank."""
+    return {name: value for name, value in environment.items() if not _is_of_job(name)}
+
+
+def _is_of_job(name: str) -> bool:
+    if name.startswith("OMPI_MCA_"):
+        return name.removeprefix("OMPI_MCA_").startswith(_OF_OPEN_MPI_JOB)
+    return name.startswith(_OF_JOB) and not name.startswith(_KEPT)
+
+
+def run_trial(command: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> Verdict:
+    """Run a trial in a child process, and judge it by what it told and how it ended. Raises nothing."""
+    try:
+        # Files, not pipes: whoever the child may have started could hold a pipe open for ever.
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            environment = singleton_environment(os.environ)
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environment)
+            status = _wait(child, limit_seconds)
+            told, complaints = _text(output), _text(errors)
+    except OSError as error:
+        return Verdict(f"it is not known whether this MPI is CUDA-aware: no trial could start: {error}", is_final=False)
+    return judge(told, complaints, status, limit_seconds)
+
+
+def _wait(child: subprocess.Popen[bytes], limit_seconds: float) -> int | None:
+    """Its exit status; None if it had to be killed."""
+    try:
+        return child.wait(limit_seconds)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(5)
+        return None
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def judge(told: str, complaints: str, status: int | None, limit_seconds: float) -> Verdict:
+    """The verdict on a trial: its output and errors, and its exit status (None: it did not end in time)."""
+    reports = [line.partition(cuda_trial.MARK)[2].strip() for line in told.splitlines() if cuda_trial.MARK in line]
+    word, _, what = reports[-1].partition(" ") if reports else ("", "", "")
+    if word == cuda_trial.RIGHT:
+        return Verdict("")
+    during = f"on GPU memory, in {what}" if word == cuda_trial.TRYING else "before it came to GPU memory"
+    if word == cuda_trial.WRONG:
+        end = f"gave wrong values in {what}"
+    elif word == cuda_trial.FAILED:
+        end = f"failed in {what}"
+    elif status is None:
+        end = f"did not end within {limit_seconds:g} s {during}"
+    elif status < 0:
+        end = f"crashed with signal {-status} ({signal.strsignal(-status)}) {during}"
+    else:
+        last = [line.strip() for line in (*told.splitlines(), *complaints.splitlines()) if line.strip()][-1:]
+        end = f"ended with exit code {status} {during}: {last[0] if last else 'it said nothing'}"
+    if not reports:
+        return Verdict(f"it is not known whether this MPI is CUDA-aware: a trial {end}", is_final=False)
+    return Verdict(f"this MPI is not CUDA-aware: a trial {end}; use another flavour, or an MPI built with CUDA")
+
+
+def read(facts: GpuFacts) -> Verdict | None:
+    """The verdict that is kept for these facts; None if there is none that can be read and understood."""
+    path = facts.path()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT or content["facts"] != facts._asdict():
+            return None
+        why = content["why_not"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not isinstance(why, str):
+        return None
+    return Verdict(f"{why}; delete {path} to have it tried again" if why else "")
+
+
+def write(facts: GpuFacts, verdict: Verdict) -> None:
+    """Keep a verdict; its file is there as a whole or not at all. OSError if it fails."""
+    config.keep(facts.path(), {"format": FORMAT, "facts": facts._asdict(), "why_not": verdict.why_not})
+
+
+logger = logging.getLogger("torchmpi_py")
+NUM_BYTES = 1 << 16
+
+
+def run(world: Channel, device: torch.device) -> None:
+    """Let every IPC group try; where one cannot, it is switched off for all. Collective over ``world``."""
+    if gpus.why_no_ipc():
+        return
+    group = world.split([gpus.group(place) for place in world.places])
+    try:
+        failure = _failure(group, device)
+    except (Unavailable, CommunicatorError) as error:  # on all ranks of the group
+        failure = str(error)
+    group.free()
+    failures = [text for text in world.mpi.allgather(failure) if text]
+    if failures:
+        gpus.switch_off(f"a trial with the peers' GPU memory failed: {failures[0]}")
+        if world.rank == 0:
+            logger.warning("flavour cudaipc is switched off: %s", gpus.why_no_ipc())
+
+
+def _failure(group: Channel, device: torch.device) -> str:
+    """What went wrong on this rank, or empty: each fills its memory, and reads that of all."""
+    part, segment = cuda_ipc.allocate(group.mpi, group.places, NUM_BYTES, device, lambda segment: None)
+    events = cuda_ipc.PeerEvents(group, device)
+    part.fill_(_value(group.rank))
+    events.record(cuda_ipc.READY)
+    group.mpi.Barrier()
+    events.follow(cuda_ipc.READY)
+    try:
+        views = [segment.view(place.local, torch.uint8, NUM_BYTES) for place in group.places]
+        wrong = [rank for rank, view in enumerate(views) if not (view == _value(rank)).all()]
+        failure = f"rank {group.rank} of {group.size} reads wrong values from {wrong}" if wrong else ""
+    except RuntimeError as error:
+        failure = str(error).partition("\n")[0]
+    group.mpi.Barrier()  # before memory and events go
+    return failure
+
+
+def _value(rank: int) -> int:
+    return rank % 255 + 1

@@ -1,0 +1,151 @@
+"""Where the ranks of a channel meet over TCP, for libraries that do not start over MPI.
+
+Rank 0 opens a store of torch.distributed on a free port, and MPI tells the others where: no MASTER_ADDR is needed. The
+store has no password. So it listens on one address, which other hosts cannot reach when all ranks are on one node, and
+its keys stand under a prefix that only the job knows.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import fcntl
+import ipaddress
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import distributed
+
+from torchmpi_py.core.channels import Channel
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.errors import CommunicatorError
+
+T = TypeVar("T")
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Names the network interfaces to use, separated by commas; gloo's own variable."""
+
+_REMEDY = (
+    f"Name the network interface through which all nodes reach each other in {INTERFACE_VARIABLE} (for all ranks), and "
+    "see that no firewall blocks it"
+)
+_CONNECT_TIMEOUT = dt.timedelta(seconds=60)
+_LOOPBACK = "127.0.0.1"
+_OUTSIDE = ("192.0.2.1", 9)  # reserved for documentation: nobody is there, and nothing is sent
+_SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
+
+
+def open_store(channel: Channel, who: str) -> Any:
+    """A store that all ranks of a channel are connected to; rank 0, which has it, must be the last to drop it.
+
+    Collective. CommunicatorError, on every rank, if it cannot be had; ``who`` wants it.
+    """
+    is_server = channel.rank == 0
+    host = channel.mpi.bcast(own_address(channel.num_nodes) if is_server else "")
+    cannot_open = f"{who}: cannot open a store on rank 0, at {host}"
+    served = together(channel.mpi, cannot_open, lambda: _serve(host, channel.size) if is_server else None)
+    port, prefix = channel.mpi.bcast(served and (served.port, secrets.token_hex(16)))
+    what = f"{who}: cannot reach the store of rank 0 at {host}, port {port}"
+    store = together(channel.mpi, what, lambda: served or _tcp_store(host, port, channel.size))
+    return getattr(distributed, "PrefixStore")(prefix, store)  # noqa: B009 - its stub does not export it
+
+
+def _serve(address: str, num_ranks: int) -> Any:
+    """A store that listens on ``address`` alone: torch's own socket would listen on all interfaces."""
+    family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.bind(where)
+        listener.listen()
+        port = listener.getsockname()[1]
+        # The store takes the descriptor over.
+        return _tcp_store(address, port, num_ranks, is_master=True, master_listen_fd=os.dup(listener.fileno()))
+
+
+def _tcp_store(host: str, port: int, num_ranks: int, **options: Any) -> Any:
+    factory = getattr(distributed, "TCPStore")  # noqa: B009 - its stub does not export it
+    return factory(host, port, num_ranks, timeout=_CONNECT_TIMEOUT, wait_for_workers=False, **options)
+
+
+def together(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str = _REMEDY) -> T:
+    """What ``attempt`` returns; if it fails on one rank, a CommunicatorError of ``what`` and ``remedy`` on all."""
+    made, failure = None, ""
+    try:
+        made = attempt()
+    except (RuntimeError, ValueError, OSError) as error:
+        failure = str(error).partition("\n")[0]
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(failure)) if text]
+    if failures:
+        raise CommunicatorError(f"{what} ({'; '.join(failures)}). {remedy}")
+    return made  # type: ignore[return-value]
+
+
+def interfaces() -> list[str]:
+    """The interfaces that the user names; empty if there is no wish."""
+    return [name for name in os.environ.get(INTERFACE_VARIABLE, "").split(",") if name]
+
+
+def own_address(num_nodes: int) -> str:
+    """An address of this host for ranks that spread over ``num_nodes``.
+
+    That of the interface which the user names; else loopback on one node; else what the host name stands for, unless it
+    is loopback (as Debian has it), or no interface has it (NAT); else the address from which packets would leave; else
+    that of the first interface.
+    """
+    for name in interfaces():
+        address = _of_interface(name)
+        if address:
+            return address
+    if num_nodes == 1:
+        return _LOOPBACK
+    return _of_host_name() or _outward() or _of_first_interface() or socket.gethostname()
+
+
+def _of_interface(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _of_first_interface() -> str:
+    addresses = [_of_interface(name) for _, name in socket.if_nameindex()]
+    return next((address for address in addresses if address and _is_reachable(address)), "")
+
+
+def _of_host_name() -> str:
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    addresses = [str(where[0]) for *_, where in found]
+    return next((address for address in addresses if _is_reachable(address) and _is_here(address)), "")
+
+
+def _is_reachable(address: str) -> bool:
+    """Whether other hosts may reach it: loopback and link-local addresses mean something on this host alone."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return not (parsed.is_loopback or parsed.is_link_local)
+
+
+def _is_here(address: str) -> bool:
+    """Whether an interface of this host has it, so that a socket can listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as trying:
+        try:
+            trying.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _outward() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trying:
+        try:
+            trying.connect(_OUTSIDE)
+        except OSError:
+            return ""
+        return str(trying.getsockname()[0])

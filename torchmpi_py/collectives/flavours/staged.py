@@ -1,0 +1,313 @@
+"""Pinned host memory through which GPU tensors pass, chunk by chunk, and the streams that carry the chunks.
+
+Three *slots*, each with a part for what is given and one for what is received, take turns. While the host works on
+chunk k, chunk k+1 comes down from the GPU and chunk k-1 goes up to it, on a stream each. A slot is filled again only
+when what was received in it has gone up. The slots lie in symmetric memory, which CUDA pins as any other: where a
+flavour of the host reduces such memory in place, a chunk is copied twice in all, down and up.
+
+Flavour ``staged``: GPU tensors through pinned host memory, where a flavour for CPU tensors does the work.
+
+In chunks, of ``Tuning.gpu_chunk_bytes``: while one chunk is worked on by the ranks' processors, the next one comes
+down from the GPU and the last one goes up (``host_slots.py``). It serves GPUs of any kind and number, on any number of
+nodes. S bytes a rank go down and up for an allreduce of S. Point-to-point messages go in one piece, so that a GPU
+tensor may meet a CPU tensor. Calls return when the last chunk is on its way up, ordered in the caller's stream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives.flavour import Flavour, Sizes
+from torchmpi_py.collectives.flavours.schedule import chunks
+from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.core import config
+from torchmpi_py.core.channels import Channel
+from torchmpi_py.core.handles import Handle
+from torchmpi_py.errors import Unavailable
+from torchmpi_py.memory import devices, symmetric
+
+NUM_SLOTS = 3
+
+
+class HostSlots:
+    """The slots for the tensors of a channel's ranks on ``device``; kept with the channel."""
+
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        self.chunk_bytes = config.current.gpu_chunk_bytes
+        self._device = devices.of(device)
+        self._part_bytes = -(-self.chunk_bytes // 64) * 64
+        num_bytes = 2 * NUM_SLOTS * self._part_bytes
+        host = torch.device("cpu")
+        try:
+            self._memory = symmetric.memory(channel, num_bytes, host)
+        except Unavailable:  # on every rank
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=host)
+        self._device.pin(self._memory)
+        self._down, self._up = self._device.stream(), self._device.stream()
+        self._came = [self._device.event() for _ in range(NUM_SLOTS)]
+        self._left = [self._device.event() for _ in range(NUM_SLOTS)]
+
+    def given(self, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
+        """Where a chunk that comes down is put: ``count`` elements, flat."""
+        return self._part(2 * (chunk % NUM_SLOTS), dtype, count)
+
+    def received(self, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
+        """Where what goes up is put, unless it is where the chunk was given."""
+        return self._part(2 * (chunk % NUM_SLOTS) + 1, dtype, count)
+
+    def pipeline(
+        self,
+        num_chunks: int,
+        fetch: Callable[[int], object],
+        work: Callable[[int], object],
+        put: Callable[[int], object],
+    ) -> None:
+        """``fetch`` chunks (down), ``work`` on them on the host, ``put`` results (up), in order of the current stream.
+
+        Work that is queued after this call sees the results; the host does not wait for the last ones to go up.
+        """
+        current, begin = self._device.current(), self._device.event()
+        begin.record(current)
+        self._down.wait_event(begin)  # and what comes up has come down before
+        for chunk in range(num_chunks + 1):
+            if chunk < num_chunks:
+                self._fetch(chunk, fetch)
+            if chunk > 0:
+                self._came[(chunk - 1) % NUM_SLOTS].synchronize()
+                work(chunk - 1)
+                self._put(chunk - 1, put)
+        for event in self._left:
+            current.wait_event(event)
+
+    def _fetch(self, chunk: int, fetch: Callable[[int], object]) -> None:
+        slot = chunk % NUM_SLOTS
+        with self._device.on(self._down):
+            self._down.wait_event(self._left[slot])
+            fetch(chunk)
+            self._came[slot].record(self._down)
+
+    def _put(self, chunk: int, put: Callable[[int], object]) -> None:
+        with self._device.on(self._up):
+            put(chunk)
+            self._left[chunk % NUM_SLOTS].record(self._up)
+
+    def _part(self, part: int, dtype: torch.dtype, count: int) -> Tensor:
+        begin = part * self._part_bytes
+        return self._memory[begin : begin + count * dtype.itemsize].view(dtype)
+
+    def free(self) -> None:
+        """Wait for what is under way, and let go of the memory."""
+        self._device.synchronize()
+        self._device.unpin(self._memory)
+        del self._memory
+
+
+R = TypeVar("R")
+
+
+class Staged(Flavour):
+    """Through the host. ``inners``: flavours for the host's part, each with the least bytes of a chunk to take it for.
+
+    The first that can serve is taken; ``point`` carries messages between two ranks.
+    """
+
+    name = "staged"
+
+    def __init__(
+        self, inners: Sequence[tuple[Flavour, int]], point: Flavour, devices: Iterable[str] = ("cuda",)
+    ) -> None:
+        self.inners = inners
+        self.point = point
+        self.devices = frozenset(devices)  # type: ignore[misc]  # tests carry it out on the host
+
+    def missing(self, device: str) -> str:
+        if device != "cuda" or torch.cuda.is_available():
+            return ""
+        return f"torch {torch.__version__} sees no CUDA device"
+
+    def launch(self, operation: Operation[R]) -> Handle[R]:
+        """Post messages between two ranks, and leave the rest to the communication thread.
+
+        A send first waits, on the host, for the values to be there.
+        """
+        if operation.method not in ("send", "recv"):
+            return super().launch(operation)
+        x, peer = operation.arguments
+        host, device = _on_host(x), devices.of(x.device)
+        launched = device.event()
+        launched.record(device.current())
+        if operation.method == "send":
+            host.copy_(x)
+
+        def conclude(_: object) -> Any:
+            if operation.method == "recv":
+                device.current().wait_event(launched)  # it may be the stream of another thread
+                x.copy_(host)
+            return operation.target if operation.conclude is None else operation.conclude(None)
+
+        posted = dataclasses.replace(operation, flavour=self.point, arguments=(host, peer), conclude=conclude)
+        return self.point.launch(posted)
+
+    def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
+        self._reduce(channel, source, destination, op, None)
+
+    def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
+        self._reduce(channel, source, destination, op, root)
+
+    def _reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int | None) -> None:
+        x, out, slots = source.view(-1), destination.view(-1), _slots(channel, source)
+        pieces = chunks(0, x.numel(), _step(slots, x))
+        verb = "allreduce" if root is None else "reduce"
+
+        def host(k: int) -> Tensor:
+            return slots.given(k, x.dtype, pieces[k][1] - pieces[k][0])
+
+        def work(k: int) -> None:
+            given, inner = host(k), self._inner(verb, channel, host(k).nbytes)
+            if root is None:
+                inner.allreduce(channel, given, given, op)
+            else:
+                inner.reduce(channel, given, given, op, root)
+
+        def put(k: int) -> None:
+            if root in (None, channel.rank):
+                out[slice(*pieces[k])].copy_(host(k), non_blocking=True)
+
+        slots.pipeline(len(pieces), lambda k: host(k).copy_(x[slice(*pieces[k])], non_blocking=True), work, put)
+
+    def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
+        line, slots = x.view(-1), _slots(channel, x)
+        pieces = chunks(0, line.numel(), _step(slots, line))
+
+        def host(k: int) -> Tensor:
+            return slots.given(k, line.dtype, pieces[k][1] - pieces[k][0])
+
+        def fetch(k: int) -> None:
+            if channel.rank == root:
+                host(k).copy_(line[slice(*pieces[k])], non_blocking=True)
+
+        def work(k: int) -> None:
+            self._inner("broadcast", channel, host(k).nbytes).broadcast(channel, host(k), root)
+
+        def put(k: int) -> None:
+            if channel.rank != root:
+                line[slice(*pieces[k])].copy_(host(k), non_blocking=True)
+
+        slots.pipeline(len(pieces), fetch, work, put)
+
+    def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
+        self._by_rows("reduce_scatter", channel, source, destination.view(1, -1), op)
+
+    def alltoall(self, channel: Channel, source: Tensor, destination: Tensor) -> None:
+        self._by_rows("alltoall", channel, source, destination.view(channel.size, -1))
+
+    def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
+        self._by_rows("scatter", channel, source, destination.view(1, -1), root, gives=channel.rank == root)
+
+    def _by_rows(
+        self, verb: str, channel: Channel, source: Tensor, out: Tensor, *options: object, gives: bool = True
+    ) -> None:
+        """Verbs whose input has a row for each rank; ``out`` has as many rows as the result."""
+        rows, slots = source.view(channel.size, -1), _slots(channel, source)
+        pieces = chunks(0, rows.shape[1], _step(slots, rows, channel.size))
+
+        def part(where: Any, k: int, num_rows: int) -> Tensor:
+            width = pieces[k][1] - pieces[k][0]
+            return where(k, rows.dtype, num_rows * width).view(num_rows, width)  # type: ignore[no-any-return]
+
+        def fetch(k: int) -> None:
+            if gives:
+                part(slots.given, k, channel.size).copy_(rows[:, slice(*pieces[k])], non_blocking=True)
+
+        def work(k: int) -> None:
+            given, received = part(slots.given, k, channel.size), part(slots.received, k, out.shape[0])
+            inner = self._inner(verb, channel, given.nbytes)
+            getattr(inner, verb)(channel, given.view(-1), received.view(-1), *options)
+
+        def put(k: int) -> None:
+            out[:, slice(*pieces[k])].copy_(part(slots.received, k, out.shape[0]), non_blocking=True)
+
+        slots.pipeline(len(pieces), fetch, work, put)
+
+    def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
+        self._gather(channel, x, list(sizes.split(out)), sizes, None)
+
+    def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
+        self._gather(channel, x, None if out is None else list(sizes.split(out)), sizes, root)
+
+    def _gather(self, channel: Channel, x: Tensor, parts: list[Tensor] | None, sizes: Sizes, root: int | None) -> None:
+        line, slots, itemsize = x.view(-1), _slots(channel, x), x.itemsize
+        lines = [part.view(-1) for part in parts or []]
+        totals = [num_bytes // itemsize for num_bytes in sizes.num_bytes]
+        pieces = chunks(0, max(totals), _step(slots, line, channel.size))
+
+        def counts(k: int) -> list[int]:
+            begin, end = pieces[k]
+            return [max(0, min(total, end) - begin) for total in totals]
+
+        def given(k: int) -> Tensor:
+            return slots.given(k, line.dtype, counts(k)[channel.rank])
+
+        def work(k: int) -> None:
+            rows = counts(k)
+            piece = Sizes(rows, [row * itemsize for row in rows], [0] * channel.size)
+            received = slots.received(k, line.dtype, sum(rows))
+            inner = self._inner("allgather" if root is None else "gather", channel, received.nbytes)
+            if root is None:
+                inner.allgather(channel, given(k), received, piece)
+            else:
+                inner.gather(channel, given(k), None if parts is None else received, root, piece)
+
+        def put(k: int) -> None:
+            rows = counts(k)
+            received = torch.split(slots.received(k, line.dtype, sum(rows)), rows)
+            for mine, got in zip(lines, received, strict=False):
+                mine[slice(*pieces[k])].copy_(got, non_blocking=True)
+
+        def fetch(k: int) -> None:
+            given(k).copy_(line[slice(*pieces[k])], non_blocking=True)
+
+        slots.pipeline(len(pieces), fetch, work, put)
+
+    def sendreceive(self, channel: Channel, x: Tensor, out: Tensor, source: int, destination: int) -> None:
+        sent, received = _on_host(x).copy_(x), _on_host(out)
+        self.point.sendreceive(channel, sent, received, source, destination)
+        out.copy_(received)
+
+    def send(self, channel: Channel, x: Tensor, destination: int) -> None:
+        self.point.send(channel, _on_host(x).copy_(x), destination)
+
+    def recv(self, channel: Channel, x: Tensor, source: int) -> None:
+        host = _on_host(x)
+        self.point.recv(channel, host, source)
+        x.copy_(host)
+
+    def _inner(self, verb: str, channel: Channel, num_bytes: int) -> Flavour:
+        """The flavour that does the host's part."""
+        return next(
+            flavour
+            for flavour, least_bytes in self.inners
+            if num_bytes >= least_bytes
+            and flavour.implements(verb)
+            and not flavour.missing("cpu")
+            and not flavour.refuses(channel)
+        )
+
+
+def _slots(channel: Channel, x: Tensor) -> HostSlots:
+    return channel.keep((HostSlots, x.device), lambda made: HostSlots(made, x.device))
+
+
+def _step(slots: HostSlots, x: Tensor, num_rows: int = 1) -> int:
+    """Columns of a chunk."""
+    return max(1, slots.chunk_bytes // (num_rows * x.itemsize))
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """Memory of the host for a copy of ``x``."""
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)

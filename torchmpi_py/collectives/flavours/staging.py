@@ -1,0 +1,122 @@
+"""Collectives within a node for tensors that are not symmetric: through the slots of a channel, chunk by chunk.
+
+Each verb is a pipeline (``schedule.pipeline``): copy a chunk in, reduce it if need be, copy it out; while one chunk is
+reduced the next is copied in and the last one out, and the ranks meet once per chunk. Two shots as in ``two_shot.py``:
+of a chunk each rank reduces the slice that it owns, reading its own share from its tensor. The memory that peers share
+is four slots a rank, however large the tensors.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchmpi_py.collectives.flavours.node_group import NodeGroup
+from torchmpi_py.collectives.flavours.schedule import chunks, pipeline, slices
+from torchmpi_py.collectives.reductions import Kernel
+
+
+def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | None = None) -> None:
+    """Every rank's ``out`` becomes the reduction of all ``x``; with ``root`` that rank's only."""
+    pieces = chunks(0, x.numel(), node.chunk_bytes // x.itemsize)
+    me, dtype = node.rank, x.dtype
+
+    def copy_in(k: int) -> None:
+        begin, end = pieces[k]
+        lower, upper = slices(end - begin, node.size)[me]
+        given = node.given(me, k, dtype, end - begin)
+        given[:lower].copy_(x[begin : begin + lower])
+        given[upper:].copy_(x[begin + upper : end])
+
+    def reduce(k: int) -> None:
+        begin, end = pieces[k]
+        lower, upper = slices(end - begin, node.size)[me]
+        sources = [
+            (x[begin:end] if rank == me else node.given(rank, k, dtype, end - begin))[lower:upper]
+            for rank in range(node.size)
+        ]
+        own = out[begin + lower : begin + upper]
+        if root == me:
+            how.reduce(sources, own)
+            return
+        reduced = node.reduced(me, k, dtype, upper - lower)
+        how.reduce(sources, reduced)
+        if root is None:
+            own.copy_(reduced)
+
+    def copy_out(k: int) -> None:
+        begin, end = pieces[k]
+        for rank, (lower, upper) in enumerate(slices(end - begin, node.size)):
+            if rank != me and root in (None, me):
+                out[begin + lower : begin + upper].copy_(node.reduced(rank, k, dtype, upper - lower))
+
+    pipeline(len(pieces), [copy_in, reduce, copy_out], node.barrier)
+
+
+def broadcast(node: NodeGroup, x: Tensor, root: int) -> None:
+    """Every rank's ``x`` becomes root's."""
+    pieces = chunks(0, x.numel(), node.chunk_bytes // x.itemsize)
+
+    def copy_in(k: int) -> None:
+        if node.rank == root:
+            begin, end = pieces[k]
+            node.given(root, k, x.dtype, end - begin).copy_(x[begin:end])
+
+    def copy_out(k: int) -> None:
+        if node.rank != root:
+            begin, end = pieces[k]
+            x[begin:end].copy_(node.given(root, k, x.dtype, end - begin))
+
+    pipeline(len(pieces), [copy_in, copy_out], node.barrier)
+
+
+def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[int]) -> None:
+    """On ranks with ``parts`` (all, or root alone) part r becomes rank r's ``x``, of ``counts[r]`` elements."""
+    step = node.chunk_bytes // x.itemsize
+    num_chunks = -(-max(counts) // step)
+
+    def copy_in(k: int) -> None:
+        piece = x[k * step : (k + 1) * step]
+        node.given(node.rank, k, x.dtype, piece.numel()).copy_(piece)
+
+    def copy_out(k: int) -> None:
+        for rank, part in enumerate(parts or []):
+            piece = part[k * step : (k + 1) * step]
+            own = x[k * step : (k + 1) * step] if rank == node.rank else node.given(rank, k, x.dtype, piece.numel())
+            piece.copy_(own)
+
+    pipeline(num_chunks, [copy_in, copy_out], node.barrier)
+
+
+def exchange(node: NodeGroup, rows: Tensor | None, outs: list[Tensor], how: Kernel | None, root: int | None) -> None:
+    """Each rank gives row s of its ``rows``, of shape (size, n), to rank s.
+
+    With ``how`` all rows for a rank are reduced into its single ``outs[0]``; without, ``outs[s]`` becomes what rank s
+    gave, and with ``root`` only that rank gives (and ``outs`` has its one row).
+    """
+    me, size, dtype = node.rank, node.size, outs[0].dtype
+    count = outs[0].numel()
+    pieces = chunks(0, count, max(1, node.chunk_bytes // (size * outs[0].itemsize)))
+
+    def copy_in(k: int) -> None:
+        begin, end = pieces[k]
+        if rows is not None:
+            given = node.given(me, k, dtype, size * (end - begin)).view(size, end - begin)
+            for rank in range(size):
+                if rank != me:
+                    given[rank].copy_(rows[rank, begin:end])
+
+    def copy_out(k: int) -> None:
+        begin, end = pieces[k]
+        sources = [
+            rows[me, begin:end]
+            if rank == me and rows is not None
+            else node.given(rank, k, dtype, size * (end - begin)).view(size, end - begin)[me]
+            for rank in (range(size) if root is None else (root,))
+        ]
+        if how is not None:
+            how.reduce(sources, outs[0][begin:end])
+            return
+        for out, source in zip(outs, sources, strict=True):
+            out[begin:end].copy_(source)
+
+    pipeline(len(pieces), [copy_in, copy_out], node.barrier)

@@ -1,0 +1,318 @@
+"""Process groups of torch.distributed that belong to a flavour, apart from those of the program.
+
+There is one per channel, made on first use: rank 0 opens a store on a free port, MPI tells the others where it is, and
+the library connects the ranks. Groups take flat tensors. Those of NCCL put their work on the current stream and return;
+gloo's return when the work is done.
+
+Flavours ``gloo`` and ``nccl``: collectives of torch.distributed.
+
+``gloo`` serves CPU tensors, as a peer to measure the others against; ``nccl`` GPU tensors, where each rank has a GPU of
+its own. Their process groups are their own (``process_groups.py``), so that a program's use of torch.distributed is not
+touched.
+
+A library reduces few dtypes with few ops. Values travel in the form that ``reductions.py`` gives them, 16-bit integers
+as 32 and complex numbers as pairs; scratch is as long as the tensor. What the library does not know, such as a product
+of complex numbers or, for NCCL, bitwise ops, is gathered as bytes and reduced here, in rank order. What is only moved
+travels as bytes. Each element is reduced on one rank and passed on, or by all ranks in the same order, so all get the
+same bits. Empty tensors stay here.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, distributed
+
+from torchmpi_py.collectives.flavour import Flavour, Sizes
+from torchmpi_py.collectives.flavours import rendezvous
+from torchmpi_py.collectives.reductions import Kernel, kernel
+from torchmpi_py.core.channels import Channel
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.errors import CommunicatorError
+from torchmpi_py.memory import gpus
+
+_OPERATION_TIMEOUT = dt.timedelta(minutes=30)  # torch's own default for gloo: the other ranks may be computing
+_OPTIONS = {
+    "_allgather_base": "AllgatherOptions",
+    "_reduce_scatter_base": "ReduceScatterOptions",
+    "allreduce": "AllreduceOptions",
+    "alltoall_base": "AllToAllOptions",
+    "broadcast": "BroadcastOptions",
+    "gather": "GatherOptions",
+    "reduce": "ReduceOptions",
+    "scatter": "ScatterOptions",
+}
+
+
+class ProcessGroupOfTorch:
+    """A process group of the ranks of a channel, kept with the channel. Making one is collective."""
+
+    name: ClassVar[str]
+
+    def __init__(self, channel: Channel) -> None:
+        self._mpi = channel.mpi
+        self._store = rendezvous.open_store(channel, f"flavour {self.name}")
+        self._group = self._connect(channel)
+
+    def _connect(self, channel: Channel) -> Any:
+        """What torch.distributed calls a process group or a backend."""
+        raise NotImplementedError
+
+    def run(self, call: str, *arguments: object, **fields: object) -> None:
+        """Carry out a collective of torch.distributed with options that have these fields."""
+        options = getattr(distributed.distributed_c10d, _OPTIONS[call])()
+        if hasattr(options, "asyncOp"):  # NCCL uses a stream of its own without it, as it does in older torch
+            options.asyncOp = False
+        for field, value in fields.items():
+            setattr(options, field, value)
+        try:
+            work = getattr(self._group, call)(*arguments, options)
+            if work is not None:  # what was put on the current stream needs no waiting for
+                work.wait()
+        except RuntimeError as error:
+            raise CommunicatorError(
+                f"{self.name}'s {call} failed: {error}. Did every rank call it with the same sizes?"
+            ) from error
+
+    def free(self) -> None:
+        """End its threads and close its connections when no rank uses them any more; the store, on rank 0, is last."""
+        self._mpi.Barrier()
+        self._group = None
+        if self._mpi.rank != 0:
+            self._store = None
+        self._mpi.Barrier()
+        self._store = None
+
+
+class GlooGroup(ProcessGroupOfTorch):
+    """Ranks that gloo connects over TCP."""
+
+    name = "gloo"
+
+    def _connect(self, channel: Channel) -> Any:
+        address = rendezvous.own_address(channel.num_nodes)
+
+        def connect() -> Any:
+            factory: Any = distributed.ProcessGroupGloo
+            options = factory._Options()
+            options._timeout = _OPERATION_TIMEOUT
+            options._devices = [factory.create_device(interface=name) for name in rendezvous.interfaces()]
+            options._devices = options._devices or [factory.create_device(hostname=address)]
+            return factory(self._store, channel.rank, channel.size, options)
+
+        what = f"flavour gloo: cannot connect with the other ranks from {address}"
+        return rendezvous.together(channel.mpi, what, connect)
+
+
+class NcclGroup(ProcessGroupOfTorch):
+    """Ranks that NCCL connects, each with a GPU of its own: that of the tensors. It does so in the first call."""
+
+    name = "nccl"
+
+    def _connect(self, channel: Channel) -> Any:
+        def connect() -> Any:
+            factory: Any = distributed.ProcessGroupNCCL
+            options = factory.Options()
+            options._timeout = _OPERATION_TIMEOUT
+            return factory(self._store, channel.rank, channel.size, options)
+
+        return rendezvous.together(
+            channel.mpi, "flavour nccl: cannot make a process group", connect, "NCCL_DEBUG=INFO may tell more"
+        )
+
+    def free(self) -> None:
+        """Close NCCL's connections before the rest: first all GPUs finish, as older torch aborts what still runs."""
+        torch.cuda.synchronize()
+        self._mpi.Barrier()
+        shut_down = getattr(self._group, "shutdown", None) or getattr(self._group, "_shutdown", None)  # torch 2.4, 2.5
+        if shut_down is not None:
+            shut_down()
+        super().free()
+
+
+_WIDER = {torch.int16: torch.int32}
+_ARITHMETIC = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
+_BITWISE = {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
+
+
+class TorchGroup(Flavour):
+    """What the two have in common."""
+
+    group: ClassVar[type[ProcessGroupOfTorch]]
+    ops: ClassVar[dict[str, str]]
+    """The ops of kernels that the library knows, on real numbers of 8, 32 and 64 bits, and what it calls them."""
+
+    def missing(self, device: str) -> str:
+        if not distributed.is_available():
+            return "this torch was built without torch.distributed; install one from pip"
+        return self._lacks()
+
+    def _lacks(self) -> str:
+        """As ``missing``, in a torch with torch.distributed."""
+        raise NotImplementedError
+
+    def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
+        if x.numel():
+            self._group(channel).run("broadcast", [_bytes(x)], rootRank=root)
+
+    def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
+        how, x, out = kernel(source.dtype, op), source.view(-1), destination.view(-1)
+        if not x.numel():
+            return
+        if self._knows(how):
+            total = _start(how, x, out)
+            self._group(channel).run("allreduce", [_pairs(total)], reduceOp=self._op(how))
+            _finish(how, total, channel.size, out)
+        else:
+            parts = x.new_empty((channel.size, x.numel()))
+            self._group(channel).run("_allgather_base", _bytes(parts), _bytes(x))
+            how.reduce(list(parts), out)
+
+    def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
+        how, x, is_root = kernel(source.dtype, op), source.view(-1), channel.rank == root
+        if not x.numel():
+            return
+        if self._knows(how):
+            out = destination.view(-1) if is_root else torch.empty_like(x)  # gloo writes its partial sums everywhere
+            total = _start(how, x, out)
+            self._group(channel).run("reduce", [_pairs(total)], reduceOp=self._op(how), rootRank=root)
+            if is_root:
+                _finish(how, total, channel.size, out)
+        else:
+            parts = x.new_empty((channel.size if is_root else 0, x.numel()))
+            self._group(channel).run("gather", [_rows(parts)] if is_root else [], [_bytes(x)], rootRank=root)
+            if is_root:
+                how.reduce(list(parts), destination.view(-1))
+
+    def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
+        parts = torch.empty_like(source)
+        self.alltoall(channel, source, parts)
+        kernel(source.dtype, op).reduce(list(parts.view(channel.size, -1)), destination.view(-1))
+
+    def alltoall(self, channel: Channel, source: Tensor, destination: Tensor) -> None:
+        if source.numel():
+            self._group(channel).run("alltoall_base", _bytes(destination), _bytes(source), [], [])
+
+    def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
+        if source.numel():
+            parts = [_rows(source.view(channel.size, -1))] if channel.rank == root else []
+            self._group(channel).run("scatter", [_bytes(destination)], parts, rootRank=root)
+
+    def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
+        if sizes.are_equal and x.numel():
+            self._group(channel).run("_allgather_base", _bytes(out), _bytes(x))
+        elif out.numel():
+            parts = torch.split(_bytes(out), sizes.num_bytes)
+            parts[channel.rank].copy_(_bytes(x))
+            for root, part in enumerate(parts):
+                if part.numel():
+                    self._group(channel).run("broadcast", [part], rootRank=root)
+
+    def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
+        if sizes.are_equal and x.numel():
+            parts = [] if out is None else [list(torch.split(_bytes(out), sizes.num_bytes))]
+            self._group(channel).run("gather", parts, [_bytes(x)], rootRank=root)
+        elif any(sizes.num_bytes):  # alltoall takes unequal parts; but for root's all are empty
+            received = x.new_empty(0, dtype=torch.uint8) if out is None else _bytes(out)
+            expected = [0] * channel.size if out is None else sizes.num_bytes
+            sent = [x.nbytes if rank == root else 0 for rank in range(channel.size)]
+            self._group(channel).run("alltoall_base", received, _bytes(x), expected, sent)
+
+    def _group(self, channel: Channel) -> ProcessGroupOfTorch:
+        return channel.keep(self.name, self.group)
+
+    def _knows(self, how: Kernel) -> bool:
+        """Whether the library can reduce so."""
+        return how.op in self.ops and not (how.dtype.is_complex and how.op == "prod")
+
+    def _op(self, how: Kernel) -> object:
+        return getattr(distributed.ReduceOp, self.ops[how.op])
+
+
+class Gloo(TorchGroup):
+    """torch.distributed's gloo. Old versions have no reduce_scatter: each rank gets its slices by alltoall."""
+
+    name = "gloo"
+    devices = frozenset({"cpu"})
+    group = GlooGroup
+    ops = _ARITHMETIC | _BITWISE
+
+    def _lacks(self) -> str:
+        return "" if distributed.is_gloo_available() else "this torch was built without gloo; install one from pip"
+
+
+class Nccl(TorchGroup):
+    """torch.distributed's NCCL. Results are ordered on the current stream; the host does not wait for them."""
+
+    name = "nccl"
+    devices = frozenset({"cuda"})
+    group = NcclGroup
+    ops = _ARITHMETIC
+
+    def _lacks(self) -> str:
+        if not distributed.is_nccl_available():
+            return "this torch was built without NCCL; install one with CUDA from pip"
+        if not torch.cuda.is_available():
+            return f"torch {torch.__version__} sees no CUDA device"
+        return "" if gpus.table() is not None else "ranks have no GPUs of their own; call mpi.start(with_cuda=True)"
+
+    def refuses(self, comm: Communicator | Channel) -> str:
+        table, ranks_of = gpus.table(), dict[str, list[int]]()
+        if table is None:
+            return ""  # what is missing says why
+        for rank, place in enumerate(comm.places if isinstance(comm, Channel) else comm.direct.places):
+            ranks_of.setdefault(table[place], []).append(rank)
+        for gpu, ranks in ranks_of.items():
+            if len(ranks) > 1:
+                named = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+                return f"ranks {named} share {gpu}; NCCL needs one GPU a rank, flavours cudaipc and staged do not"
+        return ""
+
+    def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
+        how, x, out = kernel(source.dtype, op), source.view(-1), destination.view(-1)
+        if not self._knows(how):
+            super().reduce_scatter(channel, source, destination, op)
+        elif x.numel():
+            wire = how.partial(x).to(_wire_dtype(how))
+            total = out.view(wire.dtype) if _is_as_it_lies(how) else wire.new_empty(out.numel())
+            self._group(channel).run("_reduce_scatter_base", _pairs(total), _pairs(wire), reduceOp=self._op(how))
+            _finish(how, total, channel.size, out)
+
+
+def _wire_dtype(how: Kernel) -> torch.dtype:
+    """What partial results travel as."""
+    return _WIDER.get(how.dtype, how.dtype)
+
+
+def _is_as_it_lies(how: Kernel) -> bool:
+    """Whether a tensor's memory can be handed to the library."""
+    return how.is_plain and how.dtype not in _WIDER
+
+
+def _start(how: Kernel, x: Tensor, out: Tensor) -> Tensor:
+    """What is reduced in place: ``x`` in the form for it, in the memory of ``out`` where that has this form."""
+    if not _is_as_it_lies(how):
+        return how.partial(x).to(_wire_dtype(how))
+    if out.data_ptr() != x.data_ptr():
+        out.copy_(x)
+    return out.view(how.dtype)
+
+
+def _finish(how: Kernel, total: Tensor, num_ranks: int, out: Tensor) -> None:
+    result = how.result(total.to(how.dtype), num_ranks, out.dtype)
+    if result.data_ptr() != out.data_ptr():
+        out.copy_(result)
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return torch.view_as_real(x).view(-1) if x.is_complex() else x
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _rows(x: Tensor) -> list[Tensor]:
+    return [_bytes(row) for row in x]

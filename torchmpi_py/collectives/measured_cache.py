@@ -1,0 +1,168 @@
+"""What ``autotune`` measured, kept in a file: one per MPI, host, number of ranks on each node, and GPU, if any.
+
+``start`` loads the file of the job at hand, and with GPUs a second one, which holds the rows for them. A file that does
+not fit or cannot be understood is ignored, with a warning on rank 0; the built-in defaults then hold.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime as dt
+import json
+import logging
+import math
+import pathlib
+import platform
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import torchmpi_py
+from torchmpi_py.collectives.selector import Choice, Key, Selector, selector
+from torchmpi_py.core import config
+from torchmpi_py.core.channels import Place
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.memory import gpus
+
+logger = logging.getLogger("torchmpi_py")
+
+FORMAT = 2
+Rows = dict[Key, list[Choice]]
+
+
+class MachineFacts(NamedTuple):
+    """What must be the same for a measurement to hold: rank 0 tells."""
+
+    mpi: str
+    host: str
+    ranks: str
+    cpu: str
+    gpu: str = ""  # of a measurement on GPUs
+
+    def path(self) -> pathlib.Path:
+        """Where the measurement is kept."""
+        named = filter(None, (self.mpi, self.host, self.ranks, self.gpu))
+        parts = (re.sub(r"[^A-Za-z0-9.+]+", "_", text) for text in named)
+        return config.tuning_directory() / f"selector-{'-'.join(parts)}.json"
+
+
+def facts(world: Communicator, device: str = "cpu") -> MachineFacts:
+    """The facts of the job at hand, for measurements on that kind of device."""
+    vendor, version = MPI.get_vendor()
+    mpi = f"{vendor} {'.'.join(map(str, version))}"
+    gpu = torch.cuda.get_device_name() if device == "cuda" else ""
+    return MachineFacts(mpi, socket.gethostname(), ranks_per_node(world.direct.places), _cpu_model(), gpu)
+
+
+def ranks_per_node(places: Iterable[Place]) -> str:
+    """In words: "4x2" for 4 ranks on each of 2 nodes, "4x2+1x1" if a third node has 1."""
+    of_node = collections.Counter(place.node for place in places)
+    nodes_with = collections.Counter(of_node.values())
+    return "+".join(f"{ranks}x{nodes}" for ranks, nodes in sorted(nodes_with.items(), reverse=True))
+
+
+def load_for(world: Communicator) -> None:
+    """Put what was measured for jobs as this one into the selector, if there is any. Collective over ``world``.
+
+    What the program has assigned itself stays.
+    """
+    found = world.direct.mpi.bcast(_find_all(world) if world.rank == 0 else None)
+    if found:
+        rows = {key: choices for of_device, _ in found for key, choices in of_device.items()}
+        assigned = {key: selector[key] for key in selector if any(c.why == "assigned" for c in selector[key])}
+        install({**rows, **assigned}, "; ".join(source for _, source in found))
+
+
+def install(rows: Rows, source: str) -> None:
+    """Put rows into the selector in place of those with the same keys."""
+    selector.load({**{key: selector[key] for key in selector}, **rows}, source)
+
+
+def _find_all(world: Communicator) -> list[tuple[Rows, str]]:
+    """What is kept for a job: for its CPUs, and for its GPUs if it uses them."""
+    expected = [facts(world), *([] if gpus.table() is None else [facts(world, "cuda")])]
+    return [found for found in map(_find, expected) if found is not None]
+
+
+def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
+    """The rows that are kept for a job, and where they come from; None, and a warning if need be, if there are none."""
+    path = expected.path()
+    try:
+        rows, date = read(path, expected)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("selector: %s is ignored: %s; mpi.autotune() replaces it", path, error)
+        return None
+    source = f"measured on {date}, {path}"
+    logger.info("selector: %s", source)
+    return rows, source
+
+
+def read(path: pathlib.Path, expected: MachineFacts) -> tuple[Rows, str]:
+    """The rows in a file, and when they were measured. ValueError unless it is sound and of the facts expected."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        stale = _why_stale(content, expected)
+        rows, date = ({}, "") if stale else (dict(_row(record) for record in content["rows"]), str(content["date"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"it is not understood ({type(error).__name__}: {error})") from error
+    if stale:
+        raise ValueError(stale)
+    return rows, date
+
+
+def _why_stale(content: Mapping[str, Any], expected: MachineFacts) -> str:
+    if content["format"] != FORMAT:
+        return f"it has format {content['format']!r}, and this version reads {FORMAT}"
+    pairs = zip(MachineFacts._fields, MachineFacts(**content["facts"]), expected, strict=True)
+    differing = [f"{name} {there!r}, not {here!r}" for name, there, here in pairs if there != here]
+    return f"it was measured with {', '.join(differing)}" if differing else ""
+
+
+def _row(record: Mapping[str, Any]) -> tuple[Key, list[Choice]]:
+    key = Key(record["verb"], record["scope"], record["symmetric"], record["device"])
+    choices = [Choice(*choice) for choice in record["choices"]]
+    choices = [
+        choice._replace(max_bytes=math.inf if choice.max_bytes is None else choice.max_bytes) for choice in choices
+    ]
+    Selector()[key] = [(choice.max_bytes, choice.flavour) for choice in choices]  # its own checks
+    return key, choices
+
+
+def write(path: pathlib.Path, measured_with: MachineFacts, rows: Rows) -> str:
+    """Keep rows in a file, with those for other keys that it holds already; return the date in it. OSError if it fails.
+
+    The file is there as a whole or not at all.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        rows = {**read(path, measured_with)[0], **rows}
+    date = dt.datetime.now().isoformat(" ", "minutes")
+    content = {
+        "format": FORMAT,
+        "facts": measured_with._asdict(),
+        "date": date,
+        "package": torchmpi_py.__version__,
+        "torch": torch.__version__,
+        "rows": [{**key._asdict(), "choices": [_record(choice) for choice in rows[key]]} for key in sorted(rows)],
+    }
+    config.keep(path, content)
+    return date
+
+
+def _record(choice: Choice) -> Sequence[object]:
+    """A choice as it is in the file; JSON has no infinity."""
+    return [None if choice.max_bytes == math.inf else choice.max_bytes, choice.flavour, choice.why]
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,123 @@
+"""What travels over MPI: the MPI datatype and op for each torch dtype and op, and tensors as MPI messages.
+
+Values are reduced in the *form* that ``reductions.py`` gives them; data that is only moved travels as bytes. MPI never
+hears of a dtype that it does not have: Open MPI would answer a bfloat16 sum with inf, without an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives.reductions import BOOL_OPS, form
+from torchmpi_py.core.mpi_api import MPI
+
+Buffer = Any  # as mpi4py takes it: [memory, datatype], or IN_PLACE
+
+_MPI_TYPES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+    torch.bool: "UINT8_T",
+    torch.uint8: "UINT8_T",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+}
+_MPI_OPS = {"avg": "SUM"} | {op: op.upper() for op in ("sum", "prod", "min", "max", "band", "bor", "bxor")}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reduction:
+    """How one (dtype, op) is reduced: ``itemsize`` bytes an element travel, ``divide`` is for avg.
+
+    Without ``encode`` and ``decode`` it travels as it lies.
+    """
+
+    mpi_type: MPI.Datatype
+    mpi_op: MPI.Op
+    divide: bool
+    itemsize: int
+    encode: Callable[[Tensor], Tensor] | None = None
+    decode: Callable[[Tensor], Tensor] | None = None
+
+
+@functools.cache
+def reduction(dtype: torch.dtype, op: str) -> Reduction:
+    """The row for a dtype and an op that ``tensors.check_op`` has let through."""
+    wire_dtype, encode, decode = form(dtype, op)
+    if wire_dtype not in _MPI_TYPES:
+        raise TypeError(f"op {op!r} on {dtype}: this dtype cannot be reduced; convert the tensor, as with x.float()")
+    name = BOOL_OPS[op].upper() if wire_dtype == torch.bool else _MPI_OPS[op]
+    mpi_type, mpi_op = getattr(_mpi(), _MPI_TYPES[wire_dtype]), getattr(_mpi(), name)
+    return Reduction(mpi_type, mpi_op, op == "avg", wire_dtype.itemsize, encode, decode)
+
+
+def typed(x: Tensor, mpi_type: MPI.Datatype) -> Buffer:
+    """A flat tensor as an MPI message of elements. The tensor must outlive the operation."""
+    return [_memory()(x.data_ptr(), x.nbytes), mpi_type]
+
+
+def raw(x: Tensor) -> Buffer:
+    """A flat tensor as an MPI message of bytes. The tensor must outlive the operation."""
+    return typed(x, byte())
+
+
+def pair(sent: Tensor, received: Tensor, mpi_type: MPI.Datatype) -> tuple[Buffer, Buffer]:
+    """Send and receive buffer of a reduction; the same memory is reduced in place."""
+    given = in_place() if sent.data_ptr() == received.data_ptr() else typed(sent, mpi_type)
+    return given, typed(received, mpi_type)
+
+
+def synchronize_stream(x: Tensor) -> None:
+    """Let the host wait for all work that this thread has queued for the device of ``x``: MPI sees memory only."""
+    torch.cuda.current_stream(x.device).synchronize()
+
+
+def byte() -> Any:
+    """MPI's datatype of raw bytes."""
+    return _mpi().BYTE
+
+
+def status() -> Any:
+    """A place for what MPI tells about a message that came."""
+    return _mpi().Status()
+
+
+def in_place() -> Buffer:
+    """What stands for the send buffer when it is the receive buffer."""
+    return _mpi().IN_PLACE
+
+
+@functools.cache
+def _memory() -> Any:
+    return _mpi().memory.fromaddress  # a fifth of the time of x.numpy()
+
+
+@functools.cache
+def _mpi() -> Any:
+
+    return MPI
+
+
+def pieces(max_bytes: int, itemsize: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The tensors side by side, cut into 1-D pieces of at most ``max_bytes`` at ``itemsize`` bytes an element.
+
+    Flat tensors of equal element count. What fits in one piece comes as it is; what is empty does not come at all.
+    """
+    count = tensors[0].numel()
+    if 0 < count * itemsize <= max_bytes:
+        return (tensors,)
+    step = max(1, max_bytes // itemsize)
+    lines = [x.view(-1) for x in tensors]
+    return (tuple(x[begin : begin + step] for x in lines) for begin in range(0, count, step))

@@ -1,0 +1,108 @@
+"""Python numbers in verbs: they travel with their type, so that a rank's 0 and another's 1.5 add up to 1.5.
+
+A number becomes a record of three 64-bit words: kind, value, imaginary part. Reductions gather the records and reduce
+in Python, in rank order, by Python's rules: sums of ints are exact, True counts as 1, and ``avg`` of ints is a float.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+import operator
+import struct
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchmpi_py.core.tensors import check_op
+
+Number = bool | int | float | complex
+
+_DTYPES = (torch.bool, torch.int64, torch.float64, torch.complex128)  # a kind is an index into this
+_FORMATS = ("<qqq", "<qqq", "<qdd", "<qdd")
+RECORD_BYTES = 24
+TOO_LARGE = len(_FORMATS)  # the kind of a number that does not fit
+
+
+def is_number(x: object) -> TypeGuard[Number]:
+    """Whether ``x`` is a Python or NumPy number."""
+    return not isinstance(x, Tensor) and isinstance(x, (numbers.Complex, np.bool_))  # cheap for tensors
+
+
+def to_record(x: Number) -> Tensor:
+    """A number as a uint8 tensor of shape (1, RECORD_BYTES)."""
+    kind, value = _kind_and_value(x)
+    words = (value.real, value.imag) if kind == 3 else (value, 0)
+    try:
+        packed = struct.pack(_FORMATS[kind], kind, *words)
+    except struct.error:
+        packed = struct.pack(
+            "<qqq", TOO_LARGE, 0, 0
+        )  # whoever reads it raises: an error here would leave others waiting
+    return torch.from_numpy(np.frombuffer(bytearray(packed), dtype=np.uint8)).view(1, RECORD_BYTES)
+
+
+def from_record(record: Tensor) -> Number:
+    """The number in a record."""
+    return from_records(record)[0]
+
+
+def from_records(records: Tensor) -> list[Number]:
+    """The numbers in a tensor of records, in order."""
+    data = records.numpy().tobytes()
+    return [_unpack(data[begin : begin + RECORD_BYTES]) for begin in range(0, len(data), RECORD_BYTES)]
+
+
+def reduce_numbers(verb: str, op: str, values: Sequence[Number]) -> Number:
+    """Reduce in rank order; an op that the widest kind among the values does not have is a ValueError."""
+    widest = max(_kind_and_value(value)[0] for value in values)
+    if op != "avg" or widest > 1:  # whole numbers have an average in Python, not in a tensor
+        check_op(verb, op, _DTYPES[max(widest, 1)])
+    return _REDUCE[op](values)
+
+
+def _extreme(pick: Callable[[Sequence[Number]], Number]) -> Callable[[Sequence[Number]], Number]:
+    def reduce(values: Sequence[Number]) -> Number:
+        return next((value for value in values if value != value), None) or pick(values)  # NaN wins, as in tensors
+
+    return reduce
+
+
+def _pairwise(function: Callable[[Number, Number], Number]) -> Callable[[Sequence[Number]], Number]:
+    return functools.partial(functools.reduce, function)
+
+
+_REDUCE: dict[str, Callable[[Sequence[Number]], Number]] = {
+    "sum": sum,
+    "avg": lambda values: sum(values) / len(values),
+    "prod": math.prod,
+    "min": _extreme(min),  # type: ignore[arg-type]
+    "max": _extreme(max),  # type: ignore[arg-type]
+    "band": _pairwise(operator.and_),
+    "bor": _pairwise(operator.or_),
+    "bxor": _pairwise(operator.xor),
+    "land": lambda values: int(all(values)),
+    "lor": lambda values: int(any(values)),
+}
+
+
+def _kind_and_value(x: Number) -> tuple[int, Number]:
+    if isinstance(x, (bool, np.bool_)):
+        return 0, bool(x)
+    if isinstance(x, numbers.Integral):
+        return 1, int(x)
+    if isinstance(x, numbers.Real):
+        return 2, float(x)
+    return 3, complex(x)
+
+
+def _unpack(data: bytes) -> Number:
+    kind = struct.unpack_from("<q", data)[0]
+    if kind == TOO_LARGE:
+        raise ValueError("a rank brought a whole number that does not fit into 64 bits; pass it as a float")
+    _, value, imaginary = struct.unpack(_FORMATS[kind], data)
+    return (bool(value), value, value, complex(value, imaginary))[kind]

@@ -1,0 +1,258 @@
+"""Communicators: groups of ranks, and the stack of levels that names the current one.
+
+A *level* is a partition of the ranks into groups by a key; level 0 is the whole world. Seen from one rank a level is a
+Communicator: its ``inner`` is this rank's group (the level itself), its ``outer`` links this rank with its counterparts
+in the other groups of the same parent::
+
+    parent, 5 ranks, keys A A B B B         inner: {0 1} {2 3 4}
+    cartesian (equal groups, if wanted)     outer: one per inner rank, across all groups
+    tree (else)                             outer: the roots {0 2}; every other rank has one of its own
+
+``push`` adds a level below the current one and leaves the current one current; ``set_communicator`` and ``at`` move.
+The *span* names the two levels that hierarchical collectives combine. Behaviour after TorchMPI's communicators
+(its resources.cpp), with groups in the same order in every column, any number of siblings, and keys of any length.
+
+Every Communicator owns two channels (``channels.py``): ``direct`` for calls made by the user's thread, and
+``background`` for the communication thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torchmpi_py.core import communication_thread, journal, sequences
+from torchmpi_py.core.channels import BACKGROUND, DIRECT, Channel, Place
+from torchmpi_py.core.grouping import group_by_key
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.core.sequences import CallSequence
+from torchmpi_py.errors import CommunicatorError, NotStarted
+
+
+class Communicator:
+    """A group of ranks to pass as ``comm=``: ``rank`` and ``size`` in it, ``num_nodes`` it spreads over, its ``key``.
+
+    A level also has ``inner``, ``outer`` and ``is_cartesian``; a communicator from ``split`` is its own inner and has
+    no outer. Made by ``push_communicator`` and ``split``, freed by ``stop`` or, earlier and collectively, ``free``.
+    """
+
+    def __init__(self, group: MPI.Comm, place: Place, key: str) -> None:
+        told = group.allgather((place, sequences.offer()))
+        places, offers = [place for place, _ in told], [offer for _, offer in told]
+        self.direct = Channel(group, places, DIRECT)
+        self.background = Channel(group.Dup(), places, BACKGROUND)
+        self.sequences = [
+            CallSequence(group.rank, places, offers, thread_role, key) for thread_role in (DIRECT, BACKGROUND)
+        ]
+        self.rank: int = group.rank
+        self.size: int = group.size
+        self.key = key
+        self.num_nodes = self.direct.num_nodes
+        self.inner = self
+        self.outer: Communicator | None = None
+        self.is_cartesian = False
+        self.parent: Communicator | None = None
+        self.is_free = False
+        self.is_stuck = False  # in an operation that nobody waits for any more: it cannot be freed
+        self.plans: dict[Any, Any] = {}  # the selector's, for this communicator
+
+    def free(self) -> None:
+        """Wait for the operations under way, and give back what MPI holds for it. Collective over the group.
+
+        Levels are freed by ``stop`` alone; for them it is a CommunicatorError.
+        """
+        if self.outer is not None:
+            raise CommunicatorError(f"{self!r} is a level; levels live until mpi.stop()")
+        if not self.is_free:
+            stack()  # NotStarted in a forked child
+            communication_thread.current().drain()
+            if self.direct.is_in_use:
+                raise CommunicatorError(f"{self!r} cannot be freed: a thread is in a collective there")
+            journal.run_together("free", self, self._give_back)
+
+    def _give_back(self, *, is_lost: bool = False) -> None:
+        """Collective, unless it ``is_lost``: one of its ranks has died."""
+        if not self.is_free:
+            self.is_free = True
+            is_lost = is_lost or self.is_stuck or self.direct.is_in_use  # a thread there still needs the memory
+            if self.outer is not None:
+                self.outer._give_back(is_lost=is_lost)
+            for channel in (self.background, self.direct):
+                channel.free(is_lost=is_lost)
+            for sequence in self.sequences:
+                sequence.free()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+    def __repr__(self) -> str:
+        state = ", freed" if self.is_free else ""
+        return f"<Communicator {self.key!r}: rank {self.rank} of {self.size}, {_nodes(self.num_nodes)}{state}>"
+
+
+class Stack:
+    """The levels of a started process, the current one, and the span."""
+
+    def __init__(self, world: MPI.Comm, place: Place, want_cartesian: bool) -> None:
+        self.place = place
+        self.want_cartesian = want_cartesian
+        self.levels = [Communicator(world.Dup(), place, "global")]
+        self.levels[0].outer = Communicator(world.Split(world.rank), place, "global")
+        self.levels[0].is_cartesian = want_cartesian
+        self.current = self.levels[0]
+        self.span = (0, 0)
+        self.others: list[Communicator] = []
+
+    def push(self, key: str) -> int:
+        parent = self.current.direct.mpi
+        plan = group_by_key(parent.allgather(key), parent.rank, self.want_cartesian)
+        level = Communicator(parent.Split(plan.inner_colour, plan.inner_rank), self.place, key)
+        level.outer = Communicator(parent.Split(plan.outer_colour, plan.outer_rank), self.place, key)
+        level.is_cartesian = plan.is_cartesian
+        level.parent = self.current
+        self.levels.append(level)
+        return len(self.levels) - 1
+
+    def level(self, index: int) -> Communicator:
+        if not isinstance(index, int) or not 0 <= index < len(self.levels):
+            raise ValueError(f"level {index!r} does not exist; there are levels 0 to {len(self.levels) - 1}")
+        return self.levels[index]
+
+    def free(self, *, is_lost: bool = False) -> None:
+        for communicator in [*reversed(self.others), *reversed(self.levels)]:
+            communicator._give_back(is_lost=is_lost)
+
+
+_stack: Stack | None = None
+_why_not = "call mpi.start() first"
+
+
+def install(stack: Stack | None, why_not: str) -> None:
+    """Make ``stack`` the one in use; with None, ``why_not`` becomes the advice that calls raise."""
+    global _stack, _why_not
+    _stack, _why_not = stack, why_not
+
+
+def stack() -> Stack:
+    """The stack in use, or NotStarted with the remedy."""
+    if _stack is None:
+        raise NotStarted(f"torchmpi_py is not started in this process: {_why_not}")
+    return _stack
+
+
+def is_started() -> bool:
+    """Whether this process is between ``start`` and ``stop``."""
+    return _stack is not None
+
+
+def resolve(comm: Communicator | None) -> Communicator:
+    """``comm``, or the current level."""
+    if comm is None:
+        return _stack.current if _stack is not None else stack().current
+    stack()
+    if not isinstance(comm, Communicator):
+        raise TypeError(f"comm={comm!r} is not a torchmpi_py communicator; make one with mpi.split or mpi.communicator")
+    if comm.is_free:
+        raise CommunicatorError(f"{comm!r} was freed, or lost when a rank died; make a new one with mpi.split")
+    return comm
+
+
+def push_communicator(key: str | int) -> int:
+    """Add a level below the current one, grouping ranks that give the same ``key``; return its index.
+
+    Collective over the current level. The current level does not change: go there with ``set_communicator`` or ``at``.
+    """
+    if not isinstance(key, (str, int)):
+        raise TypeError(f"push_communicator: key must be a str or an int, not {key!r}")
+    used = stack()
+    return journal.run_together("push_communicator", used.current, lambda: used.push(str(key)))
+
+
+def set_communicator(level: int) -> None:
+    """Make ``level`` the current one: what ``rank``, ``size`` and every verb without ``comm=`` refer to.
+
+    Local, but every rank has to do it: ranks at different levels cannot talk to each other.
+    """
+    stack().current = stack().level(level)
+
+
+@contextlib.contextmanager
+def at(level: int) -> Iterator[Communicator]:
+    """``with mpi.at(level):`` make it current inside the block, and the former one again after it."""
+    used = stack()
+    former = used.current
+    used.current = used.level(level)
+    try:
+        yield used.current
+    finally:
+        used.current = former
+
+
+def set_collective_span(begin: int, end: int) -> None:
+    """Name the levels that hierarchical collectives combine: ``begin`` as a whole, by way of the groups of ``end``."""
+    used = stack()
+    whole, below = used.level(begin), used.level(end)
+    while below is not whole and below.parent is not None:
+        below = below.parent
+    if below is not whole:
+        raise ValueError(f"set_collective_span: level end={end} is not below level begin={begin}")
+    communication_thread.current().drain()  # what was launched before still combines the former levels
+    used.span = (begin, end)
+    for level in used.levels:
+        level.plans.clear()
+
+
+def communicator(level: int | None = None) -> Communicator:
+    """The communicator of ``level``, or of the current level."""
+    return stack().current if level is None else stack().level(level)
+
+
+def split(color: int | None, key: int = 0) -> Communicator | None:
+    """A communicator of the ranks that give the same ``color``, in the order of ``key`` (then of rank).
+
+    Collective over the current level. ``color=None`` takes part and gets None. Use it as ``comm=``.
+    """
+    if color is not None and (isinstance(color, bool) or not hasattr(color, "__index__") or color < 0):
+        raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
+    used = stack()
+    used.others = [other for other in used.others if not other.is_free]
+
+    def make() -> Communicator | None:
+        group: Any = used.current.direct.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        return None if color is None else Communicator(group, used.place, f"split {color}")
+
+    made = journal.run_together("split", used.current, make)
+    if made is not None:
+        used.others.append(made)
+    return made
+
+
+def beside(comm: Communicator, what: str) -> Communicator:
+    """Another communicator of the ranks of ``comm``, whose operations have an order of their own. Collective."""
+    used = stack()
+    made = journal.run_together(what, comm, lambda: Communicator(comm.direct.mpi.Dup(), used.place, what))
+    used.others.append(made)
+    return made
+
+
+def communicator_names() -> str:
+    """A readable description of all levels, one a line, as this rank sees them."""
+    return "\n".join(_describe(stack(), index, level) for index, level in enumerate(stack().levels))
+
+
+def _describe(used: Stack, index: int, level: Communicator) -> str:
+    marks = [name for name, here in (("current", level is used.current), ("span", index in used.span)) if here]
+    outer = f", outer rank {level.outer.rank} of {level.outer.size}" if level.outer is not None else ""
+    return (
+        f"level {index} {level.key!r}: rank {level.rank} of {level.size}{outer}, "
+        f"{'cartesian' if level.is_cartesian else 'tree'}, {_nodes(level.num_nodes)}"
+        f"{f'  <- {chr(44).join(marks)}' if marks else ''}"
+    )
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'' if count == 1 else 's'}"

@@ -1,0 +1,156 @@
+"""The border: what a verb may be given, and how strided tensors reach flat memory and come back.
+
+A flavour only ever sees contiguous tensors without pending conjugation or negation. A tensor that is not so is copied
+in before the operation and, when it is written, copied out after it. All checks here use what is equal on every rank
+(type, dtype, layout, shape), so that a mistake raises the same error everywhere, before a byte moves.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+Finish = Callable[[], None]
+
+OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
+_FLOAT_OPS = ("sum", "avg", "prod", "min", "max")
+_COMPLEX_OPS = ("sum", "avg", "prod")
+_INTEGER_OPS = ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
+_STRIDED = torch.strided
+
+
+def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """The reductions that are defined for a dtype. On bool, sum and max mean "or", prod and min mean "and"."""
+    if dtype.is_complex:
+        return _COMPLEX_OPS
+    return _FLOAT_OPS if dtype.is_floating_point else _INTEGER_OPS
+
+
+def check_known_op(verb: str, op: str) -> None:
+    """Raise a ValueError that lists the known ops unless ``op`` is one."""
+    if op not in OPS:
+        raise ValueError(f"{verb}: op {op!r} is unknown; known ops: {', '.join(OPS)}")
+
+
+@functools.cache
+def check_op(verb: str, op: str, dtype: torch.dtype) -> None:
+    """Raise a ValueError that lists the known ops unless ``op`` is defined for ``dtype``."""
+    check_known_op(verb, op)
+    if op not in ops_of(dtype):
+        raise ValueError(f"{verb}: op {op!r} is not defined for {dtype}, which takes {', '.join(ops_of(dtype))}")
+
+
+def check_rank(verb: str, what: str, value: int, size: int) -> int:
+    """``value`` as a rank of a communicator of ``size`` ranks."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{verb}: {what} must be a rank (an int), not {value!r}")
+    if not 0 <= value < size:
+        raise ValueError(f"{verb}: {what}={value} is not a rank of this communicator; ranks are 0 to {size - 1}")
+    return operator.index(value)
+
+
+def check_tensor(verb: str, name: str, x: object) -> Tensor:
+    """``x`` as a dense tensor in memory; a TypeError with the remedy for any other kind."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{verb}: {name} must be a torch.Tensor, not {type(x).__name__}; use torch.as_tensor({name})")
+    if x.layout is not _STRIDED or x.is_quantized or (type(x) is not Tensor and not _is_in_memory(x)):
+        raise TypeError(f"{verb}: {name} is {_kind_and_remedy(x)}")
+    return x
+
+
+def check_parts(verb: str, what: str, parts: Sequence[Tensor]) -> None:
+    """``check_tensor`` for each of a list of tensors, whose sizes, dtype and device are checked by the caller."""
+    for number, part in enumerate(parts):
+        if type(part) is not Tensor or part.layout is not _STRIDED:  # lists are long: most of them need no more
+            check_tensor(verb, f"number {number} of the {what}", part)
+
+
+def _is_in_memory(x: Tensor) -> bool:
+    """Whether a tensor of another type than ``Tensor`` has values of its own, and is no wrapper around others."""
+    try:
+        return not x.is_nested and (x.data_ptr() != 0 or (x.numel() == 0 and not hasattr(x, "to_local")))
+    except RuntimeError:  # there is no pointer to the values
+        return False
+
+
+def _kind_and_remedy(x: Tensor) -> str:
+    """What a tensor is that has no values in plain memory, and what to pass instead."""
+    kind = type(x).__name__
+    if hasattr(x, "to_local"):
+        return f"a {kind}, of which this rank holds a part; pass what .to_local() returns"
+    if hasattr(x, "get_data"):
+        return f"a {kind}; pass what .get_data() and .get_mask() return, each in a call of its own"
+    if x.is_nested:
+        return "a nested tensor; pass what .to_padded_tensor(0.0) returns, or each tensor of .unbind()"
+    if x.is_quantized:
+        return "a quantized tensor; pass a dense one, such as .dequantize() or .int_repr() returns"
+    if x.layout is not _STRIDED:
+        return f"a {x.layout} tensor; pass a dense one, such as .to_dense() returns"
+    if x.is_meta:
+        return "on the meta device, without values; pass one on the CPU or a CUDA device"
+    return (
+        f"a {kind} without memory of its own (a wrapper around another tensor, a FakeTensor, or inside torch.func "
+        "or torch.export); pass the plain tensor"
+    )
+
+
+def check_divisible(verb: str, x: Tensor, size: int) -> None:
+    """Dim 0 of ``x`` must split into ``size`` equal slices."""
+    if x.dim() == 0 or x.shape[0] % size:
+        raise ValueError(
+            f"{verb}: shape {tuple(x.shape)} cannot be split into {size} equal slices along dim 0; "
+            f"make its first dimension a multiple of {size}"
+        )
+
+
+def check_out(verb: str, out: object, x: Tensor, shape: Sequence[int] | None) -> Tensor:
+    """``out`` as a tensor that can hold the result: same dtype and device as ``x``, and exactly ``shape``."""
+    out = check_tensor(verb, "out", out)
+    if out.dtype != x.dtype or out.device != x.device:
+        raise ValueError(f"{verb}: out is {out.dtype} on {out.device}, but x is {x.dtype} on {x.device}")
+    if shape is not None and out.shape != torch.Size(shape):
+        raise ValueError(f"{verb}: out has shape {tuple(out.shape)}, but the result has shape {tuple(shape)}")
+    return out
+
+
+def is_flat(x: Tensor) -> bool:
+    """Whether the memory of ``x`` is its values in order: contiguous, no lazy conjugation or negation."""
+    return x.is_contiguous() and not x.is_neg() and not x.is_conj()
+
+
+def flat(x: Tensor) -> Tensor:
+    """``x`` without its history, in flat memory: itself when it is so already, else a copy."""
+    x = x.detach()
+    return x if is_flat(x) else x.resolve_conj().resolve_neg().contiguous()
+
+
+def check_writable(verb: str, x: Tensor) -> None:
+    """Refuse a destination whose elements share memory (an expanded tensor): it cannot hold distinct values."""
+    if any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(
+            f"{verb}: cannot write into an expanded tensor of shape {tuple(x.shape)} and strides {x.stride()}, "
+            "whose elements share memory; pass x.clone() or a contiguous out="
+        )
+
+
+def output_buffer(verb: str, target: Tensor, *, holds_input: bool) -> tuple[Tensor, Finish | None]:
+    """Flat memory to write in place of ``target``, and what copies it there afterwards (None: nothing to do).
+
+    With ``holds_input`` the flat memory starts with the values of ``target``.
+    """
+    increment_version(target)  # so that autograd notices what MPI writes behind its back
+    if is_flat(target):
+        return target.detach() if target.requires_grad else target, None
+    check_writable(verb, target)
+    plain = target.detach()
+    buffer = flat(plain) if holds_input else torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)
+
+    def copy_out() -> None:
+        plain.copy_(buffer)
+
+    return buffer, copy_out

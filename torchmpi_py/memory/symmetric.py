@@ -1,0 +1,232 @@
+"""Symmetric memory: memory of equal size on every rank of a node, mapped by all of them.
+
+On the host a *segment* is one file (``shared_files.py``), cut into a part per rank. Every rank maps the whole file, so
+it can read and write the parts of the others as its own. On GPUs a part is memory of its own, which the ranks of the
+same IPC group map (``cuda_ipc.py``).
+
+``symmetric_empty`` returns this rank's part of a new segment as a tensor; ``find`` tells by a bisect over the addresses
+of live parts whether a tensor lies in one, and where. A part is unmapped when its last tensor dies; that is each rank's
+own affair, for a mapping keeps the memory alive for every rank that still has one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import math
+import mmap
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.core import journal, shared_files
+from torchmpi_py.core.channels import Channel, Place
+from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.errors import RanksDisagree, Unavailable
+from torchmpi_py.memory import cuda_ipc, gpus
+
+
+class Segment:
+    """A segment on the host, as one rank sees it, without owning it.
+
+    ``key`` names it on all its ranks; ``indices`` says which part belongs to which rank, by its index on the node.
+    """
+
+    device_type = "cpu"
+
+    def __init__(self, mapping: mmap.mmap, key: int, part_bytes: int, indices: Sequence[int], own: int) -> None:
+        self.key = key
+        self.part_bytes = part_bytes
+        self.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        self.part_of = {index: part for part, index in enumerate(indices)}
+        self.begin = self.address + self.part_of[own] * part_bytes
+
+    def view(
+        self, index: int, dtype: torch.dtype, count: int, offset_bytes: int = 0, owner: Tensor | None = None
+    ) -> Tensor:
+        """``count`` elements of the part of the rank with this index on the node.
+
+        The segment must outlive it: ``owner``, a tensor of this rank's part, lives as long as the view.
+        """
+        begin = self.address + self.part_of[index] * self.part_bytes + offset_bytes
+        if count == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(begin)
+        memory.owner = owner
+        return torch.frombuffer(memory, dtype=dtype)
+
+
+AnySegment = Segment | cuda_ipc.GpuSegment
+_Live = tuple[list[int], list[AnySegment]]
+_live: _Live = ([], [])  # where this rank's parts begin, in order; the segments. Replaced as a whole: threads read it
+
+
+def find(x: Tensor) -> tuple[AnySegment, int] | None:
+    """The segment in whose part of this rank the flat tensor ``x`` lies, and at which offset in bytes; or None."""
+    begins, segments = _live
+    if not begins:
+        return None
+    address = x.data_ptr()
+    position = bisect.bisect_right(begins, address) - 1
+    if position < 0:
+        return None
+    segment = segments[position]
+    offset = address - segment.begin
+    return (
+        (segment, offset) if offset + x.nbytes <= segment.part_bytes and x.device.type == segment.device_type else None
+    )
+
+
+def is_live(segment: AnySegment) -> bool:
+    """Whether this rank's part of a segment is still in use."""
+    return segment in _live[1]
+
+
+def symmetric_empty(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    comm: Communicator | None = None,
+) -> Tensor:
+    """A new tensor, not initialised, that the other ranks of ``comm`` on this node can read and write. Collective.
+
+    Every rank passes the same size, dtype (default: torch's default dtype) and type of ``device`` (default: the CPU;
+    "cuda" is the GPU of this rank), and gets a tensor of its own to use as any other. Reductions, broadcast and scatter
+    that are given such tensors on all ranks, and alltoall with ``out=``, work on them in place, without a copy. Whole
+    tensors and contiguous parts of them (``x[10:20]``) are as good. The memory is given back when the last view of it
+    is dropped; until then it takes a file descriptor, or a mapping of every peer's GPU memory: make one and cut it up,
+    rather than hundreds.
+
+    Raises ValueError for a bad size or device, RanksDisagree if the ranks ask for different things, Unavailable if the
+    memory cannot be had.
+    """
+    comm = resolve(comm)
+    shape = _shape(size)
+    dtype = dtype or torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"symmetric_empty: dtype={dtype!r}: give a torch dtype, as torch.float32")
+    where = _device(device)
+    return journal.run_together("symmetric_empty", comm, lambda: _make(shape, dtype, where, comm))
+
+
+def _make(shape: torch.Size, dtype: torch.dtype, where: torch.device, comm: Communicator) -> Tensor:
+    asked = comm.direct.mpi.allgather((tuple(shape), str(dtype), where.type))
+    if any(other != asked[0] for other in asked):
+        told = ", ".join(f"rank {rank}: {list(s)} {d} on {kind}" for rank, (s, d, kind) in enumerate(asked))
+        raise RanksDisagree(f"symmetric_empty: the ranks ask for different tensors ({told})")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return memory(comm.direct, num_bytes, where)[:num_bytes].view(dtype).view(shape)
+
+
+def memory(channel: Channel, num_bytes: int, device: torch.device) -> Tensor:
+    """This rank's part, at least so many bytes, of a new segment of the ranks of a channel. Collective over it.
+
+    Unavailable, on every rank, if it cannot be had.
+    """
+    if device.type == "cuda":
+        if reason := gpus.why_no_ipc():
+            raise Unavailable(f"symmetric memory on {device}: {reason}")
+        part, gpu_segment = cuda_ipc.allocate(channel.mpi, channel.places, num_bytes, device, _remove)
+        _replace_live(added=gpu_segment)
+        return part
+    mapping, segment = allocate(channel.mpi, channel.places, num_bytes)
+    _replace_live(added=segment)
+    # Not the mapping itself, whose weak references are cleared when the memory is unmapped already: another thread
+    # could be given the same addresses for ordinary memory, which ``find`` would take for symmetric.
+    owner: Any = (ctypes.c_char * segment.part_bytes).from_buffer(mapping, segment.begin - segment.address)
+    weakref.finalize(owner, _remove, segment).atexit = False
+    return torch.frombuffer(owner, dtype=torch.uint8)
+
+
+def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[mmap.mmap, Segment]:
+    """A segment with a part of at least ``num_bytes`` per rank of this node in ``comm``. Collective over ``comm``.
+
+    It lives as long as the mapping. Unavailable, on every rank, if it cannot be had on every node.
+    """
+    mine = [rank for rank, place in enumerate(places) if place.node == places[comm.rank].node]
+    part_bytes = -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        mapping, key = shared_files.share(
+            comm,
+            mine[0],
+            part_bytes * len(mine),
+            lambda path, identity: shared_files.map_file(path, part_bytes * len(mine), identity),
+        )
+    except Unavailable as error:
+        raise Unavailable(f"no symmetric memory of {num_bytes} bytes a rank: {error}") from None
+    indices = [places[rank].local for rank in mine]
+    return mapping, Segment(mapping, key, part_bytes, indices, places[comm.rank].local)
+
+
+def forget() -> None:
+    """All that is in use becomes ordinary memory: ranks have died, and the places of the others are new."""
+    global _live
+    _live = ([], [])
+
+
+def close() -> None:
+    """The process is stopped: memory is shared again after the next ``start``."""
+    global _why_unavailable
+    _why_unavailable = _NOT_STARTED
+
+
+def _remove(segment: AnySegment) -> None:
+    _replace_live(gone=segment)
+
+
+def _replace_live(*, added: AnySegment | None = None, gone: AnySegment | None = None) -> None:
+    """Change the list of live segments, also where the collector runs this in the middle of the same function."""
+    global _live
+    while True:
+        before = _live
+        segments = [segment for segment in (*before[1], added) if segment is not None and segment is not gone]
+        segments.sort(key=lambda segment: segment.begin)
+        after = [segment.begin for segment in segments], segments
+        if _live is before:  # nothing can come between this and the next line: no call, no allocation
+            _live = after
+            return
+
+
+def _shape(size: Sequence[int | Sequence[int]]) -> torch.Size:
+    given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in given):
+        raise ValueError(f"symmetric_empty: size {size!r}: give whole numbers >= 0, as in symmetric_empty(3, 4)")
+    return torch.Size(given)  # type: ignore[arg-type]
+
+
+def _device(given: torch.device | str | None) -> torch.device:
+    """ValueError unless it is the CPU or this process's GPU."""
+    device = torch.device(given or "cpu")
+    if device.type == "cuda":
+        if gpus.table() is None:
+            raise ValueError(f"symmetric_empty: device={given!r}: {gpus.why_no_ipc()}")
+        current = torch.device("cuda", torch.cuda.current_device())
+        device = current if device.index is None else device
+        if device == current:
+            return device
+    if device.type != "cpu":
+        raise ValueError(f'symmetric_empty: device={given!r}: give the CPU, or "cuda" for the GPU of this rank')
+    return device
+
+
+_NOT_STARTED = "call mpi.start() first"
+_why_unavailable = _NOT_STARTED
+
+
+def try_out(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> None:
+    """Find out whether the ranks of a node can share so many bytes a rank. Collective over the node."""
+    global _why_unavailable
+    try:
+        allocate(comm, places, num_bytes)
+        _why_unavailable = ""
+    except Unavailable as error:
+        _why_unavailable = str(error)
+
+
+def why_unavailable() -> str:
+    """Why the ranks of this node can share no memory; empty where they can."""
+    return _why_unavailable

@@ -1,0 +1,162 @@
+"""Short digests of data, by which two ranks see whether they hold the same.
+
+Whether two ranks train on the same data: digests of the first batches travel with what is reduced anyway.
+
+A loop that gives every rank the same batches runs, and is as slow as many and as good as one. So the ranks compare the
+digests of their first batches, or, in a loop that shows none, of the gradients before their first reductions, which are
+equal where the batches are. A digest is laid into this rank's place behind the flags of the last of these reductions
+(``Buckets.received``), which goes by ``max``: no collective is added.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchmpi_py.core.communicators import Communicator
+
+_END_BYTES = 4096
+_END_ITEMS = 256
+_DEPTH = 12
+_MOST_PIECES = 50_000
+_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+
+
+def of(content: Any) -> bytes:
+    """8 bytes that are equal where the content is: a batch, or a dataset, which is not read for that.
+
+    Of long tensors, arrays, texts and lists the length and both ends count; of objects with a length and an index (a
+    dataset) the attributes; of anything else its type.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for piece in islice(_pieces(content, _DEPTH), _MOST_PIECES):
+        digest.update(piece)
+    return digest.digest()
+
+
+def _pieces(content: Any, depth: int) -> Iterable[bytes]:
+    yield type(content).__qualname__.encode()
+    if isinstance(content, torch.Tensor):
+        yield from _of_tensor(content.detach())
+    elif isinstance(content, np.ndarray):
+        yield f"{content.dtype} {content.shape}".encode()
+        yield from (b"",) if content.dtype.hasobject else map(np.ndarray.tobytes, _ends(content.reshape(-1)))
+    elif isinstance(content, _PLAIN):
+        yield from (_bytes_of(end) for end in _ends(content if isinstance(content, (str, bytes)) else repr(content)))
+    elif depth > 0:
+        for part in _parts(content):
+            yield from _pieces(part, depth - 1)
+
+
+def _of_tensor(x: torch.Tensor) -> Iterable[bytes]:
+    yield f"{x.dtype} {tuple(x.shape)}".encode()
+    if x.layout is torch.strided and not (x.is_quantized or x.is_meta):
+        flat = x.resolve_conj().resolve_neg().reshape(-1)
+        yield from (end.contiguous().cpu().view(torch.uint8).numpy().tobytes() for end in _ends(flat))
+
+
+def _parts(content: Any) -> Iterable[Any]:
+    """What a container, or an object that is used as one, consists of."""
+    try:
+        yield len(content)
+    except Exception:  # no container, or a closed file that a dataset holds
+        return
+    if isinstance(content, dict):
+        yield from (part for item in islice(content.items(), _END_ITEMS) for part in item)
+    elif isinstance(content, (list, tuple, range)):
+        yield from (part for end in (content[:_END_ITEMS], content[-_END_ITEMS:]) for part in end)
+    elif hasattr(content, "__getitem__") and hasattr(content, "__dict__"):
+        yield vars(content)
+
+
+def _ends(flat: Any) -> tuple[Any, Any]:
+    count = _END_BYTES // getattr(flat, "itemsize", 1)
+    return flat[:count], flat[-count:]
+
+
+def _bytes_of(text: str | bytes) -> bytes:
+    return text.encode(errors="surrogatepass") if isinstance(text, str) else text
+
+
+logger = logging.getLogger("torchmpi_py")
+
+_NUM_PASSES = 2  # one batch may be the same by chance
+_BYTES = 8
+_HEAD = 1024  # elements of a gradient
+_NOTHING = b"\0" * _BYTES
+
+
+class FirstBatches:
+    """What the first backward passes of this rank have seen. All ranks of ``comm`` make the same passes."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._passes_left = _NUM_PASSES if comm.size > 1 else 0
+        self._of_passes: list[bytes] = []
+        self._batch: bytes | None = None  # of the pass under way
+        self._gradients: list[bytes] = []
+
+    def look(self, batch: Any | None) -> None:
+        """Note the batch of the next pass; None: one that says nothing, such as a stand-in."""
+        if self._passes_left:
+            self._batch = _NOTHING if batch is None else of(batch)
+
+    def look_at_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """``look_at_gradient`` of each; nothing after the first passes."""
+        if self._passes_left:
+            for parameter in parameters:
+                self.look_at_gradient(parameter)
+
+    def look_at_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """Note a gradient that is not reduced yet, where no batch is known. One of zeros says nothing."""
+        if self._passes_left and self._batch is None and parameter.grad is not None:
+            head = parameter.grad.detach().reshape(-1)[:_HEAD]
+            if head.any():
+                self._gradients.append(of(head))
+
+    def attach(self, flags: Tensor) -> Tensor:
+        """End a pass. The flags to reduce by ``max``, in the last pass that counts with the digests behind them."""
+        if not self._passes_left:
+            return flags
+        self._passes_left -= 1
+        gradients = of(self._gradients) if self._gradients else _NOTHING
+        self._of_passes.append(gradients if self._batch is None else self._batch)
+        self._batch, self._gradients = None, []
+        if self._passes_left:
+            return flags
+        places = torch.zeros(self.comm.size, _BYTES, dtype=torch.uint8, device="cpu")
+        if _NOTHING not in self._of_passes:
+            places[self.comm.rank] = torch.tensor(list(of(self._of_passes)), dtype=torch.uint8, device="cpu")
+        return torch.cat([flags, places.view(-1)])
+
+    def compare(self, places: Tensor) -> None:
+        """Warn, on rank 0, if two ranks have the same digest; of the reduced flags what lies behind the flags."""
+        if self.comm.rank > 0 or places.numel() == 0:
+            return
+        ranks_of: dict[bytes, list[int]] = {}
+        for rank, digest in enumerate(places.view(-1, _BYTES)):
+            ranks_of.setdefault(bytes(digest.tolist()), []).append(rank)
+        ranks_of.pop(_NOTHING, None)
+        same = [", ".join(map(str, ranks)) for ranks in ranks_of.values() if len(ranks) > 1]
+        if same:
+            _warn("; ".join(same), self.comm.size)
+
+
+@functools.cache
+def _warn(ranks: str, size: int) -> None:
+    """Once a process is enough."""
+    logger.warning(
+        "ranks %s of %d train on the same batches, so that they do the same work: give each its share, with "
+        "DataLoader(dataset, ..., sampler=mpi.shard(dataset)) or DatasetIterator(dataset, ...); a sampler or an "
+        "IterableDataset of your own takes its part by mpi.rank() and mpi.size()",
+        ranks,
+        size,
+    )

@@ -1,0 +1,190 @@
+"""Parameter servers for lists of tensors, such as the parameters of a module.
+
+Tensors of one dtype (and device) are packed into one flat server, so that a model of 200 small tensors costs one
+exchange a shard, and not 200. What is fetched comes into flat buffers first, from where ``integrate_tensors`` brings it
+into the tensors. After TorchMPI's functions of these names (reference 5.7), which kept tables by tensor; here
+``init_tensors`` returns what the others are given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.core.handles import Handle, wait_all
+from torchmpi_py.core.tensors import check_parts, check_tensor
+from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.paramserver import agreement, rules
+from torchmpi_py.paramserver.server import ParameterServer, init
+from torchmpi_py.runtime import process
+
+
+class _Pack:
+    """The tensors of one dtype and device, their server, and flat buffers there with a view for each tensor."""
+
+    def __init__(self, tensors: Sequence[Tensor], comm: Communicator, optimizer: str | None) -> None:
+        self.tensors = list(tensors)
+        self.fetched = torch.cat([x.detach().reshape(-1) for x in tensors])
+        self.sent = torch.empty_like(self.fetched)
+        self.server: ParameterServer = init(self.fetched, comm=comm, optimizer=optimizer)
+        self.sending: Handle[Tensor] | None = None
+
+    def settle(self) -> None:
+        """Wait until the buffer of what was sent last may be filled again; an error of that is its handle's affair."""
+        sending, self.sending = self.sending, None
+        if sending is not None:
+            with contextlib.suppress(Exception):
+                sending.wait()
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a flat buffer in the shapes of the tensors."""
+        parts = torch.split(flat, [x.numel() for x in self.tensors])
+        return [part.view(x.shape) for part, x in zip(parts, self.tensors, strict=True)]
+
+
+class ServedTensors:
+    """Tensors and their servers; made by ``init_tensors``."""
+
+    def __init__(self, tensors: Iterable[Tensor], comm: Communicator, optimizer: str | None) -> None:
+        self.tensors = list(tensors)
+        _check_alike(self.tensors, comm)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, x in enumerate(self.tensors):
+            by_kind.setdefault((x.dtype, x.device), []).append(index)
+        self._indices = list(by_kind.values())
+        self.packs = [_Pack([self.tensors[index] for index in indices], comm, optimizer) for indices in self._indices]
+        self.fetching: list[Handle[Tensor]] = []
+
+    def in_packs(self, updates: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Tensors that correspond to the served ones, pack by pack."""
+        if len(updates) != len(self.tensors):
+            raise ValueError(f"send_tensors: {len(updates)} updates for {len(self.tensors)} tensors")
+        check_parts("send_tensors", "updates", updates)
+        for index, (update, x) in enumerate(zip(updates, self.tensors, strict=True)):
+            if update.shape != x.shape or update.dtype != x.dtype:
+                raise ValueError(
+                    f"send_tensors: update {index} has shape {tuple(update.shape)} and {update.dtype}, but the tensor "
+                    f"has {tuple(x.shape)} and {x.dtype}"
+                )
+        return [[updates[index] for index in indices] for indices in self._indices]
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """What this rank has sent to shards."""
+        return sum(pack.server.num_bytes_sent for pack in self.packs)
+
+    @property
+    def num_bytes_received(self) -> int:
+        """What this rank has fetched from shards."""
+        return sum(pack.server.num_bytes_received for pack in self.packs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of each server (``ParameterServer.state_dict``), and the shapes of the tensors."""
+        return {"shapes": self._shapes(), "servers": [pack.server.state_dict() for pack in self.packs]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what was saved from a list of tensors of the same shapes and dtypes, in the same order."""
+        if state["shapes"] != self._shapes():
+            raise ValueError(
+                f"load_state_dict: saved from tensors of shapes {state['shapes']}, these are {self._shapes()}"
+            )
+        pairs = list(zip(self.packs, state["servers"], strict=True))
+        for pack, saved in pairs:
+            pack.server.check_state(saved)  # all before the first is changed
+        for pack, saved in pairs:
+            pack.server.load_state_dict(saved)
+
+    def _shapes(self) -> list[list[int]]:
+        return [list(x.shape) for x in self.tensors]
+
+    def free(self) -> None:
+        """Free the servers. Collective."""
+        for pack in self.packs:
+            pack.server.free()
+
+
+def _check_alike(tensors: Sequence[Tensor], comm: Communicator) -> None:
+    """RanksDisagree, on every rank, unless all give tensors of the same shapes and dtypes in the same order.
+
+    TypeError on a rank that gives anything but dense tensors.
+    """
+    failure = None
+    try:
+        dense = [check_tensor("init_tensors", f"number {index}", x) for index, x in enumerate(tensors)]
+        mine = [f"{list(x.shape)} {x.dtype} on {x.device.type}" for x in dense]
+    except TypeError as error:
+        failure, mine = error, [f"refused ({error})"]
+    given = agreement.gathered(comm, "paramserver.init_tensors", mine)
+    if failure is not None:
+        raise failure
+    for rank, theirs in enumerate(given):
+        if theirs != mine:
+            pairs = itertools.zip_longest(mine, theirs, fillvalue="none")
+            index, (here, there) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+            raise RanksDisagree(
+                f"init_tensors: tensor {index} is {here} on rank {comm.rank}, and {there} on rank {rank}; give tensors "
+                "of the same shapes and dtypes, in the same order, on all ranks"
+            )
+
+
+def init_tensors(
+    tensors: Iterable[Tensor], *, comm: Communicator | None = None, optimizer: str | None = None
+) -> ServedTensors:
+    """Servers for tensors, which hold rank 0's values when this returns. Collective over ``comm``.
+
+    Every rank gives tensors of the same shapes and dtypes. Its own do not change. ``optimizer`` as for ``init``.
+    """
+    comm = resolve(comm)
+    served = ServedTensors(tensors, comm, optimizer)
+    if comm.rank == 0:
+        wait_all([pack.server.send(pack.fetched, "copy") for pack in served.packs])
+    process.barrier(comm)
+    return served
+
+
+def prefetch_tensors(served: ServedTensors) -> list[Handle[Tensor]]:
+    """Start to fetch the servers' values; ``integrate_tensors`` waits for them."""
+    served.fetching = [pack.server.receive(pack.fetched) for pack in served.packs]
+    return served.fetching
+
+
+def integrate_tensors(served: ServedTensors, fn: Callable[[Tensor, Tensor], object]) -> None:
+    """``fn(fetched, tensor)`` for each tensor, with what was fetched last (which is fetched now if nothing was)."""
+    fetching, served.fetching = served.fetching or prefetch_tensors(served), []
+    wait_all(fetching)
+    with torch.no_grad():
+        for pack in served.packs:
+            for fetched, x in zip(pack.views(pack.fetched), pack.tensors, strict=True):
+                fn(fetched, x)
+
+
+def send_tensors(
+    served: ServedTensors,
+    updates: Sequence[Tensor],
+    rule: str = "add",
+    local: Callable[[Tensor], object] | None = None,
+    **options: Any,
+) -> list[Handle[Tensor]]:
+    """Send one update for each tensor; the updates may be changed when this returns.
+
+    ``local(update)`` changes what is sent, in place, but not the caller's tensor: a scaling by the learning rate, say.
+    """
+    handles = []
+    given_by_pack = served.in_packs(updates)
+    for pack in served.packs:
+        rules.checked(rule, options, pack.server.dtype, pack.server.optimizer)
+    for pack, given in zip(served.packs, given_by_pack, strict=True):
+        pack.settle()
+        for part, update in zip(pack.views(pack.sent), given, strict=True):
+            part.copy_(update.detach())
+            if local is not None:
+                local(part)
+        pack.sending = pack.server.send(pack.sent, rule, **options)
+        handles.append(pack.sending)
+    return handles

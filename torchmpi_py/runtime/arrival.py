@@ -1,0 +1,161 @@
+"""The first wait of a rank, for all ranks to start: after the deadline it says which ranks have not come.
+
+MPI waits for all ranks as it starts, and so does the first exchange of ``start``, where mpi4py has started MPI before.
+The ranks share nothing yet. So each shows that it is there by a Unix socket with an address of its own, of the kind
+that has no file: the other ranks of the host ask for the address of each rank. Of ranks on other hosts nothing is
+known but that they do not all wait here.
+
+MPI is started through ctypes, which lets Python's other threads run meanwhile; mpi4py does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.launch import exit_marks, variables
+from torchmpi_py.watch import abort, watchdog
+
+_LOOK_SECONDS = 0.5
+_OTHERS_SECONDS = 5.0  # for the rank that says it to end the job
+_CALLS = "mpi.start() or init_process_group()"
+
+
+class Wait:
+    """A wait for all ranks of the job, in ``called``, of at most ``seconds`` (0: of any length).
+
+    ``at_deadline``: with "report" the wait goes on after it has been reported, else the job ends.
+    """
+
+    def __init__(self, called: str, seconds: float, at_deadline: str) -> None:
+        self._called, self._seconds, self._ends = called, seconds, at_deadline != "report"
+        rank, self._size = variables.rank_in(os.environ), variables.size_in(os.environ)
+        self._rank, self._is_watched = rank or 0, rank is not None and self._size != 1 and seconds > 0
+        self._over = threading.Event()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the block, in which this rank waits for all others."""
+        if not self._is_watched:
+            yield
+            return
+        with contextlib.ExitStack() as held:
+            _bind(_address(str(self._rank)), held)
+            threading.Thread(target=self._watch, args=(held,), name="torchmpi_py-arrival", daemon=True).start()
+            try:
+                yield
+            finally:
+                self._over.set()
+
+    def _watch(self, held: contextlib.ExitStack) -> None:
+        ages, is_said = watchdog.Ages(time.monotonic()), False
+        while ages.of.get(0, 0.0) < self._seconds:
+            if self._over.wait(min(_LOOK_SECONDS, self._seconds)):
+                return
+            ages.look([0], time.monotonic())
+            is_said = is_said or _is_bound(_address("said"))
+        is_said = is_said or not _bind(_address("said"), held)  # one rank of the host says it
+        if is_said and (not self._ends or self._over.wait(_OTHERS_SECONDS)):
+            return
+        watchdog.say(f"torchmpi_py: {self._told()}")
+        if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # the others look, and know
+            self._end_job()
+
+    def _told(self) -> str:
+        """Which ranks wait and which are missing, as far as can be seen from this host."""
+        here = [rank for rank in range(self._size or 0) if _is_bound(_address(str(rank)))] or [self._rank]
+        who = f"{_ranks(here)} of {self._size or '?'} wait{'s' * (len(here) == 1)} in {self._called}"
+        end = "the job ends" if self._ends else "the wait goes on"
+        return f"{who}, for {self._seconds:g} s now. {self._missing(here)}. Every rank has to call {_CALLS}; {end}"
+
+    def _missing(self, here: list[int]) -> str:
+        size, on_host = self._size, variables.local_size_in(os.environ)
+        if size is None or not variables.job_name(os.environ):
+            return "Which ranks are missing is not known here"
+        if len(here) == size:
+            return "No rank is missing: MPI itself does not connect them"
+        if on_host == size:
+            running = exit_marks.ranks_running(Path(os.environ.get("TORCHMPIRUN_JOB_DIR", os.devnull)))
+            missing = [rank for rank in range(size) if rank not in here]
+            return f"Missing: {', '.join(f'rank {rank}{_state(rank, running)}' for rank in missing)}"
+        others = f"host {socket.gethostname()}; of those of other hosts nothing is known here"
+        if on_host is None or len(here) == on_host:
+            return f"None is missing on {others}" if on_host else f"These are on {others}"
+        return f"{on_host - len(here)} of {on_host} ranks are missing on {others}"
+
+    def _end_job(self) -> None:
+        abort.abort(watchdog.EXIT_CODE)  # where MPI is started; else the launcher ends the others when one ends
+        with contextlib.suppress(Exception):
+            exit_marks.record_failure(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), self._rank, watchdog.EXIT_CODE)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        time.sleep(abort.OUTPUT_SECONDS)
+        os._exit(watchdog.EXIT_CODE)
+
+
+def initialise_mpi() -> None:
+    """Start MPI as the import of mpi4py does, by its settings, while Python's other threads run.
+
+    Collective over all ranks of the job.
+    """
+    import mpi4py
+
+    level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
+    required = ctypes.c_int(getattr(MPI, f"THREAD_{level.upper()}"))
+    code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, required, ctypes.byref(ctypes.c_int()))
+    if code != MPI.SUCCESS:
+        raise RuntimeError(f"MPI_Init_thread failed with code {code}")
+    handler = {"exception": "ERRORS_RETURN", "abort": "ERRORS_ABORT", "fatal": "ERRORS_ARE_FATAL"}.get(mpi4py.rc.errors)
+    if handler is not None:  # with "default" it is the MPI's
+        for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
+            comm.Set_errhandler(getattr(MPI, handler))
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _state(rank: int, running: dict[int, int]) -> str:
+    """What torchmpirun's folder says of a rank that has not come."""
+    if not running:
+        return ""
+    if rank not in running:
+        return " (has ended)"
+    return f" (process {running[rank]})" if running[rank] else ""
+
+
+def _address(who: str) -> str:
+    job = zlib.crc32(variables.job_name(os.environ).encode())  # the name may be too long for an address
+    return f"\0torchmpi_py-{os.getuid()}-{job:08x}-{who}"
+
+
+def _bind(address: str, held: contextlib.ExitStack) -> bool:
+    """Take an address until the wait is over; False if another process has it."""
+    taken = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    try:
+        taken.bind(address)
+    except OSError:
+        return False
+    taken.listen(socket.SOMAXCONN)  # nobody accepts: each rank of the host asks once or twice
+    return True
+
+
+def _is_bound(address: str) -> bool:
+    """Whether a process of this user has taken the address: any other user could, too."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.setblocking(False)
+        if asking.connect_ex(address) != 0:
+            return False
+        process_user_and_group = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return bool(struct.unpack("3i", process_user_and_group)[1] == os.getuid())

@@ -1,0 +1,115 @@
+"""How a started process ends: stop at a normal exit, abort of the whole job on an uncaught exception.
+
+A forked child is disowned: it must neither use its parent's rank nor shut its parent's MPI down.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torchmpi_py.core import communication_thread, communicators, journal, owner, ulfm
+from torchmpi_py.core.backoff import Nap
+from torchmpi_py.core.channels import BACKGROUND, DIRECT
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.watch import abort, death_signals
+
+logger = logging.getLogger("torchmpi_py")
+
+STOP_WARNING_SECONDS = 20.0
+_exit_is_registered = False
+
+
+def register(stop: Callable[[], None]) -> None:
+    """Once per process: stop at exit, abort the job on an uncaught exception, disown forked children."""
+    global _exit_is_registered
+    if _exit_is_registered:
+        return
+    _exit_is_registered = True
+    owner.claim()
+    atexit.register(_at_exit, stop)
+    os.register_at_fork(after_in_child=_disown)
+    if not hasattr(sys, "ps1") and not sys.flags.interactive:
+        sys.excepthook = _aborting(sys.excepthook)
+
+
+def is_forked() -> bool:
+    """Whether this process is a fork of one that had started."""
+    return _exit_is_registered and owner.is_forked()
+
+
+def wait_for_all(world: Communicator) -> None:
+    """Wait for all ranks; say so when it takes long, for a rank that left early waits here for ever.
+
+    On the background communicator, which is idle by now: a barrier that another rank's program is in is not this one.
+    It is noted as any operation: RanksDisagree if a neighbour has called one more, or one less.
+    """
+    entry = [journal.record_plain("mpi.stop()", world, thread_role) for thread_role in (BACKGROUND, DIRECT)]
+    try:
+        _wait_audibly_for_all(world)
+    except BaseException:
+        for each in entry:
+            journal.fail(each)
+        raise
+    for each in entry:
+        journal.end(each)
+
+
+def _wait_audibly_for_all(world: Communicator) -> None:
+    request, nap, warned = world.background.mpi.Ibarrier(), Nap(0.001), False
+    while not request.Test():
+        nap.take()
+        if nap.seconds > STOP_WARNING_SECONDS and not warned:
+            warned = True
+            logger.warning(
+                "rank %d has been waiting in mpi.stop() for %.0f s; the other ranks are still in their program. "
+                "If it left early (sys.exit on one rank?), they wait for it too, and the job hangs",
+                world.rank,
+                nap.seconds,
+            )
+
+
+def _at_exit(stop: Callable[[], None]) -> None:
+
+    if not owner.is_forked() and not MPI.Is_finalized():
+        try:
+            stop()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            abort.abort(1)
+        if not communication_thread.are_over():
+            logger.error(
+                "an operation that timed out is still under way, so MPI cannot be ended in order; the job is aborted"
+            )
+            abort.abort(1)
+        if not ulfm.has_lost_ranks():  # MPI_Finalize of Open MPI 5 may wait for the dead
+            MPI.Finalize()
+
+
+def _disown() -> None:
+    death_signals.disown()
+    communication_thread.install(None)
+    communicators.install(
+        None, "it was forked from a started rank, and only that one may call; in data loaders, return tensors instead"
+    )
+
+
+def _aborting(former: Callable[..., Any]) -> Callable[..., None]:
+    """An excepthook that ends the whole job after reporting: ranks that wait for this one would wait for ever."""
+
+    def hook(*failure: Any) -> None:
+        former(*failure)
+        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+            # A hook around this one (torch.distributed has one) collects the text, to show it when this one returns.
+            sys.__stderr__.write(sys.stderr.getvalue())
+        abort.abort(1)
+
+    hook.aborts = True  # type: ignore[attr-defined]  # launch/wrap.py aborts by itself, after the user's own hook
+    hook.former = former  # type: ignore[attr-defined]
+    return hook

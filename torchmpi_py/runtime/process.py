@@ -1,0 +1,211 @@
+"""Start and stop, and who and where this process is.
+
+``start`` initialises MPI (importing the package does not), builds the levels, and marks the environment, so that a
+child process that calls in gets an error instead of its parent's rank. ``stop`` drains, frees, and leaves MPI itself
+running until the interpreter exits, so that a process can start again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from torchmpi_py.core import backoff, communicators, config, fences, journal
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.errors import CollectiveTimeout, NotStarted, TorchMPIError
+from torchmpi_py.launch import exit_marks
+from torchmpi_py.runtime import arrival, exits, placement, startup, survivors
+from torchmpi_py.watch import reports
+
+logger = logging.getLogger("torchmpi_py")
+
+STARTED_PID = config.STARTED_PID  # tells children that they are children; torchmpirun removes it
+
+
+def start(
+    with_cuda: bool = False,
+    *,
+    with_ipc_groups: bool = True,
+    custom_communicator_init: Callable[[], int] | None = None,
+    with_cartesian_communicator: bool = False,
+    collective_communicator: Callable[[], int | None] | None = None,
+    tuning: config.Tuning | None = None,
+) -> None:
+    """Start this process as a rank of the job it was launched in, or as a world of one. Collective.
+
+    with_cuda: pin this rank to a GPU, round robin by local rank. with_ipc_groups: let ranks whose GPUs reach each other
+    map each other's GPU memory (flavour cudaipc); the default level then has a group per set of such ranks, not node.
+    custom_communicator_init: pushes levels of your own; returns the index of the deepest one, which becomes current.
+    with_cartesian_communicator: link every rank, not only roots, with its counterparts where groups are equal.
+    collective_communicator: pushes the levels for hierarchical collectives instead of the default, a level with a group
+    per node; returns the index of the level that ends the span (None: no span below the current level).
+    tuning: sizes and deadlines; default from the environment (TORCHMPI_*). The same on every rank.
+
+    Raises NotStarted in a child process of a started one, TorchMPIError when it is started already.
+    """
+    _check_startable()
+    tuning = tuning or config.from_environment()
+    device = placement.cuda_device() if with_cuda else torch.device("cpu")
+    wishes = startup.StartOptions(
+        device, with_ipc_groups, custom_communicator_init, with_cartesian_communicator, collective_communicator, tuning
+    )
+    _start(wishes, arrival.Wait("mpi.start()", tuning.deadline_seconds, tuning.at_deadline))
+
+
+def start_for_group(tuning: config.Tuning, timeout_seconds: float) -> None:
+    """What ``init_process_group`` starts: as ``start``, with a GPU if there is one, within a time of its own (0: none).
+
+    Collective. If not all ranks have come after ``timeout_seconds``, or the deadline if that is shorter, it ends the
+    job.
+    """
+    _check_startable()
+    device = placement.cuda_device() if torch.cuda.is_available() else torch.device("cpu")
+    limits = [seconds for seconds in (timeout_seconds, tuning.deadline_seconds) if seconds > 0]
+    wait = arrival.Wait("init_process_group", min(limits, default=0), tuning.at_deadline)
+    _start(startup.StartOptions(device, True, None, False, None, tuning), wait)
+
+
+def _start(wishes: startup.StartOptions, wait: arrival.Wait) -> None:
+    with wait.watched():
+        world = _initialise_mpi()
+        startup.check_tuning(world, wishes.tuning)
+    try:
+        startup.build(world, wishes)
+    except BaseException:
+        if world.size == 1 and communicators.is_started():
+            startup.tear_down("call mpi.start() first")
+        raise
+    os.environ[STARTED_PID] = str(os.getpid())
+    if world.rank == 0 and (unknown := config.unknown_settings()):
+        logger.warning("%s", unknown)
+    if communicators.resolve(None).rank == 0 and world.rank == 0:
+        logger.info("%s", placement.describe(startup.device, world.size, num_nodes()))
+
+
+def stop() -> None:
+    """Drain outstanding operations, and free communicators, staging memory and threads. Collective; idempotent.
+
+    It also runs by itself when the interpreter exits normally. ``start`` may be called again.
+    """
+    if not communicators.is_started():
+        return
+    survivors.meet_to_stop()
+    os.environ.pop(STARTED_PID, None)
+
+
+@contextlib.contextmanager
+def session(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """``with mpi.session():`` start, and stop at the end; the arguments are those of ``start``.
+
+    When the block raises, the error goes on, and ends the job unless it is caught: other ranks may be waiting for this
+    one, so a rank by itself cannot stop.
+    """
+    start(*args, **kwargs)
+    try:
+        yield
+    except Exception:
+        if communicators.stack().levels[0].size == 1:
+            stop()
+        raise
+    stop()
+
+
+def is_started() -> bool:
+    """Whether this process is between ``start`` and ``stop``."""
+    return communicators.is_started()
+
+
+def rank() -> int:
+    """This process's rank in the current level: 0 to ``size() - 1``."""
+    return communicators.resolve(None).rank
+
+
+def size() -> int:
+    """The number of ranks in the current level."""
+    return communicators.resolve(None).size
+
+
+def barrier(comm: Communicator | None = None) -> None:
+    """Wait until every rank of ``comm`` (default: the current level) is here."""
+    comm = communicators.resolve(comm)
+    entry = journal.record_plain("barrier", comm)
+    try:
+        if not config.can_raise:
+            fences.around(comm.direct.mpi.Barrier)()
+        elif not fences.around(lambda: _met_in_time(comm))():
+            told = f"the barrier is not complete after {config.current.deadline_seconds:g} s. {reports.late(entry)}"
+            raise CollectiveTimeout(told)
+    except BaseException:
+        journal.fail(entry)
+        raise
+    journal.end(entry)
+
+
+def _met_in_time(comm: Communicator) -> bool:
+    """Whether all ranks come before the deadline."""
+    return backoff.complete(comm.direct.mpi.Ibarrier(), backoff.Nap(0.001), config.current.deadline_seconds)
+
+
+def local_rank() -> int:
+    """This process's rank among those of its node."""
+    return startup.located().rank
+
+
+def local_size() -> int:
+    """The number of ranks on this node."""
+    return startup.located().size
+
+
+def num_nodes() -> int:
+    """The number of nodes that the current level spreads over."""
+    return communicators.resolve(None).num_nodes
+
+
+def device() -> torch.device:
+    """Where this rank computes: its GPU after ``start(with_cuda=True)``, else the CPU."""
+    communicators.stack()
+    return startup.device
+
+
+def host_name() -> str:
+    """The name of this host. Ranks with equal names may still be on different nodes."""
+    return socket.gethostname()
+
+
+def _initialise_mpi() -> MPI.Comm:
+    exit_marks.record_meeting()
+    placement.prepare_environment()
+    import mpi4py
+
+    mpi4py.rc.thread_level = "multiple"
+    mpi4py.rc.finalize = False  # we do it, at exit: mpi4py's own would also run in forked children
+    mpi4py.rc.initialize = False  # and this below
+
+    if MPI.Is_finalized():
+        raise TorchMPIError("MPI was finalised in this process and cannot be started again")
+    if not MPI.Is_initialized():
+        arrival.initialise_mpi()
+    exits.register(stop)
+    placement.check_world(MPI.COMM_WORLD.size)
+    return startup.remaining or MPI.COMM_WORLD
+
+
+def _check_startable() -> None:
+    if communicators.is_started():
+        raise TorchMPIError("mpi.start() was called already; call mpi.stop() before starting again")
+    parent = os.environ.get(STARTED_PID)
+    if parent is not None and parent != str(os.getpid()):
+        raise NotStarted(
+            f"this process ({os.getpid()}) is a child of a started rank (process {parent}) and cannot be a rank; "
+            "call torchmpi_py in the parent only, or launch a job of its own with torchmpirun (or without "
+            f"{STARTED_PID} in its environment)"
+        )
+    if exits.is_forked():
+        raise NotStarted("this process was forked from one that had started MPI; it cannot be a rank itself")

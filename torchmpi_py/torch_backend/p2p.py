@@ -1,0 +1,146 @@
+"""send and recv of a process group: messages with tags, from a certain rank or from any.
+
+They must not queue behind collectives, nor behind each other: a receive may come before its counterpart's send. So they
+are posted to MPI at once, on a communicator of their own, with tags of the group (``members.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives import mpi_buffers
+from torchmpi_py.collectives.flavours import mpi_steps
+from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.collectives.registry import BY_NAME
+from torchmpi_py.core import communication_thread, config, journal
+from torchmpi_py.core.channels import DIRECT
+from torchmpi_py.core.communicators import resolve
+from torchmpi_py.core.handles import Handle, RequestHandle
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.core.tensors import check_rank, check_tensor, flat, output_buffer
+from torchmpi_py.torch_backend.communicator_pool import Membership
+from torchmpi_py.torch_backend.work import PendingWork
+
+_FROM_ANY = "recv from any rank"
+
+
+class Message(PendingWork):
+    """A message under way."""
+
+    def __init__(self, handle: RequestHandle[Any], x: Tensor, seconds: float | None, receipts: list[Any]) -> None:
+        super().__init__(handle, [x], seconds, _ByItself())
+        self._receipts = receipts
+
+    def source_rank(self) -> int:
+        """The rank that sent it, in the group."""
+        self.wait()
+        return int(self._receipts[0].status.Get_source())
+
+    _source_rank = source_rank
+
+
+class Mailbox:
+    """The messages of a group."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._comm, self._mpi, self._tags = membership
+        self._receives: dict[int, RequestHandle[Any]] = {}  # held until they are complete
+        communication_thread.current().take_along(self)
+
+    def send(self, x: Tensor, destination: int, tag: int, seconds: float | None, frame: FrameType) -> Message:
+        """Post a send."""
+        check_rank("send", "dst", destination, resolve(self._comm).size)
+        buffer = flat(check_tensor("send", "tensor", x)).cpu()
+        operation = self._operation("send", (buffer, destination), x, None)
+        handle = _posted(operation, frame, lambda: _post_send(self._mpi, buffer, destination, self._tags.of(tag)))
+        communication_thread.current().keep(handle)
+        return Message(handle, x, seconds, [])
+
+    def receive(self, x: Tensor, source: int | None, tag: int, seconds: float | None, frame: FrameType) -> Message:
+        """Post a receive; from any rank if ``source`` is None."""
+        size = resolve(self._comm).size
+        where = MPI.ANY_SOURCE if source is None else check_rank("recv", "src", source, size)
+        buffer, copy_out = output_buffer("recv", check_tensor("recv", "tensor", x), holds_input=False)
+        if source is None and x.nbytes > config.current.message_bytes:
+            raise ValueError(
+                f"recv: {x.nbytes} bytes travel in several pieces, of which those of several ranks could be mixed; "
+                "give the rank that sends them (src=)"
+            )
+        if x.is_cuda:
+            buffer = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+            copy_out = functools.partial(_copy, x, buffer)
+        operation = self._operation(_FROM_ANY if source is None else "recv", (buffer, where), x, copy_out)
+        receipts: list[Any] = []
+
+        def post() -> list[Any]:
+            receipts.extend(_post_recv(self._mpi, buffer, where, self._tags.of(tag)))
+            return receipts
+
+        handle = _posted(operation, frame, post)
+        self._receives[id(handle)] = handle
+        handle.on_settled = functools.partial(self._receives.pop, id(handle), None)
+        return Message(handle, x, seconds, receipts)
+
+    def drain(self) -> None:
+        """Receives that nothing has come for are not waited for."""
+
+    def close(self) -> None:
+        """Take back the receives that nothing has come for."""
+        for handle in list(self._receives.values()):
+            handle.cancel()
+
+    def _operation(
+        self, name: str, arguments: tuple[Any, ...], x: Tensor, copy_out: Callable[[], object] | None
+    ) -> Operation[Any]:
+        conclude = None if copy_out is None else lambda _: copy_out()
+        return Operation(name, name, BY_NAME["mpi"], self._comm, arguments, conclude, x.nbytes, x)
+
+
+def _posted(operation: Operation[Any], frame: FrameType, post: Callable[[], list[Any]]) -> RequestHandle[Any]:
+    operation.entry = journal.record(operation, DIRECT, True, frame)
+    try:
+        return RequestHandle(operation, post())
+    except BaseException:
+        journal.fail(operation.entry)
+        raise
+
+
+def _post_send(mpi: MPI.Comm, x: Tensor, destination: int, tag: int) -> list[Any]:
+    """As ``mpi_steps``, but that of a tensor without elements there is a message."""
+    if x.numel():
+        return mpi_steps.post_send(mpi, x, destination, tag)
+    return [mpi.Isend([bytearray(), mpi_buffers.byte()], destination, tag)]
+
+
+def _post_recv(mpi: MPI.Comm, x: Tensor, source: int, tag: int) -> list[Any]:
+    return mpi_steps.post_recv(mpi, x, source, tag) or [mpi_steps.Receipt(mpi, x, source, tag)]
+
+
+def _copy(x: Tensor, buffer: Tensor) -> None:
+    """To the GPU; complete when it returns, for other streams will read it."""
+    x.detach().copy_(buffer)
+    torch.cuda.current_stream(x.device).synchronize()
+
+
+class _ByItself:
+    """The carrier of a message: it holds nothing else up, and is moved on by whoever waits for it."""
+
+    def when_over(self, step: Callable[[], None]) -> None:
+        """A future waits in a thread of its own."""
+        threading.Thread(target=step, name="torchmpi_py-message", daemon=True).start()
+
+    def when_late(self) -> None: ...
+
+    def expect(self, handle: Handle[Any]) -> None:
+        """That thread waits for it."""
+
+    def before_wait(self, handle: Handle[Any]) -> None: ...
+
+    def before_future(self, handle: Handle[Any]) -> None: ...

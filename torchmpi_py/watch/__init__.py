@@ -1,0 +1,1 @@
+"""Who is late, dead or different; reports; traces."""

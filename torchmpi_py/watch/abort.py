@@ -1,0 +1,35 @@
+"""End of the whole job from one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+
+from torchmpi_py.core import owner, status_board
+from torchmpi_py.core.status_board import ENDING, HAS_LEFT
+from torchmpi_py.launch import exit_marks
+from torchmpi_py.watch import tracing
+
+OUTPUT_SECONDS = 0.3  # an abort overtakes output: MPICH's mpiexec drops what it has not yet read of the traceback
+
+
+def abort(code: int) -> None:
+    """End the whole job with ``code`` if other ranks belong to it; else do nothing."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or owner.is_forked() or not mpi.Is_initialized() or mpi.Is_finalized():
+        return
+    if mpi.COMM_WORLD.size > 1:
+        with contextlib.suppress(Exception):
+            exit_marks.record_failure(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), mpi.COMM_WORLD.rank, code)
+        with contextlib.suppress(Exception):
+            tracing.save()
+        for stream in (sys.stdout, sys.stderr, sys.__stderr__):
+            with contextlib.suppress(Exception):
+                stream.flush()  # type: ignore[union-attr]
+        if status_board.current is not None:
+            status_board.current.put(HAS_LEFT, ENDING)
+        time.sleep(OUTPUT_SECONDS)
+        mpi.COMM_WORLD.Abort(code)
+        os._exit(code)  # MPICH's returns, and the process lives until it is killed
