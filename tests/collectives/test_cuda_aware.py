@@ -328,7 +328,7 @@ def test_every_call_of_mpi_on_gpu_tensors_comes_after_a_wait(mpi, log):
 @pytest.mark.mpi
 def test_a_conversion_comes_before_the_wait(mpi, log, monkeypatch):
     before = config.current
-    config.install(dataclasses.replace(before, wire_bytes=16, native_async_bytes=0))
+    config.use(dataclasses.replace(before, wire_bytes=16, native_async_bytes=0))
     row = mpi_buffers.reduction(torch.float16, "sum")
     entry = dataclasses.replace(
         row,
@@ -340,7 +340,7 @@ def test_a_conversion_comes_before_the_wait(mpi, log, monkeypatch):
     try:
         Mpi().allreduce(FakeChannel(Recorded(mpi.communicator(0).direct.mpi, log)), x.as_subclass(OnGpu), x, "sum")
     finally:
-        config.install(before)
+        config.use(before)
     assert x.tolist() == [mpi.size() * value for value in range(8)]
     assert log == ["encode", "settle", "Allreduce", "decode"] * 2
 

@@ -255,7 +255,7 @@ def test_shard_refuses_what_it_cannot_divide(mpi, monkeypatch):
     with pytest.raises(ValueError, match="empty"):
         mpi.shard([])
     with monkeypatch.context() as patch:
-        patch.setattr("torchmpi_py.core.communicators._stack", None)
+        patch.setattr("torchmpi_py.core.communicators.current_stack", None)
         with pytest.raises(errors.NotStarted):
             mpi.shard([1])
 

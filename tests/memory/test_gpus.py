@@ -7,11 +7,11 @@ from torchmpi_py.collectives.flavours import gpu_probe
 from torchmpi_py.core.channels import Place
 from torchmpi_py.errors import RanksDisagree, Unavailable
 from torchmpi_py.memory import cuda_ipc, gpus, symmetric
-from torchmpi_py.memory.gpus import Gpu, Told
+from torchmpi_py.memory.gpus import Gpu, GpuOffer, GpuTable
 
 
 def told(node, local, gpu, reached=()):
-    return Told(Place(node, local), gpu, frozenset([gpu, *reached]))
+    return GpuOffer(Place(node, local), gpu, frozenset([gpu, *reached]))
 
 
 def test_ranks_that_share_a_gpu_are_together():
@@ -42,12 +42,12 @@ def test_why_no_ipc(monkeypatch):
     assert gpus.table() is None
     assert gpus.group(Place(7, 1)) == 7
     table = dict(zip(places, [Gpu("A", 0), Gpu("A", 0), Gpu("B", 2)], strict=True))
-    monkeypatch.setattr(gpus, "_gpus", table)
+    monkeypatch.setattr(gpus, "current", GpuTable(table, ""))
     assert gpus.why_no_ipc(places[:2]) == gpus.why_no_ipc() == ""
     assert "cannot all reach each other's memory (A, B)" in gpus.why_no_ipc(places)
     assert gpus.table() == {places[0]: "A", places[1]: "A", places[2]: "B"}
     assert gpus.group(places[2]) == 2
-    monkeypatch.setattr(gpus, "_with_ipc", False)
+    gpus.current.why_no_ipc = gpus._SWITCHED_OFF
     assert "with_ipc_groups=False" in gpus.why_no_ipc(places[:1])
 
 
@@ -151,10 +151,10 @@ def test_ranks_that_disagree_about_gpus(mpi, monkeypatch):
     """One computes on the CPU, the others do not: an error on all, before flavours that do not fit are chosen."""
     from mpi4py import MPI
 
-    monkeypatch.setattr(gpus, "_told", lambda place, device: told(0, mpi.rank(), "A"))
+    monkeypatch.setattr(gpus, "_offer", lambda place, device: told(0, mpi.rank(), "A"))
     device = torch.device("cpu") if mpi.rank() == 1 else torch.device("cuda", 0)
     with pytest.raises(RanksDisagree, match="start: with_cuda=False on rank 1, with_cuda=True on the others"):
-        gpus.install(MPI.COMM_WORLD, Place(0, mpi.rank()), device, with_ipc=True)
+        gpus.exchange(MPI.COMM_WORLD, Place(0, mpi.rank()), device, with_ipc=True)
     assert gpus.table() is None
 
 

@@ -78,10 +78,10 @@ def device(monkeypatch):
     monkeypatch.setattr(devices, "of", lambda device: notes)
     thread = communication_thread.CommunicationThread(inline=False)
     former = communication_thread._thread
-    communication_thread.install(thread)
+    communication_thread.current_thread = thread
     yield notes
     thread.close()
-    communication_thread.install(former)
+    communication_thread.current_thread = former
 
 
 ORDER = [

@@ -177,5 +177,5 @@ def test_convert(mpi):
 def test_without_a_session_it_is_batch_norm(mpi, monkeypatch):
     ours, torchs = layers(2)
     x = values((4, 3), mpi.rank())
-    monkeypatch.setattr("torchmpi_py.core.communicators._stack", None)
+    monkeypatch.setattr("torchmpi_py.core.communicators.current_stack", None)
     assert torch.equal(ours(x), torchs(x))

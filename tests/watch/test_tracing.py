@@ -1,6 +1,7 @@
 """What is recorded of operations, in which file, and that the ranks agree about it."""
 
 import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
@@ -44,7 +45,7 @@ def test_rows():
         [(0, 5), (5.001, 0.001)],
         [(0.001, 5)],
     ]
-    assert rows[0][0]["args"] == {"flavour": "mpi", "bytes": 8, "thread_role": "direct", "comm": "world", "ranks": 2}
+    assert rows[0][0]["args"] == {"flavour": "mpi", "bytes": 8, "lane": "direct", "comm": "world", "ranks": 2}
     assert rows[1][0]["args"]["queued us"] == 5
     assert {event["pid"] for event in made} == {77}
 
@@ -153,8 +154,8 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def trace(mpi, tmp_path, monkeypatch):
     """Trace what the test does; the file is written when it calls ``stop``."""
     monkeypatch.setenv("TORCHMPI_PROFILE", str(tmp_path))
-    monkeypatch.setattr(tracing, "_num_traces", 0)
-    tracing.start(mpi.communicator())
+    monkeypatch.setattr(tracing, "_numbers", itertools.count(1))
+    tracing.current = tracing.start(mpi.communicator())
     yield tmp_path / f"rank-{mpi.rank()}.json"
     tracing.current = None
 
@@ -169,11 +170,11 @@ def test_lanes(mpi, trace):
     tracing.stop()
     data = json.loads(trace.read_text())
     made = [event for event in data["traceEvents"] if event.get("cat") == "torchmpi"]
-    assert [(event["args"]["thread_role"], event["args"]["flavour"], event["args"]["bytes"]) for event in made] == [
+    assert [(event["args"]["lane"], event["args"]["flavour"], event["args"]["bytes"]) for event in made] == [
         ("direct", "ring", 12),
         *sorted(
             [("background", "ring", 400), ("posted", "mpi", 400)],
-            key=lambda thread_role: thread_role[0] != made[1]["args"]["thread_role"],
+            key=lambda lane: lane[0] != made[1]["args"]["lane"],
         ),
     ]
     begin, end = ((time - data["baseTimeNanoseconds"]) / 1000 for time in (before, after))

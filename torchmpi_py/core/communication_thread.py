@@ -164,21 +164,16 @@ def are_over() -> bool:
     return not any(thread.is_alive() for thread in _stuck)
 
 
-_thread: CommunicationThread | None = None
-
-
-def install(thread: CommunicationThread | None) -> None:
-    """Make ``thread`` the one that operations are launched on."""
-    global _thread
-    _thread = thread
+current_thread: CommunicationThread | None = None
+"""The communication thread of the session; a session alone assigns it."""
 
 
 def current() -> CommunicationThread:
     """The communication thread of this process."""
-    assert _thread is not None, "operations are launched after start() has installed the communication thread"
-    return _thread
+    assert current_thread is not None, "operations are launched between start and stop"
+    return current_thread
 
 
 def is_installed() -> bool:
-    """Whether there is one."""
-    return _thread is not None
+    """Whether there is a communication thread."""
+    return current_thread is not None

@@ -127,32 +127,29 @@ class Stack:
             communicator._give_back(is_lost=is_lost)
 
 
-_stack: Stack | None = None
-_why_not = "call mpi.start() first"
+current_stack: Stack | None = None
+"""The level stack of the session; a session alone assigns it."""
 
-
-def install(stack: Stack | None, why_not: str) -> None:
-    """Make ``stack`` the one in use; with None, ``why_not`` becomes the advice that calls raise."""
-    global _stack, _why_not
-    _stack, _why_not = stack, why_not
+why_not = "call mpi.start() first"
+"""The advice of NotStarted while there is no session."""
 
 
 def stack() -> Stack:
     """The stack in use, or NotStarted with the remedy."""
-    if _stack is None:
-        raise NotStarted(f"torchmpi_py is not started in this process: {_why_not}")
-    return _stack
+    if current_stack is None:
+        raise NotStarted(f"torchmpi_py is not started in this process: {why_not}")
+    return current_stack
 
 
 def is_started() -> bool:
     """Whether this process is between ``start`` and ``stop``."""
-    return _stack is not None
+    return current_stack is not None
 
 
 def resolve(comm: Communicator | None) -> Communicator:
     """``comm``, or the current level."""
     if comm is None:
-        return _stack.current if _stack is not None else stack().current
+        return current_stack.current if current_stack is not None else stack().current
     stack()
     if not isinstance(comm, Communicator):
         raise TypeError(f"comm={comm!r} is not a torchmpi_py communicator; make one with mpi.split or mpi.communicator")

@@ -184,15 +184,14 @@ def profile_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path |
 
 
 current = Tuning()
-"""The tuning in use; read it as ``config.current``, for ``install`` replaces it."""
-
+"""The tuning of the session; read it as ``config.current``, for ``use`` replaces it."""
 
 can_raise = False
 """Whether operations are given up at the deadline."""
 
 
-def install(tuning: Tuning) -> None:
-    """Make ``tuning`` the one in use."""
+def use(tuning: Tuning) -> None:
+    """Make ``tuning`` the current one."""
     global current, can_raise
     current = tuning
     can_raise = tuning.at_deadline == "raise" and tuning.deadline_seconds > 0

@@ -8,14 +8,16 @@ import os
 
 
 class _Owner:
-    process = os.getpid()
+    process: int | None = None
 
 
-def claim() -> None:
-    """Make this process the owner: it starts a session."""
+def claim() -> bool:
+    """Make this process the owner, as it starts its first session. Whether it was none before."""
+    is_first = _Owner.process is None
     _Owner.process = os.getpid()
+    return is_first
 
 
 def is_forked() -> bool:
     """Whether this process is a fork of the owner."""
-    return os.getpid() != _Owner.process
+    return _Owner.process is not None and os.getpid() != _Owner.process

@@ -332,12 +332,4 @@ class Board:
 
 
 current: Board | None = None
-"""The board of this process between ``start`` and ``stop``; read it as ``board.current``."""
-
-
-def install(board: Board | None) -> None:
-    """Make ``board`` the one in use."""
-    global current
-    if current is not None:
-        current.calls.clear()  # they refer to what refers to the board
-    current = board
+"""The board of the session; a session alone assigns it. Read it as ``status_board.current``."""

@@ -22,7 +22,10 @@ from torchmpi_py.errors import RankDied
 
 _KNOWN_WITHIN_SECONDS = 1.0
 _KNOWN_WITHIN_SECONDS_OF_MPI = 10.0  # after an error of MPI
-_num_acknowledged = 0
+
+
+class _Failures:
+    num_acknowledged = 0  # dead ranks that the job goes on without
 
 
 def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
@@ -53,7 +56,7 @@ def is_death(error: BaseException | None) -> bool:
 def _is_known(world: MPI.Comm, within_seconds: float) -> bool:
     """Whether a rank has died that is not buried, or another one has said so; that may become known a little later."""
     until = time.monotonic() + within_seconds
-    while _num_dead(world) <= _num_acknowledged and not any(comm and comm.Is_revoked() for comm in _comms()):
+    while _num_dead(world) <= _Failures.num_acknowledged and not any(comm and comm.Is_revoked() for comm in _comms()):
         if time.monotonic() > until:
             return False
         time.sleep(0.01)
@@ -70,8 +73,7 @@ def _num_dead(world: MPI.Comm) -> int:
 
 def acknowledge_failures(world: MPI.Comm) -> None:
     """The job goes on with ``world``, and without those that have died before."""
-    global _num_acknowledged
-    _num_acknowledged = sys.modules["mpi4py.MPI"].COMM_WORLD.size - world.size
+    _Failures.num_acknowledged = sys.modules["mpi4py.MPI"].COMM_WORLD.size - world.size
 
 
 def has_lost_ranks() -> bool:

@@ -8,7 +8,7 @@ every rank sees its own GPU alone, those of others cannot be mapped.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,69 +25,68 @@ class Gpu(NamedTuple):
     group: int
 
 
-class Told(NamedTuple):
-    """What a rank tells the others: its place, its GPU, and the GPUs that this one reaches, itself included."""
+class GpuOffer(NamedTuple):
+    """A rank's place, its GPU, and the GPUs that this one reaches, itself included, as the rank announces them."""
 
     place: Place
     identity: str
     reached: frozenset[str]
 
 
-_gpus: dict[Place, Gpu] | None = None
-_with_ipc = True
 _SWITCHED_OFF = "switched off by start(with_ipc_groups=False)"
-_why_off = _SWITCHED_OFF
 
 
-def install(world: MPI.Comm, place: Place, device: torch.device, *, with_ipc: bool) -> None:
-    """Tell all ranks what each of them computes on. Collective over ``world``. On the CPU there is no table.
+class GpuTable:
+    """The GPU of every rank of the world, by its place; ``why_no_ipc``: why ranks map no GPU memory of others."""
+
+    def __init__(self, gpus: Mapping[Place, Gpu], why_no_ipc: str) -> None:
+        self.gpus, self.why_no_ipc = gpus, why_no_ipc
+
+
+current: GpuTable | None = None
+"""The table of the session; None unless ``start(with_cuda=True)``. A session alone assigns it."""
+
+
+def exchange(world: MPI.Comm, place: Place, device: torch.device, *, with_ipc: bool) -> GpuTable | None:
+    """The table of all ranks of ``world``; None where they compute on the CPU. Collective over ``world``.
 
     RanksDisagree, on every rank, if some compute on the CPU and others do not.
     """
-    global _gpus, _with_ipc, _why_off
-    _gpus, _with_ipc, _why_off = None, with_ipc, _SWITCHED_OFF
-    mine = _told(place, device) if device.type == "cuda" else None
-    told = world.allgather(mine)
-    without = [rank for rank, each in enumerate(told) if each is None]
-    if len(without) == len(told):
-        return
+    offers = world.allgather(_offer(place, device) if device.type == "cuda" else None)
+    without = [rank for rank, offer in enumerate(offers) if offer is None]
+    if len(without) == len(offers):
+        return None
     if without:
         ranks = ", ".join(map(str, without))
         raise RanksDisagree(f"start: with_cuda=False on rank {ranks}, with_cuda=True on the others; give all the same")
-    groups = ipc_groups(told)
-    _gpus = {each.place: Gpu(each.identity, group) for each, group in zip(told, groups, strict=True)}
+    gpus = {offer.place: Gpu(offer.identity, group) for offer, group in zip(offers, ipc_groups(offers), strict=True)}
+    return GpuTable(gpus, "" if with_ipc else _SWITCHED_OFF)
 
 
 def switch_off(reason: str) -> None:
-    """No ranks map each other's GPU memory from now on. On all ranks, before levels are made of groups."""
-    global _with_ipc, _why_off
-    _with_ipc, _why_off = False, reason
-
-
-def forget() -> None:
-    """There is no table any more."""
-    global _gpus
-    _gpus = None
+    """Let no ranks map each other's GPU memory from now on. On all ranks, before levels are made of groups."""
+    assert current is not None, "the GPUs of a session"
+    current.why_no_ipc = reason
 
 
 def table() -> dict[Place, str] | None:
     """The identity of the GPU of every rank of the world, by its place; None unless ``start(with_cuda=True)``."""
-    return None if _gpus is None else {place: gpu.identity for place, gpu in _gpus.items()}
+    return None if current is None else {place: gpu.identity for place, gpu in current.gpus.items()}
 
 
 def group(place: Place) -> int:
-    """The IPC group of a rank: the lowest rank of the world in it. On the CPU all of a node are together."""
-    return place.node if _gpus is None or not _with_ipc else _gpus[place].group
+    """The IPC group of a rank: the lowest rank of the world in it. On the CPU all ranks of a node are one group."""
+    return place.node if current is None or current.why_no_ipc else current.gpus[place].group
 
 
 def why_no_ipc(places: Sequence[Place] = ()) -> str:
     """Why ranks, those at ``places``, cannot map each other's GPU memory; or empty. The same on all of them."""
-    if _gpus is None:
+    if current is None:
         return "this session computes on the CPU; call mpi.start(with_cuda=True) on every rank"
-    if not _with_ipc:
-        return _why_off
+    if current.why_no_ipc:
+        return current.why_no_ipc
     if len({group(place) for place in places}) > 1:
-        names = ", ".join(sorted({_gpus[place].identity for place in places}))
+        names = ", ".join(sorted({current.gpus[place].identity for place in places}))
         return (
             f"the GPUs of these ranks cannot all reach each other's memory ({names}); within IPC groups they can, see "
             "set_collective_span. Ranks must see all GPUs of the node, not only their own (CUDA_VISIBLE_DEVICES)"
@@ -95,32 +94,32 @@ def why_no_ipc(places: Sequence[Place] = ()) -> str:
     return ""
 
 
-def ipc_groups(told: Sequence[Told]) -> list[int]:
+def ipc_groups(offers: Sequence[GpuOffer]) -> list[int]:
     """For every rank the lowest rank of its IPC group: the first group whose members it reaches, and they it."""
     groups: list[list[int]] = []
-    for rank, mine in enumerate(told):
+    for rank, mine in enumerate(offers):
         for members in groups:
-            if all(_together(mine, told[member]) for member in members):
+            if all(_reach_each_other(mine, offers[member]) for member in members):
                 members.append(rank)
                 break
         else:
             groups.append([rank])
     lowest = {rank: members[0] for members in groups for rank in members}
-    return [lowest[rank] for rank in range(len(told))]
+    return [lowest[rank] for rank in range(len(offers))]
 
 
-def _together(one: Told, other: Told) -> bool:
+def _reach_each_other(one: GpuOffer, other: GpuOffer) -> bool:
     return one.place.node == other.place.node and one.identity in other.reached and other.identity in one.reached
 
 
-def _told(place: Place, device: torch.device) -> Told:
+def _offer(place: Place, device: torch.device) -> GpuOffer:
     own = device.index or 0
     reached = {
         identity(index)
         for index in range(torch.cuda.device_count())
         if index == own or torch.cuda.can_device_access_peer(own, index)
     }
-    return Told(place, identity(own), frozenset(reached))
+    return GpuOffer(place, identity(own), frozenset(reached))
 
 
 def identity(index: int) -> str:

@@ -61,13 +61,22 @@ class Segment:
 
 
 AnySegment = Segment | cuda_ipc.GpuSegment
-_Live = tuple[list[int], list[AnySegment]]
-_live: _Live = ([], [])  # where this rank's parts begin, in order; the segments. Replaced as a whole: threads read it
+
+
+class _LiveSegments:
+    """The segments in use: where parts begin, in order, and the segments. Replaced as a whole, for threads read it."""
+
+    now: tuple[list[int], list[AnySegment]] = ([], [])
+
+
+def num_live() -> int:
+    """The number of segments in use by this process."""
+    return len(_LiveSegments.now[0])
 
 
 def find(x: Tensor) -> tuple[AnySegment, int] | None:
     """The segment in whose part of this rank the flat tensor ``x`` lies, and at which offset in bytes; or None."""
-    begins, segments = _live
+    begins, segments = _LiveSegments.now
     if not begins:
         return None
     address = x.data_ptr()
@@ -83,7 +92,7 @@ def find(x: Tensor) -> tuple[AnySegment, int] | None:
 
 def is_live(segment: AnySegment) -> bool:
     """Whether this rank's part of a segment is still in use."""
-    return segment in _live[1]
+    return segment in _LiveSegments.now[1]
 
 
 def symmetric_empty(
@@ -164,14 +173,7 @@ def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[m
 
 def forget() -> None:
     """All that is in use becomes ordinary memory: ranks have died, and the places of the others are new."""
-    global _live
-    _live = ([], [])
-
-
-def close() -> None:
-    """The process is stopped: memory is shared again after the next ``start``."""
-    global _why_unavailable
-    _why_unavailable = _NOT_STARTED
+    _LiveSegments.now = ([], [])
 
 
 def _remove(segment: AnySegment) -> None:
@@ -180,14 +182,13 @@ def _remove(segment: AnySegment) -> None:
 
 def _replace_live(*, added: AnySegment | None = None, gone: AnySegment | None = None) -> None:
     """Change the list of live segments, also where the collector runs this in the middle of the same function."""
-    global _live
     while True:
-        before = _live
+        before = _LiveSegments.now
         segments = [segment for segment in (*before[1], added) if segment is not None and segment is not gone]
         segments.sort(key=lambda segment: segment.begin)
         after = [segment.begin for segment in segments], segments
-        if _live is before:  # nothing can come between this and the next line: no call, no allocation
-            _live = after
+        if _LiveSegments.now is before:  # nothing can come between this and the next line: no call, no allocation
+            _LiveSegments.now = after
             return
 
 
@@ -213,20 +214,20 @@ def _device(given: torch.device | str | None) -> torch.device:
     return device
 
 
-_NOT_STARTED = "call mpi.start() first"
-_why_unavailable = _NOT_STARTED
+NOT_STARTED = "call mpi.start() first"
+unavailable_because = NOT_STARTED
+"""Why the ranks of this node can share no memory; empty where they can. A session alone assigns it."""
 
 
-def try_out(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> None:
-    """Find out whether the ranks of a node can share so many bytes a rank. Collective over the node."""
-    global _why_unavailable
+def try_out(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> str:
+    """Why the ranks of a node cannot share so many bytes a rank, or empty. Collective over the node."""
     try:
         allocate(comm, places, num_bytes)
-        _why_unavailable = ""
     except Unavailable as error:
-        _why_unavailable = str(error)
+        return str(error)
+    return ""
 
 
 def why_unavailable() -> str:
     """Why the ranks of this node can share no memory; empty where they can."""
-    return _why_unavailable
+    return unavailable_because

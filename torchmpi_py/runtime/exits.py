@@ -23,25 +23,16 @@ from torchmpi_py.watch import abort, death_signals
 logger = logging.getLogger("torchmpi_py")
 
 STOP_WARNING_SECONDS = 20.0
-_exit_is_registered = False
 
 
 def register(stop: Callable[[], None]) -> None:
     """Once per process: stop at exit, abort the job on an uncaught exception, disown forked children."""
-    global _exit_is_registered
-    if _exit_is_registered:
+    if not owner.claim():
         return
-    _exit_is_registered = True
-    owner.claim()
     atexit.register(_at_exit, stop)
     os.register_at_fork(after_in_child=_disown)
     if not hasattr(sys, "ps1") and not sys.flags.interactive:
         sys.excepthook = _aborting(sys.excepthook)
-
-
-def is_forked() -> bool:
-    """Whether this process is a fork of one that had started."""
-    return _exit_is_registered and owner.is_forked()
 
 
 def wait_for_all(world: Communicator) -> None:
@@ -94,9 +85,10 @@ def _at_exit(stop: Callable[[], None]) -> None:
 
 def _disown() -> None:
     death_signals.disown()
-    communication_thread.install(None)
-    communicators.install(
-        None, "it was forked from a started rank, and only that one may call; in data loaders, return tensors instead"
+    communication_thread.current_thread = None
+    communicators.current_stack = None
+    communicators.why_not = (
+        "it was forked from a started rank, and only that one may call; in data loaders, return tensors instead"
     )
 
 

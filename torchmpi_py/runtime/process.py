@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from torchmpi_py.core import backoff, communicators, config, fences, journal
+from torchmpi_py.core import backoff, communicators, config, fences, journal, owner
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CollectiveTimeout, NotStarted, TorchMPIError
 from torchmpi_py.launch import exit_marks
-from torchmpi_py.runtime import arrival, exits, placement, startup, survivors
+from torchmpi_py.runtime import arrival, exits, placement, survivors
+from torchmpi_py.runtime import session as sessions
 from torchmpi_py.watch import reports
 
 logger = logging.getLogger("torchmpi_py")
@@ -53,10 +54,10 @@ def start(
     _check_startable()
     tuning = tuning or config.from_environment()
     device = placement.cuda_device() if with_cuda else torch.device("cpu")
-    wishes = startup.StartOptions(
+    options = sessions.StartOptions(
         device, with_ipc_groups, custom_communicator_init, with_cartesian_communicator, collective_communicator, tuning
     )
-    _start(wishes, arrival.Wait("mpi.start()", tuning.deadline_seconds, tuning.at_deadline))
+    _start(options, arrival.Wait("mpi.start()", tuning.deadline_seconds, tuning.at_deadline))
 
 
 def start_for_group(tuning: config.Tuning, timeout_seconds: float) -> None:
@@ -69,24 +70,19 @@ def start_for_group(tuning: config.Tuning, timeout_seconds: float) -> None:
     device = placement.cuda_device() if torch.cuda.is_available() else torch.device("cpu")
     limits = [seconds for seconds in (timeout_seconds, tuning.deadline_seconds) if seconds > 0]
     wait = arrival.Wait("init_process_group", min(limits, default=0), tuning.at_deadline)
-    _start(startup.StartOptions(device, True, None, False, None, tuning), wait)
+    _start(sessions.StartOptions(device, True, None, False, None, tuning), wait)
 
 
-def _start(wishes: startup.StartOptions, wait: arrival.Wait) -> None:
+def _start(options: sessions.StartOptions, wait: arrival.Wait) -> None:
     with wait.watched():
         world = _initialise_mpi()
-        startup.check_tuning(world, wishes.tuning)
-    try:
-        startup.build(world, wishes)
-    except BaseException:
-        if world.size == 1 and communicators.is_started():
-            startup.tear_down("call mpi.start() first")
-        raise
+        sessions.check_tuning(world, options.tuning)
+    sessions.open_session(world, options)
     os.environ[STARTED_PID] = str(os.getpid())
     if world.rank == 0 and (unknown := config.unknown_settings()):
         logger.warning("%s", unknown)
     if communicators.resolve(None).rank == 0 and world.rank == 0:
-        logger.info("%s", placement.describe(startup.device, world.size, num_nodes()))
+        logger.info("%s", placement.describe(device(), world.size, num_nodes()))
 
 
 def stop() -> None:
@@ -155,12 +151,12 @@ def _met_in_time(comm: Communicator) -> bool:
 
 def local_rank() -> int:
     """This process's rank among those of its node."""
-    return startup.located().rank
+    return sessions.current().location().rank
 
 
 def local_size() -> int:
     """The number of ranks on this node."""
-    return startup.located().size
+    return sessions.current().location().size
 
 
 def num_nodes() -> int:
@@ -170,8 +166,7 @@ def num_nodes() -> int:
 
 def device() -> torch.device:
     """Where this rank computes: its GPU after ``start(with_cuda=True)``, else the CPU."""
-    communicators.stack()
-    return startup.device
+    return sessions.current().device
 
 
 def host_name() -> str:
@@ -194,7 +189,7 @@ def _initialise_mpi() -> MPI.Comm:
         arrival.initialise_mpi()
     exits.register(stop)
     placement.check_world(MPI.COMM_WORLD.size)
-    return startup.remaining or MPI.COMM_WORLD
+    return sessions.remaining_world or MPI.COMM_WORLD
 
 
 def _check_startable() -> None:
@@ -207,5 +202,5 @@ def _check_startable() -> None:
             "call torchmpi_py in the parent only, or launch a job of its own with torchmpirun (or without "
             f"{STARTED_PID} in its environment)"
         )
-    if exits.is_forked():
+    if owner.is_forked():
         raise NotStarted("this process was forked from one that had started MPI; it cannot be a rank itself")

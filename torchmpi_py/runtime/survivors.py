@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communication_thread, communicators, journal, ulfm
 from torchmpi_py.errors import CommunicatorError, RankDied
-from torchmpi_py.runtime import exits, startup
+from torchmpi_py.runtime import exits
+from torchmpi_py.runtime import session as sessions
 from torchmpi_py.watch import tracing, watchdog
 
 logger = logging.getLogger("torchmpi_py")
@@ -62,9 +63,7 @@ def _agree(is_well: bool) -> bool:
     return journal.run_alone("mpi.elastic", world, lambda: ulfm.agree(world.direct.mpi, is_well))
 
 
-_depth = 0
-_num_in_vain = 0  # recoveries, one after another, without a death: Open MPI has agreed so, between nodes
-_MOST_IN_VAIN = 3
+_MOST_IN_VAIN = 3  # recoveries, one after another, without a death: Open MPI has agreed so, between nodes
 
 
 @contextlib.contextmanager
@@ -83,14 +82,14 @@ def elastic() -> Iterator[Attempt]:
 
     Source: Bland et al., see ``recovery.py``; Horovod's elastic training has the same form around a function.
     """
-    global _depth, _num_in_vain
     attempt = Attempt()
-    if not ulfm.is_elastic() or _depth > 0:
+    if not ulfm.is_elastic() or sessions.current().elastic_depth > 0:
         yield attempt
         return
+    session = sessions.current()
     is_agreed = False
     failure: Exception | None = None
-    _depth += 1
+    session.elastic_depth += 1
     try:
         yield attempt
     except Exception as error:
@@ -100,26 +99,25 @@ def elastic() -> Iterator[Attempt]:
         is_agreed, failure = isinstance(error, _Denied), error
         ulfm.revoke_all()
     finally:
-        _depth -= 1
+        session.elastic_depth -= 1
     if is_agreed or not _agree(failure is None):
         attempt.deaths = recover()
         attempt.has_recovered = True
-        _num_in_vain = 0 if attempt.deaths else _num_in_vain + 1
-        if _num_in_vain > _MOST_IN_VAIN:
+        session.num_in_vain = 0 if attempt.deaths else session.num_in_vain + 1
+        if session.num_in_vain > _MOST_IN_VAIN:
             raise CommunicatorError("MPI fails again and again, though no rank has died") from failure
 
 
 def recover() -> tuple[int, ...]:
     """Build the world anew without the ranks that died; return those. Collective over the survivors."""
     world = former = communicators.stack().levels[0].direct.mpi
-    assert startup.start_options is not None, "a started process knows what it was started with"
-    wishes = startup.start_options._replace(device=startup.device, has_settled=True)
+    session = sessions.current()
     while True:
-        startup.abandon(_LOST)
+        session.close(_LOST, is_lost=True)
         world = world.Shrink()
         ulfm.acknowledge_failures(world)  # from now on an error is a death only if another rank has died
         try:
-            startup.build(world, wishes)
+            session.build(world)
             is_well = True
         except Exception as error:
             if not ulfm.is_death(error):
@@ -129,7 +127,7 @@ def recover() -> tuple[int, ...]:
             ulfm.revoke(world)
         if ulfm.agree(world, is_well):
             break
-    startup.remaining = world
+    sessions.remaining_world = world
     names = ulfm.names_of_dead(former, world)
     if world.rank == 0 and names:
         logger.warning("rank %s died (as numbered at the launch); %d go on", names, world.size)
@@ -185,9 +183,10 @@ def meet_to_stop() -> None:
         if not attempt.has_recovered:
             break
     why_not = "mpi.stop() was called; call mpi.start() again"
+    session = sessions.current()
     try:
-        startup.tear_down(why_not)
+        session.close(why_not)
     except Exception as error:
         if not ulfm.is_death(error):
             raise
-        startup.abandon(why_not)
+        session.close(why_not, is_lost=True)

@@ -34,6 +34,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -139,7 +140,7 @@ def _chrome_event(event: TraceEvent, process_id: int, row: int, base_ns: int) ->
     args: dict[str, Any] = {
         "flavour": event.flavour,
         "bytes": event.num_bytes,
-        "thread_role": LANES[event.thread_role],
+        "lane": LANES[event.thread_role],
         "comm": event.comm,
         "ranks": event.num_ranks,
     }
@@ -154,7 +155,7 @@ logger = logging.getLogger("torchmpi_py")
 current: Trace | None = None
 """The trace that is being recorded; read it as ``tracing.current``."""
 
-_num_traces = 0
+_numbers = itertools.count(1)
 _job = time.time_ns()  # rank 0's tells the traces of one job from those of the next one
 
 
@@ -167,6 +168,7 @@ class Trace:
         self.job = job
         self.events: list[TraceEvent] = []
         self.readings: list[Reading] = []
+        self._is_written = False
         self._nvtx = _nvtx()
         self._profiler = _started_profiler()
         self.read_clock()
@@ -202,7 +204,10 @@ class Trace:
         self.events.append(event)
 
     def write(self) -> None:
-        """End torch's profiler, and write everything to ``path``, whole or not at all."""
+        """End torch's profiler, and write everything to ``path``, whole or not at all; once."""
+        if self._is_written:
+            return
+        self._is_written = True
         part = self.path.with_suffix(".part")
         try:
             data = self._of_torch(part)
@@ -247,15 +252,14 @@ class Trace:
         }
 
 
-def start(world: Communicator) -> None:
-    """Begin a trace if TORCHMPI_PROFILE names a directory. Collective over ``world``, which is all ranks."""
-    global current, _num_traces
+def start(world: Communicator) -> Trace | None:
+    """A trace, begun if TORCHMPI_PROFILE names a directory. Collective over ``world``, which is all ranks."""
     directory = config.profile_directory()
     problem = "" if directory is None else _problem(directory)
     told = world.background.mpi.allgather((directory is not None, problem, _job))
     wanted = [rank for rank, (is_wanted, _, _) in enumerate(told) if is_wanted]
     if not wanted:
-        return
+        return None
     if len(wanted) < len(told):
         without = next(rank for rank in range(len(told)) if rank not in wanted)
         raise RanksDisagree(
@@ -266,26 +270,22 @@ def start(world: Communicator) -> None:
     if failed:
         raise TorchMPIError(f"start: no folder for traces on {failed[0]}; give --profile another one")
     assert directory is not None, "every rank wants a trace"
-    _num_traces += 1
-    number = "" if _num_traces == 1 else f"-{_num_traces}"
-    current = Trace(directory / f"rank-{world.rank}{number}.json", world, told[0][2])
+    count = next(_numbers)
+    number = "" if count == 1 else f"-{count}"
+    return Trace(directory / f"rank-{world.rank}{number}.json", world, told[0][2])
 
 
 def stop() -> None:
     """Write the trace, if there is one. Collective: the clocks are compared once more."""
-    global current
     if current is not None:
-        trace, current = current, None
-        trace.read_clock()
-        trace.write()
+        current.read_clock()
+        current.write()
 
 
 def save() -> None:
     """Write the trace of this rank alone, which has failed and will end the job; launch/wrap.py calls it, too."""
-    global current
     if current is not None:
-        trace, current = current, None
-        trace.write()
+        current.write()
 
 
 def _problem(directory: pathlib.Path) -> str:

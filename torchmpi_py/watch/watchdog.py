@@ -25,7 +25,6 @@ One rank of several that notice the same does it (``claims.py``). Whatever is wr
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import select
@@ -34,7 +33,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from torchmpi_py.core import backoff, communication_thread, config, journal, status_board, ulfm
+from torchmpi_py.core import backoff, journal, status_board, ulfm
 from torchmpi_py.core.config import Tuning
 from torchmpi_py.core.status_board import (
     ENDING,
@@ -43,7 +42,6 @@ from torchmpi_py.core.status_board import (
     STOPPING,
     TEXT_GIVEN,
     TEXT_WANTED,
-    WORLD_RANK,
     Board,
 )
 from torchmpi_py.watch import abort, death_signals, flight_recorder, reports
@@ -188,7 +186,8 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End it."""
+        """End the watch: this rank needs the others no longer."""
+        self._board.put(HAS_LEFT, STOPPED)
         self._ending.set()
         death_signals.wake()
         if threading.current_thread() is not self._thread:
@@ -315,33 +314,7 @@ def say(text: str) -> None:
             os.write(2, line.encode(errors="backslashreplace"))
 
 
-_current: Watchdog | None = None
-
-
-def start() -> None:
-    """Watch this process, as ``config.current`` has it."""
-    global _current
-    assert status_board.current is not None, "start has made it"
-    if config.can_raise and communication_thread.current().inline:
-        config.install(dataclasses.replace(config.current, at_deadline="abort"))
-        if status_board.current.get(WORLD_RANK) == 0:
-            logger.warning(
-                "this MPI does not give MPI_THREAD_MULTIPLE: a late operation cannot raise, and ends the job"
-            )
-    _current = Watchdog(status_board.current, config.current)
-
-
 def leaving() -> None:
     """This rank has called ``mpi.stop``; who waits for it in an operation shall know."""
     if status_board.current is not None:
         status_board.current.put(HAS_LEFT, STOPPING)
-
-
-def stop() -> None:
-    """End it; this rank needs the others no longer."""
-    global _current
-    if _current is not None:
-        if status_board.current is not None:
-            status_board.current.put(HAS_LEFT, STOPPED)
-        _current.stop()
-        _current = None

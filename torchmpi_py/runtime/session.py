@@ -1,0 +1,210 @@
+"""The session: what ``start`` builds on top of MPI, and ``stop`` or a death takes down again.
+
+A session owns the tuning, the communication thread, the board, the level stack, the GPU table, the trace and the
+watchdog. The lower rooms find the parts that they need as ``current`` (``config.current``, ``status_board.current``,
+...): a session alone assigns those. It is built on any communicator: the world, or what is left of it when ranks have
+died (``survivors.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from torchmpi_py.collectives import measured_cache
+from torchmpi_py.collectives.flavours import gpu_probe, rendezvous
+from torchmpi_py.collectives.flavours.node_group import part_bytes
+from torchmpi_py.core import communication_thread, communicators, config, status_board, ulfm
+from torchmpi_py.core.channels import Place
+from torchmpi_py.core.communication_thread import CommunicationThread
+from torchmpi_py.core.communicators import Communicator, Stack
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.core.status_board import Board
+from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.launch import variables
+from torchmpi_py.memory import gpus, symmetric
+from torchmpi_py.runtime import placement
+from torchmpi_py.watch import tracing
+from torchmpi_py.watch.watchdog import Watchdog
+
+logger = logging.getLogger("torchmpi_py")
+
+
+class StartOptions(NamedTuple):
+    """The arguments of ``start``, with the device and the tuning resolved."""
+
+    device: torch.device
+    with_ipc: bool
+    custom_levels: Callable[[], int] | None
+    cartesian: bool
+    collective_levels: Callable[[], int | None] | None
+    tuning: config.Tuning
+
+
+class Session:
+    """The parts of one session. ``build`` and ``close`` may follow each other: after a death with a smaller world."""
+
+    def __init__(self, options: StartOptions) -> None:
+        self.options = options
+        self.device = options.device
+        self.local: placement.Local | None = None
+        self.elastic_depth = 0  # blocks of mpi.elastic that the program is in
+        self.num_in_vain = 0  # recoveries, one after another, without a death
+        self._node: Communicator | None = None
+        self._watchdog: Watchdog | None = None
+
+    def build(self, world: MPI.Comm) -> None:
+        """Build all parts on ``world``. Collective over it."""
+        self._build_parts(world)
+        whole = communicators.stack().levels[0]
+        _complete_variables(whole)
+        if gpus.table() is not None:
+            gpu_probe.run(whole.direct, self.device)
+            gpu_probe.probe(whole)
+        measured_cache.load_for(whole)
+        _push_levels(self.options.custom_levels, self.options.collective_levels)
+        tracing.current = tracing.start(whole)
+        assert status_board.current is not None, "a part of the session"
+        self._watchdog = Watchdog(status_board.current, config.current)
+
+    def location(self) -> placement.Local:
+        """This rank's place on its node."""
+        assert self.local is not None, "a session that is open has found its place"
+        return self.local
+
+    def _build_parts(self, world: MPI.Comm) -> None:
+        """Build the parts that verbs need, up to level 0."""
+        inline = MPI.Query_thread() < MPI.THREAD_MULTIPLE
+        _use_tuning(self.options.tuning, inline=inline, speaks=world.rank == 0)
+        communication_thread.current_thread = CommunicationThread(inline=inline)
+        node = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
+        place = Place(node.bcast(world.rank), node.rank)
+        self._node = Communicator(node, place, f"node of rank {place.node}")
+        status_board.current = Board(node, self._node.direct.places, world.rank)
+        symmetric.unavailable_because = symmetric.try_out(node, self._node.direct.places, part_bytes())
+        is_first_time = self.local is None
+        self.local = placement.locate(node)
+        if is_first_time:  # a rank that goes on after a death keeps its GPU
+            self.device = placement.settled(self.options.device, self.local)
+        placement.limit_threads(self.local)
+        gpus.current = gpus.exchange(world, place, self.device, with_ipc=self.options.with_ipc)
+        communicators.current_stack, communicators.why_not = Stack(world, place, self.options.cartesian), ""
+
+    def close(self, why_not: str, *, is_lost: bool = False) -> None:
+        """Take all parts down; later calls raise NotStarted with ``why_not``. Collective.
+
+        If the world ``is_lost``, because ranks have died, the session lets go of all parts without the other ranks:
+        calls under way fail, here and there.
+        """
+        if is_lost:
+            self._stop_watchdog()  # an operation that a death has ended is not late
+            ulfm.revoke_all()
+        if communication_thread.current_thread is not None:
+            communication_thread.current_thread.close()
+        if communicators.current_stack is not None:
+            communicators.current_stack.free(is_lost=is_lost)
+        if self._node is not None:
+            self._node._give_back(is_lost=is_lost)
+        if is_lost:
+            symmetric.forget()
+            ulfm.forget_all()
+        self._stop_watchdog()
+        self._node = None
+        communication_thread.current_thread = None
+        tracing.current = None
+        symmetric.unavailable_because = symmetric.NOT_STARTED
+        if status_board.current is not None:
+            status_board.current.calls.clear()  # they refer to what refers to the board
+            status_board.current = None
+        gpus.current = None
+        communicators.current_stack, communicators.why_not = None, why_not
+
+    def _stop_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+
+
+_current: Session | None = None  # the last one of this process, open or closed
+
+remaining_world: MPI.Comm | None = None
+"""The ranks that live, where some have died. MPI's own world stays what it was, also for the next session."""
+
+
+def open_session(world: MPI.Comm, options: StartOptions) -> None:
+    """Build the session of this process. Collective over ``world``."""
+    global _current
+    _current = Session(options)
+    try:
+        _current.build(world)
+    except BaseException:
+        if world.size == 1 and communicators.is_started():
+            _current.close("call mpi.start() first")
+        raise
+
+
+def current() -> Session:
+    """The open session, or NotStarted."""
+    communicators.stack()
+    assert _current is not None, "a session is open"
+    return _current
+
+
+def check_tuning(world: MPI.Comm, tuning: config.Tuning) -> None:
+    """RanksDisagree if the ranks were given different tunings. Collective."""
+    tunings = world.allgather(tuning)
+    if any(other != tunings[0] for other in tunings):
+        rank, other = next((rank, other) for rank, other in enumerate(tunings) if other != tunings[0])
+        raise RanksDisagree(
+            f"start: rank 0 has {tunings[0]}, rank {rank} has {other}; set TORCHMPI_* alike on all hosts"
+        )
+
+
+def _use_tuning(tuning: config.Tuning, *, inline: bool, speaks: bool) -> None:
+    """Make ``tuning`` the current one, as far as this MPI can follow it."""
+    if inline and speaks:
+        logger.warning("this MPI does not give MPI_THREAD_MULTIPLE: asynchronous operations run when they are launched")
+    config.use(tuning)
+    if inline and config.can_raise:
+        config.use(dataclasses.replace(tuning, at_deadline="abort"))
+        if speaks:
+            logger.warning(
+                "this MPI does not give MPI_THREAD_MULTIPLE: a late operation cannot raise, and ends the job"
+            )
+
+
+def _complete_variables(whole: Communicator) -> None:
+    """Add to torchrun's variables what launchers do not say of several nodes: rank 0's address, this node's index.
+
+    Collective.
+    """
+    if whole.num_nodes > 1:
+        address = whole.direct.mpi.bcast(rendezvous.own_address(whole.num_nodes) if whole.rank == 0 else "")
+        nodes = [place.node for place in whole.direct.places]
+        variables.complete(address, sorted(set(nodes)).index(nodes[whole.rank]))
+
+
+def _push_levels(custom: Callable[[], int] | None, collective: Callable[[], int | None] | None) -> None:
+    """Push the user's levels, then those for hierarchical collectives; the span is between the two. Collective."""
+    stack = communicators.stack()
+    entry = 0 if custom is None else custom()
+    communicators.set_communicator(_checked_level("custom_communicator_init", entry))
+    if collective is None:
+        group, node = gpus.group(stack.place), stack.place.node
+        end = stack.push(f"node of rank {node}" if group == node else f"IPC group of rank {group}")
+    else:
+        given = collective()
+        end = entry if given is None else _checked_level("collective_communicator", given)
+        communicators.set_communicator(entry)
+    communicators.set_collective_span(entry, end)
+
+
+def _checked_level(what: str, level: object) -> int:
+    if isinstance(level, bool) or not isinstance(level, int):
+        raise TypeError(f"{what} returned {level!r}; it must return the index of the deepest level that it pushed")
+    communicators.stack().level(level)
+    return level
