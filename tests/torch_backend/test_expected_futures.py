@@ -56,7 +56,7 @@ def test_a_future_of_what_is_over_is_none(mpi, group):
         work = dist.all_reduce(torch.ones(3), async_op=True)
         work.wait()
         assert work.get_future().wait()[0].tolist() == [mpi.size()] * 3
-    assert journal.under_way(status_board.current) == before
+    assert journal.under_way(status_board.current) <= before  # futures of former tests may end meanwhile
 
 
 def test_a_group_that_is_given_up_waits_for_nothing(mpi, group):
