@@ -59,7 +59,7 @@ def test_the_flavour_refuses_ranks_of_several_groups(monkeypatch):
         direct = type("Direct", (), {"places": [Place(0, 0), Place(0, 1)]})
 
     flavour = BY_NAME["cudaipc"]
-    monkeypatch.setattr(gpus, "_gpus", {Place(0, 0): Gpu("A", 0), Place(0, 1): Gpu("B", 1)})
+    monkeypatch.setattr(gpus, "current", GpuTable({Place(0, 0): Gpu("A", 0), Place(0, 1): Gpu("B", 1)}, ""))
     assert "cannot all reach" in flavour.refuses(Comm)
     monkeypatch.setattr(gpus, "_gpus", {Place(0, 0): Gpu("A", 0), Place(0, 1): Gpu("B", 0)})
     assert flavour.refuses(Comm) == ""

@@ -77,7 +77,7 @@ def device(monkeypatch):
     notes = Notes()
     monkeypatch.setattr(devices, "of", lambda device: notes)
     thread = communication_thread.CommunicationThread(inline=False)
-    former = communication_thread._thread
+    former = communication_thread.current_thread
     communication_thread.current_thread = thread
     yield notes
     thread.close()

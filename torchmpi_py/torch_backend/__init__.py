@@ -6,17 +6,19 @@ look for backends. A process group is a communicator of the package, and its col
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchmpi_py.torch_backend import registration
-from torchmpi_py.torch_backend.ddp_hook import average
-from torchmpi_py.torch_backend.monitored_barrier import monitored_barrier
-from torchmpi_py.torch_backend.process_group import ProcessGroup
 from torchmpi_py.torch_backend.registration import NAME
+
+if TYPE_CHECKING:
+    from torchmpi_py.torch_backend.ddp_hook import average
+    from torchmpi_py.torch_backend.monitored_barrier import monitored_barrier
+    from torchmpi_py.torch_backend.process_group import ProcessGroup
 
 __all__ = ["NAME", "ProcessGroup", "average", "monitored_barrier"]
 
-_HOMES = {"ProcessGroup": "process_group", "average": "gradients", "monitored_barrier": "monitoring"}
+_HOMES = {"ProcessGroup": "process_group", "average": "ddp_hook", "monitored_barrier": "monitored_barrier"}
 
 registration.register()
 
