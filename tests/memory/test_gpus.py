@@ -61,7 +61,7 @@ def test_the_flavour_refuses_ranks_of_several_groups(monkeypatch):
     flavour = BY_NAME["cudaipc"]
     monkeypatch.setattr(gpus, "current", GpuTable({Place(0, 0): Gpu("A", 0), Place(0, 1): Gpu("B", 1)}, ""))
     assert "cannot all reach" in flavour.refuses(Comm)
-    monkeypatch.setattr(gpus, "_gpus", {Place(0, 0): Gpu("A", 0), Place(0, 1): Gpu("B", 0)})
+    monkeypatch.setattr(gpus, "current", GpuTable({Place(0, 0): Gpu("A", 0), Place(0, 1): Gpu("B", 0)}, ""))
     assert flavour.refuses(Comm) == ""
     Comm.num_nodes = 2
     assert "spreads over 2 nodes" in flavour.refuses(Comm)
@@ -135,9 +135,7 @@ def test_trial(mpi, monkeypatch, fault):
         part = segment.view(channel.places[channel.rank].local, torch.uint8, num_bytes)
         return part.clone() if last and fault else part, segment
 
-    monkeypatch.setattr(gpus, "_gpus", {place: Gpu("A", 0) for place in channel.places})
-    monkeypatch.setattr(gpus, "_with_ipc", True)
-    monkeypatch.setattr(gpus, "_why_off", "")
+    monkeypatch.setattr(gpus, "current", GpuTable({place: Gpu("A", 0) for place in channel.places}, ""))
     monkeypatch.setattr(cuda_ipc, "allocate", allocate)
     monkeypatch.setattr(cuda_ipc, "PeerEvents", lambda *arguments: cuda_ipc.NoEvents())
     gpu_probe.run(channel, torch.device("cpu"))
