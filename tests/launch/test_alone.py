@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 PROGRAM = """
 import os, sys
 from torchmpi_py.launch import variables
-rank = variables.rank(os.environ)
+rank = variables.rank_in(os.environ)
 if rank == 1 and os.fork() == 0:
     sys.exit(0)
 if rank == 2:
