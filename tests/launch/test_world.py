@@ -162,8 +162,8 @@ def test_a_child_that_does_not_find_the_job_keeps_what_it_has(monkeypatch):
 
 SHOW = """
 import os
-from torchmpi_py.launch import variables as world
-world.set_variables()
+from torchmpi_py.launch import variables
+variables.set_variables()
 print(os.environ["RANK"], os.environ["WORLD_SIZE"], any(name.startswith("TORCHELASTIC_") for name in os.environ))
 """
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, hosts, job, mpirun, variables, vendors
+from torchmpi_py.launch import binding, hosts, job, mpirun, terminal, variables, wrap
 from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
-from torchmpi_py.launch.options import given_environment, is_needed, parse, quote
+from torchmpi_py.launch.mpirun import Vendor
 from torchmpi_py.launch.terminal import Tail, say
 
 # What the ranks must not inherit: the place in another job of whoever starts this one, and the mark by which a started
@@ -39,6 +39,86 @@ _FORWARDED = (
 )
 
 _TRIED_BYTES = 4096  # one block of a disk
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the command line. Everything after the program belongs to the program."""
+    parser = argparse.ArgumentParser(
+        prog="torchmpirun",
+        usage="torchmpirun [-n N] [options] program.py args...\n       torchmpirun [-n N] [options] -m module args...",
+        description="Start N ranks of a Python program through MPI.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "-n",
+        "-np",
+        dest="num_ranks",
+        type=_positive,
+        metavar="N",
+        help="ranks; default: the slots of the named hosts; else SLURM_NTASKS; else one per GPU; else one per core",
+    )
+    add("--hostfile", type=Path, metavar="F", help="lines of `host`, `host:4` or `host slots=4`")
+    add("--hosts", metavar="a:2,b:2", help="the same on the command line")
+    add("--bind", choices=("core", "none"), default="core", help="give each rank its own cores (default), or do not")
+    add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")
+    add("--timeout", type=_seconds, metavar="S", help="end the job after S seconds, with exit code 124")
+    add("--grace", type=_grace, default=30.0, metavar="S", help="time for ranks that heed Ctrl-C or SIGTERM (30 s)")
+    add("--max-restarts", type=_number, metavar="N", help="start the job again when it fails, at most N times")
+    add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
+    add("--mpi", choices=[vendor.name for vendor in mpirun.VENDORS], default="", help="default: the one that is found")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in every rank; repeatable")
+    add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
+    add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")
+    add("--mpi-args", type=shlex.split, default=[], metavar="'...'", help="options for the MPI's own starter")
+    add("--dry-run", action="store_true", help="print what would be run, and run nothing")
+    add("-m", dest="as_module", action="store_true", help="the program is a module")
+    add("program", nargs=argparse.REMAINDER, help="program and its arguments")
+    options = parser.parse_args(argv)
+    if options.program[:1] == ["--"]:
+        del options.program[0]
+    if not options.program:
+        parser.error("no program to run")
+    return options
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} ranks are no job; give 1 or more")
+    return number
+
+
+def _number(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} restarts are not possible; give 0 or more")
+    return number
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text} seconds are no limit; give more than 0")
+    return seconds
+
+
+def _grace(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text} seconds cannot be waited for; give 0 or more")
+    return seconds
+
+
+def given_environment(pairs: list[str]) -> dict[str, str]:
+    """Read --env."""
+    given = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise LaunchError(f"--env {pair!r}: write NAME=VALUE")
+        given[name] = value
+    return given
 
 
 @dataclass(frozen=True)
@@ -80,7 +160,7 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def wrapped(options: argparse.Namespace, vendor: vendors.Vendor) -> list[str]:
+def wrapped(options: argparse.Namespace, vendor: Vendor) -> list[str]:
     """The command of one rank, as this starter is to get it."""
     command = [sys.executable, str(Path(__file__).with_name("wrap.py")), "--bind", options.bind]
     if options.log_dir is not None:
@@ -88,23 +168,23 @@ def wrapped(options: argparse.Namespace, vendor: vendors.Vendor) -> list[str]:
     if options.profile is not None:
         command += ["--profile", str(options.profile.absolute())]
     program = options.program
-    if is_needed(program, vendor.interpreted):
+    if wrap.needs_quotes(program, vendor.interpreted):
         command.append("--quoted")
-        program = quote(program, vendor.interpreted)
+        program = wrap.quote(program, vendor.interpreted)
     return [*command, *(["-m"] if options.as_module else []), *program]
 
 
-def choose(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[vendors.Vendor, str]:
+def choose(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Vendor, str]:
     """The MPI, and the path of its starter."""
     if options.mpi and options.dry_run:  # of any MPI, installed or not
-        vendor = vendors.vendor_named(options.mpi)
+        vendor = mpirun.vendor_named(options.mpi)
         return vendor, vendor.programs[0]
     return mpirun.find(options.mpi, environment)
 
 
 def plan(
     options: argparse.Namespace,
-    vendor: vendors.Vendor,
+    vendor: Vendor,
     program: str,
     folder: Path,
     environment: Mapping[str, str],
@@ -135,7 +215,7 @@ def plan(
         forward=tuple(reaching),
         agent=options.launch_agent,
         elastic=options.elastic,
-        no_input=not job.is_given(),
+        no_input=not terminal.has_input(),
         extra=tuple(options.mpi_args),
     )
     text = hosts.render(named, vendor.hostfile_line)
@@ -167,7 +247,7 @@ def check_folder(option: str, folder: Path | None, replaced: str = "") -> None:
         raise LaunchError(f"{what}; name a folder that can be written to, or make room") from None
 
 
-def check_shared_memory(vendor: vendors.Vendor, num_ranks: int, folder: str = "/dev/shm") -> None:
+def check_shared_memory(vendor: Vendor, num_ranks: int, folder: str = "/dev/shm") -> None:
     """Refuse where this MPI cannot start; warn where it may crash."""
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise LaunchError(f"{vendor.name} cannot work without a {folder} to write to; mount one, or use --mpi openmpi")
