@@ -2,8 +2,8 @@
 
     torchmpirun -n 4 train.py --epochs 5
 
-It finds the MPI, builds its argument list, starts every rank inside `wrap`, and ends with the exit code of the first
-rank that failed. On success it prints nothing of its own, unless ranks never met each other (`alone`).
+torchmpirun finds the MPI, builds its argument list, starts every rank inside `wrap`, and ends with the exit code of the
+first rank that failed. On success it prints nothing of its own, unless ranks never met each other.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
 from torchmpi_py.launch.mpirun import Vendor
 from torchmpi_py.launch.terminal import Tail, say
 
-# What the ranks must not inherit: the place in another job of whoever starts this one, and the mark by which a started
-# process forbids MPI to its children.
+# What the ranks must not inherit: the place of this process in another job, and the variable by which a started process
+# forbids MPI to its children.
 _DROPPED = ("PMIX_", "PMI_", "OMPI_COMM_", "OMPI_ARGV", "OMPI_COMMAND", "PRTE_LAUNCHED", "HYDI_", "MPI_LOCAL")
 _DROPPED_WHOLE = ("TORCHMPI_STARTED_PID",)
 _KEPT = ("PMIX_MCA_",)
@@ -111,7 +111,7 @@ def _grace(text: str) -> float:
 
 
 def given_environment(pairs: list[str]) -> dict[str, str]:
-    """Read --env."""
+    """Variables that --env gives. LaunchError where one is not NAME=VALUE."""
     given = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -190,7 +190,7 @@ def plan(
     environment: Mapping[str, str],
     attempt: int = 0,
 ) -> JobPlan:
-    """Decide everything; `folder` is the job's, and is only named here."""
+    """The job that the options describe; its ``folder`` is only named here."""
     named = _named_hosts(options)
     num_ranks = options.num_ranks or default_num_ranks(named, environment)
     hostfile = folder / "hostfile" if named else None
@@ -205,8 +205,8 @@ def plan(
             say(f"{name} is {inherited[name]}, but {vendor.name}'s library is {path}; unset it if ranks cannot start")
     added |= library
     added = {name: value for name, value in added.items() if name == vendor.hostfile_variable or name not in inherited}
-    mark = variables.first_mark([(host.name, host.num_slots) for host in named], folder)
-    added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt), variables.MARK: mark} | given
+    record = variables.record_for_ranks([(host.name, host.num_slots) for host in named], folder)
+    added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt), variables.RECORD: record} | given
     reaching = sorted({*given, *(name for name in inherited | added if name.startswith(_FORWARDED))})
     starter = mpirun.arguments(
         vendor,
@@ -260,7 +260,7 @@ def check_shared_memory(vendor: Vendor, num_ranks: int, folder: str = "/dev/shm"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start the job, again if it fails, or print it; return its exit code."""
+    """Start the job, again if it fails, or print it; its exit code."""
     vendor, program = choose(options, os.environ)
     most = options.max_restarts or 0
     if options.elastic and not vendor.elastic:
@@ -303,7 +303,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show(chosen: JobPlan) -> None:
-    """Print what would be run."""
+    """Print the variables and the command of a job."""
     for name, value in chosen.added.items():
         print(f"{name}={shlex.quote(value)} \\")
     print(shlex.join(chosen.command))

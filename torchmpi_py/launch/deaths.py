@@ -135,7 +135,7 @@ class Lookout:
                 del self._began[rank]
 
     def _deaths_in_turn(self) -> list[Death]:
-        """Those that have died, of the ranks that have ended and that no other may precede."""
+        """Ranks that have ended and died, in order, as far as no other rank may precede them."""
         deaths = []
         earliest = min((self.began(rank) for rank in self._began if self._watched[rank][0]), default=math.inf)
         for rank in sorted(self._ended, key=self.began):

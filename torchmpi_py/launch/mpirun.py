@@ -47,7 +47,7 @@ class Vendor:
     forward: Options = ()  # repeated for each name; without {name}: once
     agent: Options = ()
     elastic: Options = ()
-    no_input: Options = ()  # for one that never tells rank 0 that its standard input is empty
+    no_input: Options = ()  # where rank 0 would wait for the end of an empty standard input
     hostfile_variable: str = ""
     interpreted: str = ":"  # a regular expression of words that it takes for its own, also among a program's arguments
     stop_signals: tuple[int, ...] = ()  # what ends it, where Ctrl-C and SIGTERM themselves do not
@@ -128,7 +128,7 @@ VENDORS = (
 
 
 def vendor_named(name: str) -> Vendor:
-    """The row of that name."""
+    """The vendor of this name."""
     return next(vendor for vendor in VENDORS if vendor.name == name)
 
 
@@ -172,7 +172,7 @@ def _offered(vendor: Vendor, options: Options, flag: str) -> Options:
 def settings(
     vendor: Vendor, *, busy: bool, is_root: bool, hostfile: Path | None = None, with_ssh: bool = False
 ) -> dict[str, str]:
-    """The variables this vendor wants; `busy`: as many ranks on a host as cores, or more."""
+    """The variables that this vendor wants; ``busy``: as many ranks on a host as cores, or more."""
     wanted = dict(vendor.environment)
     if busy:
         wanted |= vendor.busy_environment
@@ -201,7 +201,7 @@ def library_of(vendor: Vendor, program: str) -> dict[str, str]:
 def find(wanted: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
     """The MPI to use and the path of its program: beside this Python first, then on the PATH, as mpi4py looks.
 
-    `wanted` forces a vendor; else MPI4PY_MPIABI, when the user has set it, narrows the choice.
+    ``wanted`` forces a vendor; else MPI4PY_MPIABI, when the user has set it, narrows the choice.
     """
     abi = "" if wanted else environment.get("MPI4PY_MPIABI", "")
     passed_over = []
