@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, NoReturn
 from torchmpi_py.launch import variables
 
 OUTPUT_SECONDS = 0.3  # an abort overtakes output that the starter has not read yet, such as a traceback
+_UNKNOWN = "unknown"
 _KILLED_SECONDS = 2.0  # how long the starter may take to kill a rank that has called MPI_Abort
 
 
@@ -110,26 +111,27 @@ def release_replaced(folder: Path, rank: int) -> bool:
     """
     mark = folder / f"running-{rank}"
     with contextlib.suppress(OSError):
-        number, _, checksum = mark.read_text().split()
-        if _checksum(int(number)) not in ("", checksum):  # "": the process is about to end
+        number, _, before = mark.read_text().split()
+        now = _checksum(int(number))
+        if now != before and _UNKNOWN not in (now, before):
             mark.unlink()
             return True
     return False
 
 
 def _checksum(process_id: int) -> str:
-    """Checksum of a process's command line; "" where there is none: the process ends, or has ended."""
+    """Checksum of a process's command line; not known when the process ends, or is about to become another program."""
     with contextlib.suppress(OSError):
-        words = Path(f"/proc/{process_id}/cmdline").read_bytes()
-        return str(zlib.crc32(words)) if words else ""
-    return ""
+        if words := Path(f"/proc/{process_id}/cmdline").read_bytes():
+            return str(zlib.crc32(words))
+    return _UNKNOWN
 
 
 def _numbering() -> str:
     """Name of the numbers of processes that hold here: those of this start of the system, and of this container."""
     with contextlib.suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
-    return "unknown"
+    return _UNKNOWN
 
 
 class Failure(NamedTuple):
