@@ -83,7 +83,7 @@ class Remains:
         """Kill what lives, and remove what it leaves; the job's folder stays."""
         from torchmpi_py.launch import exit_marks
 
-        self.look()
+        self.look()  # what is held by processes that live; then by ranks that failed, which said so
         self.kill(reap)
         for failure in exit_marks.failures(self.folder):
             self.shared_memory.update(failure.held)

@@ -103,8 +103,10 @@ class Lookout:
     def wait(self, seconds: float) -> list[Death]:
         """Ranks that have died since the last call, in order. Waits ``seconds`` for a death or the starter's end."""
         self._watch_new_ranks()
+        # The pipes first: what has broken them is the order of the ends.
         ready = self._record_beginnings([descriptor for descriptor, _ in self._poll.poll(seconds)])
         late = self._watch_new_ranks() if ready else set()  # ranks that came, and may have died, meanwhile
+        # Then the processes: by their descriptors, and by a look at those that have none, or came just now.
         for rank, (process_id, descriptor) in self._watched.items():
             is_looked_at = descriptor is None or rank in late
             if process_id and (descriptor in ready or (is_looked_at and _is_gone(process_id))):
@@ -137,6 +139,7 @@ class Lookout:
     def _deaths_in_turn(self) -> list[Death]:
         """Ranks that have ended and died, in order, as far as no other rank may precede them."""
         deaths = []
+        # A rank that has begun to end, and whose process is still there, holds back all that began after it.
         earliest = min((self.began(rank) for rank in self._began if self._watched[rank][0]), default=math.inf)
         for rank in sorted(self._ended, key=self.began):
             if self.began(rank) > earliest:

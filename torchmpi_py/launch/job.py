@@ -119,6 +119,7 @@ class Job:
             self._clean_up()
 
     def _wait(self) -> int:
+        """Watch the job until it has ended, or has to be ended; its exit code."""
         look = time.monotonic()
         interval = 0.1
         while self._running():
@@ -130,6 +131,7 @@ class Job:
                 self.was_ended = True
                 self._end(signal.SIGTERM)
                 return TIMEOUT_CODE
+            # A rank has failed, or all have left, and the starter does not end the job.
             self._was_deserted = now - self._last_seen > DESERTED_SECONDS
             if self._failed_for() > self.failure_grace_seconds or self._was_deserted:
                 self._end(signal.SIGTERM, None if self.stop_signals else FAILURE_GRACE_SECONDS)
@@ -142,6 +144,7 @@ class Job:
             self._give_time(self.signals.ending[0])
             self._end(self.signals.ending[0])
             return 128 + self.signals.ending[0]
+        # The starter has ended. What it did to the ranks may still be under way.
         self._look_for_deaths(0.0)
         while self._lookout.is_holding:
             time.sleep(_POLL_SECONDS)
@@ -152,6 +155,7 @@ class Job:
         return code
 
     def _running(self) -> bool:
+        """Take in what happens within a moment: signals, deaths, the starter's end; whether the starter runs."""
         self.signals.look_at_parent()
         self.signals.pass_on(self.process)
         self._look_for_deaths(_POLL_SECONDS)
@@ -170,6 +174,7 @@ class Job:
         self._look_for_remains()  # the others map what the dead one had
         if self._deaths and not self.elastic:
             return
+        # A death counts only if it began before every failure: a failing rank has the MPI end the others.
         failed = [failure.rank for failure in exit_marks.failures(self.folder)]
         deaths = deaths + self._lookout.wait(0.0)  # and what these failures did to the ranks' pipes
         deaths = [death for death in deaths if all(death.began < self._lookout.began(rank) < inf for rank in failed)]
@@ -255,6 +260,7 @@ class Job:
             code = self._exit_code_of_deserted(code)
         if self.elastic and code == 0 and not failures:
             return 0
+        # The deaths come first in the reason, then the first failure, then ranks that nobody else reports.
         how = [(death, death.explain(None if self.elastic else code)) for death in self._deaths]
         reasons = [f"{death.name} {text}" for death, text in how if text]
         left = [rank for rank in sorted(exit_marks.ranks_running(self.folder)) if self._has_left(rank)]

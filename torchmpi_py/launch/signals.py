@@ -134,11 +134,14 @@ class ForwardedSignal:
         """Whether the job can be ended: no rank is at work, and some rank has to be ended."""
         left = exit_marks.failures(self._remains.folder)
         at_work = self.unfinished()
+        # All are through: the job ends when the starter sees that, unless one waits to be killed, or never had the signal.
         if not at_work:
             return bool(left) or any(self._lives(process_id) for process_id in self._others)
         has_heard = {rank for rank in self.ranks if exit_marks.has_heard(self._remains.folder, rank)}
+        # All that are at work run Python code, in ``finally`` for instance: they have their time.
         if at_work <= has_heard:
             return False
+        # Some may wait in MPI for a rank that has left, or for each other.
         times = [failure.when for failure in left if failure.rank in has_heard]
         if self._is_idle(at_work):
             ranks = ", ".join(map(str, sorted(at_work)))

@@ -165,6 +165,7 @@ def explain(error: BaseException, rank: int, former: int | None = None) -> None:
 
 def _shown_by_the_programs_hook(error: BaseException) -> bool:
     """Whether the program, or a library of its choice, has an excepthook, and this hook has done its work."""
+    # Under the hooks of the package and of torch.distributed may be one of the program.
     hook: Any = sys.excepthook
     while (former := _wrapped_by(hook)) is not None:
         hook = former
@@ -202,6 +203,7 @@ def fail(error: BaseException, code: int, folder: str, rank: int, former: int | 
         sys.stdout.flush()
     with contextlib.suppress(BaseException):
         explain(error, rank, former)
+    # The trace of a rank that fails ends here; the others leave none.
     tracing: Any = sys.modules.get("torchmpi_py.watch.tracing")
     if tracing is not None:
         with contextlib.suppress(BaseException):
