@@ -33,7 +33,7 @@ EXEC_FAILS = "with contextlib.suppress(OSError): os.execvp('/no/such', ['x'])\no
 )
 def test_the_mark(tmp_path, text, is_left):
     subprocess.run([sys.executable, "-c", RANK, tmp_path, text], check=False, timeout=200)
-    assert exit_marks.is_running(tmp_path, 3) == is_left
+    assert exit_marks.is_left(tmp_path, "running-3") == is_left
     assert os.path.exists(tmp_path / "alive-3")
 
 

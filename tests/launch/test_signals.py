@@ -309,7 +309,7 @@ def test_who_waits_for_a_rank_that_has_left(tmp_path, monkeypatch):
         assert forwarded.is_over()
         assert "so killed: rank 1" in forwarded.reason
         forwarded.reason = ""
-        exit_marks.record_end(str(tmp_path), 0, 143)  # the ranks have agreed
+        exit_marks.leave(tmp_path, "ended-0", "143")  # the ranks have agreed
         assert not forwarded.is_over()
 
 
@@ -320,8 +320,8 @@ def test_who_answers_ctrl_c(tmp_path, monkeypatch, knows):
     with ranks(tmp_path, True):
         forwarded = signals.ForwardedSignal(cleanup.Remains(tmp_path), signal.SIGINT)
         assert not forwarded.is_over()
-        record = {"heard": exit_marks.record_hearing, "own": exit_marks.record_own_handler, "": lambda *_: None}[knows]
-        record(str(tmp_path), 0)
+        if knows:
+            exit_marks.leave(tmp_path, f"{knows}-0")
         now[0] = 4.0
         assert forwarded.is_over() == (not knows)
 
@@ -339,7 +339,7 @@ def test_a_programs_own_handler_is_known(tmp_path, text, is_own):
     begin = "import os, signal, sys; from torchmpi_py.launch import wrap\n"
     begin += "signal.signal(signal.SIGINT, signal.default_int_handler); wrap.record_interrupts(sys.argv[1], 0)\n"
     subprocess.run([sys.executable, "-c", begin + text, tmp_path], check=True, timeout=200)
-    assert exit_marks.has_own_handler(tmp_path, 0) == is_own
+    assert exit_marks.is_left(tmp_path, "own-0") == is_own
 
 
 @pytest.mark.parametrize("survives", ["", "nohup", "background", "setsid"])
@@ -423,11 +423,10 @@ def test_a_guardian_that_is_stopped_stops_nobody(monkeypatch, tmp_path):
 def test_marks_that_cannot_be_written(tmp_path):
     for name in ("ending", "heard-1", "ended-1"):
         (tmp_path / f"part-{name}").mkdir()
-    exit_marks.announce_end(tmp_path)
-    exit_marks.record_hearing(str(tmp_path), 1)
-    assert not exit_marks.record_end(str(tmp_path), 1, 143)
-    found = exit_marks.is_ending(str(tmp_path)), exit_marks.has_heard(tmp_path, 1), exit_marks.code_of_end(tmp_path)
-    assert found == (False, False, 0)
+    for name in ("ending", "heard-1", "ended-1"):
+        assert not exit_marks.leave(tmp_path, name, "143")
+        assert not exit_marks.is_left(tmp_path, name)
+    assert exit_marks.code_of_end(tmp_path) == 0
 
 
 def test_a_log_that_cannot_be_replaced(tmp_path):
@@ -441,9 +440,9 @@ def test_a_log_that_cannot_be_replaced(tmp_path):
 
 def test_an_end_that_the_ranks_wanted_is_no_failure(tmp_path):
     assert exit_marks.code_of_end(tmp_path) == 0
-    assert exit_marks.record_end(str(tmp_path), 1, 143)
-    assert not exit_marks.record_end("", 1, 143)
-    assert not exit_marks.record_end(str(tmp_path / "none"), 1, 143)
+    assert exit_marks.leave(tmp_path, "ended-1", "143")
+    assert not exit_marks.leave("", "ended-1", "143")
+    assert not exit_marks.leave(tmp_path / "none", "ended-1", "143")
     assert exit_marks.code_of_end(tmp_path) == 143
 
 

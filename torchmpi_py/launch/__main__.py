@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,24 @@ _FORWARDED = (
 _TRIED_BYTES = 4096  # one block of a disk
 
 
+def _number(read: Callable[[str], float], is_possible: Callable[[float], bool], why_not: str) -> Callable[[str], float]:
+    """How argparse is to read a number that has to be possible."""
+
+    def number(text: str) -> float:
+        value = read(text)
+        if not is_possible(value):
+            raise argparse.ArgumentTypeError(f"{text} {why_not}")
+        return value
+
+    return number
+
+
+_RANKS = _number(int, lambda number: number >= 1, "ranks are no job; give 1 or more")
+_RESTARTS = _number(int, lambda number: number >= 0, "restarts are not possible; give 0 or more")
+_LIMIT = _number(float, lambda seconds: seconds > 0, "seconds are no limit; give more than 0")
+_GRACE = _number(float, lambda seconds: seconds >= 0, "seconds cannot be waited for; give 0 or more")
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line. Everything after the program belongs to the program."""
     parser = argparse.ArgumentParser(
@@ -54,7 +72,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "-n",
         "-np",
         dest="num_ranks",
-        type=_positive,
+        type=_RANKS,
         metavar="N",
         help="ranks; default: the slots of the named hosts; else SLURM_NTASKS; else one per GPU; else one per core",
     )
@@ -62,9 +80,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--hosts", metavar="a:2,b:2", help="the same on the command line")
     add("--bind", choices=("core", "none"), default="core", help="give each rank its own cores (default), or do not")
     add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")
-    add("--timeout", type=_seconds, metavar="S", help="end the job after S seconds, with exit code 124")
-    add("--grace", type=_grace, default=30.0, metavar="S", help="time for ranks that heed Ctrl-C or SIGTERM (30 s)")
-    add("--max-restarts", type=_number, metavar="N", help="start the job again when it fails, at most N times")
+    add("--timeout", type=_LIMIT, metavar="S", help="end the job after S seconds, with exit code 124")
+    add("--grace", type=_GRACE, default=30.0, metavar="S", help="time for ranks that heed Ctrl-C or SIGTERM (30 s)")
+    add("--max-restarts", type=_RESTARTS, metavar="N", help="start the job again when it fails, at most N times")
     add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
     add("--mpi", choices=[vendor.name for vendor in mpirun.VENDORS], default="", help="default: the one that is found")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in every rank; repeatable")
@@ -80,34 +98,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not options.program:
         parser.error("no program to run")
     return options
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} ranks are no job; give 1 or more")
-    return number
-
-
-def _number(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} restarts are not possible; give 0 or more")
-    return number
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text} seconds are no limit; give more than 0")
-    return seconds
-
-
-def _grace(text: str) -> float:
-    seconds = float(text)
-    if not seconds >= 0:
-        raise argparse.ArgumentTypeError(f"{text} seconds cannot be waited for; give 0 or more")
-    return seconds
 
 
 def given_environment(pairs: list[str]) -> dict[str, str]:

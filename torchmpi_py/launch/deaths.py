@@ -146,8 +146,8 @@ class Lookout:
                 break
             process_id, status = self._ended.pop(rank)
             self._num_ended += 1
-            is_in_order = status == 0 and exit_marks.is_through(self._folder, rank)  # os._exit(0) at exit
-            if exit_marks.is_running(self._folder, rank) and not is_in_order:
+            is_in_order = status == 0 and exit_marks.is_left(self._folder, f"through-{rank}")  # os._exit(0) at exit
+            if exit_marks.is_left(self._folder, f"running-{rank}") and not is_in_order:
                 num_left = max(self._num_ranks, len(self._watched)) - self._num_ended
                 deaths.append(Death(rank, process_id, status, self.began(rank), num_left))
             else:

@@ -35,6 +35,21 @@ _UNKNOWN = "unknown"
 _KILLED_SECONDS = 2.0  # how long the starter may take to kill a rank that has called MPI_Abort
 
 
+def leave(folder: str | Path, mark: str, text: str = "") -> bool:
+    """Leave a mark; whether that was possible: on another host there is no such folder, and a disk may be full."""
+    if not folder or not os.path.isdir(folder):
+        return False
+    with contextlib.suppress(OSError):
+        _write(Path(folder) / mark, text)
+        return True
+    return False
+
+
+def is_left(folder: str | Path, mark: str) -> bool:
+    """Whether a mark is there; on another host nothing is known of it."""
+    return bool(folder) and os.path.exists(os.path.join(folder, mark))
+
+
 @contextlib.contextmanager
 def running(folder: str, rank: int) -> Iterator[None]:
     """Leave ``running-R`` until this process ends in order, and ``through-R`` at the end of the block.
@@ -64,12 +79,12 @@ def running(folder: str, rank: int) -> Iterator[None]:
         yield
     finally:
         if os.getpid() == process_id:
-            _leave(folder, f"through-{rank}")
+            leave(folder, f"through-{rank}")
 
 
 def record_running(folder: str, rank: int, process_id: int) -> None:
     """Leave that this process is the rank."""
-    _leave(folder, f"running-{rank}", f"{process_id} {_numbering()} {_checksum(process_id)}")
+    leave(folder, f"running-{rank}", f"{process_id} {_numbering()} {_checksum(process_id)}")
 
 
 def ranks_running(folder: Path) -> dict[int, int]:
@@ -80,16 +95,6 @@ def ranks_running(folder: Path) -> dict[int, int]:
             number, where, _ = path.read_text().split()
             found[int(path.name.removeprefix("running-"))] = int(number) if where == _numbering() else 0
     return found
-
-
-def is_running(folder: Path, rank: int) -> bool:
-    """Whether this rank has not ended in order."""
-    return (folder / f"running-{rank}").exists()
-
-
-def is_through(folder: Path, rank: int) -> bool:
-    """Whether this rank's program has returned."""
-    return (folder / f"through-{rank}").exists()
 
 
 def open_pipe(folder: Path, rank: int) -> int:
@@ -171,41 +176,6 @@ def failures(folder: Path) -> list[Failure]:
     return sorted(found)
 
 
-def announce_end(folder: Path) -> None:
-    """torchmpirun: the job is asked to end, and a rank that has done so must not take the time from the others."""
-    _leave(str(folder), "ending")
-
-
-def is_ending(folder: str) -> bool:
-    """Whether the job is asked to end; on another host that is not known."""
-    return bool(folder) and os.path.exists(os.path.join(folder, "ending"))
-
-
-def record_hearing(folder: str, rank: int) -> None:
-    """Leave that Ctrl-C has reached this rank's program."""
-    _leave(folder, f"heard-{rank}")
-
-
-def has_heard(folder: Path, rank: int) -> bool:
-    """Whether Ctrl-C has reached this rank's program."""
-    return (folder / f"heard-{rank}").exists()
-
-
-def record_own_handler(folder: str, rank: int) -> None:
-    """Leave that the program handles Ctrl-C, so that nobody sees whether a signal has reached it."""
-    _leave(folder, f"own-{rank}")
-
-
-def has_own_handler(folder: Path, rank: int) -> bool:
-    """Whether this rank's program has had a handler of its own for Ctrl-C."""
-    return (folder / f"own-{rank}").exists()
-
-
-def record_end(folder: str, rank: int, code: int) -> bool:
-    """Leave the code that this rank wants the job to end with; whether torchmpirun will read it."""
-    return _leave(folder, f"ended-{rank}", str(code))
-
-
 def code_of_end(folder: Path) -> int:
     """The code that ranks want the job to end with, because it was asked to end; 0 if none does."""
     return max((int(path.read_text()) for path in folder.glob("ended-*")), default=0)
@@ -215,7 +185,7 @@ def record_meeting() -> None:
     """Leave that this rank, or the rank which this process comes from, comes to meet others."""
     rank = variables.rank_in(os.environ)
     if rank is not None:
-        _leave(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), f"met-{rank}")
+        leave(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), f"met-{rank}")
 
 
 def has_met() -> bool:
@@ -242,7 +212,7 @@ def record_alone_at_end(folder: str, rank: int) -> None:
     def record() -> None:
         with contextlib.suppress(Exception):
             if os.getpid() == process_id and not has_met():  # a forked child is not the rank
-                _leave(folder, f"alone-{rank}")
+                leave(folder, f"alone-{rank}")
 
     atexit.register(record)
 
@@ -267,16 +237,6 @@ def abort(mpi: Any, code: int) -> NoReturn:
     # one that went on meanwhile would go through mpi.stop().
     time.sleep(_KILLED_SECONDS)
     os._exit(code)
-
-
-def _leave(folder: str, name: str, text: str = "") -> bool:
-    """Leave a mark; whether that was possible: on another host there is no such folder, and a disk may be full."""
-    if not folder or not os.path.isdir(folder):
-        return False
-    with contextlib.suppress(OSError):
-        _write(Path(folder) / name, text)
-        return True
-    return False
 
 
 def _write(path: Path, text: str) -> None:

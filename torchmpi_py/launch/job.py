@@ -281,7 +281,7 @@ class Job:
     def _has_left(self, rank: int) -> bool:
         """Whether a rank whose mark is there left in the middle: os._exit(0) after the program is an end in order."""
         is_known = any(death.rank == rank and death.status for death in self._deaths)
-        return is_known or not exit_marks.is_through(self.folder, rank)
+        return is_known or not exit_marks.is_left(self.folder, f"through-{rank}")
 
     def _exit_code_of_deserted(self, code: int) -> int:
         """Exit code of an elastic job that all ranks have left: success, if one did so in order."""

@@ -118,7 +118,7 @@ class ForwardedSignal:
 
     def send(self) -> None:
         """Send the signal."""
-        exit_marks.announce_end(self._remains.folder)
+        exit_marks.leave(self._remains.folder, "ending")
         for process_id in self.ranks.values():
             if self._lives(process_id):
                 cleanup.send_signal(process_id, self._signum)
@@ -134,10 +134,10 @@ class ForwardedSignal:
         """Whether the job can be ended: no rank is at work, and some rank has to be ended."""
         left = exit_marks.failures(self._remains.folder)
         at_work = self.unfinished()
-        # All are through: the job ends when the starter sees that, unless one waits to be killed, or never had the signal.
+        # All are through. The starter ends the job, unless a rank waits to be killed, or never had the signal.
         if not at_work:
             return bool(left) or any(self._lives(process_id) for process_id in self._others)
-        has_heard = {rank for rank in self.ranks if exit_marks.has_heard(self._remains.folder, rank)}
+        has_heard = {rank for rank in self.ranks if exit_marks.is_left(self._remains.folder, f"heard-{rank}")}
         # All that are at work run Python code, in ``finally`` for instance: they have their time.
         if at_work <= has_heard:
             return False
@@ -163,7 +163,7 @@ class ForwardedSignal:
         """Whether Ctrl-C, which no rank has heard, would have been heard by one that does not wait in C code."""
         if self._signum != signal.SIGINT or time.monotonic() - self._sent < _DEADLOCK_SECONDS:
             return False
-        return not any(exit_marks.has_own_handler(self._remains.folder, rank) for rank in self.ranks)
+        return not any(exit_marks.is_left(self._remains.folder, f"own-{rank}") for rank in self.ranks)
 
     def _lives(self, process_id: int) -> bool:
         return cleanup.lives_with(process_id, self._remains.variable)

@@ -208,7 +208,7 @@ def fail(error: BaseException, code: int, folder: str, rank: int, former: int | 
     if tracing is not None:
         with contextlib.suppress(BaseException):
             tracing.save()
-    if isinstance(error, (KeyboardInterrupt, SystemExit)) and exit_marks.is_ending(folder):
+    if isinstance(error, (KeyboardInterrupt, SystemExit)) and exit_marks.is_left(folder, "ending"):
         _wait_to_be_killed(folder)
     end_job(code, folder)
 
@@ -253,13 +253,13 @@ def record_interrupts(folder: str, rank: int) -> None:
 
     def leave_mark(signum: int, frame: FrameType | None) -> NoReturn:
         if os.getpid() == process_id:  # a forked child is not the rank
-            exit_marks.record_hearing(folder, rank)
+            exit_marks.leave(folder, f"heard-{rank}")
         interrupt(signum, frame)
 
     @functools.wraps(set_handler)
     def look_at_handler(signalnum: int, handler: Any) -> Any:
         if signalnum == signal.SIGINT and handler is not leave_mark and os.getpid() == process_id:
-            exit_marks.record_own_handler(folder, rank)
+            exit_marks.leave(folder, f"own-{rank}")
         return set_handler(signalnum, handler)
 
     set_handler(signal.SIGINT, leave_mark)
@@ -278,7 +278,7 @@ def run_and_end(options: argparse.Namespace, folder: str, rank: int) -> None:
         if former is not None and sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()  # here a full disk is an error; when Python ends it is code 120
     except EndRequested as error:
-        if os.getpid() != process_id or not exit_marks.record_end(folder, rank, exit_code(error)):
+        if os.getpid() != process_id or not exit_marks.leave(folder, f"ended-{rank}", str(exit_code(error))):
             raise
     except BaseException as error:
         code = exit_code(error)
