@@ -42,7 +42,7 @@ _TRIED_BYTES = 4096  # one block of a disk
 
 
 def _number(read: Callable[[str], float], is_possible: Callable[[float], bool], why_not: str) -> Callable[[str], float]:
-    """How argparse is to read a number that has to be possible."""
+    """A reader of numbers for argparse, which refuses those that are not possible."""
 
     def number(text: str) -> float:
         value = read(text)

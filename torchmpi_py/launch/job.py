@@ -13,9 +13,9 @@ leaves the ranks on the other hosts running.
 Each detector of a death serves a case that the others miss. The MPI's starter ends the other ranks, also those on other
 hosts; but MPICH's does not notice a rank that dies before MPI runs, and Open MPI's lets an elastic job go on. `deaths`
 sees each death on this host, names the first, and has the job ended where the starter does not end it. The ranks watch
-each other (`watch.watchdog`), under a plain mpirun too, and say in which operation a rank has died.
-In an elastic job a death is reported, and the job goes on. Its starter does not always end when the last rank has: then
-it is ended.
+each other (`watch.watchdog`): they say in which operation a rank has died, and end a job whose starter sees another
+process in its place, a shell around the program for instance. In an elastic job a death is reported, and the job goes
+on. Its starter does not always end when the last rank has: then it is ended.
 
 A job that failed may be started again. Each attempt is a new job, with a folder of its own, and nothing left of the
 former. The program goes on from its last checkpoint; to it a restart is a start (TORCHMPIRUN_RESTART counts them). What

@@ -17,7 +17,7 @@ as SIGTERM, for which programs save. Ranks of other hosts get nothing: training 
 
 A rank that leaves by KeyboardInterrupt or ``sys.exit`` in a job that is asked to end waits to be killed (`wrap`), and
 so leaves the others their time. But some of these may wait for that rank in a call of the MPI's library, where Python
-runs no handlers, and they would wait in vain. Of Ctrl-C is known which ranks it has reached. A handler of the program's
+runs no handlers, and they would wait in vain. Marks say which ranks Ctrl-C has reached. A handler of the program's
 own leaves no mark: there a rank that neither ends nor writes anything for a while counts as waiting.
 """
 
