@@ -1,7 +1,7 @@
 """MPI for today's PyTorch: ``import torchmpi_py as mpi``, ``mpi.start()``, ``torchmpirun -n 4 train.py``.
 
 Names are loaded when they are first used, so that the launcher starts without importing torch. In a rank the import
-sets torchrun's variables (``launch.world``).
+sets torchrun's variables (``launch.variables``).
 """
 
 import importlib

@@ -143,10 +143,10 @@ def _watch(
             resume_seconds = None
             os.kill(int(next(folder.glob("fault-*")).read_text()), signal.SIGCONT)
         ended = starter.poll() is not None
-        if ended and not cleanup.processes_marked(mark):
+        if ended and not cleanup.processes_with(mark):
             return False, time.time() - (_when_struck(folder) or begin)
         if since > within_seconds + (0 if struck else START_SECONDS):
-            for process_id in cleanup.processes_marked(mark):
+            for process_id in cleanup.processes_with(mark):
                 os.kill(process_id, signal.SIGKILL)
             starter.wait(30)
             return True, since

@@ -26,7 +26,7 @@ def no_leftovers(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
     (tmp_path / "t").mkdir()
     yield
-    assert cleanup.processes_marked(f"LAUNCH_TEST={value}") in ([], [os.getpid()])
+    assert cleanup.processes_with(f"LAUNCH_TEST={value}") in ([], [os.getpid()])
     assert os.listdir(tmp_path / "t") == []
     lines = [line for path in tmp_path.glob("held-*") for line in path.read_text().splitlines()]
     held = {line.split(maxsplit=5)[5] for line in lines}

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_leftovers")]
 # Runs argv[1] at most argv[2] times more when it fails; argv[3] is done in the launcher itself before.
 LAUNCHER = """
 import os, signal, sys
-from torchmpi_py.launch import job as jobs, cleanup as leftovers, job as restarts
+from torchmpi_py.launch import cleanup, job as jobs, terminal
 
 def make(folder, attempt, begin):
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt)}
@@ -28,7 +28,7 @@ def hear(*_):
 
 options = {}
 exec(sys.argv[3])
-sys.exit(restarts.run(make, int(sys.argv[2])))
+sys.exit(jobs.run(make, int(sys.argv[2])))
 """
 
 
@@ -78,7 +78,7 @@ def test_a_signal_passed_on_that_ends_the_job_ends_it_for_good(starter, code):
 
 
 def test_a_failure_long_after_a_signal_that_was_passed_on_is_like_any_other():
-    job = launch(LIVE_ON, before="from torchmpi_py.launch import signals; signals._SOON_SECONDS = 0.1")
+    job = launch(LIVE_ON, before="from torchmpi_py.launch import signals; signals.SOON_SECONDS = 0.1")
     assert (job.returncode, job.stdout) == (5, "asked\n" * 2)
     assert "starting again" in job.stderr
 
@@ -86,8 +86,8 @@ def test_a_failure_long_after_a_signal_that_was_passed_on_is_like_any_other():
 @pytest.mark.parametrize(
     "moment",
     [
-        "leftovers.remove_session_folders = hear",  # after an attempt
-        "get = jobs.standard_input.for_starter; jobs.standard_input.for_starter = lambda: hear() or get()",
+        "cleanup.remove_session_folders = hear",  # after an attempt
+        "get = terminal.starter_input; terminal.starter_input = lambda: hear() or get()",
         "make = lambda *_, make=make: hear() or make(*_)",
     ],
 )
@@ -122,10 +122,10 @@ def test_the_time_limit_is_for_all_attempts():
 # Each rank waits for what it is to do. The launcher is stopped until all that is to happen has: it sees all at once.
 STEPS = """
 import os, signal, sys, time
-from torchmpi_py.launch import exit_marks as marks
+from torchmpi_py.launch import exit_marks
 folder, launcher, steps = os.environ["TORCHMPIRUN_JOB_DIR"], os.getppid(), {steps!r}
 texts = dict(die="os.kill(os.getpid(), 9)", leave="sys.exit(0)",
-             fail="marks.record_failure(folder, rank, 4); time.sleep(0.5); os._exit(4)")
+             fail="exit_marks.record_failure(folder, rank, 4); time.sleep(0.5); os._exit(4)")
 signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, 9))
 def pipes_of_launcher():
     for name in os.listdir(f"/proc/{{launcher}}/fd"):
@@ -142,7 +142,7 @@ for rank in range(len(steps)):
     ends.append(end)
     children.append(os.fork())
     if children[-1] == 0:
-        with marks.running(folder, rank):
+        with exit_marks.running(folder, rank):
             exec(texts[os.read(source, 100).decode()])
         sys.exit(0)
 while sum(pipes_of_launcher()) < len(steps):
@@ -175,8 +175,8 @@ def play(steps, options, seconds, code=0, before=""):
 
 def test_who_is_ended_by_the_launcher_has_not_died():
     before = (
-        "note = jobs.Job._note\n"
-        "jobs.Job._note = lambda job, deaths: note(job, deaths) or setattr(job, 'timeout_seconds', 0.1)"
+        "record = jobs.Job.record_deaths\n"
+        "jobs.Job.record_deaths = lambda job, deaths: record(job, deaths) or setattr(job, 'timeout_seconds', 0.1)"
     )
     job = play(["1 die", "0 stay"], {"timeout_seconds": 40}, 50, before=before)
     assert (job.returncode, job.stderr.count("rank 0"), job.stderr.count("rank 1")) == (124, 0, 1), job.stderr

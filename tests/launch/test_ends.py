@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 
 import pytest
@@ -195,14 +196,12 @@ def test_a_starter_gets_the_signals_that_it_wants(program, tmp_path, no_leftover
     folder.mkdir()
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
     job = jobs.Job([sys.executable, str(starter)], environment, folder, stop_signals=stop_signals)
-    job.signals.ending.append(signal.SIGINT)
 
     def end_when_it_is_up():
         while not seen.exists():
             time.sleep(0.01)
-        job._end(signal.SIGINT)
-        return 130
+        job.signals.receive(signal.SIGINT)
 
-    monkeypatch.setattr(job, "_wait", end_when_it_is_up)
+    threading.Thread(target=end_when_it_is_up).start()
     assert job.run() == 130
     assert seen.read_text() == "15 15 "

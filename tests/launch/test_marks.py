@@ -1,4 +1,4 @@
-"""A rank that does not end in order leaves its mark; one that does removes it, however it does."""
+"""Marks of ranks that end in the middle of their program, become another program, or leave out what runs at exit."""
 
 import os
 import subprocess
@@ -12,10 +12,11 @@ pytestmark = pytest.mark.timeout(240)
 
 RANK = """
 import atexit, contextlib, os, sys
-from torchmpi_py.launch import exit_marks as marks
-with marks.running(sys.argv[1], 3):
+from torchmpi_py.launch import exit_marks
+with exit_marks.running(sys.argv[1], 3):
     exec(sys.argv[2])
 """
+EXEC_FAILS = "with contextlib.suppress(OSError): os.execvp('/no/such', ['x'])\nos._exit(0)"
 
 
 @pytest.mark.parametrize(
@@ -23,16 +24,55 @@ with marks.running(sys.argv[1], 3):
     [
         ("sys.exit(0)", False),
         ("if os.fork() == 0: os._exit(7)\nos.wait()", False),
-        ("atexit.register(os._exit, 0)", False),
-        ("os.execvp('true', ['true'])", False),
         ("os._exit(0)", True),
         ("if os.fork() == 0: sys.exit(0)\nos.wait(); os._exit(0)", True),
         ("atexit.register(os._exit, 3)", True),
         ("atexit.register(os.kill, os.getpid(), 9)", True),
-        ("with contextlib.suppress(OSError): os.execvp('/no/such', ['x'])\nos._exit(0)", True),
+        (EXEC_FAILS, True),
     ],
 )
 def test_the_mark(tmp_path, text, is_left):
     subprocess.run([sys.executable, "-c", RANK, tmp_path, text], check=False, timeout=200)
-    assert exit_marks.is_running(tmp_path, 3) == is_left
+    assert exit_marks.is_left(tmp_path, "running-3") == is_left
     assert os.path.exists(tmp_path / "alive-3")
+
+
+# Runs the rank argv[1] on the text argv[2] under a starter that reports success, as MPICH's may.
+LAUNCHER = """
+import os, sys
+from torchmpi_py.launch import job
+STARTER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+def make(folder, attempt, begin):
+    command = [sys.executable, "-c", STARTER, sys.argv[1], str(folder), sys.argv[2]]
+    return job.Job(command, os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}, folder, num_ranks=1)
+sys.exit(job.run(make, 0))
+"""
+AGAIN = (
+    "if os.environ.setdefault('TIMES', '0') == '0': os.environ['TIMES'] = '1'; os.execv(sys.executable, sys.orig_argv)"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("sys.exit(0)", 0),
+        ("atexit.register(os._exit, 0)", 0),
+        ("os.execvp('sleep', ['sleep', '1'])", 0),
+        ("import time; time.sleep(0.5); os.execvp('sleep', ['sleep', '1'])", 0),
+        (AGAIN, 0),  # under the same command line
+        (f"{AGAIN}\nos._exit(0)", 1),
+        ("os._exit(0)", 1),
+        (EXEC_FAILS, 1),
+    ],
+)
+def test_what_a_rank_has_left_in_the_middle_is_no_success(no_leftovers, text, code):
+    command = [sys.executable, "-c", LAUNCHER, RANK, text]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert job.returncode == code, job.stderr
+    assert ("rank 3 did not reach the end of the program" in job.stderr) == (code == 1)
+
+
+def test_no_function_of_python_is_replaced_by_the_mark(tmp_path):
+    text = "print(*(f.__module__ for f in (os._exit, os.execv, os.execve)))"
+    shown = subprocess.run([sys.executable, "-c", RANK, tmp_path, text], capture_output=True, text=True, timeout=200)
+    assert shown.stdout == "posix posix posix\n"

@@ -4,7 +4,7 @@ import pytest
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import mpirun, vendors, wrap
+from torchmpi_py.launch import mpirun, wrap
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -182,7 +182,7 @@ def test_a_bad_command_line_ends_with_2(argv, capsys):
 
 
 def test_arguments_are_quoted_where_a_starter_would_interpret_them():
-    for vendor in vendors.VENDORS:
+    for vendor in mpirun.VENDORS:
         assert launcher.wrapped(launcher.parse(["a.py", "--epochs", "5", "a:b", "%", ""]), vendor)[2:] == [
             *("--bind", "core", "a.py", "--epochs", "5", "a:b", "%", "")
         ]

@@ -143,8 +143,8 @@ def test_the_lookout(tmp_path, monkeypatch, pidfd):
         monkeypatch.delattr(os, "pidfd_open", raising=False)
     with subprocess.Popen(["sleep", "100"]) as one, subprocess.Popen(["sleep", "100"]) as other:
         for rank, process in enumerate((one, other)):
-            (tmp_path / f"running-{rank}").write_text(f"{process.pid} {exit_marks._numbering()}")
-        (tmp_path / "running-2").write_text("1 another.host")
+            exit_marks.record_running(str(tmp_path), rank, process.pid)
+        (tmp_path / "running-2").write_text("1 another.host 0")
         lookout = deaths.Lookout(tmp_path, os.getpid())
         try:
             assert lookout.wait(0.01) == []
@@ -165,13 +165,13 @@ def test_the_lookout(tmp_path, monkeypatch, pidfd):
 def test_deaths_are_told_in_the_order_of_their_beginnings(tmp_path, monkeypatch, is_ending):
     """Of a rank that takes long to end, and of one that has closed its pipe and lives on."""
     if not is_ending:
-        monkeypatch.setattr(deaths, "_ENDING_SECONDS", 0.0)
+        monkeypatch.setattr(deaths, "ENDING_SECONDS", 0.0)
     with subprocess.Popen(["sleep", "100"]) as one, subprocess.Popen(["sleep", "100"]) as other:
         pipes = []
         for rank, process in enumerate((one, other)):
             os.mkfifo(tmp_path / f"alive-{rank}")
             pipes.append(os.open(tmp_path / f"alive-{rank}", os.O_RDWR | os.O_CLOEXEC))
-            (tmp_path / f"running-{rank}").write_text(f"{process.pid} {exit_marks._numbering()}")
+            exit_marks.record_running(str(tmp_path), rank, process.pid)
         lookout = deaths.Lookout(tmp_path, os.getpid(), 2)
         try:
             lookout.wait(0.0)

@@ -13,7 +13,7 @@ import pytest
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as main
-from torchmpi_py.launch import cleanup, ending, exit_marks, guardian, job, mpirun, options, signals
+from torchmpi_py.launch import cleanup, exit_marks, job, mpirun, signals
 
 try:
     MISSING = "" if mpirun.find("", os.environ) else "none"
@@ -165,7 +165,7 @@ def test_the_grace_ends_and_a_second_signal_ends_it_at_once(program, tmp_path, n
     def have_all_heard():
         while len(saved(tmp_path)) < 2:
             time.sleep(0.01)
-        time.sleep(2 * signals._SAME_SECONDS)
+        time.sleep(2 * signals.SAME_SECONDS)
 
     job = start("-n", 2, "--grace", grace, program(PROGRAM), NEVER, tmp_path)
     if grace < 1:
@@ -196,18 +196,18 @@ def wait_for_the_end():
     """Of all processes of the test."""
     until = time.monotonic() + 100
     mark = f"LAUNCH_TEST={os.environ['LAUNCH_TEST']}"
-    while set(cleanup.processes_marked(mark)) - {os.getpid()} and time.monotonic() < until:
+    while set(cleanup.processes_with(mark)) - {os.getpid()} and time.monotonic() < until:
         time.sleep(0.05)
 
 
 # Runs a starter that ends only when it is ended, and has a child that survives that.
 LAUNCHER = """
 import os, sys
-from torchmpi_py.launch import job, job as restarts
+from torchmpi_py.launch import job
 STARTER = "import subprocess, sys, time; subprocess.Popen(['sleep', '200']); print('up', flush=True); time.sleep(200)"
 def make(folder, attempt, begin):
     return job.Job([sys.executable, "-c", STARTER], os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}, folder)
-sys.exit(restarts.run(make, 3))
+sys.exit(job.run(make, 3))
 """
 
 
@@ -230,24 +230,24 @@ def test_a_job_ends_with_its_launcher_and_the_launcher_with_its_parent(no_leftov
 # A rank without an MPI, that does not end by SIGTERM.
 RANK = """
 import os, signal, sys, time
-from torchmpi_py.launch import exit_marks as marks
+from torchmpi_py.launch import exit_marks
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background of a script
 signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
-with marks.running(os.environ["TORCHMPIRUN_JOB_DIR"], int(sys.argv[1])):
+with exit_marks.running(os.environ["TORCHMPIRUN_JOB_DIR"], int(sys.argv[1])):
     print("up", flush=True)
     time.sleep(200)
 """
 
 LATE = """
 import os, sys
-from torchmpi_py.launch import job, job as restarts
+from torchmpi_py.launch import job
 job.GRACE_SECONDS = 0.1
 job.Job.is_late = property(lambda self: bool(self.signals.ending))
 def make(folder, attempt, begin):
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
     command = [sys.executable, "-c", sys.argv[1], "0"]
     return job.Job(command, environment, folder, num_ranks=1, timeout_seconds=7, grace_seconds=1000)
-sys.exit(restarts.run(make, 3))
+sys.exit(job.run(make, 3))
 """
 
 
@@ -281,49 +281,49 @@ def ranks(folder, *marked):
 
 def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
     with ranks(tmp_path, True, False) as (mine, other):
-        passed_on = ending.PassedOn(cleanup.Remains(tmp_path), signal.SIGTERM)
-        assert passed_on.ranks == {0: mine.pid}
-        passed_on.ranks[1] = other.pid  # it died just now
-        passed_on.send()
+        forwarded = signals.ForwardedSignal(cleanup.Remains(tmp_path), signal.SIGTERM)
+        assert forwarded.ranks == {0: mine.pid}
+        forwarded.ranks[1] = other.pid  # it died just now
+        forwarded.send()
         assert mine.stdout.readline() == "asked\n"
-        assert passed_on.unfinished() == {0}
+        assert forwarded.unfinished() == {0}
         other.kill()
         assert other.stdout.read() == ""
 
 
 def test_who_waits_for_a_rank_that_has_left(tmp_path, monkeypatch):
     now, written = [0.0], [0]
-    monkeypatch.setattr(ending.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(ending, "_num_written", lambda _: written[0])
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(signals, "num_written", lambda _: written[0])
     with ranks(tmp_path, True, True):
-        passed_on = ending.PassedOn(cleanup.Remains(tmp_path), signal.SIGTERM)
+        forwarded = signals.ForwardedSignal(cleanup.Remains(tmp_path), signal.SIGTERM)
         now[0] = 100.0
-        assert not passed_on.is_over()  # nobody has left
+        assert not forwarded.is_over()  # nobody has left
         exit_marks.record_failure(str(tmp_path), 0, 1)
-        assert not passed_on.is_over()
+        assert not forwarded.is_over()
         now[0], written[0] = 111.0, 1
-        assert not passed_on.is_over()
+        assert not forwarded.is_over()
         now[0] = 120.0
-        assert (passed_on.is_over(), passed_on.reason) == (False, "")
+        assert (forwarded.is_over(), forwarded.reason) == (False, "")
         now[0] = 122.0
-        assert passed_on.is_over()
-        assert "so killed: rank 1" in passed_on.reason
-        passed_on.reason = ""
-        exit_marks.record_end(str(tmp_path), 0, 143)  # the ranks have agreed
-        assert not passed_on.is_over()
+        assert forwarded.is_over()
+        assert "so killed: rank 1" in forwarded.reason
+        forwarded.reason = ""
+        exit_marks.leave(tmp_path, "ended-0", "143")  # the ranks have agreed
+        assert not forwarded.is_over()
 
 
 @pytest.mark.parametrize("knows", ["", "heard", "own"])
 def test_who_answers_ctrl_c(tmp_path, monkeypatch, knows):
     now = [0.0]
-    monkeypatch.setattr(ending.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
     with ranks(tmp_path, True):
-        passed_on = ending.PassedOn(cleanup.Remains(tmp_path), signal.SIGINT)
-        assert not passed_on.is_over()
-        record = {"heard": exit_marks.record_hearing, "own": exit_marks.record_own_handler, "": lambda *_: None}[knows]
-        record(str(tmp_path), 0)
+        forwarded = signals.ForwardedSignal(cleanup.Remains(tmp_path), signal.SIGINT)
+        assert not forwarded.is_over()
+        if knows:
+            exit_marks.leave(tmp_path, f"{knows}-0")
         now[0] = 4.0
-        assert passed_on.is_over() == (not knows)
+        assert forwarded.is_over() == (not knows)
 
 
 @pytest.mark.parametrize(
@@ -336,11 +336,10 @@ def test_who_answers_ctrl_c(tmp_path, monkeypatch, knows):
     ],
 )
 def test_a_programs_own_handler_is_known(tmp_path, text, is_own):
-    begin = "import os, signal; from torchmpi_py.launch import wrap\n"
-    begin += "signal.signal(signal.SIGINT, signal.default_int_handler); wrap.note_interrupts(0)\n"
-    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", begin + text], check=True, timeout=200, env=environment)
-    assert exit_marks.has_own_handler(tmp_path, 0) == is_own
+    begin = "import os, signal, sys; from torchmpi_py.launch import wrap\n"
+    begin += "signal.signal(signal.SIGINT, signal.default_int_handler); wrap.record_interrupts(sys.argv[1], 0)\n"
+    subprocess.run([sys.executable, "-c", begin + text, tmp_path], check=True, timeout=200)
+    assert exit_marks.is_left(tmp_path, "own-0") == is_own
 
 
 @pytest.mark.parametrize("survives", ["", "nohup", "background", "setsid"])
@@ -377,7 +376,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch, came, ending):
     heard = signals.Signals()
     for when, signum in came:
         now[0] = when
-        heard._note(signum, None)
+        heard.receive(signum)
     assert heard.ending == ending
 
 
@@ -401,23 +400,22 @@ def test_the_parents_death_ends_the_wait_for_a_reader(monkeypatch):
 
 
 def test_a_guardian_that_is_stopped_stops_nobody(monkeypatch, tmp_path):
-    monkeypatch.setattr(guardian, "_TAKING_SECONDS", 0.01)
+    monkeypatch.setattr(cleanup, "TAKING_SECONDS", 0.01)
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
     os.set_blocking(reader, False)
     with os.fdopen(reader, "rb") as taken, os.fdopen(writer, "wb", buffering=0) as pipe:
-        ours = guardian.Guardian()
-        ours._process = SimpleNamespace(stdin=pipe)
+        guardian = cleanup.Guardian()
+        guardian.write_to(pipe.fileno())
         remains, text = cleanup.Remains(tmp_path), b""
         for number in range(12):
             remains.shared_memory = {f"/dev/shm/{number}-" + "x" * 10000}
-            ours.note(remains, ())
-        assert 0 < len(ours._unsent) < 3 * len(ours._unsent.splitlines()[-1])
+            guardian.note(remains, ())
+        assert 0 < len(guardian.unsent) < 3 * len(guardian.unsent.splitlines()[-1])
         while piece := taken.read(1 << 16):
             text += piece
-        ours.note(remains, ())
+        guardian.note(remains, ())
         text += taken.read(1 << 20)
-        assert ours._unsent == b""
+        assert guardian.unsent == b""
     found = [ast.literal_eval(line.decode()) for line in text.splitlines()]
     assert found[-1]["shared_memory"] == sorted(remains.shared_memory)
 
@@ -425,11 +423,10 @@ def test_a_guardian_that_is_stopped_stops_nobody(monkeypatch, tmp_path):
 def test_marks_that_cannot_be_written(tmp_path):
     for name in ("ending", "heard-1", "ended-1"):
         (tmp_path / f"part-{name}").mkdir()
-    exit_marks.announce_end(tmp_path)
-    exit_marks.record_hearing(str(tmp_path), 1)
-    assert not exit_marks.record_end(str(tmp_path), 1, 143)
-    found = exit_marks.is_ending(str(tmp_path)), exit_marks.has_heard(tmp_path, 1), exit_marks.code_of_end(tmp_path)
-    assert found == (False, False, 0)
+    for name in ("ending", "heard-1", "ended-1"):
+        assert not exit_marks.leave(tmp_path, name, "143")
+        assert not exit_marks.is_left(tmp_path, name)
+    assert exit_marks.code_of_end(tmp_path) == 0
 
 
 def test_a_log_that_cannot_be_replaced(tmp_path):
@@ -443,15 +440,15 @@ def test_a_log_that_cannot_be_replaced(tmp_path):
 
 def test_an_end_that_the_ranks_wanted_is_no_failure(tmp_path):
     assert exit_marks.code_of_end(tmp_path) == 0
-    assert exit_marks.record_end(str(tmp_path), 1, 143)
-    assert not exit_marks.record_end("", 1, 143)
-    assert not exit_marks.record_end(str(tmp_path / "none"), 1, 143)
+    assert exit_marks.leave(tmp_path, "ended-1", "143")
+    assert not exit_marks.leave("", "ended-1", "143")
+    assert not exit_marks.leave(tmp_path / "none", "ended-1", "143")
     assert exit_marks.code_of_end(tmp_path) == 143
 
 
 @pytest.mark.parametrize("text", ["-1", "nan", "long"])
 def test_a_grace_that_is_no_time(text, capsys):
     with pytest.raises(SystemExit):
-        options.parse(["--grace", text, "x.py"])
+        main.parse(["--grace", text, "x.py"])
     assert "--grace" in capsys.readouterr().err
-    assert options.parse(["--grace", "0", "x.py"]).grace == 0
+    assert main.parse(["--grace", "0", "x.py"]).grace == 0

@@ -15,14 +15,14 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_leftovers")]
 LAUNCHER = """
 import os, sys
 from pathlib import Path
-from torchmpi_py.launch import job as jobs, job as restarts, terminal
+from torchmpi_py.launch import job as jobs, terminal
 
 def make(folder, attempt, begin):
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
     command = [sys.executable, "-c", sys.argv[1], sys.argv[2] + "/rank-0.log"]
     return jobs.Job(command, environment, folder, begin=begin, timeout_seconds=float(sys.argv[3]))
 
-sys.exit(restarts.run(make, 0, terminal.Tail(Path(sys.argv[2]))))
+sys.exit(jobs.run(make, 0, terminal.Tail(Path(sys.argv[2]))))
 """
 
 NUM_BYTES = 1 << 18  # more than fits into a pipe

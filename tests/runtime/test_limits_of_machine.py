@@ -8,10 +8,10 @@ import pytest
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import vendors
+from torchmpi_py.launch import mpirun
 
 pytestmark = pytest.mark.timeout(240)
-MPICH = vendors.vendor_named("mpich")
+MPICH = mpirun.vendor_named("mpich")
 
 # Some other files are open already: let 20 more be.
 FILES = """

@@ -2,8 +2,8 @@
 
     torchmpirun -n 4 train.py --epochs 5
 
-It finds the MPI, builds its argument list, starts every rank inside `wrap`, and ends with the exit code of the first
-rank that failed. On success it prints nothing of its own, unless ranks never met each other (`alone`).
+torchmpirun finds the MPI, builds its argument list, starts every rank inside `wrap`, and ends with the exit code of the
+first rank that failed. On success it prints nothing of its own, unless ranks never met each other.
 """
 
 import argparse
@@ -12,18 +12,18 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, hosts, job, mpirun, variables, vendors
+from torchmpi_py.launch import binding, hosts, job, mpirun, terminal, variables, wrap
 from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
-from torchmpi_py.launch.options import given_environment, is_needed, parse, quote
+from torchmpi_py.launch.mpirun import Vendor
 from torchmpi_py.launch.terminal import Tail, say
 
-# What the ranks must not inherit: the place in another job of whoever starts this one, and the mark by which a started
-# process forbids MPI to its children.
+# What the ranks must not inherit: the place of this process in another job, and the variable by which a started process
+# forbids MPI to its children.
 _DROPPED = ("PMIX_", "PMI_", "OMPI_COMM_", "OMPI_ARGV", "OMPI_COMMAND", "PRTE_LAUNCHED", "HYDI_", "MPI_LOCAL")
 _DROPPED_WHOLE = ("TORCHMPI_STARTED_PID",)
 _KEPT = ("PMIX_MCA_",)
@@ -39,6 +39,76 @@ _FORWARDED = (
 )
 
 _TRIED_BYTES = 4096  # one block of a disk
+
+
+def _number(read: Callable[[str], float], is_possible: Callable[[float], bool], why_not: str) -> Callable[[str], float]:
+    """A reader of numbers for argparse, which refuses those that are not possible."""
+
+    def number(text: str) -> float:
+        value = read(text)
+        if not is_possible(value):
+            raise argparse.ArgumentTypeError(f"{text} {why_not}")
+        return value
+
+    return number
+
+
+_RANKS = _number(int, lambda number: number >= 1, "ranks are no job; give 1 or more")
+_RESTARTS = _number(int, lambda number: number >= 0, "restarts are not possible; give 0 or more")
+_LIMIT = _number(float, lambda seconds: seconds > 0, "seconds are no limit; give more than 0")
+_GRACE = _number(float, lambda seconds: seconds >= 0, "seconds cannot be waited for; give 0 or more")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the command line. Everything after the program belongs to the program."""
+    parser = argparse.ArgumentParser(
+        prog="torchmpirun",
+        usage="torchmpirun [-n N] [options] program.py args...\n       torchmpirun [-n N] [options] -m module args...",
+        description="Start N ranks of a Python program through MPI.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "-n",
+        "-np",
+        dest="num_ranks",
+        type=_RANKS,
+        metavar="N",
+        help="ranks; default: the slots of the named hosts; else SLURM_NTASKS; else one per GPU; else one per core",
+    )
+    add("--hostfile", type=Path, metavar="F", help="lines of `host`, `host:4` or `host slots=4`")
+    add("--hosts", metavar="a:2,b:2", help="the same on the command line")
+    add("--bind", choices=("core", "none"), default="core", help="give each rank its own cores (default), or do not")
+    add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")
+    add("--timeout", type=_LIMIT, metavar="S", help="end the job after S seconds, with exit code 124")
+    add("--grace", type=_GRACE, default=30.0, metavar="S", help="time for ranks that heed Ctrl-C or SIGTERM (30 s)")
+    add("--max-restarts", type=_RESTARTS, metavar="N", help="start the job again when it fails, at most N times")
+    add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
+    add("--mpi", choices=[vendor.name for vendor in mpirun.VENDORS], default="", help="default: the one that is found")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in every rank; repeatable")
+    add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
+    add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")
+    add("--mpi-args", type=shlex.split, default=[], metavar="'...'", help="options for the MPI's own starter")
+    add("--dry-run", action="store_true", help="print what would be run, and run nothing")
+    add("-m", dest="as_module", action="store_true", help="the program is a module")
+    add("program", nargs=argparse.REMAINDER, help="program and its arguments")
+    options = parser.parse_args(argv)
+    if options.program[:1] == ["--"]:
+        del options.program[0]
+    if not options.program:
+        parser.error("no program to run")
+    return options
+
+
+def given_environment(pairs: list[str]) -> dict[str, str]:
+    """Variables that --env gives. LaunchError where one is not NAME=VALUE."""
+    given = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise LaunchError(f"--env {pair!r}: write NAME=VALUE")
+        given[name] = value
+    return given
 
 
 @dataclass(frozen=True)
@@ -80,7 +150,7 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def wrapped(options: argparse.Namespace, vendor: vendors.Vendor) -> list[str]:
+def wrapped(options: argparse.Namespace, vendor: Vendor) -> list[str]:
     """The command of one rank, as this starter is to get it."""
     command = [sys.executable, str(Path(__file__).with_name("wrap.py")), "--bind", options.bind]
     if options.log_dir is not None:
@@ -88,29 +158,29 @@ def wrapped(options: argparse.Namespace, vendor: vendors.Vendor) -> list[str]:
     if options.profile is not None:
         command += ["--profile", str(options.profile.absolute())]
     program = options.program
-    if is_needed(program, vendor.interpreted):
+    if wrap.needs_quotes(program, vendor.interpreted):
         command.append("--quoted")
-        program = quote(program, vendor.interpreted)
+        program = wrap.quote(program, vendor.interpreted)
     return [*command, *(["-m"] if options.as_module else []), *program]
 
 
-def choose(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[vendors.Vendor, str]:
+def choose(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Vendor, str]:
     """The MPI, and the path of its starter."""
     if options.mpi and options.dry_run:  # of any MPI, installed or not
-        vendor = vendors.vendor_named(options.mpi)
+        vendor = mpirun.vendor_named(options.mpi)
         return vendor, vendor.programs[0]
     return mpirun.find(options.mpi, environment)
 
 
 def plan(
     options: argparse.Namespace,
-    vendor: vendors.Vendor,
+    vendor: Vendor,
     program: str,
     folder: Path,
     environment: Mapping[str, str],
     attempt: int = 0,
 ) -> JobPlan:
-    """Decide everything; `folder` is the job's, and is only named here."""
+    """The job that the options describe; its ``folder`` is only named here."""
     named = _named_hosts(options)
     num_ranks = options.num_ranks or default_num_ranks(named, environment)
     hostfile = folder / "hostfile" if named else None
@@ -125,8 +195,8 @@ def plan(
             say(f"{name} is {inherited[name]}, but {vendor.name}'s library is {path}; unset it if ranks cannot start")
     added |= library
     added = {name: value for name, value in added.items() if name == vendor.hostfile_variable or name not in inherited}
-    mark = variables.first_mark([(host.name, host.num_slots) for host in named], folder)
-    added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt), variables.MARK: mark} | given
+    record = variables.record_for_ranks([(host.name, host.num_slots) for host in named], folder)
+    added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt), variables.RECORD: record} | given
     reaching = sorted({*given, *(name for name in inherited | added if name.startswith(_FORWARDED))})
     starter = mpirun.arguments(
         vendor,
@@ -135,7 +205,7 @@ def plan(
         forward=tuple(reaching),
         agent=options.launch_agent,
         elastic=options.elastic,
-        no_input=not job.is_given(),
+        no_input=not terminal.has_input(),
         extra=tuple(options.mpi_args),
     )
     text = hosts.render(named, vendor.hostfile_line)
@@ -167,7 +237,7 @@ def check_folder(option: str, folder: Path | None, replaced: str = "") -> None:
         raise LaunchError(f"{what}; name a folder that can be written to, or make room") from None
 
 
-def check_shared_memory(vendor: vendors.Vendor, num_ranks: int, folder: str = "/dev/shm") -> None:
+def check_shared_memory(vendor: Vendor, num_ranks: int, folder: str = "/dev/shm") -> None:
     """Refuse where this MPI cannot start; warn where it may crash."""
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise LaunchError(f"{vendor.name} cannot work without a {folder} to write to; mount one, or use --mpi openmpi")
@@ -180,7 +250,7 @@ def check_shared_memory(vendor: vendors.Vendor, num_ranks: int, folder: str = "/
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start the job, again if it fails, or print it; return its exit code."""
+    """Start the job, again if it fails, or print it; its exit code."""
     vendor, program = choose(options, os.environ)
     most = options.max_restarts or 0
     if options.elastic and not vendor.elastic:
@@ -223,7 +293,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show(chosen: JobPlan) -> None:
-    """Print what would be run."""
+    """Print the variables and the command of a job."""
     for name, value in chosen.added.items():
         print(f"{name}={shlex.quote(value)} \\")
     print(shlex.join(chosen.command))

@@ -5,7 +5,7 @@ set it). Rank i of k on a host gets the i-th of k contiguous parts, whose sizes 
 because neighbours share a cache and a memory controller. With fewer cores than ranks nobody is bound: two ranks pinned
 to one core would wait for each other while another core idles.
 
-Where the machine tells which cores are *near* each GPU (on the same socket, or part of one), the ranks of a GPU share
+Where the machine says which cores are *near* each GPU (on the same socket, or part of one), the ranks of a GPU share
 those instead. Rank i computes on GPU i modulo their number, in the order of PCI addresses. Wherever something is
 unclear, the rule above holds for all ranks of the host.
 

@@ -1,6 +1,6 @@
 """What a job may leave on this host: processes, shared memory, session folders. Only this job's are ever touched.
 
-- A *process* is the job's when its environment has the job's mark; children inherit it whatever they do.
+- A *process* is the job's when its environment names the job's folder; children inherit that whatever they do.
 - A *file in /dev/shm* is the job's when it has a name that an MPI gives and one of the job's processes has it open or
   mapped. MPIs unlink theirs in MPI_Finalize, which a killed or aborted rank does not reach. A file that a process
   outside the job holds as well stays, and so does what a user keeps in /dev/shm, a data set for instance.
@@ -9,46 +9,58 @@
   nobody can own them: no process has the file open or mapped, and for a topology file, no hydra proxy lives.
 - Open MPI's *session folder* has the process id of its mpirun in its name.
 
-`Remains` is all of this for one job. torchmpirun clears them away at the job's end, and its guardian does where
-torchmpirun was killed (`guardian`).
+`Remains` is all of this for one job. torchmpirun clears it away at the job's end. Where torchmpirun was killed with
+signal 9 a *guardian* does: this file as a program. torchmpirun starts it before the first rank, and writes to it over a
+pipe what the job has, in lines of which the last one counts. When all is in order torchmpirun kills the guardian. When
+the pipe breaks before that, torchmpirun is gone: the kernel has sent SIGTERM to the MPI's starter (`job`), which gets
+the usual time to end the ranks, also on other hosts; then the guardian kills what is left here, and removes the job's
+files and folder.
+
+The guardian leads a session of its own, which no terminal ends, and its environment does not name the job's folder. It
+runs in a bare Python (``-I -S``). So this file imports little at its top, and the rest where there is something to do.
 """
 
-import contextlib
-import glob
+from __future__ import annotations
+
 import os
-import shutil
 import signal
-import tempfile
+import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
 
-from torchmpi_py.launch import exit_marks
+TYPE_CHECKING = False  # the module `typing` would be half of what a guardian needs
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
 
+GRACE_SECONDS = 5.0  # for a starter that was asked to end
+TAKING_SECONDS = 0.2  # how long the guardian, which may be stopped, may take to empty a full pipe
 _SHARED_MEMORY = "/dev/shm/"
 _NAMES = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma", "mpich_", "ucx_shm_", "Intel_MPI_", "torch_")
-_RANDOM_SHARED_MEMORY = ("/dev/shm/mpich_shm_*", "/dev/shm/mpich_vci_*")
-_RANDOM_TOPOLOGY = ("/tmp/hydra_hwloc_xmlfile_*",)
+_RANDOM_SHARED_MEMORY = ("/dev/shm/mpich_shm_", "/dev/shm/mpich_vci_")
+_RANDOM_TOPOLOGY = ("/tmp/hydra_hwloc_xmlfile_",)
 
 
-@dataclass
 class Remains:
-    """What one job has on this host, as far as is known; ``starter`` is the process of the MPI's starter."""
+    """What one job has on this host, as far as is known; ``starter`` is the process of the MPI's starter.
 
-    folder: Path
-    starter: int = 0
-    files_before: set[str] = field(default_factory=lambda: randomly_named())
-    shared_memory: set[str] = field(default_factory=set)
+    ``files_before``: MPICH's files that were there before the job; default: those that are there now.
+    """
+
+    def __init__(self, folder: Path, starter: int = 0, files_before: set[str] | None = None) -> None:
+        self.folder = folder
+        self.starter = starter
+        self.files_before = randomly_named() if files_before is None else files_before
+        self.shared_memory: set[str] = set()
 
     @property
-    def mark(self) -> str:
-        """The entry in the environment of each of the job's processes."""
+    def variable(self) -> str:
+        """The entry that the environment of each of the job's processes has."""
         return f"TORCHMPIRUN_JOB_DIR={self.folder}"
 
     def processes(self) -> list[int]:
         """The job's processes."""
-        return processes_marked(self.mark)
+        return processes_with(self.variable)
 
     def look(self) -> bool:
         """Note the shared memory that the job's processes hold; whether there is more than before."""
@@ -63,14 +75,15 @@ class Remains:
             if not alive:
                 break
             for process_id in alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process_id, signal.SIGKILL)
+                send_signal(process_id, signal.SIGKILL)
             reap()
             time.sleep(0.02)
 
     def clear(self, reap: Callable[[], object] = lambda: None) -> None:
         """Kill what lives, and remove what it leaves; the job's folder stays."""
-        self.look()
+        from torchmpi_py.launch import exit_marks
+
+        self.look()  # what is held by processes that live; then by ranks that failed, which said so
         self.kill(reap)
         for failure in exit_marks.failures(self.folder):
             self.shared_memory.update(failure.held)
@@ -79,21 +92,29 @@ class Remains:
         remove_session_folders(self.starter)
 
 
-def processes_marked(mark: str) -> list[int]:
-    """Processes, this one excepted, that have `mark` (``NAME=value``) in their environment."""
-    return [process_id for process_id in _processes() if is_marked(process_id, mark)]
+def processes_with(variable: str) -> list[int]:
+    """Processes, this one excepted, that have ``variable`` (``NAME=value``) in their environment."""
+    return [process_id for process_id in _processes() if lives_with(process_id, variable)]
 
 
-def is_marked(process_id: int, mark: str) -> bool:
-    """Whether this process lives and has `mark` in its environment."""
-    return mark.encode() + b"\0" in _read(f"/proc/{process_id}/environ")
+def lives_with(process_id: int, variable: str) -> bool:
+    """Whether this process lives and has ``variable`` in its environment."""
+    return process_id > 0 and variable.encode() + b"\0" in _read(f"/proc/{process_id}/environ")
+
+
+def send_signal(process_id: int, signum: int) -> None:
+    """Send a signal to a process that may have ended."""
+    try:
+        os.kill(process_id, signum)
+    except OSError:
+        return
 
 
 def shared_memory(processes: Iterable[int]) -> set[str]:
     """Files of MPIs in /dev/shm that these processes have open or mapped and that still have a name."""
     held: set[str] = set()
     for process_id in processes:
-        held |= _open_shared_memory(process_id)  # first, for who creates a file maps it before closing it
+        held |= _open_shared_memory(process_id)  # first, for a process that creates a file maps it before closing it
         for line in _read(f"/proc/{process_id}/maps").splitlines():
             _, found, name = line.partition(b" " + _SHARED_MEMORY.encode())
             if found:
@@ -122,26 +143,33 @@ def remove_shared_memory(names: set[str]) -> None:
     """Remove those of the files that exist and that no living process has open or mapped."""
     names = {name for name in names if _is_of_an_mpi(name) and os.path.exists(name)}
     if names:
-        for name in names - shared_memory(_processes()):
-            Path(name).unlink(missing_ok=True)
+        _remove(names - shared_memory(_processes()))
 
 
 def randomly_named() -> set[str]:
     """MPICH's files on this host that belong to this user, whichever job they are of."""
-    return _mine(_RANDOM_SHARED_MEMORY) | _mine(_RANDOM_TOPOLOGY)
+    return _own_files(_RANDOM_SHARED_MEMORY) | _own_files(_RANDOM_TOPOLOGY)
 
 
 def remove_randomly_named(before: set[str]) -> None:
-    """Remove those that were not there `before` the job and that nobody can own."""
-    remove_shared_memory(_mine(_RANDOM_SHARED_MEMORY) - before)
-    topology = _mine(_RANDOM_TOPOLOGY) - before
+    """Remove those that were not there ``before`` the job and that nobody can own."""
+    remove_shared_memory(_own_files(_RANDOM_SHARED_MEMORY) - before)
+    topology = _own_files(_RANDOM_TOPOLOGY) - before
     if topology and not any(b"hydra_pmi_proxy\0" in _read(f"/proc/{number}/cmdline") for number in _processes()):
-        for name in topology:
-            Path(name).unlink(missing_ok=True)
+        _remove(topology)
 
 
-def _mine(patterns: Iterable[str]) -> set[str]:
-    return {name for pattern in patterns for name in glob.glob(pattern) if _owner(name) == os.getuid()}
+def _own_files(beginnings: tuple[str, ...]) -> set[str]:
+    """Files of this user whose paths begin in one of these ways."""
+    found: set[str] = set()
+    for beginning in beginnings:
+        folder = os.path.dirname(beginning)
+        try:
+            names = {os.path.join(folder, name) for name in os.listdir(folder)}
+        except OSError:
+            continue
+        found |= {name for name in names if name.startswith(beginning) and _owner(name) == os.getuid()}
+    return found
 
 
 def _owner(name: str) -> int:
@@ -151,10 +179,21 @@ def _owner(name: str) -> int:
         return -1
 
 
+def _remove(names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            os.unlink(name)
+        except FileNotFoundError:
+            continue
+
+
 def remove_session_folders(starter: int) -> None:
     """Remove the session folder of the mpirun with this process id; normally it is gone already."""
+    import shutil
+    import tempfile
+
     for name in (f"ompi.{starter}", f"prte.{starter}"):
-        shutil.rmtree(Path(tempfile.gettempdir()) / name, ignore_errors=True)
+        shutil.rmtree(os.path.join(tempfile.gettempdir(), name), ignore_errors=True)
 
 
 def _processes() -> list[int]:
@@ -168,3 +207,101 @@ def _read(path: str) -> bytes:
             return file.read()
     except OSError:
         return b""
+
+
+class Guardian:
+    """torchmpirun's end of the guardian; outside of ``with`` nothing is guarded."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe = -1
+        self.unsent = b""  # what the pipe has not taken yet
+
+    def __enter__(self) -> Guardian:
+        import subprocess
+
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={name: value for name, value in os.environ.items() if name != "TORCHMPIRUN_JOB_DIR"},  # an outer job's
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        self.write_to(self._process.stdin.fileno())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._pipe = -1
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+
+    def write_to(self, pipe: int) -> None:
+        """Have notes written to this descriptor, a pipe, and never wait for its reader."""
+        os.set_blocking(pipe, False)
+        self._pipe = pipe
+
+    def note(self, remains: Remains, stop_signals: tuple[int, ...]) -> None:
+        """From now on these are what is to be cleared away; what the pipe does not take goes with the next note."""
+        import select
+
+        if self._pipe < 0:
+            return
+        what = {
+            "folder": str(remains.folder),
+            "starter": remains.starter,
+            "files_before": sorted(remains.files_before),
+            "shared_memory": sorted(remains.shared_memory),
+            "stop_signals": [int(each) for each in stop_signals],
+        }
+        unsent = self.unsent + repr(what).encode() + b"\n"
+        try:
+            while unsent and select.select([], [self._pipe], [], TAKING_SECONDS)[1]:
+                unsent = unsent[os.write(self._pipe, unsent) :]
+        except BrokenPipeError:  # the guardian was killed; the job goes on without one
+            pass
+        lines = unsent.splitlines(keepends=True)
+        self.unsent = b"".join(lines if len(lines) < 2 else (lines[0], lines[-1]))  # one that was begun, and the last
+
+
+def clean_up_after(line: bytes) -> None:
+    """Wait for the end of the job that a note describes, then clear its remains away."""
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    import ast
+    import shutil
+    from pathlib import Path
+
+    what = ast.literal_eval(line.decode())
+    remains = Remains(Path(what["folder"]), what["starter"], set(what["files_before"]))
+    remains.shared_memory = set(what["shared_memory"])
+    for signum in [0, *what["stop_signals"][1:]]:  # the first one, or SIGTERM, came from the kernel
+        if signum and lives_with(remains.starter, remains.variable):
+            send_signal(remains.starter, signum)
+        until = time.monotonic() + GRACE_SECONDS
+        while lives_with(remains.starter, remains.variable) and time.monotonic() < until:
+            remains.look()
+            time.sleep(0.05)
+    remains.clear()
+    shutil.rmtree(remains.folder, ignore_errors=True)
+
+
+def guard() -> None:
+    """In the guardian: wait until torchmpirun is gone, then clean up after it."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    lines = b""
+    while piece := os.read(0, 1 << 16):
+        *complete, rest = (lines + piece).split(b"\n")
+        lines = b"\n".join([*complete[-1:], rest])
+    *complete, _ = lines.split(b"\n")
+    if complete:
+        clean_up_after(complete[-1])
+
+
+if __name__ == "__main__":
+    guard()

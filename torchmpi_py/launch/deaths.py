@@ -1,15 +1,20 @@
-"""Which ranks died, in which order, as seen from outside: the process is gone, and its mark (see `marks`) is not.
+"""Which ranks died, in which order, as torchmpirun sees it: the process is gone, and its mark is not (`exit_marks`).
 
-An MPI ends the other ranks some milliseconds after the first, so a look now and then would find them all dead. Linux
-tells at once: a descriptor of a process (pidfd) becomes readable when it has ended. But a large process takes
-milliseconds to end, as long as the MPI takes to end the others. So each rank also holds a pipe open (see `marks`),
-which breaks at the beginning of its end, and epoll keeps the order in which they do. A rank that fails writes into its
-pipe, which takes its place in that order. What is said of a death follows from this order, not from the moment at which
-torchmpirun looks: a rank that has ended waits here until those that began to end before it have ended too. Where there
-are no pipes, the order in which the ends are seen must do.
+An MPI ends the other ranks some milliseconds after the first death, so a look now and then would find all of them dead.
+Linux reports an end at once: a descriptor of a process (pidfd) becomes readable. But a large process takes milliseconds
+to end, as long as the MPI takes to end the others. So each rank also holds a pipe, which breaks when the rank begins to
+end, and epoll keeps the order of these breaks. A rank that fails writes into its pipe, which takes its place in the
+same order. What is said of a death follows from this order, not from the moment at which torchmpirun looks: a rank that
+has ended is kept here until all that began to end before it have ended too. Where there are no pipes, the order in
+which the ends are seen must do.
 
-How a process ended is known to its parent only, the MPI's starter. But until that has asked, the process is a zombie,
-whose status the system shows; half of the time that can still be read. Else the exit code of the starter has to tell.
+A pipe also breaks when the rank becomes another program (exec). Then the process lives on with another command line,
+and its mark is removed: the end of that program is the MPI's affair. A program that ends within milliseconds may be
+gone before the look; then it counts as a rank that did not reach its end.
+
+How a process ended is known to its parent only, the MPI's starter. Until the starter has asked, the process is a
+zombie, whose status the system shows; half of the time the status can still be read. Else the starter's exit code must
+do.
 """
 
 import contextlib
@@ -21,6 +26,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchmpi_py.launch import exit_marks
+
+_SIGNALS = range(1, 32)  # MPICH's starter ends with the signal's bare number
+ENDING_SECONDS = 2.0  # a rank that lives longer after its pipe broke has only closed it, by os.closerange for instance
 
 
 class Death(NamedTuple):
@@ -34,19 +42,19 @@ class Death(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The rank, in words."""
+        """The rank and its process, for a message."""
         return f"rank {self.rank} (process {self.process_id})"
 
     @property
     def code(self) -> int:
-        """An exit code for it, which is never 0."""
+        """An exit code for the death, never 0."""
         if self.status is None:
             return 1
         code = os.waitstatus_to_exitcode(self.status)
         return 128 - code if code < 0 else code or 1
 
     def explain(self, starter_code: int | None = None) -> str:
-        """How it ended, in words; "" if it is only one of those that the MPI ended because of another."""
+        """How the rank ended, for a message; "" if it is only one of those that the MPI ended because of another."""
         if self.status is not None and not os.WIFSIGNALED(self.status):
             return f"ended in the middle of the program, with exit code {os.waitstatus_to_exitcode(self.status)}"
         if self.status is not None:
@@ -58,12 +66,8 @@ class Death(NamedTuple):
         return "died" if starter_code in (None, *_SIGNALS) else "was the first to end, in the middle of the program"
 
 
-_SIGNALS = range(1, 32)  # MPICH's starter ends with the signal's bare number
-_ENDING_SECONDS = 2.0  # a rank that lives longer after its pipe broke has only closed the pipe: os.closerange, or exec
-
-
 class Lookout:
-    """Watches the marks of a job's ranks, and its starter; ``num_ranks`` is 0 where it is not known."""
+    """Watches the ranks of a job on this host, and its starter; ``num_ranks`` is 0 where it is not known."""
 
     def __init__(self, folder: Path, starter: int, num_ranks: int = 0) -> None:
         self._folder = folder
@@ -74,7 +78,7 @@ class Lookout:
         self._began: dict[int, float] = {}  # ranks that failed, or whose pipes broke, in order: when that was seen
         self._ended: dict[int, tuple[int, int | None]] = {}  # rank: process and status, until its turn comes
         self._num_ended = 0  # ranks whose turn has come
-        self._starter = self._watch(starter)
+        self._starter = self._open_descriptor(starter)
         self.num_in_order = 0  # those of them that did not die
 
     @property
@@ -97,71 +101,82 @@ class Lookout:
         self._watched, self._pipes, self._starter = {}, {}, None
 
     def wait(self, seconds: float) -> list[Death]:
-        """Ranks that have died since the last call, in order; waits so long for one, or for the end of the starter."""
-        self._look_for_marks()
-        ready = self._note([descriptor for descriptor, _ in self._poll.poll(seconds)])
-        late = self._look_for_marks() if ready else set()  # ranks that came, and may have died, meanwhile
+        """Ranks that have died since the last call, in order. Waits ``seconds`` for a death or the starter's end."""
+        self._watch_new_ranks()
+        # The pipes first: what has broken them is the order of the ends.
+        ready = self._record_beginnings([descriptor for descriptor, _ in self._poll.poll(seconds)])
+        late = self._watch_new_ranks() if ready else set()  # ranks that came, and may have died, meanwhile
+        # Then the processes: by their descriptors, and by a look at those that have none, or came just now.
         for rank, (process_id, descriptor) in self._watched.items():
             is_looked_at = descriptor is None or rank in late
             if process_id and (descriptor in ready or (is_looked_at and _is_gone(process_id))):
                 self._ended[rank] = process_id, _status(process_id)
-                self._forget(rank)
-        return self._take_turns()
+                self._close_descriptor(rank)
+        self._drop_survivors()
+        return self._deaths_in_turn()
 
     def began(self, rank: int) -> float:
         """When this rank was seen to begin to end, or to fail; inf where that is not known."""
         return self._began.get(rank, math.inf)
 
-    def _take_turns(self) -> list[Death]:
-        """Those that have died, of the ranks that have ended and that no other may precede."""
+    def _record_beginnings(self, ready: list[int]) -> list[int]:
+        """Record which ranks have begun to end, in order; return the descriptors that are no pipes."""
+        broken = [descriptor for descriptor in ready if descriptor in self._pipes]
+        for descriptor in broken:
+            self._began[self._pipes.pop(descriptor)] = time.monotonic()
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+        return [descriptor for descriptor in ready if descriptor not in broken]
+
+    def _drop_survivors(self) -> None:
+        """Forget the beginnings of ranks that live on: as another program, or without their pipe."""
+        limit = time.monotonic() - ENDING_SECONDS
+        begun = [(rank, began) for rank, began in self._began.items() if self._watched[rank][0]]
+        for rank, began in begun:
+            if exit_marks.release_replaced(self._folder, rank) or began < limit:
+                del self._began[rank]
+
+    def _deaths_in_turn(self) -> list[Death]:
+        """Ranks that have ended and died, in order, as far as no other rank may precede them."""
         deaths = []
+        # A rank that has begun to end, and whose process is still there, holds back all that began after it.
         earliest = min((self.began(rank) for rank in self._began if self._watched[rank][0]), default=math.inf)
         for rank in sorted(self._ended, key=self.began):
             if self.began(rank) > earliest:
                 break
             process_id, status = self._ended.pop(rank)
             self._num_ended += 1
-            if exit_marks.is_running(self._folder, rank):
+            is_in_order = status == 0 and exit_marks.is_left(self._folder, f"through-{rank}")  # os._exit(0) at exit
+            if exit_marks.is_left(self._folder, f"running-{rank}") and not is_in_order:
                 num_left = max(self._num_ranks, len(self._watched)) - self._num_ended
                 deaths.append(Death(rank, process_id, status, self.began(rank), num_left))
             else:
                 self.num_in_order += 1
         return deaths
 
-    def _note(self, ready: list[int]) -> list[int]:
-        """Note which ranks have begun to end, and which have not after all; the descriptors that are no pipes."""
-        broken = [descriptor for descriptor in ready if descriptor in self._pipes]
-        for descriptor in broken:
-            self._began[self._pipes.pop(descriptor)] = time.monotonic()
-            self._poll.unregister(descriptor)
-            os.close(descriptor)
-        limit = time.monotonic() - _ENDING_SECONDS
-        lives_on = [rank for rank, began in self._began.items() if began < limit and self._watched[rank][0]]
-        for rank in lives_on:
-            del self._began[rank]
-        return [descriptor for descriptor in ready if descriptor not in broken]
-
-    def _look_for_marks(self) -> set[int]:
-        """Watch the ranks that are new."""
+    def _watch_new_ranks(self) -> set[int]:
+        """Watch the ranks whose marks are new, and return them."""
         found = exit_marks.ranks_running(self._folder)
         new = {rank for rank, process_id in found.items() if process_id and rank not in self._watched}
         for rank in new:
-            self._watched[rank] = found[rank], self._watch(found[rank])
+            self._watched[rank] = found[rank], self._open_descriptor(found[rank])
             with contextlib.suppress(OSError):
                 pipe = exit_marks.open_pipe(self._folder, rank)
                 self._poll.register(pipe, select.EPOLLIN | select.EPOLLHUP)
                 self._pipes[pipe] = rank
+                if not exit_marks.is_held(pipe):  # it broke before, and epoll does not report that
+                    exit_marks.release_replaced(self._folder, rank)
         return new
 
-    def _watch(self, process_id: int) -> int | None:
+    def _open_descriptor(self, process_id: int) -> int | None:
         with contextlib.suppress(OSError, AttributeError):  # it is gone, the system is old, or no descriptors are left
             descriptor = os.pidfd_open(process_id)
             self._poll.register(descriptor, select.EPOLLIN)
             return descriptor
         return None
 
-    def _forget(self, rank: int) -> None:
-        """Once is enough."""
+    def _close_descriptor(self, rank: int) -> None:
+        """Watch a process that has ended no longer."""
         descriptor = self._watched[rank][1]
         self._watched[rank] = 0, None
         if descriptor is not None:
@@ -170,7 +185,7 @@ class Lookout:
 
 
 def _stat(process_id: int) -> list[str]:
-    """The fields from the state on, see proc(5); none when the process is gone, or says nothing to this user."""
+    """The fields of a process from its state on, see proc(5); none when it is gone, or another user's."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     return []
@@ -181,6 +196,6 @@ def _is_gone(process_id: int) -> bool:
 
 
 def _status(process_id: int) -> int | None:
-    """How a process ended that nobody has asked for it yet."""
+    """Status of a process that has ended and that its parent has not reaped; None where the status is not known."""
     fields = _stat(process_id)
     return int(fields[-1]) if fields[:1] == ["Z"] else None

@@ -1,23 +1,19 @@
-"""What ranks leave in the job's folder for torchmpirun, each as a file that is there whole, or not at all.
+"""Marks: files that ranks leave in the job's folder for torchmpirun. A mark is there whole, or not at all.
 
-running-R  until rank R has ended in order: its process, and where that number holds (another host, or a container with
-           numbers of its own, may see the same folder)
-alive-R    a pipe that the rank holds open until it ends; it writes into it when it fails
-failed-R   that rank R failed: when, with which exit code, and which shared memory it held
-alone-R    that rank R's process ended in order, without having met the others (`alone`)
-met-R      that rank R, or a process it has started, came to meet others
-heard-R    that Ctrl-C has reached rank R's program
-own-R      that rank R's program has had a handler of its own for Ctrl-C, which leaves no such mark
-ended-R    that rank R ended because the job was asked to end, in agreement with all ranks; its exit code
+running-R  until rank R ends in order: its process, where that number holds (another host, or a container with process
+           numbers of its own, may share the folder), and a checksum of its command line
+alive-R    a pipe that rank R holds open until it ends, and writes into when it fails
+failed-R   rank R failed: when, with which exit code, and which shared memory it held
+through-R  rank R's program returned; what runs at exit may still be to come
+alone-R    rank R ended in order, and met no other rank
+met-R      rank R, or a process that it started, came to meet other ranks
+heard-R    Ctrl-C reached rank R's program
+own-R      rank R's program has had a handler of its own for Ctrl-C, which leaves no ``heard-R``
+ended-R    rank R ended because the job was asked to end, in agreement with all ranks: its exit code
+ending     torchmpirun's own: it passes on a signal that asks the job to end
 
-torchmpirun itself leaves ``ending`` when it passes on a signal that asks the job to end. Where the disk is full marks
-are missing, and the job ends all the same.
-
-Whether a rank has met the others of its job by the time it ends, as far as its own process shows.
-
-It has if an MPI library is loaded, for mpi4py and this package load one no sooner than they start it, or if
-torch.distributed has had a default group, or its RPC. A process that it has started may meet others in its place, and
-leaves a mark (`marks.record_meeting`).
+Where the disk is full marks are missing, and the job ends all the same. At the end of this file stands the abort of the
+job by a rank that fails.
 """
 
 from __future__ import annotations
@@ -27,11 +23,120 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from torchmpi_py.launch import variables
+
+OUTPUT_SECONDS = 0.3  # an abort overtakes output that the starter has not read yet, such as a traceback
+_UNKNOWN = "unknown"
+_KILLED_SECONDS = 2.0  # how long the starter may take to kill a rank that has called MPI_Abort
+
+
+def leave(folder: str | Path, mark: str, text: str = "") -> bool:
+    """Leave a mark; whether that was possible: on another host there is no such folder, and a disk may be full."""
+    if not folder or not os.path.isdir(folder):
+        return False
+    with contextlib.suppress(OSError):
+        _write(Path(folder) / mark, text)
+        return True
+    return False
+
+
+def is_left(folder: str | Path, mark: str) -> bool:
+    """Whether a mark is there; on another host nothing is known of it."""
+    return bool(folder) and os.path.exists(os.path.join(folder, mark))
+
+
+@contextlib.contextmanager
+def running(folder: str, rank: int) -> Iterator[None]:
+    """Leave ``running-R`` until this process ends in order, and ``through-R`` at the end of the block.
+
+    A process that ends while its mark is there did not reach the end: it was killed, aborted, or called os._exit. MPICH
+    takes os._exit(0) on one rank for success. What runs at exit, ``mpi.stop`` for instance, is before the end: the
+    block begins before the program can register anything.
+    """
+    if not folder or not os.path.isdir(folder):
+        yield
+        return
+    mark, process_id = Path(folder) / f"running-{rank}", os.getpid()
+
+    def remove() -> None:
+        with contextlib.suppress(OSError):
+            if os.getpid() == process_id:  # a forked child is not the rank
+                mark.unlink()
+
+    with contextlib.suppress(OSError):
+        pipe = mark.with_name(f"alive-{rank}")
+        os.mkfifo(pipe)
+        held = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.register_at_fork(after_in_child=lambda: os.close(held))
+    record_running(folder, rank, process_id)
+    atexit.register(remove)  # the first to be registered runs last
+    try:
+        yield
+    finally:
+        if os.getpid() == process_id:
+            leave(folder, f"through-{rank}")
+
+
+def record_running(folder: str, rank: int, process_id: int) -> None:
+    """Leave that this process is the rank."""
+    leave(folder, f"running-{rank}", f"{process_id} {_numbering()} {_checksum(process_id)}")
+
+
+def ranks_running(folder: Path) -> dict[int, int]:
+    """Process of each rank that has not ended in order; 0 for a process that has no number here."""
+    found = {}
+    for path in folder.glob("running-*"):
+        with contextlib.suppress(FileNotFoundError):
+            number, where, _ = path.read_text().split()
+            found[int(path.name.removeprefix("running-"))] = int(number) if where == _numbering() else 0
+    return found
+
+
+def open_pipe(folder: Path, rank: int) -> int:
+    """The reading end of a rank's pipe: broken when the rank has begun to end, readable when it has failed."""
+    return os.open(folder / f"alive-{rank}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def is_held(pipe: int) -> bool:
+    """Whether a rank holds the other end. A failure stays readable: one of its bytes is enough."""
+    with contextlib.suppress(BlockingIOError):
+        return bool(os.read(pipe, 1))
+    return True
+
+
+def release_replaced(folder: Path, rank: int) -> bool:
+    """Remove the mark of a rank that has become another program (exec), and return whether that is so.
+
+    To be asked of a rank whose pipe is broken: exec closes it. The program's end is a matter of the MPI alone.
+    """
+    mark = folder / f"running-{rank}"
+    with contextlib.suppress(OSError):
+        number, _, before = mark.read_text().split()
+        now = _checksum(int(number))
+        if now != before and _UNKNOWN not in (now, before):
+            mark.unlink()
+            return True
+    return False
+
+
+def _checksum(process_id: int) -> str:
+    """Checksum of a process's command line; not known when the process ends, or is about to become another program."""
+    with contextlib.suppress(OSError):
+        if words := Path(f"/proc/{process_id}/cmdline").read_bytes():
+            return str(zlib.crc32(words))
+    return _UNKNOWN
+
+
+def _numbering() -> str:
+    """Name of the numbers of processes that hold here: those of this start of the system, and of this container."""
+    with contextlib.suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    return _UNKNOWN
 
 
 class Failure(NamedTuple):
@@ -44,17 +149,17 @@ class Failure(NamedTuple):
 
 
 def record_failure(folder: str, rank: int, code: int) -> None:
-    """Leave for torchmpirun when this rank failed and with which code; on another host there is no such folder."""
+    """Leave when this rank failed and with which code; on another host there is no such folder."""
     if not folder or not os.path.isdir(folder):
         return
-    _break_pipe(Path(folder), rank)
+    _write_to_pipe(Path(folder), rank)
     with open("/proc/self/maps") as maps:
         held = {line.split()[5] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
     _write(Path(folder) / f"failed-{rank}", "\n".join([f"{time.time():.6f} {code}", *sorted(held)]))
 
 
-def _break_pipe(folder: Path, rank: int) -> None:
-    """Have a failure take its place in the order in which ranks begin to end."""
+def _write_to_pipe(folder: Path, rank: int) -> None:
+    """Give a failure its place in the order in which ranks begin to end."""
     with contextlib.suppress(OSError):
         pipe = os.open(folder / f"alive-{rank}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         os.write(pipe, b"failed")
@@ -71,191 +176,24 @@ def failures(folder: Path) -> list[Failure]:
     return sorted(found)
 
 
-def announce_end(folder: Path) -> None:
-    """torchmpirun: the job is asked to end, and a rank that has done so must not take the time from the others."""
-    with contextlib.suppress(OSError):
-        _write(folder / "ending", "")
-
-
-def is_ending(folder: str) -> bool:
-    """Whether the job is asked to end; on another host that is not known."""
-    return bool(folder) and os.path.exists(os.path.join(folder, "ending"))
-
-
-def record_hearing(folder: str, rank: int) -> None:
-    """Leave for torchmpirun that Ctrl-C has reached this rank's program."""
-    _leave(folder, f"heard-{rank}")
-
-
-def has_heard(folder: Path, rank: int) -> bool:
-    """Whether Ctrl-C has reached this rank's program."""
-    return (folder / f"heard-{rank}").exists()
-
-
-def record_meeting() -> None:
-    """Leave for torchmpirun that this rank, or the rank which this process comes from, comes to meet others."""
-    rank = variables.rank_in(os.environ)
-    if rank is not None:
-        _leave(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), f"met-{rank}")
-
-
-def record_alone(folder: str, rank: int) -> None:
-    """Leave for torchmpirun that this rank's process has met no other rank."""
-    _leave(folder, f"alone-{rank}")
-
-
-def ranks_alone(folder: Path) -> list[int]:
-    """The ranks whose process has met no other rank, and of whose other processes none has either."""
-    found = sorted(int(path.name.removeprefix("alone-")) for path in folder.glob("alone-*"))
-    return [rank for rank in found if not (folder / f"met-{rank}").exists()]
-
-
-def record_own_handler(folder: str, rank: int) -> None:
-    """Leave for torchmpirun that the program handles Ctrl-C, and that its hearing cannot be seen."""
-    _leave(folder, f"own-{rank}")
-
-
-def has_own_handler(folder: Path, rank: int) -> bool:
-    """Whether this rank's program has had a handler of its own for Ctrl-C."""
-    return (folder / f"own-{rank}").exists()
-
-
-def record_end(folder: str, rank: int, code: int) -> bool:
-    """Leave for torchmpirun the code that this rank wants the job to end with; whether torchmpirun will read it."""
-    return _leave(folder, f"ended-{rank}", str(code))
-
-
 def code_of_end(folder: Path) -> int:
     """The code that ranks want the job to end with, because it was asked to end; 0 if none does."""
     return max((int(path.read_text()) for path in folder.glob("ended-*")), default=0)
 
 
-@contextlib.contextmanager
-def running(folder: str, rank: int) -> Iterator[None]:
-    """Leave the mark until the process has ended in order, or becomes another program (exec).
-
-    Whoever ends with the mark still there did not reach the end: it was killed, or called os._exit, or was aborted.
-    MPICH takes os._exit(0) on one rank for success. What runs at exit, ``mpi.stop`` for instance, is before the end:
-    this has to be entered before the program can register anything.
-    """
-    if not folder or not os.path.isdir(folder):
-        yield
-        return
-    mark = Path(folder) / f"running-{rank}"
-    process_id = os.getpid()
-
-    def leave() -> None:
-        with contextlib.suppress(OSError):
-            _write(mark, f"{process_id} {_numbering()}")
-
-    def remove() -> bool:
-        with contextlib.suppress(OSError):
-            if os.getpid() == process_id:  # a forked child is not the rank
-                mark.unlink()
-                return True
-        return False
-
-    with contextlib.suppress(OSError):
-        pipe = mark.with_name(f"alive-{rank}")
-        os.mkfifo(pipe)
-        held = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.register_at_fork(after_in_child=lambda: os.close(held))
-    leave()
-    os.execv = _without(os.execv, remove, leave)  # the other six are made of these two
-    os.execve = _without(os.execve, remove, leave)
-    atexit.register(remove)  # the first to be registered runs last
-    end_at_once, has_ended = os._exit, False
-
-    def end(status: int) -> NoReturn:
-        if has_ended and status == 0:  # a way to leave out what others have registered
-            remove()
-        end_at_once(status)
-
-    os._exit = end
-    try:
-        yield
-    finally:
-        has_ended = True
-
-
-def _without(function: Callable[..., Any], remove: Callable[[], bool], leave: Callable[[], None]) -> Callable[..., Any]:
-    """The function, called when the mark is removed; if it returns after all, by an error, that is left again."""
-
-    def both(*args: Any) -> Any:
-        was_there = remove()
-        try:
-            return function(*args)
-        finally:
-            if was_there:
-                leave()
-
-    return both
-
-
-def ranks_running(folder: Path) -> dict[int, int]:
-    """Ranks whose mark is there, and their processes; 0 for one that has no number here."""
-    found = {}
-    for path in folder.glob("running-*"):
-        with contextlib.suppress(FileNotFoundError):
-            number, where = path.read_text().split()
-            found[int(path.name.removeprefix("running-"))] = int(number) if where == _numbering() else 0
-    return found
-
-
-def open_pipe(folder: Path, rank: int) -> int:
-    """The reading end of a rank's pipe: broken when the rank has begun to end, readable when it has failed."""
-    return os.open(folder / f"alive-{rank}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def is_running(folder: Path, rank: int) -> bool:
-    """Whether this rank's mark is there."""
-    return (folder / f"running-{rank}").exists()
-
-
-def _numbering() -> str:
-    """Processes of equal numbering are known to each other by the same numbers."""
-    with contextlib.suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
-    return "unknown"
-
-
-def _leave(folder: str, name: str, text: str = "") -> bool:
-    """Leave a mark; whether that was possible: on another host there is no such folder, and a disk may be full."""
-    if not folder or not os.path.isdir(folder):
-        return False
-    with contextlib.suppress(OSError):
-        _write(Path(folder) / name, text)
-        return True
-    return False
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(f"part-{path.name}")
-    part.write_text(text)
-    part.rename(path)
-
-
-def note_at_end(folder: str, rank: int) -> None:
-    """Leave the mark ``alone-R`` in the job's folder when this process ends in order without having met anybody."""
-    process_id = os.getpid()
-
-    def note() -> None:
-        with contextlib.suppress(Exception):
-            if os.getpid() == process_id and not has_met():  # a forked child is not the rank
-                record_alone(folder, rank)
-
-    atexit.register(note)
-
-
-def explain(found: list[int]) -> str:
-    """That these ranks did not meet the others."""
-    names = ", ".join(map(str, found))
-    who = f"ranks {names} each ran" if len(found) > 1 else f"rank {names} ran"
-    return f"{who} the whole program alone: it called neither mpi.start() nor init_process_group()"
+def record_meeting() -> None:
+    """Leave that this rank, or the rank which this process comes from, comes to meet others."""
+    rank = variables.rank_in(os.environ)
+    if rank is not None:
+        leave(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), f"met-{rank}")
 
 
 def has_met() -> bool:
-    """Whether this process has met others."""
+    """Whether this process has met other ranks, as far as the process itself shows.
+
+    It has if an MPI library is loaded, for mpi4py and this package load one no sooner than they start it, or if
+    torch.distributed has had a default group, or its RPC.
+    """
     groups: Any = sys.modules.get("torch.distributed.distributed_c10d")
     calls: Any = sys.modules.get("torch.distributed.rpc")
     has_grouped = getattr(groups, "_backend", None) is not None  # torch keeps it when the group is destroyed
@@ -265,3 +203,43 @@ def has_met() -> bool:
 def _has_loaded_mpi() -> bool:
     with open("/proc/self/maps") as maps:
         return any("/libmpi" in line for line in maps)
+
+
+def record_alone_at_end(folder: str, rank: int) -> None:
+    """Have this process leave ``alone-R`` when it ends in order without having met another rank."""
+    process_id = os.getpid()
+
+    def record() -> None:
+        with contextlib.suppress(Exception):
+            if os.getpid() == process_id and not has_met():  # a forked child is not the rank
+                leave(folder, f"alone-{rank}")
+
+    atexit.register(record)
+
+
+def ranks_alone(folder: Path) -> list[int]:
+    """The ranks that have met no other rank, neither in their process nor in one that it started."""
+    found = sorted(int(path.name.removeprefix("alone-")) for path in folder.glob("alone-*"))
+    return [rank for rank in found if not (folder / f"met-{rank}").exists()]
+
+
+def explain_alone(ranks: list[int]) -> str:
+    """What torchmpirun says of ranks that met no other rank."""
+    who = f"ranks {', '.join(map(str, ranks))} each ran" if len(ranks) > 1 else f"rank {ranks[0]} ran"
+    return f"{who} the whole program alone: it called neither mpi.start() nor init_process_group()"
+
+
+def abort(mpi: Any, code: int) -> NoReturn:
+    """End all ranks of the job by MPI_Abort; ``mpi`` is the module mpi4py.MPI, of an MPI that runs."""
+    time.sleep(OUTPUT_SECONDS)
+    mpi.COMM_WORLD.Abort(code)
+    # MPICH's returns. Its starter is about to kill this process, and may fail to end the others if this one ends first;
+    # one that went on meanwhile would go through mpi.stop().
+    time.sleep(_KILLED_SECONDS)
+    os._exit(code)
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(f"part-{path.name}")
+    part.write_text(text)
+    part.rename(path)

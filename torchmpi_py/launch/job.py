@@ -1,30 +1,25 @@
-"""Standard input: what the ranks get of it, and that every attempt to run a job gets the same.
+"""Run the MPI's starter as a job that ends: in order, by a signal, by its time limit, or by a rank that failed.
 
-A terminal is not handed on. The starter is in a session of its own, where Open MPI would never read from that terminal,
-and MPICH would take the shell's keys when the job is in the background. A file is read from the same place by every
-attempt. What has come out of a pipe is gone: the next attempt gets nothing, and is not left waiting for it.
+The job has a folder, named in TORCHMPIRUN_JOB_DIR. The folder's path in a process's environment shows that the process
+is the job's, wherever it moved to (a new session, a new parent), so that ending the job ends every process of it and no
+other. Ranks leave marks in the folder: that they run, and how they failed (`exit_marks`).
 
-Run the MPI's starter as a job that ends: by itself, by a signal, by its time limit, or by a rank that failed.
+A signal that asks the job to end goes to the ranks that heed it, which have ``--grace`` seconds to end; a second Ctrl-C
+cuts that short, and so does the time limit (`signals`). To end a job: its starter gets the signal and `GRACE_SECONDS`
+to end the ranks in its own way, also on other hosts; a second Ctrl-C cuts that short too. Whatever is left on this host
+is then killed. Slurm's starter wants signals of its own (`stop_signals`), each with its grace: one that is killed
+leaves the ranks on the other hosts running.
 
-The job has a folder, named in TORCHMPIRUN_JOB_DIR. The folder's path in a process's environment marks the process as
-the job's, wherever it moved to (a new session, a new parent), so that ending the job ends every process of it and no
-other. Ranks leave in it that they run, and how they failed (`marks`).
+Each detector of a death serves a case that the others miss. The MPI's starter ends the other ranks, also those on other
+hosts; but MPICH's does not notice a rank that dies before MPI runs, and Open MPI's lets an elastic job go on. `deaths`
+sees each death on this host, names the first, and has the job ended where the starter does not end it. The ranks watch
+each other (`watch.watchdog`): they say in which operation a rank has died, and end a job whose starter sees another
+process in its place, a shell around the program for instance. In an elastic job a death is reported, and the job goes
+on. Its starter does not always end when the last rank has: then it is ended.
 
-A signal that asks the job to end is passed on to the ranks that heed it, which have ``--grace`` seconds to end; a
-second Ctrl-C cuts that short, and so does the time limit (`ending`). To end a job: its starter gets the signal and
-`GRACE_SECONDS` to end the ranks in its own way, also on other hosts; a second Ctrl-C cuts that short too. Whatever is
-left on this host is then killed.
-Slurm's starter wants signals of its own (`stop_signals`), each with its grace: one that is killed leaves the ranks on
-the other hosts running.
-
-In an elastic job a death is told, and the job goes on. Its starter does not always end when the last rank has: then it
-is ended.
-
-Start a job again that failed: each attempt is a new job, with a folder of its own, and nothing left of the former.
-
-The program goes on from its last checkpoint by itself; to it a restart is a start (TORCHMPIRUN_RESTART counts them).
-What was ended from outside, by a signal or by the time limit, is not started again. The limit is for all attempts
-together. Every attempt reads the same standard input, if that is a file.
+A job that failed may be started again. Each attempt is a new job, with a folder of its own, and nothing left of the
+former. The program goes on from its last checkpoint; to it a restart is a start (TORCHMPIRUN_RESTART counts them). What
+was ended from outside, by a signal or by the time limit, is not started again. The limit is for all attempts together.
 """
 
 from __future__ import annotations
@@ -32,7 +27,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import stat
 import subprocess
 import tempfile
 import time
@@ -42,48 +36,15 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from torchmpi_py.launch import cleanup, exit_marks
+from torchmpi_py.launch import cleanup, exit_marks, terminal
+from torchmpi_py.launch.cleanup import GRACE_SECONDS, Guardian
 from torchmpi_py.launch.deaths import Death, Lookout
-from torchmpi_py.launch.ending import PassedOn
-from torchmpi_py.launch.guardian import Guardian
-from torchmpi_py.launch.signals import Signals
-from torchmpi_py.launch.terminal import Tail, finish, relay, say
+from torchmpi_py.launch.signals import ForwardedSignal, Signals
+from torchmpi_py.launch.terminal import Tail, say
 
-
-def is_given() -> bool:
-    """Whether there is something to read for rank 0: no terminal, not /dev/null, not closed."""
-    try:
-        return not stat.S_ISCHR(os.fstat(0).st_mode)
-    except OSError:
-        return False
-
-
-def for_starter() -> int | None:
-    """What a starter is to get, as ``subprocess`` has it."""
-    return subprocess.DEVNULL if os.isatty(0) else None
-
-
-def position() -> int | None:
-    """Where it stands, if it is a file."""
-    try:
-        return os.lseek(0, 0, os.SEEK_CUR) if stat.S_ISREG(os.fstat(0).st_mode) else None
-    except OSError:
-        return None
-
-
-def rewind(begin: int | None) -> None:
-    """Before another attempt: back to where it stood; nothing at all where that cannot be done."""
-    if begin is not None:
-        os.lseek(0, begin, os.SEEK_SET)
-    elif is_given():
-        say("standard input is a pipe, which can be read only once: further attempts get none (`< file` works)")
-        with open(os.devnull, "rb") as nothing:
-            os.dup2(nothing.fileno(), 0)
-
-
-GRACE_SECONDS = 5.0
-FAILURE_GRACE_SECONDS = 2.5  # a rank has failed: how long the MPI may take to end the others by itself
+FAILURE_GRACE_SECONDS = 2.5  # a rank has failed: how long the MPI may take to end the others in its own way
 TRACE_SECONDS = 30.0  # and how long the rank may take to write its trace before that
+MOST_FOR_ELASTIC = 3  # restarts, where the MPI has nothing for --elastic
 TIMEOUT_CODE = 124  # as timeout(1)
 DESERTED_SECONDS = 5.0  # how long the starter of an elastic job may take when the last rank has ended
 _POLL_SECONDS = 0.05
@@ -114,7 +75,7 @@ class Job:
     failure_grace_seconds: float = FAILURE_GRACE_SECONDS
     stop_signals: tuple[int, ...] = ()  # in place of the signal that ends the job
     grace_seconds: float = 0.0  # for ranks that heed a signal
-    reason: str = ""  # why it failed, in words
+    reason: str = ""  # why it failed
     has_run: bool = False
     was_ended: bool = False  # by a signal or the time limit
     signals: Signals = field(default_factory=Signals)
@@ -123,7 +84,7 @@ class Job:
     _death_time: float = 0.0
     _was_deserted: bool = False
     _is_ending: bool = False
-    _last_seen: float = field(default_factory=time.monotonic)  # a rank that was not known to have ended
+    _last_seen: float = field(default_factory=time.monotonic)  # when a rank was not known to have ended
 
     def __post_init__(self) -> None:
         self._remains = cleanup.Remains(self.folder)
@@ -136,13 +97,13 @@ class Job:
     def run(self) -> int:
         """Start, wait, clean up; return the exit code of the job."""
         self.has_run = True
-        stderr = relay()
+        stderr = terminal.relay()
         self.guardian.note(self._remains, self.stop_signals)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
         self.process = subprocess.Popen(
             self.command,
             env=self.environment,
-            stdin=for_starter(),
+            stdin=terminal.starter_input(),
             stderr=stderr,
             start_new_session=True,
             preexec_fn=_die_with_parent,
@@ -158,6 +119,7 @@ class Job:
             self._clean_up()
 
     def _wait(self) -> int:
+        """Watch the job until it has ended, or has to be ended; its exit code."""
         look = time.monotonic()
         interval = 0.1
         while self._running():
@@ -169,11 +131,12 @@ class Job:
                 self.was_ended = True
                 self._end(signal.SIGTERM)
                 return TIMEOUT_CODE
+            # A rank has failed, or all have left, and the starter does not end the job.
             self._was_deserted = now - self._last_seen > DESERTED_SECONDS
             if self._failed_for() > self.failure_grace_seconds or self._was_deserted:
                 self._end(signal.SIGTERM, None if self.stop_signals else FAILURE_GRACE_SECONDS)
             if now > look:  # often until MPI is up, seldom after
-                self._look()
+                self._look_for_remains()
                 interval = 5.0 if self._remains.shared_memory else min(5.0, 1.2 * interval)
                 look = now + interval
         if self.signals.ending:
@@ -181,34 +144,37 @@ class Job:
             self._give_time(self.signals.ending[0])
             self._end(self.signals.ending[0])
             return 128 + self.signals.ending[0]
-        self._hear_of_deaths(0.0)
+        # The starter has ended. What it did to the ranks may still be under way.
+        self._look_for_deaths(0.0)
         while self._lookout.is_holding:
             time.sleep(_POLL_SECONDS)
-            self._hear_of_deaths(0.0)
-        code = self._code()
+            self._look_for_deaths(0.0)
+        code = self._exit_code()
         if code == 0 and self.num_ranks > 1 and (found := exit_marks.ranks_alone(self.folder)):
-            say(exit_marks.explain(found))
+            say(exit_marks.explain_alone(found))
         return code
 
     def _running(self) -> bool:
+        """Take in what happens within a moment: signals, deaths, the starter's end; whether the starter runs."""
         self.signals.look_at_parent()
         self.signals.pass_on(self.process)
-        self._hear_of_deaths(_POLL_SECONDS)
+        self._look_for_deaths(_POLL_SECONDS)
         if not (self.elastic and self._lookout.is_deserted):
             self._last_seen = time.monotonic()
         return self.process.poll() is None
 
-    def _hear_of_deaths(self, seconds: float) -> None:
-        """Note the deaths since the last time, unless the job is being ended."""
+    def _look_for_deaths(self, seconds: float) -> None:
+        """Record the deaths since the last time, unless the job is being ended."""
         deaths = self._lookout.wait(seconds)
         if deaths and not (self.signals.ending or self._is_ending):
-            self._note(deaths)
+            self.record_deaths(deaths)
 
-    def _note(self, deaths: list[Death]) -> None:
+    def record_deaths(self, deaths: list[Death]) -> None:
         """Keep those that may tell why the job fails: what the MPI, or a failing rank, does to the others does not."""
-        self._look()  # the others map what the dead one had
+        self._look_for_remains()  # the others map what the dead one had
         if self._deaths and not self.elastic:
             return
+        # A death counts only if it began before every failure: a failing rank has the MPI end the others.
         failed = [failure.rank for failure in exit_marks.failures(self.folder)]
         deaths = deaths + self._lookout.wait(0.0)  # and what these failures did to the ranks' pipes
         deaths = [death for death in deaths if all(death.began < self._lookout.began(rank) < inf for rank in failed)]
@@ -223,29 +189,29 @@ class Job:
             others = "; the others go on" if death.num_left else ""
             say(f"{death.name} {death.explain()}{others}")
 
-    def _look(self) -> None:
+    def _look_for_remains(self) -> None:
         if self._remains.look():
             self.guardian.note(self._remains, self.stop_signals)
 
     def _give_time(self, signum: int) -> None:
         """Pass the signal on to ranks that heed it; return when they have ended, or their time is over."""
-        passed_on = PassedOn(self._remains, signum)
-        if not passed_on.ranks or not self.grace_seconds:
+        forwarded = ForwardedSignal(self._remains, signum)
+        if not forwarded.ranks or not self.grace_seconds:
             return
-        self._look()
-        passed_on.send()
+        self._look_for_remains()
+        forwarded.send()
         begin, num_signals, is_quiet = time.monotonic(), len(self.signals.ending), True
         while self._running() and len(self.signals.ending) == num_signals:
             seconds = time.monotonic() - begin
-            if passed_on.is_over():
-                if passed_on.reason:
-                    say(passed_on.reason)
-                if len(passed_on.ranks) == self.num_ranks:
+            if forwarded.is_over():
+                if forwarded.reason:
+                    say(forwarded.reason)
+                if len(forwarded.ranks) == self.num_ranks:
                     time.sleep(_OUTPUT_SECONDS)
                     self._kill()  # without what the starter says of it
                 return
             if seconds > self.grace_seconds or self.is_late:
-                ranks = ", ".join(map(str, sorted(passed_on.unfinished())))
+                ranks = ", ".join(map(str, sorted(forwarded.unfinished())))
                 when = f"{self.grace_seconds:g} s after signal {signum} (--grace)"
                 if self.is_late:
                     when = f"when the limit of {self.timeout_seconds:g} s passed (--timeout)"
@@ -258,8 +224,8 @@ class Job:
 
     def _end(self, signum: int, grace_seconds: float | None = None) -> None:
         """Ask the starter, wait, then kill what is left of the job on this host."""
-        self._is_ending = True  # whoever dies now does so because of us
-        self._look()
+        self._is_ending = True  # a rank that dies now was ended with the job
+        self._look_for_remains()
         for wanted in self.stop_signals or (signum,):
             self.process.send_signal(wanted)
             until = time.monotonic() + (GRACE_SECONDS if grace_seconds is None else grace_seconds)
@@ -282,8 +248,8 @@ class Job:
             times.append(self._death_time)
         return time.time() - min(times) if times else 0.0
 
-    def _code(self) -> int:
-        """That of the first rank that failed; else the starter's own, a death by signal in the shell's form."""
+    def _exit_code(self) -> int:
+        """Exit code of the first rank that failed; else the starter's own, a death by signal in the shell's form."""
         own = self.process.returncode
         code = 128 - own if own < 0 else int(own)
         failures = exit_marks.failures(self.folder)
@@ -291,12 +257,13 @@ class Job:
             self.was_ended = True  # the ranks were asked, and not torchmpirun
             return wanted
         if self.elastic and self._lookout.is_deserted:
-            code = self._code_of_deserted(code)
+            code = self._exit_code_of_deserted(code)
         if self.elastic and code == 0 and not failures:
             return 0
+        # The deaths come first in the reason, then the first failure, then ranks that nobody else reports.
         how = [(death, death.explain(None if self.elastic else code)) for death in self._deaths]
         reasons = [f"{death.name} {text}" for death, text in how if text]
-        left = sorted(exit_marks.ranks_running(self.folder))
+        left = [rank for rank in sorted(exit_marks.ranks_running(self.folder)) if self._has_left(rank)]
         if failures:
             first = failures[0]
             code = first.code
@@ -311,15 +278,18 @@ class Job:
         self.reason = "; ".join(reasons) if code else ""
         return code
 
-    def _code_of_deserted(self, code: int) -> int:
-        """Of an elastic job that all ranks have left: success, if one did so in order."""
-        if self._was_deserted:  # and what its starter says is what we did to it
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank whose mark is there left in the middle: os._exit(0) after the program is an end in order."""
+        is_known = any(death.rank == rank and death.status for death in self._deaths)
+        return is_known or not exit_marks.is_left(self.folder, f"through-{rank}")
+
+    def _exit_code_of_deserted(self, code: int) -> int:
+        """Exit code of an elastic job that all ranks have left: success, if one did so in order."""
+        if self._was_deserted:  # then torchmpirun ended the starter, whose own code says no more than that
             code = 0
         is_lost = code == 0 and not self._lookout.num_in_order
         return self._deaths[-1].code if is_lost and self._deaths else code
 
-
-MOST_FOR_ELASTIC = 3  # where the MPI has nothing for --elastic
 
 Maker = Callable[[Path, int, float], Job]
 
@@ -337,16 +307,16 @@ def run(make: Maker, most: int, tail: Tail | None = None) -> int:
             signals.look_at_parent()
             return bool(signals.ending) or job.was_ended or job.is_late
 
-        finish(tail, is_over)
+        terminal.finish(tail, is_over)
     return code
 
 
 def _run_attempts(make: Maker, most: int, signals: Signals, guardian: Guardian, tail: Tail) -> tuple[Job, int]:
     """The last attempt, and the exit code."""
-    begin, place = time.monotonic(), position()
+    begin, place = time.monotonic(), terminal.input_position()
     for attempt in range(most + 1):
         if attempt:
-            rewind(place)
+            terminal.rewind_input(place)
         with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
             job = make(Path(folder), attempt, begin)
             job.signals, job.guardian = signals, guardian
@@ -362,7 +332,7 @@ def _run_attempts(make: Maker, most: int, signals: Signals, guardian: Guardian, 
 
 
 def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:
-    """Tell why an attempt failed, and whether there is another."""
+    """Say why an attempt failed; return whether there is another."""
     if most:
         is_again = attempt < most and not signum
         what = f"; not started again after signal {signum}, which was passed on" if signum and attempt < most else ""

@@ -1,8 +1,13 @@
-"""What torchmpirun says itself, what its starter says, and what is shown of rank 0's log, while somebody reads it.
+"""Standard streams of torchmpirun: what it says itself, what its starter says, what rank 0's log holds, and the input.
 
 A reader may pause: ``| less``, Ctrl-S, a stopped process. A write then waits, so only threads write. The loop that
 watches the job goes on, and heeds signals, deaths and the time limit. Nothing is lost meanwhile: the log is on disk,
 and what torchmpirun says stays in memory. ``finish`` waits for the reader at the end.
+
+Rank 0 gets the standard input, unless that is a terminal: the starter is in a session of its own, where Open MPI would
+never read from the terminal, and MPICH would take the shell's keys when the job is in the background. Every attempt to
+run a job reads a file from the same place. What has come out of a pipe is gone: the next attempt finds the input at its
+end, and does not wait for more.
 """
 
 import atexit
@@ -12,6 +17,8 @@ import errno
 import os
 import queue
 import select
+import stat
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +28,7 @@ from pathlib import Path
 
 ENDED_SECONDS = 1.0  # how long a reader may take nothing before the launcher of a job that was ended leaves
 _SOON_SECONDS = 0.2  # how long a line may wait to be read, so that it keeps its place among other output
-_LOOK_SECONDS = 0.05  # how often is looked for more
+_LOOK_SECONDS = 0.05  # between two looks for more
 _READ_BYTES = 1 << 16
 _PIECE_BYTES = 4096  # written at once, and then counted as progress of the reader
 _STDOUT, _STDERR = 1, 2
@@ -42,6 +49,37 @@ def relay() -> int | None:
     return None if sys.stderr is None else _speech.relay()
 
 
+def has_input() -> bool:
+    """Whether there is something to read for rank 0: no terminal, not /dev/null, not closed."""
+    try:
+        return not stat.S_ISCHR(os.fstat(0).st_mode)
+    except OSError:
+        return False
+
+
+def starter_input() -> int | None:
+    """What a starter is to get as its standard input, as ``subprocess`` has it."""
+    return subprocess.DEVNULL if os.isatty(0) else None
+
+
+def input_position() -> int | None:
+    """Offset in the standard input, if that is a file."""
+    try:
+        return os.lseek(0, 0, os.SEEK_CUR) if stat.S_ISREG(os.fstat(0).st_mode) else None
+    except OSError:
+        return None
+
+
+def rewind_input(begin: int | None) -> None:
+    """Before another attempt: put a file back to where it stood, and an empty input in the place of a pipe."""
+    if begin is not None:
+        os.lseek(0, begin, os.SEEK_SET)
+    elif has_input():
+        say("standard input is a pipe, which can be read only once: further attempts get none (`< file` works)")
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+
+
 def finish(tail: "Tail", is_over: Callable[[], bool]) -> None:
     """Wait until the reader has all; once the job ``is_over`` for its user, only while the reader goes on reading."""
     for outlet in (tail, _speech):
@@ -52,7 +90,7 @@ def finish(tail: "Tail", is_over: Callable[[], bool]) -> None:
 
 
 class _Outlet:
-    """A thread that writes to a descriptor what ``_take`` gives, until nobody reads it any more."""
+    """A thread that writes to a descriptor what ``_next_output`` gives, until nobody reads it any more."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -81,11 +119,11 @@ class _Outlet:
             time.sleep(0.005)
         return self._answered >= asked
 
-    def _take(self) -> bytes:
+    def _next_output(self) -> bytes:
         """What is to be written next; nothing if there is no more for now."""
         raise NotImplementedError
 
-    def _rest(self) -> None:
+    def _wait_for_more(self) -> None:
         """Wait until there may be more."""
         self._news.wait(_LOOK_SECONDS)
         self._news.clear()
@@ -93,12 +131,12 @@ class _Outlet:
     def _run(self) -> None:
         while True:
             asked = self._asked
-            taken = self._take()
-            for begin in range(0, len(taken), _PIECE_BYTES):
-                self._write(taken[begin : begin + _PIECE_BYTES])
-            if not taken:
+            output = self._next_output()
+            for begin in range(0, len(output), _PIECE_BYTES):
+                self._write(output[begin : begin + _PIECE_BYTES])
+            if not output:
                 self._answered = asked
-                self._rest()
+                self._wait_for_more()
 
     def _write(self, piece: bytes) -> None:
         """Write to the descriptor itself: Python cannot end while a thread holds the lock of a stream."""
@@ -138,21 +176,21 @@ class _Speech(_Outlet):
         self._news.set()
         return end
 
-    def _take(self) -> bytes:
+    def _next_output(self) -> bytes:
         for pipe in list(self._pipes):
             with contextlib.suppress(BlockingIOError):
                 data = os.read(pipe, _READ_BYTES)
                 if data:
-                    return data.replace(b"\0", b"") or self._take()
+                    return data.replace(b"\0", b"") or self._next_output()
                 os.close(pipe)
                 self._pipes.remove(pipe)
         return b"" if self._lines.empty() else self._lines.get().encode(errors="backslashreplace")
 
-    def _rest(self) -> None:
+    def _wait_for_more(self) -> None:
         if self._pipes:
             select.select(self._pipes, [], [], _LOOK_SECONDS)
         else:
-            super()._rest()
+            super()._wait_for_more()
 
 
 class Tail(_Outlet):
@@ -176,7 +214,7 @@ class Tail(_Outlet):
         """Show what there is before something is said of it."""
         self.wait(_SOON_SECONDS)
 
-    def _take(self) -> bytes:
+    def _next_output(self) -> bytes:
         assert self.log is not None
         text = ""
         try:

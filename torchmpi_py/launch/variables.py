@@ -1,23 +1,22 @@
-"""Rank, size, local rank and local size, as whoever started this process wrote them into its environment.
+"""Environment variables of a rank: those of the launcher, which say the rank's place, and torchrun's, set from these.
 
-Each MPI has its own names. The more specific ones stand first: Slurm's are also set for a batch script, from which
-another starter may have come.
+*The launcher's.* Each MPI has its own names for rank, size, local rank and local size. The more specific names stand
+first: Slurm's are also set for a batch script, from which another starter may have come.
 
-torchrun's variables for the ranks of an MPI: RANK, WORLD_SIZE, LOCAL_RANK, ..., MASTER_ADDR, MASTER_PORT.
+*torchrun's* are RANK, WORLD_SIZE, LOCAL_RANK, ..., MASTER_ADDR, MASTER_PORT. Programs that are written for ``torchrun``
+read them. The import of the package sets them in a process that an MPI's launcher has started, from the launcher's own
+variables and without MPI: all ranks come to the same MASTER_PORT by way of the job's name. What only MPI knows, on
+several hosts, `complete` adds when MPI runs.
 
-Programs that are written for ``torchrun`` read them. The import of the package sets them in a process that an MPI's
-launcher has started, from the launcher's own variables (``variables``) and without MPI: all ranks come to the same
-MASTER_PORT by way of the job's name. What only MPI knows, on several hosts, `complete` adds when MPI runs.
+A record, the variable TORCHMPIRUN_WORLD, holds the job, the rank, and what was set here. Processes inherit it together
+with the variables, and so it distinguishes what has the same names:
 
-A mark, the variable TORCHMPIRUN_WORLD, holds the job, the rank, and what was set here. Processes inherit it together
-with the variables, and so it tells apart what has the same names:
+- The record is of this job and this rank: a variable that differs from it was set since, by the program or by a
+  ``torchrun`` that the rank has started, and stays.
+- The record is of another job, from which this one was started: a variable that equals it is stale, and is set again.
+- There is none: a variable that is set is the user's and stays, unless an outer ``torchrun`` has set it.
 
-- The mark is of this job and this rank: what differs from it was set since, by the program or by a ``torchrun`` that
-  the rank has started, and stays.
-- The mark is of another job, from which this one was started: what equals it is stale, and is set again.
-- There is none: what is set is the user's and stays, unless an outer ``torchrun`` has set it.
-
-``torchmpirun`` gives its ranks a mark without a job: the hosts, and a port that is free.
+``torchmpirun`` gives its ranks a record without a job: the hosts, and a port that is free.
 """
 
 from __future__ import annotations
@@ -49,6 +48,17 @@ _LOCAL_RANK = (
 )
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
+RECORD = "TORCHMPIRUN_WORLD"
+ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+NAMES = (*OF_A_RANK, ADDRESS, PORT)
+LOOPBACK = "127.0.0.1"
+
+_TORCHRUN = "TORCHELASTIC_"
+_JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "PALS_APID")
+_MOST_ANCESTORS = 10
+_FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # below those that a system gives away, and torchrun's 29500
+
 
 def rank_in(environment: Mapping[str, str]) -> int | None:
     """The rank in the job."""
@@ -72,9 +82,9 @@ def local_rank_in(environment: Mapping[str, str]) -> int | None:
 
 def local_size_in(environment: Mapping[str, str]) -> int | None:
     """The number of ranks on this host."""
-    told = _first_number(_LOCAL_SIZE, environment)
-    if told is not None:
-        return told
+    size = _first_number(_LOCAL_SIZE, environment)
+    if size is not None:
+        return size
     node = _first_number(("SLURM_NODEID",), environment) or 0
     return tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
 
@@ -115,18 +125,6 @@ def _first_number(names: tuple[str, ...], environment: Mapping[str, str]) -> int
     return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), None)
 
 
-MARK = "TORCHMPIRUN_WORLD"
-ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
-OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-NAMES = (*OF_A_RANK, ADDRESS, PORT)
-LOOPBACK = "127.0.0.1"
-
-_TORCHRUN = "TORCHELASTIC_"
-_JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "PALS_APID")
-_MOST_ANCESTORS = 10
-_FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # below those that a system gives away, and torchrun's 29500
-
-
 def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set torchrun's variables in a process that an MPI's launcher has started; elsewhere do nothing. Not collective.
 
@@ -136,46 +134,46 @@ def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     rank, size = rank_in(environment), size_in(environment)
     if rank is None or size is None or rank >= size:
         return
-    mark = read_mark(environment)
-    if not mark and (size == 1 or not has_mpi(environment)):
+    record = read_record(environment)
+    if not record and (size == 1 or not has_mpi(environment)):
         return
     own = {"JOB": job_name(environment), "BY": f"{rank}/{size}"}
-    if mark.get("BY") == own["BY"] and own["JOB"] in ("", mark["JOB"]):  # a daemon's child does not find the job
+    if record.get("BY") == own["BY"] and own["JOB"] in ("", record["JOB"]):  # a daemon's child does not find the job
         return
     if is_under_torchrun(environment):
         if _has_own_torchrun(_place(environment, os.getpid())):
             return
         stale = [name for name in environment if name in NAMES or name.startswith(_TORCHRUN)]
     else:
-        stale = [name for name in NAMES if name in mark and environment.get(name) == mark[name]]
+        stale = [name for name in NAMES if name in record and environment.get(name) == record[name]]
     for name in stale:
         del environment[name]
-    _set(environment, own, _values(environment, {} if "JOB" in mark else mark, rank, size))
+    _set(environment, own, _values(environment, {} if "JOB" in record else record, rank, size))
 
 
 def complete(address: str, group_rank: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what MPI has found: MASTER_ADDR, unless it is known, and GROUP_RANK. Without a mark do nothing."""
-    mark = read_mark(environment)
-    if "JOB" in mark:
-        _set(environment, mark, {ADDRESS: mark.get(ADDRESS, address), "GROUP_RANK": str(group_rank)})
+    """Set what MPI has found: MASTER_ADDR, unless it is known, and GROUP_RANK. Does nothing without a record."""
+    record = read_record(environment)
+    if "JOB" in record:
+        _set(environment, record, {ADDRESS: record.get(ADDRESS, address), "GROUP_RANK": str(group_rank)})
 
 
-def _set(environment: MutableMapping[str, str], mark: Mapping[str, str], values: Mapping[str, str]) -> None:
-    """Set those of ``values`` for which the environment has none, or that of the mark; the new mark holds them."""
-    ours = {name: value for name, value in values.items() if environment.get(name) in (None, mark.get(name))}
+def _set(environment: MutableMapping[str, str], record: Mapping[str, str], values: Mapping[str, str]) -> None:
+    """Set the ``values`` that the environment lacks, or has from the record, and put them into the new record."""
+    ours = {name: value for name, value in values.items() if environment.get(name) in (None, record.get(name))}
     environment.update(ours)
-    environment[MARK] = " ".join(f"{name}={value}" for name, value in {**mark, **ours}.items())
+    environment[RECORD] = " ".join(f"{name}={value}" for name, value in {**record, **ours}.items())
 
 
-def read_mark(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the mark holds; empty where there is none."""
-    entries = (entry.partition("=") for entry in environment.get(MARK, "").split())
+def read_record(environment: Mapping[str, str]) -> dict[str, str]:
+    """Content of the record; empty where there is none."""
+    entries = (entry.partition("=") for entry in environment.get(RECORD, "").split())
     return {name: value for name, _, value in entries}
 
 
 def is_own(environment: Mapping[str, str], name: str) -> bool:
-    """Whether ``name`` has a value that was not set here."""
-    return bool(environment.get(name)) and environment[name] != read_mark(environment).get(name)
+    """Whether the variable ``name`` has a value that was not set here."""
+    return bool(environment.get(name)) and environment[name] != read_record(environment).get(name)
 
 
 def is_under_torchrun(environment: Mapping[str, str]) -> bool:
@@ -183,8 +181,8 @@ def is_under_torchrun(environment: Mapping[str, str]) -> bool:
     return f"{_TORCHRUN}RUN_ID" in environment
 
 
-def first_mark(hosts: Sequence[tuple[str, int]], folder: Path) -> str:
-    """The mark that ``torchmpirun`` gives the ranks of a job on ``hosts`` (names and slots); none: on this host."""
+def record_for_ranks(hosts: Sequence[tuple[str, int]], folder: Path) -> str:
+    """The record that ``torchmpirun`` gives the ranks of a job on ``hosts`` (names and slots); none: on this host."""
     layout = ",".join(f"{_name_for_others(name)}:{slots}" for name, slots in hosts)
     return f"{PORT}={_free_port(folder.name)}" + (f" HOSTS={layout}" if layout else "")
 
@@ -192,7 +190,7 @@ def first_mark(hosts: Sequence[tuple[str, int]], folder: Path) -> str:
 def without_outer(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment for the ranks of another job: without the place in an outer one, torchrun's included."""
     is_stale = is_under_torchrun(environment)
-    dropped = {MARK, *OF_A_RANK, *(name for name in (ADDRESS, PORT) if is_stale or not is_own(environment, name))}
+    dropped = {RECORD, *OF_A_RANK, *(name for name in (ADDRESS, PORT) if is_stale or not is_own(environment, name))}
     return {
         name: value for name, value in environment.items() if name not in dropped and not name.startswith(_TORCHRUN)
     }
@@ -212,7 +210,7 @@ def job_name(environment: Mapping[str, str], process_id: int | None = None) -> s
 
 
 def _hydra_job(process_id: int) -> str:
-    """Where the mpiexec of MPICH listens: its proxies, one on each host, are given that on their command line."""
+    """Address at which MPICH's mpiexec listens, from the command line of one of its proxies, one on each host."""
     for _ in range(_MOST_ANCESTORS):
         process_id = _parent(process_id)
         with contextlib.suppress(OSError):
@@ -252,7 +250,7 @@ def _place(environment: Mapping[str, str], process_id: int) -> tuple[str, int | 
 
 
 def _environment(process_id: int) -> dict[str, str]:
-    """That with which a process was started; empty if it is another user's, as a launcher's daemon may be."""
+    """Environment with which a process was started; empty if the process is another user's, as a daemon may be."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
         return {name: value for name, _, value in (os.fsdecode(line).partition("=") for line in lines)}
@@ -260,7 +258,7 @@ def _environment(process_id: int) -> dict[str, str]:
 
 
 def _values(environment: Mapping[str, str], given: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
-    """The variables, as far as they are known without MPI; ``given``: the mark of torchmpirun."""
+    """The variables, as far as they are known without MPI; ``given``: the record of torchmpirun."""
     local_rank, local_size = local_rank_in(environment), local_size_in(environment)
     hosts = _hosts(environment, given.get("HOSTS", ""))
     is_one_host = local_size == size

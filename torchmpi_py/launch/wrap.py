@@ -2,7 +2,7 @@
 
     mpirun -n 4 python .../launch/wrap.py [--bind core|none] [--log-dir D] [--profile D] [--quoted] [-m] program args...
 
-A rank that fails while the others wait for it in a collective would hang them all, so an uncaught exception, or
+A rank that fails while the others wait for it in a collective would hang them all. So an uncaught exception, or
 sys.exit with a code that is not 0, prints its traceback once and then ends the job with MPI_Abort. A normal end just
 returns: the package's own stop() and MPI's finalize run at interpreter exit.
 
@@ -13,6 +13,10 @@ ends as at the end of its program.
 torchmpirun sets TORCHMPIRUN_JOB_DIR to a folder of the job. A failing rank leaves there when it failed and with which
 code, so that the job can end with the code of the *first* failure, and which shared memory it holds, so that what
 MPI_Abort leaves behind can be removed.
+
+*Quoted* arguments: Open MPI, MPICH and srun read a bare ``:`` as the beginning of another program, and Open MPI
+rewrites ``--bind-to`` and others wherever they stand. The first character of such a word becomes ``%3A``, say, and each
+``%`` then ``%25``.
 """
 
 import argparse
@@ -21,6 +25,7 @@ import functools
 import importlib
 import io
 import os
+import re
 import runpy
 import signal
 import sys
@@ -37,27 +42,52 @@ if __name__ == "__main__":
 
 from torchmpi_py.errors import EndRequested
 from torchmpi_py.launch import binding, exit_marks, variables
-from torchmpi_py.launch.options import unquote
 
-_LAST_SECONDS = 30
-_KILLED_SECONDS = 2.0
-_OUTPUT_SECONDS = 0.3  # an abort overtakes output that the starter has not read yet, such as the traceback
-_SILENT = "99"  # torch's profiler says on stderr when it starts and stops
+_ARRIVAL_SECONDS = 30  # for the other ranks to start MPI, of which one has failed before it did
+_SILENT = "99"  # for torch's profiler, which else reports on stderr that it starts and stops
+
+
+def needs_quotes(words: list[str], interpreted: str) -> bool:
+    """Whether a starter interprets one of the words; ``interpreted`` is a regular expression of those that it does."""
+    return any(re.fullmatch(interpreted, word) for word in words)
+
+
+def quote(words: list[str], interpreted: str) -> list[str]:
+    """The words in a form that the starter leaves alone."""
+    plain = [word.replace("%", "%25") for word in words]
+    return [f"%{ord(word[0]):02X}{word[1:]}" if re.fullmatch(interpreted, word) else word for word in plain]
+
+
+def unquote(words: list[str]) -> list[str]:
+    """Words that ``quote`` has quoted, as they were."""
+    return [re.sub("%([0-9A-F]{2})", lambda code: chr(int(code[1], 16)), word) for word in words]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read this file's own options; what follows the first other word is the program's."""
+    parser = argparse.ArgumentParser(prog="wrap.py", allow_abbrev=False)
+    parser.add_argument("--bind", choices=("core", "none"), default="core")
+    parser.add_argument("--log-dir", type=Path)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--quoted", action="store_true", help="program and arguments are as torchmpirun quotes them")
+    parser.add_argument("-m", dest="as_module", action="store_true", help="the program is a module")
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    if not options.program:
+        parser.error("no program to run")
+    if options.quoted:
+        options.program = unquote(options.program)
+    return options
 
 
 def local_rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Which of how many ranks on this host; (0, 1) when nobody says, or when what is said does not fit."""
+    """This rank among the ranks of its host, and their number; (0, 1) where the launcher does not say, or is wrong."""
     rank, size = variables.local_rank_in(environment) or 0, variables.local_size_in(environment) or 1
     return (rank, size) if rank < size else (0, 1)
 
 
-def job_folder() -> str:
-    """The folder in which ranks of torchmpirun's host leave their marks; "" without torchmpirun."""
-    return os.environ.get("TORCHMPIRUN_JOB_DIR", "")
-
-
 def bind(how: str) -> None:
-    """Give this rank its cores, and as many threads as it has cores unless the user has said how many."""
+    """Give this rank its cores, and as many threads as cores, unless the environment says how many."""
     local_rank, local_size = local_rank_and_size(os.environ)
     threads = binding.threads_per_rank(binding.num_usable_cores(), local_size)
     if how == "core":
@@ -73,12 +103,16 @@ def log_to(folder: Path, rank: int) -> int:
     """Send this process's output, and that of libraries and children, to its own file: by descriptor, not by name.
 
     A job that was started again goes on in the files of the attempt before. Returns a descriptor of the former stderr:
-    the disk of the log may be full when the rank has to say how it failed. OSError if there can be no log.
+    the disk of the log may be full when the rank has to say how it failed. SystemExit if there can be no log.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     is_first = os.environ.get("TORCHMPIRUN_RESTART", "0") == "0"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_first else 0)
-    descriptor = os.open(folder / f"rank-{rank}.log", flags, 0o666)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / f"rank-{rank}.log", flags, 0o666)
+    except OSError as error:
+        host = os.uname().nodename
+        sys.exit(f"[rank {rank}] --log-dir {folder}: cannot write a log there on {host}: {error.strerror}")
     former = os.dup(2)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -87,7 +121,7 @@ def log_to(folder: Path, rank: int) -> int:
 
 
 def run_program(program: list[str], *, as_module: bool) -> None:
-    """Run it as ``python program`` would: as __main__, with its own sys.argv and sys.path."""
+    """Run the program as ``python program`` would: as __main__, with its own sys.argv and sys.path."""
     sys.argv = program
     if as_module:
         sys.path[0] = os.getcwd()
@@ -95,12 +129,6 @@ def run_program(program: list[str], *, as_module: bool) -> None:
     else:
         sys.path[0] = str(Path(program[0]).resolve().parent)
         runpy.run_path(os.path.abspath(program[0]), run_name="__main__")
-
-
-def profile_to(folder: Path) -> None:
-    """Ask the package to trace this rank into a folder; it does from mpi.start() on."""
-    os.environ["TORCHMPI_PROFILE"] = str(folder.absolute())
-    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
 
 
 def exit_code(error: BaseException) -> int:
@@ -136,7 +164,8 @@ def explain(error: BaseException, rank: int, former: int | None = None) -> None:
 
 
 def _shown_by_the_programs_hook(error: BaseException) -> bool:
-    """Whether the program, or a library of its choice, has an excepthook, and that has done its work."""
+    """Whether the program, or a library of its choice, has an excepthook, and this hook has done its work."""
+    # Under the hooks of the package and of torch.distributed may be one of the program.
     hook: Any = sys.excepthook
     while (former := _wrapped_by(hook)) is not None:
         hook = former
@@ -150,7 +179,7 @@ def _shown_by_the_programs_hook(error: BaseException) -> bool:
 
 
 def _wrapped_by(hook: Any) -> Any:
-    """The excepthook that another one is put around; None if it is the program's own, or Python's."""
+    """The excepthook that this one is put around; None if this one is the program's own, or Python's."""
     if getattr(hook, "aborts", False):  # the package's: ending the job is our part
         return getattr(hook, "former", sys.__excepthook__)
     if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":  # writes "[rank0]:" before each line
@@ -166,20 +195,20 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def fail(error: BaseException, code: int, rank: int, former: int | None = None) -> None:
+def fail(error: BaseException, code: int, folder: str, rank: int, former: int | None = None) -> None:
     """Record, explain, write the trace, and end the job whatever stands in the way: a closed stderr, a full disk."""
-    folder = job_folder()
     with contextlib.suppress(BaseException):
         exit_marks.record_failure(folder, rank, code)
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     with contextlib.suppress(BaseException):
         explain(error, rank, former)
+    # The trace of a rank that fails ends here; the others leave none.
     tracing: Any = sys.modules.get("torchmpi_py.watch.tracing")
     if tracing is not None:
         with contextlib.suppress(BaseException):
             tracing.save()
-    if isinstance(error, (KeyboardInterrupt, SystemExit)) and exit_marks.is_ending(folder):
+    if isinstance(error, (KeyboardInterrupt, SystemExit)) and exit_marks.is_left(folder, "ending"):
         _wait_to_be_killed(folder)
     end_job(code, folder)
 
@@ -190,115 +219,88 @@ def _wait_to_be_killed(folder: str) -> None:
         time.sleep(0.1)
 
 
-def note_interrupts(rank: int) -> None:
-    """Have Ctrl-C leave a mark before it raises KeyboardInterrupt; a handler of the program has another."""
-    interrupt, set_handler, process_id = signal.default_int_handler, signal.signal, os.getpid()
-    if signal.getsignal(signal.SIGINT) is not interrupt:  # ignored
-        return
-
-    def leave_mark(signum: int, frame: FrameType | None) -> NoReturn:
-        if os.getpid() == process_id:  # a forked child is not the rank
-            exit_marks.record_hearing(job_folder(), rank)
-        interrupt(signum, frame)
-
-    @functools.wraps(set_handler)
-    def look_at_handler(signalnum: int, handler: Any) -> Any:
-        if signalnum == signal.SIGINT and handler is not leave_mark and os.getpid() == process_id:
-            exit_marks.record_own_handler(job_folder(), rank)
-        return set_handler(signalnum, handler)
-
-    set_handler(signal.SIGINT, leave_mark)
-    signal.default_int_handler = leave_mark  # who looks for it, as asyncio does, finds it in its place
-    signal.signal = look_at_handler
-
-
-def end_job(code: int, folder: str) -> None:
+def end_job(code: int, folder: str) -> NoReturn:
     """MPI_Abort when MPI runs here; else exit, and leave it to the MPI's starter, or to torchmpirun, to notice."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None and not os.path.isdir(folder) and (variables.size_in(os.environ) or 1) > 1:
-        mpi = _mpi_at_last()
+        mpi = _start_mpi()
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        time.sleep(_OUTPUT_SECONDS)
-        mpi.COMM_WORLD.Abort(code)
-        # MPICH's returns. Its starter is about to kill this process, and may fail to end the others if this one ends
-        # first; one that went on meanwhile would go through mpi.stop().
-        time.sleep(_KILLED_SECONDS)
-        os._exit(code)
+        exit_marks.abort(mpi, code)
     sys.exit(code)
 
 
-def _mpi_at_last() -> Any:
-    """Start MPI only to abort it: a rank that exits before MPI_Init, where the others wait, is not always noticed.
+def _start_mpi() -> Any:
+    """Start MPI only to abort it: without torchmpirun nobody may notice a rank that exits before the others' MPI_Init.
 
     MPICH's starter never does. Open MPI's does, but now and then hangs or crashes over a rank that it kills while that
     one is connecting.
     """
-    signal.alarm(_LAST_SECONDS)  # the others may not come
+    signal.alarm(_ARRIVAL_SECONDS)
     try:
         return importlib.import_module("mpi4py.MPI")
     except Exception:
         return None
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Read this file's own options; what follows the first other word is the program's."""
-    parser = argparse.ArgumentParser(prog="wrap.py", allow_abbrev=False)
-    parser.add_argument("--bind", choices=("core", "none"), default="core")
-    parser.add_argument("--log-dir", type=Path)
-    parser.add_argument("--profile", type=Path)
-    parser.add_argument("--quoted", action="store_true", help="program and arguments are as quoting.quote left them")
-    parser.add_argument("-m", dest="as_module", action="store_true", help="the program is a module")
-    parser.add_argument("program", nargs=argparse.REMAINDER)
-    options = parser.parse_args(argv)
-    if not options.program:
-        parser.error("no program to run")
-    if options.quoted:
-        options.program = unquote(options.program)
-    return options
+def record_interrupts(folder: str, rank: int) -> None:
+    """Have Ctrl-C leave a mark before it raises KeyboardInterrupt; a handler of the program leaves another one.
+
+    torchmpirun cannot see either from outside: Python runs no handler while the rank waits in the MPI's library.
+    """
+    interrupt, set_handler, process_id = signal.default_int_handler, signal.signal, os.getpid()
+    if signal.getsignal(signal.SIGINT) is not interrupt:  # ignored
+        return
+
+    def leave_mark(signum: int, frame: FrameType | None) -> NoReturn:
+        if os.getpid() == process_id:  # a forked child is not the rank
+            exit_marks.leave(folder, f"heard-{rank}")
+        interrupt(signum, frame)
+
+    @functools.wraps(set_handler)
+    def look_at_handler(signalnum: int, handler: Any) -> Any:
+        if signalnum == signal.SIGINT and handler is not leave_mark and os.getpid() == process_id:
+            exit_marks.leave(folder, f"own-{rank}")
+        return set_handler(signalnum, handler)
+
+    set_handler(signal.SIGINT, leave_mark)
+    signal.default_int_handler = leave_mark  # asyncio looks for it, and finds it in its place
+    signal.signal = look_at_handler
 
 
-def run_and_end(options: argparse.Namespace, rank: int) -> None:
+def run_and_end(options: argparse.Namespace, folder: str, rank: int) -> None:
     """Run the program, and end the job if it fails."""
     process_id, former = os.getpid(), None
     try:
-        note_interrupts(rank)
+        record_interrupts(folder, rank)
         if options.log_dir is not None:
-            former = _logged(options.log_dir, rank)
+            former = log_to(options.log_dir, rank)
         run_program(options.program, as_module=options.as_module)
         if former is not None and sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()  # here a full disk is an error; when Python ends it is code 120
     except EndRequested as error:
-        if os.getpid() != process_id or not exit_marks.record_end(job_folder(), rank, exit_code(error)):
+        if os.getpid() != process_id or not exit_marks.leave(folder, f"ended-{rank}", str(exit_code(error))):
             raise
     except BaseException as error:
         code = exit_code(error)
         if code == 0 or os.getpid() != process_id:  # a forked child is not the rank
             raise
-        fail(error, code, rank, former)
-
-
-def _logged(folder: Path, rank: int) -> int:
-    """As ``log_to``; SystemExit, with a reason, if there can be no log."""
-    try:
-        return log_to(folder, rank)
-    except OSError as error:
-        host = os.uname().nodename
-        sys.exit(f"[rank {rank}] --log-dir {folder}: cannot write a log there on {host}: {error.strerror}")
+        fail(error, code, folder, rank, former)
 
 
 def main() -> None:
     """Prepare the rank and run the program."""
     options = parse(sys.argv[1:])
-    rank = variables.rank_in(os.environ) or 0
+    folder, rank = os.environ.get("TORCHMPIRUN_JOB_DIR", ""), variables.rank_in(os.environ) or 0
     bind(options.bind)
-    if options.profile is not None:
-        profile_to(options.profile)
+    if options.profile is not None:  # the package traces this rank from mpi.start() on
+        os.environ["TORCHMPI_PROFILE"] = str(options.profile.absolute())
+        os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     for stream in (sys.stdout, sys.stderr):  # into the starter's pipe each line at once, and whole, also for python -u
         if isinstance(stream, io.TextIOWrapper):  # not when it was closed
             stream.reconfigure(line_buffering=True, write_through=False)
-    with exit_marks.running(job_folder(), rank):
-        exit_marks.note_at_end(job_folder(), rank)
-        run_and_end(options, rank)
+    with exit_marks.running(folder, rank):
+        exit_marks.record_alone_at_end(folder, rank)
+        run_and_end(options, folder, rank)
 
 
 if __name__ == "__main__":

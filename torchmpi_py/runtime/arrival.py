@@ -100,7 +100,7 @@ class Wait:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        time.sleep(abort.OUTPUT_SECONDS)
+        time.sleep(exit_marks.OUTPUT_SECONDS)
         os._exit(watchdog.EXIT_CODE)
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 
 from torchmpi_py.core import owner, status_board
 from torchmpi_py.core.status_board import ENDING, HAS_LEFT
 from torchmpi_py.launch import exit_marks
 from torchmpi_py.watch import tracing
-
-OUTPUT_SECONDS = 0.3  # an abort overtakes output: MPICH's mpiexec drops what it has not yet read of the traceback
 
 
 def abort(code: int) -> None:
@@ -30,6 +27,4 @@ def abort(code: int) -> None:
                 stream.flush()  # type: ignore[union-attr]
         if status_board.current is not None:
             status_board.current.put(HAS_LEFT, ENDING)
-        time.sleep(OUTPUT_SECONDS)
-        mpi.COMM_WORLD.Abort(code)
-        os._exit(code)  # MPICH's returns, and the process lives until it is killed
+        exit_marks.abort(mpi, code)

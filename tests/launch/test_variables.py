@@ -110,12 +110,12 @@ def test_mpirun_inside_a_slurm_job(monkeypatch):
 
 
 def test_torchmpirun_names_the_hosts(tmp_path, monkeypatch):
-    mark = {variables.MARK: variables.first_mark([("user@nodea.x", 3), ("10.0.0.2", 3)], tmp_path)}
-    assert without_port(set_in(OPENMPI | mark)) == PLACE | {"MASTER_ADDR": "nodea.x", "GROUP_RANK": "1"}
+    record = {variables.RECORD: variables.record_for_ranks([("user@nodea.x", 3), ("10.0.0.2", 3)], tmp_path)}
+    assert without_port(set_in(OPENMPI | record)) == PLACE | {"MASTER_ADDR": "nodea.x", "GROUP_RANK": "1"}
     monkeypatch.setattr(variables.socket, "gethostname", lambda: "nodea")
-    assert set_in(OPENMPI | mark)["GROUP_RANK"] == "0"  # the name counts more than the slots
-    mark = {variables.MARK: variables.first_mark([("localhost", 3), ("nodeb", 3)], tmp_path)}
-    assert set_in(OPENMPI | mark)["MASTER_ADDR"] == "nodea"
+    assert set_in(OPENMPI | record)["GROUP_RANK"] == "0"  # the name counts more than the slots
+    record = {variables.RECORD: variables.record_for_ranks([("localhost", 3), ("nodeb", 3)], tmp_path)}
+    assert set_in(OPENMPI | record)["MASTER_ADDR"] == "nodea"
 
 
 def test_all_ranks_have_the_same_port():
@@ -151,19 +151,19 @@ def test_what_an_outer_job_has_set_does_not():
 
 def test_a_child_that_does_not_find_the_job_keeps_what_it_has(monkeypatch):
     set_in(rank := dict(MPICH))
-    kept = rank | {variables.MARK: rank[variables.MARK].replace("JOB=", "JOB=a:1"), "LOCAL_RANK": "7"}
-    monkeypatch.setattr(variables, "_hydra_job", lambda _: "")  # its ancestors are gone
+    kept = rank | {variables.RECORD: rank[variables.RECORD].replace("JOB=", "JOB=a:1"), "LOCAL_RANK": "7"}
+    monkeypatch.setattr(variables, "job_name", lambda *_: "")  # its ancestors are gone
     variables.set_variables(child := dict(kept))
     assert child == kept
-    monkeypatch.setattr(variables, "_hydra_job", lambda _: "b:2")
+    monkeypatch.setattr(variables, "job_name", lambda *_: "b:2")
     variables.set_variables(child)
     assert child["MASTER_PORT"] != kept["MASTER_PORT"]
 
 
 SHOW = """
 import os
-from torchmpi_py.launch import variables as world
-world.set_variables()
+from torchmpi_py.launch import variables
+variables.set_variables()
 print(os.environ["RANK"], os.environ["WORLD_SIZE"], any(name.startswith("TORCHELASTIC_") for name in os.environ))
 """
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
