@@ -27,7 +27,7 @@ _IN_ONE_TENSOR: dict[str, Any] = {"foreach": False, "maximize": False}  # for th
 
 
 class Memory(NamedTuple):
-    """A rule's state with a shard: ``slots``, tensors like the shard, and ``times``, a number (float64); first all 0."""
+    """A rule's state with a shard: ``slots``, tensors like the shard, and ``times``, a number (float64); at first 0."""
 
     slots: list[Tensor]
     times: Tensor
