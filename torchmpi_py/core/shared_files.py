@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
 import resource
@@ -41,7 +42,7 @@ def share(comm: MPI.Comm, creator: int, num_bytes: int, take: Take[T]) -> tuple[
     for create in (nameless, named):
         with contextlib.ExitStack() as until_taken:
             try:
-                return _share(comm, creator, lambda: offer(create, num_bytes, until_taken), take)  # noqa: B023 - now
+                return _share(comm, creator, functools.partial(offer, create, num_bytes, until_taken), take)
             except Unavailable as error:
                 reasons.append(str(error))
     raise Unavailable("; ".join(reasons))
