@@ -13,7 +13,6 @@ not waited for could be overtaken.
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from torchmpi_py.paramserver import rules, shard
 from torchmpi_py.paramserver.shard import Shard
 from torchmpi_py.paramserver.shard_router import RequestThread, ShardRouter
 
-_numbers = itertools.count()
 _servers: list[ParameterServer] = []  # in the order in which they were made
 
 
@@ -98,13 +96,13 @@ class ParameterServer:
     def __init__(self, comm: Communicator, source: Tensor, optimizer: str | None, num_slots: int) -> None:
         self.shape, self.dtype, self.optimizer = source.shape, source.dtype, optimizer
         self.num_bytes_sent = self.num_bytes_received = 0
-        self._comm, self._channel, self._key = comm, comm.direct, ("parameter server", next(_numbers))
+        self._comm, self._channel = comm, comm.direct
         self._requests = communicators.stack().levels[0].direct.keep(RequestThread, RequestThread)
         seed = source.view(-1).cpu()
         self._router = journal.run_together(
             "paramserver.init",
             comm,
-            lambda: comm.direct.keep(self._key, lambda channel: ShardRouter(channel, seed, num_slots, self._requests)),
+            lambda: comm.direct.keep(self, lambda channel: ShardRouter(channel, seed, num_slots, self._requests)),
         )
         self.bounds = list(self._router.bounds)
 
@@ -212,9 +210,7 @@ class ParameterServer:
         if self in _servers:
             _servers.remove(self)
         if not self._router.is_free:
-            journal.run_while_others_work(
-                "ParameterServer.free", self._comm, lambda: self._channel.give_back(self._key)
-            )
+            journal.run_while_others_work("ParameterServer.free", self._comm, lambda: self._channel.give_back(self))
 
     def _check_alive(self, call: str) -> None:
         communicators.stack()  # neither in a child process nor after stop
