@@ -113,7 +113,7 @@ class PeriodicAveraging:
         self.is_free = False
         self._level = level
         settings = {"(init_delay, update_frequency)": (init_delay, update_frequency)}
-        check_alike(communicators.communicator(level), "PeriodicAveraging", settings)
+        check_alike(communicators.communicator(level), "PeriodicAveraging", settings, what="PeriodicAveraging")
 
     def update(self, step: int) -> None:
         """Average, if it is due in this step. Collective then."""

@@ -362,9 +362,11 @@ def wait_for_all_after_training(comm: Communicator, what: str) -> None:
     journal.run_while_others_work(what, comm, lambda: backoff.barrier(comm.direct.mpi))
 
 
-def check_alike(comm: Communicator, who: str, settings: Mapping[str, object]) -> None:
-    """RanksDisagree, on every rank, unless all ranks give the same settings. Collective."""
-    given = gathered(comm, "settings of an update", dict(settings))
+def check_alike(
+    comm: Communicator, who: str, settings: Mapping[str, object], what: str = "settings of an update"
+) -> None:
+    """RanksDisagree, on every rank, unless all ranks give the same settings. Collective; recorded as ``what``."""
+    given = gathered(comm, what, dict(settings))
     for name in given[0]:
         by_rank = [theirs.get(name) for theirs in given]
         if agree.first_different(by_rank) is not None:
