@@ -169,7 +169,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all(mpi):
             raise RuntimeError("no route\nand a stack")
 
     with pytest.raises(CommunicatorError, match=r"cannot connect \(rank \d+: no route\).*GLOO_SOCKET_IFNAME"):
-        rendezvous.together(mpi.communicator().direct.mpi, "cannot connect", attempt)
+        rendezvous.connect_all(mpi.communicator().direct.mpi, "cannot connect", attempt)
 
 
 @pytest.mark.mpi

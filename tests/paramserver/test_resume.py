@@ -18,12 +18,12 @@ def in_step(kind, mpi):
         def update(self, step):
             super().update(step)
             if self.served is not None:
-                self._wait(self.served)
+                self.served.finish_sends()
             mpi.barrier()
 
         def prefetch(self, served):
             super().prefetch(served)
-            self._wait(served)
+            served.finish_sends()
             mpi.barrier()
             mpi.wait_all(ps.prefetch_tensors(served))
             mpi.barrier()

@@ -142,20 +142,25 @@ def test_groups_of_ranks_as_workers(mpi, scale):
     update.free()
 
 
-class AllAtOnce(ps.StaleSynchronousUpdate):
+class AllAtOnce(stale.Clocks):
     """All clocks are alike whenever one of them is read."""
 
-    def _send(self, served, updates):
-        super()._send(served, updates)
-        self._completed._server.receive().wait()  # after the clock was moved on
-        self.sharding.direct.mpi.Barrier()
+    def __init__(self, comm, used):
+        super().__init__(comm, used)
+        self.talk = comm.direct.mpi
+
+    def advance(self, steps=1):
+        super().advance(steps)
+        self.wait_for(0)  # read after the clock was advanced
+        self.talk.Barrier()
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_it_fetches_when_it_has_to(mpi, staleness):
+def test_it_fetches_when_it_has_to(mpi, monkeypatch, staleness):
     """With workers of equal speed every s + 1 steps, and once in the beginning."""
+    monkeypatch.setattr(stale, "Clocks", AllAtOnce)
     net = Counting(6)
-    update = AllAtOnce(net, staleness=staleness, init_delay=0)
+    update = ps.StaleSynchronousUpdate(net, staleness=staleness, init_delay=0)
     for step in range(25):
         update.update(step)
     assert update.served.num_bytes_received == net.steps.nbytes * (1 + 24 // (staleness + 1))
@@ -164,14 +169,19 @@ def test_it_fetches_when_it_has_to(mpi, staleness):
 
 
 def test_a_send_that_failed(mpi):
-    """Told by finish, or free, of its rank; nobody waits for it, and the servers are freed."""
+    """Raised by finish, or free, on its rank; nobody waits for it, and the servers are freed."""
+
+    def fail(shard, payload):
+        raise KeyError("the send failed")
+
+    ps.register_rule("fail", fail)
     net = Counting(2)
     update = ps.StaleSynchronousUpdate(net, staleness=1, init_delay=0)
     for step in range(4):
         update.update(step)
     if mpi.rank() == 0:
-        update._wait = lambda served: {}["the send failed"]
-        with pytest.raises(KeyError):
+        ps.send_tensors(update.served, [torch.ones(2)], "fail")
+        with pytest.raises(KeyError, match="the send failed"):
             update.free()
     else:
         for step in range(4, 12):
@@ -188,15 +198,15 @@ def test_who_keeps_the_others_waiting_is_named(comm, caplog, monkeypatch):
     assert clocks.wait_for(0) <= 9  # asked after the advance, so answered after it
     talk.Barrier()
     take = stale.Nap.take
-    told = []
+    warned = []
 
-    def tell(nap, *options):
-        if caplog.records and not told:
-            told.append(talk.send(None, 0, 77))
+    def take_and_say(nap, *options):
+        if caplog.records and not warned:
+            warned.append(talk.send(None, 0, 77))
         take(nap, *options)
 
-    monkeypatch.setattr(stale, "_WARN_AFTER_SECONDS", 0.0)
-    monkeypatch.setattr(stale.Nap, "take", tell)
+    monkeypatch.setattr(stale, "WARN_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(stale.Nap, "take", take_and_say)
     with caplog.at_level(logging.WARNING, "torchmpi_py"):
         if comm.rank > 0:
             assert clocks.wait_for(7) >= 7

@@ -11,7 +11,7 @@ from torchmpi_py import paramserver as ps
 from torchmpi_py.core import communicators, config
 from torchmpi_py.core.channels import Place
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
-from torchmpi_py.paramserver.remote import HEADER_TAG, Kind, ShardRequest, answer_tag, bytes_tag
+from torchmpi_py.paramserver.remote import HEADER_TAG, Kind, ShardExchange, ShardRequest, bytes_tag, reply_tag
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -158,20 +158,20 @@ def test_nobody_sees_a_shard_half_changed_by_a_slow_rule(mpi, comm):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_read_does_not_wait_for_a_payload_that_does_not_come(mpi):
-    """Rank 1 announces four sends, and holds their bytes back until rank 1 itself has read."""
+    """Rank 1 announces six sends, and holds their bytes back until it has read."""
     world = communicators.communicator(0).direct.mpi
     with communicators.Communicator(world.Dup(), Place(world.rank, 0), "nodes of one rank") as nodes:
         server = ps.init(torch.zeros(2 * mpi.size()), comm=nodes)
         if mpi.rank() == 1:
-            links = server._carrier._exchange.links
+            links = nodes.direct.keep(ShardExchange, ShardExchange).links
             rule = pickle.dumps(("add", {}))
-            request = ShardRequest(server._carrier._number, 0, int(Kind.APPLY), 8, rule)
+            request = ShardRequest(0, 0, int(Kind.APPLY), 8, rule)  # the first server of the communicator is number 0
             for _ in range(6):
                 links.requests.send(tuple(request), 0, HEADER_TAG)
             assert not server.receive().wait(60).any()
             for _ in range(6):
                 links.requests.Send(torch.ones(2).numpy().view("uint8"), 0, bytes_tag(0))
-            assert [links.answers.recv(source=0, tag=answer_tag(0)) for _ in range(6)] == [None] * 6
+            assert [links.replies.recv(source=0, tag=reply_tag(0)) for _ in range(6)] == [None] * 6
             assert server.receive().wait()[:2].tolist() == [6, 6]
         server.free()
 

@@ -34,7 +34,7 @@ def test_easgd_moves_by_beta_over_the_workers(mpi):
             ps.prefetch_tensors(update.served)[0].wait()
         mpi.barrier()
         update.update(step)
-        update._wait(update.served)
+        update.served.finish_sends()
         mpi.barrier()
         moves = [beta / len(workers) * (centre - one) for one in workers]
         workers = [one + move for one, move in zip(workers, moves, strict=True)]
@@ -60,7 +60,7 @@ def test_downpour_sends_once_a_group(mpi, one_worker):
     for step in range(6):
         net.x.grad = torch.ones(2, dtype=torch.float64)
         update.update(step)
-    assert bool(update._sums) == update.is_root
+    assert bool(update.worker_state()["sums"]) == update.is_root
     update.take_result()
     assert net.x.tolist() == [5.0 * update.num_workers] * 2
     update.free()

@@ -77,7 +77,7 @@ def test_downpour_sends_what_is_left(mpi):
     assert server_value(update) == -8 * mpi.size()
     mpi.barrier()
     update.free()
-    assert update._sums == []
+    assert update.worker_state()["sums"] == []
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
@@ -104,7 +104,7 @@ def test_difference_sends_what_is_left(mpi, prefetch):
     update.take_result()
     assert net.value() == 12 * total
     update.free()
-    assert update._base == update._when_sent == []
+    assert update.worker_state() == {"base": [], "when_sent": []}
 
 
 def test_what_local_update_returns_is_taken(mpi):

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
 import resource
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from torchmpi_py.core import agree
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import Unavailable
 
 T = TypeVar("T")
 _WITHOUT_DESCRIPTOR: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # older ones keep one open
 Identity = tuple[int, int]  # device and inode
-Take = Callable[[str, Identity], tuple[T | None, str]]
+Take = Callable[[str, Identity], T]
 Create = Callable[[int, contextlib.ExitStack], str]
+Offer = tuple[str, int, Identity]  # path, a number that names the file, identity
 SHARED_DIRECTORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 
 
@@ -33,29 +36,41 @@ def share(comm: MPI.Comm, creator: int, num_bytes: int, take: Take[T]) -> tuple[
     """(what ``take`` makes here of a new file, a number that names it). Collective over ``comm``.
 
     Rank ``creator`` of ``comm`` creates it, for those that name the same one. ``take(path, identity)`` returns what it
-    made, or None and the reason why not. Unavailable, on every rank, if it cannot be had by all.
+    made, or raises Unavailable. Unavailable, on every rank, if the file cannot be had by all.
     """
     reasons = []
     for create in (nameless, named):
         with contextlib.ExitStack() as until_taken:
-            mine = offer(create, num_bytes, until_taken) if comm.rank == creator else None
-            path, key, identity, reason = comm.allgather(mine)[creator]
-            taken, reason = (None, reason) if reason else take(path, identity)
-            failures = [text for text in comm.allgather(reason) if text]
-        if taken is not None and not failures:
-            return taken, key
-        reasons.append(failures[0])
+            try:
+                return _share(comm, creator, functools.partial(offer, create, num_bytes, until_taken), take)
+            except Unavailable as error:
+                reasons.append(str(error))
     raise Unavailable("; ".join(reasons))
 
 
-def offer(create: Create, num_bytes: int, until_mapped: contextlib.ExitStack) -> tuple[str, int, tuple[int, int], str]:
-    """(path, key, device and inode, reason why not) of a new file, there until the stack is closed."""
+def _share(comm: MPI.Comm, creator: int, make: Callable[[], Offer], take: Take[T]) -> tuple[T, int]:
+    def offered() -> Offer | None:
+        return make() if comm.rank == creator else None
+
+    of_creator = agree.gather_results(comm.allgather, offered, (Unavailable,), str, _unavailable)[creator]
+    assert of_creator is not None, "the creator offers a file"
+    path, key, identity = of_creator
+    taken = agree.run_on_all_ranks(comm.allgather, lambda: take(path, identity), (Unavailable,), str, _unavailable)
+    return taken, key
+
+
+def _unavailable(failures: Mapping[int, str]) -> Unavailable:
+    return Unavailable(agree.first_text(failures))
+
+
+def offer(create: Create, num_bytes: int, until_mapped: contextlib.ExitStack) -> Offer:
+    """A new file, there until the stack is closed. Unavailable if it cannot be had."""
     try:
         path = create(num_bytes, until_mapped)
         status = os.stat(path)
-        return path, secrets.randbits(62), (status.st_dev, status.st_ino), ""
+        return path, secrets.randbits(62), (status.st_dev, status.st_ino)
     except (OSError, OverflowError) as error:
-        return "", 0, (0, 0), f"{_explain(error)} ({create.__doc__})"
+        raise Unavailable(f"{_explain(error)} ({create.__doc__})") from None
 
 
 def nameless(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
@@ -89,30 +104,28 @@ def _refuse(why: str) -> int:
     raise OSError(why)
 
 
-def open_file(path: str, num_bytes: int, identity: Identity) -> tuple[int | None, str]:
-    """The descriptor of a file, or why not: in another container the same path may lead to another file."""
+def open_file(path: str, num_bytes: int, identity: Identity) -> int:
+    """The descriptor of a file. Unavailable if the path leads to another file here, as in another container."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        return None, f"cannot open {path}: {_explain(error)}"
+        raise Unavailable(f"cannot open {path}: {_explain(error)}") from None
     status = os.fstat(file)
     if (status.st_dev, status.st_ino) == identity and status.st_size == num_bytes:
-        return file, ""
+        return file
     os.close(file)
-    return None, f"cannot open {path}: it is another file here"
+    raise Unavailable(f"cannot open {path}: it is another file here")
 
 
-def map_file(path: str, num_bytes: int, identity: Identity) -> tuple[mmap.mmap | None, str]:
-    """The mapping of a file, or why not."""
-    file, reason = open_file(path, num_bytes, identity)
-    if file is None:
-        return None, reason
+def map_file(path: str, num_bytes: int, identity: Identity) -> mmap.mmap:
+    """The mapping of a file. Unavailable if it cannot be had."""
+    file = open_file(path, num_bytes, identity)
     try:
         mapping = mmap.mmap(file, num_bytes, **_WITHOUT_DESCRIPTOR)
         with contextlib.suppress(OSError, AttributeError):
             mapping.madvise(mmap.MADV_HUGEPAGE)  # taken where the system lets shared memory have large pages
-        return mapping, ""
+        return mapping
     except (OSError, OverflowError, ValueError) as error:
-        return None, f"cannot map {path}: {_explain(error)}"
+        raise Unavailable(f"cannot map {path}: {_explain(error)}") from None
     finally:
         os.close(file)

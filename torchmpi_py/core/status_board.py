@@ -171,7 +171,7 @@ class Board:
         self.index = places[node.rank].local
         size = PART_BYTES * node.size
 
-        def take(path: str, identity: shared_files.Identity) -> tuple[mmap.mmap | None, str]:
+        def take(path: str, identity: shared_files.Identity) -> mmap.mmap:
             return shared_files.map_file(path, size, identity)
 
         try:

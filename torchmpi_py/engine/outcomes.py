@@ -9,12 +9,12 @@ from __future__ import annotations
 import pickle
 import socket
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from torchmpi_py.core import backoff, communicators, journal, ulfm
+from torchmpi_py.core import agree, backoff, communicators, journal, ulfm
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CheckpointError
 from torchmpi_py.runtime import process
@@ -34,12 +34,12 @@ def size() -> int:
     return process.size() if process.is_started() else 1
 
 
-class _Outcome(NamedTuple):
-    """How it went on one rank: the result, or what was said, and whether that is the caller's mistake."""
+class _RankFailure(NamedTuple):
+    """Why the work failed on one rank; ``mistake`` is the class of an error that is the caller's own."""
 
-    result: Any
-    failure: str = ""
-    mistake: str = ""
+    host: str
+    text: str
+    mistake: type[Exception] | None
 
 
 def of_all(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ...] = ()) -> list[T]:
@@ -48,26 +48,24 @@ def of_all(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ..
     CheckpointError on every rank if it fails on one; ``what`` says what will not be. Errors in ``mistakes`` are the
     caller's own, and raised as what they are.
     """
-    outcome, error = _Outcome(None), None
-    try:
-        outcome = _Outcome(work())
-    except Exception as caught:
-        if ulfm.is_death(caught):
-            raise
-        error = caught
-        mistake = next((kind.__name__ for kind in mistakes if isinstance(caught, kind)), "")
-        outcome = _Outcome(None, str(caught) if mistake else _said(caught), mistake)
-    outcomes = [(outcome, socket.gethostname())] if size() == 1 else _exchanged((outcome, socket.gethostname()))
-    failures = [(rank, host, each) for rank, (each, host) in enumerate(outcomes) if each.failure]
-    if not failures:
-        return [cast(T, each.result) for each, _ in outcomes]
-    said = "; ".join(f"rank {rank} on {host}: {each.failure}" for rank, host, each in failures)
-    if len(failures) == len(outcomes) and len({each for _, _, each in failures}) == 1:
-        said = f"all ranks: {failures[0][2].failure}" if len(outcomes) > 1 else said
-    for kind in mistakes:
-        if {each.mistake for _, _, each in failures} == {kind.__name__}:
-            raise kind(said) from error
-    raise CheckpointError(f"{what}: {said}") from error
+
+    def describe(error: Exception) -> _RankFailure:
+        if ulfm.is_death(error):
+            raise error
+        mistake = next((kind for kind in mistakes if isinstance(error, kind)), None)
+        return _RankFailure(socket.gethostname(), str(error) if mistake else _said(error), mistake)
+
+    def failed(failures: Mapping[int, _RankFailure]) -> Exception:
+        said = "; ".join(f"rank {rank} on {each.host}: {each.text}" for rank, each in failures.items())
+        texts = {each.text for each in failures.values()}
+        if len(failures) == size() > 1 == len(texts):
+            said = f"all ranks: {texts.pop()}"
+        kinds = {each.mistake for each in failures.values()}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        return CheckpointError(f"{what}: {said}") if kind is None else kind(said)
+
+    exchange = _exchanged if size() > 1 else _alone
+    return agree.gather_results(exchange, work, (Exception,), describe, failed)
 
 
 def of_rank_0(work: Callable[[], T], what: str) -> T:
@@ -91,6 +89,10 @@ def _exchanged(mine: T) -> list[T]:
     """What all ranks have brought. As ``allgather_object``, but it may take as long as it wants."""
     comm = communicators.resolve(None)
     return journal.run_together("checkpoint", comm, lambda: _gathered(comm.direct.mpi, mine), is_patient=True)
+
+
+def _alone(mine: T) -> list[T]:
+    return [mine]
 
 
 def _gathered(mpi: MPI.Comm, mine: T) -> list[T]:

@@ -11,19 +11,19 @@ from __future__ import annotations
 import contextlib
 import secrets
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from torchmpi_py.core import agree
 from torchmpi_py.core.channels import Channel, Place
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CommunicatorError, Unavailable
 from torchmpi_py.memory import devices, gpus
 
-T = TypeVar("T")
 ALIGNMENT = 512  # bytes; as torch's allocator
 READY, DONE = 0, 1
 
@@ -78,13 +78,22 @@ def allocate(
     base, handles, failure = _offer(part_bytes, peers, device)
     told = comm.allgather((secrets.randbits(62), handles, failure))
     parts: dict[int, Tensor] = {}
-    failure = next((text for _, _, text in told if text), "")
-    if not failure:
-        parts, failure = _open_all({rank: told[rank][1][comm.rank] for rank in peers}, places, device)
-    failures = [text for text in comm.allgather(failure) if text]
-    if failures or base is None:
+
+    def map_peers() -> Tensor:
+        if failure := next((text for _, _, text in told if text), ""):
+            raise RuntimeError(failure)
+        parts.update(_open_all({rank: told[rank][1][comm.rank] for rank in peers}, places, device))
+        assert base is not None, "no rank has failed"
+        return base
+
+    def failed(failures: Mapping[int, str]) -> Unavailable:
+        return Unavailable(f"no symmetric GPU memory of {num_bytes} bytes a rank: {agree.first_text(failures)}")
+
+    try:
+        base = agree.run_on_all_ranks(comm.allgather, map_peers, (RuntimeError,), agree.first_line, failed)
+    except Unavailable:
         _decline([told[rank][1].get(comm.rank) for rank in peers if places[rank].local not in parts])
-        raise Unavailable(f"no symmetric GPU memory of {num_bytes} bytes a rank: {failures[0]}")
+        raise
     memory = _Memory(base.data_ptr(), part_bytes, base)
     parts[me.local] = torch.as_tensor(_Memory(base.data_ptr(), part_bytes, None), device=device)
     segment = GpuSegment(told[mine[0]][0], part_bytes, me.local, base.data_ptr(), parts)
@@ -107,7 +116,7 @@ def _offer(part_bytes: int, peers: Sequence[int], device: torch.device) -> tuple
             base = torch.empty(part_bytes, dtype=torch.uint8, device=device)
         return base, {rank: share(base) for rank in peers}, ""
     except RuntimeError as error:  # out of memory; or memory that cannot be shared
-        return None, {}, _first_line(error)
+        return None, {}, agree.first_line(error)
 
 
 @contextlib.contextmanager
@@ -134,12 +143,12 @@ def _set_allocator(settings: str) -> None:
     (change or torch.cuda.memory._set_allocator_settings)(settings)
 
 
-def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.device) -> tuple[dict[int, Tensor], str]:
-    """(the peers' memory by their index on the node, why not)."""
+def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.device) -> dict[int, Tensor]:
+    """The peers' memory by their index on the node."""
     try:
-        return {places[rank].local: _open(handle, device) for rank, handle in handles.items()}, ""
+        return {places[rank].local: _open(handle, device) for rank, handle in handles.items()}
     except RuntimeError as error:
-        return {}, f"cannot map a peer's GPU memory: {_first_line(error)}"
+        raise RuntimeError(f"cannot map a peer's GPU memory: {agree.first_line(error)}") from None
 
 
 _DEVICE = 6  # which argument of torch's rebuild_cuda_tensor is the index of the device, as the sender calls it
@@ -168,16 +177,11 @@ class PeerEvents:
         self._device = devices.of(device)
         self._over = self._device.event()
         self._own: list[Any] = []
-        handles, failure = _tried(lambda: self._make(device))
-        told = channel.mpi.allgather((handles, failure))
-        peers = [theirs for rank, (theirs, _) in enumerate(told) if rank != channel.rank]
-        failure, opened = next((text for _, text in told if text), ""), None
-        if not failure:
-            opened, failure = _tried(lambda: [_opened(device, theirs) for theirs in peers])
-        failures = [text for text in channel.mpi.allgather(failure) if text]
-        if failures:
-            raise CommunicatorError(f"cannot open the events of other ranks by CUDA IPC: {failures[0]}")
-        self._peers = list(zip(*opened or (), strict=True)) or [(), ()]
+        allgather, how = channel.mpi.allgather, ((RuntimeError,), agree.first_line, _no_events)
+        handles = agree.gather_results(allgather, lambda: self._make(device), *how)
+        del handles[channel.rank]
+        opened = agree.run_on_all_ranks(allgather, lambda: [_opened(device, theirs) for theirs in handles], *how)
+        self._peers = list(zip(*opened, strict=True)) or [(), ()]
 
     def _make(self, device: torch.device) -> list[bytes]:
         kind: Any = torch.cuda.Event
@@ -211,6 +215,10 @@ def _opened(device: torch.device, handles: Sequence[bytes]) -> list[Any]:
     return [kind.from_ipc_handle(device, handle) for handle in handles]
 
 
+def _no_events(failures: Mapping[int, str]) -> CommunicatorError:
+    return CommunicatorError(f"cannot open the events of other ranks by CUDA IPC: {agree.first_text(failures)}")
+
+
 class NoEvents:
     """The same on the host, where all is done when the ranks meet."""
 
@@ -230,15 +238,3 @@ class NoEvents:
 def peer_events(channel: Channel, device: torch.device) -> PeerEvents | NoEvents:
     """The events for a device. Collective over the channel."""
     return PeerEvents(channel, device) if device.type == "cuda" else NoEvents()
-
-
-def _tried(step: Callable[[], T]) -> tuple[T | None, str]:
-    """(what it returns, why it failed)."""
-    try:
-        return step(), ""
-    except RuntimeError as error:
-        return None, _first_line(error)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -1,18 +1,16 @@
-"""Parameter servers: tensors cut into shards over the ranks, with which each rank exchanges values when it likes.
+"""Parameter servers: tensors cut into shards over the ranks, with which each rank exchanges values at any time.
 
 After TorchMPI's parameter server (reference section 5).
 """
 
-from torchmpi_py.paramserver import rules as _optimizers  # noqa: F401 - adds them to the rules
 from torchmpi_py.paramserver.difference import DifferenceUpdate
 from torchmpi_py.paramserver.downpour import DownpourUpdate
 from torchmpi_py.paramserver.easgd import EAMSGDUpdate, EASGDUpdate
 from torchmpi_py.paramserver.hogwild import Hogwild
-from torchmpi_py.paramserver.local_sgd import PeriodicAveraging
 from torchmpi_py.paramserver.rules import register_rule
 from torchmpi_py.paramserver.server import ParameterServer, free_all, init
 from torchmpi_py.paramserver.stale import StaleSynchronousUpdate
-from torchmpi_py.paramserver.synchronous import SynchronousUpdate
+from torchmpi_py.paramserver.synchronous import PeriodicAveraging, SynchronousUpdate
 from torchmpi_py.paramserver.tensor_lists import (
     ServedTensors,
     init_tensors,
@@ -20,8 +18,7 @@ from torchmpi_py.paramserver.tensor_lists import (
     prefetch_tensors,
     send_tensors,
 )
-from torchmpi_py.paramserver.timetable import Timetable
-from torchmpi_py.paramserver.update import Update
+from torchmpi_py.paramserver.update import Timetable, Update
 
 __all__ = [
     "DifferenceUpdate",

@@ -1,12 +1,12 @@
-"""Exchange of weight differences: workers tell the server how far they have come, and take over what others have.
+"""Exchange of weight differences: a worker sends how far its parameters have moved, and adds how far the others' have.
 
-Every worker remembers its *base*, the server's values as it last got them. In an exchange it sends how far its
-parameters have moved from the base, scaled; behind that it asks for the server's values. While they are on their way it
-trains on. When they are there it adds to its parameters what they are beyond the parameters as they were when it sent,
-so what it has learned since is kept; and they are the new base.
+Every worker remembers its *base*, the server's values as it fetched them last. In an exchange it sends the difference
+of its parameters from the base, scaled, and then asks for the server's values. It trains on while they are under way.
+When they arrive it adds to its parameters what they are beyond the parameters at the time of the send, so what it has
+learned since is kept; and the server's values are the new base.
 
-After multi-node Caffe, whose solvers exchanged differences of weights between nodes this way, each shared by the
-threads of a node. Here those are ranks that share their parameters (``Hogwild``).
+After multi-node Caffe, whose solvers exchanged differences of weights between nodes, each shared by the threads of a
+node. Here ranks that share their parameters (``Hogwild``) take the place of the threads.
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.paramserver import tensor_lists
-from torchmpi_py.paramserver.update import Update
+from torchmpi_py.paramserver.update import Update, copy_all, refuse_options
 from torchmpi_py.runtime.process import barrier
 
 
 class DifferenceUpdate(Update):
     """Differences are sent ``prefetch`` steps before the server's values come in, which is every ``update_frequency``.
 
-    scale: a difference counts so many times at the server; by default once over the number of workers, so that it moves
-        as far as the workers on average.
-    shares_memory: the ranks of a group (``dataparallel_communicator``) share their parameters, so the others need not
-        be sent what their root has taken in, and what they do meanwhile is kept.
+    scale: the factor of a difference at the server; by default 1 / number of workers, so that the server moves as far
+        as the workers on average.
+    shares_memory: the ranks of a group (``dataparallel_communicator``) share their parameters, so the root sends the
+        others nothing, and what the others do meanwhile is kept.
 
-    Other arguments as for ``Update``, without ``send_frequency``: what is sent belongs to the exchange.
+    Other arguments as for ``Update``, without ``send_frequency``: the send belongs to the exchange.
     """
 
     def __init__(
         self, network: torch.nn.Module, *, scale: float | None = None, shares_memory: bool = False, **options: Any
     ) -> None:
-        if "send_frequency" in options:
-            raise TypeError("DifferenceUpdate takes no send_frequency: it sends when it begins to fetch")
+        refuse_options("DifferenceUpdate", options, ["send_frequency"], "it sends when it begins to fetch")
         super().__init__(network, **options)
         if shares_memory and self.group is None:
             raise ValueError(
@@ -46,69 +45,67 @@ class DifferenceUpdate(Update):
         self.scale = 1 / self.num_workers if scale is None else scale
         self.shares_memory = shares_memory
         self._base: list[Tensor] = []
-        self._when_sent: list[Tensor] = []  # while an exchange is on its way
+        self._when_sent: list[Tensor] = []  # while an exchange is under way
 
     def begin(self, served: tensor_lists.ServedTensors) -> None:
-        """The base of all are the values with which the server was seeded."""
+        """The first base of all workers is the server's first values. Collective."""
         if self.is_root:
             bases: dict[Tensor, Tensor] = {}
             tensor_lists.integrate_tensors(served, lambda fetched, p: bases.update({p: fetched.clone()}))
             self._base = [bases[p] for p in self.parameters]
-        barrier(self.sharding)  # nobody sends before all have them
+        barrier(self.sharding)  # nobody sends before all have the base
 
     def prefetch(self, served: tensor_lists.ServedTensors) -> None:
-        """Send how far the parameters have come, and ask for what the server has after that."""
-        since = self._when_sent or self._base  # what was sent in an exchange that is not over is not sent again
+        """Send the difference, and ask for the values that the server has after that."""
+        since = self._when_sent or self._base  # an exchange under way has sent its part already
         self._when_sent = [p.detach().clone() for p in self.parameters]
         moved = [now - then for now, then in zip(self._when_sent, since, strict=True)]
         tensor_lists.send_tensors(served, moved, "scaled_add", scale=self.scale)
         tensor_lists.prefetch_tensors(served)
 
     def integrate(self, served: tensor_lists.ServedTensors) -> None:
-        """Move by what the server has beyond what was sent."""
-        if not self._when_sent:  # the result was taken in between
+        """Move by what the server's values are beyond the parameters that were sent."""
+        if not self._when_sent:  # take_result has ended the exchange
             self.prefetch(served)
-        places: dict[Tensor, int] = {p: index for index, p in enumerate(self.parameters)}
+        indices: dict[Tensor, int] = {p: index for index, p in enumerate(self.parameters)}
 
-        def take(fetched: Tensor, p: Tensor) -> None:
-            index = places[p]
+        def move(fetched: Tensor, p: Tensor) -> None:
+            index = indices[p]
             p.add_(fetched - self._when_sent[index])
             self._base[index].copy_(fetched)
 
-        tensor_lists.integrate_tensors(served, take)
+        tensor_lists.integrate_tensors(served, move)
         self._when_sent = []
 
     def adopt(self, served: tensor_lists.ServedTensors) -> None:
-        """The server's values, which are the new base."""
+        """Replace the parameters by the server's values, which are the new base."""
         super().adopt(served)
-        for base, p in zip(self._base, self.parameters, strict=True):
-            base.copy_(p.detach())
+        copy_all(self._base, self.parameters)
         self._when_sent = []
 
     def send_rest(self, served: tensor_lists.ServedTensors) -> None:
-        """An exchange, if the parameters have moved."""
+        """Begin an exchange, if the parameters have moved."""
         since = self._when_sent or self._base
         if not all(torch.equal(p.detach(), then) for p, then in zip(self.parameters, since, strict=True)):
             self.prefetch(served)
 
     def share(self) -> None:
-        """As for every update, unless the group has one copy of the parameters."""
+        """Give the group the root's parameters, unless the group has one copy of them. Collective over the group."""
         if not self.shares_memory:
             super().share()
 
     def free(self) -> None:
-        """Free the server, and what it was compared with."""
+        """Free the server, and the base."""
         super().free()
         self._base, self._when_sent = [], []
 
     def worker_state(self) -> dict[str, Any]:
-        """The base, and what was sent in an exchange that is not over."""
+        """The base, and the parameters as sent in an exchange that is under way."""
         return {"base": [x.clone() for x in self._base], "when_sent": [x.clone() for x in self._when_sent]}
 
     def load_worker_state(self, state: dict[str, Any]) -> None:
-        """Go on from the base that was saved; an exchange that was on its way is completed."""
-        for base, saved in zip(self._base, state["base"], strict=True):
-            base.copy_(saved)
+        """Go on from a saved base; an exchange that was under way is completed."""
+        copy_all(self._base, state["base"])
         self._when_sent = [
             p.detach().clone().copy_(x) for p, x in zip(self.parameters, state["when_sent"], strict=False)
         ]

@@ -1,8 +1,8 @@
-"""Downpour SGD: workers send accumulated gradient steps, and now and then take the server's parameters for their own.
+"""Downpour SGD: workers send accumulated gradients, and now and then replace their parameters by the server's.
 
 Source: Dean et al., Large Scale Distributed Deep Networks (2012); TorchMPI's ``DownpourUpdate`` (reference 5.9), which
-counted the steps before the server was seeded once more per worker. As in the paper, the step can also be the server's:
-Adagrad there adapts to what all workers send.
+counted the steps before the server was seeded once more per worker. As in the paper, the server can do the step of an
+optimizer: Adagrad there adapts to what all workers send.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from torchmpi_py.errors import ParameterServerError
 from torchmpi_py.paramserver import rules, tensor_lists
-from torchmpi_py.paramserver.update import Update
+from torchmpi_py.paramserver.update import Update, copy_all
 
 
 class DownpourUpdate(Update):
     """Gradients are summed step by step, and sent; every ``update_frequency`` steps the server's parameters are taken.
 
     Every ``send_frequency`` steps ``local_update(sum)`` turns the sum, in place, into what is added to the server
-    (``lambda g: g.mul_(-lr)``), or returns that; and the sum begins anew. A sum that is not finite is not sent, but an
+    (``lambda g: g.mul_(-lr)``), or returns it; and a new sum begins. A sum that is not finite is not sent, but an
     error: leave out the steps that a GradScaler skips, and do not count them.
 
-    optimizer: let the server do a step of this optimizer ("sgd", "adagrad", "adam") with each sum that it is sent, by
+    optimizer: let the server do a step of this optimizer ("sgd", "adagrad", "adam") with each sum that it receives, by
         ``optimizer_options`` (such as ``{"lr": 0.01}``; may be changed between steps). ``local_update`` then is
-        optional, and what it makes is taken for a gradient.
+        optional, and its result is taken for a gradient.
 
     Other arguments as for ``Update``.
     """
@@ -60,12 +60,12 @@ class DownpourUpdate(Update):
         self._num_steps = 0  # in the sums
 
     def begin(self, served: tensor_lists.ServedTensors) -> None:
-        """What was computed before the server was seeded is in its values already."""
+        """Start the sums. The server's first values contain the gradients of the steps before."""
         if self.is_root:
             self._sums = [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
 
     def follow(self, served: tensor_lists.ServedTensors, step: int) -> None:
-        """Add the gradients of a step, but those of the step in which the server was seeded."""
+        """Add the gradients of a step, except the step that seeds the server."""
         if step <= self.timetable.init_delay:
             return
         if self.parameters and all(p.grad is None for p in self.parameters):
@@ -78,15 +78,15 @@ class DownpourUpdate(Update):
         self._num_steps += 1
 
     def integrate(self, served: tensor_lists.ServedTensors) -> None:
-        """The server's values take the place of the parameters."""
+        """Replace the parameters by the server's values."""
         self.adopt(served)
 
     def send(self, served: tensor_lists.ServedTensors) -> None:
-        """Send what the steps since the last time amount to. What is not finite is dropped, and an error."""
+        """Send the sums of the steps since the last send. Sums that are not finite are dropped, and an error."""
         is_finite = _all_finite(self._sums)
         if is_finite:
             rule = self.server_optimizer or "add"
-            local = None if self.local_update is None else self._change
+            local = None if self.local_update is None else self._apply_local_update
             tensor_lists.send_tensors(served, self._sums, rule, local, **self.optimizer_options)
         for total in self._sums:
             total.zero_()
@@ -98,7 +98,7 @@ class DownpourUpdate(Update):
             )
 
     def send_rest(self, served: tensor_lists.ServedTensors) -> None:
-        """Send the sums, if there is a step in them."""
+        """Send the sums, if they contain a step."""
         if self._num_steps > 0:
             self.send(served)
 
@@ -108,17 +108,16 @@ class DownpourUpdate(Update):
         self._sums = []
 
     def worker_state(self) -> dict[str, Any]:
-        """The sums, and of how many steps they are."""
+        """The sums, and the number of steps in them."""
         return {"sums": [total.clone() for total in self._sums], "num_steps": self._num_steps}
 
     def load_worker_state(self, state: dict[str, Any]) -> None:
-        """Go on with the sums that were saved."""
-        for total, saved in zip(self._sums, state["sums"], strict=True):
-            total.copy_(saved)
+        """Go on with saved sums."""
+        copy_all(self._sums, state["sums"])
         self._num_steps = state["num_steps"]
 
-    def _change(self, part: Tensor) -> None:
-        """``local_update`` on what is sent, whether it works in place or returns another tensor."""
+    def _apply_local_update(self, part: Tensor) -> None:
+        """``local_update`` on a sum that is sent; the function works in place or returns another tensor."""
         assert self.local_update is not None, "asked for only then"
         made = self.local_update(part)
         if isinstance(made, Tensor) and made is not part:
@@ -131,9 +130,9 @@ class DownpourUpdate(Update):
 
 
 def _all_finite(tensors: list[Tensor]) -> bool:
-    """In one pass, which makes no tensor as large as they are."""
+    """Whether all elements are finite; one pass, in which no tensor as large as these is made."""
     largest = [torch.linalg.vector_norm(x, torch.inf) for x in tensors if x.numel() > 0]
     if not largest:
         return True
-    together = torch.stack([x.to(largest[0].device, torch.float64) for x in largest])
-    return bool(torch.isfinite(together).all())
+    norms = torch.stack([x.to(largest[0].device, torch.float64) for x in largest])
+    return bool(torch.isfinite(norms).all())

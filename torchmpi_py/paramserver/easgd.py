@@ -1,11 +1,11 @@
 """Elastic averaging SGD: workers and a centre, the server's values, attract each other.
 
 In an exchange of worker i with the centre c, with a = beta / number of workers: d = a (c - x_i), x_i += d, c -= d.
-The sum of all workers and the centre stays what it is. Between exchanges each worker trains by itself.
+The sum of all workers and the centre does not change. Between exchanges each worker trains alone.
 
 EAMSGD is the form in which workers train with Nesterov's momentum: v' = m v - lr g(x + m v), x' = x + v'. Elastic is x.
-torch's optimizer keeps p = x + m v in the place of the parameters, for there the next gradient is taken, and
-b = -v / lr as its ``momentum_buffer``. So x = p + lr m b, and to move p is to move x as far.
+torch's optimizer keeps p = x + m v as the parameters, for the next gradient is taken there, and
+b = -v / lr as its ``momentum_buffer``. So x = p + lr m b, and p and x move by the same amount.
 
 Source: Zhang, Choromanska, LeCun: Deep learning with elastic averaging SGD (2015). TorchMPI's ``EASGDUpdate``
 (reference 5.10) computed what to send, and never sent it.
@@ -19,19 +19,18 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.paramserver import tensor_lists
-from torchmpi_py.paramserver.update import Update
+from torchmpi_py.paramserver.update import Update, refuse_options
 
 
 class EASGDUpdate(Update):
-    """An exchange every ``update_frequency`` steps, with what was fetched ``prefetch`` steps before.
+    """An exchange every ``update_frequency`` steps, with the centre as it was ``prefetch`` steps before.
 
     beta: how far all workers together move the centre towards their mean, 0 < beta < 1. Other arguments as for
-    ``Update``, without ``send_frequency``: what is sent belongs to the exchange.
+    ``Update``, without ``send_frequency``: the send belongs to the exchange.
     """
 
     def __init__(self, network: torch.nn.Module, *, beta: float = 0.9, **options: Any) -> None:
-        if "send_frequency" in options:
-            raise TypeError(f"{type(self).__name__} takes no send_frequency: it sends whenever it integrates")
+        refuse_options(type(self).__name__, options, ["send_frequency"], "it sends whenever it integrates")
         if not 0 < beta < 1:
             raise ValueError(f"beta={beta}: give a number between 0 and 1")
         super().__init__(network, **options)
@@ -50,15 +49,15 @@ class EASGDUpdate(Update):
         tensor_lists.send_tensors(served, [differences[p] for p in served.tensors], "add")
 
     def position(self, p: Tensor) -> Tensor:
-        """What of a parameter the centre attracts."""
+        """The part of a parameter that the centre attracts."""
         return p
 
 
 class EAMSGDUpdate(EASGDUpdate):
-    """EASGD for workers that train with momentum, which is taken off the parameters before they meet the centre.
+    """EASGD for workers that train with momentum, which is taken off the parameters in an exchange with the centre.
 
-    optimizer: the ``torch.optim.SGD(..., momentum=m, nesterov=True)`` that trains the network, all of it and nothing
-    else. Each worker keeps its own momentum. The learning rate may change from step to step. Other arguments as for
+    optimizer: the ``torch.optim.SGD(..., momentum=m, nesterov=True)`` that trains all of the network and nothing else.
+    Each worker keeps its own momentum. The learning rate may change from step to step. Other arguments as for
     ``EASGDUpdate``.
     """
 
@@ -74,7 +73,7 @@ class EAMSGDUpdate(EASGDUpdate):
         super().integrate(served)
 
     def position(self, p: Tensor) -> Tensor:
-        """Where the worker is, without the look-ahead of Nesterov's momentum."""
+        """The worker's position without the look-ahead of Nesterov's momentum."""
         buffer = self.optimizer.state[p].get("momentum_buffer") if p in self.optimizer.state else None
         if buffer is None:  # no gradient so far
             return p
@@ -83,7 +82,7 @@ class EAMSGDUpdate(EASGDUpdate):
 
 
 def _check_optimizer(optimizer: object, network: torch.nn.Module) -> None:
-    """TypeError or ValueError unless it is SGD with Nesterov's momentum for exactly the trained parameters."""
+    """TypeError or ValueError unless ``optimizer`` is SGD with Nesterov's momentum for the trained parameters alone."""
     remedy = "give the torch.optim.SGD(network.parameters(), lr=..., momentum=..., nesterov=True) that trains it"
     if not isinstance(optimizer, torch.optim.SGD):
         raise TypeError(f"EAMSGDUpdate: optimizer={optimizer!r}: {remedy}")

@@ -1,12 +1,12 @@
 """Hogwild: the ranks of a node train one copy of the parameters, without locks.
 
 The memory of the copy is the root's part of a segment of symmetric memory (``symmetric.py``); the parameters of every
-rank become views of it. So each rank's own optimizer steps in place, and the others see it at once. Two that write the
-same number at the same moment may lose one of the two changes; where gradients are sparse, or steps small, that does
-not hurt. Gradients, buffers and what optimizers keep stay each rank's own.
+rank become views of it. So each rank's optimizer steps in place, and the others see the step at once. When two ranks
+write the same number at the same moment, one of the two changes may be lost; where gradients are sparse, or steps
+small, the loss does not matter. Gradients, buffers and the states of optimizers stay each rank's own.
 
-Whole storages move, not single tensors: what shared memory before (tied or overlapping parameters) still does, and
-strides stay. The views keep the mapping alive, so they are valid as long as anybody has one, also after ``mpi.stop()``.
+Whole storages move, not single tensors: parameters that shared memory before (tied or overlapping ones) still do, and
+strides stay. The views keep the mapping alive, so they are valid as long as a view exists, also after ``mpi.stop()``.
 
 Source: Niu, Recht, Re, Wright: Hogwild: a lock-free approach to parallelizing stochastic gradient descent (2011).
 """
@@ -18,12 +18,12 @@ import itertools
 import torch
 from torch import Tensor
 
-from torchmpi_py.core import communicators, journal
+from torchmpi_py.core import agree, communicators, journal
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.errors import RanksDisagree, Unavailable
 from torchmpi_py.memory import symmetric
-from torchmpi_py.paramserver import agreement
+from torchmpi_py.paramserver.update import gathered, wait_for_all, wait_for_all_after_training
 
 _ALIGNMENT = 512  # bytes: no two storages share a cache line
 
@@ -31,10 +31,10 @@ _ALIGNMENT = 512  # bytes: no two storages share a cache line
 class Hogwild:
     """Makes one copy of the parameters of all ranks of ``comm`` (default: the current level). Collective.
 
-    It holds rank 0's values when this returns. Then every rank trains as if it were alone: no call per step is needed.
+    The copy holds rank 0's values on return. Then every rank trains as if it were alone: no call per step is needed.
     With n ranks there are n times as many steps, so a smaller learning rate is in place, and less momentum.
-    ``load_state_dict`` copies into the parameters, and so acts on one rank for all; ``network.to(dtype)`` gives them
-    other memory, and so ends the sharing for that rank.
+    ``network.load_state_dict`` copies into the parameters, so one rank's call acts for all; ``network.to(dtype)`` gives
+    them other memory, so it ends the sharing for that rank.
 
     Raises Unavailable if the ranks are on several nodes, ValueError for parameters that are not on the CPU,
     RanksDisagree if the ranks have different parameters; each on every rank.
@@ -50,25 +50,25 @@ class Hogwild:
         if self._comm.rank == 0:
             for storage, place in zip(storages, places, strict=True):
                 place.copy_(_bytes(storage))
-        agreement.wait_for_all(self._comm, "Hogwild")  # the values are there before anybody trains
+        wait_for_all(self._comm, "Hogwild")  # the values are there before any rank trains
         _move(parameters, storages, places)
         self._shared = {place.data_ptr() for place in places}
         self.is_free = False
 
     def free(self) -> None:
-        """Give every rank a copy of its own, of the same values on all. Collective; idempotent."""
+        """Give every rank a copy of its own, with the same values on all. Collective; idempotent."""
         if self.is_free:
             return
         self.is_free = True
         if communicators.is_started() and not self._comm.is_free:
-            agreement.wait_for_all_after_training(self._comm, "Hogwild.free")  # all have done their last step
+            wait_for_all_after_training(self._comm, "Hogwild.free")  # all have done their last step
         parameters = [p for p in self.network.parameters() if _address(p) in self._shared]
         storages = _storages(parameters)
         _move(parameters, storages, [_bytes(storage).clone() for storage in storages])
 
 
 def _check(parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
-    """Raise, on every rank, unless all can share one copy."""
+    """Unavailable, ValueError or RanksDisagree, on every rank, unless all can share one copy."""
     if comm.num_nodes > 1:
         raise Unavailable(
             f"Hogwild: {comm!r}: ranks on several nodes have no memory in common; share within each node, with "
@@ -79,23 +79,22 @@ def _check(parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
         (p.device.type, tuple(p.shape), p.stride(), str(p.dtype), p.storage_offset(), storages.get(_address(p)))
         for p in parameters
     ]
-    everyone = agreement.gathered(comm, "Hogwild", mine)
-    for rank, told in enumerate(everyone):
-        if others := {device for device, *_ in told if device != "cpu"}:
+    everyone = gathered(comm, "Hogwild", mine)
+    for rank, theirs in enumerate(everyone):
+        if others := {device for device, *_ in theirs if device != "cpu"}:
             raise ValueError(
                 f"Hogwild: rank {rank} has parameters on {', '.join(sorted(others))}; only memory of the host is "
                 "shared: train on the CPU (network.cpu()), or take paramserver.DownpourUpdate for GPUs"
             )
-    for rank, told in enumerate(everyone):
-        if told != everyone[0]:
-            raise RanksDisagree(
-                f"Hogwild: the parameters of rank {rank} differ from rank 0's in number, shape, stride, dtype or "
-                "in what shares memory; make the same network on all ranks"
-            )
+    if (rank_that_differs := agree.first_different(everyone)) is not None:
+        raise RanksDisagree(
+            f"Hogwild: the parameters of rank {rank_that_differs} differ from rank 0's in number, shape, stride, dtype "
+            "or in what shares memory; make the same network on all ranks"
+        )
 
 
 def _storages(parameters: list[torch.nn.Parameter]) -> list[torch.UntypedStorage]:
-    """The memory of the parameters, each piece once; those without elements have none."""
+    """The storages of the parameters, each once; parameters without elements have none."""
     storages = {_address(p): p.untyped_storage() for p in parameters}
     return [storage for storage in storages.values() if storage.nbytes() > 0]
 
@@ -109,7 +108,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _places(channel: Channel, storages: list[torch.UntypedStorage]) -> list[Tensor]:
-    """Room for each piece in the root's part of a new segment. Collective."""
+    """Memory for each storage in the root's part of a new segment. Collective."""
     offsets = [0, *itertools.accumulate(-(-s.nbytes() // _ALIGNMENT) * _ALIGNMENT for s in storages)]
     own = symmetric.memory(channel, offsets[-1], torch.device("cpu"))
     found = symmetric.find(own)
@@ -124,7 +123,7 @@ def _places(channel: Channel, storages: list[torch.UntypedStorage]) -> list[Tens
 
 
 def _move(parameters: list[torch.nn.Parameter], storages: list[torch.UntypedStorage], places: list[Tensor]) -> None:
-    """Let the parameters lie in other memory, as they do in theirs."""
+    """Move the parameters to other memory, with the same offsets, shapes and strides."""
     place_of = {storage.data_ptr(): place for storage, place in zip(storages, places, strict=True)}
     for p in parameters:
         if (place := place_of.get(_address(p))) is not None:

@@ -1,26 +1,21 @@
-"""What is said between a rank and the service of another node (``exchange.py``, ``service.py``), and how.
+"""Shards on other nodes: the messages between a rank and the service of another node, and both of their sides.
 
-A *request* is for one shard: its header, and the payload right behind it if it has one. The *answer* is the values that
-were asked for, if any, and a header that says what went wrong. Headers hold plain numbers and bytes: what somebody's
-rule or option is made of is unpickled by whoever can answer for it. Requests and answers have a communicator each, for
-a rank may ask one service and be another. Messages of one sender with one tag arrive in order, and a rank asks each
-shard one thing at a time, so the shard's number as the tag says what belongs together.
+A *request* is for one shard: its header, and right behind it the payload if it has one. The *reply* is the values that
+were asked for, if any, and a header that says what went wrong. Headers hold plain numbers and bytes: the name and
+options of a rule are unpickled where a failure can be reported to the sender. Requests and replies have a communicator
+each, for a rank may ask one service and be another. Messages of one sender with one tag arrive in order, and a rank
+asks each shard one thing at a time, so the shard's number as the tag says what belongs together.
 
-The service of a node: a thread that works on the node's shards for the ranks of other nodes.
+The *service* of a node is a thread in the first rank of the node, as long as there are servers that spread over nodes.
+It looks for messages in naps, which grow to 2 ms when there are none: an idle service costs about a hundredth of a
+processor, and the first request after a while finds it asleep that long. Requests are taken in the order in which they
+arrive. Only a few payloads, and a few replies with values, are under way at a time, which bounds the memory that they
+take; replies do not wait for payloads, so a stream of sends starves no reader. A request that cannot be carried out is
+replied to with the reason; the service goes on. It does wait for locks: a rank of this node that works long on a shard
+delays the ranks that ask from elsewhere.
 
-It runs in the first rank of the node, as long as there are servers that spread over nodes. It looks for messages in
-naps, which grow to 2 ms when there are none: an idle service costs about a hundredth of a processor, and the first
-request after a while finds it asleep that long.
-
-Requests are taken in the order in which they come. Of bytes that come, and of bytes that go, only a few are on their
-way at a time, which bounds the memory that this takes; but those that go do not wait for those that come, so a stream
-of sends starves no one. A request that cannot be carried out is answered with the reason; the service goes on. What it
-does wait for is a lock: a rank of this node that works long on a shard holds up those who ask from elsewhere.
-
-The rank's side of what is said with services of other nodes (``messages.py``); runs in the client's thread.
-
-While answers are on their way the rank works on the shards of its own node; then it looks for them, in short naps, so
-that a rank that waits for another node leaves most of a processor to the others.
+A rank's own side runs in its request thread. While replies are under way the rank works on the shards of its own node;
+then it looks for them, in short naps, so that a rank that waits for another node leaves most of a processor to others.
 """
 
 from __future__ import annotations
@@ -44,11 +39,16 @@ from torchmpi_py.paramserver import rules
 from torchmpi_py.paramserver.store import Store
 from torchmpi_py.watch import abort
 
-HEADER_TAG = 0  # of all requests' headers; one service takes them from everybody
+logger = logging.getLogger("torchmpi_py")
+
+HEADER_TAG = 0  # of the headers of all requests; a service receives them from every rank
+_LONGEST_NAP_SECONDS = 0.002  # of an idle service
+_LONGEST_NAP_IN_TRANSFER_SECONDS = 0.0001
+_MOST_UNDER_WAY = 4  # payloads, and as many replies with values
 
 
 class Kind(enum.IntEnum):
-    """What is asked."""
+    """What a request asks for."""
 
     APPLY = 0  # a rule, to the payload
     READ = 1  # the values
@@ -57,12 +57,12 @@ class Kind(enum.IntEnum):
 
     @property
     def gives(self) -> bool:
-        """Whether bytes come with the answer, and not with the request."""
+        """Whether bytes come with the reply, and not with the request."""
         return self in (Kind.READ, Kind.SAVE)
 
 
 class ShardRequest(NamedTuple):
-    """The header of a request. ``num_bytes`` come behind it, or with the answer."""
+    """The header of a request. ``num_bytes`` follow it, or come with the reply."""
 
     server: int
     shard: int  # the rank that holds it
@@ -76,26 +76,26 @@ class Links:
 
     def __init__(self, channel: Channel) -> None:
         self.requests = channel.mpi.Dup()
-        self.answers = channel.mpi.Dup()
+        self.replies = channel.mpi.Dup()
         ulfm.register(self)
 
     def comms(self) -> list[MPI.Comm]:
-        """What MPI has to revoke when a rank dies."""
-        return [self.requests, self.answers]
+        """The communicators that MPI has to revoke when a rank dies."""
+        return [self.requests, self.replies]
 
     def free(self) -> None:
-        """Collective."""
-        self.answers.Free()
+        """Free both. Collective."""
+        self.replies.Free()
         self.requests.Free()
 
 
 def bytes_tag(shard: int) -> int:
-    """Of a payload, or of values."""
+    """The tag of a payload, or of values."""
     return 1 + 2 * shard
 
 
-def answer_tag(shard: int) -> int:
-    """Of an answer's header."""
+def reply_tag(shard: int) -> int:
+    """The tag of a reply's header."""
     return 2 + 2 * shard
 
 
@@ -105,7 +105,7 @@ def pieces(x: Tensor) -> list[Any]:
 
 
 def packed(error: BaseException) -> bytes:
-    """An exception for the journey; one that would not survive it, or is none of a rule's, as one of ours."""
+    """An exception, pickled; as a ParameterServerError if it cannot be, or is no Exception."""
     try:
         if isinstance(error, Exception):
             data = pickle.dumps(error)
@@ -121,7 +121,7 @@ def packed(error: BaseException) -> bytes:
 
 
 def unpacked(data: bytes) -> Exception:
-    """The exception, or, if that is not known here, one of ours."""
+    """The exception; a ParameterServerError if its class is not known here."""
     try:
         error: Exception = pickle.loads(data)
         return error
@@ -129,36 +129,29 @@ def unpacked(data: bytes) -> Exception:
         return ParameterServerError(f"a shard on another node raised an error that cannot be read here: {failure}")
 
 
-logger = logging.getLogger("torchmpi_py")
-
-_LONGEST_NAP_SECONDS = 0.002
-_LONGEST_NAP_IN_TRANSFER_SECONDS = 0.0001
-_MOST_ON_THEIR_WAY = 4
-
-
 class _Transfer:
-    """Bytes on their way, with the memory that they come from or go to."""
+    """Bytes under way, with the memory that they come from or go to."""
 
     def __init__(self, client: int, request: ShardRequest | None, memory: object, requests: list[Any]) -> None:
         self.client, self.request, self.memory = client, request, memory
         self._requests = requests
 
     def is_complete(self) -> bool:
-        """Move it forward, and look."""
+        """Let MPI move the bytes, and test whether all have arrived or left."""
         self._requests = [request for request in self._requests if not request.Test()]
         return not self._requests
 
 
 class Service:
-    """Serves the stores that are added to it; its thread ends when none is left."""
+    """Serves the stores that are added to it; its thread ends with the last store."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
         self._stores: dict[int, Store] = {}
-        self._waiting: deque[tuple[int, ShardRequest]] = deque()
-        self._coming: list[_Transfer] = []
-        self._going: list[_Transfer] = []
-        self._answers: list[_Transfer] = []
+        self._waiting: deque[tuple[int, ShardRequest]] = deque()  # (client, request): no room for their bytes yet
+        self._payloads: list[_Transfer] = []
+        self._values: list[_Transfer] = []
+        self._replies: list[_Transfer] = []
         self._thread: threading.Thread | None = None
         self._is_ending = threading.Event()
 
@@ -171,7 +164,7 @@ class Service:
             self._thread.start()
 
     def remove(self, number: int) -> None:
-        """Serve it no longer; all that was asked of it has been answered."""
+        """Serve a store no longer; all requests for it have been replied to."""
         del self._stores[number]
         if not self._stores and self._thread is not None:
             self._is_ending.set()
@@ -188,15 +181,15 @@ class Service:
     def _run(self) -> None:
         try:
             nap = Nap(_LONGEST_NAP_SECONDS)
-            while not (self._is_ending.is_set() and not self._going and not self._answers):
+            while not (self._is_ending.is_set() and not self._values and not self._replies):
                 if self._turn():
                     nap.begin()
                 else:
-                    is_moving = self._coming or self._going or self._answers
+                    is_moving = self._payloads or self._values or self._replies
                     nap.take(_LONGEST_NAP_IN_TRANSFER_SECONDS if is_moving else None)
         except BaseException as error:
             if ulfm.is_death(error):
-                for comm in self._links.comms():  # who waits for an answer learns of it
+                for comm in self._links.comms():  # ranks that wait for a reply learn of the death
                     ulfm.revoke(comm)
                 return
             logger.exception("the service of parameter servers failed: ranks of other nodes would wait for ever")
@@ -204,21 +197,24 @@ class Service:
 
     def _turn(self) -> bool:
         """Do what can be done now; whether there was anything."""
-        self._answers = [answer for answer in self._answers if not answer.is_complete()]
-        self._going = [going for going in self._going if not going.is_complete()]
-        busy = self._take_headers()
-        here, self._coming = self._coming, []
-        for coming in here:
-            if coming.is_complete():
-                self._carry_out(coming.client, coming.request, coming.memory)
-                busy = True
+        # Memory of replies that have left is free again.
+        self._replies = [reply for reply in self._replies if not reply.is_complete()]
+        self._values = [values for values in self._values if not values.is_complete()]
+        is_busy = self._receive_headers()
+        # Requests whose payload has arrived are carried out in the order in which they came.
+        payloads, self._payloads = self._payloads, []
+        for payload in payloads:
+            if payload.is_complete():
+                self._carry_out(payload.client, payload.request, payload.memory)
+                is_busy = True
             else:
-                self._coming.append(coming)
-        return busy
+                self._payloads.append(payload)
+        return is_busy
 
-    def _take_headers(self) -> bool:
-        """Take all requests that have come, and begin with those for which there is room; whether there were any."""
-        while (message := self._links.requests.improbe(tag=HEADER_TAG, status=(status := _status()))) is not None:
+    def _receive_headers(self) -> bool:
+        """Receive all requests that have come, and begin with those for which there is room; whether there were any."""
+        status = MPI.Status()
+        while (message := self._links.requests.improbe(tag=HEADER_TAG, status=status)) is not None:
             self._waiting.append((status.source, ShardRequest._make(message.recv())))
         before = len(self._waiting)
         for _ in range(before):
@@ -228,36 +224,36 @@ class Service:
         return len(self._waiting) < before
 
     def _has_begun(self, client: int, request: ShardRequest) -> bool:
-        """Begin with a request, unless too many bytes are on their way."""
+        """Begin with a request, unless too many bytes are under way."""
         if Kind(request.kind).gives or not request.num_bytes:
-            if len(self._going) >= _MOST_ON_THEIR_WAY:
+            if len(self._values) >= _MOST_UNDER_WAY:
                 return False
             self._carry_out(client, request, None)
         else:
-            if len(self._coming) >= _MOST_ON_THEIR_WAY:
+            if len(self._payloads) >= _MOST_UNDER_WAY:
                 return False
             memory = torch.empty(request.num_bytes, dtype=torch.uint8, device="cpu")
             tag = bytes_tag(request.shard)
             transfers = [self._links.requests.Irecv(part, client, tag) for part in pieces(memory)]
-            self._coming.append(_Transfer(client, request, memory, transfers))
+            self._payloads.append(_Transfer(client, request, memory, transfers))
         return True
 
     def _carry_out(self, client: int, request: Any, payload: Any) -> None:
-        """Do what is asked, and answer."""
+        """Carry out a request, and reply: first the values, if any, then the header with the error, if any."""
         error = None
         try:
-            given = self._done(request, payload)
+            given = self._result(request, payload)
             if given is not None:
                 tag = bytes_tag(request.shard)
-                sent = [self._links.answers.Isend(part, client, tag) for part in pieces(given)]
-                self._going.append(_Transfer(client, request, given, sent))
-        except BaseException as failure:  # whatever a rule raises is its sender's affair
+                sent = [self._links.replies.Isend(part, client, tag) for part in pieces(given)]
+                self._values.append(_Transfer(client, request, given, sent))
+        except BaseException as failure:  # an error of a rule concerns its sender alone
             error = packed(failure)
-        answer = self._links.answers.isend(error, client, answer_tag(request.shard))
-        self._answers.append(_Transfer(client, None, error, [answer]))
+        reply = self._links.replies.isend(error, client, reply_tag(request.shard))
+        self._replies.append(_Transfer(client, None, error, [reply]))
 
-    def _done(self, request: ShardRequest, payload: Tensor | None) -> Tensor | None:
-        """Do what is asked; the bytes that were asked for."""
+    def _result(self, request: ShardRequest, payload: Tensor | None) -> Tensor | None:
+        """Work on the shard under its lock; the bytes that were asked for."""
         name, options = pickle.loads(request.rule) if request.kind == Kind.APPLY else ("", {})
         with self._stores[request.server].held(request.shard) as shard:
             if request.kind == Kind.APPLY:
@@ -269,14 +265,6 @@ class Service:
             else:
                 return (shard.memory if request.kind == Kind.SAVE else shard.values).clone()
         return None
-
-
-def _status() -> Any:
-
-    return MPI.Status()
-
-
-_LONGEST_NAP_OF_CLIENT_SECONDS = 0.0001
 
 
 class ShardExchange:
@@ -292,7 +280,7 @@ class ShardExchange:
         self.service = Service(self.links) if is_first else None
 
     def free(self) -> None:
-        """Collective."""
+        """Free the links. Collective."""
         self.links.free()
 
     def abandon(self) -> None:
@@ -302,29 +290,29 @@ class ShardExchange:
 
 
 class PendingReply:
-    """A request on its way, whose bytes come from ``memory`` or go there. ``finish`` it, whatever else goes wrong."""
+    """A request under way, whose bytes come from ``memory`` or go there. ``finish`` it, whatever else goes wrong."""
 
     def __init__(self, links: Links, service: int, request: ShardRequest, memory: Tensor | None) -> None:
-        self._answers, self._service, self._shard = links.answers, service, request.shard
+        self._replies, self._service, self._shard = links.replies, service, request.shard
         self._memory = memory  # alive until all is done
-        self._coming: list[Any] = []
+        self._values: list[Any] = []
         parts = [] if memory is None else pieces(memory)
         if Kind(request.kind).gives:
-            self._coming = [links.answers.Irecv(part, service, bytes_tag(request.shard)) for part in parts]
+            self._values = [links.replies.Irecv(part, service, bytes_tag(request.shard)) for part in parts]
             parts = []
-        self._going = [links.requests.isend(tuple(request), service, HEADER_TAG)]
-        self._going += [links.requests.Isend(part, service, bytes_tag(request.shard)) for part in parts]
+        self._sent = [links.requests.isend(tuple(request), service, HEADER_TAG)]
+        self._sent += [links.requests.Isend(part, service, bytes_tag(request.shard)) for part in parts]
 
     def finish(self) -> None:
-        """Wait for the answer. Raises what was raised there."""
-        nap = Nap(_LONGEST_NAP_OF_CLIENT_SECONDS)
-        while (message := self._answers.improbe(self._service, answer_tag(self._shard))) is None:
+        """Wait for the reply. Raises what was raised at the shard."""
+        nap = Nap(_LONGEST_NAP_IN_TRANSFER_SECONDS)
+        while (message := self._replies.improbe(self._service, reply_tag(self._shard))) is None:
             nap.take()
         error: bytes | None = message.recv()
         if error is not None:
-            for request in self._coming:  # nothing will come
+            for request in self._values:  # no values will come
                 request.Cancel()
-        for request in [*self._going, *self._coming]:
+        for request in [*self._sent, *self._values]:
             complete(request, nap)
         self._memory = None
         if error is not None:

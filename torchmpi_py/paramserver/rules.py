@@ -1,14 +1,13 @@
 """Rules: what a parameter server does to a shard with the part of a sent tensor that belongs to it.
 
 A rule is a function ``fn(shard, payload, **options)`` of two flat tensors of equal size and dtype, that changes the
-shard in place. One that has to remember something from send to send, as an optimizer has, also gets a ``Memory``:
-``fn(shard, payload, memory, **options)``. It is carried out under the shard's lock, by the rank that sends, or, for a
-shard on another node, by the service there.
+shard in place. A rule that keeps a state from send to send also gets a ``Memory``: ``fn(shard, payload, memory,
+**options)``. It is carried out under the shard's lock, by the rank that sends, or, for a shard on another node, by the
+service there.
 
-Optimizers that run at a parameter server: rules whose payload is a gradient, and which keep their state there.
-
-They are torch's own: one send of a gradient is one step of ``torch.optim``'s optimizer of that name on the shard, with
-the same options and the same defaults. Every worker's send is a step, so with n workers there are n times as many.
+Optimizers are rules whose payload is a gradient, and whose state lies with the shard. They are torch's own: one send of
+a gradient is one step of ``torch.optim``'s optimizer of that name on the shard, with the same options and the same
+defaults. Every worker's send is a step, so n workers do n times as many.
 """
 
 from __future__ import annotations
@@ -24,9 +23,11 @@ from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+_IN_ONE_TENSOR: dict[str, Any] = {"foreach": False, "maximize": False}  # for the functions of torch.optim
+
 
 class Memory(NamedTuple):
-    """What is kept with a shard: ``slots``, tensors like it, and ``times``, one number (float64); all 0 at first."""
+    """A rule's state with a shard: ``slots``, tensors like the shard, and ``times``, a number (float64); at first 0."""
 
     slots: list[Tensor]
     times: Tensor
@@ -73,9 +74,68 @@ def _elastic(shard: Tensor, payload: Tensor, *, weight: float) -> None:
 
 
 def _average(shard: Tensor, payload: Tensor, memory: Memory) -> None:
-    """The mean of all that was sent by this rule since the last send by another one; what was there before is gone."""
+    """The mean of all sends by this rule since the last send by another one; values from before do not count."""
     memory.times.add_(1)
     shard.lerp_(payload, 1 / memory.times.item())
+
+
+def _sgd(
+    shard: Tensor,
+    grad: Tensor,
+    memory: Memory,
+    *,
+    lr: float = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+) -> None:
+    """A step of ``torch.optim.SGD``; the slot is the momentum buffer, at first the first gradient."""
+    (buffer,) = memory.slots
+    buffers: list[Any] = [buffer if momentum and memory.times.item() else None]
+    choices: dict[str, Any] = {"dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+    sgd([shard], [grad], buffers, lr=lr, momentum=momentum, **choices, **_IN_ONE_TENSOR)
+    if momentum:
+        if buffers[0] is not buffer:
+            buffer.copy_(buffers[0])
+        memory.times.add_(1)
+
+
+def _adagrad(
+    shard: Tensor,
+    grad: Tensor,
+    memory: Memory,
+    *,
+    lr: float = 1e-2,
+    lr_decay: float = 0.0,
+    weight_decay: float = 0.0,
+    eps: float = 1e-10,
+) -> None:
+    """A step of ``torch.optim.Adagrad``; the slot is the sum of squares."""
+    choices: dict[str, Any] = {"lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+    adagrad([shard], [grad], memory.slots, [memory.times], lr=lr, **choices, **_IN_ONE_TENSOR)
+
+
+def _adam(
+    shard: Tensor,
+    grad: Tensor,
+    memory: Memory,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> None:
+    """A step of ``torch.optim.Adam``; the slots are the mean of gradients and of their squares."""
+    mean, square = memory.slots
+    choices: dict[str, Any] = {
+        "beta1": betas[0],
+        "beta2": betas[1],
+        "weight_decay": weight_decay,
+        "eps": eps,
+        "amsgrad": False,
+    }
+    adam([shard], [grad], [mean], [square], [], [memory.times], lr=lr, **choices, **_IN_ONE_TENSOR)
 
 
 _rules: dict[str, Rule] = {
@@ -85,27 +145,24 @@ _rules: dict[str, Rule] = {
     "scaled_add": Rule(_scaled_add),
     "average": Rule(_average, "mean", needs_bits=32),
     "elastic": Rule(_elastic, needs_bits=1),
+    "sgd": Rule(_sgd, "optimizer", 1, needs_bits=1),
+    "adagrad": Rule(_adagrad, "optimizer", 1, needs_bits=1),
+    "adam": Rule(_adam, "optimizer", 2, needs_bits=1),
 }
-_built_in: set[str] = set(_rules)
-
-
-def build_in(name: str, rule: Rule) -> None:
-    """Add one of the package's own."""
-    _rules[name] = rule
-    _built_in.add(name)
+_BUILT_IN = frozenset(_rules)
 
 
 def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> None:
     """Let ``send(t, rule=name)`` do ``fn(shard, payload, **options)``. Register it alike on every rank.
 
-    It changes ``shard`` in place, and nothing else: ``payload`` may be the sender's own memory. It keeps neither. It
-    runs without autograd, in another thread, maybe of another process, to which options travel by pickle.
+    The function changes ``shard`` in place, and nothing else: ``payload`` may be the sender's own memory. It keeps
+    neither. It runs without autograd, in another thread, maybe of another process, to which options travel by pickle.
 
-    With ``num_slots`` > 0 it is an optimizer, for servers made with ``init(tensor, optimizer=name)``, and called as
-    ``fn(shard, payload, memory, **options)``: ``memory.slots`` are so many tensors like the shard, and ``memory.times``
-    a number, all kept from send to send and 0 at first.
+    With ``num_slots`` > 0 the rule is an optimizer, for servers made with ``init(tensor, optimizer=name)``, and called
+    as ``fn(shard, payload, memory, **options)``: ``memory.slots`` are so many tensors like the shard, and
+    ``memory.times`` a number, all kept from send to send and 0 at first.
 
-    A name may be registered again, for another function; those that are built in may not.
+    A name may be registered again, for another function; built-in names may not.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"register_rule: name={name!r}: give a name")
@@ -115,7 +172,7 @@ def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> N
         )
     if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 0:
         raise ValueError(f"register_rule: num_slots={num_slots!r}: give a whole number, at least 0")
-    if name in _built_in:
+    if name in _BUILT_IN:
         raise ValueError(f"register_rule: {name!r} is built in; take another name")
     _rules[name] = Rule(fn, "optimizer", num_slots) if num_slots else Rule(fn)
 
@@ -167,95 +224,3 @@ def _refused(rule: Rule, options: tuple[str, ...]) -> str:
     except ValueError:
         pass  # a function of C tells no signature
     return ""
-
-
-def _sgd(
-    shard: Tensor,
-    grad: Tensor,
-    memory: Memory,
-    *,
-    lr: float = 1e-3,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-) -> None:
-    """A step of ``torch.optim.SGD``; the slot is the momentum buffer, which begins as the first gradient."""
-    (buffer,) = memory.slots
-    buffers: list[Any] = [buffer if momentum and memory.times.item() else None]
-    sgd(
-        [shard],
-        [grad],
-        buffers,
-        foreach=False,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=False,
-    )
-    if momentum:
-        if buffers[0] is not buffer:
-            buffer.copy_(buffers[0])
-        memory.times.add_(1)
-
-
-def _adagrad(
-    shard: Tensor,
-    grad: Tensor,
-    memory: Memory,
-    *,
-    lr: float = 1e-2,
-    lr_decay: float = 0.0,
-    weight_decay: float = 0.0,
-    eps: float = 1e-10,
-) -> None:
-    """A step of ``torch.optim.Adagrad``; the slot is the sum of squares."""
-    adagrad(
-        [shard],
-        [grad],
-        memory.slots,
-        [memory.times],
-        foreach=False,
-        lr=lr,
-        lr_decay=lr_decay,
-        weight_decay=weight_decay,
-        eps=eps,
-        maximize=False,
-    )
-
-
-def _adam(
-    shard: Tensor,
-    grad: Tensor,
-    memory: Memory,
-    *,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-) -> None:
-    """A step of ``torch.optim.Adam``; the slots are the mean of gradients and of their squares."""
-    mean, square = memory.slots
-    adam(
-        [shard],
-        [grad],
-        [mean],
-        [square],
-        [],
-        [memory.times],
-        foreach=False,
-        amsgrad=False,
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=False,
-    )
-
-
-build_in("sgd", Rule(_sgd, "optimizer", 1, needs_bits=1))
-build_in("adagrad", Rule(_adagrad, "optimizer", 1, needs_bits=1))
-build_in("adam", Rule(_adam, "optimizer", 2, needs_bits=1))

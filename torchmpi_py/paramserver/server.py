@@ -1,10 +1,10 @@
 """A parameter server: a tensor whose shards lie with the ranks of a communicator.
 
-On a node no rank serves: the shards are in memory that all ranks map, and whoever sends or receives works on them
-itself, one after another, each under its lock (``store.py``). A rank begins with its own shard, so that ranks which
-start together do not queue. For the shards of other nodes it asks the service of that node (``service.py``). All that a
-rank asks of its servers runs in one thread of that rank, in the order in which it was asked: a receive sees what the
-same rank has sent before, without waiting.
+On a node no rank serves: the shards are in memory that all ranks map, and a rank that sends or receives works on them
+directly, one after another, each under its lock (``store.py``). A rank begins with its own shard, so that ranks which
+start together do not queue. For the shards of another node it asks the service of that node (``remote.py``). All
+requests of a rank run in one thread of that rank, in the order in which they are made: a receive sees what the same
+rank has sent before, without waiting.
 
 After TorchMPI's (reference section 5), where each rank served its shard from a thread that polled, and a send that was
 not waited for could be overtaken.
@@ -12,7 +12,7 @@ not waited for could be overtaken.
 
 from __future__ import annotations
 
-import itertools
+import functools
 from typing import Any
 
 import torch
@@ -24,11 +24,10 @@ from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.tensors import check_tensor, flat, output_buffer
 from torchmpi_py.errors import ParameterServerError, RanksDisagree, Unavailable
 from torchmpi_py.memory.devices import HostCopy
-from torchmpi_py.paramserver import request_thread, rules, shard
+from torchmpi_py.paramserver import rules, shard
 from torchmpi_py.paramserver.shard import Shard
-from torchmpi_py.paramserver.shard_router import ShardRouter
+from torchmpi_py.paramserver.shard_router import RequestThread, ShardRouter
 
-_numbers = itertools.count()
 _servers: list[ParameterServer] = []  # in the order in which they were made
 
 
@@ -36,13 +35,13 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
     """A server for a tensor of this shape and dtype. Collective over ``comm`` (default: the current level).
 
     The flat tensor is cut into as many parts as there are ranks (fewer elements than ranks will do). Rank r holds part
-    r, on the host, and seeds it from its own ``tensor``, which is not kept; all parts are seeded when this returns. The
-    server lives until ``free``, ``free_all``, or the end of its communicator, and takes a file descriptor.
+    r, on the host, and seeds it from its own ``tensor``, which is not kept; all parts are seeded on return. The server
+    lives until ``free``, ``free_all``, or the end of its communicator, and takes a file descriptor.
 
     optimizer: let the server keep the state of an optimizer, so that ``send(grad, rule=optimizer)`` is a step of it:
         "sgd", "adagrad", "adam", or what ``register_rule`` was given with ``num_slots``.
 
-    Raises TypeError or ValueError for what is not a dense tensor on the CPU or a GPU or an unknown optimizer,
+    Raises TypeError or ValueError for an unknown optimizer or anything but a dense tensor on the CPU or a GPU,
     RanksDisagree if the ranks give different shapes, dtypes or optimizers, Unavailable if a node cannot share memory,
     or the ranks are on several nodes and MPI does not give MPI_THREAD_MULTIPLE; each on every rank.
     """
@@ -54,7 +53,7 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
             "the service between nodes needs; give a communicator within a node, such as mpi.communicator(1)"
         )
     server = ParameterServer(comm, source, optimizer, num_slots)
-    _servers[:] = [*(other for other in _servers if not other._carrier.is_free), server]
+    _servers[:] = [*(other for other in _servers if not other._router.is_free), server]
     return server
 
 
@@ -65,7 +64,10 @@ def free_all() -> None:
 
 
 def _agreed(tensor: Tensor, optimizer: str | None, comm: Communicator) -> tuple[Tensor, int]:
-    """(the flat tensor, the optimizer's number of slots), of a kind that is the same on all ranks. Collective."""
+    """(the flat tensor, the optimizer's number of slots); shape, dtype and optimizer are equal on all ranks.
+
+    Collective. The error of a rank's own arguments is raised on that rank, RanksDisagree on the others.
+    """
     source, num_slots, failure = torch.empty(0, device="cpu"), 0, None
     try:
         source = flat(_on_known_device("paramserver.init", tensor))
@@ -79,40 +81,42 @@ def _agreed(tensor: Tensor, optimizer: str | None, comm: Communicator) -> tuple[
     if failure is not None:
         raise failure
     if any(other != kind for other in kinds):
-        told = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
-        raise RanksDisagree(f"paramserver.init: the ranks give different tensors ({told})")
+        by_rank = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        raise RanksDisagree(f"paramserver.init: the ranks give different tensors ({by_rank})")
     return source, num_slots
 
 
 class ParameterServer:
-    """A tensor in shards, made by ``init``. To send and receive is each rank's own affair, to free is collective.
+    """A tensor in shards, made by ``init``. A rank sends and receives without the others; ``free`` is collective.
 
-    ``shape`` and ``dtype`` are those of the tensor; ``bounds`` tells, for each rank, which elements of it it holds;
+    ``shape`` and ``dtype`` are those of the tensor; ``bounds`` are (begin, end) of the elements that each rank holds;
     ``num_bytes_sent`` and ``num_bytes_received`` count what this rank has exchanged with shards, its own included.
     """
 
     def __init__(self, comm: Communicator, source: Tensor, optimizer: str | None, num_slots: int) -> None:
         self.shape, self.dtype, self.optimizer = source.shape, source.dtype, optimizer
         self.num_bytes_sent = self.num_bytes_received = 0
-        self._comm, self._channel, self._key = comm, comm.direct, ("parameter server", next(_numbers))
+        self._comm, self._channel = comm, comm.direct
+        self._requests = communicators.stack().levels[0].direct.keep(RequestThread, RequestThread)
         seed = source.view(-1).cpu()
-        self._carrier = journal.run_together(
+        self._router = journal.run_together(
             "paramserver.init",
             comm,
-            lambda: comm.direct.keep(self._key, lambda channel: ShardRouter(channel, seed, num_slots)),
+            lambda: comm.direct.keep(self, lambda channel: ShardRouter(channel, seed, num_slots, self._requests)),
         )
-        self.bounds = list(self._carrier.bounds)
+        self.bounds = list(self._router.bounds)
 
     def send(self, tensor: Tensor, rule: str = "add", **options: Any) -> Handle[Tensor]:
         """Apply a rule to every shard, with the part of ``tensor`` that belongs to it; ``wait`` returns ``tensor``.
 
         Rules: zero, copy, add, scaled_add (with ``scale=``), average, elastic (with ``weight=``), the server's
-        optimizer with its options, and what ``register_rule`` has added. A shard takes a send as a whole; different
-        shards may take those of several ranks in different orders. When the handle is complete the rule has been
-        applied, once. Until then ``tensor`` must not be changed.
+        optimizer with its options, and those that ``register_rule`` has added. A shard takes a send as a whole;
+        different shards may take the sends of several ranks in different orders. When the handle is complete the rule
+        has been applied, once. Until then ``tensor`` must not be changed.
 
-        Raises TypeError or ValueError for another shape or dtype, an unknown rule, or options that it does not take;
-        ParameterServerError after ``free``. What the rule raises comes out of ``wait``; the other shards take the send.
+        Raises TypeError or ValueError for another shape or dtype, an unknown rule, or options that the rule does not
+        take; ParameterServerError after ``free``. ``wait`` raises the errors of the rule; the other shards take the
+        send.
         """
         known = rules.checked(rule, options, self.dtype, self.optimizer)
         payload = flat(self._checked("send", tensor)).view(-1)
@@ -120,16 +124,16 @@ class ParameterServer:
 
         def step() -> Tensor:
             values = payload if copy is None else copy.taken()
-            self.num_bytes_sent += self._carrier.apply(rule, known, options, values)
+            self.num_bytes_sent += self._router.apply(rule, known, options, values)
             return tensor
 
-        return request_thread.submit(f"send to a parameter server, rule {rule}", step)
+        return self._requests.submit(f"send to a parameter server, rule {rule}", step)
 
     def receive(self, tensor: Tensor | None = None) -> Handle[Tensor]:
         """Fetch all shards into ``tensor`` (default: a new one on the CPU), which ``wait`` returns.
 
-        Each shard comes as it was between two sends, perhaps of different times. It contains what this rank has sent
-        before, and what was complete on other ranks. Raises as ``send`` does.
+        Each shard is copied between two sends, perhaps at different times. It contains what this rank has sent before,
+        and the sends that were complete on other ranks. Raises as ``send`` does.
         """
         target = torch.empty(self.shape, dtype=self.dtype, device="cpu") if tensor is None else tensor
         buffer, copy_out = output_buffer("receive", self._checked("receive", target), holds_input=False)
@@ -138,24 +142,26 @@ class ParameterServer:
 
         def step() -> Tensor:
             host = line if copy is None else copy.empty()
-            self.num_bytes_received += self._carrier.read(host)
+            self.num_bytes_received += self._router.read(host)
             if copy is not None:
                 copy.give(host, copy_out)
             elif copy_out is not None:
                 copy_out()
             return target
 
-        return request_thread.submit("receive from a parameter server", step)
+        return self._requests.submit("receive from a parameter server", step)
 
     def peek(self, target: Tensor) -> None:
-        """As ``receive`` into a tensor on the CPU, waited for, but not noted: for looking again and again."""
-        request_thread.submit_unnoted(lambda: self._carrier.read(target)).wait()
+        """Receive into a tensor on the CPU, wait, and leave no record: for a loop that looks again and again."""
+        step = functools.partial(self._router.read, target)
+        self._requests.submit("look at a parameter server", step, is_recorded=False).wait()
 
     def take_in(self, source: ParameterServer, rule: str = "add", **options: Any) -> Handle[None]:
         """Apply a rule to this rank's own shard with its shard of the server ``source``, which becomes zero.
 
-        What a synchronous update needs: all send gradients to ``source`` and meet; then every rank does the step of its
-        part. ``source`` has the same number of elements, dtype and communicator. Raises as ``send`` does.
+        For synchronous updates: all ranks send gradients to ``source`` and wait for each other; then every rank does
+        the step of its part. ``source`` has the same number of elements, dtype and communicator. Raises as ``send``
+        does.
         """
         known = rules.checked(rule, options, self.dtype, self.optimizer)
         for server in (self, source):
@@ -165,53 +171,50 @@ class ParameterServer:
             raise ValueError(
                 "take_in: source must be another server of as many elements, the same dtype and communicator"
             )
-        return request_thread.submit(
-            f"step of this rank's shard, rule {rule}", lambda: self._carrier.take_in(source._carrier, known, options)
+        return self._requests.submit(
+            f"step of this rank's shard, rule {rule}", lambda: self._router.take_in(source._router, known, options)
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The values and what the optimizer keeps, of all shards: to be saved with ``torch.save``, by any one rank.
+        """The values and the optimizer's slots of all shards, to be saved with ``torch.save`` by any one rank.
 
-        A shard comes as it was between two sends. For one moment of all shards let the ranks meet (``mpi.barrier``)
-        before and after.
+        Each shard is copied between two sends. For one moment of all shards call ``mpi.barrier`` before and after.
         """
         self._check_alive("state_dict")
-        saved = request_thread.submit("save a parameter server", self._carrier.save).wait()
+        saved = self._requests.submit("save a parameter server", self._router.save).wait()
         return shard.joined(saved, self.shape, self.dtype, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become what was saved, on any number of ranks. One rank calls it, and the others after it go on.
+        """Restore a state that was saved on any number of ranks. One rank calls it, and the others go on after it.
 
         ValueError if it was saved from a server of another shape, dtype or optimizer.
         """
         self._check_alive("load_state_dict")
         parts = self._parted(state)
-        request_thread.submit("restore a parameter server", lambda: self._carrier.restore(parts)).wait()
+        self._requests.submit("restore a parameter server", lambda: self._router.restore(parts)).wait()
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError if ``load_state_dict`` would refuse it."""
+        """ValueError if ``load_state_dict`` would refuse the state."""
         self._parted(state)
 
     def _parted(self, state: dict[str, Any]) -> list[Shard]:
-        return shard.parted(state, self.bounds, self.shape, self.dtype, self.optimizer, self._carrier.num_slots)
+        return shard.parted(state, self.bounds, self.shape, self.dtype, self.optimizer, self._router.num_slots)
 
     def free(self) -> None:
-        """Give the memory back, once every rank has called it and what all asked is done. Collective; idempotent.
+        """Free the memory, once every rank has called ``free`` and all requests are done. Collective; idempotent.
 
-        Whoever comes first sleeps until the others come: a rank that only serves others calls this at once.
+        A rank sleeps until the others call it too: a rank that only serves others calls it at once.
         """
-        if not self._carrier.is_free:
+        if not self._router.is_free:
             communicators.stack()  # NotStarted in a forked child
         if self in _servers:
             _servers.remove(self)
-        if not self._carrier.is_free:
-            journal.run_while_others_work(
-                "ParameterServer.free", self._comm, lambda: self._channel.give_back(self._key)
-            )
+        if not self._router.is_free:
+            journal.run_while_others_work("ParameterServer.free", self._comm, lambda: self._channel.give_back(self))
 
     def _check_alive(self, call: str) -> None:
         communicators.stack()  # neither in a child process nor after stop
-        if self._carrier.is_free:
+        if self._router.is_free:
             raise ParameterServerError(
                 f"{call}: this parameter server was freed, or lost when a rank died; make another with paramserver.init"
             )

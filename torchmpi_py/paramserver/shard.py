@@ -1,11 +1,8 @@
-"""Which rank holds which elements of a parameter server: plain arithmetic.
-
-A shard: the part of a parameter server that one rank holds, with what rules remember about it from send to send.
+"""A shard, the part of a parameter server that one rank holds: its bounds, its memory, and its saved form.
 
 In memory: two counters, then the values, then the slots of the server's optimizer, each of as many elements as there
-are values, each aligned to 64 bytes. A copy of the memory is a copy of the shard.
-
-What a parameter server is saved as: its tensors whole, so that any number of ranks can take it up again.
+are values, each aligned to 64 bytes. A copy of the memory is a copy of the shard. Saved shards are joined into whole
+tensors, so that any number of ranks can load them.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from torch import Tensor
 from torchmpi_py.paramserver.rules import Memory, Rule
 
 Bounds = tuple[int, int]  # begin, end
+_ALIGNMENT = 64  # bytes
 
 
 def shards(count: int, size: int) -> list[Bounds]:
@@ -32,9 +30,6 @@ def shards(count: int, size: int) -> list[Bounds]:
     return list(itertools.pairwise(begins))
 
 
-_ALIGNMENT = 64
-
-
 def num_bytes(count: int, dtype: torch.dtype, num_slots: int) -> int:
     """The memory of a shard of ``count`` elements."""
     return _ALIGNMENT + (1 + num_slots) * _aligned(count * dtype.itemsize)
@@ -45,7 +40,7 @@ def _aligned(size: int) -> int:
 
 
 class Shard:
-    """``values``, flat; what the rule "average" and the server's optimizer remember of earlier sends.
+    """``values``, flat, and what the rule "average" (``mean``) and the server's ``optimizer`` keep from send to send.
 
     ``memory`` is a flat tensor of bytes, zero for a new shard.
     """
@@ -59,6 +54,12 @@ class Shard:
         self.mean = Memory([], counters[0])
         self.optimizer = Memory(slots, counters[1])
 
+    @classmethod
+    def zeros(cls, count: int, dtype: torch.dtype, num_slots: int) -> Shard:
+        """A shard in memory of its own, all zero."""
+        memory = torch.zeros(num_bytes(count, dtype, num_slots), dtype=torch.uint8, device="cpu")
+        return cls(memory, count, dtype, num_slots)
+
     def apply(self, rule: Rule, payload: Tensor, options: dict[str, Any]) -> None:
         """Carry out a rule. Under the shard's lock."""
         if rule.memory != "mean":
@@ -70,7 +71,7 @@ class Shard:
 
 
 def joined(parts: Sequence[Shard], shape: torch.Size, dtype: torch.dtype, optimizer: str | None) -> dict[str, Any]:
-    """One dictionary of all shards, those that are empty left out."""
+    """One dictionary of all shards that are not empty."""
 
     def whole(lines: Sequence[Tensor]) -> Tensor:
         return (torch.cat(list(lines)) if lines else torch.empty(0, dtype=dtype, device="cpu")).view(shape)
@@ -93,14 +94,10 @@ def parted(
     optimizer: str | None,
     num_slots: int,
 ) -> list[Shard]:
-    """The shards that are not empty. ValueError if the dictionary is of another server's kind."""
+    """The shards that are not empty. ValueError if the dictionary is of another kind of server."""
     values: Tensor = state["values"]
-    saved = (
-        tuple(values.shape),
-        values.dtype,
-        state["optimizer"],
-        len(state["slots"]) if values.numel() else num_slots,
-    )
+    num_saved = len(state["slots"]) if values.numel() else num_slots
+    saved = (tuple(values.shape), values.dtype, state["optimizer"], num_saved)
     if saved != (tuple(shape), dtype, optimizer, num_slots):
         raise ValueError(
             f"load_state_dict: saved from a server of shape {saved[0]}, {saved[1]}, optimizer {saved[2]!r} with "
@@ -110,8 +107,7 @@ def parted(
     averaged, steps = (_counts(state[key], len(filled)) for key in ("num_averaged", "num_steps"))
     parts = []
     for index, (begin, end) in enumerate(filled):
-        size = num_bytes(end - begin, dtype, num_slots)
-        part = Shard(torch.zeros(size, dtype=torch.uint8, device="cpu"), end - begin, dtype, num_slots)
+        part = Shard.zeros(end - begin, dtype, num_slots)
         for line, whole in zip([part.values, *part.optimizer.slots], [values, *state["slots"]], strict=True):
             line.copy_(whole.reshape(-1)[begin:end])
         part.mean.times.fill_(averaged[index])
@@ -121,5 +117,5 @@ def parted(
 
 
 def _counts(saved: Sequence[float], number: int) -> list[float]:
-    """Those of the shards; on another number of shards each gets the greatest, for all are equal but amid sends."""
+    """The counter of each shard; on another number of shards each gets the greatest: they differ only amid sends."""
     return list(saved) if len(saved) == number else [max(saved, default=0.0)] * number

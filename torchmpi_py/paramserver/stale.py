@@ -1,12 +1,12 @@
 """Bounded staleness (SSP): workers run ahead of each other, but not further than agreed.
 
 Every worker has a *clock*, the number of steps it has completed. In each step it adds what its optimizer changed to the
-server, and its clock moves on. It begins step c only once the slowest clock is at c - s or later, s = ``staleness``:
-until then it waits, asleep. What it works with contains all updates of the steps before c - s of every worker, all of
-its own, and perhaps some later ones. So a worker talks to the server for more than its own sends only when what it
-fetched last is too old for the step it is about to begin: with workers of equal speed every s + 1 steps.
+server, and advances its clock. It begins step c only once the slowest clock is at c - s or later, s = ``staleness``:
+until then it waits, asleep. Its parameters contain all updates of the steps before c - s of every worker, all of its
+own, and perhaps some later ones. So a worker fetches only when the values that it fetched last are too old for the step
+that it is about to begin: with workers of equal speed every s + 1 steps.
 
-With s = 0 this is synchronous training. Then nobody may see an update of the step that has just begun, either, so a
+With s = 0 this is synchronous training. Then no worker may see an update of the step that has just begun, either, so a
 second set of clocks counts how often each worker has fetched, and an update is sent when all have done so.
 
 Source: Ho et al.: More effective distributed ML via a stale synchronous parallel parameter server (2013); Cui et al.:
@@ -25,23 +25,22 @@ from torchmpi_py.core import journal
 from torchmpi_py.core.backoff import Nap, complete
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.errors import ParameterServerError
-from torchmpi_py.paramserver import agreement, tensor_lists
+from torchmpi_py.paramserver import tensor_lists
 from torchmpi_py.paramserver.server import init
-from torchmpi_py.paramserver.timetable import Due
-from torchmpi_py.paramserver.update import Update
+from torchmpi_py.paramserver.update import Due, Update, copy_all, refuse_options
 
 logger = logging.getLogger("torchmpi_py")
-_END_OF_TIME = 1 << 62  # the clock of a worker for which nobody has to wait
+WARN_AFTER_SECONDS = 20.0
+_END_OF_TIME = 1 << 62  # the clock of a worker for which no worker has to wait
 _LONGEST_NAP_SECONDS = 0.01
-_WARN_AFTER_SECONDS = 20.0
 
 
 class StaleSynchronousUpdate(Update):
     """Call ``update(step)`` after the optimizer's step: it returns when the next step may begin.
 
     staleness: how many steps the fastest worker may be ahead of the slowest one; 0 is synchronous training.
-    scale: what the optimizer has changed counts so many times; by default once over the number of workers, so that the
-        learning rate is that of one process with all the data. The paper has 1.
+    scale: the factor of the optimizer's changes; by default 1 / number of workers, so that the learning rate is that of
+        one process with all the data. The paper has 1.
     init_delay, sharding_communicator, dataparallel_communicator: as for ``Update``. In step ``init_delay`` all workers
     take rank 0's parameters. Any optimizer will do: each worker has its own.
 
@@ -49,9 +48,8 @@ class StaleSynchronousUpdate(Update):
     """
 
     def __init__(self, network: torch.nn.Module, *, staleness: int, scale: float | None = None, **options: Any) -> None:
-        for name in ("update_frequency", "prefetch", "send_frequency"):
-            if name in options:
-                raise TypeError(f"StaleSynchronousUpdate takes no {name}: it sends in every step, and fetches when due")
+        refused = ["update_frequency", "prefetch", "send_frequency"]
+        refuse_options("StaleSynchronousUpdate", options, refused, "it sends in every step, and fetches when due")
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise ValueError(f"staleness={staleness!r}: give a whole number of steps, at least 0")
         super().__init__(network, **options)
@@ -59,14 +57,14 @@ class StaleSynchronousUpdate(Update):
         self.staleness = staleness
         self.scale = 1 / self.num_workers if scale is None else scale
         self.clock = 0
-        self._known = 0  # the slowest clock before the last fetch
+        self._slowest = 0  # the slowest clock before the last fetch
         self._completed: Clocks | None = None
         self._fetched: Clocks | None = None
-        self._before: list[Tensor] = []
+        self._before: list[Tensor] = []  # the parameters before the optimizer's step
         self._is_finished = False
 
     def begin(self, served: tensor_lists.ServedTensors) -> None:
-        """All begin with the server's parameters."""
+        """All workers start from the server's parameters. Collective."""
         self.adopt(served)
         self._before = [p.detach().clone() for p in self.parameters]
         self._completed = Clocks(self.sharding, self.is_root)  # collective: nobody sends before all have fetched
@@ -74,26 +72,27 @@ class StaleSynchronousUpdate(Update):
             self._fetched = Clocks(self.sharding, self.is_root)
 
     def exchange(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
-        """Send what this step has changed, and come back when the next one may begin."""
+        """Send what this step has changed, and return when the next one may begin."""
         if self._is_finished:
             raise ParameterServerError(f"update({step}): this worker has called finish; leave that to its last step")
         if due.shard:
             return
-        updates = self._take_updates()
+        updates = self._scaled_changes()
         if self.is_root:
             self._send(served, updates)
         self.clock += 1
         is_fresh = False
-        if self.is_root and self.clock - self._known > self.staleness:
-            agreement.check_still_trained(self._name, step, self.network, self.parameters)
+        if self.is_root and self.clock - self._slowest > self.staleness:
+            self.check_still_trained(step)
             self._refresh(served)
             is_fresh = True
-        if self.group is not None and self._told(self.group, is_fresh):
+        # The ranks of a group have made the same change; only fetched values have to be shared.
+        if self.group is not None and self._flag_of_root(self.group, is_fresh):
             self.share()
-            self._keep()
+            copy_all(self._before, self.parameters)
 
     def finish(self) -> None:
-        """After a worker's last step: nobody waits for it any more. Returns when the server has all that it has sent.
+        """After a worker's last step: no worker waits for it any more. Returns when the server has all of its updates.
 
         Not collective; idempotent.
         """
@@ -117,18 +116,18 @@ class StaleSynchronousUpdate(Update):
             self._before = []
 
     def integrate(self, served: tensor_lists.ServedTensors) -> None:
-        """The server's values, which contain what this worker has sent, take the place of the parameters."""
+        """Replace the parameters by the server's values, which contain what this worker has sent."""
         self.adopt(served)
-        self._keep()
+        copy_all(self._before, self.parameters)
 
     @torch.no_grad()
-    def _take_updates(self) -> list[Tensor]:
-        """What the optimizer has changed, scaled. The parameters then are as if it had changed no more than that."""
-        updates = []
+    def _scaled_changes(self) -> list[Tensor]:
+        """The changes of the optimizer's step, scaled. The parameters keep the scaled change alone."""
+        changes = []
         for p, before in zip(self.parameters, self._before, strict=True):
-            updates.append((p - before).mul_(self.scale))
-            p.copy_(before.add_(updates[-1]))
-        return updates
+            changes.append((p - before).mul_(self.scale))
+            p.copy_(before.add_(changes[-1]))
+        return changes
 
     def _send(self, served: tensor_lists.ServedTensors, updates: list[Tensor]) -> None:
         assert self._completed is not None, "begin has made it"
@@ -139,30 +138,26 @@ class StaleSynchronousUpdate(Update):
 
     def _refresh(self, served: tensor_lists.ServedTensors) -> None:
         assert self._completed is not None, "begin has made it"
-        self._known = self._completed.wait_for(self.clock - self.staleness)
+        self._slowest = self._completed.wait_for(self.clock - self.staleness)
         self.integrate(served)
         if self._fetched is not None:
             self._fetched.advance()
 
-    def _told(self, group: Communicator, is_fresh: bool) -> bool:
-        """What the root of the group says. The others wait asleep: it may have to wait for a slow worker."""
-        word = bytearray([is_fresh])
+    def _flag_of_root(self, group: Communicator, flag: bool) -> bool:
+        """The root's flag on all ranks of the group, which sleep: the root may have to wait for a slow worker."""
+        flags = bytearray([flag])
 
-        def listen() -> None:
-            complete(group.direct.mpi.Ibcast(word, 0), Nap(_LONGEST_NAP_SECONDS))
+        def receive() -> None:
+            complete(group.direct.mpi.Ibcast(flags, 0), Nap(_LONGEST_NAP_SECONDS))
 
-        journal.run_together("StaleSynchronousUpdate.update", group, listen)
-        return bool(word[0])
-
-    def _keep(self) -> None:
-        for p, before in zip(self.parameters, self._before, strict=True):
-            before.copy_(p.detach())
+        journal.run_together("StaleSynchronousUpdate.update", group, receive)
+        return bool(flags[0])
 
 
 class Clocks:
-    """A number for each rank, which that rank alone moves on, and all can read: a small server. Made collectively.
+    """A number for each rank, which that rank alone advances, and all can read: a small server. Made collectively.
 
-    Those of ranks that are not ``used`` stand at the end of time.
+    The clocks of ranks that are not ``used`` stand at the end of time.
     """
 
     def __init__(self, comm: Communicator, used: bool = True) -> None:
@@ -171,7 +166,7 @@ class Clocks:
         self._server = init(torch.full((comm.size,), start, dtype=torch.int64, device="cpu"), comm=comm)
 
     def advance(self, steps: int = 1) -> None:
-        """Move this rank's clock on, once all that it has asked of servers before is done. Does not wait for that."""
+        """Advance this rank's clock behind all earlier requests of this rank. Does not wait for them."""
         moved = torch.zeros(self._size, dtype=torch.int64, device="cpu")
         moved[self._rank] = steps
         self._server.send(moved, "add")
@@ -185,11 +180,11 @@ class Clocks:
         return slowest
 
     def _wait_beyond(self, slowest: int, least: int, clocks: Tensor) -> None:
-        """Sleep until the slowest clock moves on; say so when that takes long. ``clocks`` become what they are then."""
-        nap, warn_at = Nap(_LONGEST_NAP_SECONDS), _WARN_AFTER_SECONDS
+        """Sleep until the slowest clock advances; warn when the wait is long. ``clocks`` are updated in place."""
+        nap, warn_at = Nap(_LONGEST_NAP_SECONDS), WARN_AFTER_SECONDS
         while int(clocks.min()) == slowest:
             if nap.seconds > warn_at:
-                warn_at += max(_WARN_AFTER_SECONDS, nap.seconds)
+                warn_at += max(WARN_AFTER_SECONDS, nap.seconds)
                 here, last = int(clocks[self._rank]), int(clocks.argmin())
                 text = (
                     "bounded staleness: rank %d, at clock %d, has waited %.0f s for clock %d of rank %d, which is at %d"
@@ -199,5 +194,5 @@ class Clocks:
             self._server.peek(clocks)
 
     def free(self) -> None:
-        """Collective; idempotent."""
+        """Free the server. Collective; idempotent."""
         self._server.free()

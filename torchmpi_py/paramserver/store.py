@@ -1,11 +1,10 @@
-"""Locks between the processes of a node: one that dies lets go of what it holds, and one that waits sleeps.
+"""The shards of a parameter server that lie on this node: in memory that all its ranks map, with a lock for each.
 
-They are locks on single bytes of a file, which the ranks of a node have each opened for themselves. On Linux they
-belong to the open file (OFD locks): what else the process opens or closes does not touch them. All threads of a process
-have the same open file, so each lock is joined by one between threads. A forked child has the same open file too, and
-would keep a lock for a rank that has died: it closes the file at once.
-
-The shards of one parameter server on this node, in memory that all ranks of the node map, with a lock each.
+A process that dies releases its locks, and a process that waits for one sleeps. They are locks on single bytes of a
+file, which each rank of the node has opened on its own. On Linux they belong to the open file (OFD locks): what else
+the process opens or closes does not touch them. All threads of a process share the open file, so each lock contains one
+between threads. A forked child shares it too, and would keep a lock for a rank that has died: it closes the file at
+once.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from torchmpi_py.memory import symmetric
 from torchmpi_py.paramserver import shard
 from torchmpi_py.paramserver.shard import Bounds, Shard
 
-_NUM_BYTES = 4096  # of the file; locks may lie behind its end
+_NUM_BYTES = 4096  # of the lock file; locks may lie behind its end
 
 
 class LockFile:
-    """The locks of a channel, one file a node; kept with the channel. Collective."""
+    """The locks of a channel, one file per node; kept with the channel. Collective."""
 
     def __init__(self, channel: Channel) -> None:
         node = channel.places[channel.rank].node
@@ -42,13 +41,13 @@ class LockFile:
             _NUM_BYTES,
             lambda path, identity: shared_files.open_file(path, _NUM_BYTES, identity),
         )
-        self._num_taken = 0
+        self._num_allocated = 0
         _open.add(self)
 
-    def take(self, number: int) -> list[Lock]:
-        """``number`` locks that nobody uses. Every rank takes alike."""
-        first = self._num_taken
-        self._num_taken += number
+    def allocate(self, number: int) -> list[Lock]:
+        """``number`` locks that are not in use. Every rank of the channel allocates the same number."""
+        first = self._num_allocated
+        self._num_allocated += number
         return [Lock(self._file, byte) for byte in range(first, first + number)]
 
     def free(self) -> None:
@@ -73,7 +72,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Lock:
-    """One lock."""
+    """A lock between the threads and processes of a node: one byte of a lock file."""
 
     def __init__(self, file: int, byte: int) -> None:
         self._file, self.byte = file, byte
@@ -81,7 +80,7 @@ class Lock:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Nobody else holds the lock in this block."""
+        """No other thread or process holds the lock in this block."""
         with self._between_threads:
             self._set(fcntl.F_WRLCK)
             try:
@@ -97,10 +96,11 @@ class Lock:
 
 
 class Store:
-    """Made collectively: each rank seeds its shard from its own flat ``source``. The ranks have to meet after it."""
+    """Made collectively: each rank seeds its shard from its flat ``source``. The ranks have to synchronize after it."""
 
     def __init__(self, channel: Channel, source: Tensor, bounds: Sequence[Bounds], num_slots: int) -> None:
-        locks = channel.keep(LockFile, LockFile).take(channel.size)
+        self._locks = channel.keep(LockFile, LockFile).allocate(channel.size)
+        self.number = self._locks[0].byte  # the same on all ranks of the channel, and no other server's
         largest = shard.num_bytes(bounds[0][1] - bounds[0][0], source.dtype, num_slots)
         self._memory = symmetric.memory(channel, largest, torch.device("cpu"))
         found = symmetric.find(self._memory)
@@ -108,22 +108,20 @@ class Store:
         assert isinstance(found[0], symmetric.Segment), "on the host"
         segment, node = found[0], channel.places[channel.rank].node
         self._shards: dict[int, Shard] = {}
-        with torch.inference_mode(False):  # ordinary tensors, whatever mode this is made in
+        with torch.inference_mode(False):  # ordinary tensors, in whatever mode the caller is
             for rank, (place, (begin, end)) in enumerate(zip(channel.places, bounds, strict=True)):
                 if place.node == node:
                     memory = segment.view(place.local, torch.uint8, self._memory.nbytes, owner=self._memory)
                     self._shards[rank] = Shard(memory, end - begin, source.dtype, num_slots)
-        self._locks = locks
-        self.number = locks[0].byte  # the same on all ranks of the channel, and no other server's
         begin, end = bounds[channel.rank]
         self._shards[channel.rank].values.copy_(source[begin:end])
 
     def __contains__(self, rank: int) -> bool:
-        """Whether the shard of this rank is here."""
+        """Whether the shard of a rank is on this node."""
         return rank in self._shards
 
     @contextlib.contextmanager
     def held(self, rank: int) -> Iterator[Shard]:
-        """The shard of a rank of this node; nobody else looks at it or changes it in this block."""
+        """The shard of a rank of this node; no other thread or process reads or changes it in this block."""
         with self._locks[rank].held():
             yield self._shards[rank]

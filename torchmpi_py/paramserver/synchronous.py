@@ -1,11 +1,14 @@
-"""A synchronous parameter server: one step of one optimizer, whose work and whose state are spread over the ranks.
+"""Training in step: all ranks wait for the slowest one in every exchange. The baseline for asynchronous training.
 
-A step: all add their gradients, divided by the number of ranks, to a server; they meet; each rank does the optimizer's
-step of its own part of the parameters, with the state that it alone keeps; they meet; all fetch the new parameters. So
-every rank sends and receives each number once, and keeps 1/n of the optimizer's state.
+``SynchronousUpdate`` spreads one step of one optimizer, its work and its state, over the ranks: all ranks add their
+gradients, divided by the number of ranks, to a server; each rank does the optimizer's step on its own part of the
+parameters, with the state that it alone keeps; all fetch the new parameters. So every rank sends and receives each
+number once, and keeps 1/n of the optimizer's state. Source: Li et al.: Scaling distributed machine learning with the
+parameter server (2014), and TensorFlow's synchronous replicas.
 
-Source: Li et al.: Scaling distributed machine learning with the parameter server (2014), and TensorFlow's synchronous
-replicas.
+``PeriodicAveraging`` is local SGD: every rank trains alone, and now and then all take the mean of their parameters. It
+needs no server, and sends as little as asynchronous training. Source: McDonald, Hall, Mann: Distributed training
+strategies for the structured perceptron (2010); Stich: Local SGD converges fast and communicates little (2019).
 """
 
 from __future__ import annotations
@@ -15,21 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmpi_py import nn
+from torchmpi_py.core import communicators
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import wait_all
 from torchmpi_py.errors import ParameterServerError
-from torchmpi_py.paramserver import agreement, rules, tensor_lists
+from torchmpi_py.paramserver import rules, tensor_lists
+from torchmpi_py.paramserver.update import Timetable, check_alike, check_trained, wait_for_all
 
 
 class SynchronousUpdate:
     """``update()`` after ``backward`` takes the place of ``optimizer.step()``. Made, called and freed collectively.
 
-    optimizer: "sgd", "adagrad", "adam", or a rule with slots that was registered.
+    optimizer: "sgd", "adagrad", "adam", or a registered rule with slots.
     comm: the ranks that train together; by default those of the current level.
     options: the optimizer's, such as ``lr=0.1``. They may be changed between steps, alike on all ranks, in ``options``.
 
-    All ranks get rank 0's parameters when it is made. A parameter without gradient on a rank counts as zero there,
-    and a sparse one is sent as a dense one. Buffers (of BatchNorm, say) stay each rank's own.
+    The constructor gives all ranks rank 0's parameters. A parameter without gradient on a rank counts as zero there,
+    and a sparse gradient is sent as a dense one. Buffers (of BatchNorm, say) stay each rank's own.
     """
 
     def __init__(
@@ -57,14 +63,14 @@ class SynchronousUpdate:
             raise ParameterServerError("update: this SynchronousUpdate was freed; make another")
         gradients = [_gradient(p) for p in self.parameters]
         wait_all(tensor_lists.send_tensors(self._gradients, gradients, "scaled_add", scale=1 / self._comm.size))
-        agreement.wait_for_all(self._comm, "SynchronousUpdate.update")  # all gradients are there
+        wait_for_all(self._comm, "SynchronousUpdate.update")  # all gradients are there
         wait_all(
             [
                 pack.server.take_in(sums.server, self.optimizer, **self.options)
                 for pack, sums in zip(self.served.packs, self._gradients.packs, strict=True)
             ]
         )
-        agreement.wait_for_all(self._comm, "SynchronousUpdate.update")  # all parts have done the step
+        wait_for_all(self._comm, "SynchronousUpdate.update")  # all parts have done the step
         self._fetch()
 
     def free(self) -> None:
@@ -77,16 +83,46 @@ class SynchronousUpdate:
         tensor_lists.integrate_tensors(self.served, lambda fetched, p: p.copy_(fetched))
 
     def _check(self, network: torch.nn.Module) -> None:
-        """RanksDisagree, ValueError or TypeError, on every rank, unless all give the same, and it will do."""
-        agreement.check_alike(self._comm, "SynchronousUpdate", {"optimizer": f"{self.optimizer!r}, {self.options}"})
-        agreement.check_trained(self._comm, "SynchronousUpdate", network)
+        """RanksDisagree, ValueError or TypeError, on every rank, for arguments that differ or are wrong."""
+        check_alike(self._comm, "SynchronousUpdate", {"optimizer": f"{self.optimizer!r}, {self.options}"})
+        check_trained(self._comm, "SynchronousUpdate", network)
         rules.optimizer(self.optimizer)
         for dtype in {p.dtype for p in self.parameters}:
             rules.checked(self.optimizer, self.options, dtype, self.optimizer)
 
 
 def _gradient(p: Tensor) -> Tensor:
-    """As it is sent."""
+    """The dense gradient of a parameter; zero if it has none."""
     if p.grad is None:
         return torch.zeros_like(p)
     return p.grad if p.grad.layout is torch.strided else p.grad.to_dense()
+
+
+class PeriodicAveraging:
+    """Call ``update(step)`` once per training step, after the optimizer's, with the step's number, on every rank.
+
+    Parameters, and buffers of floating point, are averaged over the ranks of ``level`` in the steps D+U, D+2U, ...,
+    with D = ``init_delay`` and U = ``update_frequency``. The optimizer's state (momentum) stays with each rank.
+    """
+
+    def __init__(
+        self, network: torch.nn.Module, *, level: int = 0, update_frequency: int = 10, init_delay: int = 100
+    ) -> None:
+        self.timetable = Timetable(init_delay, update_frequency)
+        self.network = network
+        self.is_free = False
+        self._level = level
+        settings = {"(init_delay, update_frequency)": (init_delay, update_frequency)}
+        check_alike(communicators.communicator(level), "PeriodicAveraging", settings, what="PeriodicAveraging")
+
+    def update(self, step: int) -> None:
+        """Average, if it is due in this step. Collective then."""
+        if self.is_free:
+            raise ParameterServerError(f"update({step}): this PeriodicAveraging was freed; make another")
+        if self.timetable.at(step).integrate:
+            with communicators.at(self._level):
+                nn.synchronize_parameters(self.network, average=True)
+
+    def free(self) -> None:
+        """Nothing is kept; the method exists on every kind of update."""
+        self.is_free = True

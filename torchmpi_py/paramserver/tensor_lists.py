@@ -1,9 +1,9 @@
 """Parameter servers for lists of tensors, such as the parameters of a module.
 
-Tensors of one dtype (and device) are packed into one flat server, so that a model of 200 small tensors costs one
-exchange a shard, and not 200. What is fetched comes into flat buffers first, from where ``integrate_tensors`` brings it
-into the tensors. After TorchMPI's functions of these names (reference 5.7), which kept tables by tensor; here
-``init_tensors`` returns what the others are given.
+Tensors of one dtype and device are packed into one flat server, so that a model of 200 small tensors costs one
+exchange per shard, and not 200. Fetched values arrive in flat buffers first; ``integrate_tensors`` passes them on to
+the tensors. After TorchMPI's functions of these names (reference 5.7), which kept tables by tensor; here
+``init_tensors`` returns the object that the other functions take.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmpi_py.core import journal
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.core.tensors import check_parts, check_tensor
 from torchmpi_py.errors import RanksDisagree
-from torchmpi_py.paramserver import agreement, rules
+from torchmpi_py.paramserver import rules
 from torchmpi_py.paramserver.server import ParameterServer, init
 from torchmpi_py.runtime import process
 
@@ -35,8 +36,8 @@ class _Pack:
         self.server: ParameterServer = init(self.fetched, comm=comm, optimizer=optimizer)
         self.sending: Handle[Tensor] | None = None
 
-    def settle(self) -> None:
-        """Wait until the buffer of what was sent last may be filled again; an error of that is its handle's affair."""
+    def wait_for_sent_buffer(self) -> None:
+        """Wait until ``sent`` may be filled again. An error of the last send is raised by its handle alone."""
         sending, self.sending = self.sending, None
         if sending is not None:
             with contextlib.suppress(Exception):
@@ -62,7 +63,7 @@ class ServedTensors:
         self.fetching: list[Handle[Tensor]] = []
 
     def in_packs(self, updates: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Tensors that correspond to the served ones, pack by pack."""
+        """The tensors that correspond to the served ones, pack by pack."""
         if len(updates) != len(self.tensors):
             raise ValueError(f"send_tensors: {len(updates)} updates for {len(self.tensors)} tensors")
         check_parts("send_tensors", "updates", updates)
@@ -74,22 +75,26 @@ class ServedTensors:
                 )
         return [[updates[index] for index in indices] for indices in self._indices]
 
+    def finish_sends(self) -> None:
+        """Wait until the servers have what this rank has sent; raises what the last sends have raised."""
+        wait_all([pack.sending for pack in self.packs if pack.sending is not None])
+
     @property
     def num_bytes_sent(self) -> int:
-        """What this rank has sent to shards."""
+        """The number of bytes that this rank has sent to shards."""
         return sum(pack.server.num_bytes_sent for pack in self.packs)
 
     @property
     def num_bytes_received(self) -> int:
-        """What this rank has fetched from shards."""
+        """The number of bytes that this rank has fetched from shards."""
         return sum(pack.server.num_bytes_received for pack in self.packs)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of each server (``ParameterServer.state_dict``), and the shapes of the tensors."""
+        """The state of each server (``ParameterServer.state_dict``), and the shapes of the tensors."""
         return {"shapes": self._shapes(), "servers": [pack.server.state_dict() for pack in self.packs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become what was saved from a list of tensors of the same shapes and dtypes, in the same order."""
+        """Restore a state that was saved from a list of tensors of the same shapes and dtypes, in the same order."""
         if state["shapes"] != self._shapes():
             raise ValueError(
                 f"load_state_dict: saved from tensors of shapes {state['shapes']}, these are {self._shapes()}"
@@ -120,25 +125,30 @@ def _check_alike(tensors: Sequence[Tensor], comm: Communicator) -> None:
         mine = [f"{list(x.shape)} {x.dtype} on {x.device.type}" for x in dense]
     except TypeError as error:
         failure, mine = error, [f"refused ({error})"]
-    given = agreement.gathered(comm, "paramserver.init_tensors", mine)
+    given = journal.run_together("paramserver.init_tensors", comm, lambda: comm.direct.mpi.allgather(mine))
     if failure is not None:
         raise failure
     for rank, theirs in enumerate(given):
         if theirs != mine:
-            pairs = itertools.zip_longest(mine, theirs, fillvalue="none")
-            index, (here, there) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+            index, here, there = difference(mine, theirs)
             raise RanksDisagree(
                 f"init_tensors: tensor {index} is {here} on rank {comm.rank}, and {there} on rank {rank}; give tensors "
                 "of the same shapes and dtypes, in the same order, on all ranks"
             )
 
 
+def difference(these: Sequence[str], those: Sequence[str]) -> tuple[int, str, str]:
+    """The first place where two lists differ, and what each has there; "none" where a list has ended."""
+    pairs = itertools.zip_longest(these, those, fillvalue="none")
+    return next((index, this, that) for index, (this, that) in enumerate(pairs) if this != that)
+
+
 def init_tensors(
     tensors: Iterable[Tensor], *, comm: Communicator | None = None, optimizer: str | None = None
 ) -> ServedTensors:
-    """Servers for tensors, which hold rank 0's values when this returns. Collective over ``comm``.
+    """Servers for tensors, which hold rank 0's values when this function returns. Collective over ``comm``.
 
-    Every rank gives tensors of the same shapes and dtypes. Its own do not change. ``optimizer`` as for ``init``.
+    Every rank gives tensors of the same shapes and dtypes, which do not change. ``optimizer`` as for ``init``.
     """
     comm = resolve(comm)
     served = ServedTensors(tensors, comm, optimizer)
@@ -155,7 +165,7 @@ def prefetch_tensors(served: ServedTensors) -> list[Handle[Tensor]]:
 
 
 def integrate_tensors(served: ServedTensors, fn: Callable[[Tensor, Tensor], object]) -> None:
-    """``fn(fetched, tensor)`` for each tensor, with what was fetched last (which is fetched now if nothing was)."""
+    """Call ``fn(fetched, tensor)`` for each tensor, with the values fetched last; fetches them if none were."""
     fetching, served.fetching = served.fetching or prefetch_tensors(served), []
     wait_all(fetching)
     with torch.no_grad():
@@ -171,16 +181,17 @@ def send_tensors(
     local: Callable[[Tensor], object] | None = None,
     **options: Any,
 ) -> list[Handle[Tensor]]:
-    """Send one update for each tensor; the updates may be changed when this returns.
+    """Send one update for each tensor; the updates may be changed when this function returns.
 
-    ``local(update)`` changes what is sent, in place, but not the caller's tensor: a scaling by the learning rate, say.
+    ``local(update)`` changes the copy that is sent, in place, and not the caller's tensor: a scaling by the learning
+    rate, say.
     """
     handles = []
     given_by_pack = served.in_packs(updates)
     for pack in served.packs:
         rules.checked(rule, options, pack.server.dtype, pack.server.optimizer)
     for pack, given in zip(served.packs, given_by_pack, strict=True):
-        pack.settle()
+        pack.wait_for_sent_buffer()
         for part, update in zip(pack.views(pack.sent), given, strict=True):
             part.copy_(update.detach())
             if local is not None:

@@ -18,7 +18,7 @@ import torch
 from torchmpi_py.collectives import measured_cache
 from torchmpi_py.collectives.flavours import gpu_probe, rendezvous
 from torchmpi_py.collectives.flavours.node_group import part_bytes
-from torchmpi_py.core import communication_thread, communicators, config, status_board, ulfm
+from torchmpi_py.core import agree, communication_thread, communicators, config, status_board, ulfm
 from torchmpi_py.core.channels import Place
 from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.communicators import Communicator, Stack
@@ -157,10 +157,9 @@ def current() -> Session:
 def check_tuning(world: MPI.Comm, tuning: config.Tuning) -> None:
     """RanksDisagree if the ranks were given different tunings. Collective."""
     tunings = world.allgather(tuning)
-    if any(other != tunings[0] for other in tunings):
-        rank, other = next((rank, other) for rank, other in enumerate(tunings) if other != tunings[0])
+    if (rank := agree.first_different(tunings)) is not None:
         raise RanksDisagree(
-            f"start: rank 0 has {tunings[0]}, rank {rank} has {other}; set TORCHMPI_* alike on all hosts"
+            f"start: rank 0 has {tunings[0]}, rank {rank} has {tunings[rank]}; set TORCHMPI_* alike on all hosts"
         )
 
 

@@ -42,12 +42,12 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from torchmpi_py.core import config
+from torchmpi_py.core import agree, config
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.recorded import Traced
@@ -255,24 +255,21 @@ class Trace:
 def start(world: Communicator) -> Trace | None:
     """A trace, begun if TORCHMPI_PROFILE names a directory. Collective over ``world``, which is all ranks."""
     directory = config.profile_directory()
-    problem = "" if directory is None else _problem(directory)
-    told = world.background.mpi.allgather((directory is not None, problem, _job))
-    wanted = [rank for rank, (is_wanted, _, _) in enumerate(told) if is_wanted]
-    if not wanted:
+    allgather = world.background.mpi.allgather
+    is_wanted, jobs = zip(*allgather((directory is not None, _job)), strict=True)
+    if not any(is_wanted):
         return None
-    if len(wanted) < len(told):
-        without = next(rank for rank in range(len(told)) if rank not in wanted)
+    if (rank := agree.first_different(is_wanted)) is not None:
+        wanted, without = (rank, 0) if is_wanted[rank] else (0, rank)
         raise RanksDisagree(
-            f"start: {config.PREFIX}PROFILE is set on rank {wanted[0]} and not on rank {without}; set it on all hosts, "
+            f"start: {config.PREFIX}PROFILE is set on rank {wanted} and not on rank {without}; set it on all hosts, "
             "or use torchmpirun --profile"
         )
-    failed = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(told) if text]
-    if failed:
-        raise TorchMPIError(f"start: no folder for traces on {failed[0]}; give --profile another one")
     assert directory is not None, "every rank wants a trace"
+    agree.run_on_all_ranks(allgather, lambda: _make_folder(directory), (OSError,), str, _no_folder)
     count = next(_numbers)
     number = "" if count == 1 else f"-{count}"
-    return Trace(directory / f"rank-{world.rank}{number}.json", world, told[0][2])
+    return Trace(directory / f"rank-{world.rank}{number}.json", world, jobs[0])
 
 
 def stop() -> None:
@@ -288,12 +285,15 @@ def save() -> None:
         current.write()
 
 
-def _problem(directory: pathlib.Path) -> str:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return str(error)
-    return "" if os.access(directory, os.W_OK) else f"{directory} may not be written to"
+def _make_folder(directory: pathlib.Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    if not os.access(directory, os.W_OK):
+        raise PermissionError(f"{directory} may not be written to")
+
+
+def _no_folder(failures: Mapping[int, str]) -> TorchMPIError:
+    rank, text = next(iter(failures.items()))
+    return TorchMPIError(f"start: no folder for traces on rank {rank}: {text}; give --profile another one")
 
 
 def _started_profiler() -> Any:

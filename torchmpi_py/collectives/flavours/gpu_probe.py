@@ -30,7 +30,7 @@ from typing import IO, NamedTuple
 import torch
 
 from torchmpi_py.collectives.flavours import cuda_trial
-from torchmpi_py.core import config
+from torchmpi_py.core import agree, config
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
@@ -232,20 +232,22 @@ def run(world: Channel, device: torch.device) -> None:
     if gpus.why_no_ipc():
         return
     group = world.split([gpus.group(place) for place in world.places])
+    caught = (Unavailable, CommunicatorError)
     try:
-        failure = _failure(group, device)
-    except (Unavailable, CommunicatorError) as error:  # on all ranks of the group
-        failure = str(error)
-    group.free()
-    failures = [text for text in world.mpi.allgather(failure) if text]
-    if failures:
-        gpus.switch_off(f"a trial with the peers' GPU memory failed: {failures[0]}")
+        agree.run_on_all_ranks(world.mpi.allgather, lambda: _try_out(group, device), caught, str, _switched_off)
+    except Unavailable as error:
+        gpus.switch_off(str(error))
         if world.rank == 0:
             logger.warning("flavour cudaipc is switched off: %s", gpus.why_no_ipc())
+    group.free()
 
 
-def _failure(group: Channel, device: torch.device) -> str:
-    """What went wrong on this rank, or empty: each fills its memory, and reads that of all."""
+def _switched_off(failures: Mapping[int, str]) -> Unavailable:
+    return Unavailable(f"a trial with the peers' GPU memory failed: {agree.first_text(failures)}")
+
+
+def _try_out(group: Channel, device: torch.device) -> None:
+    """Every rank fills its memory, and reads that of all. Unavailable where values are wrong or cannot be read."""
     part, segment = cuda_ipc.allocate(group.mpi, group.places, NUM_BYTES, device, lambda segment: None)
     events = cuda_ipc.PeerEvents(group, device)
     part.fill_(_value(group.rank))
@@ -255,11 +257,12 @@ def _failure(group: Channel, device: torch.device) -> str:
     try:
         views = [segment.view(place.local, torch.uint8, NUM_BYTES) for place in group.places]
         wrong = [rank for rank, view in enumerate(views) if not (view == _value(rank)).all()]
-        failure = f"rank {group.rank} of {group.size} reads wrong values from {wrong}" if wrong else ""
     except RuntimeError as error:
-        failure = str(error).partition("\n")[0]
-    group.mpi.Barrier()  # before memory and events go
-    return failure
+        raise Unavailable(agree.first_line(error)) from None
+    finally:
+        group.mpi.Barrier()  # before memory and events go
+    if wrong:
+        raise Unavailable(f"rank {group.rank} of {group.size} reads wrong values from {wrong}")
 
 
 def _value(rank: int) -> int:

@@ -14,11 +14,12 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import distributed
 
+from torchmpi_py.core import agree
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CommunicatorError
@@ -46,10 +47,10 @@ def open_store(channel: Channel, who: str) -> Any:
     is_server = channel.rank == 0
     host = channel.mpi.bcast(own_address(channel.num_nodes) if is_server else "")
     cannot_open = f"{who}: cannot open a store on rank 0, at {host}"
-    served = together(channel.mpi, cannot_open, lambda: _serve(host, channel.size) if is_server else None)
+    served = connect_all(channel.mpi, cannot_open, lambda: _serve(host, channel.size) if is_server else None)
     port, prefix = channel.mpi.bcast(served and (served.port, secrets.token_hex(16)))
     what = f"{who}: cannot reach the store of rank 0 at {host}, port {port}"
-    store = together(channel.mpi, what, lambda: served or _tcp_store(host, port, channel.size))
+    store = connect_all(channel.mpi, what, lambda: served or _tcp_store(host, port, channel.size))
     return getattr(distributed, "PrefixStore")(prefix, store)  # noqa: B009 - its stub does not export it
 
 
@@ -69,17 +70,15 @@ def _tcp_store(host: str, port: int, num_ranks: int, **options: Any) -> Any:
     return factory(host, port, num_ranks, timeout=_CONNECT_TIMEOUT, wait_for_workers=False, **options)
 
 
-def together(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str = _REMEDY) -> T:
+def connect_all(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str = _REMEDY) -> T:
     """What ``attempt`` returns; if it fails on one rank, a CommunicatorError of ``what`` and ``remedy`` on all."""
-    made, failure = None, ""
-    try:
-        made = attempt()
-    except (RuntimeError, ValueError, OSError) as error:
-        failure = str(error).partition("\n")[0]
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(failure)) if text]
-    if failures:
-        raise CommunicatorError(f"{what} ({'; '.join(failures)}). {remedy}")
-    return made  # type: ignore[return-value]
+
+    def failed(failures: Mapping[int, str]) -> CommunicatorError:
+        by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+        return CommunicatorError(f"{what} ({by_rank}). {remedy}")
+
+    caught = (RuntimeError, ValueError, OSError)
+    return agree.run_on_all_ranks(comm.allgather, attempt, caught, agree.first_line, failed)
 
 
 def interfaces() -> list[str]:

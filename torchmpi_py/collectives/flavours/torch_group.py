@@ -103,7 +103,7 @@ class GlooGroup(ProcessGroupOfTorch):
             return factory(self._store, channel.rank, channel.size, options)
 
         what = f"flavour gloo: cannot connect with the other ranks from {address}"
-        return rendezvous.together(channel.mpi, what, connect)
+        return rendezvous.connect_all(channel.mpi, what, connect)
 
 
 class NcclGroup(ProcessGroupOfTorch):
@@ -118,7 +118,7 @@ class NcclGroup(ProcessGroupOfTorch):
             options._timeout = _OPERATION_TIMEOUT
             return factory(self._store, channel.rank, channel.size, options)
 
-        return rendezvous.together(
+        return rendezvous.connect_all(
             channel.mpi, "flavour nccl: cannot make a process group", connect, "NCCL_DEBUG=INFO may tell more"
         )
 

@@ -1,0 +1,70 @@
+"""Steps that succeed on all ranks or fail on all: no rank waits for one that has given up.
+
+``allgather`` is the collective by which the ranks exchange how the step ended there: that of an MPI communicator, or a
+function of one value that returns the values of all ranks in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Text = TypeVar("Text")
+AllGather = Callable[[Any], list[Any]]
+Caught = tuple[type[Exception], ...]
+
+
+def run_on_all_ranks(
+    allgather: AllGather,
+    step: Callable[[], T],
+    caught: Caught,
+    describe: Callable[[Exception], Text],
+    failed: Callable[[Mapping[int, Text]], Exception],
+) -> T:
+    """What ``step`` returns on this rank, once the step has succeeded on every rank. Collective.
+
+    If the step raises one of ``caught`` on any rank, every rank raises ``failed(descriptions)``: what ``describe``
+    makes of each exception, by rank, the lowest first. Other exceptions stay with the rank where they are raised.
+    """
+    results: list[T] = []  # not sent: the result may be memory or a connection
+    gather_results(allgather, lambda: results.append(step()), caught, describe, failed)
+    return results[0]
+
+
+def gather_results(
+    allgather: AllGather,
+    step: Callable[[], T],
+    caught: Caught,
+    describe: Callable[[Exception], Text],
+    failed: Callable[[Mapping[int, Text]], Exception],
+) -> list[T]:
+    """Like ``run_on_all_ranks``, but returns the results of all ranks in rank order; each travels by pickle."""
+    result, descriptions, cause = None, [], None
+    try:
+        result = step()
+    except caught as error:
+        descriptions, cause = [describe(error)], error
+    outcomes = allgather((result, descriptions))
+    failures = {rank: text for rank, (_, descriptions) in enumerate(outcomes) for text in descriptions}
+    try:
+        if failures:
+            raise failed(failures) from cause
+    finally:
+        del cause  # its traceback refers to this frame: a cycle, which would hold the memory that the step has used
+    return [result for result, _ in outcomes]
+
+
+def first_line(error: Exception) -> str:
+    """The message of an error without the stack that torch appends."""
+    return str(error).partition("\n")[0]
+
+
+def first_text(failures: Mapping[int, str]) -> str:
+    """The description from the lowest rank that failed."""
+    return next(iter(failures.values()))
+
+
+def first_different(values: Sequence[object]) -> int | None:
+    """The lowest rank whose value differs from rank 0's; None if all values are equal."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
