@@ -82,7 +82,7 @@ def main() -> None:
     slow = slow_rank.measure(comm, options) if options.slow_rank else None
     settings = {name: mode.settings for name, mode in chosen.items()}
     num_samples = options.epochs * len(digits()[0])
-    report = Report(options.epochs, options.batch, num_samples, settings, machine.facts(), NOTES, runs, slow)
+    report = Report(options.epochs, options.batch, num_samples, settings, machine.facts(comm), NOTES, runs, slow)
     results.publish(comm.rank, render(report), FORMAT, report, options.json)
     mpi.stop()
 
