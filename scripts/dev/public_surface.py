@@ -14,6 +14,8 @@ import re
 import subprocess
 import sys
 
+import torchmpi_py
+
 MODULES = ["", ".nn", ".engine", ".paramserver", ".torch_backend", ".errors"]
 BENCH = ["run", "compare", "step", "ps", "modes", "tune", "watch", "plot", "trace", "hang"]
 
@@ -69,8 +71,10 @@ def signature(value):
 
 def of_command(name, *words):
     """The lines of a command's help and its exit code."""
-    environment = os.environ | {"COLUMNS": "120"}
-    done = subprocess.run([sys.executable, *words, "--help"], capture_output=True, text=True, env=environment)
+    checkout = os.path.dirname(os.path.dirname(os.path.abspath(torchmpi_py.__file__)))
+    environment = os.environ | {"COLUMNS": "120", "PYTHONPATH": checkout}
+    command = [sys.executable, *words, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/")  # -m looks there first
     lines = (done.stdout + done.stderr).splitlines()
     return [f"{name} --help: {line.rstrip()}" for line in lines] + [f"{name} --help: exit code {done.returncode}"]
 

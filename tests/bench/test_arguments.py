@@ -17,7 +17,7 @@ def test_options():
 
 
 @pytest.mark.parametrize("command", ["run", "compare", "step", "tune"])
-def test_the_device_is_the_cpu_unless_told(command):
+def test_the_device_is_the_cpu_by_default(command):
     assert parse([command]).device == "cpu"
     assert parse([command, "--device", "cuda"]).device == "cuda"
 
@@ -29,7 +29,7 @@ def test_default_sizes_follow_the_device():
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("", r"run \| compare \| step .* tune .* plot"),
         ("tune --seconds x", "'x' is not"),
@@ -48,12 +48,12 @@ def test_default_sizes_follow_the_device():
         ("modes --seeds 5", r"torchmpirun -n 4 benchmarks/modes/__main__\.py"),
     ],
 )
-def test_a_mistake_is_named_with_what_is_known(words, told):
-    with pytest.raises(UsageError, match=told):
+def test_a_mistake_is_named_with_what_is_known(words, message):
+    with pytest.raises(UsageError, match=message):
         parse(words.split())
 
 
-def test_without_a_launcher_a_mistake_is_told_at_once(tmp_path, capsys, monkeypatch):
+def test_without_a_launcher_a_mistake_is_printed_at_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torchmpi_py.launch.variables.rank_in", lambda environment: None)
     assert main(["plot", str(tmp_path / "none.json"), "x.png"]) == 2
     assert "none.json" in capsys.readouterr().err

@@ -97,6 +97,6 @@ def test_what_is_done_locally_is_the_rule(name):
 
 
 def test_mistakes():
-    for words, told in (("--rules add,foo", "'foo'.*known rules: zero, copy"), ("--clients 0", "'0' is not")):
-        with pytest.raises(UsageError, match=told):
+    for words, message in (("--rules add,foo", "'foo'.*known rules: zero, copy"), ("--clients 0", "'0' is not")):
+        with pytest.raises(UsageError, match=message):
             parse(["ps", *words.split()])

@@ -51,7 +51,7 @@ def test_memory_is_kept_within_the_limit():
         planned("allreduce", [8, 2 * MIB], max_bytes=4 * MIB)
 
 
-def test_clearing_starts_anew():
+def test_clearing_starts_with_the_first_slot():
     rotation = buffers.Rotation(buffers.make_pool(MIB), task("allgather"), 64, 2)
     first = rotation.take()
     first.x.fill_(3)

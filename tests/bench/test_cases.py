@@ -33,7 +33,7 @@ def test_average_and_product():
     assert set(cases.reduced(torch.int8, "prod", 7).tolist()) == {1, 2}
 
 
-def test_ranks_and_elements_are_told_apart():
+def test_ranks_and_elements_differ():
     first, second = (cases.pattern(torch.float32, "sum", rank, 2) for rank in range(2))
     assert len(first.unique()) == cases.PERIOD
     assert not (first == second).any()

@@ -147,10 +147,10 @@ def mpi_rank():
 def test_a_wrong_value_ends_the_run_on_every_rank(mpi, monkeypatch):
     last = mpi.size() - 1
     monkeypatch.setattr(mpi, "allreduce", corrupted(mpi.allreduce, last))
-    told = (
+    message = (
         rf"^mpi: allreduce of 1024 bytes \(float32 sum\), warm buffers, before timing: rank {last} has .* element 255"
     )
-    with pytest.raises(WrongValue, match=told):
+    with pytest.raises(WrongValue, match=message):
         measured("compare", "--sizes", "1K", "--flavours", "mpi")
     assert measured("run", "--sizes", "1K", "--flavour", "mpi", "--no-verify").rows
 

@@ -189,7 +189,8 @@ def _whole_numbers(dtype: torch.dtype, op: str, rank: int, size: int) -> Tensor:
     if dtype == torch.bool or op in ("land", "lor"):
         return 1 - at_most_once if op in _ANDS else at_most_once
     if op == "prod":
-        return 1 + at_most_once  # the product fits any dtype
+        return 1 + at_most_once  # one factor of 2 at most: the product fits any dtype
+    # So small that the sum over all ranks is exact in the dtype, whatever the order of additions.
     mixed = (places + rank * 9973) % PERIOD
     return mixed % (_largest(dtype) // size + 1) if _largest(dtype) >= size else mixed % 2
 

@@ -209,6 +209,7 @@ def _measured(
     )
     pools, candidates, without_pool = make_pools(plan, candidates, task.device)
     measurement = Measurement(comm, task, candidates, plan, pools, options.seconds, options.verify, options.patience)
+    # A candidate that refuses the smallest size is left out of all sizes.
     notes += [*without_pool, *measurement.drop_unable(sizes[0])]
     if not any(candidate.is_ours for candidate in measurement.candidates):
         raise UsageError(f"nothing is left to measure: {'; '.join(notes)}")

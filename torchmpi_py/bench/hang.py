@@ -61,6 +61,7 @@ def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> dict[str, Mapping[str, st
 
 def _of_group(dumps: Mapping[int, Mapping[str, Any]], name: str, group: Mapping[str, str]) -> list[str]:
     """The first operation of a communicator that is incomplete or differs, as each of its ranks has it; or nothing."""
+    # Operations in order: the first that is not completed alike by all members is the one that is explained.
     members = json.loads(group["ranks"])
     calls = {rank: _calls(dumps[rank]["entries"], name) for rank in members if rank in dumps}
     for place in sorted({place for of_rank in calls.values() for place in of_rank}):

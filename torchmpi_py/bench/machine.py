@@ -49,6 +49,7 @@ def start(device: str) -> None:
     except mpi.RanksDisagree:
         pass  # the rank without a GPU has the reason
 
+    # Every rank has initialized MPI by now, also where start raised: all agree on the outcome.
     failures = [text for text in MPI.COMM_WORLD.allgather(failure) if text]
     if failures:
         raise UsageError(f"--device cuda: {failures[0]}")

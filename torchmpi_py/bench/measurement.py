@@ -48,6 +48,7 @@ class Measurement:
             for candidate in self.candidates
             if candidate.has_values
         }
+        # The reasons are the same on every rank, so that all ranks go on with the same candidates.
         self.candidates = [candidate for candidate in self.candidates if not reasons.get(candidate.name)]
         return [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
 
@@ -69,6 +70,7 @@ class Measurement:
         is_cold = buffers == "cold"
         rotations = self.rotations(num_bytes, is_cold=is_cold)
         self._verify(rotations, num_bytes, f"{buffers} buffers, before timing")
+        # The timed calls reduce zeros in place: other values would grow from call to call, to infinity.
         for rotation in rotations.values():
             rotation.clear()
         timed = {c.name: (_Cold if is_cold else _Warm)(c.bind, rotations[c.is_symmetric].take) for c in self.candidates}
@@ -172,6 +174,7 @@ def refusal(comm: MPI.Comm, task: Task, candidate: Candidate, rotation: Rotation
 
 def _mistake(task: Task, candidate: Candidate, rotation: Rotation, num_bytes: int) -> str:
     """What is wrong on this rank after one call, or ""."""
+    # The output holds a wrong value before the call, so that a call that writes nothing is found.
     buffers = rotation.take()
     cases.write(buffers.x, task.pattern(task.rank))
     if buffers.out is not None:

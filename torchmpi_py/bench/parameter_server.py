@@ -190,6 +190,7 @@ def _race(comm: MPI.Comm, num_bytes: int, num_clients: int, what: str, seconds: 
     count = -(-num_bytes // torch.float32.itemsize)
     server = paramserver.init(torch.zeros(count), optimizer=rule.optimizer)
     clients = comm.Split(int(comm.rank >= num_clients))
+    # The clients race; the other ranks sleep in the barrier meanwhile.
     outcome: tuple[dict[str, list[float]], str] = {}, ""
     if comm.rank < num_clients:
         outcome = _Client(clients, server, rule, count).raced(what, seconds)
@@ -244,7 +245,7 @@ class _Client:
             if rank == self.comm.rank:
                 self._send()
             self.comm.Barrier()
-            self._repeat(pattern(rank))
+            self._repeat(pattern(rank))  # every client does on its replica what the server does
         return self._checked()
 
     def _checked_after(self, num_sends: int) -> str:

@@ -48,6 +48,15 @@ MakeTrain = Callable[[torch.nn.Module], Train]
 _CPU = torch.device("cpu")
 
 
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """``train(samples, done)`` takes one step per sample. Collective, but for NONE."""
+
+    name: str
+    network: torch.nn.Module
+    train: Train
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``step``."""
     add = parser.add_argument
@@ -68,12 +77,120 @@ def _layers(text: str) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trainer:
-    """``train(samples, done)`` takes one step per sample. Collective, but for NONE."""
+class StepReport:
+    """Settings, and median seconds: of a step, by trainer, and of the parts of ``synchronize_gradients``."""
 
-    name: str
-    network: torch.nn.Module
-    train: Train
+    layers: list[int]
+    batch: int
+    num_steps: int
+    facts: dict[str, str]
+    notes: list[str]
+    median_seconds: dict[str, float]
+    parts_seconds: dict[str, float]
+    device: str = "cpu"
+
+    def added_seconds(self, name: str) -> float:
+        """Seconds of a trainer above the loop without communication."""
+        return self.median_seconds[name] - self.median_seconds[NONE]
+
+
+def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
+    """Measure on ``mpi.device()``, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
+
+    Raises RanksDisagree if a trainer leaves different parameters on different ranks, and WrongValue if its parameters
+    after the first steps are not those of the others.
+    """
+    machine.limit_threads()
+    device = mpi.device()
+    with process_groups(comm, with_torchmpi=True) as groups:
+        made = trainers(options.layers, with_ddp=not groups.no_gloo, torchmpi=groups.torchmpi, device=device)
+        reasons = {DDP: groups.no_gloo, DDP_TORCHMPI: groups.no_torchmpi}
+        notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
+        samples = make_samples(options.layers, options.batch, STEPS_PER_RUN + 1, comm.rank, device)
+        seconds = _measured(comm, made, samples, options)
+    num_steps = len(seconds[NONE])
+    medians = {name: quantile(times, 0.5) for name, times in seconds.items()}
+    parts = measure_parts(comm, options.layers, samples[0], min(options.steps, 15))
+    facts = machine.facts(comm, device)
+    report = StepReport(options.layers, options.batch, num_steps, facts, notes, medians, parts, device.type)
+    results.publish(comm.rank, render(report), _FORMAT, report, options.json)
+
+
+def render(report: StepReport) -> str:
+    """The report in Markdown."""
+    layers = "-".join(map(str, report.layers))
+    where = "" if report.device == "cpu" else f" on {report.device}"
+    title = f"a training step{where}: layers {layers}, batches of {report.batch} a rank, {report.num_steps} steps"
+    header = ["what", "step ms", "added ms", "x DDP's added"]
+    rows = [_row(report, name) for name in report.median_seconds]
+    parts = [[name, results.number(seconds * 1e3)] for name, seconds in report.parts_seconds.items()]
+    whole = results.document(title, report.facts, report.notes, header, rows)
+    return f"{whole}\n\n{results.table(['part', 'ms'], parts)}" if parts else whole
+
+
+def _row(report: StepReport, name: str) -> list[str]:
+    if name == NONE:
+        return [name, results.number(report.median_seconds[name] * 1e3), "-", "-"]
+    added = report.added_seconds(name)
+    ddp = report.added_seconds(DDP) if DDP in report.median_seconds else 0.0
+    return [
+        name,
+        results.number(report.median_seconds[name] * 1e3),
+        results.number(added * 1e3),
+        results.number(added / ddp if ddp > 0 else None),
+    ]
+
+
+def _measured(
+    comm: MPI.Comm, made: Sequence[Trainer], samples: Sequence[Sample], options: argparse.Namespace
+) -> dict[str, list[float]]:
+    """The seconds of the timed steps of each trainer, each of the slowest rank. Collective."""
+    for trainer in made:
+        trainer.train(samples, _ignored)  # untimed: DDP builds its buckets, memory is allocated
+    _check_alike(made)
+    # Short runs in turn, in an order that changes: load on the machine hits all trainers alike.
+    times: dict[str, list[float]] = {trainer.name: [] for trainer in made}
+    rounds = range(-(-options.steps // STEPS_PER_RUN))
+    for turn in progress_bar.shown(rounds, lambda turn: "steps", rank=comm.rank, always=options.progress):
+        for index in order(len(made), turn):
+            comm.Barrier()
+            times[made[index].name] += _run(made[index], samples)
+    for trainer in made:
+        if trainer.name != NONE:
+            mpinn.check_with_allreduce(trainer.network)
+    return {name: _slowest(comm, of_trainer) for name, of_trainer in times.items()}
+
+
+def _run(trainer: Trainer, samples: Sequence[Sample]) -> list[float]:
+    """The seconds of all steps but the first."""
+    ends: list[float] = []
+    device = devices.of(samples[0][0].device)
+
+    def done() -> None:
+        device.synchronize()
+        ends.append(time.perf_counter())
+
+    trainer.train(samples, done)
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def _slowest(comm: MPI.Comm, seconds: Sequence[float]) -> list[float]:
+    here = np.array(seconds)
+    comm.Allreduce(MPI.IN_PLACE, here, MPI.MAX)
+    return here.tolist()  # type: ignore[no-any-return]
+
+
+def _check_alike(made: Sequence[Trainer]) -> None:
+    """Raise WrongValue unless all trainers that average have the same parameters, up to rounding."""
+    first, *others = [trainer for trainer in made if trainer.name != NONE]
+    for other in others:
+        for (name, x), y in zip(first.network.named_parameters(), other.network.parameters(), strict=True):
+            if not torch.allclose(x, y, rtol=1e-3, atol=1e-5):
+                raise WrongValue(f"after the same steps {name} of {other.name!r} is not that of {first.name!r}")
+
+
+def _ignored() -> None:
+    """The end of an untimed step."""
 
 
 def trainers(
@@ -200,122 +317,6 @@ def measure_parts(comm: MPI.Comm, layers: list[int], sample: Sample, num_turns: 
     calls, before = (
         {name: until_done(call, device) for name, call in functions.items()} for functions in (calls, before)
     )
-    synchronize()
+    synchronize()  # untimed: makes the buckets
     times = interleaved(comm, calls, seconds=1.0, min_turns=num_turns, max_turns=num_turns, before=before)
     return {name: quantile(seconds, 0.5) for name, seconds in times.items()}
-
-
-@dataclasses.dataclass(frozen=True)
-class StepReport:
-    """Settings, and median seconds: of a step, by trainer, and of the parts of ``synchronize_gradients``."""
-
-    layers: list[int]
-    batch: int
-    num_steps: int
-    facts: dict[str, str]
-    notes: list[str]
-    median_seconds: dict[str, float]
-    parts_seconds: dict[str, float]
-    device: str = "cpu"
-
-    def added_seconds(self, name: str) -> float:
-        """Seconds of a trainer above the loop without communication."""
-        return self.median_seconds[name] - self.median_seconds[NONE]
-
-
-def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
-    """Measure on ``mpi.device()``, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
-
-    Raises RanksDisagree if a trainer leaves different parameters on different ranks, and WrongValue if its parameters
-    after the first steps are not those of the others.
-    """
-    machine.limit_threads()
-    device = mpi.device()
-    with process_groups(comm, with_torchmpi=True) as groups:
-        made = trainers(options.layers, with_ddp=not groups.no_gloo, torchmpi=groups.torchmpi, device=device)
-        reasons = {DDP: groups.no_gloo, DDP_TORCHMPI: groups.no_torchmpi}
-        notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
-        samples = make_samples(options.layers, options.batch, STEPS_PER_RUN + 1, comm.rank, device)
-        seconds = _measured(comm, made, samples, options)
-    num_steps = len(seconds[NONE])
-    medians = {name: quantile(times, 0.5) for name, times in seconds.items()}
-    parts = measure_parts(comm, options.layers, samples[0], min(options.steps, 15))
-    facts = machine.facts(comm, device)
-    report = StepReport(options.layers, options.batch, num_steps, facts, notes, medians, parts, device.type)
-    results.publish(comm.rank, render(report), _FORMAT, report, options.json)
-
-
-def render(report: StepReport) -> str:
-    """The report in Markdown."""
-    layers = "-".join(map(str, report.layers))
-    where = "" if report.device == "cpu" else f" on {report.device}"
-    title = f"a training step{where}: layers {layers}, batches of {report.batch} a rank, {report.num_steps} steps"
-    header = ["what", "step ms", "added ms", "x DDP's added"]
-    rows = [_row(report, name) for name in report.median_seconds]
-    parts = [[name, results.number(seconds * 1e3)] for name, seconds in report.parts_seconds.items()]
-    whole = results.document(title, report.facts, report.notes, header, rows)
-    return f"{whole}\n\n{results.table(['part', 'ms'], parts)}" if parts else whole
-
-
-def _row(report: StepReport, name: str) -> list[str]:
-    if name == NONE:
-        return [name, results.number(report.median_seconds[name] * 1e3), "-", "-"]
-    added = report.added_seconds(name)
-    ddp = report.added_seconds(DDP) if DDP in report.median_seconds else 0.0
-    return [
-        name,
-        results.number(report.median_seconds[name] * 1e3),
-        results.number(added * 1e3),
-        results.number(added / ddp if ddp > 0 else None),
-    ]
-
-
-def _measured(
-    comm: MPI.Comm, made: Sequence[Trainer], samples: Sequence[Sample], options: argparse.Namespace
-) -> dict[str, list[float]]:
-    """The seconds of the timed steps of each trainer, each of the slowest rank. Collective."""
-    for trainer in made:
-        trainer.train(samples, _ignored)  # untimed: DDP arranges its buckets, memory is allocated
-    _check_alike(made)
-    times: dict[str, list[float]] = {trainer.name: [] for trainer in made}
-    rounds = range(-(-options.steps // STEPS_PER_RUN))
-    for turn in progress_bar.shown(rounds, lambda turn: "steps", rank=comm.rank, always=options.progress):
-        for index in order(len(made), turn):
-            comm.Barrier()
-            times[made[index].name] += _run(made[index], samples)
-    for trainer in made:
-        if trainer.name != NONE:
-            mpinn.check_with_allreduce(trainer.network)
-    return {name: _slowest(comm, of_trainer) for name, of_trainer in times.items()}
-
-
-def _run(trainer: Trainer, samples: Sequence[Sample]) -> list[float]:
-    """The seconds of all steps but the first."""
-    ends: list[float] = []
-    device = devices.of(samples[0][0].device)
-
-    def done() -> None:
-        device.synchronize()
-        ends.append(time.perf_counter())
-
-    trainer.train(samples, done)
-    return [end - begin for begin, end in itertools.pairwise(ends)]
-
-
-def _slowest(comm: MPI.Comm, seconds: Sequence[float]) -> list[float]:
-    here = np.array(seconds)
-    comm.Allreduce(MPI.IN_PLACE, here, MPI.MAX)
-    return here.tolist()  # type: ignore[no-any-return]
-
-
-def _check_alike(made: Sequence[Trainer]) -> None:
-    """Raise WrongValue unless all trainers that average have the same parameters, up to rounding."""
-    first, *others = [trainer for trainer in made if trainer.name != NONE]
-    for other in others:
-        for (name, x), y in zip(first.network.named_parameters(), other.network.parameters(), strict=True):
-            if not torch.allclose(x, y, rtol=1e-3, atol=1e-5):
-                raise WrongValue(f"after the same steps {name} of {other.name!r} is not that of {first.name!r}")
-
-
-def _ignored() -> None:
-    """The end of an untimed step."""

@@ -45,6 +45,7 @@ class RankTrace:
 
     def on_rank_0(self, microseconds: float, origin_ns: int) -> float:
         """A time of this trace on rank 0's clock, in microseconds since ``origin_ns``."""
+        # offset(t) = offset(first) + slope (t - first): the offset of this clock grows by ``slope`` ns per ns.
         first, last = self.clock[0], self.clock[-1]
         begin = (self.base_ns - first["at_ns"]) / 1000 + microseconds  # since the first reading
         between = last["at_ns"] - first["at_ns"]
@@ -112,11 +113,13 @@ def newest_job(traces: list[RankTrace]) -> tuple[list[RankTrace], list[Path]]:
 
 def merge(traces: list[RankTrace]) -> dict[str, Any]:
     """One Chrome trace of all ranks."""
+    # The origin is the first event of all, on rank 0's clock: times in the file stay small enough for microseconds.
     origin_ns = traces[0].base_ns
     times = (trace.on_rank_0(event["ts"], origin_ns) for trace in traces for event in _shown(trace))
     origin_ns += math.floor(min(times, default=0.0) * 1000)
     events: list[dict[str, Any]] = []
     ids: dict[tuple[Path, Any], int] = {}
+    # A rank has several files if its program started more than once; they share the rank's process and rows.
     for rank, group in itertools.groupby(traces, key=lambda trace: trace.rank):
         files = list(group)
         rows = _rows(files)
@@ -141,6 +144,7 @@ def _rows(files: Sequence[RankTrace]) -> dict[Place, str]:
     """The rows of one rank in order, with their names: its operations, its threads, its GPUs' streams."""
     labels: dict[tuple[Any, ...], Any] = {}
     used: dict[Place, bool] = {}  # whether the row is one of operations
+    # Labels come from the events of phase "M": of a process for all of its rows, of a thread for one.
     for event in itertools.chain.from_iterable(trace.events for trace in files):
         if event["ph"] == "M":
             place = (event["pid"],) if event["name"].startswith("process") else (event["pid"], event["tid"])
@@ -182,6 +186,7 @@ def _moved(
         moved = event | {"pid": trace.rank, "tid": numbers[event["pid"], event["tid"]], "ts": round(begin, 3)}
         if "dur" in event:
             moved["dur"] = round(trace.on_rank_0(event["ts"] + event["dur"], origin_ns) - begin, 3)
+        # Ids are unique within a file only: each (file, id) gets a number of its own.
         if event["ph"] in _JOINED and "id" in event:
             moved["id"] = ids.setdefault((trace.path, event["id"]), len(ids))
         yield moved

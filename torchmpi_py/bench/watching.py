@@ -73,7 +73,7 @@ def render(report: WatchReport) -> str:
 def _measured(comm: MPI.Comm, x: torch.Tensor, num_blocks: int) -> dict[str, list[float]]:
     """The mean time of a call of each block, in microseconds."""
     means: dict[str, list[float]] = {_WITH: [], _WITHOUT: []}
-    for turn in range(num_blocks + 1):
+    for turn in range(num_blocks + 1):  # the first turn is not counted
         names = [_WITH, _WITHOUT] if turn % 2 else [_WITHOUT, _WITH]
         for name in names:
             with contextlib.nullcontext() if name == _WITH else _unwatched():
