@@ -1,12 +1,13 @@
 """The program ``benchmarks/modes``, run short as its users run it, and its arithmetic."""
 
-import importlib
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 MODES = Path(__file__).parents[2] / "benchmarks" / "modes"
 TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
@@ -24,10 +25,10 @@ def run(*words, code=0):
 
 
 @pytest.fixture
-def slow_rank(monkeypatch):
-    pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'torchmpi-py[examples]'")
+def module(monkeypatch):
+    """The names in a module of the program, by the name of the module; the program is no package."""
     monkeypatch.syspath_prepend(MODES)
-    return importlib.import_module("slow_rank")
+    return lambda name: runpy.run_path(str(MODES / f"{name}.py"))
 
 
 @needs_launcher
@@ -57,17 +58,40 @@ def test_an_unknown_mode_is_named_once():
     assert run(*SHORT, "--modes", "easgd,x", code=2).stderr.count("'x' is unknown; known modes: allreduce, dsgd") == 1
 
 
-def test_the_largest_lead(slow_rank):
+def test_the_largest_lead(module):
     """Rank 0 begins and returns at once; rank 1's updates begin at 2, 5, 9."""
+    largest_lead = module("slow_rank")["largest_lead"]
     slow = [2.0, 5.0, 9.0]
-    assert slow_rank.largest_lead([[0.0, 1.0, 3.0], slow], [[0.0, 1.5, 3.0], slow]) == 2
-    assert slow_rank.largest_lead([[0.0, 4.0, 8.0], slow], [[2.0, 5.0, 9.0], slow]) == 0
-    assert slow_rank.largest_lead([[0.0, 0.0, 0.0], slow], [[0.0, 0.0, 0.0], slow]) == 3
+    assert largest_lead([[0.0, 1.0, 3.0], slow], [[0.0, 1.5, 3.0], slow]) == 2
+    assert largest_lead([[0.0, 4.0, 8.0], slow], [[2.0, 5.0, 9.0], slow]) == 0
+    assert largest_lead([[0.0, 0.0, 0.0], slow], [[0.0, 0.0, 0.0], slow]) == 3
 
 
-def test_a_paced_iterator_ends_after_its_steps_or_its_time(slow_rank):
-    by_steps = slow_rank.Paced(["a", "b"], 0.0, seconds=None, steps=3)
+def test_a_paced_iterator_ends_after_its_steps_or_its_time(module):
+    Paced = module("slow_rank")["Paced"]
+    by_steps = Paced(["a", "b"], 0.0, seconds=None, steps=3)
     assert list(by_steps) == ["a", "b", "a", "b"]
     assert by_steps.num_timed == 3
-    by_time = slow_rank.Paced(["a", "b"], 0.001, seconds=0.02, steps=None)
+    by_time = Paced(["a", "b"], 0.001, seconds=0.02, steps=None)
     assert len(list(by_time)) == by_time.num_timed + 1 > 1
+
+
+def test_a_row_of_several_seeds(module):
+    program = module("__main__")
+    runs = [
+        program["Run"](mode, seed, 90.0 + seed + gain, 1.0, 1e6)
+        for mode, gain in (("allreduce", 0), ("easgd", -0.5))
+        for seed in (2, 0, 1)
+    ]
+    report = program["Report"](1, 60, 100, {"allreduce": "lr 1", "easgd": "lr 2"}, {}, [], runs, None)
+    assert report.gain("easgd") == -0.5
+    (line,) = [line for line in program["render"](report).splitlines() if line.startswith("| easgd")]
+    assert [cell.strip() for cell in line.split("|")[1:-1]] == [
+        "easgd", "90.50", "89.50", "91.50", "-0.50", "1.00", "1.00", "lr 2",
+    ]  # fmt: skip
+
+
+def test_every_run_starts_from_the_same_network(module):
+    make_network = module("modes")["make_network"]
+    one, other = (make_network(7) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(one.parameters(), other.parameters(), strict=True))
