@@ -149,9 +149,9 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     if max(counts) > comm.size:
         raise UsageError(f"--clients {max(counts)}: there are {comm.size} ranks; start more with torchmpirun -n")
     whats = [*(f"send {name}" for name in options.rules), _RECEIVE]
-    cases = [(num_bytes, count, what) for num_bytes in options.sizes for count in counts for what in whats]
+    races = [(num_bytes, count, what) for num_bytes in options.sizes for count in counts for what in whats]
     shown = progress_bar.shown(
-        cases, lambda case: f"{format_size(case[0])} {case[2]}", rank=comm.rank, always=options.progress
+        races, lambda race: f"{format_size(race[0])} {race[2]}", rank=comm.rank, always=options.progress
     )
     rows = [_race(comm, num_bytes, count, what, options.seconds) for num_bytes, count, what in shown]
     idle_percent = _idle_percent(comm, options.idle_seconds)
