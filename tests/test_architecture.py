@@ -106,14 +106,14 @@ def test_mpi_is_imported_in_one_module():
 
 def test_optional_dependencies_are_met_in_one_file():
     homes = {
-        "matplotlib": {"bench/results.py"},
+        "matplotlib": {"bench/plot.py"},
         "torch.distributed": {
             "collectives/flavours/rendezvous.py",
             "collectives/flavours/torch_group.py",
-            "bench/peers.py",
+            "bench/candidates.py",
             *(f"torch_backend/{path.name}" for path in (PACKAGE / "torch_backend").glob("*.py")),
         },
-        "sklearn": {"bench/modes_data.py"},
+        "sklearn": set(),
         "tqdm": {"engine/progress.py", "bench/progress_bar.py"},
     }
     for name, path in modules().items():

@@ -1,36 +1,37 @@
 import pytest
 import torch
 
-from torchmpi_py.bench import UsageError, command_line
-from torchmpi_py.bench.__main__ import main
+from torchmpi_py.bench import UsageError
+from torchmpi_py.bench.__main__ import main, parse
+from torchmpi_py.bench.compare import sizes_of
 
 
 def test_options():
-    options = command_line.parse(["compare", "--sizes", "4:1K:16x", "--dtype", "bfloat16", "--flavours", "mpi,ring"])
+    options = parse(["compare", "--sizes", "4:1K:16x", "--dtype", "bfloat16", "--flavours", "mpi,ring"])
     assert options.sizes == [4, 64, 1024]
     assert options.dtype == torch.bfloat16
     assert options.flavours == ["mpi", "ring"]
     assert (options.verb, options.op, options.buffers, options.verify) == ("allreduce", "sum", "both", True)
-    assert command_line.parse(["run"]).dtype == torch.float32
-    assert command_line.parse(["step", "--layers", "8,4,2"]).layers == [8, 4, 2]
+    assert parse(["run"]).dtype == torch.float32
+    assert parse(["step", "--layers", "8,4,2"]).layers == [8, 4, 2]
 
 
 @pytest.mark.parametrize("command", ["run", "compare", "step", "tune"])
-def test_the_device_is_the_cpu_unless_told(command):
-    assert command_line.parse([command]).device == "cpu"
-    assert command_line.parse([command, "--device", "cuda"]).device == "cuda"
+def test_the_device_is_the_cpu_by_default(command):
+    assert parse([command]).device == "cpu"
+    assert parse([command, "--device", "cuda"]).device == "cuda"
 
 
 def test_default_sizes_follow_the_device():
-    sizes = {device: command_line.parse(["compare", "--device", device]).sizes for device in ("cpu", "cuda")}
+    sizes = {device: sizes_of(parse(["compare", "--device", device])) for device in ("cpu", "cuda")}
     assert [(of_device[0], of_device[-1]) for of_device in sizes.values()] == [(4, 64 << 20), (4, 1 << 30)]
-    assert command_line.parse(["compare", "--device", "cuda", "--sizes", "4K"]).sizes == [4096]
+    assert sizes_of(parse(["compare", "--device", "cuda", "--sizes", "4K"])) == [4096]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
-        ("", "run | compare | step | tune | plot"),
+        ("", r"run \| compare \| step .* tune .* plot"),
         ("tune --seconds x", "'x' is not"),
         ("run --device tpu", "'tpu'.*cpu.*cuda"),
         ("run --verb foo", "'foo'.*allreduce.*scatter"),
@@ -44,14 +45,15 @@ def test_default_sizes_follow_the_device():
         ("step --batch x", "'x'"),
         ("step --steps -1", "'-1'"),
         ("plot a.json", "FILE.png"),
+        ("modes --seeds 5", r"torchmpirun -n 4 benchmarks/modes/__main__\.py"),
     ],
 )
-def test_a_mistake_is_named_with_what_is_known(words, told):
-    with pytest.raises(UsageError, match=told):
-        command_line.parse(words.split())
+def test_a_mistake_is_named_with_what_is_known(words, message):
+    with pytest.raises(UsageError, match=message):
+        parse(words.split())
 
 
-def test_without_a_launcher_a_mistake_is_told_at_once(tmp_path, capsys, monkeypatch):
+def test_without_a_launcher_a_mistake_is_printed_at_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torchmpi_py.launch.variables.rank_in", lambda environment: None)
     assert main(["plot", str(tmp_path / "none.json"), "x.png"]) == 2
     assert "none.json" in capsys.readouterr().err
@@ -61,5 +63,5 @@ def test_help_is_given_by_rank_0_alone(capsys, monkeypatch):
     for rank, is_shown in ((None, True), (0, True), (1, False)):
         monkeypatch.setattr("torchmpi_py.launch.variables.rank_in", lambda environment, rank=rank: rank)
         with pytest.raises(SystemExit):
-            command_line.parse(["run", "--help"])
+            parse(["run", "--help"])
         assert ("--verb" in capsys.readouterr().out) is is_shown

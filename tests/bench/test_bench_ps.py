@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from torchmpi_py import paramserver as ps
-from torchmpi_py.bench import UsageError, WrongValue, command_line, parameter_server
+from torchmpi_py.bench import UsageError, WrongValue, parameter_server
+from torchmpi_py.bench.__main__ import parse
 from torchmpi_py.bench.parameter_server import RULES
 
 pytestmark = pytest.mark.timeout(240)
@@ -16,7 +17,7 @@ QUICK = ["ps", "--sizes", "4,20K", "--seconds", "0.001", "--idle-seconds", "0.05
 def run(*words):
     from mpi4py import MPI
 
-    parameter_server.main(MPI.COMM_WORLD, command_line.parse([*QUICK, *words]))
+    parameter_server.main(MPI.COMM_WORLD, parse([*QUICK, *words]))
 
 
 @pytest.mark.mpi
@@ -96,6 +97,6 @@ def test_what_is_done_locally_is_the_rule(name):
 
 
 def test_mistakes():
-    for words, told in (("--rules add,foo", "'foo'.*known rules: zero, copy"), ("--clients 0", "'0' is not")):
-        with pytest.raises(UsageError, match=told):
-            command_line.parse(["ps", *words.split()])
+    for words, message in (("--rules add,foo", "'foo'.*known rules: zero, copy"), ("--clients 0", "'0' is not")):
+        with pytest.raises(UsageError, match=message):
+            parse(["ps", *words.split()])

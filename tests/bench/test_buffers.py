@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from torchmpi_py.bench import UsageError, buffers
+from torchmpi_py.bench.buffers import format_size, parse_size, parse_sizes
 from torchmpi_py.bench.cases import VERBS, Task
 
 MIB = 1 << 20
@@ -23,8 +24,8 @@ def planned(verb, sizes, **changed):
 def test_cold_slots_exceed_the_cache_and_do_not_overlap(verb, num_bytes):
     plan = planned(verb, [8, MIB])
     num_slots = plan.num_slots(task(verb), num_bytes, is_symmetric=False, is_cold=True)
-    slab = buffers.make_slab(plan.plain_bytes)
-    rotation = buffers.Rotation(slab, task(verb), num_bytes, num_slots)
+    pool = buffers.make_pool(plan.plain_bytes)
+    rotation = buffers.Rotation(pool, task(verb), num_bytes, num_slots)
     slots = [rotation.take() for _ in range(num_slots)]
     tensors = [t for slot in slots for t in (slot.x, slot.out) if t is not None]
     ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
@@ -50,8 +51,8 @@ def test_memory_is_kept_within_the_limit():
         planned("allreduce", [8, 2 * MIB], max_bytes=4 * MIB)
 
 
-def test_clearing_starts_anew():
-    rotation = buffers.Rotation(buffers.make_slab(MIB), task("allgather"), 64, 2)
+def test_clearing_starts_with_the_first_slot():
+    rotation = buffers.Rotation(buffers.make_pool(MIB), task("allgather"), 64, 2)
     first = rotation.take()
     first.x.fill_(3)
     first.result.fill_(4)
@@ -60,3 +61,46 @@ def test_clearing_starts_anew():
     assert again.x.data_ptr() == first.x.data_ptr()
     assert not again.x.any()
     assert not again.result.any()
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("4", 4), ("64K", 64 << 10), ("1m", 1 << 20), ("2G", 2 << 30), ("1.5K", 1536), ("480KiB", 480 << 10), ("8B", 8)],
+)
+def test_sizes(text, num_bytes):
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "4Q", "-4", "K", "4 4", "1e3", "0.1"])
+def test_what_is_no_size_is_named(text):
+    with pytest.raises(ValueError, match="write bytes as"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("4,1K", [4, 1024]),
+        ("1K,4,1024", [4, 1024]),
+        ("4:64:4x", [4, 16, 64]),
+        ("4:100:4x", [4, 16, 64, 100]),
+        ("1K:4K", [1024, 2048, 4096]),
+        ("8:8", [8]),
+        ("4:16,1M", [4, 8, 16, 1 << 20]),
+    ],
+)
+def test_lists_and_ranges(text, sizes):
+    assert parse_sizes(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["4:", "16:4", "4:16:1x", "4:16:4", "4:16:4x:2", "4,,8"])
+def test_what_is_no_range_is_named(text):
+    with pytest.raises(ValueError, match="size"):
+        parse_sizes(text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(4, "4 B"), (65536, "64 KiB"), (1.5 * (1 << 30), "1.5 GiB"), (4096 << 30, "4096 GiB")]
+)
+def test_format(num_bytes, text):
+    assert format_size(num_bytes) == text

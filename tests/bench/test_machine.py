@@ -1,4 +1,11 @@
-from torchmpi_py.bench import machine
+"""Facts about the machine and its GPUs, as far as they can be tested without a GPU."""
+
+import pytest
+import torch
+
+from torchmpi_py.bench import UsageError, machine
+
+GPU = torch.device("cuda", 0)
 
 
 def test_the_last_cache_is_the_one_of_the_highest_level(tmp_path):
@@ -21,3 +28,52 @@ def test_free_memory_is_what_machine_and_container_leave(tmp_path):
     (tmp_path / "memory.max").write_text("5000\n")
     assert machine.free_bytes(meminfo, tmp_path) == 4000
     assert machine.free_bytes(tmp_path / "none", tmp_path / "none") > 0
+
+
+def test_gpus_in_words():
+    shared = [(("here", "a"), "A GPU")] * 3
+    assert machine.describe_gpus(shared) == {"GPUs": "1 x A GPU", "ranks per GPU": "3"}
+    mixed = [*shared, (("here", "b"), "A GPU"), (("there", "a"), "Another")]
+    assert machine.describe_gpus(mixed) == {"GPUs": "2 x A GPU, 1 x Another", "ranks per GPU": "1 or 3"}
+
+
+def test_the_driver_is_what_the_kernel_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(machine, "_driver_of_tool", lambda: "asked")
+    assert machine._driver() == "asked"
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  1.23.04  a day\nGCC version: 9\n"
+    )
+    assert machine._driver() == "1.23.04"
+
+
+@pytest.mark.mpi
+def test_there_are_no_facts_of_gpus_on_the_cpu(mpi):
+    from mpi4py import MPI
+
+    assert not any("GPU" in name for name in machine.facts(MPI.COMM_WORLD))
+
+
+@pytest.mark.mpi
+def test_ranks_on_a_gpu_share_its_memory(mpi, monkeypatch):
+    from mpi4py import MPI
+
+    monkeypatch.setattr(machine.gpus, "identity", lambda index: "GPU-a")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((mpi.rank() + 1) << 30, 80 << 30))
+    assert machine.agreed_max_bytes(MPI.COMM_WORLD, None, GPU) == (1 << 28) // mpi.size()
+    assert machine.agreed_max_bytes(MPI.COMM_WORLD, 77, GPU) == 77
+
+
+@pytest.mark.mpi
+def test_one_rank_without_a_gpu_ends_all(mpi, monkeypatch):
+    from mpi4py import MPI
+
+    def start(with_cuda=False):
+        if with_cuda and mpi.rank() == mpi.size() - 1:
+            raise ValueError("no GPU here")
+        if len(set(MPI.COMM_WORLD.allgather(with_cuda))) > 1:
+            raise mpi.RanksDisagree("on the CPU and not")
+
+    monkeypatch.setattr(mpi, "start", start)
+    with pytest.raises(UsageError, match=r"^--device cuda: no GPU here$"):
+        machine.start("cuda")

@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from torchmpi_py.bench import UsageError, results
+from torchmpi_py.bench import UsageError, plot, results
 from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, HOST_COPY, RAW_MPI
-from torchmpi_py.bench.results import Report, ResultRow, load, make_row, quantile, store
+from torchmpi_py.bench.results import COLLECTIVE, Report, ResultRow, load, make_row, quantile, store
 
 
 def report(verb="allreduce", kinds=("warm", "cold")):
@@ -37,7 +37,7 @@ def test_bandwidths_and_ratios():
 
 
 def test_json_round_trip(tmp_path):
-    store(report(), tmp_path / "r.json")
+    store(COLLECTIVE, report(), tmp_path / "r.json")
     assert load(tmp_path / "r.json") == report()
 
 
@@ -76,14 +76,14 @@ def test_on_gpus_the_copies_take_the_place_of_raw_mpi():
 
 
 def test_a_report_from_before_there_were_devices_is_of_the_cpu(tmp_path):
-    store(report(), tmp_path / "r.json")
+    store(COLLECTIVE, report(), tmp_path / "r.json")
     stored = json.loads((tmp_path / "r.json").read_text())
     del stored["device"]
     (tmp_path / "r.json").write_text(json.dumps(stored))
     assert load(tmp_path / "r.json") == report()
 
 
-def test_one_contestant_has_nothing_to_be_compared_with():
+def test_one_candidate_has_nothing_to_be_compared_with():
     alone = dataclasses.replace(report(), rows=report().rows[2:3])
     assert "x raw MPI" not in results.render(alone)
 
@@ -107,23 +107,23 @@ def test_numbers_have_three_digits(value, text):
 @pytest.mark.parametrize("kinds", [("warm",), ("warm", "cold")])
 def test_a_picture_is_drawn(tmp_path, kinds):
     pytest.importorskip("matplotlib")
-    results.draw(on_gpus(), tmp_path / "gpu.png")
+    plot.draw(on_gpus(), tmp_path / "gpu.png")
     assert (tmp_path / "gpu.png").exists()
-    results.draw(report(kinds=kinds), tmp_path / "r.png")
+    plot.draw(report(kinds=kinds), tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_of_unknown_kind_is_refused(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(UsageError, match=r"r\.foo"):
-        results.draw(report(), tmp_path / "r.foo")
+        plot.draw(report(), tmp_path / "r.foo")
 
 
 def test_ticks_are_short():
-    assert [results._short(value, 0) for value in (4, 1024, 1.5 * 2**20, 2**30)] == ["4", "1K", "1.5M", "1G"]
+    assert [plot._short(value, 0) for value in (4, 1024, 1.5 * 2**20, 2**30)] == ["4", "1K", "1.5M", "1G"]
 
 
 def test_stored_reports_are_plain(tmp_path):
-    store(report(), tmp_path / "r.json")
+    store(COLLECTIVE, report(), tmp_path / "r.json")
     stored = json.loads((tmp_path / "r.json").read_text())
     assert stored["rows"][0]["what"] == "mpi"

@@ -3,7 +3,8 @@ import json
 import pytest
 import torch
 
-from torchmpi_py.bench import WrongValue, command_line, step
+from torchmpi_py.bench import WrongValue, step
+from torchmpi_py.bench.__main__ import parse
 from torchmpi_py.bench.step import DDP, DDP_HOOK, DDP_TORCHMPI, NONE, make_network, make_samples, trainers
 from torchmpi_py.errors import RanksDisagree
 
@@ -18,7 +19,7 @@ def test_every_way_is_timed_and_trains_alike(mpi, capsys, tmp_path):
     if mpi.size() > 3:
         pytest.skip("the first use of DDP and of an optimizer imports for seconds a rank; 3 ranks show as much")
     file = tmp_path / "step.json"
-    step.main(MPI.COMM_WORLD, command_line.parse([*TINY, "--json", str(file)]))
+    step.main(MPI.COMM_WORLD, parse([*TINY, "--json", str(file)]))
     if mpi.rank() == 0:
         printed = capsys.readouterr().out
         stored = json.loads(file.read_text())
@@ -45,7 +46,7 @@ def test_a_way_that_does_not_average_is_found(mpi, monkeypatch):
         pytest.skip("one rank has nothing to average, and 3 show as much as more")
     monkeypatch.setattr("torchmpi_py.nn.synchronize_gradients", lambda network: None)
     with pytest.raises(WrongValue, match="'synchronize_gradients' is not that of 'DDP on gloo'"):
-        step.main(MPI.COMM_WORLD, command_line.parse(TINY))
+        step.main(MPI.COMM_WORLD, parse(TINY))
 
 
 @pytest.mark.mpi
@@ -57,7 +58,7 @@ def test_parameters_that_drift_apart_are_found(mpi, monkeypatch):
     monkeypatch.setattr(step, "_check_alike", lambda made: None)
     monkeypatch.setattr("torchmpi_py.nn.synchronize_gradients", lambda network: None)
     with pytest.raises(RanksDisagree):
-        step.main(MPI.COMM_WORLD, command_line.parse(TINY))
+        step.main(MPI.COMM_WORLD, parse(TINY))
 
 
 @pytest.mark.mpi

@@ -89,8 +89,8 @@ def named(what, pid, tid, value):
 def write(folder, rank, events, *, clock, base=10**18, size=2, name="", about=None):
     """A trace as a rank leaves it; ``clock`` is pairs of (seconds since base, offset in nanoseconds)."""
     readings = [{"at_ns": base + int(at * 1e9), "offset_ns": offset, "uncertainty_ns": 1} for at, offset in clock]
-    told = {"rank": rank, "size": size, "host": f"host{rank}", "job": 5, "clock": readings} | (about or {})
-    data = {"baseTimeNanoseconds": base, "traceEvents": events, "torchmpi": told}
+    about_rank = {"rank": rank, "size": size, "host": f"host{rank}", "job": 5, "clock": readings} | (about or {})
+    data = {"baseTimeNanoseconds": base, "traceEvents": events, "torchmpi": about_rank}
     (folder / (name or f"rank-{rank}.json")).write_text(json.dumps(data))
 
 

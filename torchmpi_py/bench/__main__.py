@@ -1,4 +1,4 @@
-"""The command: ``torchmpirun -n N -m torchmpi_py.bench run | compare | step | ps | modes | tune | watch | plot | ...``.
+"""The command line: ``torchmpirun -n N -m torchmpi_py.bench COMMAND ...``; ``COMMANDS`` lists the commands.
 
 Exit codes: 0; 1 for a wrong value; 2 for a command line that cannot be carried out.
 """
@@ -6,124 +6,101 @@ Exit codes: 0; 1 for a wrong value; 2 for a command line that cannot be carried 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torchmpi_py as mpi
 from torchmpi_py.bench import (
     UsageError,
-    WrongValue,
     command_line,
     compare,
-    gpu,
     hang,
-    modes,
+    machine,
     parameter_server,
+    plot,
     results,
     step,
     trace,
+    tune,
     watching,
 )
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.launch import variables
 
-_NO_MATPLOTLIB = "drawing needs matplotlib: pip install 'torchmpi-py[bench]'"
+_MOVED = {
+    "modes": "modes is a program of its own, in the repository: torchmpirun -n 4 benchmarks/modes/__main__.py --help"
+}
+
+
+class Command(NamedTuple):
+    """A command: its help, its options, and ``main(comm, options)``, or ``main(options)`` where no job is needed."""
+
+    help: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    main: Callable[..., None]
+    needs_job: bool = True
+
+
+COMMANDS = {
+    "run": Command("one verb and flavour over sizes", compare.add_run_options, compare.main),
+    "compare": Command(
+        "all flavours, raw mpi4py, gloo and a plain copy, in one run", compare.add_compare_options, compare.main
+    ),
+    "step": Command("one training step, with gradients averaged in several ways", step.add_options, step.main),
+    "ps": Command(
+        "sends to a parameter server and receives, beside the same done locally",
+        parameter_server.add_options,
+        parameter_server.main,
+    ),
+    "tune": Command(
+        "measure which flavours are the fastest here, for later start()s to use", tune.add_options, tune.main
+    ),
+    "watch": Command("what noting and comparing operations adds to a call", watching.add_options, watching.main),
+    "plot": Command(
+        "draw a report that was stored with --json; needs no launcher", plot.add_options, plot.main, needs_job=False
+    ),
+    "trace": Command(
+        "merge the traces of torchmpirun --profile DIR; needs no launcher",
+        trace.add_options,
+        trace.main,
+        needs_job=False,
+    ),
+    "hang": Command(
+        "explain the dumps of a job that hung; needs no launcher", hang.add_options, hang.main, needs_job=False
+    ),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Carry out one subcommand; return the exit code, the same on every rank."""
-    try:
-        options = command_line.parse(argv)
-        if options.command == "plot":
-            _plot(results.load(options.json), options)
-        elif options.command == "trace":
-            trace.main(options)
-        elif options.command == "hang":
-            hang.main(options)
-        else:
-            _measure(options)
-    except (UsageError, WrongValue) as error:
-        _tell(error)
-        return 2 if isinstance(error, UsageError) else 1
-    return 0
+    """Carry out one command; return the exit code, the same on every rank."""
+    words = sys.argv[1:] if argv is None else argv
+    return command_line.exit_code(lambda: _carry_out(parse(words)))
 
 
-def _measure(options: argparse.Namespace) -> None:
-    gpu.start(getattr(options, "device", "cpu"))
-
-    comm = MPI.COMM_WORLD.Dup()
-    _check_outputs(comm, options)
-    if options.command == "step":
-        step.main(comm, options)
-    elif options.command == "ps":
-        parameter_server.main(comm, options)
-    elif options.command == "modes":
-        modes.main(comm, options)
-    elif options.command == "watch":
-        watching.main(comm, options)
-    elif options.command == "tune":
-        _tune(options)
-    else:
-        _conclude(compare.report(comm, options), options)
-    mpi.stop()
+def parse(words: list[str]) -> argparse.Namespace:
+    """The options; ``command`` is the command's name. UsageError for mistakes."""
+    if words and words[0] in _MOVED:
+        raise UsageError(_MOVED[words[0]])
+    parser = command_line.Parser(
+        prog="torchmpi_py.bench",
+        description="Measure collectives and training steps. Run it under torchmpirun -n N -m torchmpi_py.bench ...",
+    )
+    commands: Any = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
+    for name, command in COMMANDS.items():
+        command.add_options(commands.add_parser(name, help=command.help))
+    return parser.parse_args(words)
 
 
-def _tune(options: argparse.Namespace) -> None:
-    """Measure, keep, and show what is chosen from now on."""
-    given = {"verbs": options.verbs, "flavours": options.flavours}
-    chosen = {name: names for name, names in given.items() if names is not None}
-    try:
-        mpi.autotune(
-            **chosen, device=options.device, max_bytes=options.max_bytes, seconds=options.seconds, path=options.json
-        )
-    except (ValueError, mpi.TorchMPIError) as error:
-        raise UsageError(str(error)) from error
-    if mpi.rank() == 0:
-        print(mpi.selector, flush=True)
-
-
-def _conclude(report: results.Report, options: argparse.Namespace) -> None:
-    """Print, store and draw, on rank 0."""
-    if mpi.rank() != 0:
+def _carry_out(options: argparse.Namespace) -> None:
+    command = COMMANDS[options.command]
+    if not command.needs_job:
+        command.main(options)
         return
-    print(results.render(report), flush=True)
-    if options.json is not None:
-        results.store(report, options.json)
-    if options.plot is not None:
-        _plot(report, options)
-
-
-def _check_outputs(comm: MPI.Comm, options: argparse.Namespace) -> None:
-    """Before hours of measuring: can rank 0 write what is asked for? UsageError on every rank if not."""
-    problem = ""
-    for path in filter(None, (options.json, getattr(options, "plot", None))):
-        if not os.access(path.parent, os.W_OK):
-            problem = f"cannot write {path}: {path.parent} is no folder that may be written to"
-    if getattr(options, "plot", None) is not None and importlib.util.find_spec("matplotlib") is None:
-        problem = _NO_MATPLOTLIB
-    problem = comm.bcast(problem)
-    if problem:
-        raise UsageError(problem)
-
-
-def _plot(report: results.Report, options: argparse.Namespace) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(_NO_MATPLOTLIB)
-    from torchmpi_py.bench import results
-
-    results.draw(report, options.plot)
-
-
-def _tell(error: Exception) -> None:
-    """Say it once. In a job the ranks meet first, for the first one to end takes the others with it."""
-    is_in_job = mpi.is_started() or variables.rank_in(os.environ) is not None
-    if is_in_job and not mpi.is_started():
-        mpi.start()
-    if not is_in_job or mpi.rank() == 0:
-        print(error, file=sys.stderr, flush=True)
-    if is_in_job:
-        mpi.stop()
+    machine.start(getattr(options, "device", "cpu"))
+    comm = MPI.COMM_WORLD.Dup()
+    results.check_outputs(comm, options.json)
+    command.main(comm, options)
+    mpi.stop()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Sizes as people write them: ``4``, ``64K``, ``1M``, and ranges ``4:256M:4x``. K, M and G are powers of 1024.
+"""The buffers of a measurement, and sizes as people write them: ``4``, ``64K``, and ranges ``4:256M:4x``.
 
-The buffers that are measured: warm ones, used again and again, and cold ones, which have left the cache.
-
-All tensors of a run lie in *slabs*: one of ordinary memory, one of symmetric memory if that is measured. A slab is cut
-into *slots*, each with the tensors of one call, and calls take one slot after the other. Warm: there are as few slots
-as possible, and each call is made once untimed on its slot before it is timed. Cold: there are so many that together
-they exceed the last-level cache, and a slot has been evicted by the time that it comes again. On a GPU both lie there,
-and they exceed its cache.
+*Warm* buffers are used again and again; *cold* buffers have left the cache when they are used. All tensors of a run lie
+in *pools*: one of ordinary memory, and one of symmetric memory if symmetric tensors are measured. A pool is cut into
+*slots*, each with the tensors of one call, and calls use one slot after the other. Warm: there are as few slots as
+possible, and each call is made once untimed on its slot before it is timed. Cold: the slots together exceed the
+last-level cache, so that a slot has been evicted when its turn comes again. On a GPU the pools lie in its memory, and
+cold slots exceed its cache.
 """
 
 from __future__ import annotations
@@ -23,6 +22,9 @@ from torchmpi_py.bench.cases import Task
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", re.IGNORECASE)
 _HOW = "write bytes as 4, 64K, 1M or 2G"
+_PAGE_BYTES = 4096
+_LINE_BYTES = 64
+_CPU = torch.device("cpu")
 
 
 def parse_size(text: str) -> int:
@@ -66,13 +68,8 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.4g} {unit}"
 
 
-_PAGE_BYTES = 4096
-_LINE_BYTES = 64
-_CPU = torch.device("cpu")
-
-
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class TaskBuffers:
     """The tensors of one call, 1-D. ``whole`` is the larger one, which "bytes" counts; ``out`` is None if in place."""
 
     x: Tensor
@@ -80,20 +77,20 @@ class Slot:
 
     @property
     def result(self) -> Tensor:
-        """Where the result is."""
+        """The tensor that holds the result."""
         return self.x if self.out is None else self.out
 
     @property
     def whole(self) -> Tensor:
-        """The larger of the two."""
+        """The larger of the two tensors."""
         return self.x if self.out is None or self.x.numel() >= self.out.numel() else self.out
 
 
 class Rotation:
-    """The slots of one size in a slab, taken one after the other, round and round."""
+    """The slots of one size in a pool, used in a cycle."""
 
-    def __init__(self, slab: Tensor, task: Task, num_bytes: int, num_slots: int) -> None:
-        self.slab = slab
+    def __init__(self, pool: Tensor, task: Task, num_bytes: int, num_slots: int) -> None:
+        self.pool = pool
         self.x_count = task.count(task.verb.x, num_bytes)
         self.out_count = task.count(task.verb.out, num_bytes)
         self.dtype = task.dtype
@@ -101,33 +98,33 @@ class Rotation:
         self.num_slots = num_slots
         self._next = 0
 
-    def take(self) -> Slot:
-        """The next slot. Every rank takes alike: symmetric tensors must lie at the same place in the slab."""
+    def take(self) -> TaskBuffers:
+        """The next slot's tensors. Every rank calls it equally often, so that symmetric tensors have equal offsets."""
         begin = self._next * self.stride_bytes
         self._next = (self._next + 1) % self.num_slots
         x = self._tensor(begin, self.x_count)
         out = self._tensor(begin + _aligned(x.nbytes), self.out_count) if self.out_count else None
-        return Slot(x, out)
+        return TaskBuffers(x, out)
 
     def clear(self) -> None:
-        """Zero all slots, in order. Timed sums stay zero: other values would grow to infinity in place."""
-        self.slab[: self.num_slots * self.stride_bytes].zero_()
+        """Zero all slots, and begin with the first. Sums of zeros stay zero; other values would grow to infinity."""
+        self.pool[: self.num_slots * self.stride_bytes].zero_()
         self._next = 0
 
     def _tensor(self, begin_bytes: int, count: int) -> Tensor:
-        return self.slab[begin_bytes : begin_bytes + count * self.dtype.itemsize].view(self.dtype)
+        return self.pool[begin_bytes : begin_bytes + count * self.dtype.itemsize].view(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class BufferPlan:
-    """How the memory of a rank is divided: bytes of the ordinary slab and of the symmetric one (0: none)."""
+    """The division of a rank's memory: bytes of the ordinary pool and of the symmetric one (0: none)."""
 
     plain_bytes: int
     symmetric_bytes: int
     cache_bytes: int
 
     def num_slots(self, task: Task, num_bytes: int, *, is_symmetric: bool, is_cold: bool) -> int:
-        """Slots of one size: as few as will do when warm, more than the cache holds, if there is room, when cold."""
+        """Slots of one size. Warm: as few as possible. Cold: more than the cache holds, if there is room."""
         room = (self.symmetric_bytes if is_symmetric else self.plain_bytes) // stride_bytes(task, num_bytes)
         return min(room, _num_cold(task, num_bytes, self.cache_bytes)) if is_cold else _num_warm(is_symmetric)
 
@@ -156,13 +153,13 @@ def plan(
 
 
 def stride_bytes(task: Task, num_bytes: int) -> int:
-    """From one slot to the next: whole pages and a cache line, so that slots do not all fall on the same cache set."""
+    """Bytes from one slot to the next: pages and a cache line, so that slots spread over the sets of the cache."""
     tensors = [task.count(part, num_bytes) * task.dtype.itemsize for part in (task.verb.x, task.verb.out)]
     return -(-sum(map(_aligned, tensors)) // _PAGE_BYTES) * _PAGE_BYTES + _LINE_BYTES
 
 
-def make_slab(num_bytes: int, device: torch.device = _CPU) -> Tensor:
-    """Ordinary memory."""
+def make_pool(num_bytes: int, device: torch.device = _CPU) -> Tensor:
+    """A pool of ordinary memory."""
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
@@ -171,7 +168,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _num_warm(is_symmetric: bool) -> int:
-    return 1 if is_symmetric else 2  # the copy goes from one slot to another
+    return 1 if is_symmetric else 2  # a plain copy goes from one slot to another
 
 
 def _num_cold(task: Task, num_bytes: int, cache_bytes: int) -> int:

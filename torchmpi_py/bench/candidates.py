@@ -1,35 +1,55 @@
-"""Who takes part: what a contestant is, and the flavours of this package.
+"""The candidates of a comparison: ways to carry out one task, of this package, of its peers, and plain copies.
 
-The peers are in ``raw_mpi.py`` and ``torch_groups.py``, with our own backend of torch.distributed, the copies that no
-collective can be expected to beat in ``limits.py``.
+- Ours: a verb of this package with a flavour forced, as the selector chooses (``selector``), and on symmetric tensors
+  (``symmetric``).
+- ``raw MPI``: the collective as a user of mpi4py writes it, on the memory of the same tensors.
+- ``torch gloo`` and ``torch torchmpi``: the collective of torch.distributed, on gloo and on this package's backend.
+  gloo is the default process group, whose store MPI helps to open. The other one is a further group of the same
+  processes, made as a program would make it, so that the two can take turns.
+- The limits: copies of as many bytes between private buffers, by all ranks at the same time. ``copy``, on CPU, and
+  ``device copy``, on a GPU, are the cost of a collective that only had to write its result. ``host copy`` moves the
+  bytes from the GPU into pinned host memory and back: the least cost of a way through the host. A large copy goes in
+  *chunks* through a few *slots* of pinned memory, in both directions at the same time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime as dt
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 import torchmpi_py as mpi
-from torchmpi_py.bench.buffers import Slot
-from torchmpi_py.bench.cases import Task
+from torchmpi_py.bench.buffers import TaskBuffers
+from torchmpi_py.bench.cases import ROOT, Task
+from torchmpi_py.collectives.flavours import rendezvous
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.memory import devices
 
-SELECTOR, SYMMETRIC, TORCHMPI = WAYS = "selector", "symmetric", "torchmpi"
-"""What may be asked for beside flavours: none forced, that on symmetric tensors, and torch.distributed over us."""
+SELECTOR, SYMMETRIC, TORCHMPI = OTHER_NAMES = "selector", "symmetric", "torchmpi"
+"""Names that ``--flavours`` takes beside flavours: none forced, symmetric tensors, our backend of torch.distributed."""
 RAW_MPI, GLOO, TORCH_TORCHMPI = "raw MPI", "torch gloo", "torch torchmpi"
 COPY, DEVICE_COPY, HOST_COPY = LIMITS = "copy", "device copy", "host copy"
 
+_TIMEOUT = dt.timedelta(seconds=60)
+_CHUNK_BYTES = 4 << 20
+_NUM_SLOTS = 8
+
 Call = Callable[[], object]
-Take = Callable[[], Slot]
+NextBuffers = Callable[[], TaskBuffers]
 
 
 @dataclasses.dataclass(frozen=True)
-class Contestant:
-    """One way to do the task. ``bind`` takes a slot and returns the call on it, ready to be timed."""
+class Candidate:
+    """One way to carry out the task. ``bind`` takes buffers and returns the call on them, ready to be timed."""
 
     name: str
-    bind: Callable[[Take], Call]
+    bind: Callable[[NextBuffers], Call]
     is_ours: bool = False
     is_symmetric: bool = False
 
@@ -39,24 +59,255 @@ class Contestant:
         return self.name not in LIMITS
 
 
-def ours(task: Task, name: str, *, is_symmetric: bool = False, asynchronous: bool = False) -> Contestant:
-    """A verb of this package; ``name`` is a flavour, or "selector" to force none, or that on symmetric tensors."""
+def ours(task: Task, name: str, *, is_symmetric: bool = False, asynchronous: bool = False) -> Candidate:
+    """A verb of this package; ``name`` is a flavour, "selector" or "symmetric"."""
     options: dict[str, Any] = {} if name in (SELECTOR, SYMMETRIC) else {"flavour": name}
     if task.verb.reduces:
         options["op"] = task.op
 
-    def bind(take: Take) -> Call:
-        slot = take()
+    def bind(next_buffers: NextBuffers) -> Call:
+        buffers = next_buffers()
         verb = getattr(mpi, f"{task.verb.name}_async" if asynchronous else task.verb.name)
-        given = options if slot.out is None else options | {"out": slot.out}
-        call = functools.partial(verb, slot.x, **given)
-        return asynchronously(call) if asynchronous else call
+        given = options if buffers.out is None else options | {"out": buffers.out}
+        call = functools.partial(verb, buffers.x, **given)
+        return _and_wait(call) if asynchronous else call
 
     is_symmetric = is_symmetric or name == SYMMETRIC
     label = f"{name}, symmetric" if is_symmetric and name != SYMMETRIC else name
-    return Contestant(f"{label}, async" if asynchronous else label, bind, is_ours=True, is_symmetric=is_symmetric)
+    return Candidate(f"{label}, async" if asynchronous else label, bind, is_ours=True, is_symmetric=is_symmetric)
 
 
-def asynchronously(call: Callable[[], Any]) -> Call:
-    """``call``, which returns a handle, and then waiting for it."""
+def _and_wait(call: Callable[[], Any]) -> Call:
+    """``call``, which returns a handle, and then waiting for the handle."""
     return lambda: call().wait()
+
+
+def raw_mpi(comm: MPI.Comm, task: Task) -> Candidate:
+    """Raw mpi4py on ``comm``. What numpy or MPI cannot represent raises when it is bound or called."""
+
+    def bind(next_buffers: NextBuffers) -> Call:
+        buffers = next_buffers()
+        x, out = (None if tensor is None else _array(tensor, task.verb.reduces) for tensor in (buffers.x, buffers.out))
+        call = _mpi_call(comm, task, x, out)
+        if task.device.type == "cuda":
+            call = functools.partial(_after_stream, call, task.device)
+        has_result = task.verb.name != "reduce" or comm.rank == ROOT
+        if task.verb.reduces and task.op == "avg" and has_result:
+            return functools.partial(_divided, call, x if out is None else out, comm.size)
+        return call
+
+    return Candidate(RAW_MPI, bind)
+
+
+def _array(x: Tensor, reduces: bool) -> Any:
+    """The memory of a tensor; as bytes, whatever the dtype, where nothing is computed."""
+    x = x if reduces else x.view(torch.uint8)
+    return x.numpy() if x.device.type == "cpu" else x
+
+
+def _mpi_call(comm: MPI.Comm, task: Task, x: Any, out: Any) -> Call:
+    is_root = comm.rank == ROOT
+    op = getattr(MPI, "SUM" if task.op == "avg" else task.op.upper())
+    calls: dict[str, tuple[Any, ...]] = {
+        "allreduce": (comm.Allreduce, MPI.IN_PLACE, x, op),
+        "broadcast": (comm.Bcast, x, ROOT),
+        "reduce": (comm.Reduce, MPI.IN_PLACE if is_root else x, x if is_root else None, op, ROOT),
+        "allgather": (comm.Allgather, x, out),
+        "reduce_scatter": (comm.Reduce_scatter_block, x, out, op),
+        "alltoall": (comm.Alltoall, x, out),
+        "gather": (comm.Gather, x, out if is_root else None, ROOT),
+        "scatter": (comm.Scatter, x if is_root else None, out, ROOT),
+    }
+    function, *arguments = calls[task.verb.name]
+    return functools.partial(function, *arguments)
+
+
+def _after_stream(call: Call, device: torch.device) -> None:
+    """``call`` after the GPU has written the tensors: MPI knows nothing of streams."""
+    devices.of(device).synchronize()
+    call()
+
+
+def _divided(call: Call, result: Any, size: int) -> None:
+    call()
+    result /= size
+
+
+class TorchGroups(NamedTuple):
+    """The process group on "torchmpi", if there is one, and why there is no group, the same on every rank, or ""."""
+
+    no_gloo: str
+    no_torchmpi: str
+    torchmpi: Any
+
+
+@contextlib.contextmanager
+def process_groups(comm: MPI.Comm, *, with_torchmpi: bool) -> Iterator[TorchGroups]:
+    """torch.distributed's default process group, on gloo and on all ranks of ``comm``, while the block runs.
+
+    ``with_torchmpi``: and one on backend "torchmpi" beside it. Collective. No MASTER_ADDR is needed: rank 0 opens a
+    store, and MPI sends its address to the others.
+    """
+    try:
+        _, no_gloo = _attempt(comm, lambda: _join(comm))
+        group, no_torchmpi = None, no_gloo
+        if with_torchmpi and not no_gloo:
+            group, no_torchmpi = _attempt(comm, _on_torchmpi)
+        yield TorchGroups(no_gloo, no_torchmpi, None if no_torchmpi else group)
+    finally:
+        dist = _distributed()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _attempt(comm: MPI.Comm, make: Callable[[], Any]) -> tuple[Any, str]:
+    """The result of ``make``, and why it failed on some rank or "", the same on every rank. Raises nothing."""
+    made, failure = None, ""
+    try:
+        made = make()
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}".splitlines()[0]
+    return made, next((text for text in comm.allgather(failure) if text), "")
+
+
+def _join(comm: MPI.Comm) -> None:
+    store = rendezvous.open_store(mpi.communicator().direct, "bench")
+    _distributed().init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT)
+
+
+def _on_torchmpi() -> Any:
+    import torchmpi_py.torch_backend  # noqa: F401 - registers the backend
+
+    return _distributed().new_group(backend=TORCHMPI)
+
+
+def _distributed() -> Any:
+    import torch.distributed  # here, for a torch may be built without it
+
+    return torch.distributed
+
+
+def gloo(task: Task, *, asynchronous: bool = False) -> Candidate:
+    """torch.distributed on the default process group. What gloo cannot do raises when it is bound or called."""
+    return _of_torch(task, GLOO, None, asynchronous=asynchronous)
+
+
+def torchmpi(task: Task, group: Any, *, asynchronous: bool = False) -> Candidate:
+    """torch.distributed on ``group``, whose backend is "torchmpi"."""
+    return _of_torch(task, TORCH_TORCHMPI, group, asynchronous=asynchronous)
+
+
+def _of_torch(task: Task, name: str, group: Any, *, asynchronous: bool) -> Candidate:
+    def bind(next_buffers: NextBuffers) -> Call:
+        buffers = next_buffers()
+        call = functools.partial(_torch_call(task, buffers.x, buffers.out), **{} if group is None else {"group": group})
+        return _and_wait(functools.partial(call, async_op=True)) if asynchronous else call
+
+    return Candidate(f"{name}, async" if asynchronous else name, bind, is_ours=name == TORCH_TORCHMPI)
+
+
+def _torch_call(task: Task, x: Any, out: Any) -> Call:
+    dist = _distributed()
+    is_root = task.rank == ROOT
+    op = getattr(dist.ReduceOp, task.op.upper(), None)
+    if task.verb.reduces and op is None:
+        raise ValueError(f"torch.distributed has no op {task.op}")
+    # torch 2.13 has a new name for two of them.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    calls: dict[str, tuple[Any, ...]] = {
+        "allreduce": (dist.all_reduce, x, op),
+        "broadcast": (dist.broadcast, x, ROOT),
+        "reduce": (dist.reduce, x, ROOT, op),
+        "allgather": (gather, out, x),
+        "reduce_scatter": (scatter, out, x, op),
+        "alltoall": (dist.all_to_all_single, out, x),
+        "gather": (dist.gather, x, _slices(task, out) if is_root else None, ROOT),
+        "scatter": (dist.scatter, out, _slices(task, x) if is_root else None, ROOT),
+    }
+    function, *arguments = calls[task.verb.name]
+    return functools.partial(function, *arguments)
+
+
+def _slices(task: Task, whole: Any) -> list[Any] | None:
+    return list(whole.chunk(task.size)) if task.verb.name in ("gather", "scatter") else None
+
+
+def limits(device: torch.device) -> list[Candidate]:
+    """The copies that bound collectives of tensors on ``device``."""
+    if device.type == "cpu":
+        return [copy(COPY)]
+    return [copy(DEVICE_COPY), host_copy(device)]
+
+
+def copy(name: str) -> Candidate:
+    """A copy from one buffer to another on the same device."""
+
+    def bind(next_buffers: NextBuffers) -> Call:
+        source, destination = next_buffers().whole, next_buffers().whole
+        return functools.partial(destination.copy_, source)
+
+    return Candidate(name, bind)
+
+
+def host_copy(device: torch.device, chunk_bytes: int = _CHUNK_BYTES) -> Candidate:
+    """A copy from one buffer to another through the host."""
+    is_gpu = device.type == "cuda"
+    slots = torch.empty(_NUM_SLOTS, chunk_bytes, dtype=torch.uint8, pin_memory=is_gpu)
+    overlapping = _OverlappingCopy(slots, device) if is_gpu else None
+
+    def bind(next_buffers: NextBuffers) -> Call:
+        source, destination = (next_buffers().whole.view(torch.uint8) for _ in range(2))
+        if overlapping is None or source.numel() <= chunk_bytes:
+            return functools.partial(_copy_in_order, slots, source, destination)
+        return functools.partial(overlapping.copy, source, destination)
+
+    return Candidate(HOST_COPY, bind)
+
+
+def _copy_in_order(slots: Tensor, source: Tensor, destination: Tensor) -> None:
+    """Copy chunk after chunk on the current stream."""
+    for index, (x, y) in enumerate(_chunks(slots, source, destination)):
+        host = slots[index % len(slots)][: x.numel()]
+        host.copy_(x, non_blocking=True)
+        y.copy_(host, non_blocking=True)
+
+
+class _OverlappingCopy:
+    """Two streams: one copies chunks to the host, the other copies them back.
+
+    Each slot has an event for "filled" and one for "emptied".
+    """
+
+    def __init__(self, slots: Tensor, device: torch.device) -> None:
+        self.slots = slots
+        self.device = device
+        self.off, self.back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self.filled, self.emptied = ([_event() for _ in slots] for _ in range(2))
+
+    def copy(self, source: Tensor, destination: Tensor) -> None:
+        """Queue all chunks; the current stream waits for the last one."""
+        current = torch.cuda.current_stream(self.device)
+        self.off.wait_stream(current)
+        self.back.wait_stream(current)
+        for index, (x, y) in enumerate(_chunks(self.slots, source, destination)):
+            slot = index % len(self.slots)
+            host = self.slots[slot][: x.numel()]
+            with torch.cuda.stream(self.off):
+                self.off.wait_event(self.emptied[slot])  # an event that was never recorded blocks nothing
+                host.copy_(x, non_blocking=True)
+                self.filled[slot].record(self.off)
+            with torch.cuda.stream(self.back):
+                self.back.wait_event(self.filled[slot])
+                y.copy_(host, non_blocking=True)
+                self.emptied[slot].record(self.back)
+        current.wait_stream(self.back)
+
+
+def _chunks(slots: Tensor, *tensors: Tensor) -> Any:
+    """Corresponding parts of the tensors, no larger than a slot."""
+    return zip(*(torch.split(x, slots.shape[1]) for x in tensors), strict=True)
+
+
+def _event() -> Any:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]

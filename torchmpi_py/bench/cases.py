@@ -1,22 +1,42 @@
-"""The verbs that are measured: the shape of their tensors, what "bytes" counts, and the right result of each.
+"""The verbs that are measured: the shape of their tensors, what "bytes" counts, and values with exact results.
 
-"bytes" is as in nccl-tests: the bytes of ``x``, but for allgather and gather those of the result. It is the larger of
-the two tensors, called ``whole`` here. *Algorithm bandwidth* is bytes / time; *bus bandwidth* multiplies it by a factor
-that depends on verb and number of ranks, such that it can be compared with what the hardware moves.
+"bytes" is as in nccl-tests: the bytes of ``x``, but for allgather and gather the bytes of the result. It is the larger
+of the two tensors, called ``whole`` here. *Algorithm bandwidth* is bytes / time; *bus bandwidth* multiplies it by a
+factor of the verb and the number of ranks, and is comparable with what the hardware moves.
+
+The *pattern* of a rank is a tensor of PERIOD whole numbers, repeated over a buffer of any size: so a buffer is checked
+at the speed of memory. The numbers depend on element and rank. The period is a prime: pieces, slices and blocks, whose
+sizes are mostly powers of two, do not coincide with it, so that a misplaced one shows. The numbers are so small that
+sums are exact in the dtype.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from torchmpi_py.bench import exact_values
-
 ROOT = 0
+PERIOD = 65521
+_PERIODS_AT_ONCE_ON_GPU = 64  # one period takes a GPU less time than the launch of its kernel
 _CPU = torch.device("cpu")
+
+_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+    "land": torch.logical_and,
+    "lor": torch.logical_or,
+}
+_ANDS = ("land", "band", "prod", "min")  # on bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +107,15 @@ class Task:
         return {"whole": whole, "slice": whole // self.size, "": 0}[part]
 
     def pattern(self, rank: int) -> Tensor:
-        """What ``rank`` brings, endlessly repeated."""
-        return exact_values.pattern(self.dtype, self.op if self.verb.reduces else "sum", rank, self.size)
+        """One period of the input of ``rank``."""
+        return pattern(self.dtype, self.op if self.verb.reduces else "sum", rank, self.size)
 
     def reduced(self) -> Tensor:
-        """The reduction of what all ranks bring, endlessly repeated."""
-        return exact_values.reduced(self.dtype, self.op, self.size)
+        """One period of the reduction over all ranks."""
+        return reduced(self.dtype, self.op, self.size)
 
     def expected(self, num_bytes: int) -> list[tuple[Tensor, int]]:
-        """The right result on this rank, in order: patterns, and how many elements of each. Empty: none to check."""
+        """The right result on this rank: patterns in order, with the number of elements of each. Empty: no result."""
         whole, part = self.count("whole", num_bytes), self.count("slice", num_bytes)
         begin = self.rank * part
         if self.verb.name in ("reduce", "gather") and self.rank != ROOT:
@@ -105,9 +125,78 @@ class Task:
         if self.verb.name == "broadcast":
             return [(self.pattern(ROOT), whole)]
         if self.verb.name == "reduce_scatter":
-            return [(exact_values.shifted(self.reduced(), begin), part)]
+            return [(shifted(self.reduced(), begin), part)]
         if self.verb.name == "scatter":
-            return [(exact_values.shifted(self.pattern(ROOT), begin), part)]
+            return [(shifted(self.pattern(ROOT), begin), part)]
         if self.verb.name == "alltoall":
-            return [(exact_values.shifted(self.pattern(rank), begin), part) for rank in range(self.size)]
+            return [(shifted(self.pattern(rank), begin), part) for rank in range(self.size)]
         return [(self.pattern(rank), part) for rank in range(self.size)]
+
+
+def pattern(dtype: torch.dtype, op: str, rank: int, size: int) -> Tensor:
+    """PERIOD elements of ``dtype``: the input of ``rank`` of ``size`` to a reduction with ``op``."""
+    return _whole_numbers(dtype, op, rank, size).to(dtype)
+
+
+@functools.lru_cache(maxsize=4)
+def reduced(dtype: torch.dtype, op: str, size: int) -> Tensor:
+    """The exact reduction of the patterns of all ranks, as ``dtype``."""
+    inputs = (_whole_numbers(dtype, op, rank, size) for rank in range(size))
+    if dtype == torch.bool or op in ("land", "lor"):
+        inputs = (numbers.bool() for numbers in inputs)  # torch's sum and product of bool are "or" and "and"
+    result = functools.reduce(_REDUCTIONS[op], inputs)
+    return (result.double() / size).to(dtype) if op == "avg" else result.to(dtype)
+
+
+def tolerance(dtype: torch.dtype, op: str) -> float:
+    """The relative error of a right result: only averages are rounded, and not alike by all candidates."""
+    return 2 * torch.finfo(dtype).eps if op == "avg" else 0.0
+
+
+def shifted(numbers: Tensor, begin: int) -> Tensor:
+    """The pattern from element ``begin`` on."""
+    return numbers.roll(-(begin % PERIOD))
+
+
+def write(x: Tensor, numbers: Tensor) -> None:
+    """Fill the 1-D tensor ``x`` with the pattern."""
+    numbers = _beside(x, numbers)
+    for part in torch.split(x, numbers.numel()):
+        part.copy_(numbers[: part.numel()])
+
+
+def first_wrong(x: Tensor, numbers: Tensor, tolerance: float) -> int | None:
+    """The index of the first element of the 1-D tensor ``x`` that is not the pattern's, or None. NaN is wrong."""
+    numbers = _beside(x, numbers)
+    for index, part in enumerate(torch.split(x, numbers.numel())):
+        right = numbers[: part.numel()]
+        is_right = (part - right).abs() <= tolerance * right.abs() if tolerance else part == right
+        if not is_right.all():
+            return index * numbers.numel() + int((~is_right).nonzero()[0])
+    return None
+
+
+def _beside(x: Tensor, numbers: Tensor, periods_on_gpu: int = _PERIODS_AT_ONCE_ON_GPU) -> Tensor:
+    """The pattern on the device of ``x``; on a GPU several periods of it, no more than fill ``x``."""
+    if x.device.type == "cpu":
+        return numbers
+    return numbers.to(x.device).repeat(max(1, min(periods_on_gpu, -(-x.numel() // PERIOD))))
+
+
+def _whole_numbers(dtype: torch.dtype, op: str, rank: int, size: int) -> Tensor:
+    places = torch.arange(PERIOD) * 40503 % PERIOD  # a permutation of all places
+    at_most_once = ((places + rank) % (size + 1) == 0).long()  # 1 on one rank or none: "or" and "and" are 0 and 1
+    if dtype == torch.bool or op in ("land", "lor"):
+        return 1 - at_most_once if op in _ANDS else at_most_once
+    if op == "prod":
+        return 1 + at_most_once  # one factor of 2 at most: the product fits any dtype
+    # So small that the sum over all ranks is exact in the dtype, whatever the order of additions.
+    mixed = (places + rank * 9973) % PERIOD
+    return mixed % (_largest(dtype) // size + 1) if _largest(dtype) >= size else mixed % 2
+
+
+def _largest(dtype: torch.dtype) -> int:
+    """The largest number up to which ``dtype`` represents every whole number."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return int(2 / torch.finfo(dtype).eps)
+    return torch.iinfo(dtype).max

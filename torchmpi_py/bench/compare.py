@@ -1,6 +1,6 @@
-"""Every contestant at every size, in one run: checked, timed in turns, checked again.
+"""The commands ``run`` and ``compare``: which candidates the options ask for, and the report about them.
 
-The subcommands ``run`` and ``compare``: from options to a report.
+``run`` measures one flavour alone; ``compare`` measures ours beside the peers and the limits, in one run.
 """
 
 from __future__ import annotations
@@ -9,172 +9,115 @@ import argparse
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import UsageError, buffers, gpu, machine, peers, progress_bar
-from torchmpi_py.bench.buffers import BufferPlan, Rotation, format_size, make_slab
-from torchmpi_py.bench.candidates import GLOO, TORCH_TORCHMPI, Call, Contestant, Take
+from torchmpi_py.bench import UsageError, buffers, command_line, machine, plot, progress_bar, results
+from torchmpi_py.bench.buffers import BufferPlan, format_size, parse_size, parse_sizes
+from torchmpi_py.bench.candidates import (
+    GLOO,
+    OTHER_NAMES,
+    SELECTOR,
+    TORCH_TORCHMPI,
+    TORCHMPI,
+    Candidate,
+    TorchGroups,
+    gloo,
+    limits,
+    ours,
+    process_groups,
+    raw_mpi,
+    torchmpi,
+)
 from torchmpi_py.bench.cases import VERBS, Task
-from torchmpi_py.bench.peers import PeerGroups, process_groups
-from torchmpi_py.bench.results import Report, ResultRow, make_row
-from torchmpi_py.bench.verification import verify, why_not
-from torchmpi_py.collectives.timing import interleaved, until_done
+from torchmpi_py.bench.measurement import Measurement, make_pools
+from torchmpi_py.bench.results import Report, ResultRow
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.core.tensors import check_op
-from torchmpi_py.errors import Unavailable
+from torchmpi_py.core.tensors import OPS, check_op
 
-MIN_TURNS, MAX_TURNS = 5, 1000
-_SMALL_BYTES = 64 << 10  # up to here a call takes about as long whatever the size
-
-
-@dataclasses.dataclass
-class Measurement:
-    """Contestants that do the same task on ``comm``; ``slabs`` by whether they are symmetric. All is collective."""
-
-    comm: MPI.Comm
-    task: Task
-    contestants: list[Contestant]
-    plan: BufferPlan
-    slabs: dict[bool, Tensor]
-    seconds: float
-    verify: bool
-    patience_seconds: float = math.inf
-    measured: dict[str, ResultRow] = dataclasses.field(default_factory=dict)  # the last row of each contestant
-
-    def drop_unable(self, num_bytes: int) -> list[str]:
-        """Leave out those that cannot do the task, found by a trial; return the reasons."""
-        rotations = self.rotations(num_bytes, is_cold=False)
-        reasons = {
-            contestant.name: why_not(self.comm, self.task, contestant, rotations[contestant.is_symmetric], num_bytes)
-            for contestant in self.contestants
-            if contestant.has_values
-        }
-        self.contestants = [contestant for contestant in self.contestants if not reasons.get(contestant.name)]
-        return [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
-
-    def drop_slow(self, num_bytes: int) -> list[str]:
-        """Leave out those that would take too long for ``num_bytes``, going by the last size; return the reasons."""
-        expected = {
-            name: row.median_seconds * max(num_bytes, _SMALL_BYTES) / max(row.num_bytes, _SMALL_BYTES)
-            for name, row in self.measured.items()
-        }
-        slow = [each.name for each in self.contestants if expected.get(each.name, 0.0) > self.patience_seconds]
-        self.contestants = [each for each in self.contestants if each.name not in slow]
-        return [
-            f"{name} is left out from {format_size(num_bytes)} on: a call would take about {expected[name]:.2g} s"
-            for name in slow
-        ]
-
-    def rows(self, num_bytes: int, buffers: str) -> list[ResultRow]:
-        """One row per contestant, for one size and kind of buffers. WrongValue if a result is wrong."""
-        is_cold = buffers == "cold"
-        rotations = self.rotations(num_bytes, is_cold=is_cold)
-        self._verify(rotations, num_bytes, f"{buffers} buffers, before timing")
-        for rotation in rotations.values():
-            rotation.clear()
-        timed = {
-            c.name: (_Cold if is_cold else _Warm)(c.bind, rotations[c.is_symmetric].take) for c in self.contestants
-        }
-        device = self.task.device
-        times = interleaved(
-            self.comm,
-            {name: until_done(each.call, device) for name, each in timed.items()},
-            before={name: until_done(each.before, device) for name, each in timed.items()},
-            seconds=self.seconds,
-            min_turns=MIN_TURNS,
-            max_turns=MAX_TURNS,
-        )
-        self._verify(rotations, num_bytes, f"{buffers} buffers, after timing")
-        rows = [make_row(num_bytes, name, buffers, seconds) for name, seconds in times.items()]
-        self.measured |= {row.what: row for row in rows}
-        return rows
-
-    def rotations(self, num_bytes: int, *, is_cold: bool) -> dict[bool, Rotation]:
-        """The slots of one size in each slab."""
-        return {
-            kind: Rotation(
-                slab,
-                self.task,
-                num_bytes,
-                self.plan.num_slots(self.task, num_bytes, is_symmetric=kind, is_cold=is_cold),
-            )
-            for kind, slab in self.slabs.items()
-        }
-
-    def _verify(self, rotations: dict[bool, Rotation], num_bytes: int, when: str) -> None:
-        for contestant in self.contestants:
-            if self.verify and contestant.has_values:
-                verify(self.comm, self.task, contestant, rotations[contestant.is_symmetric], num_bytes, when)
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
+}
+_SIZES = {"cpu": "4:64M:8x", "cuda": "4:1G:8x"}
+_AVAILABLE = "available"
 
 
-class _Warm:
-    """The same slot again and again: the call is made once before it is timed, whatever ran in between."""
-
-    def __init__(self, bind: Callable[[Take], Call], take: Take) -> None:
-        self.call = self.before = bind(take)
-
-
-class _Cold:
-    """The next slot for each call, bound before it is timed."""
-
-    def __init__(self, bind: Callable[[Take], Call], take: Take) -> None:
-        self.bind = bind
-        self.take = take
-        self.bound: Call = _nothing
-
-    def before(self) -> None:
-        self.bound = self.bind(self.take)
-
-    def call(self) -> object:
-        return self.bound()
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``run``."""
+    parser.add_argument("--flavour", default=SELECTOR, help="default: the one that a call without flavour= takes")
+    parser.add_argument("--symmetric", action="store_true", help="on tensors from mpi.symmetric_empty")
+    _add_options(parser)
 
 
-def _nothing() -> None:
-    """Replaced before the first call."""
+def add_compare_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``compare``."""
+    parser.add_argument("--flavours", type=command_line.names, metavar="a,b", help="of ours, only these; default: all")
+    _add_options(parser)
 
 
-def make_slabs(
-    plan: BufferPlan, contestants: Sequence[Contestant], device: torch.device
-) -> tuple[dict[bool, Tensor], list[Contestant], list[str]]:
-    """The slabs, the contestants for whom there is one, and remarks. Collective."""
-    slabs = {False: make_slab(plan.plain_bytes, device)}
-    if not plan.symmetric_bytes:
-        return slabs, list(contestants), []
-    try:
-        slabs[True] = mpi.symmetric_empty(plan.symmetric_bytes, dtype=torch.uint8, device=device)
-    except Unavailable as error:
-        without = [contestant for contestant in contestants if not contestant.is_symmetric]
-        return slabs, without, [f"symmetric tensors are left out: {error}"]
-    return slabs, list(contestants), []
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--verb", choices=list(VERBS), default="allreduce")
+    command_line.add_device(parser)
+    sizes = "bytes, as 4,64K or 4:64M:8x (default; with --device cuda 4:1G:8x)"
+    add("--sizes", type=command_line.with_message(parse_sizes), help=sizes)
+    add("--dtype", type=_dtype, default="float32", help="default: float32")
+    add("--async", dest="asynchronous", action="store_true", help="the asynchronous form, then wait(); compare: both")
+    add("--op", choices=OPS, default="sum", metavar="OP", help=f"default: sum; of {', '.join(OPS)}")
+    add("--buffers", choices=("warm", "cold", "both"), default="both", help="default: both")
+    seconds = "about so long for each size and kind of buffers; default: 1"
+    add("--seconds", type=command_line.positive, default=1.0, help=seconds)
+    memory = "of buffers a rank; default: what fits, to 1G (cuda: 8G)"
+    add("--max-memory", type=command_line.with_message(parse_size), metavar="BYTES", help=memory)
+    patience = "leave out, from there on, who would take longer for a call at the next size; default: nobody"
+    add("--patience", type=command_line.positive, default=math.inf, metavar="SECONDS", help=patience)
+    add("--no-verify", dest="verify", action="store_false", help="do not check the values of the results")
+    add("--plot", type=Path, metavar="FILE.png", help="draw latency and bandwidth against size")
+    command_line.add_output(parser)
 
 
-def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
-    """Measure what ``options`` ask for, on ``mpi.device()``. Collective over ``comm``, which holds all ranks.
+@command_line.with_message
+def _dtype(text: str) -> torch.dtype:
+    if text not in DTYPES:
+        raise ValueError(f"{text!r} is unknown; known dtypes: {', '.join(DTYPES)}")
+    return DTYPES[text]
+
+
+def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
+    """Measure, print on rank 0, store and draw. Collective over ``comm``, which holds all ranks.
 
     Raises UsageError and WrongValue, on every rank.
     """
+    if options.plot is not None:
+        plot.check(comm, options.plot)
+    measured = report(comm, options)
+    results.publish(comm.rank, results.render(measured), results.COLLECTIVE, measured, options.json)
+    if options.plot is not None and comm.rank == 0:
+        plot.draw(measured, options.plot)
+
+
+def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
+    """The report of what ``options`` ask for, on ``mpi.device()``. Collective and raises as ``main``."""
     task = _task(comm, options)
-    wanted = [options.flavour] if options.command == "run" else options.flavours
-    with_torchmpi = peers.wants_torchmpi(wanted)
+    flavours = [options.flavour] if options.command == "run" else options.flavours
+    with_torchmpi = flavours is None or TORCHMPI in flavours
     with contextlib.ExitStack() as stack:
-        groups = None
+        groups = TorchGroups("", "", None)
         if options.command == "compare" or with_torchmpi:
             groups = stack.enter_context(process_groups(comm, with_torchmpi=with_torchmpi))
-        if options.command == "run" or groups is None:
-            forms = {"symmetric": options.symmetric, "asynchronous": options.asynchronous}
-            return _measured(comm, options, task, peers.for_run(task, options.flavour, groups, **forms), [])
-        contestants = peers.for_compare(comm, task, wanted, groups, asynchronous=options.asynchronous)
-        return _measured(comm, options, task, contestants, _without(groups, with_torchmpi=with_torchmpi))
-
-
-def _without(groups: PeerGroups, *, with_torchmpi: bool) -> list[str]:
-    """Remarks on process groups that there are none of."""
-    reasons = {GLOO: groups.no_gloo, TORCH_TORCHMPI: groups.no_torchmpi if with_torchmpi else ""}
-    return [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
+        if options.command == "run":
+            candidate = candidate_for_run(
+                task, options.flavour, groups, symmetric=options.symmetric, asynchronous=options.asynchronous
+            )
+            return _measured(comm, options, task, [candidate], [])
+        candidates = candidates_for_compare(comm, task, flavours, groups, asynchronous=options.asynchronous)
+        reasons = {GLOO: groups.no_gloo, TORCH_TORCHMPI: groups.no_torchmpi if with_torchmpi else ""}
+        notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
+        return _measured(comm, options, task, candidates, notes)
 
 
 def _task(comm: MPI.Comm, options: argparse.Namespace) -> Task:
@@ -187,54 +130,107 @@ def _task(comm: MPI.Comm, options: argparse.Namespace) -> Task:
     return Task(verb, options.dtype, options.op, comm.rank, comm.size, mpi.device())
 
 
+def candidate_for_run(
+    task: Task, flavour: str, groups: TorchGroups, *, symmetric: bool, asynchronous: bool
+) -> Candidate:
+    """One flavour alone. UsageError if it is unknown or unavailable; ``groups`` are for "torchmpi"."""
+    _check(task, [flavour], groups)
+    if flavour == TORCHMPI:
+        return dataclasses.replace(torchmpi(task, groups.torchmpi, asynchronous=asynchronous), is_symmetric=symmetric)
+    return ours(task, flavour, is_symmetric=symmetric, asynchronous=asynchronous)
+
+
+def candidates_for_compare(
+    comm: MPI.Comm, task: Task, flavours: Sequence[str] | None, groups: TorchGroups, *, asynchronous: bool = False
+) -> list[Candidate]:
+    """Ours, all that are available or ``flavours``; then the peers and the limits. UsageError as ``candidate_for_run``.
+
+    ``asynchronous``: also the asynchronous form of each candidate that has one.
+    """
+    if flavours is not None:
+        _check(task, flavours, groups)
+    names = _available(task, groups) if flavours is None else list(dict.fromkeys(flavours))
+    forms = (False, True) if asynchronous else (False,)
+    of_ours = [
+        torchmpi(task, groups.torchmpi, asynchronous=form) if name == TORCHMPI else ours(task, name, asynchronous=form)
+        for name in names
+        for form in forms
+    ]
+    of_gloo = [] if groups.no_gloo else [gloo(task, asynchronous=form) for form in forms]
+    return [*of_ours, *([raw_mpi(comm, task)] if _has_raw_mpi(task) else []), *of_gloo, *limits(task.device)]
+
+
+def _has_raw_mpi(task: Task) -> bool:
+    """On a GPU: whether this MPI reads GPU memory. One that does not would crash rather than refuse."""
+    return task.device.type == "cpu" or _statuses(task).get("mpi") == _AVAILABLE
+
+
+def _available(task: Task, groups: TorchGroups) -> list[str]:
+    flavours = [name for name, status in _statuses(task).items() if status == _AVAILABLE]
+    return [*flavours, *(name for name in OTHER_NAMES if name != TORCHMPI or groups.torchmpi is not None)]
+
+
+def _check(task: Task, names: Sequence[str], groups: TorchGroups) -> None:
+    statuses = _statuses(task)
+    for name in names:
+        if name == TORCHMPI and groups.no_torchmpi:
+            raise UsageError(f"torch.distributed has no group on {name!r} here: {groups.no_torchmpi}")
+        if name in OTHER_NAMES:
+            continue
+        if name not in statuses:
+            raise UsageError(f"flavour {name!r} is unknown; known flavours: {', '.join([*statuses, *OTHER_NAMES])}")
+        if statuses[name] != _AVAILABLE:
+            raise UsageError(f"flavour {name!r} cannot do {task.verb.name} here: {statuses[name]}")
+
+
+def _statuses(task: Task) -> dict[str, str]:
+    """Each flavour's status for the verb on tensors of the task's device."""
+    wanted = task.verb.name, task.device.type
+    return {row.flavour: row.status for row in mpi.availability() if (row.verb, row.device) == wanted}
+
+
+def sizes_of(options: argparse.Namespace) -> list[int]:
+    """``--sizes`` in bytes; the default depends on ``--device``."""
+    return options.sizes or parse_sizes(_SIZES[options.device])
+
+
 def _measured(
-    comm: MPI.Comm, options: argparse.Namespace, task: Task, contestants: list[Contestant], notes: list[str]
+    comm: MPI.Comm, options: argparse.Namespace, task: Task, candidates: list[Candidate], notes: list[str]
 ) -> Report:
-    sizes = sorted({task.rounded(num_bytes) for num_bytes in options.sizes})
+    sizes = sorted({task.rounded(num_bytes) for num_bytes in sizes_of(options)})
     kinds = ["warm", "cold"] if options.buffers == "both" else [options.buffers]
-    plan = _plan(comm, options, task, sizes, contestants)
-    slabs, contestants, remarks = make_slabs(plan, contestants, task.device)
-    measurement = Measurement(comm, task, contestants, plan, slabs, options.seconds, options.verify, options.patience)
-    notes += [*remarks, *measurement.drop_unable(sizes[0])]
-    if not any(contestant.is_ours for contestant in measurement.contestants):
+    plan = buffers.plan(
+        task,
+        sizes,
+        max_bytes=machine.agreed_max_bytes(comm, options.max_memory, task.device),
+        cache_bytes=machine.agreed_cache_bytes(comm, task.device),
+        with_symmetric=any(candidate.is_symmetric for candidate in candidates),
+        with_cold="cold" in kinds,
+    )
+    pools, candidates, without_pool = make_pools(plan, candidates, task.device)
+    measurement = Measurement(comm, task, candidates, plan, pools, options.seconds, options.verify, options.patience)
+    # A candidate that refuses the smallest size is left out of all sizes.
+    notes += [*without_pool, *measurement.drop_unable(sizes[0])]
+    if not any(candidate.is_ours for candidate in measurement.candidates):
         raise UsageError(f"nothing is left to measure: {'; '.join(notes)}")
     if "cold" in kinds:
-        notes += _cold_remarks(plan, task, sizes)
-    cases = [(size, kind) for size in sizes for kind in kinds]
+        notes += _notes_on_cold(plan, task, sizes)
     rows: list[ResultRow] = []
-    with_names = progress_bar.shown(
-        cases, lambda case: f"{format_size(case[0])} {case[1]}", rank=comm.rank, always=options.progress
-    )
-    for size, kind in with_names:
+    for size, kind in progress_bar.shown(
+        [(size, kind) for size in sizes for kind in kinds],
+        lambda case: f"{format_size(case[0])} {case[1]}",
+        rank=comm.rank,
+        always=options.progress,
+    ):
         notes += measurement.drop_slow(size)
         rows += measurement.rows(size, kind)
     op = task.op if task.verb.reduces else ""
     dtype = str(task.dtype).removeprefix("torch.")
-    facts = machine.facts() | gpu.facts(comm, task.device)
+    facts = machine.facts(comm, task.device)
     return Report(task.verb.name, dtype, op, comm.size, facts, notes, rows, task.device.type)
 
 
-def _plan(
-    comm: MPI.Comm, options: argparse.Namespace, task: Task, sizes: list[int], contestants: list[Contestant]
-) -> buffers.BufferPlan:
-    with_symmetric = any(contestant.is_symmetric for contestant in contestants)
-    if task.device.type == "cpu":
-        max_bytes = machine.agreed_max_bytes(comm, options.max_memory)
-        cache_bytes = machine.agreed_cache_bytes(comm)
-    else:
-        max_bytes = gpu.agreed_max_bytes(comm, options.max_memory, task.device)
-        cache_bytes = gpu.CACHE_BYTES
-    return buffers.plan(
-        task,
-        sizes,
-        max_bytes=max_bytes,
-        cache_bytes=cache_bytes,
-        with_symmetric=with_symmetric,
-        with_cold=options.buffers != "warm",
-    )
-
-
-def _cold_remarks(plan: buffers.BufferPlan, task: Task, sizes: list[int]) -> list[str]:
+def _notes_on_cold(plan: BufferPlan, task: Task, sizes: list[int]) -> list[str]:
     small = [str(size) for size in sizes if plan.is_too_small(task, size)]
     if not small:
         return []

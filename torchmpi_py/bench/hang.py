@@ -1,8 +1,8 @@
-"""The subcommand ``hang``: what the dumps of a job that hung tell (``torchmpi_py/watch/flight_recorder.py``).
+"""The command ``hang``: an explanation of the dumps of a job that hung (``watch/flight_recorder.py``).
 
-In each communicator, and thread, operations are counted from 1 on all ranks. The first one that some rank has begun and
-not all have completed is the one at which the job hangs, or at which ranks parted: of each rank is told whether it
-waits there, does something else there, or has not come to it, and what it did last.
+In each communicator and thread, operations are counted from 1 on all ranks. The first operation that some rank has
+begun and not all ranks have completed is the one at which the job hangs, or at which ranks parted. The explanation says
+of each rank whether it waits in that operation, does something else there, or has not come to it, and its last call.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from torchmpi_py.core.grouping import in_words
 Entry = Mapping[str, Any]
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``hang``."""
+    parser.add_argument("directory", type=Path, metavar="DIR", help="with rank-0.json and so on, there or further in")
+
+
 def main(options: argparse.Namespace) -> None:
-    """Print what the dumps in a folder tell. UsageError if there are none."""
+    """Print the explanation of the dumps in a folder. UsageError if there are none."""
     print(explain(load(options.directory)), flush=True)
 
 
 def load(directory: Path) -> dict[int, dict[str, Any]]:
-    """The newest dump of each rank in a folder, and in those in it."""
+    """The newest dump of each rank in a folder and its subfolders. UsageError if there are none."""
     paths = sorted(directory.rglob("rank-*.json"), key=lambda path: path.stat().st_mtime)
     try:
         dumps = [json.loads(path.read_text()) for path in paths]
@@ -40,7 +45,7 @@ def load(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def explain(dumps: Mapping[int, Mapping[str, Any]]) -> str:
-    """In words."""
+    """The explanation of the dumps, by rank."""
     lines = [f"dumps of {_ranks(list(dumps))}"]
     for name, group in _groups(dumps).items():
         lines += _of_group(dumps, name, group)
@@ -55,7 +60,8 @@ def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> dict[str, Mapping[str, st
 
 
 def _of_group(dumps: Mapping[int, Mapping[str, Any]], name: str, group: Mapping[str, str]) -> list[str]:
-    """The first place at which something is wrong, as each rank of the communicator has it."""
+    """The first operation of a communicator that is incomplete or differs, as each of its ranks has it; or nothing."""
+    # Operations in order: the first that is not completed alike by all members is the one that is explained.
     members = json.loads(group["ranks"])
     calls = {rank: _calls(dumps[rank]["entries"], name) for rank in members if rank in dumps}
     for place in sorted({place for of_rank in calls.values() for place in of_rank}):
@@ -86,12 +92,12 @@ def _is_over(entry: Entry) -> bool:
 
 
 def _differing(here: Mapping[int, Entry], is_same: bool) -> Iterator[str]:
-    """Ranks with the same words and state in one line."""
-    told: dict[str, list[int]] = {}
+    """One line for all ranks in the same call and state."""
+    ranks_of: dict[str, list[int]] = {}
     for rank, entry in here.items():
-        told.setdefault(f"{_state(entry)} {entry['what']}, called at {entry['site']}", []).append(rank)
-    for words, ranks in told.items():
-        yield f"  {_ranks(ranks)} {words}"
+        ranks_of.setdefault(f"{_state(entry)} {entry['what']}, called at {entry['site']}", []).append(rank)
+    for call, ranks in ranks_of.items():
+        yield f"  {_ranks(ranks)} {call}"
     if not is_same:
         yield "  these are not the same"
 
@@ -103,7 +109,7 @@ def _state(entry: Entry) -> str:
 
 
 def _last(entries: Sequence[Entry]) -> str:
-    """What a rank does, or did last."""
+    """A rank's call that is still running, or else its last one."""
     begun = [entry for entry in entries if entry["state"] == "started"]
     if not entries:
         return "has called nothing"

@@ -1,29 +1,62 @@
-"""What machine this is: facts for the header of a report, the last-level cache, and the memory that may be used."""
+"""The machine: starting on CPU or GPU, the last-level cache, the memory that may be used, and facts for a report.
+
+Ranks may share a GPU; the facts say how many do.
+"""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import datetime as dt
 import os
 import re
+import subprocess
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import torch
 
 import torchmpi_py as mpi
+from torchmpi_py.bench import UsageError
 from torchmpi_py.bench.buffers import format_size, parse_size
 from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.memory import gpus
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _MEMORY = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _PROCESSORS = Path("/proc/cpuinfo")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_CPU = torch.device("cpu")
 _ASSUMED_CACHE_BYTES = 32 << 20
 _ASSUMED_FREE_BYTES = 1 << 30
-MOST_BYTES = 1 << 30
+_GPU_CACHE_BYTES = 256 << 20  # more than the cache of any GPU so far
+_MOST_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # on a GPU, for 1 GiB of each verb
+
+
+def start(device: str) -> None:
+    """Start the package for measurements on "cpu" or "cuda". UsageError, on every rank, if a rank has no GPU."""
+    if device == "cpu":
+        mpi.start()
+        return
+    failure = ""
+    try:
+        mpi.start(with_cuda=True)
+    except ValueError as error:
+        failure = str(error)
+        with contextlib.suppress(mpi.RanksDisagree):
+            mpi.start()  # the ranks that have a GPU wait in theirs
+    except mpi.RanksDisagree:
+        pass  # the rank without a GPU has the reason
+
+    # Every rank has initialized MPI by now, also where start raised: all agree on the outcome.
+    failures = [text for text in MPI.COMM_WORLD.allgather(failure) if text]
+    if failures:
+        raise UsageError(f"--device cuda: {failures[0]}")
 
 
 def last_level_cache_bytes(caches: Path = _CACHES) -> int | None:
-    """The size of the last-level cache, or None where the system does not tell."""
+    """The size of the last-level cache, or None where the system does not show it."""
     found = []
     for folder in caches.glob("index*"):
         try:
@@ -45,19 +78,27 @@ def free_bytes(meminfo: Path = _MEMORY, cgroup: Path = _CGROUP) -> int:
     return min(limits, default=_ASSUMED_FREE_BYTES)
 
 
-def agreed_cache_bytes(comm: MPI.Comm) -> int:
-    """The largest last-level cache of all ranks' machines. Collective."""
+def agreed_cache_bytes(comm: MPI.Comm, device: torch.device) -> int:
+    """The largest last-level cache of all ranks' machines, or more than a GPU's. Collective."""
+    if device.type == "cuda":
+        return _GPU_CACHE_BYTES
     sizes: list[int] = comm.allgather(last_level_cache_bytes() or _ASSUMED_CACHE_BYTES)
     return max(sizes)
 
 
-def agreed_max_bytes(comm: MPI.Comm, given: int | None) -> int:
-    """Bytes of buffers a rank: ``given``, or a quarter of the free memory over the ranks there, at most 1 GiB.
+def agreed_max_bytes(comm: MPI.Comm, given: int | None, device: torch.device) -> int:
+    """Bytes of buffers a rank: ``given``, or a quarter of the free memory over the ranks that share it.
 
-    Collective; the same on all ranks.
+    At most 1 GiB of a machine's memory, 8 GiB of a GPU's. Collective; the same on all ranks.
     """
-    shares: list[int] = comm.allgather(min(MOST_BYTES, free_bytes() // 4 // mpi.local_size()))
-    return given or min(shares)
+    if device.type == "cuda":
+        identity = gpus.identity(device.index)
+        num_sharing = comm.allgather(identity).count(identity)
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        num_sharing, free = mpi.local_size(), free_bytes()
+    shares: list[int] = comm.allgather(free // 4 // num_sharing)
+    return given or min(_MOST_BYTES[device.type], *shares)
 
 
 def num_cores() -> int:
@@ -71,12 +112,12 @@ def limit_threads() -> None:
         torch.set_num_threads(1)
 
 
-def facts() -> dict[str, str]:
-    """What a reader needs to judge the figures, in the order in which it is shown. As rank 0 sees it."""
+def facts(comm: MPI.Comm, device: torch.device = _CPU) -> dict[str, str]:
+    """Facts about this machine and the GPUs of all ranks, in the order of a report's header. Collective."""
     vendor, version = MPI.get_vendor()
     cache_bytes = last_level_cache_bytes()
     nodes = mpi.num_nodes()
-    return {
+    on_cpu = {
         "processor": _processor(),
         "cores": str(num_cores()),
         "last-level cache": format_size(cache_bytes) if cache_bytes else "unknown",
@@ -85,6 +126,22 @@ def facts() -> dict[str, str]:
         "MPI": f"{vendor} {'.'.join(map(str, version))}",
         "torch": torch.__version__,
         "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    return on_cpu | (_gpu_facts(comm, device) if device.type == "cuda" else {})
+
+
+def _gpu_facts(comm: MPI.Comm, device: torch.device) -> dict[str, str]:
+    gathered = comm.allgather((gpus.identity(device.index), torch.cuda.get_device_name(device)))
+    return describe_gpus(gathered) | {"GPU driver": _driver(), "CUDA": str(torch.version.cuda)}
+
+
+def describe_gpus(gathered: Sequence[tuple[Hashable, str]]) -> dict[str, str]:
+    """The GPUs and how many ranks share each, from the identity and the name of each rank's GPU."""
+    ranks = collections.Counter(identity for identity, _ in gathered)
+    names = collections.Counter(dict(gathered).values())
+    return {
+        "GPUs": ", ".join(f"{number} x {name}" for name, number in names.items()),
+        "ranks per GPU": " or ".join(map(str, sorted(set(ranks.values())))),
     }
 
 
@@ -98,3 +155,22 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def _driver() -> str:
+    """The version of the GPU's driver in the kernel."""
+    try:
+        line = _DRIVER.read_text().splitlines()[0]
+        return next(word for word in line.split() if word[0].isdigit() and "." in word)
+    except (OSError, IndexError, StopIteration):
+        return _driver_of_tool()
+
+
+def _driver_of_tool() -> str:
+    """The driver's version from nvidia-smi, where the kernel does not show it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip().partition("\n")[0] or "unknown"

@@ -1,13 +1,11 @@
-"""The rules of parameter servers that the bench knows, and the same done locally, on a private tensor.
+"""The command ``ps``: the cost of sends to a parameter server and of receives, beside the same work done locally.
 
-The subcommand ``ps``: what sends to a parameter server and receives cost, beside the same work done locally.
-
-In a *race* some ranks, the clients, send by one rule (or receive) and wait; and in turn with that, all at once as
-well, they do on private tensors of as many elements what the rule does: ``add_``, ``copy_``, a step of ``torch.optim``.
-The other ranks sleep meanwhile. Last comes what a rank costs that only serves: its processor time while others send.
+In a *race* some ranks, the clients, send by one rule (or receive) and wait; in turn with that, also all at once, they
+do on private tensors of as many elements the work of the rule: ``add_``, ``copy_``, a step of ``torch.optim``. The
+other ranks sleep meanwhile. Last comes the cost of a rank that only serves: its processor time while others send.
 
 Values are whole numbers that depend on element and rank, and repeat after ``PERIOD`` elements. Rules work element by
-element, so what a server has to hold is found out on a *replica* of one period.
+element, so the values that a server must hold are computed on a *replica* of one period.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import resource
 import time
 from collections.abc import Callable
@@ -25,18 +22,24 @@ import torch
 from torch import Tensor
 
 from torchmpi_py import paramserver
-from torchmpi_py.bench import UsageError, WrongValue, exact_values, machine, progress_bar, results
-from torchmpi_py.bench.buffers import format_size
+from torchmpi_py.bench import UsageError, WrongValue, cases, command_line, machine, progress_bar, results
+from torchmpi_py.bench.buffers import format_size, parse_sizes
 from torchmpi_py.bench.results import quantile
 from torchmpi_py.collectives.timing import interleaved
 from torchmpi_py.core import backoff
 from torchmpi_py.core.mpi_api import MPI
 
-Local = Callable[[Tensor], Callable[[Tensor], object]]  # a private tensor: a function that takes a payload into it
+PERIOD = 1021
+_RECEIVE = "receive"
+_MIN_TURNS, _MAX_TURNS = 5, 1000  # so few that sums of whole numbers stay exact
+_IDLE_BYTES = 1 << 20
+_FORMAT = "torchmpi_py.bench ps 1"
+
+Local = Callable[[Tensor], Callable[[Tensor], object]]  # from a private tensor: a function that applies a payload to it
 
 
 class ServerRule(NamedTuple):
-    """A rule with options. commutes: whether the sends of several ranks may come in any order, exactly."""
+    """A rule with options. ``commutes``: whether the order of sends makes no difference, exactly."""
 
     name: str
     local: Local
@@ -49,12 +52,12 @@ class ServerRule(NamedTuple):
 def _average(x: Tensor) -> Callable[[Tensor], object]:
     times = 0
 
-    def take(payload: Tensor) -> None:
+    def apply(payload: Tensor) -> None:
         nonlocal times
         times += 1
         x.lerp_(payload, 1 / times)
 
-    return take
+    return apply
 
 
 def _optimizer(name: str, make: Callable[..., torch.optim.Optimizer], **options: Any) -> ServerRule:
@@ -62,11 +65,11 @@ def _optimizer(name: str, make: Callable[..., torch.optim.Optimizer], **options:
         parameter = torch.nn.Parameter(x)
         optimizer = make([parameter], foreach=False, **options)
 
-        def take(payload: Tensor) -> None:
+        def apply(payload: Tensor) -> None:
             parameter.grad = payload
             optimizer.step()
 
-        return take
+        return apply
 
     return ServerRule(name, local, options, optimizer=name, tolerance=1e-4)
 
@@ -87,16 +90,36 @@ RULES = {
 }
 
 
-PERIOD = 1021
-_RECEIVE = "receive"
-_MIN_TURNS, _MAX_TURNS = 5, 1000  # so few that sums of whole numbers stay exact
-_IDLE_BYTES = 1 << 20
-_FORMAT = "torchmpi_py.bench ps 1"
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``ps``."""
+    add, positive = parser.add_argument, command_line.positive
+    sizes = command_line.with_message(parse_sizes)
+    add("--sizes", type=sizes, default="4,4K:64M:16x", help="bytes; default: 4,4K:64M:16x")
+    rules = f"of {', '.join(RULES)}; default: copy,add. The receive is always there"
+    add("--rules", type=_rules, default="copy,add", metavar="a,b", help=rules)
+    clients = "how many ranks send and receive at once, the others sleep; default: 1, 2, ... all"
+    add("--clients", type=_counts, metavar="1,2", help=clients)
+    add("--seconds", type=positive, default=0.5, help="about so long for each size, rule and clients; default: 0.5")
+    idle = "how long to watch a rank that only serves; default: 10"
+    add("--idle-seconds", type=positive, default=10.0, metavar="SECONDS", help=idle)
+    command_line.add_output(parser)
+
+
+def _counts(text: str) -> list[int]:
+    return [command_line.count(part) for part in text.split(",")]
+
+
+@command_line.with_message
+def _rules(text: str) -> list[str]:
+    for name in text.split(","):
+        if name not in RULES:
+            raise ValueError(f"{name!r} is unknown; known rules: {', '.join(RULES)}")
+    return text.split(",")
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRow:
-    """A race: statistics of times, each that of the slowest client."""
+    """A race: statistics of times, each of the slowest client."""
 
     num_bytes: int
     num_clients: int
@@ -120,23 +143,20 @@ class ServerReport:
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     """Measure, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
 
-    Raises UsageError for more clients than ranks, and WrongValue if a server holds what it should not; on every rank.
+    Raises UsageError for more clients than ranks, and WrongValue if a server holds wrong values; on every rank.
     """
     counts = options.clients or list(range(1, comm.size + 1))
     if max(counts) > comm.size:
         raise UsageError(f"--clients {max(counts)}: there are {comm.size} ranks; start more with torchmpirun -n")
     whats = [*(f"send {name}" for name in options.rules), _RECEIVE]
-    cases = [(num_bytes, count, what) for num_bytes in options.sizes for count in counts for what in whats]
+    races = [(num_bytes, count, what) for num_bytes in options.sizes for count in counts for what in whats]
     shown = progress_bar.shown(
-        cases, lambda case: f"{format_size(case[0])} {case[2]}", rank=comm.rank, always=options.progress
+        races, lambda race: f"{format_size(race[0])} {race[2]}", rank=comm.rank, always=options.progress
     )
     rows = [_race(comm, num_bytes, count, what, options.seconds) for num_bytes, count, what in shown]
     idle_percent = _idle_percent(comm, options.idle_seconds)
-    report = ServerReport(machine.facts(), rows, options.idle_seconds, idle_percent)
-    if comm.rank == 0:
-        print(render(report), flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps({"format": _FORMAT} | dataclasses.asdict(report), indent=1) + "\n")
+    report = ServerReport(machine.facts(comm), rows, options.idle_seconds, idle_percent)
+    results.publish(comm.rank, render(report), _FORMAT, report, options.json)
 
 
 def render(report: ServerReport) -> str:
@@ -147,8 +167,8 @@ def render(report: ServerReport) -> str:
     )
     if report.idle_percent is None:
         return whole
-    told = f"while the others send for {report.idle_seconds:g} s: {results.number(report.idle_percent)} %"
-    return f"{whole}\n\nProcessor time of a rank that only serves, {told} of a core."
+    percent = f"while the others send for {report.idle_seconds:g} s: {results.number(report.idle_percent)} %"
+    return f"{whole}\n\nProcessor time of a rank that only serves, {percent} of a core."
 
 
 def _cells(row: UpdateRow) -> list[str]:
@@ -170,6 +190,7 @@ def _race(comm: MPI.Comm, num_bytes: int, num_clients: int, what: str, seconds: 
     count = -(-num_bytes // torch.float32.itemsize)
     server = paramserver.init(torch.zeros(count), optimizer=rule.optimizer)
     clients = comm.Split(int(comm.rank >= num_clients))
+    # The clients race; the other ranks sleep in the barrier meanwhile.
     outcome: tuple[dict[str, list[float]], str] = {}, ""
     if comm.rank < num_clients:
         outcome = _Client(clients, server, rule, count).raced(what, seconds)
@@ -185,17 +206,17 @@ def _race(comm: MPI.Comm, num_bytes: int, num_clients: int, what: str, seconds: 
 
 
 class _Client:
-    """A rank that takes part in a race. Everything is collective over ``comm``, the clients."""
+    """A client of a race. Every method is collective over ``comm``, the clients."""
 
     def __init__(self, comm: MPI.Comm, server: paramserver.ParameterServer, rule: ServerRule, count: int) -> None:
         self.comm, self.server, self.rule = comm, server, rule
         self.payload, self.private, self.fetched = (torch.zeros(count) for _ in range(3))
-        exact_values.write(self.payload, pattern(comm.rank))
+        cases.write(self.payload, pattern(comm.rank))
         self.replica = torch.zeros(PERIOD)
         self._repeat = rule.local(self.replica)
 
     def raced(self, what: str, seconds: float) -> tuple[dict[str, list[float]], str]:
-        """The times of the slowest client, by who it was; and what was wrong, or nothing."""
+        """Times of "server" and "local", of the slowest client; and what is wrong with the server's values, or ""."""
         problem = self._checked_in_turns()
         local = self.rule.local(self.private)
         is_receive = what == _RECEIVE
@@ -219,16 +240,16 @@ class _Client:
         self.server.receive(self.fetched).wait()
 
     def _checked_in_turns(self) -> str:
-        """Client after client sends once."""
+        """Client after client sends once; what is wrong then, or ""."""
         for rank in range(self.comm.size):
             if rank == self.comm.rank:
                 self._send()
             self.comm.Barrier()
-            self._repeat(pattern(rank))
+            self._repeat(pattern(rank))  # every client does on its replica what the server does
         return self._checked()
 
     def _checked_after(self, num_sends: int) -> str:
-        """After all clients have sent so often at once. Where the order counts nobody knows what comes of it."""
+        """What is wrong after ``num_sends`` of every client at once, or ""; unknown where the order matters."""
         if num_sends and not self.rule.commutes and self.comm.size > 1:
             return ""
         for rank in range(self.comm.size):
@@ -237,24 +258,24 @@ class _Client:
         return self._checked()
 
     def _checked(self) -> str:
-        """What is wrong with the server's values on the first client that sees it so, or nothing."""
+        """What the first client with a wrong element finds wrong with the server's values, or ""."""
         self.comm.Barrier()
         self._receive()
-        index = exact_values.first_wrong(self.fetched, self.replica, self.rule.tolerance)
-        told = ""
+        index = cases.first_wrong(self.fetched, self.replica, self.rule.tolerance)
+        mistake = ""
         if index is not None:
             got, right = self.fetched[index].item(), self.replica[index % PERIOD].item()
-            told = f"rank {self.comm.rank} got {got} in element {index}, where {right} is right"
-        return next(filter(None, self.comm.allgather(told)), "")
+            mistake = f"rank {self.comm.rank} got {got} in element {index}, where {right} is right"
+        return next(filter(None, self.comm.allgather(mistake)), "")
 
 
 def pattern(rank: int) -> Tensor:
-    """What a client sends: one period of it."""
+    """One period of the values that client ``rank`` sends."""
     return ((torch.arange(PERIOD) * 7 + rank * 3) % 13 - 6).float()
 
 
 def _idle_percent(comm: MPI.Comm, seconds: float) -> float | None:
-    """The last rank waits in ``free``, which is what a rank does that only serves, while the others send."""
+    """The last rank only serves, in ``free``, while the others send; percent of a core. None for one rank alone."""
     if comm.size == 1:
         return None
     payload = torch.zeros(_IDLE_BYTES // torch.float32.itemsize)

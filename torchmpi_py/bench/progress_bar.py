@@ -1,4 +1,4 @@
-"""A progress bar on standard error of rank 0; silent without tqdm. The only file of the bench that imports it."""
+"""A progress bar on standard error of rank 0; none without tqdm. The only module of the bench that imports tqdm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 def shown(items: Sequence[T], name: Callable[[T], str], *, rank: int, always: bool = False) -> Iterator[T]:
     """The items, with a bar that names the current one.
 
-    Nothing is shown on ranks other than 0, nor unless standard error is a terminal or ``always`` is given.
+    The bar is shown on rank 0 alone, if standard error is a terminal or ``always`` is given.
     """
     try:
         from tqdm import tqdm

@@ -1,16 +1,12 @@
-"""The ways to train that ``step`` compares: the same network, data and optimizer, with gradients averaged differently.
+"""The command ``step``: the time that averaging the gradients adds to one training step.
 
-Each way is a *trainer*: a function that takes some steps of an ongoing training and calls ``done`` after each one. What
-happens between two calls is one whole step, from taking the sample to the new parameters, also where the loop is the
-engine's. On a GPU the step is then queued; whoever measures waits for it in ``done``.
+The same network, data and optimizer, with the gradients averaged in several ways. Each way is a *trainer*: a function
+that takes some steps of an ongoing training and calls ``done`` after each one. The time between two calls is one whole
+step, from taking the sample to the new parameters, also where the loop is the engine's. The trainers take turns in
+short runs of several steps. The first step of each run is not counted: it follows another trainer's, and the engine's
+includes the begin of ``train``. On a GPU ``done`` waits for the GPU after every step of every trainer.
 
-Of what the time consists that ``synchronize_gradients`` takes in a training step.
-
-The subcommand ``step``: what averaging the gradients adds to one training step.
-
-The trainers take turns in short runs of several steps, in one run of the bench. The first step of each run is not
-counted: it follows another trainer's, and the engine's includes the begin of ``train``. On a GPU every step of every
-trainer ends with waiting for the GPU.
+A second table shows the parts of the time that ``synchronize_gradients`` takes.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,8 +24,8 @@ import torch
 
 import torchmpi_py as mpi
 from torchmpi_py import nn as mpinn
-from torchmpi_py.bench import WrongValue, gpu, machine, progress_bar, results
-from torchmpi_py.bench.peers import process_groups
+from torchmpi_py.bench import WrongValue, command_line, machine, progress_bar, results
+from torchmpi_py.bench.candidates import process_groups
 from torchmpi_py.bench.results import quantile
 from torchmpi_py.collectives.timing import interleaved, order, until_done
 from torchmpi_py.core.mpi_api import MPI
@@ -39,12 +34,17 @@ from torchmpi_py.memory import devices
 
 NONE, DDP = "no communication", "DDP on gloo"
 DDP_TORCHMPI, DDP_HOOK = "DDP on torchmpi", "DDP on torchmpi, hook"
+CALL = "synchronize_gradients, the call"
+REDUCTION = "the same with gradients in their buckets: the reduction alone"
+COPY = "a copy of as many bytes, all ranks at once"
 SEED, LEARNING_RATE = 1111, 0.01
+STEPS_PER_RUN = 3
+_FORMAT = "torchmpi_py.bench step 1"
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 Done = Callable[[], None]
 Train = Callable[[Sequence[Sample], Done], None]
-Way = Callable[[torch.nn.Module], Train]
+MakeTrain = Callable[[torch.nn.Module], Train]
 _CPU = torch.device("cpu")
 
 
@@ -57,16 +57,152 @@ class Trainer:
     train: Train
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``step``."""
+    add = parser.add_argument
+    layers = "784,4096,4096,10"
+    add("--layers", type=_layers, default=layers, help=f"widths, input first; default: {layers}")
+    command_line.add_device(parser)
+    add("--batch", type=command_line.count, default=32, help="samples a rank; default: 32")
+    add("--steps", type=command_line.count, default=25, help="timed steps of each way; default: 25")
+    command_line.add_output(parser)
+
+
+@command_line.with_message
+def _layers(text: str) -> list[int]:
+    parts = text.split(",")
+    if len(parts) < 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"{text!r}: give at least two widths, as 784,4096,10")
+    return [int(part) for part in parts]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """Settings, and median seconds: of a step, by trainer, and of the parts of ``synchronize_gradients``."""
+
+    layers: list[int]
+    batch: int
+    num_steps: int
+    facts: dict[str, str]
+    notes: list[str]
+    median_seconds: dict[str, float]
+    parts_seconds: dict[str, float]
+    device: str = "cpu"
+
+    def added_seconds(self, name: str) -> float:
+        """Seconds of a trainer above the loop without communication."""
+        return self.median_seconds[name] - self.median_seconds[NONE]
+
+
+def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
+    """Measure on ``mpi.device()``, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
+
+    Raises RanksDisagree if a trainer leaves different parameters on different ranks, and WrongValue if its parameters
+    after the first steps are not those of the others.
+    """
+    machine.limit_threads()
+    device = mpi.device()
+    with process_groups(comm, with_torchmpi=True) as groups:
+        made = trainers(options.layers, with_ddp=not groups.no_gloo, torchmpi=groups.torchmpi, device=device)
+        reasons = {DDP: groups.no_gloo, DDP_TORCHMPI: groups.no_torchmpi}
+        notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
+        samples = make_samples(options.layers, options.batch, STEPS_PER_RUN + 1, comm.rank, device)
+        seconds = _measured(comm, made, samples, options)
+    num_steps = len(seconds[NONE])
+    medians = {name: quantile(times, 0.5) for name, times in seconds.items()}
+    parts = measure_parts(comm, options.layers, samples[0], min(options.steps, 15))
+    facts = machine.facts(comm, device)
+    report = StepReport(options.layers, options.batch, num_steps, facts, notes, medians, parts, device.type)
+    results.publish(comm.rank, render(report), _FORMAT, report, options.json)
+
+
+def render(report: StepReport) -> str:
+    """The report in Markdown."""
+    layers = "-".join(map(str, report.layers))
+    where = "" if report.device == "cpu" else f" on {report.device}"
+    title = f"a training step{where}: layers {layers}, batches of {report.batch} a rank, {report.num_steps} steps"
+    header = ["what", "step ms", "added ms", "x DDP's added"]
+    rows = [_row(report, name) for name in report.median_seconds]
+    parts = [[name, results.number(seconds * 1e3)] for name, seconds in report.parts_seconds.items()]
+    whole = results.document(title, report.facts, report.notes, header, rows)
+    return f"{whole}\n\n{results.table(['part', 'ms'], parts)}" if parts else whole
+
+
+def _row(report: StepReport, name: str) -> list[str]:
+    if name == NONE:
+        return [name, results.number(report.median_seconds[name] * 1e3), "-", "-"]
+    added = report.added_seconds(name)
+    ddp = report.added_seconds(DDP) if DDP in report.median_seconds else 0.0
+    return [
+        name,
+        results.number(report.median_seconds[name] * 1e3),
+        results.number(added * 1e3),
+        results.number(added / ddp if ddp > 0 else None),
+    ]
+
+
+def _measured(
+    comm: MPI.Comm, made: Sequence[Trainer], samples: Sequence[Sample], options: argparse.Namespace
+) -> dict[str, list[float]]:
+    """The seconds of the timed steps of each trainer, each of the slowest rank. Collective."""
+    for trainer in made:
+        trainer.train(samples, _ignored)  # untimed: DDP builds its buckets, memory is allocated
+    _check_alike(made)
+    # Short runs in turn, in an order that changes: load on the machine hits all trainers alike.
+    times: dict[str, list[float]] = {trainer.name: [] for trainer in made}
+    rounds = range(-(-options.steps // STEPS_PER_RUN))
+    for turn in progress_bar.shown(rounds, lambda turn: "steps", rank=comm.rank, always=options.progress):
+        for index in order(len(made), turn):
+            comm.Barrier()
+            times[made[index].name] += _run(made[index], samples)
+    for trainer in made:
+        if trainer.name != NONE:
+            mpinn.check_with_allreduce(trainer.network)
+    return {name: _slowest(comm, of_trainer) for name, of_trainer in times.items()}
+
+
+def _run(trainer: Trainer, samples: Sequence[Sample]) -> list[float]:
+    """The seconds of all steps but the first."""
+    ends: list[float] = []
+    device = devices.of(samples[0][0].device)
+
+    def done() -> None:
+        device.synchronize()
+        ends.append(time.perf_counter())
+
+    trainer.train(samples, done)
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def _slowest(comm: MPI.Comm, seconds: Sequence[float]) -> list[float]:
+    here = np.array(seconds)
+    comm.Allreduce(MPI.IN_PLACE, here, MPI.MAX)
+    return here.tolist()  # type: ignore[no-any-return]
+
+
+def _check_alike(made: Sequence[Trainer]) -> None:
+    """Raise WrongValue unless all trainers that average have the same parameters, up to rounding."""
+    first, *others = [trainer for trainer in made if trainer.name != NONE]
+    for other in others:
+        for (name, x), y in zip(first.network.named_parameters(), other.network.parameters(), strict=True):
+            if not torch.allclose(x, y, rtol=1e-3, atol=1e-5):
+                raise WrongValue(f"after the same steps {name} of {other.name!r} is not that of {first.name!r}")
+
+
+def _ignored() -> None:
+    """The end of an untimed step."""
+
+
 def trainers(
     layers: Sequence[int], *, with_ddp: bool, torchmpi: Any = None, device: torch.device = _CPU
 ) -> list[Trainer]:
-    """All of them, each with a network of its own from the same seed, on ``device``.
+    """All trainers, each with a network of its own from the same seed, on ``device``.
 
-    ``with_ddp``: DDP on torch's default process group. ``torchmpi``: DDP also on this one, of our backend.
+    ``with_ddp``: DDP on torch's default process group. ``torchmpi``: a group of this package's backend, for DDP too.
     """
     on_torchmpi = functools.partial(_ddp, group=torchmpi)
     hooked = functools.partial(on_torchmpi, with_hook=True)
-    ways: list[tuple[str, Way]] = [
+    makers: list[tuple[str, MakeTrain]] = [
         (NONE, _alone),
         *([(DDP, _ddp)] if with_ddp else []),
         *([] if torchmpi is None else [(DDP_TORCHMPI, on_torchmpi), (DDP_HOOK, hooked)]),
@@ -75,8 +211,8 @@ def trainers(
         ("engine", lambda network: _engine(network, asynchronous=False)),
         ("engine, asynchronous", lambda network: _engine(network, asynchronous=True)),
     ]
-    made = [(name, make_network(layers).to(device), way) for name, way in ways]
-    return [Trainer(name, network, way(network)) for name, network, way in made]
+    networks = [make_network(layers).to(device) for _ in makers]
+    return [Trainer(name, network, make(network)) for (name, make), network in zip(makers, networks, strict=True)]
 
 
 def make_network(layers: Sequence[int]) -> torch.nn.Module:
@@ -125,7 +261,7 @@ def _alone(network: torch.nn.Module) -> Train:
 
 
 def _ddp(network: torch.nn.Module, group: Any = None, *, with_hook: bool = False) -> Train:
-    """On torch's default process group, or on ``group``; ours has a hook that reduces in symmetric memory."""
+    """DDP on the default process group or on ``group``; ``with_hook``: the hook that reduces in symmetric memory."""
     ddp: Any = torch.nn.parallel.DistributedDataParallel(network, process_group=group)
     if with_hook:
         from torchmpi_py import torch_backend
@@ -143,7 +279,7 @@ def _async_backward(network: torch.nn.Module) -> Train:
 
 
 def _engine(network: torch.nn.Module, *, asynchronous: bool) -> Train:
-    """The package's loop; a step ends with its last hook."""
+    """The engine's loop; a step ends with the last hook."""
     on_gpu = next(network.parameters()).is_cuda
     engine = AllReduceSGDEngine(usegpu=on_gpu, asynchronous=asynchronous)
 
@@ -158,13 +294,8 @@ def _nothing() -> None:
     """Nothing to do after the backward pass."""
 
 
-CALL = "synchronize_gradients, the call"
-REDUCTION = "the same with gradients in their buckets: the reduction alone"
-COPY = "a copy of as many bytes, all ranks at once"
-
-
-def measure(comm: MPI.Comm, layers: list[int], sample: Sample, num_turns: int) -> dict[str, float]:
-    """Median seconds of each part, where the sample is. Collective over ``comm``, which holds all ranks."""
+def measure_parts(comm: MPI.Comm, layers: list[int], sample: Sample, num_turns: int) -> dict[str, float]:
+    """Median seconds of each part of ``synchronize_gradients``, on the sample's device. Collective over ``comm``."""
     device = sample[0].device
     network, criterion = make_network(layers).to(device), torch.nn.CrossEntropyLoss()
     count = sum(p.numel() for p in network.parameters())
@@ -186,130 +317,6 @@ def measure(comm: MPI.Comm, layers: list[int], sample: Sample, num_turns: int) -
     calls, before = (
         {name: until_done(call, device) for name, call in functions.items()} for functions in (calls, before)
     )
-    synchronize()
+    synchronize()  # untimed: makes the buckets
     times = interleaved(comm, calls, seconds=1.0, min_turns=num_turns, max_turns=num_turns, before=before)
     return {name: quantile(seconds, 0.5) for name, seconds in times.items()}
-
-
-STEPS_PER_RUN = 3
-_FORMAT = "torchmpi_py.bench step 1"
-
-
-@dataclasses.dataclass(frozen=True)
-class StepReport:
-    """Median times of one step, in seconds, by the name of the trainer; and how they came about."""
-
-    layers: list[int]
-    batch: int
-    num_steps: int
-    facts: dict[str, str]
-    notes: list[str]
-    median_seconds: dict[str, float]
-    parts_seconds: dict[str, float]
-    device: str = "cpu"
-
-    def added_seconds(self, name: str) -> float:
-        """What a trainer takes above the loop without communication."""
-        return self.median_seconds[name] - self.median_seconds[NONE]
-
-
-def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
-    """Measure on ``mpi.device()``, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
-
-    Raises RanksDisagree if a trainer leaves different parameters on different ranks, and WrongValue if its parameters
-    after the first steps are not those of the others.
-    """
-    machine.limit_threads()
-    device = mpi.device()
-    with process_groups(comm, with_torchmpi=True) as groups:
-        made = trainers(options.layers, with_ddp=not groups.no_gloo, torchmpi=groups.torchmpi, device=device)
-        reasons = {DDP: groups.no_gloo, DDP_TORCHMPI: groups.no_torchmpi}
-        notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
-        samples = make_samples(options.layers, options.batch, STEPS_PER_RUN + 1, comm.rank, device)
-        seconds = _measured(comm, made, samples, options)
-    num_steps = len(seconds[NONE])
-    medians = {name: quantile(times, 0.5) for name, times in seconds.items()}
-    parts = measure(comm, options.layers, samples[0], min(options.steps, 15))
-    facts = machine.facts() | gpu.facts(comm, device)
-    report = StepReport(options.layers, options.batch, num_steps, facts, notes, medians, parts, device.type)
-    if comm.rank == 0:
-        print(render(report), flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps({"format": _FORMAT} | dataclasses.asdict(report), indent=1) + "\n")
-
-
-def render(report: StepReport) -> str:
-    """The report in Markdown."""
-    layers = "-".join(map(str, report.layers))
-    where = "" if report.device == "cpu" else f" on {report.device}"
-    title = f"a training step{where}: layers {layers}, batches of {report.batch} a rank, {report.num_steps} steps"
-    header = ["what", "step ms", "added ms", "x DDP's added"]
-    rows = [_row(report, name) for name in report.median_seconds]
-    parts = [[name, results.number(seconds * 1e3)] for name, seconds in report.parts_seconds.items()]
-    whole = results.document(title, report.facts, report.notes, header, rows)
-    return f"{whole}\n\n{results.table(['part', 'ms'], parts)}" if parts else whole
-
-
-def _row(report: StepReport, name: str) -> list[str]:
-    if name == NONE:
-        return [name, results.number(report.median_seconds[name] * 1e3), "-", "-"]
-    added = report.added_seconds(name)
-    ddp = report.added_seconds(DDP) if DDP in report.median_seconds else 0.0
-    return [
-        name,
-        results.number(report.median_seconds[name] * 1e3),
-        results.number(added * 1e3),
-        results.number(added / ddp if ddp > 0 else None),
-    ]
-
-
-def _measured(
-    comm: MPI.Comm, made: Sequence[Trainer], samples: Sequence[Sample], options: argparse.Namespace
-) -> dict[str, list[float]]:
-    """The times of the timed steps of each trainer, each that of the slowest rank."""
-    for trainer in made:
-        trainer.train(samples, _ignored)  # untimed: DDP arranges its buckets, memory is allocated
-    _check_alike(made)
-    times: dict[str, list[float]] = {trainer.name: [] for trainer in made}
-    rounds = range(-(-options.steps // STEPS_PER_RUN))
-    for turn in progress_bar.shown(rounds, lambda turn: "steps", rank=comm.rank, always=options.progress):
-        for index in order(len(made), turn):
-            comm.Barrier()
-            times[made[index].name] += _run(made[index], samples)
-    for trainer in made:
-        if trainer.name != NONE:
-            mpinn.check_with_allreduce(trainer.network)
-    return {name: _slowest(comm, of_trainer) for name, of_trainer in times.items()}
-
-
-def _run(trainer: Trainer, samples: Sequence[Sample]) -> list[float]:
-    """The times of all steps but the first."""
-    ends: list[float] = []
-    device = devices.of(samples[0][0].device)
-
-    def done() -> None:
-        device.synchronize()
-        ends.append(time.perf_counter())
-
-    trainer.train(samples, done)
-    return [end - begin for begin, end in itertools.pairwise(ends)]
-
-
-def _slowest(comm: MPI.Comm, seconds: Sequence[float]) -> list[float]:
-
-    here = np.array(seconds)
-    comm.Allreduce(MPI.IN_PLACE, here, MPI.MAX)
-    return here.tolist()  # type: ignore[no-any-return]
-
-
-def _check_alike(made: Sequence[Trainer]) -> None:
-    """All that average start alike and see the same data, so they must get the same parameters, up to rounding."""
-    first, *others = [trainer for trainer in made if trainer.name != NONE]
-    for other in others:
-        for (name, x), y in zip(first.network.named_parameters(), other.network.parameters(), strict=True):
-            if not torch.allclose(x, y, rtol=1e-3, atol=1e-5):
-                raise WrongValue(f"after the same steps {name} of {other.name!r} is not that of {first.name!r}")
-
-
-def _ignored() -> None:
-    """The end of an untimed step."""

@@ -1,7 +1,7 @@
-"""Traces of a job's ranks (``torchmpirun --profile DIR``) as one: on one time axis, a process per rank.
+"""The command ``trace``: the traces of a job's ranks (``torchmpirun --profile DIR``) as one, a process per rank.
 
-Each rank's times are moved onto rank 0's clock by what the rank measured at the begin and at the end of its trace; in
-between, and beyond, the difference is taken to change evenly. Times are then counted from the first event of all.
+A rank's times are converted to rank 0's clock with the offsets that the rank measured at the begin and at the end of
+its trace; between these, and beyond, the offset is interpolated linearly. Times then count from the first event of all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Place = tuple[Any, Any]  # pid and tid of a row in the file of a rank
 
 @dataclasses.dataclass(frozen=True)
 class RankTrace:
-    """One file."""
+    """The trace of one rank, from one file."""
 
     path: Path
     rank: int
@@ -44,7 +44,8 @@ class RankTrace:
         return sum(event.get("cat") == CATEGORY and event["ph"] == "X" for event in self.events)
 
     def on_rank_0(self, microseconds: float, origin_ns: int) -> float:
-        """A time of this file on rank 0's clock, from ``origin_ns`` on, in microseconds."""
+        """A time of this trace on rank 0's clock, in microseconds since ``origin_ns``."""
+        # offset(t) = offset(first) + slope (t - first): the offset of this clock grows by ``slope`` ns per ns.
         first, last = self.clock[0], self.clock[-1]
         begin = (self.base_ns - first["at_ns"]) / 1000 + microseconds  # since the first reading
         between = last["at_ns"] - first["at_ns"]
@@ -52,8 +53,14 @@ class RankTrace:
         return begin * (1 - slope) + (first["at_ns"] - first["offset_ns"] - origin_ns) / 1000
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``trace``."""
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: DIR/trace.json")
+
+
 def main(options: argparse.Namespace) -> None:
-    """Merge ``options.directory``; UsageError where that is impossible."""
+    """Merge the traces in ``options.directory``. UsageError where there are none, or for a file that is no trace."""
     traces, left_out = newest_job(load(options.directory))
     for path in left_out:
         print(f"{path} is left out: it belongs to an earlier job than {traces[0].path.name}", file=sys.stderr)
@@ -99,18 +106,20 @@ def _load(path: Path) -> RankTrace:
 
 
 def newest_job(traces: list[RankTrace]) -> tuple[list[RankTrace], list[Path]]:
-    """(the traces of the job that began last, the files of others): a folder may have been used twice."""
+    """(the traces of the job that began last, the files of earlier jobs in the same folder)."""
     newest = max(trace.job for trace in traces)
     return [trace for trace in traces if trace.job == newest], [trace.path for trace in traces if trace.job != newest]
 
 
 def merge(traces: list[RankTrace]) -> dict[str, Any]:
-    """One Chrome trace of all."""
+    """One Chrome trace of all ranks."""
+    # The origin is the first event of all, on rank 0's clock: times in the file stay small enough for microseconds.
     origin_ns = traces[0].base_ns
     times = (trace.on_rank_0(event["ts"], origin_ns) for trace in traces for event in _shown(trace))
     origin_ns += math.floor(min(times, default=0.0) * 1000)
     events: list[dict[str, Any]] = []
     ids: dict[tuple[Path, Any], int] = {}
+    # A rank has several files if its program started more than once; they share the rank's process and rows.
     for rank, group in itertools.groupby(traces, key=lambda trace: trace.rank):
         files = list(group)
         rows = _rows(files)
@@ -127,36 +136,37 @@ def merge(traces: list[RankTrace]) -> dict[str, Any]:
 
 
 def _shown(trace: RankTrace) -> Iterator[dict[str, Any]]:
-    """All but names, which are made anew, and torch's notes about itself, whose process is no number."""
+    """Events but for names, which ``_names`` writes, and torch's notes about itself, whose process is no number."""
     return (event for event in trace.events if event["ph"] != "M" and isinstance(event.get("pid"), int))
 
 
 def _rows(files: Sequence[RankTrace]) -> dict[Place, str]:
-    """The rows of one rank, in order, with their names: our operations, then its threads, then its GPUs' streams."""
-    told: dict[tuple[Any, ...], Any] = {}
-    used: dict[Place, bool] = {}  # is it ours
+    """The rows of one rank in order, with their names: its operations, its threads, its GPUs' streams."""
+    labels: dict[tuple[Any, ...], Any] = {}
+    used: dict[Place, bool] = {}  # whether the row is one of operations
+    # Labels come from the events of phase "M": of a process for all of its rows, of a thread for one.
     for event in itertools.chain.from_iterable(trace.events for trace in files):
         if event["ph"] == "M":
             place = (event["pid"],) if event["name"].startswith("process") else (event["pid"], event["tid"])
             key = (event["name"], *place)
-            told[key] = next(iter(event["args"].values()), "")
+            labels[key] = next(iter(event["args"].values()), "")
     for event in itertools.chain.from_iterable(map(_shown, files)):
         used[event["pid"], event["tid"]] = event.get("cat") == CATEGORY
 
     def order(place: Place) -> tuple[Any, ...]:
-        sort = told.get(("process_sort_index", place[0]), 0), told.get(("thread_sort_index", *place), 0)
+        sort = labels.get(("process_sort_index", place[0]), 0), labels.get(("thread_sort_index", *place), 0)
         return not used[place], *sort, str(place)
 
     def name(place: Place) -> str:
-        label = told.get(("process_labels", place[0]), "CPU")
-        thread = told.get(("thread_name", *place), f"thread {place[1]}").strip()
+        label = labels.get(("process_labels", place[0]), "CPU")
+        thread = labels.get(("thread_name", *place), f"thread {place[1]}").strip()
         return thread if label == "CPU" else f"{label} {thread}"
 
     return {place: name(place) for place in sorted(used, key=order)}
 
 
 def _names(rank: int, host: str, rows: Mapping[Place, str]) -> Iterator[dict[str, Any]]:
-    """What the viewer calls a rank and its rows, and in which order it shows them."""
+    """Events that give a rank and its rows their names and their order in the viewer."""
     process = {"ph": "M", "pid": rank, "tid": 0, "ts": 0}
     yield process | {"name": "process_name", "args": {"name": f"rank {rank} ({host})"}}
     yield process | {"name": "process_sort_index", "args": {"sort_index": rank}}
@@ -169,20 +179,21 @@ def _names(rank: int, host: str, rows: Mapping[Place, str]) -> Iterator[dict[str
 def _moved(
     trace: RankTrace, rows: Mapping[Place, str], origin_ns: int, ids: dict[tuple[Path, Any], int]
 ) -> Iterator[dict[str, Any]]:
-    """Its events where and when the merged trace has them."""
+    """The events of a trace in the rows and at the times of the merged trace."""
     numbers = {place: _row(trace.rank, number) for number, place in enumerate(rows)}
     for event in _shown(trace):
         begin = trace.on_rank_0(event["ts"], origin_ns)
         moved = event | {"pid": trace.rank, "tid": numbers[event["pid"], event["tid"]], "ts": round(begin, 3)}
         if "dur" in event:
             moved["dur"] = round(trace.on_rank_0(event["ts"] + event["dur"], origin_ns) - begin, 3)
+        # Ids are unique within a file only: each (file, id) gets a number of its own.
         if event["ph"] in _JOINED and "id" in event:
             moved["id"] = ids.setdefault((trace.path, event["id"]), len(ids))
         yield moved
 
 
 def _row(rank: int, number: int) -> int:
-    """No two rows have one number, and none has that of a process: viewers take such a row for something else."""
+    """A number that no other row has, and no process: viewers mix up rows and processes of equal numbers."""
     return (rank + 1) * _ROWS_PER_RANK + number
 
 

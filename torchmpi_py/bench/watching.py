@@ -1,8 +1,8 @@
-"""The subcommand ``watch``: what noting and comparing operations adds to a call (``torchmpi_py/core/journal.py``).
+"""The command ``watch``: the time that recording and comparing operations adds to a call (``core/journal.py``).
 
-The same small allreduce with it and without, in turn, many short blocks of each in one process: what is told are the
-medians of the blocks' means, and how far the quarters of the blocks are apart. Without it, the operation's ``run`` is
-one that leaves it out, and nothing is prepared for it.
+The same small allreduce, watched and not watched in turn, in many short blocks of calls. Shown are the medians and the
+quartiles of the blocks' means. Not watched: ``Operation.run`` is replaced by one without the journal, and the steps
+before it, which prepare the journal's entry, are left out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from unittest import mock
 import torch
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import machine, results
+from torchmpi_py.bench import command_line, machine, results
 from torchmpi_py.collectives import prepare
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.core.mpi_api import MPI
@@ -33,17 +32,21 @@ _WITH, _WITHOUT = "watched", "not watched"
 
 @dataclasses.dataclass(frozen=True)
 class WatchReport:
-    """Times of a call, in microseconds: the quartiles of all blocks, by whether it was watched."""
+    """Microseconds of a call: the quartiles of all blocks, watched and not watched, and the difference of medians."""
 
     size: int
     num_blocks: int
     facts: dict[str, str]
     quartiles: dict[str, list[float]]
+    added: float
 
-    @property
-    def added(self) -> float:
-        """What watching adds, in microseconds."""
-        return self.quartiles[_WITH][1] - self.quartiles[_WITHOUT][1]
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``watch``."""
+    parser.add_argument(
+        "--blocks", type=command_line.count, default=500, help="of 200 calls, of each kind; default: 500"
+    )
+    command_line.add_output(parser)
 
 
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
@@ -51,12 +54,9 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     machine.limit_threads()
     x = torch.zeros(1)
     quartiles = {name: statistics.quantiles(means) for name, means in _measured(comm, x, options.blocks).items()}
-    report = WatchReport(comm.size, options.blocks, machine.facts(), quartiles)
-    if comm.rank == 0:
-        print(render(report), flush=True)
-        if options.json is not None:
-            content = {"format": _FORMAT, "added": report.added} | dataclasses.asdict(report)
-            options.json.write_text(json.dumps(content, indent=1) + "\n")
+    added = quartiles[_WITH][1] - quartiles[_WITHOUT][1]
+    report = WatchReport(comm.size, options.blocks, machine.facts(comm), quartiles, added)
+    results.publish(comm.rank, render(report), _FORMAT, report, options.json)
 
 
 def render(report: WatchReport) -> str:
@@ -73,7 +73,7 @@ def render(report: WatchReport) -> str:
 def _measured(comm: MPI.Comm, x: torch.Tensor, num_blocks: int) -> dict[str, list[float]]:
     """The mean time of a call of each block, in microseconds."""
     means: dict[str, list[float]] = {_WITH: [], _WITHOUT: []}
-    for turn in range(num_blocks + 1):
+    for turn in range(num_blocks + 1):  # the first turn is not counted
         names = [_WITH, _WITHOUT] if turn % 2 else [_WITHOUT, _WITH]
         for name in names:
             with contextlib.nullcontext() if name == _WITH else _unwatched():
@@ -94,7 +94,7 @@ def _unwatched() -> Iterator[None]:
 
 
 def _run(operation: Operation[Any]) -> Any:
-    """``Operation.run`` without what watching adds."""
+    """``Operation.run`` without the journal."""
     channel = operation.comm.direct
     trace = tracing.current
     begin = 0 if trace is None else trace.begin(operation)

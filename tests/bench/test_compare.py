@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from torchmpi_py.bench import UsageError, WrongValue, command_line, compare, peers
+from torchmpi_py.bench import UsageError, WrongValue, candidates, compare
+from torchmpi_py.bench.__main__ import parse
 from torchmpi_py.bench.candidates import COPY, GLOO, RAW_MPI, TORCH_TORCHMPI
 from torchmpi_py.bench.cases import VERBS, Task
 from torchmpi_py.collectives.registry import AvailabilityRow
@@ -17,7 +18,7 @@ QUICK = ["--seconds", "0.001", "--max-memory", "1M"]
 def measured(*words):
     from mpi4py import MPI
 
-    return compare.report(MPI.COMM_WORLD, command_line.parse([*words, *QUICK]))
+    return compare.report(MPI.COMM_WORLD, parse([*words, *QUICK]))
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -59,8 +60,8 @@ def test_without_flavours_all_that_are_available_take_part(mpi):
     from mpi4py import MPI
 
     task = Task(VERBS["allreduce"], torch.float32, "sum", mpi.rank(), mpi.size())
-    groups = peers.PeerGroups(no_gloo="", no_torchmpi="", torchmpi=object())
-    names = [contestant.name for contestant in peers.for_compare(MPI.COMM_WORLD, task, None, groups)]
+    groups = candidates.TorchGroups(no_gloo="", no_torchmpi="", torchmpi=object())
+    names = [candidate.name for candidate in compare.candidates_for_compare(MPI.COMM_WORLD, task, None, groups)]
     rows = [row for row in mpi.availability() if (row.verb, row.device) == ("allreduce", "cpu")]
     available = [row.flavour for row in rows if row.status == "available"]
     assert names == [*available, "selector", "symmetric", TORCH_TORCHMPI, RAW_MPI, GLOO, COPY]
@@ -76,12 +77,12 @@ def test_on_a_gpu_raw_mpi_takes_part_only_if_this_mpi_reads_its_memory(monkeypat
             AvailabilityRow("allreduce", "cuda", "mpi", status),
         ]
         monkeypatch.setattr(mpi, "availability", lambda rows=rows: rows)
-        assert peers._has_raw_mpi(task) is takes_part
-        assert peers._has_raw_mpi(dataclasses.replace(task, device=torch.device("cpu")))
+        assert compare._has_raw_mpi(task) is takes_part
+        assert compare._has_raw_mpi(dataclasses.replace(task, device=torch.device("cpu")))
 
 
 def test_who_cannot_is_left_out_with_the_reason(mpi, monkeypatch):
-    monkeypatch.setattr(peers.rendezvous, "open_store", lambda *_: "nowhere.invalid" / 0)
+    monkeypatch.setattr(candidates.rendezvous, "open_store", lambda *_: "nowhere.invalid" / 0)
     report = measured("compare", "--sizes", "4", "--dtype", "bfloat16", "--buffers", "warm", "--flavours", "mpi")
     assert [row.what for row in report.rows] == ["mpi", COPY]
     assert any(f"{GLOO} is left out: " in note for note in report.notes)
@@ -109,7 +110,7 @@ def test_cold_buffers_that_fit_the_cache_are_pointed_out(mpi, monkeypatch):
     assert measured("run", "--sizes", "4").notes == []
 
 
-def test_who_tries_the_patience_is_left_out_of_larger_sizes(mpi):
+def test_who_exceeds_the_patience_is_left_out_of_larger_sizes(mpi):
     words = ["compare", "--sizes", "8,400K", "--flavours", "mpi", "--buffers", "warm"]
     report = measured(*words, "--patience", "1e-9")
     assert {row.num_bytes for row in report.rows} == {8}
@@ -146,10 +147,10 @@ def mpi_rank():
 def test_a_wrong_value_ends_the_run_on_every_rank(mpi, monkeypatch):
     last = mpi.size() - 1
     monkeypatch.setattr(mpi, "allreduce", corrupted(mpi.allreduce, last))
-    told = (
+    message = (
         rf"^mpi: allreduce of 1024 bytes \(float32 sum\), warm buffers, before timing: rank {last} has .* element 255"
     )
-    with pytest.raises(WrongValue, match=told):
+    with pytest.raises(WrongValue, match=message):
         measured("compare", "--sizes", "1K", "--flavours", "mpi")
     assert measured("run", "--sizes", "1K", "--flavour", "mpi", "--no-verify").rows
 

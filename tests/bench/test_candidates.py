@@ -3,23 +3,23 @@ import contextlib
 import pytest
 import torch
 
-from torchmpi_py.bench import peers
-from torchmpi_py.bench.buffers import Slot
+from torchmpi_py.bench import candidates
+from torchmpi_py.bench.buffers import TaskBuffers
 from torchmpi_py.bench.candidates import COPY, HOST_COPY
 
 CPU = torch.device("cpu")
 
 
-def copied(contestant, count=1000):
-    """A source of numbers, and what the contestant made of a destination."""
+def copied(candidate, count=1000):
+    """A source of numbers, and what the candidate made of a destination."""
     source, destination = torch.arange(count, dtype=torch.float32), torch.zeros(count)
-    slots = iter([Slot(source, None), Slot(destination, None)])
-    contestant.bind(lambda: next(slots))()
+    slots = iter([TaskBuffers(source, None), TaskBuffers(destination, None)])
+    candidate.bind(lambda: next(slots))()
     return source, destination
 
 
 def test_on_the_cpu_the_limit_is_a_copy():
-    (only,) = peers.limits(CPU)
+    (only,) = candidates.limits(CPU)
     assert (only.name, only.has_values, only.is_ours) == (COPY, False, False)
     source, destination = copied(only)
     assert source.equal(destination)
@@ -27,9 +27,9 @@ def test_on_the_cpu_the_limit_is_a_copy():
 
 @pytest.mark.parametrize("chunk_bytes", [64, 4096])
 def test_the_way_through_the_host_brings_every_byte_back(chunk_bytes):
-    contestant = peers.host_copy(CPU, chunk_bytes)
-    assert (contestant.name, contestant.has_values) == (HOST_COPY, False)
-    source, destination = copied(contestant)
+    candidate = candidates.host_copy(CPU, chunk_bytes)
+    assert (candidate.name, candidate.has_values) == (HOST_COPY, False)
+    source, destination = copied(candidate)
     assert source.equal(destination)
 
 
@@ -48,7 +48,7 @@ def test_both_directions_overlap_and_a_slot_is_filled_again_only_when_it_is_empt
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: Recorder(said))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    overlapping = peers._Overlapping(torch.empty(2, 64, dtype=torch.uint8), torch.device("cuda", 0))
+    overlapping = candidates._OverlappingCopy(torch.empty(2, 64, dtype=torch.uint8), torch.device("cuda", 0))
     source, destination = torch.arange(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
     overlapping.copy(source, destination)
     assert source.equal(destination)

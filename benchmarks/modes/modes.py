@@ -1,46 +1,74 @@
-"""The modes of distribution that ``modes`` compares, with their learning rates and schedules.
+"""The modes of distribution with their learning rates and schedules, and the digits and the network for all of them.
 
-A *way* is one run of a mode: the engine that trains, with the hooks of the mode. In all of them a rank computes on as
-many samples in as many steps. Rates are for all ranks together: where every rank's steps count in full, as in Hogwild
-and Downpour, a rank takes its part, the rate over the number of ranks.
+A *training* is one run of a mode: the engine, with the hooks of the mode. In every mode a rank computes on as many
+samples in as many steps. Rates are for all ranks together: where every rank's steps count in full, as in Hogwild and
+Downpour, a rank uses the rate over the number of ranks. The data set, its split and the network are the examples'.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import TensorDataset
 
 import torchmpi_py as mpi
 from torchmpi_py import nn as mpinn
 from torchmpi_py import paramserver as ps
+from torchmpi_py.bench import UsageError
 from torchmpi_py.engine import AllReduceSGDEngine, SGDEngine
 from torchmpi_py.engine.state import State
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import digits_data
+
+
+@functools.cache
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    """(training set, test set) of 1437 and 360 images of 8 x 8 pixels. UsageError without scikit-learn."""
+    if importlib.util.find_spec("sklearn") is None:
+        raise UsageError("modes needs scikit-learn, for its digits: pip install 'torchmpi-py[examples]'")
+    return digits_data.digits()
+
+
+def make_network(seed: int) -> torch.nn.Module:
+    """Two convolutions and two linear layers, the same on every rank."""
+    torch.manual_seed(seed)
+    return digits_data.conv_net(image_size=8)
+
+
+def accuracy_percent(network: torch.nn.Module) -> float:
+    """The share of the test set that ``network`` classifies right, in percent."""
+    return 100 * digits_data.accuracy(network, digits()[1])
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
     """A row of the table below."""
 
-    way: type[Way]
+    training: type[Training]
     lr: float
     momentum: float = 0.0
     schedule: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def settings(self) -> str:
-        """For the reader of a report."""
+        """Learning rate, momentum and schedule as a report shows them."""
         momentum = {"momentum": self.momentum} if self.momentum else {}
         return ", ".join(
             f"{name} {value}" for name, value in ({"lr": self.lr} | momentum | dict(self.schedule)).items()
         )
 
 
-class Way:
-    """One run on this rank; made, finished and freed collectively. Here: each rank trains by itself."""
+class Training:
+    """One run on this rank; made, finished and freed collectively. In this base class each rank trains alone."""
 
     is_collective = False  # whether a rank that takes a step waits for all others to take one
 
@@ -53,38 +81,38 @@ class Way:
         self.begin(**mode.schedule)
 
     def make_optimizer(self, mode: Mode) -> None:
-        """``how``: what the engine's ``train`` is told."""
+        """The optimizer, and ``arguments`` for the engine's ``train``."""
         self.optimizer = torch.optim.SGD(
             self.network.parameters(), lr=mode.lr, momentum=mode.momentum, nesterov=mode.momentum > 0
         )
-        self.how: dict[str, Any] = {"optimizer": self.optimizer}
+        self.arguments: dict[str, Any] = {"optimizer": self.optimizer}
 
     def begin(self, **schedule: Any) -> None:
         """Set up what the mode needs."""
 
     def finish(self) -> None:
-        """After the last step: give the network what the mode has come to."""
+        """After the last step: write the mode's result into the network."""
 
     def free(self) -> None:
-        """Give back what ``begin`` has set up."""
+        """Free what ``begin`` has set up."""
         if self.update is not None:
             self.update.free()
 
     def parameter_bytes(self) -> int:
-        """Of one copy of the parameters."""
+        """Bytes of one copy of the parameters."""
         return sum(p.nbytes for p in self.network.parameters())
 
     def count_allreduce(self) -> None:
-        """An allreduce of all parameters: the least that a rank has to send and receive for it."""
+        """Count an allreduce of all parameters: the least bytes that a rank sends and receives for it."""
         self.num_bytes += 4 * (mpi.size() - 1) / mpi.size() * self.parameter_bytes()
 
     def count_served(self, *servers: Any) -> None:
-        """What this rank has exchanged with the shards of others. On average they have as much with its own."""
+        """Count this rank's traffic with other ranks' shards; on average they have as much with this rank's."""
         exchanged = sum(server.num_bytes_sent + server.num_bytes_received for server in servers)
         self.num_bytes = 2 * (mpi.size() - 1) / mpi.size() * exchanged
 
 
-class AllReduce(Way):
+class AllReduce(Training):
     """Gradients are averaged by an allreduce in every step."""
 
     is_collective = True
@@ -94,7 +122,7 @@ class AllReduce(Way):
         self.engine.hooks.on_update = lambda state: self.count_allreduce()
 
 
-class LowLevel(Way):
+class LowLevel(Training):
     """Gradients are averaged in every step by a server, as the example dsgd does."""
 
     is_collective = True
@@ -104,7 +132,7 @@ class LowLevel(Way):
         self.engine.hooks.on_backward = self.average
 
     def average(self, state: State) -> None:
-        """Zero, add, receive; all meet in between."""
+        """Zero, add, receive, with a barrier after each."""
         gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
         total = parameters_to_vector(gradients)
         if mpi.rank() == 0:
@@ -123,13 +151,13 @@ class LowLevel(Way):
         self.server.free()
 
 
-class SynchronousServer(Way):
-    """The server's optimizer does the step, each rank its part of it."""
+class SynchronousServer(Training):
+    """The server's optimizer does the step, each rank on its shard."""
 
     is_collective = True
 
     def make_optimizer(self, mode: Mode) -> None:
-        self.how = {"lr": 0}
+        self.arguments = {"lr": 0}
 
     def begin(self, **schedule: Any) -> None:
         self.update = ps.SynchronousUpdate(self.network, lr=self.lr, **schedule)
@@ -139,8 +167,8 @@ class SynchronousServer(Way):
         self.count_served(self.update.served, self.update._gradients)
 
 
-class LocalSGD(Way):
-    """Parameters are averaged now and then."""
+class LocalSGD(Training):
+    """Parameters are averaged every few steps."""
 
     is_collective = True
 
@@ -159,8 +187,8 @@ class LocalSGD(Way):
         self.count_allreduce()
 
 
-class Served(Way):
-    """A server holds the parameters, and each rank exchanges with it as its update says."""
+class Served(Training):
+    """A server holds the parameters; an update exchanges each rank's with the server's."""
 
     def begin(self, **schedule: Any) -> None:
         self.update = self.make_update(init_delay=0, **schedule)
@@ -172,7 +200,7 @@ class Served(Way):
 
     def finish(self) -> None:
         self.update.finish()
-        self.count_served(self.update.served)  # without what it takes to look at the result
+        self.count_served(self.update.served)  # without the bytes of taking the result
         self.update.take_result()
 
 
@@ -192,28 +220,28 @@ class Elastic(Served):
 
 
 class ElasticMomentum(Served):
-    """The same with momentum."""
+    """EASGD with momentum."""
 
     def make_update(self, **schedule: Any) -> ps.Update:
         return ps.EAMSGDUpdate(self.network, self.optimizer, **schedule)
 
 
 class Stale(Served):
-    """Ranks send in every step, and wait for those too far behind."""
+    """Ranks send in every step, and wait for ranks too far behind."""
 
     def make_update(self, **schedule: Any) -> ps.Update:
         return ps.StaleSynchronousUpdate(self.network, **schedule)
 
 
 class Difference(Served):
-    """Ranks exchange how far they have come."""
+    """Ranks exchange the differences of their parameters since the last exchange."""
 
     def make_update(self, **schedule: Any) -> ps.Update:
         return ps.DifferenceUpdate(self.network, **schedule)
 
 
-class SharedWeights(Way):
-    """Ranks train one copy."""
+class SharedWeights(Training):
+    """Ranks train one shared copy of the parameters."""
 
     def begin(self, **schedule: Any) -> None:
         self.update = ps.Hogwild(self.network)

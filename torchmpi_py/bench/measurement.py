@@ -1,0 +1,200 @@
+"""Every candidate at one size after the other: results checked, calls timed in turns, results checked again."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+import torchmpi_py as mpi
+from torchmpi_py.bench import WrongValue, cases
+from torchmpi_py.bench.buffers import BufferPlan, Rotation, TaskBuffers, format_size, make_pool
+from torchmpi_py.bench.candidates import Call, Candidate, NextBuffers
+from torchmpi_py.bench.cases import Task
+from torchmpi_py.bench.results import ResultRow, make_row
+from torchmpi_py.collectives.timing import interleaved, until_done
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.errors import FlavourError, Unavailable
+
+MIN_TURNS, MAX_TURNS = 5, 1000
+_SMALL_BYTES = 64 << 10  # the time of a call hardly depends on sizes up to this one
+
+
+@dataclasses.dataclass
+class Measurement:
+    """Candidates that do the same task on ``comm``, and their pools, by whether these are symmetric.
+
+    Every method is collective.
+    """
+
+    comm: MPI.Comm
+    task: Task
+    candidates: list[Candidate]
+    plan: BufferPlan
+    pools: dict[bool, Tensor]
+    seconds: float
+    verify: bool
+    time_limit_seconds: float = math.inf
+    last_rows: dict[str, ResultRow] = dataclasses.field(default_factory=dict)  # by the candidate's name
+
+    def drop_unable(self, num_bytes: int) -> list[str]:
+        """Leave out the candidates that fail a trial of the task; return the reasons."""
+        rotations = self.rotations(num_bytes, is_cold=False)
+        reasons = {
+            candidate.name: refusal(self.comm, self.task, candidate, rotations[candidate.is_symmetric], num_bytes)
+            for candidate in self.candidates
+            if candidate.has_values
+        }
+        # The reasons are the same on every rank, so that all ranks go on with the same candidates.
+        self.candidates = [candidate for candidate in self.candidates if not reasons.get(candidate.name)]
+        return [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
+
+    def drop_slow(self, num_bytes: int) -> list[str]:
+        """Leave out the candidates that would exceed the time limit, judged by their last size; return the reasons."""
+        expected = {
+            name: row.median_seconds * max(num_bytes, _SMALL_BYTES) / max(row.num_bytes, _SMALL_BYTES)
+            for name, row in self.last_rows.items()
+        }
+        slow = [each.name for each in self.candidates if expected.get(each.name, 0.0) > self.time_limit_seconds]
+        self.candidates = [each for each in self.candidates if each.name not in slow]
+        return [
+            f"{name} is left out from {format_size(num_bytes)} on: a call would take about {expected[name]:.2g} s"
+            for name in slow
+        ]
+
+    def rows(self, num_bytes: int, buffers: str) -> list[ResultRow]:
+        """One row per candidate, for one size and kind of buffers. WrongValue if a result is wrong."""
+        is_cold = buffers == "cold"
+        rotations = self.rotations(num_bytes, is_cold=is_cold)
+        self._verify(rotations, num_bytes, f"{buffers} buffers, before timing")
+        # The timed calls reduce zeros in place: other values would grow from call to call, to infinity.
+        for rotation in rotations.values():
+            rotation.clear()
+        timed = {c.name: (_Cold if is_cold else _Warm)(c.bind, rotations[c.is_symmetric].take) for c in self.candidates}
+        device = self.task.device
+        times = interleaved(
+            self.comm,
+            {name: until_done(each.call, device) for name, each in timed.items()},
+            before={name: until_done(each.before, device) for name, each in timed.items()},
+            seconds=self.seconds,
+            min_turns=MIN_TURNS,
+            max_turns=MAX_TURNS,
+        )
+        self._verify(rotations, num_bytes, f"{buffers} buffers, after timing")
+        rows = [make_row(num_bytes, name, buffers, seconds) for name, seconds in times.items()]
+        self.last_rows |= {row.what: row for row in rows}
+        return rows
+
+    def rotations(self, num_bytes: int, *, is_cold: bool) -> dict[bool, Rotation]:
+        """The slots of one size in each pool."""
+        return {
+            kind: Rotation(
+                pool,
+                self.task,
+                num_bytes,
+                self.plan.num_slots(self.task, num_bytes, is_symmetric=kind, is_cold=is_cold),
+            )
+            for kind, pool in self.pools.items()
+        }
+
+    def _verify(self, rotations: dict[bool, Rotation], num_bytes: int, when: str) -> None:
+        for candidate in self.candidates:
+            if self.verify and candidate.has_values:
+                verify(self.comm, self.task, candidate, rotations[candidate.is_symmetric], num_bytes, when)
+
+
+class _Warm:
+    """One slot for all calls. Each timed call follows an untimed one, whatever ran in between."""
+
+    def __init__(self, bind: Callable[[NextBuffers], Call], take: NextBuffers) -> None:
+        self.call = self.before = bind(take)
+
+
+class _Cold:
+    """The next slot for each call, bound before the call is timed."""
+
+    def __init__(self, bind: Callable[[NextBuffers], Call], take: NextBuffers) -> None:
+        self.bind = bind
+        self.take = take
+        self.bound: Call = _nothing
+
+    def before(self) -> None:
+        self.bound = self.bind(self.take)
+
+    def call(self) -> object:
+        return self.bound()
+
+
+def _nothing() -> None:
+    """Replaced before the first call."""
+
+
+def make_pools(
+    plan: BufferPlan, candidates: Sequence[Candidate], device: torch.device
+) -> tuple[dict[bool, Tensor], list[Candidate], list[str]]:
+    """The pools, the candidates that have one, and notes. Collective."""
+    pools = {False: make_pool(plan.plain_bytes, device)}
+    if not plan.symmetric_bytes:
+        return pools, list(candidates), []
+    try:
+        pools[True] = mpi.symmetric_empty(plan.symmetric_bytes, dtype=torch.uint8, device=device)
+    except Unavailable as error:
+        without = [candidate for candidate in candidates if not candidate.is_symmetric]
+        return pools, without, [f"symmetric tensors are left out: {error}"]
+    return pools, list(candidates), []
+
+
+def verify(comm: MPI.Comm, task: Task, candidate: Candidate, rotation: Rotation, num_bytes: int, when: str) -> None:
+    """One call on the next slot, with values that depend on element and rank. Collective.
+
+    Raises WrongValue on every rank if a result is wrong on any of them, for the lowest such rank.
+    """
+    failures = [text for text in comm.allgather(_mistake(task, candidate, rotation, num_bytes)) if text]
+    if failures:
+        raise WrongValue(f"{candidate.name}: {_describe(task, num_bytes)}, {when}: {failures[0]}")
+
+
+def refusal(comm: MPI.Comm, task: Task, candidate: Candidate, rotation: Rotation, num_bytes: int) -> str:
+    """Why ``candidate`` cannot do ``task``, by a trial, or "". Collective, the same on every rank.
+
+    Of this package's candidates only a flavour's refusal counts: other errors propagate, and a wrong value is reported
+    by ``verify``.
+    """
+    refusals = (FlavourError, TypeError, ValueError) if candidate.is_ours else (Exception,)
+    try:
+        mistake = _mistake(task, candidate, rotation, num_bytes)
+        failure = "" if candidate.is_ours else mistake
+    except refusals as error:
+        failure = f"{type(error).__name__}: {error}".splitlines()[0]
+    return next((text for text in comm.allgather(failure) if text), "")
+
+
+def _mistake(task: Task, candidate: Candidate, rotation: Rotation, num_bytes: int) -> str:
+    """What is wrong on this rank after one call, or ""."""
+    # The output holds a wrong value before the call, so that a call that writes nothing is found.
+    buffers = rotation.take()
+    cases.write(buffers.x, task.pattern(task.rank))
+    if buffers.out is not None:
+        buffers.out.fill_(1)
+    until_done(candidate.bind(lambda: buffers), task.device)()
+    return _first_wrong(task, buffers, task.expected(num_bytes))
+
+
+def _first_wrong(task: Task, buffers: TaskBuffers, expected: Sequence[tuple[Tensor, int]]) -> str:
+    tolerance = cases.tolerance(task.dtype, task.op) if task.verb.reduces else 0.0
+    begin = 0
+    for numbers, count in expected:
+        index = cases.first_wrong(buffers.result[begin : begin + count], numbers, tolerance)
+        if index is not None:
+            got, right = buffers.result[begin + index].item(), numbers[index % cases.PERIOD].item()
+            return f"rank {task.rank} has {got} in element {begin + index}, where {right} is right"
+        begin += count
+    return ""
+
+
+def _describe(task: Task, num_bytes: int) -> str:
+    op = f" {task.op}" if task.verb.reduces else ""
+    return f"{task.verb.name} of {num_bytes} bytes ({str(task.dtype).removeprefix('torch.')}{op})"
