@@ -131,11 +131,13 @@ class AllReduceSGDEngine(SGDEngine):
         """Make the survivors equal, and divide the rest of the epoch. Collective; another rank may die meanwhile."""
         while True:
             with survivors.elastic() as attempt:
+                # The state of the rank that has come farthest becomes everyone's.
                 standing = state.epoch, state.position, state.t, -state.maxepoch  # a hook may have lowered it, to stop
                 parts = [as_one_module(state)] if state.optimizer is None else [as_one_module(state), state.optimizer]
                 farthest = survivors.catch_up(standing, *parts)
                 endings = allgather_object((standing, state.is_ending_epoch))
                 attempt.confirm()
+                # From here on the survivors stand at the same step, and share the rest of the epoch.
                 state.epoch, state.position, state.t = farthest[:3]
                 state.maxepoch = -farthest[3]
                 state.is_ending_epoch = (farthest, True) in endings

@@ -96,11 +96,13 @@ class Checkpoints:
     def save_collected(self, step: int, collect: Callable[[], Collected]) -> pathlib.Path:
         """Like ``save``; ``collect`` gives (parts, own), and an error in it on one rank is raised on all."""
         what = f"step {step} cannot be saved"
+        # What cannot be saved is found before a file is written.
         parts, own = _result_here(lambda: _checked(step, collect), what, (TypeError, ValueError))
         step = operator.index(step)
         self._check_shared()
         folder = outcomes.of_rank_0(lambda: self._begin(step), what)
         try:
+            # All ranks have brought their files to the disk before rank 0 gives the folder its name.
             written = outcomes.of_all(lambda: _write(folder, parts, own), what)
             return outcomes.of_rank_0(lambda: self._finish(folder, step, written), what)
         except CheckpointError:
@@ -118,6 +120,7 @@ class Checkpoints:
         self._check_shared()
         for name in outcomes.of_rank_0(lambda: files.complete(self.directory), "checkpoints cannot be listed"):
             folder, failure = self.directory / name, f"{name} cannot be read"
+            # All ranks know of the damage that one has found, and take the same checkpoint.
             damages = outcomes.of_all(partial(_damage, folder), failure)
             if not any(damages):
                 return Checkpoint(files.step_of(name), _result_here(partial(_read, folder), failure))
@@ -129,6 +132,7 @@ class Checkpoints:
 
     def _begin(self, step: int) -> pathlib.Path:
         """Rank 0: make room for a checkpoint of this step, and a folder to write it into."""
+        # A damaged checkpoint of a later step must not keep a run from saving this one.
         for name in self._damaged:
             if (self.directory / name).exists():
                 files.set_aside(self.directory / name)

@@ -121,6 +121,7 @@ class Saving:
             return
         place = (state.iterator, saved.parts["order"], saved.parts["position"], saved.parts["size"])
         misfit = f"step {saved.step} of {self.checkpoints.directory} does not fit what is trained now"
+        # Nothing is restored on any rank before the place in the epoch fits on all.
         outcomes.of_all(lambda: samples.check_place(*place), misfit, (ValueError,))
         outcomes.of_all(lambda: self._restore(state, saved.parts), misfit)
         self.saved = _standing(state)

@@ -101,8 +101,8 @@ class SGDEngine:
         after ``on_start``: a program that is started again ends as if it had not been interrupted. Objects of your own
         that have a state (schedules of the learning rate, meters) are given in ``stateful``, by name. SIGTERM, at one
         rank or at all, then has all of them save and raise ``EndRequested``, which ends the program with exit code 143:
-        after the step where ranks take their steps together (``AllReduceSGDEngine``, or a world of one), else at the
-        next save. See docs/checkpoints.md.
+        after the step where steps are collective (``AllReduceSGDEngine``, or a world of one), else at the next save.
+        See docs/checkpoints.md.
 
         Raises ValueError or TypeError for an ambiguous optimizer, TypeError for one that needs a closure (LBFGS), for
         an iterator that can be run through only once (a generator) with ``maxepoch`` > 1, and for a sample that is not

@@ -4,7 +4,7 @@ The ranks get it from torchmpirun, and not from the MPI's starter, which would e
 that SIGTERM would kill has nothing to save, and its death would have the MPI end the others before their time. Ctrl-C
 is heeded by every Python program: it raises KeyboardInterrupt. SIGHUP goes on as SIGTERM, for which programs save.
 
-Ranks of other hosts get nothing. What trains with checkpoints tells them (`engine.end_requests`); another program there
+Ranks of other hosts get nothing. What trains with checkpoints tells them (`engine.resume`); another program there
 is ended with the job.
 
 A rank that leaves by KeyboardInterrupt or ``sys.exit`` in a job that is asked to end waits to be killed (`wrap`), and

@@ -104,6 +104,7 @@ class AsyncBackward:
             self._launch(only_ready=True)
 
     def _begin_pass(self) -> None:
+        """The first gradient of a backward pass is complete: check, and have autograd call ``_end_pass``."""
         self._check_order()
         self._check_parameters()
         wait_all(self._handles)  # none, unless the last pass broke off
@@ -130,6 +131,7 @@ class AsyncBackward:
             )
 
     def _check_parameters(self) -> None:
+        """RuntimeError if the module has other parameters than at its registration."""
         module = self._module()
         named = () if module is None else module.named_parameters()
         unknown = [name for name, p in named if p.requires_grad and p not in self.names]
@@ -145,6 +147,7 @@ class AsyncBackward:
             )
 
     def _end_pass(self) -> None:
+        """All gradients of a pass are complete: launch the remaining buckets, and the reduction of the flags."""
         self._pass_id = -1
         self._passes += 1
         if self._passes < self.frequency:

@@ -81,6 +81,7 @@ class Bucket:
     def _input(self) -> Tensor:
         """The values to reduce, flat: the bucket itself, or the one gradient that is reduced into it."""
         gradient, view = self.parameters[0].grad, self._views[self.parameters[0]]
+        # A lone gradient in the layout of its view is read where it is; the result lands in the bucket.
         if (
             self.publishes
             and gradient is not None
@@ -122,6 +123,7 @@ class Buckets:
         """
         if comm is not self.comm or len(parameters) != len(self.parameters):
             return False
+        # Parameter by parameter, in order: which ones have become which.
         successor = dict(zip(self.parameters, parameters, strict=True))
         followers = [[successor[p] for p in bucket.parameters] for bucket in self.all]
         if not all(bucket.fits(members) for bucket, members in zip(self.all, followers, strict=True)):
