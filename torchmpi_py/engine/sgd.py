@@ -38,7 +38,7 @@ def check_one_given(lr: float | None, optimizer: OptimizerLike | None) -> None:
 
 
 def make_optimizer(state: State, lr: float | None, optimizer: OptimizerLike | None) -> torch.optim.Optimizer | None:
-    """The optimizer as ``train`` was asked for, or None; made when the parameters are on their device."""
+    """The optimizer that ``lr`` or ``optimizer`` stands for, or None; made when the parameters are on their device."""
     if lr is not None:
         return torch.optim.SGD(state.parameters(), lr=lr) if lr != 0 else None
     if hasattr(optimizer, "step") and not isinstance(optimizer, type):
