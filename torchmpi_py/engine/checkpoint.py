@@ -158,28 +158,23 @@ class Checkpoints:
         """Make the folder; CheckpointError on all ranks unless it is the same one for all of them."""
         if self._is_shared:
             return
-        probe = outcomes.of_rank_0(self._leave_probe, "the folder cannot be used")
+        probe = outcomes.of_rank_0(lambda: files.begin(self.directory, 0), "the folder cannot be used")
         try:
-            outcomes.of_all(lambda: self._find(probe), "the folder is not the same for all ranks")
+            find = partial(self._find, probe.name)
+            different = "the folder is not the same for all ranks"
+            outcomes.of_all(lambda: outcomes.soon(find, FileNotFoundError, SEEN_WITHIN_SECONDS), different)
         finally:
             if outcomes.rank() == 0:
                 files.remove(probe)
         self._is_shared = True
 
-    def _leave_probe(self) -> pathlib.Path:
-        files.make(self.directory)
-        return files.begin(self.directory, 0)
-
-    def _find(self, probe: pathlib.Path) -> None:
-        def look() -> None:
-            # The list of names, and not the entry: a file system may remember for a while that a name was not there.
-            if not self.directory.is_dir() or probe.name not in os.listdir(self.directory):
-                raise FileNotFoundError(
-                    f"{self.directory} lacks what rank 0 has written to it: "
-                    "give a folder on a file system that all hosts share"
-                )
-
-        outcomes.soon(look, FileNotFoundError, SEEN_WITHIN_SECONDS)
+    def _find(self, name: str) -> None:
+        # The list of names, and not the entry: a file system may remember for a while that a name was not there.
+        if not self.directory.is_dir() or name not in os.listdir(self.directory):
+            raise FileNotFoundError(
+                f"{self.directory} lacks what rank 0 has written to it: "
+                "give a folder on a file system that all hosts share"
+            )
 
 
 def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> Collected:

@@ -150,14 +150,6 @@ def part_of(rank: int) -> str:
     return f"rank-{rank}.pt"
 
 
-def make(directory: pathlib.Path) -> None:
-    """Make the folder of checkpoints and those above it, where they are missing; their names are on the disk then."""
-    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-    os.makedirs(directory, exist_ok=True)
-    for folder in made:
-        sync(folder.parent)
-
-
 def complete(directory: pathlib.Path) -> list[str]:
     """The names of complete checkpoints, the newest first; of the same step the newer first."""
     found = [match for entry in os.listdir(directory) if (match := _NAME.fullmatch(entry))]
@@ -172,7 +164,11 @@ def step_of(name: str) -> int:
 
 
 def begin(directory: pathlib.Path, step: int) -> pathlib.Path:
-    """A new folder with a provisional name."""
+    """A new folder with a provisional name, in the folder of checkpoints, which is made if it is missing."""
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    os.makedirs(directory, exist_ok=True)
+    for folder in made:
+        sync(folder.parent)  # the new names are on the disk
     partial = directory / f".step-{step:06}.partial-{uuid.uuid4().hex[:8]}"
     os.mkdir(partial)
     return partial
