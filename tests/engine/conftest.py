@@ -13,11 +13,11 @@ def full_disk(monkeypatch):
     def block():
         with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patch:
 
-            class Full(checkpoint_files._Stream):
+            class Full(checkpoint_files.ChecksumStream):
                 def __init__(self, file):
                     super().__init__(full)
 
-            patch.setattr(checkpoint_files, "_Stream", Full)
+            patch.setattr(checkpoint_files, "ChecksumStream", Full)
             yield
 
     return block

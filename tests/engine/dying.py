@@ -21,7 +21,7 @@ TOUCHED = [
     (json, "dump"),
     (shutil, "rmtree"),
     (torch, "save"),
-    (checkpoint_files._Stream, "write"),
+    (checkpoint_files.ChecksumStream, "write"),
 ]
 
 

@@ -23,8 +23,8 @@ from torchmpi_py.engine import (
     checkpoint,
     checkpoint_files,
     resume,
-    rng_state,
 )
+from torchmpi_py.engine.samples import derive_random_states, random_states
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -81,7 +81,7 @@ class Criterion(torch.nn.Module):
 
 def trained(folder=None, maxepoch=4, killed_at=None, iterator="prefetch", optimizer="Adam", **options):
     """All that training has made, as one tensor."""
-    resume._completed.clear()  # as if in a process of its own
+    resume.completed.clear()  # as if in a process of its own
     torch.manual_seed(3)
     random.seed(3)
     layers = [torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3)]
@@ -340,7 +340,7 @@ def test_wrong_arguments(tmp_path, options, message):
 
 def test_what_does_not_fit_is_an_error(tmp_path):
     def train(network, lr=0.1, **options):
-        resume._completed.clear()
+        resume.completed.clear()
         sample = (torch.zeros(2, 3), torch.zeros(2, 1))
         engine, criterion = SGDEngine(), torch.nn.MSELoss()
         engine.train(network=network, criterion=criterion, iterator=[sample], lr=lr, checkpoint=tmp_path, **options)
@@ -409,10 +409,10 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused(tmp_path):
 
 
 def test_derived_random_numbers_follow_from_rank_0_and_differ_by_rank():
-    states = rng_state.captured()
+    states = random_states()
 
     def drawn(rank):
-        rng_state.derive(states, rank)
+        derive_random_states(states, rank)
         return torch.rand(1).item(), np.random.rand(), random.random()
 
     assert drawn(4) == drawn(4)
@@ -438,7 +438,7 @@ def test_another_loader_in_the_middle_of_an_epoch_is_refused(tmp_path, monkeypat
 def test_parameters_that_only_the_optimizer_holds(tmp_path):
     def run(maxepoch, folder=None):
         torch.manual_seed(2)
-        resume._completed.clear()
+        resume.completed.clear()
         network, scale = torch.nn.Linear(6, 3), torch.nn.Parameter(torch.ones(3))
         options = {} if folder is None else {"checkpoint": folder}
         SGDEngine().train(
@@ -490,7 +490,7 @@ def test_training_that_was_ended_early_is_complete(tmp_path, caplog, every):
             state.maxepoch = 2
 
     def run(maxepoch, hook=lambda state: None):
-        resume._completed.clear()
+        resume.completed.clear()
         caplog.clear()
         with caplog.at_level(logging.INFO, "torchmpi_py"):
             return training(tmp_path, maxepoch, on_end_epoch=hook, every=every)

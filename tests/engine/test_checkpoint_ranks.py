@@ -33,7 +33,7 @@ def samples():
 def trained(mpi, folder=None, maxepoch=4, killed_at=None, asynchronous=False, **options):
     """What training has made on this rank, buffers and random numbers of its own among them."""
     torch.manual_seed(mpi.rank())
-    resume._completed.clear()  # as if in a process of its own
+    resume.completed.clear()  # as if in a process of its own
     layers = [torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3)]
     network = torch.nn.Sequential(*layers)
 
@@ -224,7 +224,7 @@ def test_what_fails_on_one_rank_is_raised_on_all(mpi, folder):
     last = mpi.size() - 1
 
     def run(refuses):
-        resume._completed.clear()
+        resume.completed.clear()
         part = Refusing(refuses if mpi.rank() == last else None)
         sample = (torch.zeros(2, 3), torch.zeros(2, 1))
         options = {"lr": 0.1, "checkpoint": folder, "stateful": {"part": part}}

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from torchmpi_py.engine import EndRequests, end_requests
+from torchmpi_py.engine import EndRequests, resume
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -35,7 +35,7 @@ def test_once_agreed_it_has_no_effect_until_the_next_block():
             assert not any(end.requested() for _ in range(200))
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
-            assert num_calls(end) <= end_requests._MOST_STEPS
+            assert num_calls(end) <= resume.MOST_STEPS
         os.kill(os.getpid(), signal.SIGTERM)
         assert callable(signal.getsignal(signal.SIGTERM))
 
@@ -73,15 +73,33 @@ def test_a_signal_that_nobody_asked_for_has_its_effect_afterwards(monkeypatch, f
     assert sent == ([] if fails else [(os.getpid(), signal.SIGTERM)])
 
 
-def test_long_steps_exchange_each_time(monkeypatch):
+@pytest.mark.parametrize("num_steps", range(1, 6))
+def test_long_steps_exchange_each_time(monkeypatch, num_steps):
     now = [0.0]
-    monkeypatch.setattr(end_requests.time, "monotonic", lambda: now[0])
-    end = EndRequests()
-    for _ in range(5):
-        now[0] += 10.0
-        end.requested()
-        assert end._steps_left == 1
-    for _ in range(200):
-        now[0] += 0.001
-        end.requested()
-    assert end._num_steps == end_requests._MOST_STEPS
+    monkeypatch.setattr(resume.time, "monotonic", lambda: now[0])
+    with EndRequests() as end:
+        for _ in range(num_steps):
+            now[0] += 10.0
+            assert not end.requested()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert end.requested()
+
+
+def test_short_steps_exchange_now_and_then(monkeypatch):
+    """Seen from the number of calls until a signal is reported, for signals that come after any number of steps."""
+    now = [0.0]
+    monkeypatch.setattr(resume.time, "monotonic", lambda: now[0])
+
+    def until_reported(num_steps):
+        def calls():
+            while True:
+                now[0] += 0.001
+                yield end.requested()
+
+        with EndRequests() as end:
+            answers = calls()
+            assert not any(next(answers) for _ in range(num_steps))
+            os.kill(os.getpid(), signal.SIGTERM)
+            return next(number for number, answer in enumerate(answers, 1) if answer)
+
+    assert {until_reported(200 + more) for more in range(resume.MOST_STEPS)} == set(range(1, resume.MOST_STEPS + 1))

@@ -52,7 +52,7 @@ def used(mpi, iterator, **options):
 @pytest.fixture
 def warnings(caplog):
     """What is logged, as if no warning had been given yet."""
-    first_batches._warn.cache_clear()
+    first_batches.warn_once.cache_clear()
     caplog.set_level(logging.INFO, "torchmpi_py")
     return caplog
 
@@ -121,7 +121,7 @@ def test_what_else_the_loader_was_given_is_kept(mpi):
         "collate_fn": doubled,
     }
     loader = DataLoader(data(9), 4, **given)
-    kept = loaders.DividedLoader(loader, shuffle=True, seed=0)._loader
+    kept = loaders.DividedLoader(loader, shuffle=True, seed=0).loader
     assert all(getattr(kept, name) == getattr(loader, name) for name in given)
 
 
@@ -205,7 +205,7 @@ def test_it_goes_on_in_the_middle_of_an_epoch(mpi, tmp_path):
             if state.t == killed_at:
                 raise Killed
 
-        resume._completed.clear()
+        resume.completed.clear()
         torch.manual_seed(mpi.rank())
         engine, net = AllReduceSGDEngine(), torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5))
         net.append(torch.nn.Linear(8, 1))

@@ -71,7 +71,7 @@ def check(mpi, net, average=True):
         if right is not None:
             assert p.grad.dtype == p.dtype
             assert torch.equal(p.grad, right)
-    return synchronize._buckets[net]
+    return synchronize.buckets_of(net)
 
 
 def network(dtype=torch.float32):
@@ -132,7 +132,7 @@ def test_gradients_are_views_of_the_average(mpi, memory, tune, dtype, sizes, ave
             for p in bucket.parameters:
                 assert p.grad.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
                 assert p.grad.is_contiguous()
-    assert synchronize._buckets[net] is made
+    assert synchronize.buckets_of(net) is made
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -291,7 +291,7 @@ def test_gradients_with_a_history(mpi, memory, tune):
             net.zero_grad()
             net(torch.full((2, 6), mpi.rank() + 1.0)).square().sum().backward(create_graph=True)
             mpi.nn.synchronize_gradients(net)
-            assert not any(bucket.flat.requires_grad for bucket in synchronize._buckets[net].all)
+            assert not any(bucket.flat.requires_grad for bucket in synchronize.buckets_of(net).all)
             assert not any(p.grad.requires_grad for p in net.parameters())
 
 
@@ -304,7 +304,7 @@ def test_parameters_on_several_gpus_have_buckets_on_each(mpi, monkeypatch):
     monkeypatch.setattr(buckets.gpus, "why_no_ipc", lambda: "")
     monkeypatch.setattr(buckets, "symmetric_empty", lambda *args, **kwargs: pytest.fail("it would lie on one of them"))
     monkeypatch.setattr(torch, "zeros", lambda count, dtype, device: (count, device))
-    assert buckets._memory(runs, mpi.communicator()) == [(3, gpu) for gpu in gpus]
+    assert buckets.flat_memory(runs, mpi.communicator()) == [(3, gpu) for gpu in gpus]
 
 
 def test_another_level(mpi, memory, tune):

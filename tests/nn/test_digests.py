@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from torchmpi_py.nn import first_batches
+from torchmpi_py.nn.first_batches import short_digest
 
 
 class Unread(Dataset):
@@ -53,7 +53,7 @@ SAME = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_equal_content_has_one_digest(name):
-    assert first_batches.of(SAME[name]()) == first_batches.of(SAME[name]())
+    assert short_digest(SAME[name]()) == short_digest(SAME[name]())
 
 
 def test_different_content_has_different_digests():
@@ -78,10 +78,10 @@ def test_different_content_has_different_digests():
         Subset(Subset(Unread(["a.jpg", "c.jpg"]), [0, 1]), [0]),
         Subset(Subset(Unread(["a.jpg", "d.jpg"]), [0, 1]), [0]),
     ]
-    assert len({first_batches.of(content) for content in different}) == len(different)
+    assert len({short_digest(content) for content in different}) == len(different)
 
 
 def test_what_contains_itself_ends():
     endless = []
     endless.extend([endless] * 600)
-    assert first_batches.of(endless)
+    assert short_digest(endless)

@@ -2,10 +2,9 @@
 
 from torchmpi_py.engine.allreduce_sgd import AllReduceSGDEngine
 from torchmpi_py.engine.checkpoint import Checkpoint, Checkpoints
-from torchmpi_py.engine.end_requests import EndRequests
 from torchmpi_py.engine.iterators import DatasetIterator
-from torchmpi_py.engine.meters import Accuracy, Average
-from torchmpi_py.engine.progress import show_progress
+from torchmpi_py.engine.meters import Accuracy, Average, show_progress
+from torchmpi_py.engine.resume import EndRequests
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.state import Hooks, State
 

@@ -6,13 +6,22 @@ What it adds to ``SGDEngine``, by overriding the loop's small methods, so that a
   optimizer holds, and its state are broadcast;
 * before a test, and at the end of training, buffers that differ between ranks are averaged;
 * after each backward pass, gradients are averaged over the ranks; ``hooks.on_backward`` sees the averages. Synchronous:
-  after the pass. Asynchronous: each gradient sets out during the pass, as soon as it is complete, and the end of the
+  after the pass. Asynchronous: a gradient is reduced during the pass, as soon as it is complete, and the end of the
   pass waits for all of them.
+
+Training goes on when a rank dies, in a job that ``torchmpirun --elastic`` has started. A step *counts* when all ranks
+have confirmed, once the gradients are reduced, that all live: then every rank's gradients are in the result, and each
+rank updates its parameters without the others. A step in which a rank dies before that is repeated. The survivors build
+a smaller world (``runtime.survivors``), and the rest of the epoch is divided among them: every sample is used once.
+(Where hooks between update and count have to do with other ranks, some may be a step ahead; the others then take their
+state.) Of the end of an epoch (``hooks.on_end_epoch``, a checkpoint) nothing is left out: if one rank has not completed
+it, all repeat it. Averages are over the present ranks, and batches keep their size per rank, so a global batch is
+smaller from then on. ``hooks.on_recovery`` is the place to scale the learning rate by the number of ranks.
 
 Source: TorchMPI, ``AllReduceSGDEngine`` (reference section 7), with these differences: gradients are averaged, not
 summed; uneven batches are weighted (``iterators``); a network that grows has its new parameters broadcast too; and
-there are no barriers. TorchMPI held two per step, to line the ranks up for its GPU streams; on a CPU the averaging is
-itself the meeting point of every step, and a barrier before it only adds its own latency.
+there are no barriers. TorchMPI held two per step, to line the ranks up for its GPU streams; on a CPU the averaging
+synchronizes the ranks in every step, and a barrier before it only adds its own latency.
 """
 
 from __future__ import annotations
@@ -25,25 +34,28 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from torchmpi_py import nn
-from torchmpi_py.core import ulfm
-from torchmpi_py.engine import loaders, replicas
+from torchmpi_py.collectives.check import check_all_with_allreduce
+from torchmpi_py.collectives.verbs import allgather_object
+from torchmpi_py.core import communicators, ulfm
+from torchmpi_py.engine import loaders
 from torchmpi_py.engine.iterators import DatasetIterator
-from torchmpi_py.engine.replicas import Replicas, as_one_module
+from torchmpi_py.engine.resume import RunHooks
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
+from torchmpi_py.nn.synchronize import average_gradients_of
 from torchmpi_py.runtime import process, survivors
 
 
 class AllReduceSGDEngine(SGDEngine):
-    """Train one copy of the network per rank, all copies equal at every step.
+    """Train one copy of the network per rank; all copies are equal at every step.
 
     Every rank of the current communicator calls ``train`` and ``test`` alike, with iterators that give the same number
-    of samples (``DatasetIterator`` does; a DataLoader that torch orders is divided in its way, see ``loaders``). With
-    one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``, and ValueError for ``usegpu`` in a session
-    without GPUs, or for a ``DatasetIterator`` whose rank and size were taken before ``mpi.start()``, or at another
-    level.
+    of samples (``DatasetIterator`` does; a DataLoader that torch orders is divided among the ranks, see ``loaders``).
+    With one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``, and ValueError for ``usegpu`` in a
+    session without GPUs, or for a ``DatasetIterator`` whose rank and size were taken before ``mpi.start()``, or at
+    another level.
 
     usegpu: network, criterion and samples are moved to ``mpi.device()``; the batches of a ``DatasetIterator`` ahead of
         their use, from pinned memory, while the step before is computed.
@@ -51,13 +63,13 @@ class AllReduceSGDEngine(SGDEngine):
     devicesync: with usegpu, wait for the device at each sample and after the criterion's backward pass, as TorchMPI
         does; without usegpu it does nothing.
     dynamicnetwork: look before each forward pass whether hooks have changed the set of trained parameters (on all ranks
-        alike); if so broadcast parameters and buffers and register gradients anew.
+        alike); if so broadcast parameters and buffers and register gradients again.
     debug: before each forward pass, check that all ranks hold the same parameters; RanksDisagree if not.
-    buffers: what becomes of buffers that differ between ranks (BatchNorm's statistics are of each rank's batches)
+    buffers: how buffers that differ between ranks (BatchNorm's statistics are of each rank's batches) become equal
         before a test and at the end of training: "average" (whole numbers: rank 0's), "root": rank 0's, or "leave".
     """
 
-    steps_together = True
+    steps_are_collective = True
 
     def __init__(
         self,
@@ -81,7 +93,7 @@ class AllReduceSGDEngine(SGDEngine):
 
     @contextmanager
     def session(self, state: State) -> Iterator[None]:
-        """Check, then place what is to be computed on, and keep the copies equal while training."""
+        """Check; divide the iterator; move network and samples to the device; keep the copies equal while training."""
         if not process.is_started():
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
         state.iterator = loaders.divided(state.iterator)
@@ -90,7 +102,7 @@ class AllReduceSGDEngine(SGDEngine):
                 state.iterator.take_place()
             state.iterator.check_place()
         if state.training and ulfm.is_elastic():
-            replicas.check(state)
+            _check_elastic(state)
         with self._on_gpu(state):
             if state.training:
                 with self._replicated(state):
@@ -99,22 +111,42 @@ class AllReduceSGDEngine(SGDEngine):
                 yield
 
     @contextmanager
-    def epoch(self, state: State) -> Iterator[None]:
-        """In an elastic job: let the survivors go on when a rank dies."""
+    def epoch(self, state: State, hooks: RunHooks) -> Iterator[None]:
+        """In an elastic job: when a rank dies the others recover, and the loop goes on with the rest of the epoch.
+
+        If the epoch was counted already, its end is repeated here.
+        """
         with survivors.elastic() as attempt:
             yield
-        if attempt.has_recovered:
-            replicas.go_on(state, lambda: self._begin_anew(state))
+            state.is_ending_epoch = False
+        while attempt.has_recovered:
+            self._recover(state)
+            if not state.is_ending_epoch:
+                return
+            with survivors.elastic() as attempt:
+                hooks.on_end_epoch(state)
+                state.is_ending_epoch = False
 
-    def _begin_anew(self, state: State) -> None:
-        former = self._replicas
-        if former is not None:
-            former.abandon()
-            successor = Replicas(state, self.asynchronous) if process.size() > 1 else None
-            if successor is not None:
-                successor.succeed(former)
-            self._replicas = successor
-        self.hooks.on_recovery(state)
+    def _recover(self, state: State) -> None:
+        """Make the survivors equal, and divide the rest of the epoch. Collective; another rank may die meanwhile."""
+        while True:
+            with survivors.elastic() as attempt:
+                # The state of the rank that has come farthest becomes everyone's.
+                standing = state.epoch, state.position, state.t, -state.maxepoch  # a hook may have lowered it, to stop
+                parts = [as_one_module(state)] if state.optimizer is None else [as_one_module(state), state.optimizer]
+                farthest = survivors.catch_up(standing, *parts)
+                endings = allgather_object((standing, state.is_ending_epoch))
+                attempt.confirm()
+                # From here on the survivors stand at the same step, and share the rest of the epoch.
+                state.epoch, state.position, state.t = farthest[:3]
+                state.maxepoch = -farthest[3]
+                state.is_ending_epoch = (farthest, True) in endings
+                state.iterator.take_place()  # type: ignore[attr-defined]  # checked before the first epoch
+                if self._replicas is not None:
+                    self._replicas = self._replicas.successor()
+                self.hooks.on_recovery(state)
+            if not attempt.has_recovered:
+                return
 
     @contextmanager
     def _on_gpu(self, state: State) -> Iterator[None]:
@@ -150,7 +182,7 @@ class AllReduceSGDEngine(SGDEngine):
             self._replicas = enclosing
 
     def set_mode(self, state: State) -> None:
-        """As in ``SGDEngine``; then, for a test, bring the buffers together.
+        """As in ``SGDEngine``; then, for a test, make the buffers equal.
 
         For training, broadcast what the optimizer alone holds, and its state: it was made after the session began.
         """
@@ -169,29 +201,34 @@ class AllReduceSGDEngine(SGDEngine):
         self._wait_for_device()
 
     def prepare(self, state: State) -> None:
-        """Follow changes of the network; check that the ranks agree, if asked."""
+        """Follow changes of the network; with ``debug`` check that the ranks agree."""
         super().prepare(state)
         if self._replicas is not None:
             if self.dynamicnetwork:
                 self._replicas.follow()
             if self.debug:
                 self._replicas.check()
-            self._replicas.look()
+            self._replicas.set_batch()
 
     def backward_criterion(self, state: State) -> None:
-        """As in ``SGDEngine``, then wait for the device, if asked."""
+        """As in ``SGDEngine``, then with ``devicesync`` wait for the device."""
         super().backward_criterion(state)
         self._wait_for_device()
 
     def backward(self, state: State) -> None:
-        """As in ``SGDEngine``, then average the gradients over the ranks; in an elastic job all must live then."""
+        """As in ``SGDEngine``, then average the gradients over the ranks; in an elastic job confirm that all live."""
         super().backward(state)
         if self._replicas is not None:
             self._replicas.average_gradients()
             survivors.confirm()
 
+    def end_epoch(self, state: State) -> None:
+        """As in ``SGDEngine``; from now on the survivors of a death repeat the end of the epoch."""
+        state.is_ending_epoch = True
+        super().end_epoch(state)
+
     def finish(self, state: State) -> None:
-        """Bring the buffers together, also if a rank dies meanwhile."""
+        """Make the buffers equal, also if a rank dies meanwhile."""
         super().finish(state)
         while True:
             with survivors.elastic() as attempt:
@@ -206,6 +243,108 @@ class AllReduceSGDEngine(SGDEngine):
     def _wait_for_device(self) -> None:
         if self.usegpu and self.devicesync and process.device().type == "cuda":
             torch.cuda.synchronize(process.device())
+
+
+class Replicas:
+    """This rank's copy of what a state trains, kept equal to the copies of the other ranks. All methods are collective.
+
+    A copy is parameters and buffers of network and criterion, and the parameters that only the optimizer holds.
+    """
+
+    def __init__(self, state: State, asynchronous: bool) -> None:
+        self.state = state
+        self.asynchronous = asynchronous
+        self.module: torch.nn.Module = torch.nn.ModuleDict()
+        self.trained: list[torch.nn.Parameter] | None = None  # when last broadcast
+        self.registration: nn.AsyncBackward | None = None
+
+    def follow(self) -> None:
+        """Broadcast and register, if the set of trained parameters is not the one of the last time."""
+        if not self._trains_the_same():
+            self.close()
+            nn.synchronize_parameters(as_one_module(self.state))
+            self._register()
+
+    def successor(self) -> Replicas | None:
+        """The replicas of the survivors, which are equal already; None for a single survivor."""
+        try:
+            self.close()
+        except Exception as error:
+            if not ulfm.is_death(error):  # the death has ended what was under way
+                raise
+        if process.size() == 1:
+            return None
+        successor = Replicas(self.state, self.asynchronous)
+        if self._trains_the_same():
+            successor._register()
+        else:
+            successor.follow()
+        return successor
+
+    def _trains_the_same(self) -> bool:
+        return self.trained is not None and [id(p) for p in self.state.parameters()] == [id(p) for p in self.trained]
+
+    def _register(self) -> None:
+        self.module = as_one_module(self.state)
+        if self.asynchronous:
+            self.registration = nn.register_async_backward(self.module)
+        self.trained = self.state.parameters()
+
+    def set_batch(self) -> None:
+        """Before the backward pass: tell the registration its batch."""
+        if self.registration is not None:
+            self.registration.set_batch(self._batch())
+
+    def average_gradients(self) -> None:
+        """Every gradient becomes its mean over the ranks."""
+        if self.registration is not None:
+            self.registration.synchronize()
+        else:
+            average_gradients_of(self.module, self._batch())
+
+    def _batch(self) -> Any:
+        """The batch, to compare with other ranks'; None for the stand-in of a rank without samples."""
+        return self.state.sample if self.state.num_samples > 0 else None
+
+    def check(self) -> None:
+        """RanksDisagree if the parameters differ between ranks. Buffers may, until the end: each has its batches."""
+        check_all_with_allreduce(dict(self.module.named_parameters()))
+
+    def close(self) -> None:
+        """Undo the registration."""
+        if self.registration is not None:
+            registration, self.registration = self.registration, None
+            registration.remove()
+
+
+def as_one_module(state: State) -> torch.nn.Module:
+    """Everything that is trained as one module: its gradients are reduced in one order, the same on every rank."""
+    outside = state.parameters_of_optimizer_alone()
+    for tensor in outside:
+        if not isinstance(tensor, torch.nn.Parameter):
+            raise TypeError(
+                f"the optimizer holds a plain tensor of shape {tuple(tensor.shape)}, which cannot be trained on "
+                "several ranks: make it a torch.nn.Parameter"
+            )
+    return torch.nn.ModuleDict({**state.named_modules(), "optimizer": torch.nn.ParameterList(outside)})
+
+
+def _check_elastic(state: State) -> None:
+    """TypeError or ValueError if the survivors of a death could not go on without a restart."""
+    iterator: Any = state.iterator
+    if not hasattr(iterator, "take_place"):
+        raise TypeError(
+            f"iterator is a {type(iterator).__name__}, which cannot share the rest of an epoch out among the "
+            "survivors of a death: give a DatasetIterator or a DataLoader without a sampler, or start the job without "
+            "--elastic"
+        )
+    if not iterator.follows_place:
+        raise ValueError("the DatasetIterator was given rank= and size=, which change when a rank dies: give none")
+    if communicators.resolve(None).size < communicators.stack().levels[0].size:
+        raise ValueError(
+            "in an elastic job train at a level of the whole world: after a death the levels are made anew, and groups "
+            "could not be told apart (mpi.set_communicator(0), or start the job without --elastic)"
+        )
 
 
 def _check_device() -> None:

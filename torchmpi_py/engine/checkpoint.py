@@ -1,15 +1,15 @@
-"""Checkpoints: what a job needs to go on after it was killed, in a folder, written by all ranks together.
+"""Checkpoints: what a job needs to go on after it was killed, in a folder, written by all ranks.
 
 Vocabulary. A checkpoint belongs to a *step*, and consists of *parts*: rank 0 writes what is equal on all ranks (the
 model), and each rank what is its *own* (its random generators). It is *complete* when all parts are on the disk, and
 only then gets its name; ``checkpoint_files`` says how.
 
-How a save goes. Rank 0 makes a folder with a provisional name; each rank writes its files into it; the ranks tell each
-other how that went; rank 0 gives the folder its name and removes the oldest. At each of these points an error on one
-rank is told to all, and raised on all: a full disk on one host never leaves the others waiting.
+A save. Rank 0 makes a folder with a provisional name; each rank writes its files into it; the ranks exchange whether
+all have succeeded; rank 0 gives the folder its name and removes the oldest. An error of one rank at any of these points
+is raised on all ranks (``outcomes``): a full disk on one host never leaves the others waiting.
 
-How a load goes. Rank 0 lists what is complete, the newest first. Each rank checks the files that it reads; if one rank
-finds one damaged, all of them take the next older checkpoint. Ranks that the saved job did not have read rank 0's part.
+A load. Rank 0 lists what is complete, the newest first. Each rank checks the files that it reads; if one rank finds a
+damaged one, all of them take the next older checkpoint. Ranks that the saved job did not have read rank 0's part.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ import operator
 import os
 import pathlib
 import platform
-import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 import torchmpi_py
-from torchmpi_py.engine import checkpoint_files, outcomes, rng_state
 from torchmpi_py.engine import checkpoint_files as files
+from torchmpi_py.engine import outcomes, samples
 from torchmpi_py.errors import CheckpointError
 
 logger = logging.getLogger("torchmpi_py")
 
 SEEN_WITHIN_SECONDS = 10.0
-"""How long ranks look for what rank 0 has written: a file system over the network may show it later."""
-
+"""How long ranks look for what another rank has written: a file system over the network may show it later."""
 
 Collected = tuple[Mapping[str, Any], Mapping[str, Any]]
 """What is equal on all ranks, and what is each rank's own."""
 
+T = TypeVar("T")
+
 
 class Checkpoint(NamedTuple):
-    """What ``Checkpoints.load`` gives."""
+    """The result of ``Checkpoints.load``."""
 
     step: int
     parts: dict[str, Any]
@@ -78,15 +78,15 @@ class Checkpoints:
             raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
         self.directory = pathlib.Path(directory).absolute()
         self.keep = keep
-        self._is_seen = False  # by all ranks
+        self._is_shared = False  # all ranks have seen it
         self._damaged: list[str] = []  # what load passed over
 
     def save(self, step: int, parts: Mapping[str, Any], *, own: Mapping[str, Any] | None = None) -> pathlib.Path:
-        """Write a checkpoint, remove the oldest, and return its folder.
+        """Write a checkpoint, remove the oldest, and return its folder. Collective.
 
         parts: what is equal on all ranks (state_dicts, tensors, numbers, strings, lists and dicts of such); rank 0's is
         written. own: what is each rank's own, under other names. The states of the global random generators are saved
-        without being asked for. A checkpoint of the same step is replaced.
+        too. A checkpoint of the same step is replaced.
 
         On all ranks TypeError for what cannot be read back as plain data, and ValueError for a negative step;
         CheckpointError for a step before the newest one in the folder, and if it cannot be written.
@@ -94,43 +94,45 @@ class Checkpoints:
         return self.save_collected(step, lambda: (parts, own or {}))
 
     def save_collected(self, step: int, collect: Callable[[], Collected]) -> pathlib.Path:
-        """As ``save``; ``collect`` gives (parts, own), and an error in it on one rank is raised on all."""
+        """Like ``save``; ``collect`` gives (parts, own), and an error in it on one rank is raised on all."""
         what = f"step {step} cannot be saved"
-        taken: list[Collected] = []  # and not the result, which would go to all
-        step = outcomes.of_all(lambda: _take(taken, step, collect), what, (TypeError, ValueError))[0]
-        self._see()
+        # What cannot be saved is found before a file is written.
+        parts, own = _result_here(lambda: _checked(step, collect), what, (TypeError, ValueError))
+        step = operator.index(step)
+        self._check_shared()
         folder = outcomes.of_rank_0(lambda: self._begin(step), what)
         try:
-            written = outcomes.of_all(lambda: _write(folder, *taken[0]), what)
-            entries = {name: entry for each in written for name, entry in each.items()}
-            return outcomes.of_rank_0(lambda: self._finish(folder, step, entries), what)
+            # All ranks have brought their files to the disk before rank 0 gives the folder its name.
+            written = outcomes.of_all(lambda: _write(folder, parts, own), what)
+            return outcomes.of_rank_0(lambda: self._finish(folder, step, written), what)
         except CheckpointError:
             if outcomes.rank() == 0:
-                files.abandon(folder)
+                files.remove(folder)
             raise
 
     def load(self) -> Checkpoint | None:
         """The last complete checkpoint, as (step, parts); a rank's own parts are among them. None if there is none.
 
-        Tensors are on the CPU. The global random generators are set to what they were on this rank. A rank that the
-        saved job did not have gets rank 0's own parts, and random numbers that follow from rank 0's and its number.
+        Collective. Tensors are on the CPU. The global random generators are set to what they were on this rank. A rank
+        that the saved job did not have gets rank 0's own parts, and random numbers that follow from rank 0's and its
+        number.
         """
-        self._see()
+        self._check_shared()
         for name in outcomes.of_rank_0(lambda: files.complete(self.directory), "checkpoints cannot be listed"):
-            folder = self.directory / name
-            complaints = outcomes.of_all(partial(_complaint, folder), f"{name} cannot be read")
-            if not any(complaints):
-                found: list[dict[str, Any]] = []  # and not the result, which would go to all
-                outcomes.of_all(partial(_read_into, found, folder), f"{name} cannot be read")
-                return Checkpoint(files.step_of(name), found[0])
+            folder, failure = self.directory / name, f"{name} cannot be read"
+            # All ranks know of the damage that one has found, and take the same checkpoint.
+            damages = outcomes.of_all(partial(_damage, folder), failure)
+            if not any(damages):
+                return Checkpoint(files.step_of(name), _result_here(partial(_read, folder), failure))
             self._damaged.append(name)
             if outcomes.rank() == 0:
-                rank, why = next((rank, why) for rank, why in enumerate(complaints) if why)
+                rank, why = next((rank, why) for rank, why in enumerate(damages) if why)
                 logger.warning("checkpoint %s is damaged and passed over (found by rank %d: %s)", folder, rank, why)
         return None
 
     def _begin(self, step: int) -> pathlib.Path:
-        """Rank 0: make room for a checkpoint of this step."""
+        """Rank 0: make room for a checkpoint of this step, and a folder to write it into."""
+        # A damaged checkpoint of a later step must not keep a run from saving this one.
         for name in self._damaged:
             if (self.directory / name).exists():
                 files.set_aside(self.directory / name)
@@ -144,70 +146,69 @@ class Checkpoints:
             )
         return files.begin(self.directory, step)
 
-    def _finish(self, partial: pathlib.Path, step: int, entries: dict[str, Any]) -> pathlib.Path:
-        """Rank 0: all parts are written; give the folder its name."""
-        summary = {"size": outcomes.size(), "versions": _versions(), "files": entries}
-        outcomes.soon(lambda: files.check(partial, summary, entries, ()), files.Lacking, SEEN_WITHIN_SECONDS)
-        final = files.finish(partial, step, summary)
+    def _finish(self, folder: pathlib.Path, step: int, written: list[dict[str, Any]]) -> pathlib.Path:
+        """Rank 0: all parts are on the disk; give the folder its name, and remove the oldest."""
+        entries = {name: entry for of_rank in written for name, entry in of_rank.items()}
+        final = files.finish(folder, step, {"size": len(written), "versions": _versions(), "files": entries})
         for name in files.complete(self.directory)[self.keep :]:
             files.discard(self.directory / name)
         return final
 
-    def _see(self) -> None:
-        """Make the folder, and see that it is the same one for all ranks."""
-        if self._is_seen:
+    def _check_shared(self) -> None:
+        """Make the folder; CheckpointError on all ranks unless it is the same one for all of them."""
+        if self._is_shared:
             return
-        token = outcomes.of_rank_0(self._leave_token, "the folder cannot be used")
+        probe = outcomes.of_rank_0(lambda: files.begin(self.directory, 0), "the folder cannot be used")
         try:
-            outcomes.of_all(lambda: self._find_token(token), "the folder is not the same for all ranks")
+            find = partial(self._find, probe.name)
+            different = "the folder is not the same for all ranks"
+            outcomes.of_all(lambda: outcomes.soon(find, FileNotFoundError, SEEN_WITHIN_SECONDS), different)
         finally:
             if outcomes.rank() == 0:
-                os.unlink(self.directory / token)
-        self._is_seen = True
+                files.remove(probe)
+        self._is_shared = True
 
-    def _leave_token(self) -> str:
-        files.make(self.directory)
-        descriptor, path = tempfile.mkstemp(prefix=".token-", dir=self.directory)
-        os.close(descriptor)
-        return os.path.basename(path)
-
-    def _find_token(self, token: str) -> None:
-        def look() -> None:
-            # The list of names, and not the file: what was once not there may be remembered as such for a while.
-            if not self.directory.is_dir() or token not in os.listdir(self.directory):
-                raise FileNotFoundError(
-                    f"{self.directory} lacks what rank 0 has written to it: "
-                    "give a folder on a file system that all hosts share"
-                )
-
-        outcomes.soon(look, FileNotFoundError, SEEN_WITHIN_SECONDS)
+    def _find(self, name: str) -> None:
+        # The list of names, and not the entry: a file system may remember for a while that a name was not there.
+        if not self.directory.is_dir() or name not in os.listdir(self.directory):
+            raise FileNotFoundError(
+                f"{self.directory} lacks what rank 0 has written to it: "
+                "give a folder on a file system that all hosts share"
+            )
 
 
 def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> Collected:
     """(parts, own) as they are written. TypeError or ValueError for what ``Checkpoints.save`` does not take."""
     if both := sorted(parts.keys() & own.keys()):
         raise ValueError(f"{both} are both in parts and in own: give them different names")
-    return checkpoint_files.plain(dict(parts), "parts"), checkpoint_files.plain(dict(own), "own")
+    return files.plain(dict(parts), "parts"), files.plain(dict(own), "own")
 
 
-def _take(taken: list[Collected], step: int, collect: Callable[[], Collected]) -> int:
-    taken.append(check_collected(*collect()))
-    if (step := operator.index(step)) < 0:
+def _checked(step: int, collect: Callable[[], Collected]) -> Collected:
+    collected = check_collected(*collect())
+    if operator.index(step) < 0:
         raise ValueError(f"step={step} must not be negative")
-    return step
+    return collected
 
 
-def _write(partial: pathlib.Path, parts: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _result_here(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ...] = ()) -> T:
+    """Like ``outcomes.of_all``, for large results: they are not exchanged, and each rank has its own."""
+    results: list[T] = []
+    outcomes.of_all(lambda: results.append(work()), what, mistakes)
+    return results[0]
+
+
+def _write(folder: pathlib.Path, parts: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Each rank: write its files. Returns their sizes and checksums."""
     name = files.part_of(outcomes.rank())
-    entries = {name: checkpoint_files.write(partial / name, {"own": dict(own), "random": rng_state.captured()})}
+    entries = {name: files.write(folder / name, {"own": dict(own), "random": samples.random_states()})}
     if outcomes.rank() == 0:
-        entries[files.MODEL] = checkpoint_files.write(partial / files.MODEL, dict(parts))
+        entries[files.MODEL] = files.write(folder / files.MODEL, dict(parts))
     return entries
 
 
-def _complaint(folder: pathlib.Path) -> str:
-    """Each rank: what is wrong with the files that it reads, and on rank 0 with the sizes of all; empty if nothing."""
+def _damage(folder: pathlib.Path) -> str:
+    """Each rank: the damage in the files that it reads, and on rank 0 in the sizes of all files; "" for none."""
     try:
         outcomes.soon(lambda: _check(folder), files.Lacking, SEEN_WITHIN_SECONDS)
     except files.Damaged as damage:
@@ -221,19 +222,19 @@ def _check(folder: pathlib.Path) -> None:
     if outcomes.rank() == 0:
         files.check(folder, summary, summary["files"], mine)
     else:
-        files.check(folder, summary, mine, mine[:1])
+        files.check(folder, summary, mine, mine[:1])  # rank 0 has read the model
 
 
-def _read_into(found: list[dict[str, Any]], folder: pathlib.Path) -> None:
-    """Each rank: read what is there for it."""
+def _read(folder: pathlib.Path) -> dict[str, Any]:
+    """Each rank: the parts for it; its random generators are set."""
     summary = files.summary_of(folder)
-    parts = checkpoint_files.read(folder / files.MODEL)
-    mine = checkpoint_files.read(folder / _own_file(summary))
+    parts = files.read(folder / files.MODEL)
+    mine = files.read(folder / _own_file(summary))
     if outcomes.rank() < summary["size"]:
-        rng_state.restore(mine["random"])
+        samples.restore_random_states(mine["random"])
     else:
-        rng_state.derive(mine["random"], outcomes.rank())
-    found.append({**parts, **mine["own"]})
+        samples.derive_random_states(mine["random"], outcomes.rank())
+    return {**parts, **mine["own"]}
 
 
 def _own_file(summary: dict[str, Any]) -> str:

@@ -1,8 +1,4 @@
-"""Files that are on the disk when they are written, with their size and checksum. No ranks, no names.
-
-What ``torch.load(weights_only=True)`` reads back: data, whose reading runs no code.
-
-The files of checkpoints: how they are written so that a kill at any point leaves the last complete one. No ranks.
+"""The files of checkpoints: how they are written so that a kill at any point leaves the last complete one. No ranks.
 
 ::
 
@@ -17,16 +13,16 @@ The files of checkpoints: how they are written so that a kill at any point leave
 
 A name changes by ``rename``, which is atomic; before it, files and folder are brought to the disk by ``fsync``, and
 after it the folder that holds them is. So the name ``step-N`` is never seen on half a checkpoint, not even after a
-power failure. What a killed job left is removed by ``tidy``.
+power failure. ``tidy`` removes what a killed job left.
+
+The files hold plain data, which ``torch.load(weights_only=True)`` reads back without running code.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import logging
-import operator
 import os
 import pathlib
 import re
@@ -42,46 +38,69 @@ import torch
 
 from torchmpi_py.errors import CheckpointError
 
+logger = logging.getLogger("torchmpi_py")
+
+FORMAT = 1
+"""The format of a checkpoint's folder; a reader refuses a higher one."""
+
+SUMMARY, MODEL = "checkpoint.json", "model.pt"
+_NAME = re.compile(r"step-(\d+)(\.replaced)?")
+
+_DICTS = (dict, OrderedDict, Counter)
+_LISTS = (list, tuple, set)
+_LEAVES = (
+    *(torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device),
+    *(bool, int, float, complex, str, bytes, type(None)),
+)
+_NUMBERS: dict[type, Callable[[Any], Any]] = {np.floating: float, np.integer: int, np.bool_: bool}
+
+
+class Damaged(Exception):  # noqa: N818 - the name says the state
+    """A checkpoint lacks a file, or holds one that is not as it was written."""
+
+
+class Lacking(Damaged):
+    """A checkpoint lacks something, which a file system over the network may show later."""
+
+
+def plain(content: Any, where: str) -> Any:
+    """The content, with numpy's numbers as Python's. TypeError that says where something is that is no plain data."""
+    kind = type(content)
+    if kind in _DICTS:
+        copied = copy.copy(content)  # with its attributes: a state_dict's versions
+        copied.clear()
+        for key, value in content.items():
+            copied[plain(key, f"the key {key!r} of {where}")] = plain(value, f"{where}[{key!r}]")
+        return copied
+    if kind in _LISTS:
+        return kind(plain(value, f"{where}[{index}]") for index, value in enumerate(content))
+    for numbers, python in _NUMBERS.items():
+        if isinstance(content, numbers):
+            return python(content)
+    if kind in _LEAVES:
+        return content
+    raise TypeError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold: it holds tensors, "
+        "numbers, strings, and lists, tuples, sets and dicts of them (numpy: torch.from_numpy(x))"
+    )
+
 
 def write(path: pathlib.Path, content: Any) -> dict[str, int]:
-    """Write what torch can save, and bring it to the disk. Return its size and checksum. OSError if that fails."""
+    """Write plain data, and bring it to the disk. Return its size and checksum. OSError if that fails."""
     try:
         with open(path, "wb") as file:
-            stream = _Stream(file)
+            stream = ChecksumStream(file)
             torch.save(content, stream)  # type: ignore[arg-type]  # it asks for write and flush
             stream.end()
             os.fsync(file.fileno())
     except OSError as error:
-        error.filename = error.filename or str(path)  # not known to what writes
+        error.filename = error.filename or str(path)  # an error of write does not know the path
         raise
     return {"bytes": stream.num_bytes, "crc32": stream.crc32}
 
 
-def read(path: pathlib.Path) -> Any:
-    """What was written there, on the CPU. It is data and runs no code, whoever wrote the file."""
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def crc32(path: pathlib.Path) -> int:
-    """The checksum of what the file holds now."""
-    so_far = 0
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            so_far = zlib.crc32(piece, so_far)
-    return so_far
-
-
-def sync(folder: pathlib.Path) -> None:
-    """Bring the folder's own list of names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class _Stream:
-    """Where ``torch.save`` writes: it counts, sums up, and holds back an error until the end.
+class ChecksumStream:
+    """A stream for ``torch.save`` that counts bytes, computes their CRC-32, and holds back an error until ``end``.
 
     torch would replace an error inside ``write`` by one of its own, which says nothing of a full disk.
     """
@@ -103,93 +122,32 @@ class _Stream:
         return num_bytes
 
     def flush(self) -> None:
-        """Torch calls it; ``end`` does it."""
+        """Nothing: ``end`` flushes."""
 
     def end(self) -> None:
-        """Hand everything to the system, or raise what went wrong."""
+        """Hand everything to the system, or raise the error of a write."""
         if self.error is not None:
             raise self.error
         self.file.flush()
 
 
-_LEAVES = (
-    torch.Tensor,
-    torch.nn.Parameter,
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.Size,
-    torch.dtype,
-    torch.device,
-)
-_LISTS = (list, tuple, set)
-_DICTS = (dict, OrderedDict, Counter)
-_NUMBERS: dict[type, Callable[[Any], Any]] = {np.floating: float, np.integer: int, np.bool_: bool}
+def read(path: pathlib.Path) -> Any:
+    """The content of a file, on the CPU. It is data and runs no code, whatever the file holds."""
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def plain(content: Any, where: str) -> Any:
-    """The content, with numpy's numbers as Python's. TypeError that says where something is that is no plain data."""
-    kind = type(content)
-    if kind in _DICTS:
-        return _plain_dict(content, where)
-    if kind in _LISTS:
-        taken = [plain(value, f"{where}[{index}]") for index, value in enumerate(content)]
-        return content if all(map(operator.is_, taken, content)) else kind(taken)
-    for numbers, python in _NUMBERS.items():
-        if isinstance(content, numbers):
-            return python(content)
-    if kind in _LEAVES:
-        return content
-    raise TypeError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold: it holds tensors, "
-        "numbers, strings, and lists, tuples, sets and dicts of them (numpy: torch.from_numpy(x))"
-    )
-
-
-def _plain_dict(content: Any, where: str) -> Any:
-    taken = {
-        plain(key, f"the key {key!r} of {where}"): plain(value, f"{where}[{key!r}]") for key, value in content.items()
-    }
-    if all(map(operator.is_, taken, content)) and all(map(operator.is_, taken.values(), content.values())):
-        return content
-    copied = copy.copy(content)  # with what else is known of it: a state_dict's versions
-    copied.clear()
-    copied.update(taken)
-    return copied
-
-
-logger = logging.getLogger("torchmpi_py")
-
-FORMAT = 1
-"""Of what lies in a checkpoint's folder; a reader refuses a higher one."""
-
-SUMMARY, MODEL = "checkpoint.json", "model.pt"
-_NAME = re.compile(r"step-(\d+)(\.replaced)?")
-
-
-class Damaged(Exception):  # noqa: N818 - the name says the state
-    """A checkpoint lacks a file, or holds one that is not as it was written."""
-
-
-class Lacking(Damaged):
-    """It lacks something, which a file system over the network may show later."""
+def sync(folder: pathlib.Path) -> None:
+    """Bring the folder's own list of names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def part_of(rank: int) -> str:
-    """The file of what is this rank's own."""
+    """The name of the file with this rank's own parts."""
     return f"rank-{rank}.pt"
-
-
-def make(directory: pathlib.Path) -> None:
-    """Make the folder where checkpoints are kept, if it is not there, and those that it is in; also on the disk."""
-    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-    os.makedirs(directory, exist_ok=True)
-    for folder in made:
-        sync(folder.parent)
 
 
 def complete(directory: pathlib.Path) -> list[str]:
@@ -206,15 +164,14 @@ def step_of(name: str) -> int:
 
 
 def begin(directory: pathlib.Path, step: int) -> pathlib.Path:
-    """A new folder to write into."""
+    """A new folder with a provisional name, in the folder of checkpoints, which is made if it is missing."""
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    os.makedirs(directory, exist_ok=True)
+    for folder in made:
+        sync(folder.parent)  # the new names are on the disk
     partial = directory / f".step-{step:06}.partial-{uuid.uuid4().hex[:8]}"
     os.mkdir(partial)
     return partial
-
-
-def abandon(partial: pathlib.Path) -> None:
-    """Remove what cannot be finished."""
-    shutil.rmtree(partial, ignore_errors=True)
 
 
 def finish(partial: pathlib.Path, step: int, summary: dict[str, Any]) -> pathlib.Path:
@@ -226,6 +183,7 @@ def finish(partial: pathlib.Path, step: int, summary: dict[str, Any]) -> pathlib
         os.fsync(file.fileno())
     sync(partial)
     final = partial.parent / f"step-{step:06}"
+    # A checkpoint of the same step keeps a complete one's name until the new one has its own.
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
         os.rename(final, replaced)
@@ -238,21 +196,20 @@ def finish(partial: pathlib.Path, step: int, summary: dict[str, Any]) -> pathlib
 
 def tidy(directory: pathlib.Path) -> None:
     """Remove what a job left that was killed while it wrote, or while it removed."""
-    for entry in os.scandir(directory):
-        if entry.name.startswith(".step-"):
-            _remove(pathlib.Path(entry.path))
-        elif entry.name.startswith(".token-"):
-            os.unlink(entry.path)
-        elif entry.name.endswith(".replaced") and _NAME.fullmatch(entry.name):
-            newer = directory / entry.name.removesuffix(".replaced")
+    for name in os.listdir(directory):
+        path = directory / name
+        if name.startswith(".step-"):
+            remove(path)
+        elif name.endswith(".replaced") and _NAME.fullmatch(name):
+            newer = path.with_suffix("")
             if newer.exists():
-                discard(pathlib.Path(entry.path))
+                discard(path)
             else:
-                os.rename(entry.path, newer)
+                os.rename(path, newer)
 
 
 def discard(folder: pathlib.Path) -> None:
-    """Remove a checkpoint: at once by its name, so that half of one is never taken for a whole.
+    """Remove a checkpoint: at once by its name, so that half of one never has the name of a whole.
 
     If that fails it stays, with a warning: nothing is lost, and the next save tries again.
     """
@@ -262,15 +219,12 @@ def discard(folder: pathlib.Path) -> None:
     except OSError as error:
         logger.warning("the old checkpoint %s cannot be removed: %s", folder, error.strerror)
     else:
-        _remove(away)
+        remove(away)
 
 
-def _remove(path: pathlib.Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+def remove(folder: pathlib.Path) -> None:
+    """Remove a folder that has no name of a complete checkpoint, as far as that is possible."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_aside(folder: pathlib.Path) -> None:
@@ -282,7 +236,7 @@ def set_aside(folder: pathlib.Path) -> None:
 
 
 def summary_of(folder: pathlib.Path) -> dict[str, Any]:
-    """What ``checkpoint.json`` says. Damaged if it cannot be read, CheckpointError if a later version wrote it."""
+    """The content of ``checkpoint.json``. Damaged if it cannot be read, CheckpointError if a later version wrote it."""
     try:
         summary = json.loads((folder / SUMMARY).read_bytes())
         is_whole = summary.pop("crc32") == _crc32_of_summary(summary)
@@ -314,7 +268,7 @@ def check(folder: pathlib.Path, summary: dict[str, Any], names: Iterable[str], w
             if num_bytes != written["bytes"]:
                 kind = Lacking if num_bytes < written["bytes"] else Damaged
                 raise kind(f"{name} has {num_bytes} bytes of {written['bytes']}")
-            if name in whole and crc32(folder / name) != written["crc32"]:
+            if name in whole and _crc32_of_file(folder / name) != written["crc32"]:
                 raise Damaged(f"{name} does not hold what was written: its checksum is another")
         except FileNotFoundError:
             raise Lacking(f"{name} is missing") from None
@@ -322,6 +276,14 @@ def check(folder: pathlib.Path, summary: dict[str, Any], names: Iterable[str], w
             raise
         except OSError as error:
             raise Damaged(f"{name} cannot be read: {error.strerror}") from error
+
+
+def _crc32_of_file(path: pathlib.Path) -> int:
+    so_far = 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            so_far = zlib.crc32(piece, so_far)
+    return so_far
 
 
 def _crc32_of_summary(content: dict[str, Any]) -> int:

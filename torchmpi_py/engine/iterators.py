@@ -1,6 +1,4 @@
-"""Items computed ahead of the loop that uses them, by a thread.
-
-Each rank's share of a dataset, built ahead of the training loop by a thread.
+"""Each rank's share of a dataset, built ahead of the training loop by a thread.
 
 Vocabulary. A *global batch* is what all ranks together compute on in one step: G = batch_size * size samples, the last
 one of an epoch possibly fewer. Epoch e visits the dataset in an *order* drawn from (seed, e), the same on all ranks;
@@ -36,9 +34,11 @@ from torchmpi_py.runtime import process
 
 T = TypeVar("T")
 
+_END = object()  # behind the last item of a queue
+
 
 def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
-    """The same items, up to ``depth`` of them computed ahead by a daemon thread; 0: no thread.
+    """The same items; a daemon thread computes up to ``depth`` of them ahead, 0: no thread.
 
     Closing the generator ends the thread: at once, or when the item under construction is done. An exception from
     ``items`` is raised here, in its place in the sequence, with its own traceback.
@@ -57,7 +57,7 @@ def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
             yield item
     finally:
         stopped.set()
-        # The thread puts at most one thing after it could have seen the event: an emptied queue has room for that.
+        # The thread puts at most one item after the event is set: an emptied queue has room for it.
         while not ready.empty():
             ready.get_nowait()
         thread.join()
@@ -67,9 +67,6 @@ class _Raised(NamedTuple):
     error: BaseException
 
 
-_END = object()
-
-
 def _fill(items: Iterable[Any], ready: queue.Queue[Any], stopped: threading.Event) -> None:
     try:
         for item in items:
@@ -77,12 +74,12 @@ def _fill(items: Iterable[Any], ready: queue.Queue[Any], stopped: threading.Even
             if stopped.is_set():
                 return
         ready.put(_END)
-    except BaseException as error:  # raised again in the loop that asked for the items
+    except BaseException as error:  # raised again in the loop that uses the items
         ready.put(_Raised(error))
 
 
 class Share(NamedTuple):
-    """Positions ``begin`` to ``end`` of the epoch's order, and what they count for."""
+    """Positions ``begin`` to ``end`` of the epoch's order, with their weight in a mean over ranks."""
 
     begin: int
     end: int
@@ -105,7 +102,7 @@ class DatasetIterator:
     """The batches of this rank, epoch after epoch.
 
     ``batch_size`` is per rank. Iterating runs through one epoch and moves on to the next one's order; ``set_epoch``
-    chooses another (the engine does). All ranks must iterate alike. ``rank`` and ``size`` default to those of the
+    chooses another (the engine calls it). All ranks must iterate alike. ``rank`` and ``size`` default to those of the
     current communicator, or to 0 of 1 when the package is not started. ``prefetch`` batches are built ahead by a thread
     (0: none, inline), and moved to ``device`` if one is given; an error in the dataset surfaces in the loop. A batch is
     ``collate_fn`` of a list of samples (default: torch's), or the indexed tensors of a TensorDataset. ``drop_last``
@@ -115,9 +112,9 @@ class DatasetIterator:
     first is chance. A dataset with random augmentation should draw from a generator of its own, or be given
     ``prefetch=0``; else runs are not reproducible.
 
-    Beside each batch stand ``weight`` and ``num_samples``, as the module docstring explains, and ``position``: how many
-    samples of the epoch all ranks have used with this batch. The engine reads them. After ``set_position`` the next
-    iteration begins there, with any number of ranks: none is used twice, and none is left out.
+    With each batch the attributes ``weight`` and ``num_samples`` are set, as the module docstring explains, and
+    ``position``: how many samples of the epoch all ranks have used with this batch. The engine reads them. After
+    ``set_position`` the next iteration begins there, with any number of ranks: no sample is used twice or left out.
     Raises TypeError for a dataset without length and indexing, ValueError for one without a batch, or a number out of
     range.
     """
@@ -149,8 +146,8 @@ class DatasetIterator:
         self.device = _indexed(device)
         self.collate_fn = collate_fn
         self.drop_last = drop_last
-        self.epoch = 0  # the one that iterating starts next
-        self._first = 0  # where in it
+        self.epoch = 0  # of the next iteration
+        self._first = 0  # the position in the epoch where the next iteration begins
         self.position = 0
         self.weight = 1.0
         self.num_samples = 0
@@ -171,7 +168,7 @@ class DatasetIterator:
         return full + (rest > 0 and not self.drop_last)
 
     def check_place(self) -> None:
-        """ValueError if rank and size were taken by default, and the current communicator's are others."""
+        """ValueError if rank and size are defaults, and those of the current communicator have changed."""
         rank, size = (self.rank, self.size) if self._place_given else _place(None, None)
         if (rank, size) != (self.rank, self.size):
             raise ValueError(
@@ -185,7 +182,7 @@ class DatasetIterator:
         return not self._place_given
 
     def take_place(self) -> None:
-        """Give the shares of this rank at its present place: ranks have died. If the place was given, it remains."""
+        """Give the shares of this rank's present rank and size: ranks have died. If they were given, they remain."""
         if not self._place_given:
             self.rank, self.size = _place(None, None)
 
@@ -257,7 +254,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _adopted(batch: Any, device: torch.device | None) -> Any:
-    """Tell CUDA's allocator that the computing stream uses what the copying stream allocated."""
+    """The batch, after CUDA's allocator is informed that the computing stream uses it."""
     if device is not None and device.type == "cuda":
         stream = torch.cuda.current_stream(device)
         tree_map_only(torch.Tensor, lambda tensor: tensor.record_stream(stream), batch)
@@ -265,7 +262,7 @@ def _adopted(batch: Any, device: torch.device | None) -> Any:
 
 
 def _indexed(device: torch.device | str | None) -> torch.device | None:
-    """With its index: "cuda" alone means another device in the prefetching thread than in the caller's."""
+    """The device with its index: "cuda" alone means another device in the prefetching thread than in the caller's."""
     if device is None:
         return None
     named = torch.device(device)

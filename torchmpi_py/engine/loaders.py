@@ -1,10 +1,10 @@
-"""DataLoaders of torch on several ranks: each rank takes its share of the batches.
+"""DataLoaders of torch on several ranks: each rank loads its share of the batches.
 
 A DataLoader knows nothing of ranks: with ``shuffle=True`` alone every rank trains on the same batches, or, seeded
 apart, on all of the data in an order of its own. The engine divides a DataLoader whose order it knows (torch's own
 samplers over a dataset with a length) as a ``DatasetIterator`` divides its dataset, and lets a second DataLoader with
-the same workers, collate_fn and so on load the shares. Any other DataLoader is left as it is, for it may be divided by
-the user: one with another sampler, with an IterableDataset, or with a different dataset on each rank.
+the same workers, collate_fn and so on load the shares. Any other DataLoader is left as it is, for its user may have
+divided it: one with another sampler, with an IterableDataset, or with a different dataset on each rank.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core import ulfm
 from torchmpi_py.engine import samples
 from torchmpi_py.engine.iterators import DatasetIterator
-from torchmpi_py.nn import first_batches
+from torchmpi_py.nn.first_batches import short_digest
 from torchmpi_py.runtime import process
 
 logger = logging.getLogger("torchmpi_py")
+
+_OF_THE_ORDER = {"self", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
 
 
 def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
@@ -49,7 +51,7 @@ def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
 
 
 class _Shard(DistributedSampler[int]):
-    """Torch's, which frameworks know; its epoch goes on with each iteration."""
+    """Torch's sampler, which frameworks know; each iteration moves on to the next epoch."""
 
     def __iter__(self) -> Iterator[int]:
         indices = super().__iter__()
@@ -84,7 +86,7 @@ def divided(iterator: Any) -> Any:
 
 
 class DividedLoader(DatasetIterator):
-    """A DataLoader's batches, divided among the ranks of the current level as those of a ``DatasetIterator``.
+    """A DataLoader's batches, divided among the ranks of the current level like those of a ``DatasetIterator``.
 
     ``loader.batch_size`` is per rank, and its workers are this rank's own. They are seeded from (seed, epoch, rank).
     """
@@ -96,7 +98,7 @@ class DividedLoader(DatasetIterator):
         )
         self._generator = torch.Generator()
         self._pieces: list[list[int]] = []
-        self._loader = DataLoader(batch_sampler=self._pieces, generator=self._generator, **_kept(loader))
+        self.loader = DataLoader(batch_sampler=self._pieces, generator=self._generator, **_kept(loader))
 
     def __iter__(self) -> Iterator[Any]:
         place = np.random.SeedSequence((self.seed, self.epoch, self._first, self.rank))
@@ -105,11 +107,11 @@ class DividedLoader(DatasetIterator):
 
     def _loaded(self, pieces: list[torch.Tensor]) -> Generator[Any, None, None]:
         self._pieces[:] = [piece.tolist() for piece in pieces]
-        yield from self._loader
+        yield from self.loader
 
 
 class _Offer(NamedTuple):
-    """What has to be equal on all ranks, and the seed, which is rank 0's."""
+    """What has to be equal on all ranks of their DataLoaders, and the seed, of which rank 0's counts."""
 
     dataset: bytes
     batch_size: int | None
@@ -121,11 +123,11 @@ class _Offer(NamedTuple):
 def _offer(loader: DataLoader[Any]) -> _Offer:
     seeds = [generator.initial_seed() for generator in samples.generators(loader).values()]
     shuffle = isinstance(loader.sampler, RandomSampler)
-    return _Offer(first_batches.of(loader.dataset), loader.batch_size, shuffle, loader.drop_last, (seeds or [0])[0])
+    return _Offer(short_digest(loader.dataset), loader.batch_size, shuffle, loader.drop_last, (seeds or [0])[0])
 
 
 def _has_torch_order(loader: DataLoader[Any]) -> bool:
-    """Whether it gives all samples of the dataset once, in their order or in a random one."""
+    """Whether the loader gives all samples of the dataset once, in their order or in a random one."""
     sampler, batches = loader.sampler, loader.batch_sampler
     if type(sampler) not in (SequentialSampler, RandomSampler) or len(sampler) != len(loader.dataset):  # type: ignore[arg-type]
         return False
@@ -134,10 +136,7 @@ def _has_torch_order(loader: DataLoader[Any]) -> bool:
     return has_its_batches and not is_with_replacement and len(sampler.data_source) == len(loader.dataset)  # type: ignore[arg-type,attr-defined]
 
 
-_OF_THE_ORDER = {"self", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
-
-
 def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The loader's other arguments, as this version of torch knows them."""
+    """The loader's arguments that do not concern the order, as this version of torch knows them."""
     names = inspect.signature(DataLoader.__init__).parameters.keys() - _OF_THE_ORDER
     return {name: getattr(loader, name) for name in names}

@@ -1,31 +1,42 @@
-"""What of a training run is in its checkpoints, and when they are written."""
+"""Runs that can be resumed: what of a training run is in its checkpoints, when they are written, and SIGTERM.
+
+A run is saved after the hooks of its user (``Saving``): at the end of an epoch, or after so many steps. SIGTERM is a
+request to end (``EndRequests``): the run is saved once more, and every rank raises EndRequested.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import pathlib
+import signal
+import threading
+import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Protocol
+from types import FrameType, TracebackType
+from typing import Any, Literal, Protocol, Union
 
 import torch
 
+from torchmpi_py.collectives.verbs import allreduce
 from torchmpi_py.engine import outcomes, samples
 from torchmpi_py.engine.checkpoint import Checkpoints, Collected, check_collected
-from torchmpi_py.engine.end_requests import EndRequests
-from torchmpi_py.engine.state import State
+from torchmpi_py.engine.state import Hook, Hooks, State
 from torchmpi_py.errors import EndRequested
 
 logger = logging.getLogger("torchmpi_py")
 
-_completed: dict[pathlib.Path, weakref.ref[torch.nn.Module]] = {}
-"""Where this process has trained which network to the end."""
+EXCHANGE_SECONDS = 0.25
+MOST_STEPS = 64  # from one exchange to the next: steps may become slower meanwhile
+
+completed: dict[pathlib.Path, weakref.ref[torch.nn.Module]] = {}
+"""The network that this process has trained to the end, by folder of checkpoints."""
 
 
 class Stateful(Protocol):
-    """What has a state of its own: a schedule of the learning rate, a meter (torch.distributed.checkpoint's word)."""
+    """An object with a state: a schedule of the learning rate, a meter (torch.distributed.checkpoint's word)."""
 
     def state_dict(self) -> Any:
         """The state, as plain data."""
@@ -34,88 +45,110 @@ class Stateful(Protocol):
         """Take a state that ``state_dict`` gave."""
 
 
+RunHooks = Union[Hooks, "Saving"]
+
+
+def hooks_of_run(
+    hooks: Hooks,
+    checkpoint: str | os.PathLike[str] | None,
+    every: int | Literal["epoch"],
+    keep: int,
+    stateful: Mapping[str, Stateful] | None,
+    steps_are_collective: bool,
+) -> AbstractContextManager[RunHooks]:
+    """The hooks that one call of ``train`` makes: the user's, with ``checkpoint`` followed by those of ``Saving``.
+
+    ValueError or TypeError for arguments that ``train`` does not take.
+    """
+    if every != "epoch" and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise ValueError(f"every={every!r}: give a positive number of steps, or 'epoch'")
+    for name, part in (stateful or {}).items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise TypeError(
+                f"stateful[{name!r}] is a {type(part).__name__}: give objects with state_dict and load_state_dict"
+            )
+    if checkpoint is not None:
+        return Saving(hooks, Checkpoints(checkpoint, keep=keep), every, stateful or {}, steps_are_collective)
+    if stateful:
+        raise ValueError("stateful= is what checkpoints hold besides: give checkpoint=DIRECTORY too")
+    return nullcontext(hooks)
+
+
 class Saving:
-    """The checkpoints of one call of ``train``; without a folder it does nothing. All methods are collective.
+    """The hooks of one training run; three of them resume or save it after the user's hook, and are collective.
 
     Equal on all ranks, and written by rank 0: network, criterion, optimizer, counters. Each rank's own: buffers of the
-    modules (batch statistics), random generators, the place in the epoch, the last loss, what is in ``stateful``.
+    modules (batch statistics), random generators, the place in the epoch, the last loss, the objects in ``stateful``.
     """
 
     def __init__(
         self,
-        directory: str | os.PathLike[str] | None,
+        hooks: Hooks,
+        checkpoints: Checkpoints,
         every: int | Literal["epoch"],
-        keep: int,
-        stateful: Mapping[str, Stateful] | None,
-        steps_together: bool,
+        stateful: Mapping[str, Stateful],
+        steps_are_collective: bool,
     ) -> None:
-        self.steps_together = steps_together  # whether ranks can agree on something after every step
-        self.checkpoints = None if directory is None else Checkpoints(directory, keep=keep)
-        self.every = _checked(every)
-        self.stateful = dict(stateful or {})
+        self.hooks = hooks
+        self.checkpoints = checkpoints
+        self.every = every
+        self.stateful = dict(stateful)
+        self.steps_are_collective = steps_are_collective  # whether ranks can exchange something after every step
         self.asked = 0  # maxepoch, before hooks of the epochs change it
         self.saved: tuple[int, ...] | None = None  # where the run stood at the last checkpoint
         self.end_requests = EndRequests()
-        for name, part in self.stateful.items():
-            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-                raise TypeError(
-                    f"stateful[{name!r}] is a {type(part).__name__}: give objects with state_dict and load_state_dict"
-                )
-        if self.stateful and self.checkpoints is None:
-            raise ValueError("stateful= is what checkpoints hold besides: give checkpoint=DIRECTORY too")
 
-    def heeding(self) -> AbstractContextManager[Any]:
-        """What brackets a training that SIGTERM asks to save, and then to end."""
-        return nullcontext() if self.checkpoints is None else self.end_requests
+    def __enter__(self) -> Saving:
+        self.end_requests.__enter__()
+        return self
 
-    def resume(self, state: State) -> None:
-        """Go on from the last complete checkpoint, if there is one."""
-        if self.checkpoints is None:
-            return
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end_requests.__exit__(kind, error, at)
+
+    def __getattr__(self, moment: str) -> Hook:
+        """The user's hook of a moment at which nothing is saved, as the user has set it by now."""
+        hook: Hook = getattr(self.hooks, moment)
+        return hook
+
+    def on_start(self, state: State) -> None:
+        """The user's hook; then go on from the last complete checkpoint, if there is one."""
+        self.hooks.on_start(state)
         self.asked = state.maxepoch
-        directory = self.checkpoints.directory
+        # An error that the first save would have is raised now, and not when the first epoch is done.
         outcomes.of_all(lambda: self._check_begin(state), "training cannot begin", (TypeError, ValueError))
         saved = self.checkpoints.load()
         if saved is None:
             return
         place = (state.iterator, saved.parts["order"], saved.parts["position"], saved.parts["size"])
-        misfit = f"step {saved.step} of {directory} does not fit what is trained now"
+        misfit = f"step {saved.step} of {self.checkpoints.directory} does not fit what is trained now"
+        # Nothing is restored on any rank before the place in the epoch fits on all.
         outcomes.of_all(lambda: samples.check_place(*place), misfit, (ValueError,))
         outcomes.of_all(lambda: self._restore(state, saved.parts), misfit)
         self.saved = _standing(state)
-        is_over = state.epoch >= state.maxepoch
-        if is_over:
-            _completed[directory] = weakref.ref(state.network)
-        if outcomes.rank() == 0:
-            place_now = f"epoch {state.epoch}, position {state.position}, step {state.t}"
-            if is_over:
-                told = "the checkpoint in %s is of a training that is complete: nothing is left to do (%s)"
-                logger.warning(told, directory, place_now)
-            else:
-                logger.info("resumed from %s: %s", directory, place_now)
+        self._log_begin(state)
 
-    def after_step(self, state: State) -> None:
-        """Write one if it is time. EndRequested, on all ranks, if one was asked to end; that is saved too."""
+    def on_update(self, state: State) -> None:
+        """The user's hook; then save if it is time. EndRequested, on all ranks and saved too, if one was asked to."""
+        self.hooks.on_update(state)
         is_due = self.every != "epoch" and state.t % self.every == 0
         if is_due:
             self._save(state)
-        self._end_if_asked(state, is_due)
+        self._end_if_requested(state, is_due)
 
-    def after_epoch(self, state: State) -> None:
-        """Write one at the end of each epoch, or of the last one; before that, EndRequested as after a step."""
+    def on_end_epoch(self, state: State) -> None:
+        """The user's hook; then save each epoch, or the last one. EndRequested as after a step, unless all is done."""
+        self.hooks.on_end_epoch(state)
         is_over = state.epoch >= state.maxepoch
         is_due = self.every == "epoch" or is_over
         if is_due:
             self._save(state)
-        if not is_over:
-            self._end_if_asked(state, is_due)
-        if self.checkpoints is not None and is_over:
-            _completed[self.checkpoints.directory] = weakref.ref(state.network)
+        if is_over:
+            completed[self.checkpoints.directory] = weakref.ref(state.network)
+        else:
+            self._end_if_requested(state, is_due)
 
     def _check_begin(self, state: State) -> None:
-        """Whether it may be saved there, and can be: asked now, and not when the first epoch is done."""
-        assert self.checkpoints is not None
-        before = _completed.get(self.checkpoints.directory)
+        before = completed.get(self.checkpoints.directory)
         if before is not None and before() is not state.network:
             raise ValueError(
                 f"this process has trained another network with checkpoint={str(self.checkpoints.directory)!r}: give "
@@ -123,10 +156,23 @@ class Saving:
             )
         check_collected(*self._collected(state))
 
-    def _end_if_asked(self, state: State, has_saved: bool) -> None:
-        """Where all ranks come: after each step that they take together, else after a save."""
-        all_come = has_saved or self.steps_together or outcomes.size() == 1
-        if self.checkpoints is None or not all_come or not self.end_requests.requested():
+    def _log_begin(self, state: State) -> None:
+        directory, place = self.checkpoints.directory, f"epoch {state.epoch}, position {state.position}, step {state.t}"
+        is_over = state.epoch >= state.maxepoch
+        if is_over:
+            completed[directory] = weakref.ref(state.network)
+        if outcomes.rank() > 0:
+            return
+        if is_over:
+            text = "the checkpoint in %s is of a training that is complete: nothing is left to do (%s)"
+            logger.warning(text, directory, place)
+        else:
+            logger.info("resumed from %s: %s", directory, place)
+
+    def _end_if_requested(self, state: State, has_saved: bool) -> None:
+        # Only where all ranks come: after each step if steps are collective, else after a save.
+        all_come = has_saved or self.steps_are_collective or outcomes.size() == 1
+        if not all_come or not self.end_requests.requested():
             return
         self._save(state)
         if outcomes.rank() == 0:
@@ -135,14 +181,14 @@ class Saving:
         raise EndRequested
 
     def _save(self, state: State) -> None:
-        if self.checkpoints is not None and self.saved != _standing(state):
+        if self.saved != _standing(state):
             self.checkpoints.save_collected(state.t, lambda: self._collected(state))
             self.saved = _standing(state)
 
     def _collected(self, state: State) -> Collected:
         parts = {
-            **{name: module.state_dict() for name, module in _modules(state).items()},
-            "outside": [tensor.detach() for tensor in _outside(state)],
+            **{name: module.state_dict() for name, module in state.named_modules().items()},
+            "outside": [tensor.detach() for tensor in state.parameters_of_optimizer_alone()],
             "optimizer": None if state.optimizer is None else state.optimizer.state_dict(),
             "epoch": state.epoch,
             "maxepoch": {"asked": self.asked, "now": state.maxepoch},
@@ -150,12 +196,12 @@ class Saving:
             "size": outcomes.size(),
         }
         # Rank 0's buffers are in the model.
-        modules = _modules(state).items() if outcomes.rank() > 0 else ()
+        modules = state.named_modules().items() if outcomes.rank() > 0 else ()
         own = {
             "buffers": {name: _kept_buffers(module) for name, module in modules},
             "position": state.position,
-            "order": samples.known(state.iterator),
-            "generators": samples.captured(state.iterator),
+            "order": samples.order_of(state.iterator),
+            "generators": samples.generator_states(state.iterator),
             "epoch_random": state.epoch_random,
             "loss": state.loss.detach().cpu().clone() if isinstance(state.loss, torch.Tensor) else None,
             "stateful": {name: part.state_dict() for name, part in self.stateful.items()},
@@ -163,11 +209,11 @@ class Saving:
         return parts, own
 
     def _restore(self, state: State, parts: dict[str, Any]) -> None:
-        modules = _modules(state)
+        modules = state.named_modules()
         for name, module in modules.items():
             module.load_state_dict(parts[name])
         with torch.no_grad():
-            for tensor, content in zip(_outside(state), parts["outside"], strict=True):
+            for tensor, content in zip(state.parameters_of_optimizer_alone(), parts["outside"], strict=True):
                 tensor.copy_(content)
             for name, buffers in parts["buffers"].items():
                 kept = _kept_buffers(modules[name])
@@ -185,35 +231,24 @@ class Saving:
         state.epoch_random = parts["epoch_random"]
         if parts["loss"] is not None:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
-        samples.restore(state.iterator, parts["generators"])
+        samples.restore_generators(state.iterator, parts["generators"])
         state.maxepoch = _last_epoch(state, **parts["maxepoch"])
 
 
 def _last_epoch(state: State, asked: int, now: int) -> int:
-    """What ``maxepoch`` is from here on, if it was ``asked`` for when this was saved, and had become ``now``.
+    """``maxepoch`` from here on, of a run that was ``asked`` for so many epochs, and had ``now`` when it was saved.
 
-    A hook that had ended training early, or prolonged it, has done so for good, unless more is asked for than before.
+    A hook that has ended training early, or prolonged it, has done so for good, unless the program now asks for more.
     """
     if state.position > 0:
-        now = max(now, state.epoch + 1)  # one that ended it in this epoch meant its end
+        now = max(now, state.epoch + 1)  # a hook that ended it in this epoch meant the end of the epoch
     if state.maxepoch == asked:
         return now
     return state.maxepoch if state.maxepoch > asked else min(state.maxepoch, now)
 
 
-def _modules(state: State) -> dict[str, torch.nn.Module]:
-    named = {"network": state.network, "criterion": state.criterion}
-    return {name: part for name, part in named.items() if isinstance(part, torch.nn.Module)}
-
-
-def _outside(state: State) -> Iterator[torch.Tensor]:
-    """The parameters that only the optimizer holds."""
-    inside = {id(parameter) for module in state.modules() for parameter in module.parameters()}
-    return (parameter for parameter in state.parameters() if id(parameter) not in inside)
-
-
 def _kept_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Those that the module's state_dict holds."""
+    """The buffers that the module's state_dict holds."""
     kept = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
@@ -223,7 +258,76 @@ def _standing(state: State) -> tuple[int, ...]:
     return state.t, state.epoch, state.position, outcomes.size()
 
 
-def _checked(every: int | Literal["epoch"]) -> int | Literal["epoch"]:
-    if every == "epoch" or (isinstance(every, int) and not isinstance(every, bool) and every > 0):
-        return every
-    raise ValueError(f"every={every!r}: give a positive number of steps, or 'epoch'")
+class EndRequests:
+    """In ``with EndRequests() as end``, SIGTERM asks the program to end, in place of ending it at once.
+
+    ::
+
+        with EndRequests() as end:
+            for step in range(first, last):
+                ...
+                if end.requested():
+                    checkpoints.save(step + 1, {"model": model.state_dict()})
+                    raise EndRequested  # from torchmpi_py.errors; the exit code is 143
+
+    The signal is left alone where the program has a handler for it, and outside the main thread. A signal that no call
+    of ``requested`` has reported when the block ends has its usual effect then. After ``requested`` has returned True
+    the signal has no effect until the process ends, or enters such a block again: a signal that is sent twice does not
+    end the program while it saves or cleans up. Works in a world of one, and without ``mpi.start()``.
+    """
+
+    # Ranks get the signal at different moments, and some may not get it at all (torchmpirun reaches those of its own
+    # host), so the ranks exchange whether one of them has. An exchange costs as much as a barrier. So they exchange
+    # after as many steps as take EXCHANGE_SECONDS on the rank that needs longest for them.
+
+    def __init__(self) -> None:
+        self._has_come = False
+        self._is_ours = False
+        self._is_known = False  # ``requested`` has returned True
+        self._steps_left = 1
+        self._num_steps = 1  # from the last exchange to the next one
+        self._size = 0  # ranks at the last exchange: survivors of a death begin with the same count
+        self._when = time.monotonic()
+
+    def __enter__(self) -> EndRequests:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _is_known_already):
+            signal.signal(signal.SIGTERM, self._on_signal)
+            self._is_ours = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not self._is_ours:
+            return
+        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, _is_known_already if self._is_known else signal.SIG_DFL)
+        self._is_ours = False
+        if self._has_come and not self._is_known and error is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def requested(self) -> bool:
+        """Whether a rank was asked to end: True on all ranks, or on none.
+
+        Every rank of the current level calls it once a step. Some of the calls, four a second at most if steps are not
+        very short, exchange what the ranks know; the others return False at once.
+        """
+        size = outcomes.size()
+        self._steps_left -= 1
+        if self._steps_left > 0 and size == self._size:
+            return False
+        step_seconds = (time.monotonic() - self._when) / self._num_steps
+        known = torch.tensor([float(self._has_come), step_seconds], dtype=torch.float64, device="cpu")
+        if size > 1:
+            allreduce(known, op="max")
+        self._is_known = bool(known[0])
+        self._size, self._when = size, time.monotonic()
+        fitting = int(EXCHANGE_SECONDS / max(float(known[1]), 1e-6))
+        self._num_steps = self._steps_left = max(1, min(fitting, 2 * self._num_steps, MOST_STEPS))
+        return self._is_known
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> Any:
+        self._has_come = True
+
+
+def _is_known_already(signum: int, frame: FrameType | None) -> None:
+    """SIGTERM's handler when the ranks have agreed to end; programs that this one starts do not inherit it."""

@@ -1,65 +1,108 @@
-"""The order in which an iterator gives samples: what it follows from, and whether a place in it is one in another.
+"""Samples: what a sample is made of, in which order an iterator gives samples, and how an epoch is resumed.
 
-A place in the middle of an epoch is of use only in the same order. What an order follows from is known in part: of a
-``DatasetIterator`` the number of samples, the seed, and whether it shuffles; of others their lengths, and the random
-generators that they, or their samplers, hold (torch's word: ``generator``), whose states a checkpoint keeps.
-
-What gives samples, and what a sample is made of.
+A place in the middle of an epoch is of use only in the same order. The order of a ``DatasetIterator`` follows from the
+number of samples, the seed, and whether it shuffles; that of others from their lengths and from random generators:
+those that they, or their samplers, hold (torch's word: ``generator``), or the global ones of the process (torch's,
+CUDA's, numpy's, Python's). A checkpoint keeps the states of both, as plain data.
 """
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
-from torchmpi_py.engine import outcomes, rng_state
+from torchmpi_py.engine import outcomes
 from torchmpi_py.engine.state import State
 
 
-def holders(iterator: Any) -> Iterator[tuple[str, Any]]:
-    """The iterator, and the samplers that it draws from, as a DataLoader has them, each with a name."""
-    yield "iterator", iterator
-    yield "sampler", getattr(iterator, "sampler", None)
-    batches = getattr(iterator, "batch_sampler", None)
-    yield "batch_sampler", batches
-    yield "batch_sampler.sampler", getattr(batches, "sampler", None)
+def length(sample: Any) -> int:
+    """Number of samples by the target's length, else 1. No error here: hooks.on_sample may still replace the sample."""
+    try:
+        return len(split(sample)[1])
+    except (TypeError, IndexError):
+        return 1
 
 
-def generators(iterator: Any) -> dict[str, torch.Generator]:
-    """Their own random generators; the same one may have several names."""
-    held = ((name, getattr(holder, "generator", None)) for name, holder in holders(iterator))
-    return {name: generator for name, generator in held if isinstance(generator, torch.Generator)}
+def split(sample: Any) -> tuple[Any, Any]:
+    """(input, target) of a sample. TypeError, which describes the sample, if it is no pair."""
+    if isinstance(sample, (tuple, list)) and len(sample) >= 2:
+        return sample[0], sample[1]
+    what = f"{type(sample).__name__} of length {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
+    raise TypeError(
+        f"sample is a {what}; the engine needs (input, target): "
+        "let the iterator give pairs, or make one of state.sample in hooks.on_sample"
+    )
 
 
-def captured(iterator: Any) -> dict[str, torch.Tensor]:
-    """The states of these generators now."""
-    return {name: generator.get_state() for name, generator in generators(iterator).items()}
+def check_repeatable(iterator: Iterable[Any], maxepoch: int) -> None:
+    """TypeError if the iterator can be run through only once, and ``maxepoch`` is more."""
+    # The first question comes first because iter() of a DataLoader starts its workers.
+    if maxepoch > 1 and isinstance(iterator, Iterator) and iter(iterator) is iterator:
+        raise TypeError(
+            f"iterator is a {type(iterator).__name__}, which can be run through only once, and maxepoch={maxepoch}: "
+            "give what starts anew at each epoch, such as a list, a DataLoader, or an object whose __iter__ does"
+        )
 
 
-def restore(iterator: Any, states: dict[str, torch.Tensor]) -> None:
-    """Let them go on from there; those that had no state are left alone."""
-    for name, generator in generators(iterator).items():
-        if name in states:
-            generator.set_state(states[name])
+def of_epoch(state: State) -> Iterator[Any]:
+    """The samples of ``state.epoch`` from ``state.position`` on.
 
-
-def known(iterator: Any) -> dict[str, Any]:
-    """What the order of samples follows from, and the batches, where places count batches; as far as it is known."""
+    An iterator without ``set_position`` begins its epoch again, and the samples before the position are skipped. It may
+    shuffle by random generators, global or its own: it begins with their states at the begin of the epoch, and the
+    states of now come back afterwards.
+    """
+    iterator = state.iterator
+    samplers = [getattr(iterator, name, None) for name in ("sampler", "batch_sampler")]
+    for holder in (iterator, *samplers):
+        getattr(holder, "set_epoch", _ignore)(state.epoch)
     if hasattr(iterator, "set_position"):
-        told = {"samples": "total", "seed": "seed", "shuffle": "shuffle"}
-        found = {word: getattr(iterator, name, None) for word, name in told.items()}
+        if state.position > 0:
+            iterator.set_position(state.position)
+        return iter(iterator)
+    if state.position > 0:
+        return _skipped(state)
+    if state.training:
+        state.epoch_random = {"global": random_states(), "iterator": generator_states(iterator)}
+    return iter(iterator)
+
+
+def _skipped(state: State) -> Iterator[Any]:
+    now, own_now = random_states(), generator_states(state.iterator)
+    if state.epoch_random is not None:
+        restore_random_states(state.epoch_random["global"])
+        restore_generators(state.iterator, state.epoch_random["iterator"])
+    samples = iter(state.iterator)
+    for _ in range(state.position):
+        next(samples, None)
+    restore_random_states(now)
+    restore_generators(state.iterator, own_now)
+    return samples
+
+
+def _ignore(epoch: int) -> None:
+    """The set_epoch of an iterator that has none."""
+
+
+def order_of(iterator: Any) -> dict[str, Any]:
+    """What the order of samples follows from, as far as it is known; also the batches, where places count batches."""
+    if hasattr(iterator, "set_position"):
+        attributes = {"samples": "total", "seed": "seed", "shuffle": "shuffle"}
+        order = {word: getattr(iterator, name, None) for word, name in attributes.items()}
         ranks = getattr(iterator, "size", None)
-        found["ranks"] = None if ranks == outcomes.size() else ranks  # each rank may have a dataset of its own
+        order["ranks"] = None if ranks == outcomes.size() else ranks  # each rank may have a dataset of its own
     else:
-        found = {
+        order = {
             "samples": _length(getattr(iterator, "dataset", None)),
             "batches": _length(iterator),
             "batch size": getattr(iterator, "batch_size", None),
             "generators of": ", ".join(generators(iterator)) or None,
         }
-    return {word: value for word, value in found.items() if isinstance(value, (int, str))}
+    return {word: value for word, value in order.items() if isinstance(value, (int, str))}
 
 
 def check_place(iterator: Any, order: dict[str, Any], position: int, size: int) -> None:
@@ -69,7 +112,7 @@ def check_place(iterator: Any, order: dict[str, Any], position: int, size: int) 
     """
     if position == 0:
         return
-    now = known(iterator)
+    now = order_of(iterator)
     is_of_all = hasattr(iterator, "set_position") and "ranks" not in now
     if size != outcomes.size() and not is_of_all:
         raise ValueError(
@@ -92,72 +135,70 @@ def _length(sized: Any) -> int | None:
 
 def _described(order: dict[str, Any]) -> str:
     counts = ("samples", "batches")
-    told = (f"{value} {word}" if word in counts else f"{word} {value}" for word, value in order.items())
-    return ", ".join(told) or "samples of an unknown order"
+    pieces = (f"{value} {word}" if word in counts else f"{word} {value}" for word, value in order.items())
+    return ", ".join(pieces) or "samples of an unknown order"
 
 
-def of_epoch(state: State) -> Iterator[Any]:
-    """The samples of ``state.epoch`` from ``state.position`` on.
+def generators(iterator: Any) -> dict[str, torch.Generator]:
+    """The random generators of the iterator and of the samplers that it draws from, by the name of the holder.
 
-    What has no ``set_position`` begins anew, and they are skipped. It may shuffle by the global random generators, as a
-    DataLoader does, or by its own: it begins with those of the epoch's begin, and those of now come back afterwards.
+    The same generator may have several names.
     """
-    iterator = state.iterator
-    samplers = [getattr(iterator, name, None) for name in ("sampler", "batch_sampler")]
-    for holder in (iterator, *samplers):
-        getattr(holder, "set_epoch", _ignored)(state.epoch)
-    if hasattr(iterator, "set_position"):
-        if state.position > 0:
-            iterator.set_position(state.position)
-        return iter(iterator)
-    if state.position > 0:
-        return _skipped(state)
-    if state.training:
-        state.epoch_random = {"global": rng_state.captured(), "iterator": captured(iterator)}
-    return iter(iterator)
+    batches = getattr(iterator, "batch_sampler", None)
+    holders = {
+        "iterator": iterator,
+        "sampler": getattr(iterator, "sampler", None),
+        "batch_sampler": batches,
+        "batch_sampler.sampler": getattr(batches, "sampler", None),
+    }
+    held = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
+    return {name: generator for name, generator in held.items() if isinstance(generator, torch.Generator)}
 
 
-def _skipped(state: State) -> Iterator[Any]:
-    now, own_now = rng_state.captured(), captured(state.iterator)
-    if state.epoch_random is not None:
-        rng_state.restore(state.epoch_random["global"])
-        restore(state.iterator, state.epoch_random["iterator"])
-    samples = iter(state.iterator)
-    for _ in range(state.position):
-        next(samples, None)
-    rng_state.restore(now)
-    restore(state.iterator, own_now)
-    return samples
+def generator_states(iterator: Any) -> dict[str, torch.Tensor]:
+    """The present states of ``generators(iterator)``."""
+    return {name: generator.get_state() for name, generator in generators(iterator).items()}
 
 
-def _ignored(epoch: int) -> None:
-    """The set_epoch of an iterator that has none."""
+def restore_generators(iterator: Any, states: dict[str, torch.Tensor]) -> None:
+    """Set the generators of the iterator to these states; one without a state is left alone."""
+    for name, generator in generators(iterator).items():
+        if name in states:
+            generator.set_state(states[name])
 
 
-def check_repeatable(iterator: Iterable[Any], maxepoch: int) -> None:
-    """TypeError if it can be run through only once, and has to be more often."""
-    # The first question comes first because iter() of a DataLoader starts its workers.
-    if maxepoch > 1 and isinstance(iterator, Iterator) and iter(iterator) is iterator:
-        raise TypeError(
-            f"iterator is a {type(iterator).__name__}, which can be run through only once, and maxepoch={maxepoch}: "
-            "give what starts anew at each epoch, such as a list, a DataLoader, or an object whose __iter__ does"
-        )
+def random_states() -> dict[str, Any]:
+    """The present states of the global random generators.
+
+    CUDA's is that of the current device, if CUDA is in use. numpy's is left out if its global functions have been given
+    another bit generator than the default kind.
+    """
+    states: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    kind, key, *rest = np.random.get_state()
+    if kind == "MT19937":
+        states["numpy"] = [torch.from_numpy(np.asarray(key).astype(np.int64)), *rest]
+    version, words, gauss = random.getstate()
+    states["python"] = [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss]
+    return states
 
 
-def length(sample: Any) -> int:
-    """Number of samples by the target's length, else 1. No error here: hooks.on_sample may still replace the sample."""
-    try:
-        return len(split(sample)[1])
-    except (TypeError, IndexError):
-        return 1
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Set the global random generators to these states. CUDA's is left alone where there is no GPU."""
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states:
+        key, *rest = states["numpy"]
+        np.random.set_state(("MT19937", key.numpy().astype(np.uint32), *rest))
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
 
 
-def split(sample: Any) -> tuple[Any, Any]:
-    """(input, target) of a sample, or a TypeError that says what came instead."""
-    if isinstance(sample, (tuple, list)) and len(sample) >= 2:
-        return sample[0], sample[1]
-    what = f"{type(sample).__name__} of length {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
-    raise TypeError(
-        f"sample is a {what}; the engine needs (input, target): "
-        "let the iterator give pairs, or make one of state.sample in hooks.on_sample"
-    )
+def derive_random_states(states: dict[str, Any], rank: int) -> None:
+    """Seed the global random generators of a rank that has no states: from another rank's, and from its number."""
+    drawn = zlib.crc32(states["torch"].numpy().tobytes())
+    torch.manual_seed((drawn << 24) + rank)
+    np.random.seed([drawn, rank])
+    random.seed((drawn << 24) + rank)

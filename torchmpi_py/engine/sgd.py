@@ -1,6 +1,4 @@
-"""Which optimizer a training run is given.
-
-The training loop: one action, one hook.
+"""The training loop: one action, one hook.
 
 This is torchnet's SGD engine (the parent of TorchMPI's AllReduceSGDEngine, reference section 7) on torch modules. The
 loop is ``SGDEngine.train`` below, and it is the documentation: every line that does something is followed by the hook
@@ -8,7 +6,8 @@ that is called after it. The engine does not know of ranks, devices, clocks or l
 
 * users add behaviour by hooks: ``engine.hooks.on_update = lambda state: print(state.loss.item())``;
 * packages add behaviour by a subclass that overrides the small methods the loop calls (``AllReduceSGDEngine``), so that
-  the hooks stay the user's.
+  the hooks stay the user's;
+* checkpoints, and SIGTERM as a request to end, follow the user's hooks (``resume.Saving``).
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from torchmpi_py.engine import samples
-from torchmpi_py.engine.resume import Saving, Stateful
+from torchmpi_py.engine.resume import RunHooks, Stateful, hooks_of_run
 from torchmpi_py.engine.state import Hooks, State
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def check_one_given(lr: float | None, optimizer: OptimizerLike | None) -> None:
-    """ValueError unless exactly one of them is given."""
+    """ValueError unless exactly one of ``lr`` and ``optimizer`` is given."""
     if (lr is None) == (optimizer is None):
         raise ValueError(
             f"train(lr={lr!r}, optimizer={optimizer!r}): give exactly one of them; lr=0.1 for plain SGD, "
@@ -39,7 +38,7 @@ def check_one_given(lr: float | None, optimizer: OptimizerLike | None) -> None:
 
 
 def make_optimizer(state: State, lr: float | None, optimizer: OptimizerLike | None) -> torch.optim.Optimizer | None:
-    """The optimizer asked for. Made after the session has placed the parameters on their device."""
+    """The optimizer that ``lr`` or ``optimizer`` stands for, or None; made when the parameters are on their device."""
     if lr is not None:
         return torch.optim.SGD(state.parameters(), lr=lr) if lr != 0 else None
     if hasattr(optimizer, "step") and not isinstance(optimizer, type):
@@ -50,7 +49,7 @@ def make_optimizer(state: State, lr: float | None, optimizer: OptimizerLike | No
 
 
 def _checked(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer, if its ``step`` can be called as the loop calls it: without a closure."""
+    """The optimizer; a TypeError if its ``step`` needs a closure, which the loop does not give."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise TypeError(
@@ -61,13 +60,13 @@ def _checked(optimizer: Any) -> torch.optim.Optimizer:
 
 
 class SGDEngine:
-    """Train and test a network; see the module docstring for how to add to it.
+    """Train and test a network; the module docstring tells how behaviour is added.
 
     Source: torchnet, ``SGDEngine``; TorchMPI reference section 7.
     """
 
-    steps_together = False
-    """Whether all ranks take every step together; else a rank may have more steps in an epoch than another."""
+    steps_are_collective = False
+    """Whether every step has a collective operation; else a rank may have more steps in an epoch than another."""
 
     def __init__(self) -> None:
         self.hooks = Hooks()
@@ -92,7 +91,7 @@ class SGDEngine:
         or a function from the list of parameters to one. A hook that adds layers adds their parameters to
         ``state.optimizer`` too, as anywhere in torch.
 
-        An iterator, or its sampler, that has ``set_epoch`` is told the epoch, and draws its order from (seed, epoch).
+        An iterator, or its sampler, that has ``set_epoch`` gets the epoch, and draws its order from (seed, epoch).
         Each call counts from epoch 0: several calls with ``maxepoch=1`` all see the same order. Make one call with a
         larger ``maxepoch``, or go on where the last one ended: ``on_start`` may set ``state.epoch`` (``maxepoch``
         counts from the very first epoch).
@@ -102,8 +101,8 @@ class SGDEngine:
         after ``on_start``: a program that is started again ends as if it had not been interrupted. Objects of your own
         that have a state (schedules of the learning rate, meters) are given in ``stateful``, by name. SIGTERM, at one
         rank or at all, then has all of them save and raise ``EndRequested``, which ends the program with exit code 143:
-        after the step where ranks take their steps together (``AllReduceSGDEngine``, or a world of one), else at the
-        next save. See docs/checkpoints.md.
+        after the step where steps are collective (``AllReduceSGDEngine``, or a world of one), else at the next save.
+        See docs/checkpoints.md.
 
         Raises ValueError or TypeError for an ambiguous optimizer, TypeError for one that needs a closure (LBFGS), for
         an iterator that can be run through only once (a generator) with ``maxepoch`` > 1, and for a sample that is not
@@ -112,39 +111,34 @@ class SGDEngine:
         state = State(network, criterion, iterator, training=True, maxepoch=maxepoch)
         check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
-        saving = Saving(checkpoint, every, keep, stateful, self.steps_together)
-        with self.session(state), saving.heeding():
+        run_hooks = hooks_of_run(self.hooks, checkpoint, every, keep, stateful, self.steps_are_collective)
+        with self.session(state), run_hooks as hooks:
             state.optimizer = make_optimizer(state, lr, optimizer)
             self.set_mode(state)
-            self.hooks.on_start(state)
-            saving.resume(state)
-            while state.epoch < state.maxepoch or state.is_ending_epoch:
-                with self.epoch(state):
-                    if not state.is_ending_epoch:
-                        self.hooks.on_start_epoch(state)
-                        for sample in self.samples(state):
-                            self.take_sample(state, sample)
-                            self.hooks.on_sample(state)
-                            self.prepare(state)
-                            self.forward(state)
-                            self.hooks.on_forward(state)
-                            self.forward_criterion(state)
-                            self.hooks.on_forward_criterion(state)
-                            self.zero_gradients(state)
-                            self.backward_criterion(state)
-                            self.hooks.on_backward_criterion(state)
-                            self.backward(state)
-                            self.hooks.on_backward(state)
-                            self.update(state)
-                            self.complete(state)
-                            self.hooks.on_update(state)
-                            saving.after_step(state)
-                        self.end_epoch(state)
-                    self.hooks.on_end_epoch(state)
-                    saving.after_epoch(state)
-                    state.is_ending_epoch = False
+            hooks.on_start(state)
+            while state.epoch < state.maxepoch:
+                with self.epoch(state, hooks):
+                    hooks.on_start_epoch(state)
+                    for sample in self.samples(state):
+                        self.take_sample(state, sample)
+                        hooks.on_sample(state)
+                        self.prepare(state)
+                        self.forward(state)
+                        hooks.on_forward(state)
+                        self.forward_criterion(state)
+                        hooks.on_forward_criterion(state)
+                        self.zero_gradients(state)
+                        self.backward_criterion(state)
+                        hooks.on_backward_criterion(state)
+                        self.backward(state)
+                        hooks.on_backward(state)
+                        self.update(state)
+                        self.complete(state)
+                        hooks.on_update(state)
+                    self.end_epoch(state)
+                    hooks.on_end_epoch(state)
             self.finish(state)
-            self.hooks.on_end(state)
+            hooks.on_end(state)
         return state
 
     def test(
@@ -172,11 +166,14 @@ class SGDEngine:
     # The actions of the loop, in its order. Subclasses override these; each reads and writes the state only.
 
     def session(self, state: State) -> AbstractContextManager[None]:
-        """What brackets the whole run, also when it ends by an error."""
+        """The bracket around the whole run, also when an error ends the run."""
         return nullcontext()
 
-    def epoch(self, state: State) -> AbstractContextManager[bool | None]:
-        """What brackets an epoch, or the rest of one; it may swallow an error, and the loop goes on from the state."""
+    def epoch(self, state: State, hooks: RunHooks) -> AbstractContextManager[None]:
+        """The bracket around an epoch, or the rest of one; it may swallow an error: the loop goes on from the state.
+
+        hooks: the hooks that the loop calls; a bracket that repeats the end of an epoch calls ``on_end_epoch`` again.
+        """
         return nullcontext()
 
     def set_mode(self, state: State) -> None:
@@ -189,15 +186,15 @@ class SGDEngine:
         return samples.of_epoch(state)
 
     def take_sample(self, state: State, sample: Any) -> None:
-        """Note the sample, its weight and number of samples (the iterator's, else 1.0 and the target's length)."""
+        """Set the sample, its weight and number of samples (the iterator's, else 1.0 and the target's length)."""
         state.sample = sample
         state.next_position = getattr(state.iterator, "position", state.position + 1)
         state.weight = getattr(state.iterator, "weight", 1.0)
-        told = getattr(state.iterator, "num_samples", None)
-        state.num_samples = samples.length(sample) if told is None else told
+        num_samples = getattr(state.iterator, "num_samples", None)
+        state.num_samples = samples.length(sample) if num_samples is None else num_samples
 
     def prepare(self, state: State) -> None:
-        """In training, what must come after all that ``hooks.on_sample`` may do, and before the forward pass."""
+        """The action between ``hooks.on_sample`` and the forward pass, in training only: none here."""
 
     def forward(self, state: State) -> None:
         """``state.output = network(input)``."""
@@ -232,22 +229,22 @@ class SGDEngine:
             module.zero_grad()
 
     def backward_criterion(self, state: State) -> None:
-        """Gradients of the weighted loss at the cut outputs, and at parameters that it reaches by itself.
+        """Gradients of the weighted loss at the cut outputs, and at parameters that the loss reaches without them.
 
         The latter (the criterion's own, or a penalty on the network's) are held back until ``backward``, so that every
-        parameter's gradient is accumulated once: hooks of autograd that send it away then send the whole of it.
+        parameter's gradient is accumulated once: hooks of autograd that reduce a gradient then reduce the whole of it.
         """
         loss = state.loss if state.weight == 1.0 else state.loss * state.weight
         parameters = state.parameters()
         outputs, leaves = [tensor for tensor, _ in state._cuts], [leaf for _, leaf in state._cuts]
-        asked = [*leaves, *parameters]
-        grads = torch.autograd.grad(loss, asked, allow_unused=True) if asked else ()  # (): all is frozen
+        inputs = [*leaves, *parameters]
+        grads = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()  # (): all is frozen
         for leaf, grad in zip(leaves, grads[: len(leaves)], strict=True):
             leaf.grad = grad
         state._cuts = [(at, grad) for at, grad in zip([*outputs, *parameters], grads, strict=True) if grad is not None]
 
     def backward(self, state: State) -> None:
-        """Gradients of all parameters, in one pass of autograd from where ``backward_criterion`` stopped."""
+        """Gradients of all parameters, in one pass of autograd that begins where ``backward_criterion`` stopped."""
         cuts, state._cuts = state._cuts, []  # frees the network's graph before the update, not at the next sample
         torch.autograd.backward([tensor for tensor, _ in cuts], [grad for _, grad in cuts])
 
@@ -262,16 +259,16 @@ class SGDEngine:
         state.position = state.next_position
 
     def end_epoch(self, state: State) -> None:
-        """Count the epoch. What belongs to its end is done again if it is interrupted, and the loop goes on."""
-        state.epoch, state.position, state.is_ending_epoch = state.epoch + 1, 0, True
+        """Count the epoch."""
+        state.epoch, state.position = state.epoch + 1, 0
 
     def finish(self, state: State) -> None:
-        """What ends training, after the last checkpoint and before ``hooks.on_end``."""
+        """The last action of training, after the last checkpoint and before ``hooks.on_end``: none here."""
 
 
 @contextmanager
 def _modes_restored(state: State) -> Iterator[None]:
-    """Module by module: the user may hold some of them in evaluation mode during training."""
+    """The bracket after which every module has its mode again; some may be in evaluation mode during training."""
     modes = [(module, module.training) for part in state.modules() for module in part.modules()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the training loop knows, and the moments at which it tells: the vocabulary of the engine (torchnet's)."""
+"""The state of a training loop, and the moments at which hooks are called: the engine's vocabulary, torchnet's."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 
 @dataclass(eq=False)
 class State:
-    """What the loop knows; hooks read it and may write it."""
+    """The state of one run of the loop; hooks read and may write every field."""
 
     network: torch.nn.Module
     criterion: Callable[..., torch.Tensor]  # a module or a function: criterion(output, target) -> mean loss, a scalar
-    iterator: Iterable[Any]  # gives samples; called anew each epoch
+    iterator: Iterable[Any]  # gives samples; iterated once an epoch
     optimizer: torch.optim.Optimizer | None = None  # None in test(), and in train() with lr=0: no update
     sample: Any = None  # (input, target, ...)
-    output: Any = None  # what the network gave; from on_forward_criterion on cut from its graph, so that .grad is kept
+    output: Any = None  # of the network; from on_forward_criterion on cut from its graph, so that .grad is kept
     loss: Any = None  # scalar tensor: mean over this rank's samples, never scaled by weight
     epoch: int = 0  # epochs completed; a hook may set it in on_start to resume, or maxepoch to stop after this epoch
     t: int = 0  # samples (batches) completed, over all epochs
-    position: int = 0  # where in the epoch the next step begins, in what the iterator counts in: samples, or batches
-    is_ending_epoch: bool = False  # it is counted, and its end (on_end_epoch, a checkpoint) is not yet complete
+    position: int = 0  # where in the epoch the next step begins, counted as the iterator counts: samples, or batches
+    is_ending_epoch: bool = False  # in an elastic job: the epoch is counted, and on_end_epoch is not yet complete
     training: bool = False
     maxepoch: int = 1
     weight: float = 1.0  # of this batch in a mean over ranks: the loss is scaled by it for the backward pass only
@@ -34,20 +34,30 @@ class State:
 
     def modules(self) -> list[torch.nn.Module]:
         """The network, and the criterion if it is a module."""
-        return [part for part in (self.network, self.criterion) if isinstance(part, torch.nn.Module)]
+        return list(self.named_modules().values())
+
+    def named_modules(self) -> dict[str, torch.nn.Module]:
+        """Like ``modules``, with the names "network" and "criterion"."""
+        named = {"network": self.network, "criterion": self.criterion}
+        return {name: part for name, part in named.items() if isinstance(part, torch.nn.Module)}
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """What is trained: parameters of network, criterion and optimizer that take a gradient, each once."""
+        """Parameters of network, criterion and optimizer that take a gradient, each once."""
         groups = [] if self.optimizer is None else [group["params"] for group in self.optimizer.param_groups]
         holders = [*(module.parameters() for module in self.modules()), *groups]
         return list(dict.fromkeys(p for holder in holders for p in holder if p.requires_grad))
 
-
-def _nothing(state: State) -> None:
-    """The hook nobody set."""
+    def parameters_of_optimizer_alone(self) -> list[torch.nn.Parameter]:
+        """The parameters that are in no module."""
+        inside = {id(parameter) for module in self.modules() for parameter in module.parameters()}
+        return [parameter for parameter in self.parameters() if id(parameter) not in inside]
 
 
 Hook = Callable[[State], Any]
+
+
+def _nothing(state: State) -> None:
+    """The default of every hook."""
 
 
 @dataclass(slots=True)
@@ -56,7 +66,7 @@ class Hooks:
 
     on_start: Hook = _nothing  # once, before the first epoch (test: before the first sample)
     on_start_epoch: Hook = _nothing  # also for the rest of one, when a run goes on: state.position is not 0 then
-    on_sample: Hook = _nothing  # state.sample is there, and may be replaced
+    on_sample: Hook = _nothing  # state.sample is set, and may be replaced
     on_forward: Hook = _nothing  # state.output
     on_forward_criterion: Hook = _nothing  # state.loss
     on_backward_criterion: Hook = _nothing  # d loss / d output is in state.output.grad; parameters have no gradient yet

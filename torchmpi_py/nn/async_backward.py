@@ -1,7 +1,7 @@
 """Gradients that are reduced while backward is still computing others.
 
-A hook puts a gradient into its bucket when autograd has accumulated it, and launches buckets that are complete, in
-their fixed order. At the end of the backward pass the rest follows, with zeros for what got no gradient on this rank.
+A hook inserts a gradient into its bucket when autograd has accumulated it, and launches the buckets that are complete,
+in their fixed order. The end of the backward pass launches the others, with zeros for parameters without a gradient.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchmpi_py.core.communicators import resolve
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.nn.block_sequential import BlockSequential
 from torchmpi_py.nn.buckets import Buckets
-from torchmpi_py.nn.synchronize import check_dense, check_reduced_by_nobody, reduced_in_backward, trainable
+from torchmpi_py.nn.synchronize import check_dense, check_unregistered, reduced_in_backward, trainable
 
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # autograd calls Function.backward here
 
@@ -43,20 +43,19 @@ class AsyncBackward:
         self.frequency = frequency
         self.op = "avg" if average else "sum"
         parameters = trainable(module)
-        _remove_those_of_former_sessions()
-        check_reduced_by_nobody("register_async_backward", parameters)
+        _remove_registrations_of_former_sessions()
+        check_unregistered("register_async_backward", parameters)
         self.names = {p: name for name, p in parameters.items()}
         self._buckets = Buckets(list(self.names), resolve(None), _blocks(module))
         self._lock = threading.Lock()
         self._passes = 0  # complete ones since the last reduction
         self._pass_id = -1  # autograd's number for the backward pass under way
         self._end: Callable[[], object | None] = lambda: None  # its callback, as long as that pass is under way
-        self._ready = [0] * len(self._buckets.all)  # gradients there, per bucket
-        self._handles: list[Handle[Tensor]] = []
-        self._anywhere: Handle[Tensor] | None = None
+        self._num_ready = [0] * len(self._buckets.all)  # complete gradients of each bucket
+        self._handles: list[Handle[Tensor]] = []  # of the buckets launched, in their order
+        self._has_gradient_anywhere: Handle[Tensor] | None = None  # from the end of a pass to synchronize
         self._module = weakref.ref(module)
-        hook = weakref.WeakMethod(self._on_gradient)  # hooks of tensors are not seen by the collector of cycles
-        self._hooks = [_after_gradient(p, lambda parameter: _alive(hook)(parameter)) for p in self.names]
+        self._hooks = _hooked(self.names, weakref.WeakMethod(self._on_gradient))
         _registered.setdefault(module, []).append(self)
         reduced_in_backward.add(self._buckets)
 
@@ -65,19 +64,19 @@ class AsyncBackward:
 
         Does nothing after a pass that only accumulates. A parameter that got no gradient on any rank keeps None.
         """
-        if self._anywhere is None:
+        if self._has_gradient_anywhere is None:
             return
-        handles, anywhere = [*self._handles, self._anywhere], self._anywhere
-        self._reset()
-        wait_all(handles)
-        self._buckets.settle(anywhere.wait())
+        handles, has_gradient_anywhere = self._handles, self._has_gradient_anywhere
+        self._passes, self._handles, self._has_gradient_anywhere = 0, [], None
+        wait_all([*handles, has_gradient_anywhere])
+        self._buckets.drop_unused_gradients(has_gradient_anywhere.wait())
 
-    def look(self, batch: Any | None) -> None:
-        """Note the batch of the next backward pass, to see whether other ranks have the same (``first_batches``)."""
-        self._buckets.first_batches.look(batch)
+    def set_batch(self, batch: Any | None) -> None:
+        """Set the batch of the next backward pass, which is compared with those of other ranks (``first_batches``)."""
+        self._buckets.first_batches.set_batch(batch)
 
     def remove(self) -> None:
-        """Wait for what is under way, and leave the module as it was."""
+        """Wait for the reductions under way, and remove the hooks from the module."""
         try:
             self.synchronize()
         finally:
@@ -89,26 +88,27 @@ class AsyncBackward:
                 _registered[module].remove(self)
 
     def _on_gradient(self, parameter: Any) -> None:
+        """The hook: a gradient is complete. Insert it into its bucket, and launch the buckets that are complete."""
         with self._lock:  # autograd has a thread per device
-            self._accept(parameter)
-
-    def _accept(self, parameter: Any) -> None:
-        check_dense(self.names[parameter], parameter)
-        if self._pass_id != torch._C._current_graph_task_id():
-            self._begin_pass()
-        if self._passes + 1 < self.frequency:
-            return
-        self._buckets.first_batches.look_at_gradient(parameter)
-        index = self._buckets.index_of[parameter]
-        self._buckets.all[index].take(parameter)
-        self._ready[index] += 1
-        self._launch(only_ready=True)
+            check_dense(self.names[parameter], parameter)
+            if self._pass_id != torch._C._current_graph_task_id():
+                self._begin_pass()
+            if self._passes + 1 < self.frequency:
+                return
+            self._buckets.first_batches.add_gradient(parameter)
+            index = self._buckets.index_of[parameter]
+            bucket = self._buckets.all[index]
+            if not bucket.publishes:
+                bucket.insert(parameter)
+            self._num_ready[index] += 1
+            self._launch(only_ready=True)
 
     def _begin_pass(self) -> None:
+        """The first gradient of a backward pass is complete: check, and have autograd call ``_end_pass``."""
         self._check_order()
         self._check_parameters()
         wait_all(self._handles)  # none, unless the last pass broke off
-        self._handles, self._ready = [], [0] * len(self._buckets.all)
+        self._handles, self._num_ready = [], [0] * len(self._buckets.all)
         self._pass_id = torch._C._current_graph_task_id()
         end = functools.partial(self._end_pass)  # autograd has it until the pass ends or breaks off
         self._end = weakref.ref(end)
@@ -116,14 +116,14 @@ class AsyncBackward:
 
     def _check_order(self) -> None:
         """RuntimeError if this pass would add to gradients that are being reduced, or is one part of a pass."""
-        is_part = self.frequency > 1 or self._anywhere is not None or self._end() is not None
+        is_part = self.frequency > 1 or self._has_gradient_anywhere is not None or self._end() is not None
         if is_part and _is_in_function_backward():
             raise RuntimeError(
                 "a backward pass ran inside another one, as activation checkpointing with use_reentrant=True does: "
                 "gradients would be reduced before all of their parts are there. Use checkpoint(..., "
                 "use_reentrant=False)"
             )
-        if self._anywhere is not None:
+        if self._has_gradient_anywhere is not None:
             raise RuntimeError(
                 "backward() ran again before synchronize(): it would add to gradients that are being reduced. Call "
                 "synchronize() after each backward(), or accumulate with register_async_backward(frequency=...); "
@@ -131,6 +131,7 @@ class AsyncBackward:
             )
 
     def _check_parameters(self) -> None:
+        """RuntimeError if the module has other parameters than at its registration."""
         module = self._module()
         named = () if module is None else module.named_parameters()
         unknown = [name for name, p in named if p.requires_grad and p not in self.names]
@@ -146,26 +147,21 @@ class AsyncBackward:
             )
 
     def _end_pass(self) -> None:
+        """All gradients of a pass are complete: launch the remaining buckets, and the reduction of the flags."""
         self._pass_id = -1
         self._passes += 1
         if self._passes < self.frequency:
             return
-        here = self._buckets.received()
+        flags = self._buckets.has_gradient_here()  # before the buckets give every parameter a gradient
         self._launch(only_ready=False)
-        self._anywhere = verbs.allreduce_async(here, op="max", comm=self._buckets.comm)
+        self._has_gradient_anywhere = verbs.allreduce_async(flags, op="max", comm=self._buckets.comm)
 
     def _launch(self, *, only_ready: bool) -> None:
-        """Launch the next buckets, in order, as long as their gradients are there."""
+        """Launch the next buckets, in order; with ``only_ready`` up to the first incomplete one."""
         for bucket in self._buckets.all[len(self._handles) :]:
-            if only_ready and self._ready[len(self._handles)] < len(bucket.parameters):
+            if only_ready and self._num_ready[len(self._handles)] < len(bucket.parameters):
                 return
             self._handles.append(bucket.launch(self.op))
-
-    def _reset(self) -> None:
-        self._passes = 0
-        self._ready = [0] * len(self._buckets.all)
-        self._handles = []
-        self._anywhere = None
 
 
 _registered: weakref.WeakKeyDictionary[torch.nn.Module, list[AsyncBackward]] = weakref.WeakKeyDictionary()
@@ -175,28 +171,35 @@ def register_async_backward(module: torch.nn.Module, *, frequency: int = 1, aver
     """Reduce gradients while ``backward`` is still computing others.
 
     Every ``frequency``-th backward pass launches the allreduce of each bucket of gradients (each block, in a
-    BlockSequential) when they are there; the passes between accumulate. ``p.grad`` becomes a view of a flat buffer that
-    the next reduction overwrites: clone what you want to keep, save or send. Call ``synchronize()`` on the result after
-    each ``backward()``, before the optimizer; ``remove()`` ends it. Every rank registers the same module and runs the
-    same number of backward passes. ValueError for parameters that are registered already, with this module or another.
+    BlockSequential) when its gradients are complete; the passes between accumulate. ``p.grad`` becomes a view of a flat
+    buffer that the next reduction overwrites: clone what you want to keep, save or send. Call ``synchronize()`` on the
+    result after each ``backward()``, before the optimizer; ``remove()`` ends it. Every rank registers the same module
+    and runs the same number of backward passes. ValueError for parameters that are registered already, with this module
+    or another.
     """
     return AsyncBackward(module, frequency=frequency, average=average)
 
 
-def _remove_those_of_former_sessions() -> None:
-    """Registrations whose communicator ``mpi.stop`` has freed."""
+def _remove_registrations_of_former_sessions() -> None:
+    """Remove the registrations whose communicator ``mpi.stop`` has freed."""
     for registered in [each for several in _registered.values() for each in several]:
         if registered._buckets.comm.is_free:
             registered.remove()
 
 
-def _after_gradient(parameter: torch.nn.Parameter, hook: Callable[[Any], None]) -> RemovableHandle:
-    return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
+def _hooked(
+    parameters: Iterable[torch.nn.Parameter], method: weakref.WeakMethod[Callable[[Any], None]]
+) -> list[RemovableHandle]:
+    """Have the method called with each parameter whose gradient is complete, as long as its object lives.
 
+    The hook holds the object weakly, for the collector of cycles does not see the hooks of tensors.
+    """
 
-def _alive(method: Callable[[], Callable[[Any], None] | None]) -> Callable[[Any], None]:
-    """The method; once its object is gone nothing happens."""
-    return method() or (lambda parameter: None)
+    def hook(parameter: torch.nn.Parameter) -> None:
+        if (on_gradient := method()) is not None:
+            on_gradient(parameter)
+
+    return [p.register_post_accumulate_grad_hook(hook) for p in parameters]  # type: ignore[no-untyped-call]
 
 
 def _blocks(module: torch.nn.Module) -> list[list[torch.nn.Parameter]]:

@@ -1,7 +1,7 @@
 """BlockSequential: a Sequential in blocks of about equal numbers of parameters, each with flat weights and gradients.
 
-It makes the grain of communication a choice: a block's gradient is one tensor, reduced in one operation. After
-TorchMPI's class of that name, without its empty first block.
+The number of blocks chooses the grain of communication: a block's gradient is one tensor, reduced in one operation.
+Source: TorchMPI's class of that name, without its empty first block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclasses.dataclass
 class Block:
-    """Neighbouring children: their parameters, which are views into ``weights``, and ``gradients`` for theirs."""
+    """Neighbouring children; their parameters are views into ``weights``, and ``gradients`` holds their gradients."""
 
     children: tuple[torch.nn.Module, ...]
     parameters: list[torch.nn.Parameter]
@@ -78,7 +78,7 @@ class BlockSequential(torch.nn.Sequential):
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks, first to last; cut anew when children or parameters were exchanged."""
+        """The blocks, first to last; cut again when children or parameters were exchanged."""
         if not self._is_current():
             self._flatten()
         return self._blocks
@@ -122,7 +122,7 @@ class BlockSequential(torch.nn.Sequential):
             boundaries[0].grad = gradient if boundaries[0].grad is None else boundaries[0].grad + gradient
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_boundaries": []}  # what a forward pass left behind cannot be copied
+        return {**self.__dict__, "_boundaries": []}  # the tensors of a forward pass cannot be copied
 
     def _is_current(self) -> bool:
         """Whether the blocks still hold this module's children and parameters, in their flat memory."""
@@ -135,7 +135,7 @@ class BlockSequential(torch.nn.Sequential):
         return True
 
     def _look(self) -> tuple[list[int], list[int]]:
-        """What tells a change: identities of children and parameters, addresses of parameters."""
+        """The signs of a change: identities of children and parameters, addresses of parameters."""
         parameters = _parameters(self)
         return [id(x) for x in (*self, *parameters)], [p.data_ptr() for p in parameters]
 

@@ -1,14 +1,15 @@
-"""Gradient buckets: flat tensors in symmetric memory, in which the gradients of many parameters are reduced together.
+"""Gradient buckets: flat tensors in symmetric memory; each holds the gradients of many parameters, reduced at once.
 
 Parameters fall into buckets in the order in which backward reaches them, the reverse of their own: a parameter of at
-least ``Tuning.alone_bytes`` by itself, smaller ones together, up to ``Tuning.fuse_bytes``. A gradient enters its bucket
-by a copy as soon as it is there and still in cache, and ``p.grad`` becomes a view of the bucket; accumulating into
-views from the start would move more memory, for they had to be zeroed and read again. A gradient that has a bucket to
-itself need not even be copied as a whole: flavour shared publishes only the slices that other ranks reduce.
+least ``Tuning.alone_bytes`` has a bucket of its own, smaller ones share one of up to ``Tuning.fuse_bytes``. A gradient
+is copied into its bucket as soon as it is complete and still in cache, and ``p.grad`` becomes a view of the bucket;
+accumulating into views from the start would move more memory, for views have to be zeroed and read again. A gradient
+with a bucket of its own need not even be copied as a whole: flavour shared publishes only the slices that other ranks
+reduce.
 
-Buckets are reduced in one fixed order, so that ranks whose networks differ in a step still make the same calls. What
-got no gradient on this rank counts as zero; what got none on any rank keeps None, which one more reduction of a byte
-per parameter finds out.
+Buckets are reduced in one fixed order, so that ranks whose networks differ in a step still make the same calls. A
+parameter without a gradient on this rank counts as zero; one without a gradient on any rank keeps None, which one more
+reduction of a byte per parameter finds out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _ALIGNMENT = 512  # bytes: no two buckets share a cache line; as torch aligns me
 
 
 class Bucket:
-    """Parameters of one dtype and device, and the flat memory for their gradients."""
+    """Parameters of one dtype and device, and the flat memory for their gradients.
+
+    ``publishes``: the reduction may read the one gradient where backward has left it, without a copy into the bucket.
+    """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], flat: Tensor, comm: Communicator) -> None:
         self.parameters = list(parameters)
@@ -44,31 +48,19 @@ class Bucket:
         self._views = {p: _shaped(part, p) for p, part in zip(parameters, parts, strict=True)}
 
     def fits(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether these have the shapes, dtype and device that its parameters had."""
+        """Whether these parameters have the shapes, dtype and device for which the bucket was made."""
         return all(
             p.shape == view.shape and p.dtype == view.dtype and p.device == view.device
             for p, view in zip(parameters, self._views.values(), strict=True)
         )
 
     def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Take other parameters, which fit, in place of its own."""
+        """Serve other parameters, which fit, in place of the present ones."""
         self.parameters = list(parameters)
         self._views = dict(zip(parameters, self._views.values(), strict=True))
 
-    def take(self, parameter: torch.nn.Parameter) -> None:
-        """Move a gradient into the bucket, unless it is there; zero for None. A publishing one leaves it to launch."""
-        if not self.publishes:
-            self._take(parameter)
-
-    def launch(self, op: str) -> Handle[Tensor]:
-        """Start the reduction of all gradients of the bucket; those that were not taken are taken now."""
-        return verbs.allreduce_async(self._input(), out=self.flat, op=op, comm=self.comm)
-
-    def reduce(self, op: str) -> None:
-        """Reduce all gradients of the bucket."""
-        verbs.allreduce(self._input(), out=self.flat, op=op, comm=self.comm)
-
-    def _take(self, parameter: torch.nn.Parameter) -> None:
+    def insert(self, parameter: torch.nn.Parameter) -> None:
+        """Copy a gradient into the bucket, unless it lies there; zero for None. ``p.grad`` becomes a view."""
         view = self._views[parameter]
         if parameter.grad is None:
             view.zero_()
@@ -78,9 +70,18 @@ class Bucket:
             return
         parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
 
+    def launch(self, op: str) -> Handle[Tensor]:
+        """Start the reduction of all gradients of the bucket; those that are not in it are inserted now."""
+        return verbs.allreduce_async(self._input(), out=self.flat, op=op, comm=self.comm)
+
+    def reduce(self, op: str) -> None:
+        """Reduce all gradients of the bucket. Collective."""
+        verbs.allreduce(self._input(), out=self.flat, op=op, comm=self.comm)
+
     def _input(self) -> Tensor:
-        """The values to reduce, flat: the bucket itself, or the one gradient that is to be reduced into it."""
+        """The values to reduce, flat: the bucket itself, or the one gradient that is reduced into it."""
         gradient, view = self.parameters[0].grad, self._views[self.parameters[0]]
+        # A lone gradient in the layout of its view is read where it is; the result lands in the bucket.
         if (
             self.publishes
             and gradient is not None
@@ -91,14 +92,14 @@ class Bucket:
             self.parameters[0].grad = view.detach()
             return gradient.detach().view(-1)
         for parameter in self.parameters:
-            self._take(parameter)
+            self.insert(parameter)
         return self.flat
 
 
 class Buckets:
-    """The buckets of some parameters, in the order of their reduction. Collective over ``comm``.
+    """The buckets of some parameters, in the order of their reduction. Making them is collective over ``comm``.
 
-    ``groups``: parameters that share a bucket whatever their size; what is in none of them is grouped by size.
+    groups: parameters that share a bucket whatever their size; the parameters in no group are grouped by size.
     """
 
     def __init__(
@@ -111,17 +112,18 @@ class Buckets:
         self.comm = comm
         self.first_batches = FirstBatches(comm)
         runs = _runs(list(reversed(parameters)), groups)
-        self.all = [Bucket(run, flat, comm) for run, flat in zip(runs, _memory(runs, comm), strict=True)]
+        self.all = [Bucket(run, flat, comm) for run, flat in zip(runs, flat_memory(runs, comm), strict=True)]
         self.index_of = {p: index for index, bucket in enumerate(self.all) for p in bucket.parameters}
 
     def fit(self, parameters: Sequence[torch.nn.Parameter], comm: Communicator) -> bool:
-        """Whether these buckets serve these parameters; then they are theirs.
+        """Whether these buckets serve these parameters; if so they do from now on.
 
-        By shapes, dtypes and devices alone: a rank whose parameters are other objects than before (it loaded them, say)
-        must not be the only one to make new buckets.
+        Only shapes, dtypes and devices count: a rank whose parameters are other objects than before (it loaded them,
+        say) must not be the only one to make new buckets.
         """
         if comm is not self.comm or len(parameters) != len(self.parameters):
             return False
+        # Parameter by parameter, in order: which ones have become which.
         successor = dict(zip(self.parameters, parameters, strict=True))
         followers = [[successor[p] for p in bucket.parameters] for bucket in self.all]
         if not all(bucket.fits(members) for bucket, members in zip(self.all, followers, strict=True)):
@@ -133,33 +135,33 @@ class Buckets:
             self.index_of = {p: index for index, bucket in enumerate(self.all) for p in bucket.parameters}
         return True
 
-    def received(self) -> Tensor:
-        """A byte per parameter: whether it has a gradient here. Reduce it with ``max``, and give it to ``settle``.
+    def has_gradient_here(self) -> Tensor:
+        """A byte per parameter: whether it has a gradient on this rank. Reduced by ``max``: on any rank.
 
-        Digests of the first batches may lie behind (``first_batches``).
+        Digests of the first batches may lie behind the flags (``first_batches``).
         """
         flags = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8, device="cpu")
-        return self.first_batches.attach(flags)
+        return self.first_batches.append_digests(flags)
 
-    def settle(self, anywhere: Tensor) -> None:
-        """Give those that got a gradient on no rank None."""
-        flags, digests = anywhere.tensor_split([len(self.parameters)])
-        for parameter, received in zip(self.parameters, flags.tolist(), strict=True):
-            if not received:
+    def drop_unused_gradients(self, has_gradient_anywhere: Tensor) -> None:
+        """Set ``p.grad`` to None where no rank had a gradient."""
+        flags, digests = has_gradient_anywhere.tensor_split([len(self.parameters)])
+        for parameter, has_gradient in zip(self.parameters, flags.tolist(), strict=True):
+            if not has_gradient:
                 parameter.grad = None
-        self.first_batches.compare(digests)
+        self.first_batches.warn_of_equal(digests)
 
     def reduce(self, op: str) -> None:
-        """Reduce all gradients, and settle. Collective."""
-        self.first_batches.look_at_gradients(self.parameters)
-        received = self.received()
+        """Reduce all gradients, and drop those that no rank has. Collective."""
+        self.first_batches.add_gradients(self.parameters)
+        flags = self.has_gradient_here()  # before the buckets give every parameter a gradient
         for bucket in self.all:
             bucket.reduce(op)
-        self.settle(verbs.allreduce(received, op="max", comm=self.comm))
+        self.drop_unused_gradients(verbs.allreduce(flags, op="max", comm=self.comm))
 
 
 def grouped(tensors: Iterable[T]) -> Iterator[list[T]]:
-    """Tensors of one dtype and device, in order: a large one by itself, small ones up to ``fuse_bytes`` together."""
+    """Groups of tensors of one dtype and device, in order: a large one alone, small ones up to ``fuse_bytes``."""
     tuning = config.current
     open_groups: dict[tuple[torch.dtype, torch.device], list[T]] = {}
     for x in tensors:
@@ -177,7 +179,7 @@ def grouped(tensors: Iterable[T]) -> Iterator[list[T]]:
 def _runs(
     parameters: list[torch.nn.Parameter], groups: Iterable[Sequence[torch.nn.Parameter]]
 ) -> list[list[torch.nn.Parameter]]:
-    """The buckets' parameters, in order of the last of each: a bucket can only set out when that is there."""
+    """The parameters of each bucket, ordered by the last one in each: a bucket is complete when that one is."""
     runs: list[list[torch.nn.Parameter]] = []
     in_groups: set[torch.nn.Parameter] = set()
     for group in groups:
@@ -189,7 +191,7 @@ def _runs(
     return sorted(runs, key=lambda run: max(position[p] for p in run))
 
 
-def _memory(runs: list[list[torch.nn.Parameter]], comm: Communicator) -> list[Tensor]:
+def flat_memory(runs: list[list[torch.nn.Parameter]], comm: Communicator) -> list[Tensor]:
     """A flat tensor of zeros for each run of parameters; on one device, all in one symmetric tensor, if possible."""
     counts = [sum(p.numel() for p in run) for run in runs]
     num_bytes = [

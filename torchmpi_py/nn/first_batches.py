@@ -1,11 +1,9 @@
-"""Short digests of data, by which two ranks see whether they hold the same.
+"""Whether two ranks train on the same data: digests of the first batches travel with what is reduced anyway.
 
-Whether two ranks train on the same data: digests of the first batches travel with what is reduced anyway.
-
-A loop that gives every rank the same batches runs, and is as slow as many and as good as one. So the ranks compare the
-digests of their first batches, or, in a loop that shows none, of the gradients before their first reductions, which are
-equal where the batches are. A digest is laid into this rank's place behind the flags of the last of these reductions
-(``Buckets.received``), which goes by ``max``: no collective is added.
+A loop that gives every rank the same batches runs, as slow as on many ranks and with the result of one. So the ranks
+compare digests of their first batches, or, in a loop that shows none, of the gradients before their first reductions,
+which are equal where the batches are. A digest is laid into this rank's slot behind the flags of the last of these
+reductions (``Buckets.has_gradient_here``), which goes by ``max``: no collective is added.
 """
 
 from __future__ import annotations
@@ -23,18 +21,92 @@ from torch import Tensor
 
 from torchmpi_py.core.communicators import Communicator
 
-_END_BYTES = 4096
+logger = logging.getLogger("torchmpi_py")
+
+_NUM_PASSES = 2  # one batch may be the same by chance
+_BYTES = 8  # of a digest
+_NO_DIGEST = b"\0" * _BYTES
+_HEAD = 1024  # elements of a gradient
+_END_BYTES = 4096  # at both ends of long data
 _END_ITEMS = 256
-_DEPTH = 12
+_DEPTH = 12  # of containers in containers
 _MOST_PIECES = 50_000
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
-def of(content: Any) -> bytes:
-    """8 bytes that are equal where the content is: a batch, or a dataset, which is not read for that.
+class FirstBatches:
+    """The data of this rank's first backward passes. All ranks of ``comm`` make the same passes."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._passes_left = _NUM_PASSES if comm.size > 1 else 0
+        self._of_passes: list[bytes] = []
+        self._batch: bytes | None = None  # of the pass under way
+        self._gradients: list[bytes] = []
+
+    def set_batch(self, batch: Any | None) -> None:
+        """Set the batch of the next pass; None for one that cannot be compared, such as a stand-in."""
+        if self._passes_left:
+            self._batch = _NO_DIGEST if batch is None else short_digest(batch)
+
+    def add_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """``add_gradient`` for each parameter; nothing after the first passes."""
+        if self._passes_left:
+            for parameter in parameters:
+                self.add_gradient(parameter)
+
+    def add_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """Add a gradient that is not reduced yet to those of the pass, if its batch is unknown. Zeros do not count."""
+        if self._passes_left and self._batch is None and parameter.grad is not None:
+            head = parameter.grad.detach().reshape(-1)[:_HEAD]
+            if head.any():
+                self._gradients.append(short_digest(head))
+
+    def append_digests(self, flags: Tensor) -> Tensor:
+        """End a pass. The flags, to be reduced by ``max``; in the last pass that counts with a slot for each rank."""
+        if not self._passes_left:
+            return flags
+        self._passes_left -= 1
+        gradients = short_digest(self._gradients) if self._gradients else _NO_DIGEST
+        self._of_passes.append(gradients if self._batch is None else self._batch)
+        self._batch, self._gradients = None, []
+        if self._passes_left:
+            return flags
+        slots = torch.zeros(self.comm.size, _BYTES, dtype=torch.uint8, device="cpu")
+        if _NO_DIGEST not in self._of_passes:
+            slots[self.comm.rank] = torch.tensor(list(short_digest(self._of_passes)), dtype=torch.uint8, device="cpu")
+        return torch.cat([flags, slots.view(-1)])
+
+    def warn_of_equal(self, slots: Tensor) -> None:
+        """Warn, on rank 0, if two ranks have the same digest. slots: the bytes behind the reduced flags, maybe none."""
+        if self.comm.rank > 0 or slots.numel() == 0:
+            return
+        ranks_of: dict[bytes, list[int]] = {}
+        for rank, digest in enumerate(slots.view(-1, _BYTES)):
+            ranks_of.setdefault(bytes(digest.tolist()), []).append(rank)
+        ranks_of.pop(_NO_DIGEST, None)
+        same = [", ".join(map(str, ranks)) for ranks in ranks_of.values() if len(ranks) > 1]
+        if same:
+            warn_once("; ".join(same), self.comm.size)
+
+
+@functools.cache
+def warn_once(ranks: str, size: int) -> None:
+    """Log the warning; the same one is logged once a process."""
+    logger.warning(
+        "ranks %s of %d train on the same batches, so that they do the same work: give each its share, with "
+        "DataLoader(dataset, ..., sampler=mpi.shard(dataset)) or DatasetIterator(dataset, ...); a sampler or an "
+        "IterableDataset of your own takes its part by mpi.rank() and mpi.size()",
+        ranks,
+        size,
+    )
+
+
+def short_digest(content: Any) -> bytes:
+    """8 bytes that are equal where the content is: of a batch, or of a dataset, from which no sample is read.
 
     Of long tensors, arrays, texts and lists the length and both ends count; of objects with a length and an index (a
-    dataset) the attributes; of anything else its type.
+    dataset) the attributes; of any other object its type.
     """
     digest = hashlib.blake2b(digest_size=8)
     for piece in islice(_pieces(content, _DEPTH), _MOST_PIECES):
@@ -64,7 +136,7 @@ def _of_tensor(x: torch.Tensor) -> Iterable[bytes]:
 
 
 def _parts(content: Any) -> Iterable[Any]:
-    """What a container, or an object that is used as one, consists of."""
+    """The parts of a container, or of an object that is used as one."""
     try:
         yield len(content)
     except Exception:  # no container, or a closed file that a dataset holds
@@ -84,79 +156,3 @@ def _ends(flat: Any) -> tuple[Any, Any]:
 
 def _bytes_of(text: str | bytes) -> bytes:
     return text.encode(errors="surrogatepass") if isinstance(text, str) else text
-
-
-logger = logging.getLogger("torchmpi_py")
-
-_NUM_PASSES = 2  # one batch may be the same by chance
-_BYTES = 8
-_HEAD = 1024  # elements of a gradient
-_NOTHING = b"\0" * _BYTES
-
-
-class FirstBatches:
-    """What the first backward passes of this rank have seen. All ranks of ``comm`` make the same passes."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-        self._passes_left = _NUM_PASSES if comm.size > 1 else 0
-        self._of_passes: list[bytes] = []
-        self._batch: bytes | None = None  # of the pass under way
-        self._gradients: list[bytes] = []
-
-    def look(self, batch: Any | None) -> None:
-        """Note the batch of the next pass; None: one that says nothing, such as a stand-in."""
-        if self._passes_left:
-            self._batch = _NOTHING if batch is None else of(batch)
-
-    def look_at_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """``look_at_gradient`` of each; nothing after the first passes."""
-        if self._passes_left:
-            for parameter in parameters:
-                self.look_at_gradient(parameter)
-
-    def look_at_gradient(self, parameter: torch.nn.Parameter) -> None:
-        """Note a gradient that is not reduced yet, where no batch is known. One of zeros says nothing."""
-        if self._passes_left and self._batch is None and parameter.grad is not None:
-            head = parameter.grad.detach().reshape(-1)[:_HEAD]
-            if head.any():
-                self._gradients.append(of(head))
-
-    def attach(self, flags: Tensor) -> Tensor:
-        """End a pass. The flags to reduce by ``max``, in the last pass that counts with the digests behind them."""
-        if not self._passes_left:
-            return flags
-        self._passes_left -= 1
-        gradients = of(self._gradients) if self._gradients else _NOTHING
-        self._of_passes.append(gradients if self._batch is None else self._batch)
-        self._batch, self._gradients = None, []
-        if self._passes_left:
-            return flags
-        places = torch.zeros(self.comm.size, _BYTES, dtype=torch.uint8, device="cpu")
-        if _NOTHING not in self._of_passes:
-            places[self.comm.rank] = torch.tensor(list(of(self._of_passes)), dtype=torch.uint8, device="cpu")
-        return torch.cat([flags, places.view(-1)])
-
-    def compare(self, places: Tensor) -> None:
-        """Warn, on rank 0, if two ranks have the same digest; of the reduced flags what lies behind the flags."""
-        if self.comm.rank > 0 or places.numel() == 0:
-            return
-        ranks_of: dict[bytes, list[int]] = {}
-        for rank, digest in enumerate(places.view(-1, _BYTES)):
-            ranks_of.setdefault(bytes(digest.tolist()), []).append(rank)
-        ranks_of.pop(_NOTHING, None)
-        same = [", ".join(map(str, ranks)) for ranks in ranks_of.values() if len(ranks) > 1]
-        if same:
-            _warn("; ".join(same), self.comm.size)
-
-
-@functools.cache
-def _warn(ranks: str, size: int) -> None:
-    """Once a process is enough."""
-    logger.warning(
-        "ranks %s of %d train on the same batches, so that they do the same work: give each its share, with "
-        "DataLoader(dataset, ..., sampler=mpi.shard(dataset)) or DatasetIterator(dataset, ...); a sampler or an "
-        "IterableDataset of your own takes its part by mpi.rank() and mpi.size()",
-        ranks,
-        size,
-    )

@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicator | None = None) -> None:
     """Give every rank root's optimizer state: moments, numbers of steps, options of the groups. Collective.
 
-    Where the states are the same, a digest is all that travels. An optimizer without ``state_dict`` and
+    Where the states are the same, the ranks exchange only a digest. An optimizer without ``state_dict`` and
     ``load_state_dict`` is left as it is. The optimizers are of one kind, over the same parameters in the same order.
 
     Raises RanksDisagree, on all ranks, where kinds or numbers of parameters differ, or where ``load_state_dict`` has
@@ -48,7 +48,7 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
 
 
 class _Stand(NamedTuple):
-    """How an optimizer stands on a rank."""
+    """A summary of an optimizer on a rank."""
 
     kind: str
     num_parameters: list[int]  # of each group
@@ -65,7 +65,7 @@ class _Missing:
 
 
 def _differing(optimizer: Any, comm: Communicator) -> list[int]:
-    """The ranks with another state than rank 0."""
+    """The ranks with another state than rank 0. Collective; RanksDisagree if kinds or groups differ."""
     sizes = [len(group["params"]) for group in _groups(optimizer)]
     content = repr([(name, _content(leaf)) for name, leaf in _entries(optimizer.state_dict(), "")])
     digest = hashlib.blake2b(content.encode(), digest_size=16).digest()
@@ -77,7 +77,7 @@ def _differing(optimizer: Any, comm: Communicator) -> list[int]:
 
 
 def _entries(content: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What a state consists of; the order in which its dicts were filled does not count."""
+    """The leaves of a state, each with its path; the order in which its dicts were filled does not count."""
     if isinstance(content, dict):
         for key in sorted(content, key=repr):
             yield from _entries(content[key], f"{name}.{key!r}")
@@ -89,7 +89,7 @@ def _entries(content: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _content(leaf: Any) -> Any:
-    """What is compared: bits; of what is no data the type."""
+    """The content of a leaf that is compared: its bits; of an object that is no data, its type."""
     if isinstance(leaf, Tensor):
         return digest_of(leaf.detach())
     if isinstance(leaf, np.ndarray):
@@ -98,7 +98,7 @@ def _content(leaf: Any) -> Any:
 
 
 def _broadcast(optimizer: Any, root: int, comm: Communicator) -> Any:
-    """Root's state."""
+    """Root's state, its tensors on this rank's devices. Collective."""
     state = optimizer.state_dict() if comm.rank == root else None
     bare = tree_map_only(Tensor, lambda x: _Missing(x.shape, x.dtype, x.device.type), state)
     bare = verbs.broadcast_object(bare, root, comm=comm)

@@ -33,11 +33,11 @@ from torchmpi_py.core import communicators
 from torchmpi_py.core.communicators import Communicator
 
 _own: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary()
-"""For each communicator the one of these layers: gradients are under way on the first during the backward pass."""
+"""For each communicator its duplicate for these layers: gradients use the first during the backward pass."""
 
 
 class SyncBatchNorm(_BatchNorm):
-    """torch.nn.SyncBatchNorm over MPI: the statistics of a batch are those of the batches of all ranks.
+    """torch.nn.SyncBatchNorm over MPI: the statistics are those of the batches of all ranks.
 
     The arguments are torch's, with ``comm`` (default: the current level) in the place of ``process_group``. Inputs are
     (N, C, ...); N may differ between ranks, and be 0. All ranks run the same layers forward and backward, in the same
@@ -61,7 +61,7 @@ class SyncBatchNorm(_BatchNorm):
         self.comm = comm
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize; in training with the statistics of all ranks' batches, which the running ones follow."""
+        """Normalize; in training with the statistics of all ranks' batches, and update the running ones."""
         comm = self._comm_to_use() if self.training else None
         if comm is None:
             return super().forward(x)
@@ -97,7 +97,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"SyncBatchNorm: expected (N, {self.num_features}, ...), not {tuple(x.shape)}")
 
     def _comm_to_use(self) -> Communicator | None:
-        """None where this rank is alone."""
+        """The communicator of the layers; None where this rank is alone."""
         if not communicators.is_started():
             return None
         comm = communicators.resolve(self.comm)
@@ -120,7 +120,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(Function):
-    """The input normalized by statistics that all ranks' inputs have."""
+    """The input normalized by given mean and variance; its backward pass reduces over all ranks."""
 
     @staticmethod
     def forward(
@@ -160,7 +160,7 @@ class _Normalize(Function):
 
 
 def _statistics(x: Tensor, comm: Communicator) -> tuple[Tensor, Tensor, float]:
-    """Mean and variance of each channel over all ranks, in float64, and the number of values they are of."""
+    """Mean and variance of each channel over all ranks, in float64, and the number of values in a channel."""
     dims, channels = _all_but_channels(x), x.shape[1]
     number = x.numel() // channels
     mean = x.sum(dims, dtype=torch.float64) / max(number, 1)
@@ -186,5 +186,5 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
-    """One value per channel, in a shape that goes with ``x``."""
+    """One value per channel, in a shape that broadcasts against ``x``."""
     return values.view(-1, *[1] * (x.dim() - 2))

@@ -1,6 +1,6 @@
-"""Parameters and gradients of a module, made equal on all ranks in one go.
+"""Parameters, buffers and gradients of a module, made equal on all ranks.
 
-Everything runs on the current level. Small tensors travel together, in flat buffers of up to ``Tuning.fuse_bytes``.
+Every function runs on the current level. Small tensors share flat buffers of up to ``Tuning.fuse_bytes``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchmpi_py.core.tensors import check_tensor
 from torchmpi_py.nn.buckets import Buckets, grouped
 
 _buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
-reduced_in_backward: WeakSet[Buckets] = WeakSet()  # those of register_async_backward
+reduced_in_backward: WeakSet[Buckets] = WeakSet()  # of register_async_backward
 _MOST_NAMES = 3
 
 
@@ -33,11 +33,11 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> No
     named = dict([*module.named_parameters(), *module.named_buffers()])
     for name, x in named.items():
         check_tensor("synchronize_parameters", name, x)
-    _brought_together([x.detach() for x in named.values()], average)
+    _make_equal([x.detach() for x in named.values()], average)
 
 
-def _brought_together(tensors: Sequence[Tensor], average: bool) -> None:
-    """Rank 0's on all ranks, or with ``average`` the mean of those that have one."""
+def _make_equal(tensors: Sequence[Tensor], average: bool) -> None:
+    """Give all ranks rank 0's tensors, or with ``average`` the mean of those that have one."""
     averaged = [x for x in tensors if average and (x.is_floating_point() or x.is_complex())]
     copied = [x for x in tensors if not average or not (x.is_floating_point() or x.is_complex())]
     fused(averaged, lambda flat: verbs.allreduce(flat, op="avg"))
@@ -45,7 +45,7 @@ def _brought_together(tensors: Sequence[Tensor], average: bool) -> None:
 
 
 def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"] = "average") -> None:
-    """Bring the buffers together that differ between ranks, such as BatchNorm's statistics. Collective.
+    """Make the buffers equal that differ between ranks, such as BatchNorm's statistics. Collective.
 
     "average": those of floating-point numbers become the mean of all ranks', the others (counters, masks) rank 0's.
     "root": all become rank 0's. Buffers that are equal on all ranks keep their bits. The module has the same buffers on
@@ -56,7 +56,7 @@ def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"]
     buffers = {name: buffer for name, buffer in module.named_buffers() if not is_lazy(buffer)}
     if not buffers or resolve(None).size == 1:
         return
-    _brought_together([buffers[name].detach() for name in differing(buffers, resolve(None))], how == "average")
+    _make_equal([buffers[name].detach() for name in differing(buffers, resolve(None))], how == "average")
 
 
 def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None:
@@ -65,15 +65,15 @@ def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None
     TorchMPI summed. A parameter that got no gradient here counts as zero; one that got none on any rank keeps None.
     Call it once per step, after ``backward``. The same parameters must be trainable on every rank. ``p.grad`` becomes a
     view of a flat buffer, which is made at the first call and overwritten at the next: clone what you want to keep,
-    save or send. ValueError for parameters that ``register_async_backward`` takes care of.
+    save or send. ValueError for parameters that ``register_async_backward`` reduces.
     """
-    _buckets_of(module).reduce("avg" if average else "sum")
+    buckets_of(module).reduce("avg" if average else "sum")
 
 
 def average_gradients_of(module: torch.nn.Module, batch: Any | None) -> None:
-    """As ``synchronize_gradients``, of this batch (``first_batches``)."""
-    buckets = _buckets_of(module)
-    buckets.first_batches.look(batch)
+    """Like ``synchronize_gradients``; the batch is compared with those of other ranks (``first_batches``)."""
+    buckets = buckets_of(module)
+    buckets.first_batches.set_batch(batch)
     buckets.reduce("avg")
 
 
@@ -87,9 +87,10 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
     check_all_with_allreduce({**dict(module.named_parameters()), **buffers})
 
 
-def _buckets_of(module: torch.nn.Module) -> Buckets:
+def buckets_of(module: torch.nn.Module) -> Buckets:
+    """The buckets of a module in ``synchronize_gradients``; collective where they have to be made."""
     named, comm = trainable(module), resolve(None)
-    check_reduced_by_nobody("synchronize_gradients", named)
+    check_unregistered("synchronize_gradients", named)
     parameters = list(named.values())
     buckets = _buckets.get(module)
     if buckets is None or not buckets.fit(parameters, comm):
@@ -116,22 +117,22 @@ def check_dense(name: str, parameter: torch.nn.Parameter) -> None:
         )
 
 
-def check_reduced_by_nobody(call: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+def check_unregistered(call: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
     """ValueError if ``register_async_backward`` reduces one of these gradients: a second time gives a wrong number."""
-    registered = list(reduced_in_backward)
-    if not registered:
+    registrations = list(reduced_in_backward)
+    if not registrations:
         return
-    taken = [name for name, p in parameters.items() if any(p in buckets.index_of for buckets in registered)]
-    if taken:
-        more = f" and {len(taken) - _MOST_NAMES} more" if len(taken) > _MOST_NAMES else ""
+    registered = [name for name, p in parameters.items() if any(p in buckets.index_of for buckets in registrations)]
+    if registered:
+        more = f" and {len(registered) - _MOST_NAMES} more" if len(registered) > _MOST_NAMES else ""
         raise ValueError(
-            f"{call}: a register_async_backward reduces the gradients of {', '.join(taken[:_MOST_NAMES])}{more} "
+            f"{call}: a register_async_backward reduces the gradients of {', '.join(registered[:_MOST_NAMES])}{more} "
             "already, and reduced twice they would be wrong; call remove() on that registration first"
         )
 
 
 def fused(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
-    """Run an in-place collective over all tensors, the small ones in common flat buffers, in an order of its own."""
+    """Run an in-place collective over all tensors, in the groups and the order of ``grouped``."""
     for group in grouped(tensors):
         if len(group) == 1:
             collective(group[0])
