@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 
 from torchmpi_py.core import communicators, journal
 from torchmpi_py.core.communication_thread import CommunicationThread
-from torchmpi_py.core.handles import Handle
+from torchmpi_py.core.handles import Handle, Work
 
 R = TypeVar("R")
 _lock = threading.Lock()
@@ -47,23 +47,25 @@ def drain() -> None:
             _thread = None
 
 
-class _Step(Generic[R]):
+class _Step(Work[R]):
     """A step as work for the thread."""
 
     def __init__(self, label: str, step: Callable[[], R]) -> None:
-        self.label = label
-        self._step = step
+        self._label = label
+        self._step: Callable[[], R] | None = step
 
-    def run_in_background(self) -> R:
+    @property
+    def label(self) -> str:
+        return self._label
+
+    def run(self, in_background: bool = False) -> R:
         """Out of sight of autograd, and of what mode the caller's tensors were made in."""
+        assert self._step is not None
         with torch.inference_mode():
             return self._step()
 
-    def finish(self) -> R:
-        return self.run_in_background()
-
-    def explain(self, error: Exception) -> Exception:
-        return error
+    def release(self) -> None:
+        self._step = None
 
 
 class _Request(_Step[R]):
@@ -71,12 +73,12 @@ class _Request(_Step[R]):
 
     def __init__(self, label: str, step: Callable[[], R]) -> None:
         super().__init__(label, step)
-        self.entry = journal.record_own(label, communicators.stack().levels[0])
+        self.entry: journal.Entry = journal.record_own(label, communicators.stack().levels[0])
 
-    def run_in_background(self) -> R:
+    def run(self, in_background: bool = False) -> R:
         journal.begin(self.entry)
         try:
-            result = super().run_in_background()
+            result = super().run(in_background)
         except BaseException:
             journal.fail(self.entry)
             raise
