@@ -56,7 +56,7 @@ def _memory(group: Any, parameters: list[Tensor], x: Tensor) -> Tensor | None:
     if kept is not None:
         return kept.memory  # type: ignore[no-any-return]
     made: list[Tensor | None] = []
-    group.carry_out(([group.steps.operation("memory", x.nbytes, x.device, made.append)], [], None)).wait()
+    group.carry_out(([group.extra.operation("memory", x.nbytes, x.device, made.append)], [], None)).wait()
     memory = None if made[0] is None else made[0].view(x.dtype).view(x.shape)
     group.buckets.keep(parameters, memory)
     return memory

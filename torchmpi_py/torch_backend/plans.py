@@ -24,7 +24,7 @@ from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_divisible, check_parts, check_tensor, flat, output_buffer
 from torchmpi_py.torch_backend.call_queue import Call
-from torchmpi_py.torch_backend.extra_operations import Steps
+from torchmpi_py.torch_backend.extra_operations import ExtraOperations
 from torchmpi_py.torch_backend.torch_internals import REDUCTIONS
 
 Tensors = Sequence[Tensor]
@@ -152,15 +152,15 @@ def _is_whole(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def allreduce(steps: Steps, tensors: list[Tensor], op: str, factor: Any) -> Call:
+def allreduce(extra: ExtraOperations, tensors: list[Tensor], op: str, factor: Any) -> Call:
     """Each tensor in an operation of its own; sparse ones too."""
     if any(x.is_sparse for x in tensors):
-        return _allreduce_sparse(steps, tensors, op)
+        return _allreduce_sparse(extra, tensors, op)
     _multiply(tensors, factor)
-    return [_allreduce(x, op=op, comm=steps.comm) for x in tensors], tensors, None
+    return [_allreduce(x, op=op, comm=extra.comm) for x in tensors], tensors, None
 
 
-def _allreduce_sparse(steps: Steps, tensors: list[Tensor], op: str) -> Call:
+def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], op: str) -> Call:
     if op != "sum":
         raise ValueError(f"allreduce of sparse tensors with {op!r}: only the sum of sparse tensors is defined")
     totals: list[Tensor] = []
@@ -170,7 +170,7 @@ def _allreduce_sparse(steps: Steps, tensors: list[Tensor], op: str) -> Call:
             for x, total in zip(tensors, totals, strict=True):
                 x.copy_(total)
 
-    return [steps.operation("sparse", x, totals.append) for x in tensors], tensors, conclude
+    return [extra.operation("sparse", x, totals.append) for x in tensors], tensors, conclude
 
 
 def allreduce_together(comm: Communicator, tensors: list[Tensor], op: str, factor: Any) -> Call:
@@ -287,32 +287,34 @@ def reduce_scatter_single(comm: Communicator, outputs: Tensors, inputs: Tensors,
     return operations, list(outputs), one_after_another(finishes)
 
 
-def alltoall_single(steps: Steps, output: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Call:
+def alltoall_single(
+    extra: ExtraOperations, output: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]
+) -> Call:
     """Parts of one tensor to all ranks, along dim 0: equal ones, or of so many rows."""
-    size = steps.comm.size
+    size = extra.comm.size
     if not output_splits and not input_splits:
         check_divisible("all_to_all_single", x, size)
         check_whole("all_to_all_single", "output", output, "input", x, 1)
         buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
-        return [_alltoall(flat(x).view(-1), out=buffer.view(-1), comm=steps.comm)], [output], copy_out
+        return [_alltoall(flat(x).view(-1), out=buffer.view(-1), comm=extra.comm)], [output], copy_out
     check_tensor("all_to_all_single", "output", output)
     check_tensor("all_to_all_single", "input", x)
     buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
     sent = _rows("input", flat(x), input_splits, size)
     received = _rows("output", buffer, output_splits, size)
-    check_equal("all_to_all_single", "outputs", [received[steps.comm.rank]], sent[steps.comm.rank])
-    return [steps.alltoall_operation(received, sent)], [output], copy_out
+    check_equal("all_to_all_single", "outputs", [received[extra.comm.rank]], sent[extra.comm.rank])
+    return [extra.alltoall_operation(received, sent)], [output], copy_out
 
 
-def alltoall(steps: Steps, outputs: Tensors, inputs: Tensors) -> Call:
+def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
     """A tensor for each rank, from each rank; those of a pair match, other pairs may have others."""
     for what, given in (("outputs", outputs), ("inputs", inputs)):
         if given:
-            check_list("all_to_all", what, given, inputs[0], steps.comm.size)
-    check_equal("all_to_all", "outputs", [outputs[steps.comm.rank]], inputs[steps.comm.rank])
+            check_list("all_to_all", what, given, inputs[0], extra.comm.size)
+    check_equal("all_to_all", "outputs", [outputs[extra.comm.rank]], inputs[extra.comm.rank])
     targets = [output_buffer("all_to_all", y, holds_input=False) for y in outputs]
     conclude = one_after_another([copy_out for _, copy_out in targets])
-    return [steps.alltoall_operation([y for y, _ in targets], list(inputs))], list(outputs), conclude
+    return [extra.alltoall_operation([y for y, _ in targets], list(inputs))], list(outputs), conclude
 
 
 def _rows(what: str, x: Tensor, splits: list[int], size: int) -> list[Tensor]:

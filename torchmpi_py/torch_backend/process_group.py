@@ -21,7 +21,7 @@ from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.torch_backend import communicator_pool, monitoring, p2p, plans, torch_internals
 from torchmpi_py.torch_backend.call_queue import Call, CallQueue, QueuedCall
 from torchmpi_py.torch_backend.ddp_hook import BucketMemory
-from torchmpi_py.torch_backend.extra_operations import Steps
+from torchmpi_py.torch_backend.extra_operations import ExtraOperations
 from torchmpi_py.torch_backend.p2p import Message
 from torchmpi_py.torch_backend.registration import NAME
 from torchmpi_py.torch_backend.work import OVER, Done, PendingWork, Several, is_in_callback
@@ -43,7 +43,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self.comm = comm = membership.comm
         super().__init__(comm.rank, comm.size)
         self.world_ranks = list(world_ranks)
-        self.steps = Steps(comm)
+        self.extra = ExtraOperations(comm)
         self.queue = CallQueue(comm, f"group-{name}")
         self.mailbox = p2p.Mailbox(membership)
         self.monitor = monitoring.Monitor(membership)
@@ -65,7 +65,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         op, factor = plans.op_of(opts)
         given = plans.as_list(tensors)
-        return self._reduce(op, given, lambda op: plans.allreduce(self.steps, given, op, factor), opts)
+        return self._reduce(op, given, lambda op: plans.allreduce(self.extra, given, op, factor), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         op, factor = plans.op_of(opts)
@@ -128,14 +128,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Any:
-        call = plans.alltoall_single(self.steps, output, input, list(output_splits), list(input_splits))
+        call = plans.alltoall_single(self.extra, output, input, list(output_splits), list(input_splits))
         return self.carry_out(call, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        return self.carry_out(plans.alltoall(self.steps, outputs, inputs), opts)
+        return self.carry_out(plans.alltoall(self.extra, outputs, inputs), opts)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        return self.carry_out(([self.steps.operation("barrier")], [], None), opts)
+        return self.carry_out(([self.extra.operation("barrier")], [], None), opts)
 
     _allgather_base = all_gather_single  # their names in older versions
     allgather_into_tensor_coalesced = all_gather_single_coalesced
