@@ -66,7 +66,7 @@ def as_list(tensors: Sequence[Tensor] | Tensor) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def check_list(verb: str, what: str, parts: Tensors, x: Tensor, size: int) -> None:
+def _check_list(verb: str, what: str, parts: Tensors, x: Tensor, size: int) -> None:
     """ValueError unless there is a tensor for each of ``size`` ranks, alike ``x`` in dtype and device."""
     check_tensor(verb, "tensor", x)
     check_parts(verb, what, parts)
@@ -80,7 +80,7 @@ def check_list(verb: str, what: str, parts: Tensors, x: Tensor, size: int) -> No
             )
 
 
-def check_equal(verb: str, what: str, parts: Tensors, x: Tensor) -> None:
+def _check_equal(verb: str, what: str, parts: Tensors, x: Tensor) -> None:
     """ValueError unless all have as many elements as ``x``."""
     for rank, part in enumerate(parts):
         if part.numel() != x.numel():
@@ -89,7 +89,7 @@ def check_equal(verb: str, what: str, parts: Tensors, x: Tensor) -> None:
             )
 
 
-def check_whole(verb: str, what: str, whole: Tensor, part_what: str, part: Tensor, size: int) -> None:
+def _check_whole(verb: str, what: str, whole: Tensor, part_what: str, part: Tensor, size: int) -> None:
     """ValueError unless ``whole`` is as long as ``size`` times ``part``, of the same dtype, on the same device."""
     check_tensor(verb, part_what, part)
     check_tensor(verb, what, whole)
@@ -105,7 +105,7 @@ def check_whole(verb: str, what: str, whole: Tensor, part_what: str, part: Tenso
         )
 
 
-def into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]:
+def _into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]:
     """A step that copies each flat tensor into the tensors of its list."""
 
     def conclude() -> None:
@@ -117,7 +117,7 @@ def into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]:
     return conclude
 
 
-def one_after_another(steps: Sequence[Callable[[], object] | None]) -> Callable[[], Any] | None:
+def _one_after_another(steps: Sequence[Callable[[], object] | None]) -> Callable[[], Any] | None:
     """One step made of those that are not None."""
     given = [step for step in steps if step is not None]
 
@@ -145,7 +145,7 @@ def averaging(op: str, outputs: Tensors, size: int, make: Callable[[str], Call],
                 plain.div_(size, rounding_mode="trunc" if _is_whole(x) else None)
 
     operations, results, last_step = make("sum")
-    return operations, results, one_after_another([last_step, divide])
+    return operations, results, _one_after_another([last_step, divide])
 
 
 def _is_whole(x: Tensor) -> bool:
@@ -182,7 +182,7 @@ def allreduce_together(comm: Communicator, tensors: list[Tensor], op: str, facto
         kinds.setdefault((x.dtype, x.device), []).append(x)
     wholes = [(torch.cat([flat(x).view(-1) for x in alike]), alike) for alike in kinds.values()]
 
-    conclude = into_lists([whole for whole, _ in wholes], [alike for _, alike in wholes])
+    conclude = _into_lists([whole for whole, _ in wholes], [alike for _, alike in wholes])
     return [_allreduce(whole, op=op, comm=comm) for whole, _ in wholes], tensors, conclude
 
 
@@ -205,7 +205,7 @@ def allgather(comm: Communicator, output_lists: Sequence[Tensors], inputs: Tenso
     """Each input of all ranks into a list of outputs, whose shapes may differ between ranks."""
     operations, wholes = [], []
     for outputs, x in zip(output_lists, inputs, strict=True):
-        check_list("all_gather", "outputs", outputs, x, comm.size)
+        _check_list("all_gather", "outputs", outputs, x, comm.size)
         if outputs[comm.rank].numel() != x.numel():
             raise ValueError(
                 f"all_gather: the input has {x.numel()} elements, but this rank's output, number {comm.rank}, has "
@@ -214,32 +214,32 @@ def allgather(comm: Communicator, output_lists: Sequence[Tensors], inputs: Tenso
         whole = x.new_empty(sum(y.numel() for y in outputs), requires_grad=False)
         operations.append(_gathering(comm, flat(x).view(-1), whole, [y.numel() for y in outputs]))
         wholes.append(whole)
-    return operations, [y for outputs in output_lists for y in outputs], into_lists(wholes, output_lists)
+    return operations, [y for outputs in output_lists for y in outputs], _into_lists(wholes, output_lists)
 
 
 def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> Call:
     """Each input of all ranks, one after another, into one output."""
     operations, finishes = [], []
     for output, x in zip(outputs, inputs, strict=True):
-        check_whole("all_gather", "output", output, "input", x, comm.size)
+        _check_whole("all_gather", "output", output, "input", x, comm.size)
         buffer, copy_out = output_buffer("all_gather", output, holds_input=False)
         whole = buffer.view(-1)
         operations.append(
             _gathering(comm, copy_if_overlapping(flat(x).view(-1), whole), whole, [x.numel()] * comm.size)
         )
         finishes.append(copy_out)
-    return operations, list(outputs), one_after_another(finishes)
+    return operations, list(outputs), _one_after_another(finishes)
 
 
 def gather(comm: Communicator, output_lists: Sequence[Tensors], x: Tensor, root: int) -> Call:
     """The inputs of all ranks, which have one shape, into a list on root."""
     source, whole = flat(check_tensor("gather", "input", x)).view(-1), None
     if comm.rank == root:
-        check_list("gather", "outputs", output_lists[0], x, comm.size)
-        check_equal("gather", "outputs", output_lists[0], x)
+        _check_list("gather", "outputs", output_lists[0], x, comm.size)
+        _check_equal("gather", "outputs", output_lists[0], x)
         whole = x.new_empty(comm.size * x.numel(), requires_grad=False)
     operation = _gathering(comm, source, whole, [x.numel()] * comm.size, root)
-    conclude = None if whole is None else into_lists([whole], output_lists)
+    conclude = None if whole is None else _into_lists([whole], output_lists)
     return [operation], list(output_lists[0]) if whole is not None else [], conclude
 
 
@@ -248,8 +248,8 @@ def scatter(comm: Communicator, output: Tensor, input_lists: Sequence[Tensors], 
     check_tensor("scatter", "output", output)
     buffer, copy_out = output_buffer("scatter", output, holds_input=False)
     if comm.rank == root:
-        check_list("scatter", "inputs", input_lists[0], output, comm.size)
-        check_equal("scatter", "inputs", input_lists[0], output)
+        _check_list("scatter", "inputs", input_lists[0], output, comm.size)
+        _check_equal("scatter", "inputs", input_lists[0], output)
         whole = torch.cat([flat(x).view(-1) for x in input_lists[0]])
     else:
         whole = buffer.new_empty(comm.size * buffer.numel())
@@ -260,8 +260,8 @@ def reduce_scatter(comm: Communicator, outputs: Tensors, input_lists: Sequence[T
     """Of each list, reduced over the ranks, rank r gets the r-th; their shapes may differ."""
     operations, finishes = [], []
     for output, given in zip(outputs, input_lists, strict=True):
-        check_list("reduce_scatter", "inputs", given, output, comm.size)
-        check_equal("reduce_scatter", "inputs", [given[comm.rank]], output)
+        _check_list("reduce_scatter", "inputs", given, output, comm.size)
+        _check_equal("reduce_scatter", "inputs", [given[comm.rank]], output)
         inputs = list(given) if factor is None else [x.detach() * factor for x in given]
         buffer, copy_out = output_buffer("reduce_scatter", output, holds_input=False)
         if len({x.numel() for x in inputs}) == 1:
@@ -272,19 +272,19 @@ def reduce_scatter(comm: Communicator, outputs: Tensors, input_lists: Sequence[T
                 target = buffer.view(-1) if rank == comm.rank else None
                 operations.append(_reduce(flat(x).view(-1), rank, out=target, op=op, comm=comm))
         finishes.append(copy_out)
-    return operations, list(outputs), one_after_another(finishes)
+    return operations, list(outputs), _one_after_another(finishes)
 
 
 def reduce_scatter_single(comm: Communicator, outputs: Tensors, inputs: Tensors, op: str, factor: Any) -> Call:
     """Of each input, reduced over the ranks, rank r gets the r-th part."""
     operations, finishes = [], []
     for output, x in zip(outputs, inputs, strict=True):
-        check_whole("reduce_scatter", "input", x, "output", output, comm.size)
+        _check_whole("reduce_scatter", "input", x, "output", output, comm.size)
         source = flat(x).view(-1) if factor is None else flat(x * factor).view(-1)
         buffer, copy_out = output_buffer("reduce_scatter", output, holds_input=False)
         operations.append(_reduce_scatter(source, out=buffer.view(-1), op=op, comm=comm))
         finishes.append(copy_out)
-    return operations, list(outputs), one_after_another(finishes)
+    return operations, list(outputs), _one_after_another(finishes)
 
 
 def alltoall_single(
@@ -294,7 +294,7 @@ def alltoall_single(
     size = extra.comm.size
     if not output_splits and not input_splits:
         check_divisible("all_to_all_single", x, size)
-        check_whole("all_to_all_single", "output", output, "input", x, 1)
+        _check_whole("all_to_all_single", "output", output, "input", x, 1)
         buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
         return [_alltoall(flat(x).view(-1), out=buffer.view(-1), comm=extra.comm)], [output], copy_out
     check_tensor("all_to_all_single", "output", output)
@@ -302,7 +302,7 @@ def alltoall_single(
     buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
     sent = _rows("input", flat(x), input_splits, size)
     received = _rows("output", buffer, output_splits, size)
-    check_equal("all_to_all_single", "outputs", [received[extra.comm.rank]], sent[extra.comm.rank])
+    _check_equal("all_to_all_single", "outputs", [received[extra.comm.rank]], sent[extra.comm.rank])
     return [extra.alltoall_operation(received, sent)], [output], copy_out
 
 
@@ -310,10 +310,10 @@ def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
     """A tensor for each rank, from each rank; those of a pair match, other pairs may have others."""
     for what, given in (("outputs", outputs), ("inputs", inputs)):
         if given:
-            check_list("all_to_all", what, given, inputs[0], extra.comm.size)
-    check_equal("all_to_all", "outputs", [outputs[extra.comm.rank]], inputs[extra.comm.rank])
+            _check_list("all_to_all", what, given, inputs[0], extra.comm.size)
+    _check_equal("all_to_all", "outputs", [outputs[extra.comm.rank]], inputs[extra.comm.rank])
     targets = [output_buffer("all_to_all", y, holds_input=False) for y in outputs]
-    conclude = one_after_another([copy_out for _, copy_out in targets])
+    conclude = _one_after_another([copy_out for _, copy_out in targets])
     return [extra.alltoall_operation([y for y, _ in targets], list(inputs))], list(outputs), conclude
 
 
