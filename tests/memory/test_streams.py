@@ -76,7 +76,7 @@ def device(monkeypatch):
     notes = Notes()
     monkeypatch.setattr(devices, "of", lambda device: notes)
     thread = communication_thread.CommunicationThread(inline=False)
-    former = communication_thread._thread
+    former = communication_thread.current() if communication_thread.is_installed() else None
     communication_thread.install(thread)
     yield notes
     thread.close()

@@ -200,7 +200,7 @@ class CallQueue:
                 self._set_stuck(True)
 
     def close(self, seconds: float | None) -> None:
-        """Wait for what is queued, at most so long (None: for ever), and end the thread, unless it is stuck."""
+        """Wait ``seconds`` for the queued calls (None: without limit), and end the thread, unless it is stuck."""
         thread, self._thread = self._thread, None
         if thread is not None and communication_thread.is_installed():
             communication_thread.current().remove_companion(thread)

@@ -65,7 +65,7 @@ def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
 
 
 def _seconds(timeout: dt.timedelta | None) -> float:
-    """The timeout that the program has given; 0 for none, or for torch's default, which is not told apart."""
+    """The timeout that the program has given; 0 for none, or for torch's default, which looks the same."""
     seconds = 0.0 if timeout is None else timeout.total_seconds()
     return 0.0 if seconds == DEFAULT_SECONDS else seconds
 

@@ -118,7 +118,7 @@ def _into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]
 
 
 def _one_after_another(steps: Sequence[Callable[[], object] | None]) -> Callable[[], Any] | None:
-    """One step made of those that are not None."""
+    """One step made of all ``steps`` that are not None."""
     given = [step for step in steps if step is not None]
 
     def conclude() -> None:
@@ -174,7 +174,7 @@ def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], op: str) ->
 
 
 def allreduce_together(comm: Communicator, tensors: list[Tensor], op: str, factor: Any) -> Call:
-    """All tensors of a dtype and device as one."""
+    """All tensors of one dtype and device in one operation."""
     check_parts("all_reduce", "tensors", tensors)
     _multiply(tensors, factor)
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
@@ -192,7 +192,7 @@ def broadcast(comm: Communicator, tensors: list[Tensor], root: int) -> Call:
 
 
 def reduce(comm: Communicator, tensors: list[Tensor], root: int, op: str, factor: Any) -> Call:
-    """Every tensor by itself; it is written on root only."""
+    """Each tensor in an operation of its own; only root's tensors are written."""
     sources = tensors if factor is None else [x.detach() * factor for x in tensors]
     operations = [
         _reduce(source, root, out=None if factor is None else x, op=op, comm=comm)
@@ -307,7 +307,7 @@ def alltoall_single(
 
 
 def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
-    """A tensor for each rank, from each rank; those of a pair match, other pairs may have others."""
+    """A tensor to each rank, and one from each rank. Sizes match in each pair of ranks; pairs may differ."""
     for what, given in (("outputs", outputs), ("inputs", inputs)):
         if given:
             _check_list("all_to_all", what, given, inputs[0], extra.comm.size)

@@ -57,7 +57,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return NAME
 
     def set_timeout(self, timeout: dt.timedelta) -> None:
-        """Give up waiting after so long; torch's default (30 minutes) leaves that to the package's own deadline."""
+        """Let waits give up after ``timeout``; for torch's default (30 minutes) the package's own deadline counts."""
         deadline = float(config.current.deadline_seconds) if config.can_raise else None
         seconds = timeout.total_seconds()
         self.seconds = deadline if seconds == torch_internals.DEFAULT_SECONDS else seconds
