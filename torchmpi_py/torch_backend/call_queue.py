@@ -15,12 +15,13 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
 from torchmpi_py.collectives.operation import Operation
-from torchmpi_py.core import communication_thread, config
+from torchmpi_py.core import communication_thread, config, journal
 from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, Work
@@ -31,13 +32,34 @@ Call = tuple[Sequence[Operation[Any]], list[Tensor], Callable[[], object] | None
 """The operations of a call, its results, and its last step. A plain tuple, for one is made in each call."""
 
 
+def record(operations: Sequence[Operation[Any]], thread_role: int, is_launch: bool, frame: FrameType) -> None:
+    """Record the operations of a call in the journal, all before the first one runs. RanksDisagree as in the verbs."""
+    try:
+        for operation in operations:
+            operation.entry = journal.record(operation, thread_role, is_launch, frame)
+    except BaseException:
+        _fail_rest(operations)
+        raise
+
+
 def _carry_out(call: Call, in_background: bool = False) -> list[Tensor]:
     operations, results, last_step = call
-    for operation in operations:
-        operation.run(in_background)
+    try:
+        for operation in operations:
+            operation.run(in_background)
+    except BaseException:
+        _fail_rest(operations)
+        raise
     if last_step is not None:
         last_step()
     return results
+
+
+def _fail_rest(operations: Sequence[Operation[Any]]) -> None:
+    """Close the entries behind an operation that has failed: the program may go on, and waits in none of them."""
+    for operation in operations:
+        if operation.entry is not None:
+            journal.fail(operation.entry)
 
 
 class QueuedCall(PendingWork, Work[list[Tensor]]):

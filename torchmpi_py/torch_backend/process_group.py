@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from torchmpi_py.core import communication_thread, config, journal
+from torchmpi_py.core import communication_thread, config
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.errors import CommunicatorError
-from torchmpi_py.torch_backend import communicator_pool, monitoring, p2p, plans, torch_internals
+from torchmpi_py.torch_backend import call_queue, communicator_pool, monitoring, p2p, plans, torch_internals
 from torchmpi_py.torch_backend.call_queue import Call, CallQueue, QueuedCall
 from torchmpi_py.torch_backend.ddp_hook import BucketMemory
 from torchmpi_py.torch_backend.extra_operations import ExtraOperations
@@ -212,9 +212,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         is_nested = is_in_callback()
         is_launch = not is_nested and (getattr(opts, "asyncOp", True) or seconds is not None)
         operations, results, _ = call
-        frame = torch_internals.program()
-        for operation in operations:
-            operation.entry = journal.record(operation, BACKGROUND if is_nested else DIRECT, is_launch, frame)
+        call_queue.record(operations, BACKGROUND if is_nested else DIRECT, is_launch, torch_internals.program())
         if is_nested:
             self.queue.run_in_callback(call)
             return Done(results)

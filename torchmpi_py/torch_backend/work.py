@@ -64,7 +64,7 @@ class _Failure:
     by pickle, without expecting to find none: DDP has to meet the error there.
     """
 
-    def __init__(self, error: BaseException, *, raises: bool) -> None:
+    def __init__(self, error: BaseException, *, raises: bool = True) -> None:
         self.error = error
         self.raises = raises
 
