@@ -1,18 +1,19 @@
 import gc
 import logging
 import time
+import weakref
 
 import pytest
 import torch
 
 from torchmpi_py.core.communication_thread import CommunicationThread
-from torchmpi_py.core.handles import wait_all
+from torchmpi_py.core.handles import Work, wait_all
 from torchmpi_py.errors import CollectiveTimeout
 
 SMALL, LARGE = 16, 200_000  # posted to MPI, and run in the communication thread
 
 
-class Work:
+class Step(Work):
     """An operation without MPI."""
 
     label = "some work"
@@ -20,13 +21,11 @@ class Work:
     def __init__(self, action):
         self.action = action
 
-    def run_in_background(self):
+    def run(self, in_background=False):
         return self.action()
 
-    finish = run_in_background
-
-    def explain(self, error):
-        return error
+    def release(self):
+        del self.action
 
 
 @pytest.fixture(params=[False, True], ids=["thread", "inline"])
@@ -38,7 +37,7 @@ def thread(request):
 
 def test_order_results_and_repeated_waits(thread):
     seen = []
-    handles = [thread.submit(Work(lambda i=i: seen.append(i) or i * i)) for i in range(100)]
+    handles = [thread.submit(Step(lambda i=i: seen.append(i) or i * i)) for i in range(100)]
     assert wait_all(handles) == [i * i for i in range(100)]
     assert seen == list(range(100))
     assert handles[7].wait() == handles[7].wait() == 49
@@ -49,12 +48,12 @@ def test_an_error_is_raised_by_every_wait(thread):
     def fail():
         raise KeyError("lost")
 
-    handle = thread.submit(Work(fail))
+    handle = thread.submit(Step(fail))
     for _ in range(2):
         with pytest.raises(KeyError, match="lost"):
             handle.wait()
     assert "failed" in repr(handle)
-    assert thread.submit(Work(lambda: 3)).wait() == 3
+    assert thread.submit(Step(lambda: 3)).wait() == 3
 
 
 def test_wait_all_waits_for_all_and_raises_the_first_error(thread):
@@ -63,8 +62,8 @@ def test_wait_all_waits_for_all_and_raises_the_first_error(thread):
     def fail(text):
         raise ValueError(text)
 
-    handles = [thread.submit(Work(lambda t=t: fail(t))) for t in ("first", "second")]
-    handles.append(thread.submit(Work(lambda: done.append(1))))
+    handles = [thread.submit(Step(lambda t=t: fail(t))) for t in ("first", "second")]
+    handles.append(thread.submit(Step(lambda: done.append(1))))
     with pytest.raises(ValueError, match="first") as caught:
         wait_all(handles)
     assert done == [1]
@@ -76,7 +75,7 @@ def test_an_error_that_nobody_waits_for_is_logged(thread, caplog):
         raise KeyError("lost")
 
     with caplog.at_level(logging.ERROR, "torchmpi_py"):
-        thread.submit(Work(fail))
+        thread.submit(Step(fail))
         thread.drain()
         gc.collect()
     assert "some work failed, and nobody waited for it: KeyError('lost')" in caplog.text
@@ -84,12 +83,12 @@ def test_an_error_that_nobody_waits_for_is_logged(thread, caplog):
 
 def test_a_handle_is_not_a_truth_value(thread):
     with pytest.raises(TypeError, match="neither true nor false"):
-        bool(thread.submit(Work(lambda: 1)))
+        bool(thread.submit(Step(lambda: 1)))
 
 
 def test_timeouts():
     thread = CommunicationThread(inline=False)
-    handle = thread.submit(Work(lambda: time.sleep(0.3) or "late"))
+    handle = thread.submit(Step(lambda: time.sleep(0.3) or "late"))
     assert not handle.done()
     assert "under way" in repr(handle)
     with pytest.raises(CollectiveTimeout, match=r"some work is not complete after 0.01 s"):
@@ -100,9 +99,14 @@ def test_timeouts():
 
 def test_buffers_live_only_as_long_as_the_operation():
     thread = CommunicationThread(inline=False)
-    handle = thread.submit(Work(lambda: None))
+    x = torch.ones(1)
+    kept = weakref.ref(x)
+    handle = thread.submit(Step(lambda x=x: None))
+    del x
     handle.wait()
-    assert handle._work is None
+    gc.collect()
+    assert kept() is None
+    assert "some work: complete" in repr(handle)
     thread.close()
 
 
@@ -164,8 +168,6 @@ def test_blocking_and_asynchronous_operations_mix(mpi):
 @pytest.mark.timeout(240)
 def test_a_posted_operation_that_is_complete_is_let_go(mpi):
     """Also behind a receive that stays under way."""
-    import weakref
-
     rank, size = mpi.rank(), mpi.size()
     waiting = mpi.recv_async(torch.zeros(1), (rank - 1) % size)
     kept = []
@@ -185,7 +187,7 @@ def test_a_traceback_does_not_grow_with_every_wait(thread):
     def fail():
         raise KeyError("lost")
 
-    handle = thread.submit(Work(fail))
+    handle = thread.submit(Step(fail))
 
     def depth():
         with pytest.raises(KeyError) as caught:

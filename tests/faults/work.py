@@ -16,11 +16,12 @@ def patch_in():
     from torchmpi_py.collectives import operation
     from torchmpi_py.collectives.flavours import node_group, two_shot
     from torchmpi_py.collectives.reductions import Kernel
+    from torchmpi_py.core import handles
     from torchmpi_py.runtime import exits
 
     before(two_shot, "carry_out", "two shots")
     before(Kernel, "reduce", "kernel", after=True)
-    before(operation.Operation, "run_in_background", "communication thread")
+    before(handles.ThreadHandle, "_run", "communication thread")
     before(operation.Operation, "run", "in the operation")
     before(exits, "wait_for_all", "stop")
     before(exits, "wait_for_all", "stop after meeting", after=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from torchmpi_py.core import communication_thread
+from torchmpi_py.core.handles import Work
 from torchmpi_py.memory import devices
 
 
@@ -57,19 +58,17 @@ class Event:
         self.device.notes.append(f"host waits for {self.name}")
 
 
-class Work:
+class Step(Work):
     label = "work"
 
     def __init__(self, device, error=None):
         self.device, self.error = device, error
 
-    def run_in_background(self):
+    def run(self, in_background=False):
         self.device.notes.append(f"work in {self.device.now}")
         if self.error:
             raise self.error
         return "result"
-
-    finish = explain = None
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ def happened(device):
 
 
 def test_wait_orders_the_callers_stream(device):
-    handle = devices.submit(Work(device), device.device, [])
+    handle = devices.submit(Step(device), device.device, [])
     assert handle.wait() == "result"
     assert happened(device) == [*ORDER, "caller's stream waits for event 1"]
     assert handle.wait() == "result"  # on whatever stream is current then
@@ -106,7 +105,7 @@ def test_wait_orders_the_callers_stream(device):
 
 
 def test_done_asks_the_device(device):
-    handle = devices.submit(Work(device), device.device, [])
+    handle = devices.submit(Step(device), device.device, [])
     device.is_over = False
     handle.wait()
     assert not handle.done()
@@ -115,7 +114,7 @@ def test_done_asks_the_device(device):
 
 
 def test_errors_come_out_of_wait(device):
-    handle = devices.submit(Work(device, ValueError("no")), device.device, [])
+    handle = devices.submit(Step(device, ValueError("no")), device.device, [])
     for wait in (handle.wait, handle.synchronize):
         with pytest.raises(ValueError, match="no"):
             wait()
@@ -124,7 +123,7 @@ def test_errors_come_out_of_wait(device):
 
 
 def test_on_the_host_there_are_no_streams(device):
-    handle = devices.submit(Work(device), None, [])
+    handle = devices.submit(Step(device), None, [])
     assert handle.wait() == "result"
     assert device.notes == ["work in caller's stream"]
 

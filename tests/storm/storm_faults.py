@@ -9,7 +9,7 @@ from torchmpi_py.collectives.flavours.node_group import NodeGroup
 from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.memory import symmetric
-from torchmpi_py.torch_backend.bucket_memory import BucketMemory
+from torchmpi_py.torch_backend.ddp_hook import BucketMemory
 from torchmpi_py.torch_backend.work import PendingWork
 
 _local = threading.local()

@@ -1,5 +1,7 @@
 """A future counts as a wait from when it is asked for until its call is over, or given up; a Work alone does not."""
 
+import types
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,3 +73,18 @@ def test_a_group_that_is_given_up_waits_for_nothing(mpi, group):
 
     assert held_up(mpi, other, ask) in (False, None)
     dist.destroy_process_group(other)
+
+
+def test_what_comes_after_an_operation_that_failed_is_not_under_way(group):
+    """Or it would be reported as late, though the program has caught the error and goes on."""
+    before = journal.under_way(status_board.current)
+
+    def fail(_):
+        raise KeyError("lost")
+
+    extra = group.extra
+    operations = [extra.operation("memory", 64, torch.device("cpu"), fail), extra.operation("barrier")]
+    with pytest.raises(KeyError, match="lost"):
+        group.carry_out((operations, [], None), types.SimpleNamespace(asyncOp=False))
+    assert journal.under_way(status_board.current) == before
+    dist.barrier()

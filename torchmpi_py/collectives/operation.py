@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmpi_py.core import config, journal, ulfm
 from torchmpi_py.core.channels import BACKGROUND, MISUSED, NOBODY, Channel
 from torchmpi_py.core.communicators import Communicator
-from torchmpi_py.core.handles import Handle
+from torchmpi_py.core.handles import Handle, Work
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.recorded import Method
 from torchmpi_py.errors import CommunicatorError, RankDied, RanksDisagree
@@ -26,19 +26,6 @@ _DEATH_SECONDS = 0.3
 _MESSAGES = frozenset({"send", "recv", "sendreceive"})  # of which several may be under way in a channel
 
 
-class Label(NamedTuple):
-    """What identifies an operation to a reader, without its buffers; put into words only when it is shown."""
-
-    name: str
-    flavour: str
-    num_bytes: int
-    comm: Communicator
-
-    def __str__(self) -> str:
-        where = f"on rank {self.comm.rank} of {self.comm.size} of {self.comm.key!r}"
-        return f"{self.name} ({self.flavour}, {self.num_bytes} bytes) {where}"
-
-
 class Launcher(Method, Protocol):
     """What an operation needs of its flavour, beside the method that carries it out."""
 
@@ -46,7 +33,7 @@ class Launcher(Method, Protocol):
 
 
 @dataclasses.dataclass(slots=True)
-class Operation(Generic[R]):
+class Operation(Work[R]):
     """``flavour.<method>(channel, *arguments)``, whose return value ``conclude`` turns into the caller's result.
 
     Without ``conclude`` the result is ``target``, as the flavour left it.
@@ -130,10 +117,6 @@ class Operation(Generic[R]):
             journal.fail(self.entry)
             raise
 
-    def run_in_background(self) -> R:
-        """Carry it out in the communication thread."""
-        return self.run(True)
-
     def finish(self) -> R:
         """The result, once the transfer is complete."""
         trace = tracing.current
@@ -179,11 +162,13 @@ class Operation(Generic[R]):
         return (x for x in (*self.arguments, self.target) if isinstance(x, Tensor))
 
     @property
-    def label(self) -> Label:
-        """What to call it."""
-        return Label(self.name, self.flavour.name, self.num_bytes, self.comm)
+    def label(self) -> Operation[R]:
+        return self
 
-    def who_is_late(self) -> str:
+    def release(self) -> None:
+        self.arguments, self.target, self.conclude = (), None, None
+
+    def late_ranks(self) -> str:
         """Which ranks have not come to it, or do something else, as far as can be seen."""
         if self.entry is None:
             return ""
@@ -199,4 +184,5 @@ class Operation(Generic[R]):
         return self.arguments[-2:] if self.name == "sendreceive" else self.arguments[-1:]
 
     def __str__(self) -> str:
-        return str(self.label)
+        where = f"on rank {self.comm.rank} of {self.comm.size} of {self.comm.key!r}"
+        return f"{self.name} ({self.flavour.name}, {self.num_bytes} bytes) {where}"

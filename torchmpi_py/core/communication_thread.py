@@ -1,8 +1,7 @@
-"""The communication thread: asynchronous operations run in it, and posted ones are held until they are complete."""
+"""The communication thread: it carries out asynchronous operations, and holds posted ones until they are complete."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import queue
@@ -10,15 +9,17 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from torchmpi_py.core.handles import Handle, RequestHandle, ThreadHandle
+from torchmpi_py.core.handles import Handle, RequestHandle, ThreadHandle, Work
+from torchmpi_py.core.journal import Entry
 
 logger = logging.getLogger("torchmpi_py")
 R = TypeVar("R")
 DRAIN_WARNING_SECONDS = 20.0
+_STUCK_SECONDS = 1.0
 
 
 class Companion(Protocol):
-    """What has operations of its own under way."""
+    """An object with operations of its own under way, which end with those of a thread."""
 
     def drain(self) -> None: ...
 
@@ -26,7 +27,7 @@ class Companion(Protocol):
 
 
 class CommunicationThread:
-    """Carries out operations one after the other, in the order of their launch, which is the same on every rank.
+    """A queue of operations, carried out one after the other in the order of launch, which is equal on all ranks.
 
     With ``inline`` (an MPI without MPI_THREAD_MULTIPLE) the launching thread does it, before the launch returns.
     """
@@ -38,18 +39,21 @@ class CommunicationThread:
         self._posted: dict[int, RequestHandle[Any]] = {}  # oldest first
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._others: list[Companion] = []
-        self._last: Any = None  # what the operation that was queued last was noted as
-        self.is_stuck = False  # in an operation that nobody waits for any more: neither do drain and close
-        self.streams: dict[Any, Any] = {}  # per device, the stream that its operations go to
+        self._companions: list[Companion] = []
+        self._last_entry: Entry | None = None  # of the operation that was queued last
+        self.is_stuck = False  # in an operation that no thread waits for any more: drain and close do not wait either
+        self.streams: dict[Any, Any] = {}  # the stream of its operations, by device
 
-    def submit(self, work: Any, kind: type[ThreadHandle[R]] = ThreadHandle) -> Handle[R]:
-        """Queue an operation; its handle is of a ``kind``."""
-        handle = kind(work)
-        self._last = getattr(work, "entry", None)
+    def submit(self, work: Work[R]) -> Handle[R]:
+        """Queue an operation."""
+        return self.enqueue(ThreadHandle(work), work.entry)
+
+    def enqueue(self, handle: ThreadHandle[R], entry: Entry | None) -> Handle[R]:
+        """Queue the operation of ``handle``, which has this ``entry``."""
+        self._last_entry = entry
         if self.inline:
             with handle._waited_for(None):
-                handle._execute()
+                handle.execute()
         else:
             self._ensure_thread()
             self._queue.put(handle)
@@ -58,58 +62,61 @@ class CommunicationThread:
     def keep(self, handle: RequestHandle[R]) -> Handle[R]:
         """Hold a posted operation until it is complete, also when its handle is dropped."""
         with self._lock:
-            for key in list(itertools.islice(self._posted, 2)):  # look at the two that were looked at longest ago
+            # A dropped handle is let go here, as no thread waits for it: two looks a launch keep the table short.
+            for key in list(itertools.islice(self._posted, 2)):
                 if (oldest := self._posted.pop(key, None)) is not None and not oldest.done():
                     self._posted[key] = oldest
-            self._posted[id(handle)] = handle
-            handle.on_settled = functools.partial(self._posted.pop, id(handle), None)
+            handle.stay_in(self._posted)
         return handle
 
     def beside(self, name: str) -> CommunicationThread:
         """Another thread, for operations that must not wait for this one's; it is drained and closed with this one."""
         other = CommunicationThread(inline=self.inline, name=name)
-        self.take_along(other)
+        self.add_companion(other)
         return other
 
-    def take_along(self, other: Companion) -> None:
-        """Drain and close it with this one."""
-        self._others.append(other)
+    def add_companion(self, other: Companion) -> None:
+        """Drain and close ``other`` with this thread."""
+        self._companions.append(other)
 
-    def let_go(self, other: Companion) -> None:
-        """Forget one that is ``beside`` this one, if it is there yet."""
-        if other in self._others:
-            self._others.remove(other)
+    def remove_companion(self, other: Companion) -> None:
+        """Undo ``add_companion`` or ``beside``; no effect the second time."""
+        if other in self._companions:
+            self._companions.remove(other)
 
     def carry_out_until(self, is_done: Callable[[], bool]) -> None:
-        """From within an operation in this thread: carry out those after it, until ``is_done``."""
+        """From within an operation in this thread: carry out the operations behind it, until ``is_done``."""
         while not is_done():
             if (handle := self._queue.get()) is None:
                 self._queue.put(None)  # the end, which is for the thread's loop
                 return
-            handle._execute()
+            handle.execute()
 
-    def settles(self, seconds: float) -> bool:
-        """Whether all that is queued is over within so long."""
-        return self._thread is None or self.submit(_Nothing(self._last))._complete(seconds)
+    def is_drained_within(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` for the queue; whether all of it is complete."""
+        return self._thread is None or self._submit_end_mark()._complete(seconds)
+
+    def _submit_end_mark(self) -> Handle[None]:
+        return self.submit(_EndMark(self._last_entry))
 
     def drain(self) -> None:
-        """Block until everything launched so far is complete; say so when it takes long. Errors stay with handles."""
+        """Block until all launched operations are complete; warn when that takes long. Errors stay with handles."""
         if self.is_stuck:
             return
-        for other in list(self._others):
+        for other in list(self._companions):
             other.drain()
         while self._posted:
             key, handle = next(iter(self._posted.items()))
             _wait_audibly(handle)
             self._posted.pop(key, None)
         if self._thread is not None:
-            _wait_audibly(self.submit(_Nothing(self._last)))
+            _wait_audibly(self._submit_end_mark())
 
     def close(self) -> None:
         """Drain, and end the thread."""
         self.drain()
-        while self._others:
-            self._others.pop().close()
+        while self._companions:
+            self._companions.pop().close()
         if self._thread is not None:
             self._queue.put(None)
             if self.is_stuck:
@@ -126,7 +133,7 @@ class CommunicationThread:
 
     def _loop(self) -> None:
         while (handle := self._queue.get()) is not None:
-            handle._execute()
+            handle.execute()
             del handle  # or the last operation's buffers would live until the next one
 
 
@@ -136,29 +143,23 @@ def _wait_audibly(handle: Handle[Any]) -> None:
         handle._complete(None)
 
 
-class _Nothing:
-    """The operation that marks the end of the queue. Who waits for it waits for the one before it."""
+class _EndMark(Work[None]):
+    """The operation behind the last one of the queue. A wait for this one is a wait for ``entry``, that of the last."""
 
     label = "the operations in the communication thread"
 
-    def __init__(self, entry: Any) -> None:
+    def __init__(self, entry: Entry | None) -> None:
         self.entry = entry
 
-    def run_in_background(self) -> None:
+    def run(self, in_background: bool = False) -> None:
         return None
 
-    finish = run_in_background
 
-    def explain(self, error: Exception) -> Exception:
-        return error
-
-
-_stuck: list[threading.Thread] = []  # those that were not waited for
-_STUCK_SECONDS = 1.0
+_stuck: list[threading.Thread] = []  # threads that ``close`` did not wait for
 
 
 def are_over() -> bool:
-    """Whether none of the threads is in an operation any more; the last chance for those that are stuck."""
+    """Whether no thread is in an operation any more. Gives each stuck thread a last second to end."""
     for thread in _stuck:
         thread.join(_STUCK_SECONDS)
     return not any(thread.is_alive() for thread in _stuck)

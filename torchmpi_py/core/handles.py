@@ -1,12 +1,10 @@
-"""Wait handles.
+"""Work, something under way; and wait handles, by which the program waits for it.
 
-A handle is one operation under way. It owns the operation, and with it every buffer, until the operation is complete:
-the communication thread or the list of posted requests refers to the handle, so that dropping one is safe. Two kinds:
+A handle owns its work, and with the work every buffer, until the work is complete. The communication thread, or its
+table of posted requests, refers to the handle, so a program may drop the handle. Two kinds:
 
-ThreadHandle    the operation runs in the communication thread, on duplicates of the communicators, in order of launch
-RequestHandle   the operation was posted to MPI as a nonblocking call (``posted.py``)
-
-Handles of operations that were posted to MPI as nonblocking calls: MPI moves them on while one waits.
+ThreadHandle    the communication thread carries out the work, on duplicates of the communicators, in order of launch
+RequestHandle   the work was posted to MPI as nonblocking calls; MPI moves the transfer forward while a thread waits
 """
 
 from __future__ import annotations
@@ -24,28 +22,50 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from torchmpi_py.core import backoff, config, owner
+from torchmpi_py.core.journal import Entry
 from torchmpi_py.errors import CollectiveTimeout, CommunicatorError, NotStarted
 
 logger = logging.getLogger("torchmpi_py")
-R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
 
 
-class Work(Protocol[R_co]):
-    """What a handle needs of an operation: how to carry it out in the background, and how to finish a posted one."""
+class Work(Generic[R]):
+    """Something under way: one operation, or several with one result.
+
+    The defaults suit work without communication. A subclass provides ``label`` and ``run``.
+    """
+
+    __slots__ = ()
+
+    entry: Entry | None = None
+    """The entry in the journal; None: reports and deadlines do not see the work."""
 
     @property
     def label(self) -> object:
-        """What to call it: an object whose ``str`` says it, and that does not keep the buffers alive."""
+        """An object whose ``str`` names the work, also after ``release``. Handles outlive their work and keep it."""
+        raise NotImplementedError
 
-    def run_in_background(self) -> R_co:
-        """Carry out the operation on the background duplicate of its communicator; return its result."""
+    def run(self, in_background: bool = False) -> R:
+        """Carry out the work and return its result. ``in_background``: the caller is a communication thread."""
+        raise NotImplementedError
 
-    def finish(self) -> R_co:
-        """What is left to do once the transfer is complete (conversions, copies out); return the result."""
+    def finish(self) -> R:
+        """The steps after the transfer of posted work (conversions, copies out); return the result."""
+        raise NotImplementedError
 
     def explain(self, error: Exception) -> Exception:
-        """An error of MPI in the operation's own words."""
+        """The error to raise for ``error``, which MPI raised in posted work."""
+        return error
+
+    def late_ranks(self) -> str:
+        """A sentence with the ranks that have not come to the work; empty if nothing is known."""
+        return ""
+
+    def on_done(self) -> None:
+        """Called once by the communication thread, after threads that wait for the work can see its result."""
+
+    def release(self) -> None:
+        """Give up all buffers: the work is complete, or has failed."""
 
 
 class Handle(ABC, Generic[R]):
@@ -55,17 +75,18 @@ class Handle(ABC, Generic[R]):
     block until the result is there.
     """
 
+    _error: BaseException | None = None
+    _error_was_seen = False
+
     def __init__(self, work: Work[R]) -> None:
-        self._work: Work[R] | None = work  # keeps every buffer alive until the operation is complete
+        self._work: Work[R] | None = work  # until it is complete
         self._label = work.label
         self._result: R | None = None
-        self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
-        self._error_was_seen = False
 
     @abstractmethod
     def _complete(self, timeout_seconds: float | None) -> bool:
-        """Wait for completion, at most so long (None: for ever; 0: only look). Return whether it is complete."""
+        """Wait until the operation is complete (None: without limit; 0: only look). Return whether it is complete."""
 
     def done(self) -> bool:
         """Whether the operation is complete, with a result or an error; never blocks.
@@ -84,31 +105,35 @@ class Handle(ABC, Generic[R]):
         if timeout_seconds is None and config.can_raise:
             timeout_seconds = config.current.deadline_seconds
         if not self._complete(timeout_seconds):
-            told = f"{self._label} is not complete after {timeout_seconds:g} s; it goes on, wait again for its result"
-            raise CollectiveTimeout(f"{told}. {self.who_is_late()}")
+            state = f"{self._label} is not complete after {timeout_seconds:g} s; it goes on, wait again for its result"
+            raise CollectiveTimeout(f"{state}. {self.late_ranks()}")
         if self._error is not None:
             self._error_was_seen = True
-            raise self._error.with_traceback(self._traceback)  # as it was, however often it is raised
+            raise self._error.with_traceback(self._traceback)  # the same traceback, however often the error is raised
         return self._result  # type: ignore[return-value]
 
-    def is_settled(self) -> bool:
-        """Whether the host is through with it, as ``done`` for CPU tensors."""
+    def is_done_on_host(self) -> bool:
+        """Whether the host has no more to do for the operation; a GPU may still work. As ``done`` for CPU tensors."""
         return self._complete(0)
 
-    def who_is_late(self) -> str:
-        """Which ranks have not come to the operation, or a question."""
-        return getattr(self._work, "who_is_late", str)() or "Has every rank launched it?"
+    def late_ranks(self) -> str:
+        """A sentence with the ranks that have not come to the operation, or a question."""
+        work = self._work
+        return (work.late_ranks() if work is not None else "") or "Has every rank launched it?"
 
     def expect(self) -> None:
-        """Count the operation as waited for until it is complete or given up: the wait itself is out of sight."""
-        entry = getattr(self._work, "entry", None)
-        if entry is not None and not self._error_was_seen:
-            backoff.active[self] = entry[0]
-            if self._work is None:  # it has completed meanwhile
+        """Count the operation as waited for until it is complete or given up, for a wait that the package cannot see.
+
+        C++ waits for a future in such a way.
+        """
+        work = self._work
+        if work is not None and work.entry is not None and not self._error_was_seen:
+            backoff.active[self] = work.entry[0]
+            if self._work is None:  # the operation has completed meanwhile
                 backoff.active.pop(self, None)
 
     def give_up(self) -> None:
-        """Nobody waits for it any more: it is not late, and if it fails, that need not be told."""
+        """The program no longer waits for the operation: it is not late, and its error is not logged."""
         self._error_was_seen = True
         backoff.active.pop(self, None)
 
@@ -118,33 +143,35 @@ class Handle(ABC, Generic[R]):
 
     @contextlib.contextmanager
     def _waited_for(self, timeout_seconds: float | None) -> Iterator[None]:
-        """In this block somebody waits for the operation, and it may be reported as late.
+        """A block in which a thread waits for the operation, and reports may name the operation as late.
 
-        NotStarted in a forked child, unless it was complete before.
+        NotStarted in a forked child, unless the operation was complete before the fork.
         """
-        if owner.is_forked() and self._work is not None:
+        work = self._work
+        if work is not None and owner.is_forked():
             raise NotStarted(
                 f"{self._label} was launched by the process from which this one was forked; only there can it be "
                 "waited for"
             )
-        entry = getattr(self._work, "entry", None) if timeout_seconds != 0 else None
-        if entry is None:
+        if timeout_seconds == 0 or work is None or work.entry is None:
             yield
             return
         wait = object()
-        backoff.active[wait] = entry[0]
+        backoff.active[wait] = work.entry[0]
         try:
             yield
         finally:
             backoff.active.pop(wait, None)
 
-    def _settle(self, step: Callable[[], R]) -> None:
-        """Run the operation's last step, keep its result or error, and let the buffers go."""
+    def _end_with(self, step: Callable[[], R]) -> None:
+        """Run the operation's last step, keep its result or error, and give up the buffers."""
         try:
             self._result = step()
         except BaseException as error:
             self._error, self._traceback = error, error.__traceback__
-        self._work = None
+        work, self._work = self._work, None
+        if work is not None:
+            work.release()
         backoff.active.pop(self, None)
 
     def __bool__(self) -> bool:
@@ -155,7 +182,7 @@ class Handle(ABC, Generic[R]):
         return f"<Handle {self._label}: {state}>"
 
     def __del__(self) -> None:
-        if getattr(self, "_error", None) is not None and not self._error_was_seen:
+        if self._error is not None and not self._error_was_seen:
             logger.error("%s failed, and nobody waited for it: %r", self._label, self._error)
 
 
@@ -164,19 +191,22 @@ class ThreadHandle(Handle[R]):
 
     def __init__(self, work: Work[R]) -> None:
         super().__init__(work)
-        self._open = threading.Lock()
+        self._open = threading.Lock()  # held until the operation is complete
         self._open.acquire()
-        self._in_inference_mode = torch.is_inference_mode_enabled()  # which belongs to the thread that launches
-        self._on_settled: Callable[[], object] | None = getattr(work, "on_settled", None)
+        self._in_inference_mode = torch.is_inference_mode_enabled()  # a state of the thread that launches
 
-    def _execute(self) -> None:
-        assert self._work is not None
+    def execute(self) -> None:
+        """Carry out the operation. The communication thread calls this, once."""
+        work = self._work
+        assert work is not None
         with torch.inference_mode() if self._in_inference_mode else contextlib.nullcontext():
-            self._settle(self._work.run_in_background)
+            self._end_with(self._run)
         self._open.release()
-        if self._on_settled is not None:
-            self._on_settled()
-            self._on_settled = None
+        work.on_done()
+
+    def _run(self) -> R:
+        assert self._work is not None
+        return self._work.run(True)
 
     def _complete(self, timeout_seconds: float | None) -> bool:
         with self._waited_for(timeout_seconds):
@@ -187,7 +217,7 @@ class ThreadHandle(Handle[R]):
 
 
 def lock_timeout(seconds: float | None) -> float:
-    """What a lock takes for so long (None: for ever)."""
+    """``seconds`` (None: without limit) as the timeout of a lock."""
     return -1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
 
@@ -211,7 +241,7 @@ def wait_all(handles: Iterable[Handle[Any]]) -> list[Any]:
 
 
 class MpiRequest(Protocol):
-    """What a handle needs of a nonblocking call: mpi4py's Request has it."""
+    """A nonblocking call, as mpi4py's Request."""
 
     def Test(self) -> bool: ...  # noqa: N802
 
@@ -221,14 +251,25 @@ class MpiRequest(Protocol):
 
 
 class RequestHandle(Handle[R]):
-    """An operation posted to MPI as one or more nonblocking calls."""
+    """An operation posted to MPI as one or more nonblocking calls.
 
-    def __init__(self, work: Work[R], requests: Sequence[MpiRequest]) -> None:
+    ``last_steps`` runs before the work's own ``finish``, once all ``requests`` are complete.
+    """
+
+    def __init__(
+        self, work: Work[R], requests: Sequence[MpiRequest], last_steps: Callable[[], object] | None = None
+    ) -> None:
         super().__init__(work)
         self._requests = list(requests)
+        self._last_steps = last_steps
         self._failure: Exception | None = None
-        self._lock = threading.Lock()
-        self.on_settled: Callable[[], object] = lambda: None
+        self._lock = threading.Lock()  # held by the thread that moves the transfer forward
+        self._table: dict[int, RequestHandle[Any]] = {}
+
+    def stay_in(self, table: dict[int, RequestHandle[Any]]) -> None:
+        """Stay in ``table`` until the operation is complete: MPI uses the buffers of a handle that is dropped."""
+        self._table = table
+        table[id(self)] = self
 
     def _complete(self, timeout_seconds: float | None) -> bool:
         with self._waited_for(timeout_seconds):
@@ -250,7 +291,7 @@ class RequestHandle(Handle[R]):
             self._lock.release()
 
     def _advance(self, work: Work[R], *, wait: bool) -> None:
-        """Let MPI move the transfer forward; settle the operation when all requests are complete or have failed."""
+        """Let MPI move the transfer forward; end the operation when all requests are complete or have failed."""
         while self._requests:
             try:
                 if wait:
@@ -260,11 +301,20 @@ class RequestHandle(Handle[R]):
             except Exception as error:
                 self._failure = self._failure or work.explain(error)
             self._requests.pop()
-        self._settle(work.finish if self._failure is None else self._fail)
-        self.on_settled()
+        self._end_with(self._finish)
+        self._last_steps = None
+        self._table.pop(id(self), None)
+
+    def _finish(self) -> R:
+        assert self._work is not None
+        if self._failure is not None:
+            raise self._failure
+        if self._last_steps is not None:
+            self._last_steps()
+        return self._work.finish()
 
     def cancel(self) -> None:
-        """Take receives back that nothing has come for; unless a thread waits for them."""
+        """Take back receives without a message; no effect while a thread waits for them."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -276,7 +326,3 @@ class RequestHandle(Handle[R]):
                 self._advance(self._work, wait=True)
         finally:
             self._lock.release()
-
-    def _fail(self) -> R:
-        assert self._failure is not None
-        raise self._failure

@@ -198,14 +198,28 @@ R = TypeVar("R")
 
 
 class StreamHandle(ThreadHandle[R]):
-    """An operation in the communication thread whose work goes to a stream."""
+    """An operation in the communication thread whose work goes to a ``stream`` of ``device``.
 
-    def __init__(self, work: _OnStream) -> None:
+    The stream first waits for all that the current stream holds now, so the operation sees ``tensors`` as they are.
+    """
+
+    def __init__(self, work: Work[R], device: Device, stream: Stream, tensors: Iterable[object]) -> None:
         super().__init__(work)
-        self._device, self._finished = work.device, work.finished
+        self._device, self._stream = device, stream
+        self._finished, self._ready = device.event(), device.event()
+        self._ready.record(device.current())
+        _use_on(stream, tensors)
+
+    def _run(self) -> R:
+        with self._device.on(self._stream):
+            self._stream.wait_event(self._ready)
+            try:
+                return super()._run()
+            finally:
+                self._finished.record(self._stream)
 
     def done(self) -> bool:
-        """Whether the GPU has carried it out, or it has failed; never blocks."""
+        """Whether the GPU has carried out the operation, or the operation has failed; never blocks."""
         return super().done() and self._finished.query()
 
     def wait(self, timeout_seconds: float | None = None) -> R:
@@ -225,39 +239,15 @@ class StreamHandle(ThreadHandle[R]):
         self._finished.synchronize()
 
 
-class _OnStream:
-    """An operation as work for the communication thread, on a stream."""
-
-    def __init__(self, work: Work[Any], device: Device, stream: Stream, tensors: Iterable[object]) -> None:
-        self.device = device
-        self.label, self.finish, self.explain = work.label, work.finish, work.explain
-        self.entry, self.who_is_late = getattr(work, "entry", None), getattr(work, "who_is_late", str)
-        self.on_settled = getattr(work, "on_settled", None)
-        self.finished = device.event()
-        self._work = work
-        self._stream = stream
-        self._ready = device.event()
-        self._ready.record(device.current())
-        _use_on(self._stream, tensors)
-
-    def run_in_background(self) -> Any:
-        with self.device.on(self._stream):
-            self._stream.wait_event(self._ready)
-            try:
-                return self._work.run_in_background()
-            finally:
-                self.finished.record(self._stream)
-
-
 def submit(
     work: Work[R],
     device: torch.device | None,
     tensors: Iterable[object],
     thread: communication_thread.CommunicationThread | None = None,
 ) -> Handle[R]:
-    """Queue an operation for the communication ``thread`` (default: that of the process).
+    """Queue an operation for the communication ``thread`` (default: the process's own).
 
-    It goes to a stream of that thread if its ``tensors`` are on a GPU (``device``).
+    For ``tensors`` on a GPU (``device``) the operation goes to a stream of that thread.
     """
     thread = thread or communication_thread.current()
     if device is None:
@@ -265,7 +255,7 @@ def submit(
     used = of(device)
     if used not in thread.streams:
         thread.streams[used] = used.stream()
-    return thread.submit(_OnStream(work, used, thread.streams[used], tensors), StreamHandle)
+    return thread.enqueue(StreamHandle(work, used, thread.streams[used], tensors), work.entry)
 
 
 def _use_on(stream: Any, tensors: Iterable[object]) -> None:

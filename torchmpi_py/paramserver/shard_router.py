@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmpi_py.core import backoff, communicators, fences, journal
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communication_thread import CommunicationThread
-from torchmpi_py.core.handles import Handle
+from torchmpi_py.core.handles import Handle, Work
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.paramserver import rules
@@ -60,31 +60,37 @@ class RequestThread:
     free = abandon = drain
 
 
-class _Request(Generic[R]):
+class _Request(Work[R]):
     """A step as work for the thread."""
 
     def __init__(self, label: str, step: Callable[[], R], entry: journal.Entry | None) -> None:
-        self.label, self.entry = label, entry
-        self._step = step
+        self.entry = entry
+        self._label = label
+        self._step: Callable[[], R] | None = step
 
-    def run_in_background(self) -> R:
+    @property
+    def label(self) -> str:
+        return self._label
+
+    def run(self, in_background: bool = False) -> R:
         if self.entry is None:
-            return self.finish()
+            return self._carry_out()
         journal.begin(self.entry)
         try:
-            result = self.finish()
+            result = self._carry_out()
         except BaseException:
             journal.fail(self.entry)
             raise
         journal.end_launched(self.entry)
         return result
 
-    def finish(self) -> R:
+    def _carry_out(self) -> R:
+        assert self._step is not None, "requests run once"
         with torch.inference_mode():  # in whatever mode the caller's tensors were made
             return self._step()
 
-    def explain(self, error: Exception) -> Exception:
-        return error
+    def release(self) -> None:
+        self._step = None
 
 
 class ShardRouter:

@@ -2,7 +2,7 @@
 
 ``import torch`` registers the backend (``registration.py``); importing this module does the same where torch does not
 look for backends. A process group is a communicator of the package, and its collectives are the package's verbs
-(``process_group.py``). Names are loaded when they are first used.
+(``process_group.py``). Names are loaded when they are first used: every process that imports torch imports this module.
 """
 
 import importlib
@@ -13,12 +13,12 @@ from torchmpi_py.torch_backend.registration import NAME
 
 if TYPE_CHECKING:
     from torchmpi_py.torch_backend.ddp_hook import average
-    from torchmpi_py.torch_backend.monitored_barrier import monitored_barrier
+    from torchmpi_py.torch_backend.monitoring import monitored_barrier
     from torchmpi_py.torch_backend.process_group import ProcessGroup
 
 __all__ = ["NAME", "ProcessGroup", "average", "monitored_barrier"]
 
-_HOMES = {"ProcessGroup": "process_group", "average": "ddp_hook", "monitored_barrier": "monitored_barrier"}
+_HOMES = {"ProcessGroup": "process_group", "average": "ddp_hook", "monitored_barrier": "monitoring"}
 
 registration.register()
 

@@ -1,20 +1,25 @@
 """The cheapest way for DistributedDataParallel's buckets: ``ddp.register_comm_hook(None, torch_backend.average)``.
 
 DDP hands over a bucket of gradients in memory of its own, and copies the result out again, into the gradients. The
-hook reduces from the one into symmetric memory, which other ranks of the node read and write directly, and lets DDP
-copy from there: no copy more than DDP makes by itself. (With ``gradient_as_bucket_view=True`` DDP wants the result in
-its own memory, so that there is one.)
+hook reduces from DDP's memory into symmetric memory, which other ranks of the node read and write directly, and lets
+DDP copy from there: no copy more than DDP makes anyway. (With ``gradient_as_bucket_view=True`` DDP wants the result in
+its own memory, which takes one copy.)
+
+The symmetric memory is kept from step to step. A bucket is known by its parameters, for several modules may share a
+group, each with a bucket number 0. When DDP has arranged a module's parameters in other buckets, these get memory of
+their own, and that of an old bucket goes when its last parameter has moved.
 """
 
-from typing import TYPE_CHECKING, Any  # DDP looks at the hook's annotations: they must be types, and not strings
+from collections.abc import Sequence  # DDP looks at the hook's annotations: they must be types, and not strings
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.prepare import builder
-from torchmpi_py.torch_backend.call_queue import Call
-from torchmpi_py.torch_backend.process_group import ProcessGroup
+from torchmpi_py.torch_backend import torch_internals
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -29,15 +34,15 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     ``state``: the process group, of this backend, that the module was given; None: the default one. Sums of 16-bit
     gradients accumulate in float32. Every rank must register it.
     """
-    group = distributed.group.WORLD if state is None else state
+    group: Any = distributed.group.WORLD if state is None else state
     if group is None:
         raise RuntimeError("average: there is no default process group (any more); call init_process_group first")
-    if not isinstance(group, ProcessGroup):
+    if not torch_internals.is_group(group):
         raise TypeError(f"average: {group!r} is not a process group of backend torchmpi; give one as the hook's state")
     x = bucket.buffer()
     memory = _memory(group, bucket.parameters(), x)
     target = x if memory is None else memory
-    work = group.carry_out(Call([_allreduce(x, out=target, op="avg", comm=group.comm)], [target]))
+    work = group.carry_out(([_allreduce(x, out=target, op="avg", comm=group.comm)], [target], None))
     return work.get_future().then(_first)  # type: ignore[no-any-return]
 
 
@@ -45,13 +50,51 @@ def _first(future: torch.futures.Future[Any]) -> Tensor:
     return future.value()[0]  # type: ignore[no-any-return]
 
 
-def _memory(group: ProcessGroup, parameters: list[Tensor], x: Tensor) -> Tensor | None:
+def _memory(group: Any, parameters: list[Tensor], x: Tensor) -> Tensor | None:
     """Symmetric memory for a bucket, kept for the next step; None where there is none. Collective."""
     kept = group.buckets.find(parameters, x)
     if kept is not None:
-        return kept.memory
+        return kept.memory  # type: ignore[no-any-return]
     made: list[Tensor | None] = []
-    group.carry_out(Call([group.steps.operation("memory", x.nbytes, x.device, made.append)], [])).wait()
+    group.carry_out(([group.extra.operation("memory", x.nbytes, x.device, made.append)], [], None)).wait()
     memory = None if made[0] is None else made[0].view(x.dtype).view(x.shape)
     group.buckets.keep(parameters, memory)
     return memory
+
+
+class Kept(NamedTuple):
+    """Symmetric memory for a bucket of so many parameters; None where there is none to be had."""
+
+    memory: Tensor | None
+    num_parameters: int
+
+
+class BucketMemory:
+    """The memory for the buckets of all modules of one process group."""
+
+    def __init__(self) -> None:
+        self._of: Any = WeakTensorKeyDictionary()
+
+    def find(self, parameters: Sequence[Tensor], x: Tensor) -> Kept | None:
+        """The memory kept for a bucket of these parameters, whose gradients are ``x``."""
+        kept: Kept | None = self._of.get(parameters[0])
+        if kept is None or kept.num_parameters != len(parameters):
+            return None
+        if any(self._of.get(p) is not kept for p in parameters):
+            return None
+        fits = kept.memory is None or (kept.memory.numel() == x.numel() and kept.memory.dtype == x.dtype)
+        return kept if fits else None
+
+    def keep(self, parameters: Sequence[Tensor], memory: Tensor | None) -> None:
+        """Keep ``memory`` for a bucket of these parameters, as long as they live."""
+        kept = Kept(memory, len(parameters))
+        for parameter in parameters:
+            self._of[parameter] = kept
+
+    def all(self) -> list[Kept]:
+        """All that is kept, each once."""
+        return list({id(kept): kept for kept in self._of.values()}.values())
+
+    def clear(self) -> None:
+        """Give all of it back."""
+        self._of.clear()

@@ -1,8 +1,8 @@
-"""What process groups need beyond the verbs, in the form of a flavour: carried out, noted and explained as verbs are.
+"""Operations of process groups beyond the verbs, in the form of a flavour: recorded and explained as verbs are.
 
-barrier     which can be given up
-alltoall    of parts of any sizes, as messages between all pairs
-sparse      allreduce of sparse tensors: all indices and values are gathered and added here, in rank order
+barrier     ends with an error when its group is destroyed
+alltoall    parts of any sizes, as messages between all pairs
+sparse      allreduce of sparse tensors: each rank gathers all indices and values, and adds them in rank order
 memory      symmetric memory for buckets
 """
 
@@ -27,8 +27,8 @@ from torchmpi_py.errors import CommunicatorError, Unavailable
 from torchmpi_py.memory import symmetric
 
 
-class Steps:
-    """Of one process group."""
+class ExtraOperations:
+    """The extra operations of one process group."""
 
     name = "mpi"
     exchanges_headers = False
@@ -37,7 +37,7 @@ class Steps:
         self.comm = comm
 
     def operation(self, method: str, *arguments: Any) -> Operation[Any]:
-        """What carries a step out; if it has tensors, they are arguments of their own."""
+        """The operation ``method``. A tensor is an argument of its own, not an item of a list."""
         resolve(self.comm)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         device = next((x.device for x in tensors if x.is_cuda), None)
@@ -49,11 +49,11 @@ class Steps:
         )
 
     def alltoall_operation(self, outputs: list[Tensor], inputs: list[Tensor]) -> Operation[Any]:
-        """``outputs[r]`` becomes rank r's ``inputs[this rank]``; their numbers of elements match, in pairs."""
+        """``outputs[r]`` becomes rank r's ``inputs[this rank]``; the numbers of elements match in each pair."""
         return self.operation("alltoall", *outputs, *inputs)
 
     def barrier(self, channel: Channel) -> None:
-        """Wait for all ranks, as long as the communicator is there."""
+        """Wait for all ranks. CommunicatorError if the communicator is freed meanwhile."""
         request, nap = channel.mpi.Ibarrier(), backoff.Nap(0.001)
         while not request.Test():
             if self.comm.is_free:
@@ -61,16 +61,18 @@ class Steps:
             nap.take()
 
     def alltoall(self, channel: Channel, *tensors: Tensor) -> None:
-        """First as many outputs as ranks, then the inputs; see ``alltoall_operation``."""
+        """The outputs, one for each rank, then the inputs; see ``alltoall_operation``."""
         outputs, inputs = tensors[: channel.size], tensors[channel.size :]
+        # This rank's own part needs no message.
         sent, received = [_on_host(x) for x in inputs], [_room_on_host(x) for x in outputs]
         received[channel.rank].copy_(sent[channel.rank].view_as(received[channel.rank]))
+        # All receives first, so that messages arrive in place; each rank sends to its neighbours in another order.
         others = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
         receipts = [mpi_steps.post_recv(channel.mpi, received[r], r, mpi_steps.EXCHANGE) for r in others]
         requests = [mpi_steps.post_send(channel.mpi, sent[r], r, mpi_steps.EXCHANGE) for r in reversed(others)]
         messages: list[Any] = [*itertools.chain(*receipts, *requests)]
         errors = []
-        for message in messages:  # all of them, for MPI writes into their memory
+        for message in messages:  # wait for all, also after an error: MPI uses their memory
             try:
                 message.Wait()
             except Exception as error:
@@ -82,7 +84,7 @@ class Steps:
                 output.copy_(got)
 
     def sparse(self, channel: Channel, x: Tensor, keep: Callable[[Tensor], object]) -> None:
-        """``keep`` the coalesced sum of all sparse tensors ``x``."""
+        """Call ``keep`` with the coalesced sum of all sparse tensors ``x``."""
         plan = selector.plan("allgather", self.comm, x.device, symmetric=False, name=None)
         gathering = Gathering("selector", plan.flavour_for)
         mine = x.detach().coalesce()
@@ -93,7 +95,7 @@ class Steps:
     def memory(
         self, channel: Channel, num_bytes: int, device: torch.device, keep: Callable[[Tensor | None], object]
     ) -> None:
-        """``keep`` symmetric memory, or None where there is none, on all ranks alike."""
+        """Call ``keep`` with symmetric memory; with None, on all ranks, where there is none to be had."""
         try:
             keep(symmetric.memory(channel, num_bytes, device)[:num_bytes])
         except Unavailable:
@@ -105,5 +107,5 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 def _room_on_host(x: Tensor) -> Tensor:
-    """Flat memory for ``x``: its own, if MPI can write there."""
+    """Memory on the host to receive ``x`` in: its own, if MPI can write there."""
     return x.detach() if not x.is_cuda and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device="cpu")

@@ -1,9 +1,9 @@
-"""How processes that MPI started meet for torch.distributed: rank, size and store come over MPI.
+"""How process groups begin: ranks meet over MPI for torch.distributed, and make a group.
 
 Without ``init_method`` and ``store``, torch.distributed takes ``env://``. Its handler (``registration.py``) leads here
 where an MPI has started the ranks, and MASTER_ADDR and MASTER_PORT are not the user's own: rank 0 opens a store on a
-free port, and MPI tells the others where, also on other nodes. That holds for every backend, so that gloo and nccl
-start under ``torchmpirun`` too.
+free port, and sends its address to the others over MPI, also to other nodes. So gloo and nccl start under
+``torchmpirun`` too.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from torchmpi_py.core import backoff, communicators, config, journal
 from torchmpi_py.core.channels import DIRECT
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.recorded import Plain
-from torchmpi_py.errors import CollectiveTimeout
+from torchmpi_py.errors import CollectiveTimeout, TorchMPIError
+from torchmpi_py.launch import variables
 from torchmpi_py.runtime import process
-from torchmpi_py.torch_backend import call_queue
+from torchmpi_py.torch_backend.process_group import ProcessGroup
+from torchmpi_py.torch_backend.torch_internals import DEFAULT_SECONDS, program
 from torchmpi_py.watch import reports
 
 Found = Iterator[tuple[Any, int, int]]
-DEFAULT_SECONDS = 30 * 60
-"""torch's own deadline of an operation, for all backends but NCCL."""
-
-_SLACK_SECONDS = 60  # whoever waits for an operation gives up before the watchdog ends the job
+_SLACK_SECONDS = 60  # waits for an operation give up before the watchdog ends the job
 
 
 def ensure_started(timeout: dt.timedelta | None) -> None:
-    """Start the package, unless the program has done so; ``timeout`` is what torch.distributed was told.
+    """Start the package, unless the program has done so; ``timeout`` is the one given to torch.distributed.
 
-    The watchdog's deadline is then that of torch, or the timeout if that is longer.
+    The watchdog's deadline is then torch's default, or the timeout if that is longer.
     """
     if process.is_started():
         return
@@ -50,7 +49,7 @@ def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
 
     CollectiveTimeout, with the ranks that are missing, after ``timeout``, if one was given.
     """
-    frame, name = call_queue.program(), "init_process_group"
+    frame, name = program(), "init_process_group"
     entry = journal.record(Plain(name, world, (name,)), DIRECT, frame=frame)
     try:
         seconds = _seconds(timeout) or math.inf
@@ -66,13 +65,13 @@ def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
 
 
 def _seconds(timeout: dt.timedelta | None) -> float:
-    """What the program has given as timeout; 0 if nothing, or torch's default, for which the same number stands."""
+    """The timeout that the program has given; 0 for none, or for torch's default, which looks the same."""
     seconds = 0.0 if timeout is None else timeout.total_seconds()
     return 0.0 if seconds == DEFAULT_SECONDS else seconds
 
 
 def over_mpi(rank: int | None, timeout: dt.timedelta | None = None, **_: object) -> Found:
-    """What a rendezvous gives: a store, the rank (default: MPI's), the size. Collective over the world."""
+    """The rendezvous of torch.distributed: a store, the rank (default: MPI's), the size. Collective over the world."""
     ensure_started(timeout)
     world = communicators.stack().levels[0]
     wait_for_all(world, timeout)
@@ -80,7 +79,38 @@ def over_mpi(rank: int | None, timeout: dt.timedelta | None = None, **_: object)
         "the store of init_process_group",
         world,
         lambda: rendezvous.open_store(world.direct, "torch.distributed"),
-        frame=call_queue.program(),
+        frame=program(),
     )
     yield store, world.rank if rank is None else rank, world.size
     raise RuntimeError("torch.distributed cannot meet a second time by the same call; call init_process_group again")
+
+
+def create(options: Any) -> ProcessGroup:
+    """The process group that torch.distributed describes by ``options``. Collective over its ranks."""
+    is_default = not options.global_ranks_in_group
+    if is_default and not communicators.is_started():
+        _check_is_whole(options, variables.size_in(os.environ) or 1)  # before this rank waits for the others to start
+    ensure_started(options.timeout)
+    world = communicators.stack().levels[0]
+    if is_default:
+        _check_is_whole(options, world.size)
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    if max(ranks, default=-1) >= world.size or ranks[options.group_rank] != world.rank:
+        raise TorchMPIError(
+            f"torch.distributed was told that this is rank {options.group_rank} of {ranks}, but for MPI it is rank "
+            f"{world.rank} of {world.size}. Launch with torchmpirun (not torchrun), and leave rank= and world_size= "
+            "away, and RANK and WORLD_SIZE out of the environment"
+        )
+    if is_default:
+        wait_for_all(world, options.timeout)
+    return ProcessGroup(ranks, options.group_id, options.timeout)
+
+
+def _check_is_whole(options: Any, size: int) -> None:
+    """TorchMPIError if the default group is to have fewer ranks than MPI has."""
+    if options.group_size < size:
+        raise TorchMPIError(
+            f"the default group was asked for with {options.group_size} ranks, and MPI has started {size}: it has to "
+            'have them all. Call dist.init_process_group("torchmpi") on every rank, without rank= and world_size=; a '
+            "group of some ranks is then made by dist.new_group(ranks), which all ranks call too"
+        )

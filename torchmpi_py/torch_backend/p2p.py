@@ -1,7 +1,7 @@
 """send and recv of a process group: messages with tags, from a certain rank or from any.
 
-They must not queue behind collectives, nor behind each other: a receive may come before its counterpart's send. So they
-are posted to MPI at once, on a communicator of their own, with tags of the group (``members.py``).
+Messages must not queue behind collectives, nor behind each other: a receive may come before its counterpart's send. So
+they are posted to MPI at once, on a communicator of their own, with tags of the group (``communicator_pool.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchmpi_py.collectives.registry import BY_NAME
 from torchmpi_py.core import communication_thread, config, journal
 from torchmpi_py.core.channels import DIRECT
 from torchmpi_py.core.communicators import resolve
-from torchmpi_py.core.handles import Handle, RequestHandle
+from torchmpi_py.core.handles import RequestHandle
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.tensors import check_rank, check_tensor, flat, output_buffer
 from torchmpi_py.torch_backend.communicator_pool import Membership
@@ -32,11 +32,16 @@ _FROM_ANY = "recv from any rank"
 
 
 class Message(PendingWork):
-    """A message under way."""
+    """A message under way. No other call waits for it, and MPI moves it forward while a thread waits for it."""
 
     def __init__(self, handle: RequestHandle[Any], x: Tensor, seconds: float | None, receipts: list[Any]) -> None:
-        super().__init__(handle, [x], seconds, _ByItself())
+        super().__init__([x], seconds)
+        self.handle = handle
         self._receipts = receipts
+
+    def when_over(self, step: Callable[[], None]) -> None:
+        """Run ``step``, which waits for the message, in a thread of its own."""
+        threading.Thread(target=step, name="torchmpi_py-message", daemon=True).start()
 
     def source_rank(self) -> int:
         """The rank that sent it, in the group."""
@@ -52,7 +57,7 @@ class Mailbox:
     def __init__(self, membership: Membership) -> None:
         self._comm, self._mpi, self._tags = membership
         self._receives: dict[int, RequestHandle[Any]] = {}  # held until they are complete
-        communication_thread.current().take_along(self)
+        communication_thread.current().add_companion(self)
 
     def send(self, x: Tensor, destination: int, tag: int, seconds: float | None, frame: FrameType) -> Message:
         """Post a send."""
@@ -84,15 +89,14 @@ class Mailbox:
             return receipts
 
         handle = _posted(operation, frame, post)
-        self._receives[id(handle)] = handle
-        handle.on_settled = functools.partial(self._receives.pop, id(handle), None)
+        handle.stay_in(self._receives)
         return Message(handle, x, seconds, receipts)
 
     def drain(self) -> None:
-        """Receives that nothing has come for are not waited for."""
+        """Nothing to wait for: receives without a message may stay open."""
 
     def close(self) -> None:
-        """Take back the receives that nothing has come for."""
+        """Take back the receives without a message."""
         for handle in list(self._receives.values()):
             handle.cancel()
 
@@ -113,7 +117,7 @@ def _posted(operation: Operation[Any], frame: FrameType, post: Callable[[], list
 
 
 def _post_send(mpi: MPI.Comm, x: Tensor, destination: int, tag: int) -> list[Any]:
-    """As ``mpi_steps``, but that of a tensor without elements there is a message."""
+    """As ``mpi_steps.post_send``, but a tensor without elements makes a message too."""
     if x.numel():
         return mpi_steps.post_send(mpi, x, destination, tag)
     return [mpi.Isend([bytearray(), mpi_buffers.byte()], destination, tag)]
@@ -124,23 +128,6 @@ def _post_recv(mpi: MPI.Comm, x: Tensor, source: int, tag: int) -> list[Any]:
 
 
 def _copy(x: Tensor, buffer: Tensor) -> None:
-    """To the GPU; complete when it returns, for other streams will read it."""
+    """Copy to the GPU, to the end: other streams will read ``x``."""
     x.detach().copy_(buffer)
     torch.cuda.current_stream(x.device).synchronize()
-
-
-class _ByItself:
-    """The carrier of a message: it holds nothing else up, and is moved on by whoever waits for it."""
-
-    def when_over(self, step: Callable[[], None]) -> None:
-        """A future waits in a thread of its own."""
-        threading.Thread(target=step, name="torchmpi_py-message", daemon=True).start()
-
-    def when_late(self) -> None: ...
-
-    def expect(self, handle: Handle[Any]) -> None:
-        """That thread waits for it."""
-
-    def before_wait(self, handle: Handle[Any]) -> None: ...
-
-    def before_future(self, handle: Handle[Any]) -> None: ...

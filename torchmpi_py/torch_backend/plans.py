@@ -1,12 +1,16 @@
-"""From what torch.distributed hands over to operations on flat tensors.
+"""Plans: torch.distributed's arguments become calls, whose operations have flat tensors.
 
-Verbs of the package have one tensor where torch.distributed has lists: what is reduced or sent to each rank, or comes
-from each, is one flat tensor here, and is copied out of lists before, or into them after.
+torch.distributed gives some arguments as objects, and some as plain values. Its lists hold one tensor for each rank,
+where the package's verbs have one flat tensor: lists are copied into a flat tensor before a call, or out of one after.
+Each function here that returns a ``Call`` checks its tensors on this rank alone, and raises ValueError or TypeError.
+
+Verbs refuse means of whole numbers. Here a mean is the sum, divided and rounded towards zero, as in NCCL: Lightning
+counts samples in such tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +23,19 @@ from torchmpi_py.collectives.prepare import builder, copy_if_overlapping
 from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_divisible, check_parts, check_tensor, flat, output_buffer
-from torchmpi_py.torch_backend.call_arguments import check_equal, check_list, check_whole, into_lists, one_after_another
 from torchmpi_py.torch_backend.call_queue import Call
-from torchmpi_py.torch_backend.extra_operations import Steps
+from torchmpi_py.torch_backend.extra_operations import ExtraOperations
+from torchmpi_py.torch_backend.torch_internals import REDUCTIONS
 
 Tensors = Sequence[Tensor]
+_OPS = {
+    "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
+    "BXOR": "bxor", "PREMUL_SUM": "sum",
+}  # fmt: skip
+_BY_NUMBER = {REDUCTIONS.__members__[name].value: op for name, op in _OPS.items()}  # to compare the kinds takes longer
+_PREMUL_SUM = REDUCTIONS.PREMUL_SUM.value
+
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _broadcast = builder(verbs.broadcast)
 _allreduce = builder(verbs.allreduce)
 _reduce = builder(verbs.reduce)
@@ -32,15 +44,123 @@ _alltoall = builder(verbs.alltoall)
 _scatter = builder(verbs.scatter)
 
 
-def allreduce(steps: Steps, tensors: list[Tensor], op: str, factor: Any) -> Call:
-    """Every tensor by itself; sparse ones too."""
+def op_of(opts: Any) -> tuple[str, Any]:
+    """The package's name of a reduction, and the factor of every tensor before it (None: no factor)."""
+    given = getattr(opts, "reduceOp", opts)
+    if given is None:
+        return "sum", None
+    number = getattr(given, "op", given).value
+    name = _BY_NUMBER.get(number)
+    if name is None:
+        raise ValueError(f"backend torchmpi does not know {given!r}; it knows {', '.join(_OPS)}")
+    return name, given.__getstate__()[1] if number == _PREMUL_SUM else None
+
+
+def root_of(opts: Any) -> int:
+    """The root, which torch.distributed gives in options or as a plain number."""
+    return opts if isinstance(opts, int) else int(opts.rootRank)
+
+
+def as_list(tensors: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    """The list of tensors, where torch.distributed gives a list or one tensor."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _check_list(verb: str, what: str, parts: Tensors, x: Tensor, size: int) -> None:
+    """ValueError unless there is a tensor for each of ``size`` ranks, alike ``x`` in dtype and device."""
+    check_tensor(verb, "tensor", x)
+    check_parts(verb, what, parts)
+    if len(parts) != size:
+        raise ValueError(f"{verb}: {len(parts)} {what}, but the group has {size} ranks; give a tensor for each")
+    for rank, part in enumerate(parts):
+        if part.dtype != x.dtype or part.device != x.device:
+            raise ValueError(
+                f"{verb}: number {rank} of the {what} is {part.dtype} on {part.device}, "
+                f"but the other tensor is {x.dtype} on {x.device}"
+            )
+
+
+def _check_equal(verb: str, what: str, parts: Tensors, x: Tensor) -> None:
+    """ValueError unless all have as many elements as ``x``."""
+    for rank, part in enumerate(parts):
+        if part.numel() != x.numel():
+            raise ValueError(
+                f"{verb}: number {rank} of the {what} has {part.numel()} elements, but the other tensor has {x.numel()}"
+            )
+
+
+def _check_whole(verb: str, what: str, whole: Tensor, part_what: str, part: Tensor, size: int) -> None:
+    """ValueError unless ``whole`` is as long as ``size`` times ``part``, of the same dtype, on the same device."""
+    check_tensor(verb, part_what, part)
+    check_tensor(verb, what, whole)
+    if whole.dtype != part.dtype or whole.device != part.device:
+        raise ValueError(
+            f"{verb}: the {what} is {whole.dtype} on {whole.device}, "
+            f"but the {part_what} is {part.dtype} on {part.device}"
+        )
+    if whole.numel() != size * part.numel():
+        raise ValueError(
+            f"{verb}: the {what} has {whole.numel()} elements; with {size} ranks and {part.numel()} elements in the "
+            f"{part_what} it must have {size * part.numel()}"
+        )
+
+
+def _into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]:
+    """A step that copies each flat tensor into the tensors of its list."""
+
+    def conclude() -> None:
+        with torch.no_grad():
+            for whole, parts in zip(wholes, lists, strict=True):
+                for piece, part in zip(torch.split(whole, [x.numel() for x in parts]), parts, strict=True):
+                    part.detach().copy_(piece.view(part.shape))
+
+    return conclude
+
+
+def _one_after_another(steps: Sequence[Callable[[], object] | None]) -> Callable[[], Any] | None:
+    """One step made of all ``steps`` that are not None."""
+    given = [step for step in steps if step is not None]
+
+    def conclude() -> None:
+        for step in given:
+            step()
+
+    return conclude if given else None
+
+
+def averaging(op: str, outputs: Tensors, size: int, make: Callable[[str], Call], is_root: bool = True) -> Call:
+    """The call that ``make`` makes for ``op``; a mean of whole numbers is a sum, and a division of ``outputs``.
+
+    Only root has outputs to divide, where there is one.
+    """
+    if op != "avg" or not any(_is_whole(x) for x in outputs):
+        return make(op)
+
+    def divide() -> None:
+        for x in outputs if is_root else ():
+            plain = x.detach()
+            if x.dtype in _UNSIGNED:  # which torch does not divide
+                plain.copy_(torch.from_numpy(plain.cpu().numpy() // size))
+            else:
+                plain.div_(size, rounding_mode="trunc" if _is_whole(x) else None)
+
+    operations, results, last_step = make("sum")
+    return operations, results, _one_after_another([last_step, divide])
+
+
+def _is_whole(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def allreduce(extra: ExtraOperations, tensors: list[Tensor], op: str, factor: Any) -> Call:
+    """Each tensor in an operation of its own; sparse ones too."""
     if any(x.is_sparse for x in tensors):
-        return _allreduce_sparse(steps, tensors, op)
+        return _allreduce_sparse(extra, tensors, op)
     _multiply(tensors, factor)
-    return Call([_allreduce(x, op=op, comm=steps.comm) for x in tensors], tensors)
+    return [_allreduce(x, op=op, comm=extra.comm) for x in tensors], tensors, None
 
 
-def _allreduce_sparse(steps: Steps, tensors: list[Tensor], op: str) -> Call:
+def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], op: str) -> Call:
     if op != "sum":
         raise ValueError(f"allreduce of sparse tensors with {op!r}: only the sum of sparse tensors is defined")
     totals: list[Tensor] = []
@@ -50,11 +170,11 @@ def _allreduce_sparse(steps: Steps, tensors: list[Tensor], op: str) -> Call:
             for x, total in zip(tensors, totals, strict=True):
                 x.copy_(total)
 
-    return Call([steps.operation("sparse", x, totals.append) for x in tensors], tensors, conclude)
+    return [extra.operation("sparse", x, totals.append) for x in tensors], tensors, conclude
 
 
 def allreduce_together(comm: Communicator, tensors: list[Tensor], op: str, factor: Any) -> Call:
-    """All tensors of a dtype and device as one."""
+    """All tensors of one dtype and device in one operation."""
     check_parts("all_reduce", "tensors", tensors)
     _multiply(tensors, factor)
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
@@ -62,30 +182,30 @@ def allreduce_together(comm: Communicator, tensors: list[Tensor], op: str, facto
         kinds.setdefault((x.dtype, x.device), []).append(x)
     wholes = [(torch.cat([flat(x).view(-1) for x in alike]), alike) for alike in kinds.values()]
 
-    conclude = into_lists([whole for whole, _ in wholes], [alike for _, alike in wholes])
-    return Call([_allreduce(whole, op=op, comm=comm) for whole, _ in wholes], tensors, conclude)
+    conclude = _into_lists([whole for whole, _ in wholes], [alike for _, alike in wholes])
+    return [_allreduce(whole, op=op, comm=comm) for whole, _ in wholes], tensors, conclude
 
 
 def broadcast(comm: Communicator, tensors: list[Tensor], root: int) -> Call:
-    """Every tensor by itself."""
-    return Call([_broadcast(x, root, comm=comm) for x in tensors], tensors)
+    """Each tensor in an operation of its own."""
+    return [_broadcast(x, root, comm=comm) for x in tensors], tensors, None
 
 
 def reduce(comm: Communicator, tensors: list[Tensor], root: int, op: str, factor: Any) -> Call:
-    """Every tensor by itself; it is written on root only."""
+    """Each tensor in an operation of its own; only root's tensors are written."""
     sources = tensors if factor is None else [x.detach() * factor for x in tensors]
     operations = [
         _reduce(source, root, out=None if factor is None else x, op=op, comm=comm)
         for source, x in zip(sources, tensors, strict=True)
     ]
-    return Call(operations, tensors)
+    return operations, tensors, None
 
 
 def allgather(comm: Communicator, output_lists: Sequence[Tensors], inputs: Tensors) -> Call:
     """Each input of all ranks into a list of outputs, whose shapes may differ between ranks."""
     operations, wholes = [], []
     for outputs, x in zip(output_lists, inputs, strict=True):
-        check_list("all_gather", "outputs", outputs, x, comm.size)
+        _check_list("all_gather", "outputs", outputs, x, comm.size)
         if outputs[comm.rank].numel() != x.numel():
             raise ValueError(
                 f"all_gather: the input has {x.numel()} elements, but this rank's output, number {comm.rank}, has "
@@ -94,33 +214,33 @@ def allgather(comm: Communicator, output_lists: Sequence[Tensors], inputs: Tenso
         whole = x.new_empty(sum(y.numel() for y in outputs), requires_grad=False)
         operations.append(_gathering(comm, flat(x).view(-1), whole, [y.numel() for y in outputs]))
         wholes.append(whole)
-    return Call(operations, [y for outputs in output_lists for y in outputs], into_lists(wholes, output_lists))
+    return operations, [y for outputs in output_lists for y in outputs], _into_lists(wholes, output_lists)
 
 
 def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> Call:
     """Each input of all ranks, one after another, into one output."""
     operations, finishes = [], []
     for output, x in zip(outputs, inputs, strict=True):
-        check_whole("all_gather", "output", output, "input", x, comm.size)
+        _check_whole("all_gather", "output", output, "input", x, comm.size)
         buffer, copy_out = output_buffer("all_gather", output, holds_input=False)
         whole = buffer.view(-1)
         operations.append(
             _gathering(comm, copy_if_overlapping(flat(x).view(-1), whole), whole, [x.numel()] * comm.size)
         )
         finishes.append(copy_out)
-    return Call(operations, list(outputs), one_after_another(finishes))
+    return operations, list(outputs), _one_after_another(finishes)
 
 
 def gather(comm: Communicator, output_lists: Sequence[Tensors], x: Tensor, root: int) -> Call:
     """The inputs of all ranks, which have one shape, into a list on root."""
     source, whole = flat(check_tensor("gather", "input", x)).view(-1), None
     if comm.rank == root:
-        check_list("gather", "outputs", output_lists[0], x, comm.size)
-        check_equal("gather", "outputs", output_lists[0], x)
+        _check_list("gather", "outputs", output_lists[0], x, comm.size)
+        _check_equal("gather", "outputs", output_lists[0], x)
         whole = x.new_empty(comm.size * x.numel(), requires_grad=False)
     operation = _gathering(comm, source, whole, [x.numel()] * comm.size, root)
-    conclude = None if whole is None else into_lists([whole], output_lists)
-    return Call([operation], list(output_lists[0]) if whole is not None else [], conclude)
+    conclude = None if whole is None else _into_lists([whole], output_lists)
+    return [operation], list(output_lists[0]) if whole is not None else [], conclude
 
 
 def scatter(comm: Communicator, output: Tensor, input_lists: Sequence[Tensors], root: int) -> Call:
@@ -128,20 +248,20 @@ def scatter(comm: Communicator, output: Tensor, input_lists: Sequence[Tensors], 
     check_tensor("scatter", "output", output)
     buffer, copy_out = output_buffer("scatter", output, holds_input=False)
     if comm.rank == root:
-        check_list("scatter", "inputs", input_lists[0], output, comm.size)
-        check_equal("scatter", "inputs", input_lists[0], output)
+        _check_list("scatter", "inputs", input_lists[0], output, comm.size)
+        _check_equal("scatter", "inputs", input_lists[0], output)
         whole = torch.cat([flat(x).view(-1) for x in input_lists[0]])
     else:
         whole = buffer.new_empty(comm.size * buffer.numel())
-    return Call([_scatter(whole, root, out=buffer.view(-1), comm=comm)], [output], copy_out)
+    return [_scatter(whole, root, out=buffer.view(-1), comm=comm)], [output], copy_out
 
 
 def reduce_scatter(comm: Communicator, outputs: Tensors, input_lists: Sequence[Tensors], op: str, factor: Any) -> Call:
     """Of each list, reduced over the ranks, rank r gets the r-th; their shapes may differ."""
     operations, finishes = [], []
     for output, given in zip(outputs, input_lists, strict=True):
-        check_list("reduce_scatter", "inputs", given, output, comm.size)
-        check_equal("reduce_scatter", "inputs", [given[comm.rank]], output)
+        _check_list("reduce_scatter", "inputs", given, output, comm.size)
+        _check_equal("reduce_scatter", "inputs", [given[comm.rank]], output)
         inputs = list(given) if factor is None else [x.detach() * factor for x in given]
         buffer, copy_out = output_buffer("reduce_scatter", output, holds_input=False)
         if len({x.numel() for x in inputs}) == 1:
@@ -152,47 +272,49 @@ def reduce_scatter(comm: Communicator, outputs: Tensors, input_lists: Sequence[T
                 target = buffer.view(-1) if rank == comm.rank else None
                 operations.append(_reduce(flat(x).view(-1), rank, out=target, op=op, comm=comm))
         finishes.append(copy_out)
-    return Call(operations, list(outputs), one_after_another(finishes))
+    return operations, list(outputs), _one_after_another(finishes)
 
 
 def reduce_scatter_single(comm: Communicator, outputs: Tensors, inputs: Tensors, op: str, factor: Any) -> Call:
     """Of each input, reduced over the ranks, rank r gets the r-th part."""
     operations, finishes = [], []
     for output, x in zip(outputs, inputs, strict=True):
-        check_whole("reduce_scatter", "input", x, "output", output, comm.size)
+        _check_whole("reduce_scatter", "input", x, "output", output, comm.size)
         source = flat(x).view(-1) if factor is None else flat(x * factor).view(-1)
         buffer, copy_out = output_buffer("reduce_scatter", output, holds_input=False)
         operations.append(_reduce_scatter(source, out=buffer.view(-1), op=op, comm=comm))
         finishes.append(copy_out)
-    return Call(operations, list(outputs), one_after_another(finishes))
+    return operations, list(outputs), _one_after_another(finishes)
 
 
-def alltoall_single(steps: Steps, output: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Call:
+def alltoall_single(
+    extra: ExtraOperations, output: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]
+) -> Call:
     """Parts of one tensor to all ranks, along dim 0: equal ones, or of so many rows."""
-    size = steps.comm.size
+    size = extra.comm.size
     if not output_splits and not input_splits:
         check_divisible("all_to_all_single", x, size)
-        check_whole("all_to_all_single", "output", output, "input", x, 1)
+        _check_whole("all_to_all_single", "output", output, "input", x, 1)
         buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
-        return Call([_alltoall(flat(x).view(-1), out=buffer.view(-1), comm=steps.comm)], [output], copy_out)
+        return [_alltoall(flat(x).view(-1), out=buffer.view(-1), comm=extra.comm)], [output], copy_out
     check_tensor("all_to_all_single", "output", output)
     check_tensor("all_to_all_single", "input", x)
     buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
     sent = _rows("input", flat(x), input_splits, size)
     received = _rows("output", buffer, output_splits, size)
-    check_equal("all_to_all_single", "outputs", [received[steps.comm.rank]], sent[steps.comm.rank])
-    return Call([steps.alltoall_operation(received, sent)], [output], copy_out)
+    _check_equal("all_to_all_single", "outputs", [received[extra.comm.rank]], sent[extra.comm.rank])
+    return [extra.alltoall_operation(received, sent)], [output], copy_out
 
 
-def alltoall(steps: Steps, outputs: Tensors, inputs: Tensors) -> Call:
-    """A tensor for each rank, from each rank; those of a pair match, other pairs may have others."""
+def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
+    """A tensor to each rank, and one from each rank. Sizes match in each pair of ranks; pairs may differ."""
     for what, given in (("outputs", outputs), ("inputs", inputs)):
         if given:
-            check_list("all_to_all", what, given, inputs[0], steps.comm.size)
-    check_equal("all_to_all", "outputs", [outputs[steps.comm.rank]], inputs[steps.comm.rank])
+            _check_list("all_to_all", what, given, inputs[0], extra.comm.size)
+    _check_equal("all_to_all", "outputs", [outputs[extra.comm.rank]], inputs[extra.comm.rank])
     targets = [output_buffer("all_to_all", y, holds_input=False) for y in outputs]
-    conclude = one_after_another([copy_out for _, copy_out in targets])
-    return Call([steps.alltoall_operation([y for y, _ in targets], list(inputs))], list(outputs), conclude)
+    conclude = _one_after_another([copy_out for _, copy_out in targets])
+    return [extra.alltoall_operation([y for y, _ in targets], list(inputs))], list(outputs), conclude
 
 
 def _rows(what: str, x: Tensor, splits: list[int], size: int) -> list[Tensor]:

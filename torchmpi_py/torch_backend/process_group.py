@@ -1,55 +1,41 @@
-"""The process group: what torch.distributed calls, in terms of the package's verbs.
+"""The process group: torch.distributed's calls, in terms of the package's verbs.
 
 torch.distributed hands over lists of tensors, some of them in several forms of the same collective. Here they become
 operations on flat tensors (``plans.py``), which a queue carries out in the order of the calls (``call_queue.py``).
-Point-to-point messages go their own way (``messages.py``).
-
-Makes process groups for torch.distributed; the import prepares torch for them.
+Point-to-point messages do not queue (``p2p.py``). The import prepares torch for groups of this class.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from torchmpi_py.core import communication_thread, communicators, config, journal
+from torchmpi_py.core import communication_thread, config
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
-from torchmpi_py.errors import CommunicatorError, TorchMPIError
-from torchmpi_py.launch import variables
-from torchmpi_py.torch_backend import (
-    call_arguments,
-    call_queue,
-    communicator_pool,
-    meeting,
-    monitored_barrier,
-    p2p,
-    plans,
-    torch_internals,
-)
-from torchmpi_py.torch_backend.bucket_memory import BucketMemory
-from torchmpi_py.torch_backend.call_queue import Call, CallQueue
-from torchmpi_py.torch_backend.extra_operations import Steps
+from torchmpi_py.errors import CommunicatorError
+from torchmpi_py.torch_backend import call_queue, communicator_pool, monitoring, p2p, plans, torch_internals
+from torchmpi_py.torch_backend.call_queue import Call, CallQueue, QueuedCall
+from torchmpi_py.torch_backend.ddp_hook import BucketMemory
+from torchmpi_py.torch_backend.extra_operations import ExtraOperations
 from torchmpi_py.torch_backend.p2p import Message
 from torchmpi_py.torch_backend.registration import NAME
-from torchmpi_py.torch_backend.torch_internals import leave_alone
 from torchmpi_py.torch_backend.work import OVER, Done, PendingWork, Several, is_in_callback
 
 Tensors = Sequence[Tensor]
 
-_Base: Any = distributed.ProcessGroup  # whose methods have several signatures each, all of which are taken here
+_Base: Any = distributed.ProcessGroup  # whose methods have several signatures each; this class takes all of them
 
 
 class ProcessGroup(_Base):  # type: ignore[misc]
     """A process group of torch.distributed on a communicator of its own; ``distributed.init_process_group`` makes it.
 
-    Collectives as documented there; ``timeout``: where it is not torch's default, a call that takes longer raises
-    ``work.TimedOut`` in who waits, with what is known of the ranks that are late.
+    Collectives as documented there. With a ``timeout`` other than torch's default, a wait for a call that takes longer
+    raises ``work.TimedOut``, which names the ranks that are late, as far as known.
     """
 
     def __init__(self, world_ranks: Sequence[int], name: str, timeout: dt.timedelta) -> None:
@@ -57,43 +43,41 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self.comm = comm = membership.comm
         super().__init__(comm.rank, comm.size)
         self.world_ranks = list(world_ranks)
-        self.steps = Steps(comm)
+        self.extra = ExtraOperations(comm)
         self.queue = CallQueue(comm, f"group-{name}")
         self.mailbox = p2p.Mailbox(membership)
-        self.monitor = monitored_barrier.Monitor(membership)
+        self.monitor = monitoring.Monitor(membership)
         self.buckets = BucketMemory()
         self.set_timeout(timeout)
         self._is_open = True
         self._coalesced: list[Any] | None = None
-        torch_internals.add(self, comm.rank, comm.size)
+        torch_internals.add_placeholder(self, comm.rank, comm.size)
 
     def getBackendName(self) -> str:  # noqa: N802 - C++ asks for it by this name
         return NAME
 
     def set_timeout(self, timeout: dt.timedelta) -> None:
-        """Give up waiting after so long; torch's default (30 minutes) leaves that to the package's own deadline."""
+        """Let waits give up after ``timeout``; for torch's default (30 minutes) the package's own deadline counts."""
         deadline = float(config.current.deadline_seconds) if config.can_raise else None
         seconds = timeout.total_seconds()
-        self.seconds = deadline if seconds == meeting.DEFAULT_SECONDS else seconds
+        self.seconds = deadline if seconds == torch_internals.DEFAULT_SECONDS else seconds
 
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        op, factor = call_arguments.op_of(opts)
-        given = call_arguments.as_list(tensors)
-        return self._reduce(op, given, lambda op: plans.allreduce(self.steps, given, op, factor), opts)
+        op, factor = plans.op_of(opts)
+        given = plans.as_list(tensors)
+        return self._reduce(op, given, lambda op: plans.allreduce(self.extra, given, op, factor), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
-        op, factor = call_arguments.op_of(opts)
+        op, factor = plans.op_of(opts)
         given = list(tensors)
         return self._reduce(op, given, lambda op: plans.allreduce_together(self.comm, given, op, factor), opts)
 
     def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        return self.carry_out(
-            plans.broadcast(self.comm, call_arguments.as_list(tensors), call_arguments.root_of(opts)), opts
-        )
+        return self.carry_out(plans.broadcast(self.comm, plans.as_list(tensors), plans.root_of(opts)), opts)
 
     def reduce(self, tensors: Tensors | Tensor, opts: Any, op: Any = None, timeout: Any = None) -> Any:
-        name, factor = call_arguments.op_of(op if isinstance(opts, int) else opts)
-        given, root = call_arguments.as_list(tensors), call_arguments.root_of(opts)
+        name, factor = plans.op_of(op if isinstance(opts, int) else opts)
+        given, root = plans.as_list(tensors), plans.root_of(opts)
         is_root = self.comm.rank == root
         return self._reduce(name, given, lambda op: plans.reduce(self.comm, given, root, op, factor), opts, is_root)
 
@@ -103,7 +87,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self.carry_out(plans.allgather(self.comm, outputs, inputs), opts)
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> Any:
-        by_tensor = [list(of_tensor) for of_tensor in zip(*output_lists, strict=True)]  # they come by rank
+        by_tensor = [list(of_tensor) for of_tensor in zip(*output_lists, strict=True)]  # torch gives a list a rank
         return self.carry_out(plans.allgather(self.comm, by_tensor, input_list), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
@@ -115,24 +99,24 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def gather(self, outputs: Sequence[Any], inputs: Tensors | Tensor, opts: Any, timeout: Any = None) -> Any:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.carry_out(plans.gather(self.comm, outputs, inputs[0], call_arguments.root_of(opts)), opts)
+        return self.carry_out(plans.gather(self.comm, outputs, inputs[0], plans.root_of(opts)), opts)
 
     def scatter(self, outputs: Tensors | Tensor, inputs: Sequence[Any], opts: Any, timeout: Any = None) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.carry_out(plans.scatter(self.comm, outputs[0], inputs, call_arguments.root_of(opts)), opts)
+        return self.carry_out(plans.scatter(self.comm, outputs[0], inputs, plans.root_of(opts)), opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        op, factor = call_arguments.op_of(opts)
+        op, factor = plans.op_of(opts)
         return self._reduce(op, outputs, lambda op: plans.reduce_scatter(self.comm, outputs, inputs, op, factor), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        op, factor = call_arguments.op_of(opts)
+        op, factor = plans.op_of(opts)
         make = functools.partial(plans.reduce_scatter_single, self.comm, outputs, inputs, factor=factor)
         return self._reduce(op, outputs, lambda op: make(op=op), opts)
 
@@ -144,16 +128,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Any:
-        call = plans.alltoall_single(self.steps, output, input, list(output_splits), list(input_splits))
+        call = plans.alltoall_single(self.extra, output, input, list(output_splits), list(input_splits))
         return self.carry_out(call, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        return self.carry_out(plans.alltoall(self.steps, outputs, inputs), opts)
+        return self.carry_out(plans.alltoall(self.extra, outputs, inputs), opts)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        return self.carry_out(Call([self.steps.operation("barrier")], []), opts)
+        return self.carry_out(([self.extra.operation("barrier")], [], None), opts)
 
-    _allgather_base = all_gather_single  # what older versions call them
+    _allgather_base = all_gather_single  # their names in older versions
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -161,18 +145,18 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         self._check_open()
-        return self.mailbox.send(tensors[0], destination, tag, self.seconds, call_queue.program())
+        return self.mailbox.send(tensors[0], destination, tag, self.seconds, torch_internals.program())
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         self._check_open()
-        return self.mailbox.receive(tensors[0], source, tag, self.seconds, call_queue.program())
+        return self.mailbox.receive(tensors[0], source, tag, self.seconds, torch_internals.program())
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         self._check_open()
-        return self.mailbox.receive(tensors[0], None, tag, self.seconds, call_queue.program())
+        return self.mailbox.receive(tensors[0], None, tag, self.seconds, torch_internals.program())
 
     def monitored_barrier(self, timeout: dt.timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier after which rank 0 knows which ranks did not come; see ``torch_backend.monitored_barrier``."""
+        """A barrier that can name the ranks that do not come; see ``torch_backend.monitored_barrier``."""
         self._check_open()
         self.monitor.wait(self.seconds if timeout is None else timeout.total_seconds(), wait_all_ranks)
 
@@ -186,9 +170,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             return None
         name = group_name or f"{self.group_name}:split:{','.join(map(str, new_ranks))}"
         ranks = [self.world_ranks[rank] for rank in new_ranks]
-        made = ProcessGroup(ranks, name, timeout or dt.timedelta(seconds=self.seconds or meeting.DEFAULT_SECONDS))
-        made._set_group_name(name)
-        made._set_group_desc(group_desc or "split")
+        made = ProcessGroup(
+            ranks, name, timeout or dt.timedelta(seconds=self.seconds or torch_internals.DEFAULT_SECONDS)
+        )
+        torch_internals.name_group(made, name, group_desc or "split")
         return made
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -199,11 +184,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return Several(works or [])
 
     def shutdown(self) -> None:
-        """Wait for what is under way here, at most the timeout, and give the communicator up. Not collective."""
+        """Wait for the calls under way here, at most the timeout, and give the communicator up. Not collective."""
         self._end(self.seconds)
 
     def abort(self) -> None:
-        """The same, without waiting."""
+        """``shutdown`` without the wait."""
         self._end(0.0)
 
     def _end(self, seconds: float | None) -> None:
@@ -211,70 +196,40 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             self._is_open = False
             self.queue.close(seconds)
             if communication_thread.is_installed():
-                communication_thread.current().let_go(self.mailbox)
+                communication_thread.current().remove_companion(self.mailbox)
                 self.mailbox.close()
             self.buckets.clear()
             communicator_pool.release(self.comm)
 
     def carry_out(self, call: Call, opts: Any = None) -> Any:
-        """Its Work. A call that blocks is over, unless others of the group are under way, or it can time out."""
+        """The Work of ``call``. A blocking call is over, unless others are under way, or it can time out.
+
+        ``opts``, where torch gives any: a timeout, and whether the program waits in this call.
+        """
         self._check_open()
         given = opts.timeout.total_seconds() if hasattr(opts, "timeout") else -1.0
         seconds = given if given > 0 else self.seconds
         is_nested = is_in_callback()
         is_launch = not is_nested and (getattr(opts, "asyncOp", True) or seconds is not None)
-        frame = call_queue.program()
-        for operation in call.operations:
-            operation.entry = journal.record(operation, BACKGROUND if is_nested else DIRECT, is_launch, frame)
+        operations, results, _ = call
+        call_queue.record(operations, BACKGROUND if is_nested else DIRECT, is_launch, torch_internals.program())
         if is_nested:
             self.queue.run_in_callback(call)
-            return Done(call.results)
+            return Done(results)
         if not is_launch and self.queue.run_here(call):
             return OVER
-        handle, carrier = self.queue.submit(call)
-        work = PendingWork(handle, call.results, seconds, carrier)
+        work = self.queue.submit(call, seconds)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
     def _reduce(self, op: str, outputs: Tensors, make: Callable[[str], Call], opts: Any, is_root: bool = True) -> Any:
-        return self.carry_out(call_arguments.averaging(op, outputs, self.comm.size, make, is_root), opts)
+        return self.carry_out(plans.averaging(op, outputs, self.comm.size, make, is_root), opts)
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise CommunicatorError(f"process group {self.group_name!r} was destroyed; make a new one")
 
 
-leave_alone(ProcessGroup, Done, PendingWork, Several, Message)
-torch_internals.register()
-
-
-def create(options: Any) -> ProcessGroup:
-    """The process group that torch.distributed describes by ``options``. Collective over its ranks."""
-    is_default = not options.global_ranks_in_group
-    if is_default and not communicators.is_started():
-        _check_is_whole(options, variables.size_in(os.environ) or 1)  # before this rank waits for the others to start
-    meeting.ensure_started(options.timeout)
-    world = communicators.stack().levels[0]
-    if is_default:
-        _check_is_whole(options, world.size)
-    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    if max(ranks, default=-1) >= world.size or ranks[options.group_rank] != world.rank:
-        raise TorchMPIError(
-            f"torch.distributed was told that this is rank {options.group_rank} of {ranks}, but for MPI it is rank "
-            f"{world.rank} of {world.size}. Launch with torchmpirun (not torchrun), and leave rank= and world_size= "
-            "away, and RANK and WORLD_SIZE out of the environment"
-        )
-    if is_default:
-        meeting.wait_for_all(world, options.timeout)
-    return ProcessGroup(ranks, options.group_id, options.timeout)
-
-
-def _check_is_whole(options: Any, size: int) -> None:
-    """TorchMPIError if the default group is to have fewer ranks than MPI has."""
-    if options.group_size < size:
-        raise TorchMPIError(
-            f"the default group was asked for with {options.group_size} ranks, and MPI has started {size}: it has to "
-            'have them all. Call dist.init_process_group("torchmpi") on every rank, without rank= and world_size=; a '
-            "group of some ranks is then made by dist.new_group(ranks), which all ranks call too"
-        )
+torch_internals.leave_alone(ProcessGroup, Done, PendingWork, QueuedCall, Several, Message)
+torch_internals.keep_join_notices()

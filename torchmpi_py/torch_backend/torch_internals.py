@@ -1,50 +1,196 @@
-"""Keeps the calls that DDP hands over to C++ under ``model.join(divide_by_initial_world_size=False)``.
+"""What the backend does to torch itself, and every private name of torch that it needs. Tried on torch 2.13.
 
-C++ asks a ``Work`` that is written in Python only as long as its Python object lives; afterwards ``wait()`` is that of
-the class in C++, which knows nothing of the call and waits for ever. C++ keeps the objects of the calls that it makes
-itself. The one by which a model tells at the start of a forward pass that its rank has inputs left is made in Python
-and handed over, so it is kept here until the next one.
+setup.cfg allows torch from 2.4 on. ``import torch`` runs `prepare`, so nothing heavier than torch is imported here.
 
-What torch.compile must not look into.
-
-A compiled function may call collectives from C++, and they come back to Python here. The compiler would follow them,
-and give up over what it finds. So it is told to leave these methods alone, with all that they call. That is done where
-they are defined, and costs nothing when they run.
-
-What torch.distributed's C++ side finds in a process group that is written in Python.
-
-It wants a backend of its own there, and asks it for devices and names. It gets one that raises whenever a collective
-reaches it, instead of doing nothing.
+- The table of backends holds this one without listing it.
+- ``env://`` leads to this package's handler.
+- A string such as "cpu:gloo,cuda:torchmpi" makes a group of "torchmpi" alone: torch lets a backend that is written in
+  Python take the whole group over, after it has made the other one for nothing.
+- In an MPI job of several ranks, one line of log says that their default group is made on another CPU backend, if the
+  program has not named that one.
+- ``_set_pg_timeout``, which knows gloo and NCCL only, reaches the groups of this backend.
+- The work by which a model says, under ``model.join(divide_by_initial_world_size=False)``, that its rank has inputs
+  left is made in Python and handed over to C++. C++ asks a ``Work`` that is written in Python only as long as its
+  Python object lives; afterwards ``wait()`` is the one of the C++ class, which waits for ever. So the work is kept here
+  until the next one. (C++ keeps the objects of the calls that it makes itself.)
+- torch.compile leaves this backend's classes alone. A compiled function may call collectives from C++, which come back
+  to Python here; the compiler would follow them, and give up over what it finds.
+- C++ wants a backend of its own in a process group, and asks it for devices and names. It gets a placeholder, which
+  raises if a collective reaches it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
+import functools
+import logging
+import os
+import sys
 import weakref
-from types import FunctionType
+from collections.abc import Callable
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import _rendezvous_handlers
 
-_last: weakref.WeakKeyDictionary[Joinable, Any] = weakref.WeakKeyDictionary()
+from torchmpi_py.launch import variables
+from torchmpi_py.torch_backend.registration import NAME
+
+logger = logging.getLogger("torchmpi_py")
+
+DEFAULT_SECONDS = 30 * 60
+"""torch's own deadline of an operation, for all backends but NCCL."""
+
+REDUCTIONS: Any = distributed.ReduceOp.RedOpType
+"""The kinds of reduction, by name."""
+
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_INSTALLED = ("site-packages", "dist-packages")
+_UNNAMED = "undefined"
+_ON_THE_CPU = {"gloo", "mpi", "ucc"}
+_REMEDY = f'call dist.init_process_group("{NAME}") before, or give the library that name'
+
+_last_notice: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by model
 
 
-def register() -> None:
-    """Keep what each model has told last."""
+def prepare(handler_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Change torch's tables and functions. ``handler_of`` makes the handler of ``env://`` from the former one."""
+    backend: Any = distributed.Backend
+    backend._plugins = _Plugins(backend._plugins)
+    _rendezvous_handlers["env"] = handler_of(_rendezvous_handlers["env"])
+    _wrap_making()
+    _wrap_set_timeout()
+
+
+class _Plugins(dict[str, Any]):
+    """torch's table of backends, in which this one is found, but not listed.
+
+    Where any is listed, torch gives a group such as "cpu:gloo" no default backend, and warns when it is destroyed.
+    """
+
+    def __init__(self, former: dict[str, Any]) -> None:
+        super().__init__(former)
+        self._ours = self.pop(NAME.upper())
+
+    def __contains__(self, name: object) -> bool:
+        return name == NAME.upper() or super().__contains__(name)
+
+    def __missing__(self, name: str) -> Any:
+        if name != NAME.upper():
+            raise KeyError(name)
+        return self._ours
+
+
+def _wrap_making() -> None:
+    former = distributed_c10d._new_process_group_helper
+
+    @functools.wraps(former)
+    def make(group_size: int, group_rank: int, ranks: list[int], backend: str, *others: Any, **options: Any) -> Any:
+        names = _names(backend)
+        if not ranks:
+            _warn_if_elsewhere(backend, names)
+        return former(group_size, group_rank, ranks, _chosen(backend, names), *others, **options)
+
+    distributed_c10d._new_process_group_helper = make  # type: ignore[assignment]
+
+
+def _wrap_set_timeout() -> None:
+    former = distributed_c10d._set_pg_timeout
+
+    @functools.wraps(former)
+    def set_timeout(timeout: dt.timedelta, group: Any = None) -> None:
+        used: Any = group or distributed.group.WORLD
+        if is_group(used):
+            used.set_timeout(timeout)
+        else:
+            former(timeout, group)
+
+    distributed_c10d._set_pg_timeout = set_timeout
+
+
+def is_group(group: Any) -> bool:
+    """Whether ``group`` is a process group of this backend."""
+    return isinstance(group, distributed.ProcessGroup) and group.name() == NAME
+
+
+def _names(backend: str) -> set[str]:
+    """The backends that torch would make a group of, given a name, device strings, or nothing."""
+    if backend == _UNNAMED:
+        backend = str(distributed_c10d.BackendConfig(distributed.Backend(backend)))
+    return {part.rpartition(":")[2] for part in backend.lower().split(",")}
+
+
+def _chosen(backend: str, names: set[str]) -> str:
+    """The backend that torch makes: this one where others are named too; without a name, torch's own choice."""
+    if NAME in names:
+        if len(names) > 1 and _logs():
+            rest = " and ".join(sorted(names - {NAME}))
+            logger.warning(
+                '"%s": %s serves all devices of a group, and %s is not used; give "%s", or make a group of the other '
+                'by dist.new_group(backend="%s")',
+                backend, NAME, rest, NAME, min(names - {NAME}),
+            )  # fmt: skip
+        return NAME
+    return next(iter(names)) if backend == _UNNAMED and _is_job() and len(names) == 1 else backend
+
+
+def _warn_if_elsewhere(backend: str, names: set[str]) -> None:
+    """One line on rank 0 of an MPI job, if its default group is made on a CPU backend that the program did not name."""
+    if not names <= _ON_THE_CPU or not _is_job() or not _logs():
+        return
+    library = library_of(program())
+    if backend == _UNNAMED or library:
+        why = f"{library} asks for it" if library else "no backend was named"
+        logger.warning(
+            'the default group of torch.distributed is made on "%s", and not on MPI: %s. For MPI, %s',
+            "/".join(sorted(names)), why, _REMEDY,
+        )  # fmt: skip
+
+
+def _is_job() -> bool:
+    """Whether this is a rank among several that an MPI has started, and torchrun has not."""
+    return (variables.size_in(os.environ) or 1) > 1 and not variables.is_under_torchrun(os.environ)
+
+
+def _logs() -> bool:
+    return not variables.rank_in(os.environ)
+
+
+def program() -> FrameType:
+    """The innermost frame outside of torch and of this backend: the place in the program that makes a call."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def library_of(frame: FrameType) -> str:
+    """The name of the installed package that a frame belongs to; empty for the user's own program."""
+    parts = frame.f_code.co_filename.split(os.sep)
+    found = next((place for place, part in enumerate(parts[:-1]) if part in _INSTALLED), None)
+    return "" if found is None else parts[found + 1].removesuffix(".py")
+
+
+def keep_join_notices() -> None:
+    """Keep the last work by which each model said that its rank has inputs left. For the first process group."""
+    from torch.distributed.algorithms.join import Join, Joinable
+
     former = Join.notify_join_context
 
     def notify(joinable: Joinable) -> Any:
-        _last[joinable] = work = former(joinable)
+        _last_notice[joinable] = work = former(joinable)
         return work
 
     Join.notify_join_context = staticmethod(notify)  # type: ignore[method-assign]
 
 
 def leave_alone(*classes: type) -> None:
-    """Keep the compiler out of all methods of ``classes``."""
-    with contextlib.suppress(ImportError):  # versions of torch that cannot be told so
+    """Keep the compiler out of all methods of ``classes``, and of the functions that they call."""
+    with contextlib.suppress(ImportError):  # some versions of torch lack these names
         from torch._C._dynamo import eval_frame
 
         module: Any = eval_frame
@@ -56,8 +202,8 @@ def leave_alone(*classes: type) -> None:
                     module.set_code_exec_strategy(method.__code__, strategy)
 
 
-def add(group: Any, rank: int, size: int) -> None:
-    """Give ``group`` the placeholder, for all devices."""
+def add_placeholder(group: Any, rank: int, size: int) -> None:
+    """Give ``group`` the placeholder for a C++ backend, for all devices."""
     from torch._C._distributed_c10d import FakeProcessGroup
 
     factory: Any = FakeProcessGroup
@@ -68,3 +214,18 @@ def add(group: Any, rank: int, size: int) -> None:
     for device in ("cpu", "cuda"):
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)
+
+
+def name_group(group: Any, name: str, description: str) -> None:
+    """Give ``group`` what torch calls it."""
+    group._set_group_name(name)
+    group._set_group_desc(description)
+
+
+def raise_on_wait(future: torch.futures.Future[Any], error: BaseException) -> None:
+    """Let ``future.wait()`` and ``future.value()`` raise ``error`` in Python, whatever value the future has."""
+
+    def unwrap(_: object) -> None:
+        raise error
+
+    future._set_unwrap_func(unwrap)

@@ -1,14 +1,14 @@
-"""Futures of calls, and what is chained to them.
+"""What torch.distributed gets for a call: a ``Work``, its future, and what the program chains to the future.
 
-What is chained to a future (``.then``) runs where the future is completed: in the thread that carries the group's calls
-out, before the next one; or, if the call is over already, in the thread that chains. It may make calls itself, and wait
-for them (DDP's PowerSGD hook does). Such a call must not queue behind others, which wait for it, and it may come sooner
-or later among the others than on another rank. So calls that are made from a callback are carried out there and then,
-on a channel of their own. Among themselves they come in the order of the calls that they are chained to, on all ranks,
-as long as the program chains in the order of its calls, and before it waits for later ones. (What is chained to other
-futures, such as those of ``torch.futures.collect_all``, makes calls like any other.)
+A program may drop a ``Work``: the queue holds the call until it is complete.
 
-What torch.distributed gets for a call: a ``Work``, which may be dropped, for the queue holds the call.
+A callback (``future.then``) runs where the future is completed: in the thread that carries out the group's calls,
+before the next call; or, if the call is complete already, in the thread that chains. A callback may make calls, and
+wait for them, as DDP's PowerSGD hook does. Such a call must not queue behind calls that wait for it, and its place
+among the others may differ from rank to rank. So calls from a callback are carried out at once, on a channel of their
+own. Among themselves they come in the order of the calls that they are chained to, on all ranks, if the program chains
+in the order of its calls, and before it waits for later ones. (Callbacks of other futures, such as those of
+``torch.futures.collect_all``, make calls like any other part of the program.)
 """
 
 from __future__ import annotations
@@ -25,20 +25,27 @@ from torch import Tensor, distributed
 
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.errors import CollectiveTimeout
-from torchmpi_py.torch_backend.call_queue import CallRunner
+from torchmpi_py.torch_backend.torch_internals import raise_on_wait
 
-_state = threading.local()
+
+class _InCallback(threading.local):
+    """What this thread does."""
+
+    is_in_callback = False
+
+
+_state = _InCallback()
 
 
 def is_in_callback() -> bool:
-    """Whether what runs in this thread was chained to a future."""
-    return getattr(_state, "is_in_callback", False)
+    """Whether this thread runs a callback of a future."""
+    return _state.is_in_callback
 
 
 @contextlib.contextmanager
 def _callback() -> Iterator[None]:
-    """In this block what is chained to a future runs."""
-    former = is_in_callback()
+    """A block that runs a callback."""
+    former = _state.is_in_callback
     _state.is_in_callback = True
     try:
         yield
@@ -47,55 +54,50 @@ def _callback() -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """What is to do before one waits for most futures."""
+    """The step before a wait for most futures."""
 
 
 class _Failure:
-    """What a future has instead of a value.
+    """The value of a future that has an error.
 
     Errors that Python gives a future are values to C++. DDP takes them for gradients, and looks for the tensors in them
-    by way of pickle, without expecting to find none: it has to meet the error there.
+    by pickle, without expecting to find none: DDP has to meet the error there.
     """
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, *, raises: bool = True) -> None:
         self.error = error
-        self.is_told = True
+        self.raises = raises
 
     def __reduce__(self) -> Any:
-        if self.is_told:
+        if self.raises:
             raise self.error
         return _Failure, (None,)
 
 
 class CallFuture(torch.futures.Future[Any]):
-    """The future of a call. ``before_wait`` sees to it that the call is carried out, if that is up to who waits."""
+    """The future of a call. ``before_wait`` carries the call out, where that is the work of the thread that waits."""
 
-    def __init__(self, devices: Sequence[torch.device], before_wait: Callable[[], object] = _nothing) -> None:
+    def __init__(self, devices: list[torch.device], before_wait: Callable[[], object] = _nothing) -> None:
         super().__init__(devices=list(devices))
-        self._devices, self._before_wait = devices, before_wait
+        self._devices, self.before_wait = devices, before_wait
 
     def wait(self) -> Any:
-        """Block until it is completed; its value, or what the call has raised."""
-        self._before_wait()
+        """Block until the future is completed; its value, or the error of the call."""
+        self.before_wait()
         return super().wait()
 
     def then(self, callback: Callable[..., Any]) -> CallFuture:
-        """The future of what ``callback`` makes of this one."""
-        following = CallFuture(self._devices, self._before_wait)
+        """The future of the value that ``callback`` makes of this future."""
+        following = CallFuture(self._devices, self.before_wait)
         super().then(functools.partial(_follow, callback, following))
         return following
 
     def set_exception(self, error: Any) -> None:
-        """Complete it with an error, for who waits in Python, and for DDP, which waits in C++."""
-        failure = _Failure(error)
-        failure.is_told = not self._devices  # a future of GPU tensors looks for tensors when it is completed
-
-        def tell(_: object) -> None:
-            raise error
-
-        self._set_unwrap_func(tell)
+        """Complete the future with an error, for waits in Python, and for DDP, which waits in C++."""
+        failure = _Failure(error, raises=not self._devices)  # a future of GPU tensors pickles the value it is given
+        raise_on_wait(self, error)
         self.set_result(failure)
-        failure.is_told = True
+        failure.raises = True
 
     def add_done_callback(self, callback: Callable[..., None]) -> None:
         """Run ``callback`` with this future when it is completed."""
@@ -107,33 +109,8 @@ class CallFuture(torch.futures.Future[Any]):
         super().add_done_callback(run)
 
 
-def of(results: Sequence[Tensor], before_wait: Callable[[], object] = _nothing) -> CallFuture:
-    """One for these tensors."""
-    return CallFuture(_devices(results), before_wait)
-
-
-def of_all(made: Sequence[CallFuture], results: Sequence[Tensor]) -> CallFuture:
-    """One for all of them, whose value are these tensors."""
-
-    def before_wait() -> None:
-        for future in made:
-            future._before_wait()
-
-    whole = CallFuture(_devices(results), before_wait)
-    torch.futures.collect_all(list(made)).add_done_callback(lambda all_of_them: _pass_on(all_of_them, whole, results))
-    return whole
-
-
-def _pass_on(ended: Any, whole: CallFuture, results: Sequence[Tensor]) -> None:
-    try:
-        ended.value()
-    except Exception as error:
-        whole.set_exception(error)
-    else:
-        whole.set_result(list(results))
-
-
-def _devices(results: Sequence[Tensor]) -> list[torch.device]:
+def _gpus(results: Sequence[Tensor]) -> list[torch.device]:
+    """The GPUs of tensors, which their future has to know."""
     return sorted({x.device for x in results if x.is_cuda}, key=str)
 
 
@@ -143,8 +120,8 @@ def _follow(callback: Callable[..., Any], following: CallFuture, future: Any) ->
             made = callback(future)
         following.set_result(made)
     except BaseException as error:
-        told = error if isinstance(error, Exception) else RuntimeError(f"a callback ended by {error!r}")
-        following.set_exception(told)
+        is_ordinary = isinstance(error, Exception)
+        following.set_exception(error if is_ordinary else RuntimeError(f"a callback ended by {error!r}"))
 
 
 class TimedOut(CollectiveTimeout, distributed.DistBackendError):
@@ -177,51 +154,71 @@ class Done(distributed.Work):
         return self._results
 
     def get_future(self) -> CallFuture:
-        future = of(self._results)
+        future = CallFuture(_gpus(self._results))
         future.set_result(self._results)
         return future
 
 
 OVER = Done([])
-"""For calls that block: torch.distributed keeps it to itself, and to make one takes a third as long as the verb."""
+"""The work of all calls that block: torch.distributed does not show it, and making one takes a third of the verb."""
 
 
 class PendingWork(distributed.Work):
-    """A call under way, behind a handle of the package. ``wait`` and the future raise what the call raises.
+    """A call under way, behind ``handle``. ``wait`` and the future raise what the call raises.
 
-    ``seconds``: after so long they give up (None: never); the call goes on.
+    After ``seconds`` the waits give up (None: never); the call goes on. A subclass sets the handle when it launches.
     """
 
-    def __init__(self, handle: Handle[Any], results: list[Tensor], seconds: float | None, carrier: CallRunner) -> None:
+    handle: Handle[Any]
+
+    def __init__(self, results: list[Tensor], seconds: float | None) -> None:
         super().__init__()
-        self._handle, self._results, self._seconds, self._carrier = handle, results, seconds, carrier
+        self._results, self._seconds = results, seconds
         self._lock = threading.Lock()
-        self._made: CallFuture | None = None
+        self._future: CallFuture | None = None
+        self._future_is_open = threading.Lock()  # acquired, for good, by the thread that completes the future
+        self._timer: threading.Timer | None = None
+
+    def before_wait(self) -> None:
+        """Called by a thread before it waits for the call."""
+
+    def before_future_wait(self) -> None:
+        """Called by a thread before it waits for the future."""
+
+    def expect(self) -> None:
+        """Called when the future is made: waits for it cannot be seen."""
+
+    def when_late(self) -> None:
+        """Called when a wait has given up."""
+
+    def when_over(self, step: Callable[[], None]) -> None:
+        """Run ``step`` when the call is over, once; or now, if it is."""
+        raise NotImplementedError
 
     def wait(self, timeout: dt.timedelta | None = None) -> bool:
-        """Block until it is complete, at most so long (default: the group's timeout)."""
+        """Block until the call is complete, at most ``timeout`` (default: the group's)."""
         given = 0.0 if timeout is None else timeout.total_seconds()
         seconds = given if given > 0 else self._seconds
-        self._carrier.before_wait(self._handle)
+        self.before_wait()
         try:
-            self._handle.wait(seconds)
+            self.handle.wait(seconds)
         except CollectiveTimeout as error:
-            self._handle.give_up()
-            self._carrier.when_late()
+            self.handle.give_up()
+            self.when_late()
             raise TimedOut(f"the timeout of {seconds:g} s has passed: {error}") from None
         return True
 
     def is_completed(self) -> bool:
-        return self._handle.done()
+        return self.handle.done()
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
         """What the call has raised, if it is over."""
-        if self._handle.done():
+        if self.handle.done():
             try:
-                self._handle.wait()
+                self.handle.wait()
             except Exception as error:
                 return error
         return None
@@ -233,53 +230,42 @@ class PendingWork(distributed.Work):
         return self._results
 
     def get_future(self) -> CallFuture:
-        """A future of the tensors. From now on the call counts as waited for (``watch.py``)."""
+        """A future of the tensors. From now on the call counts as waited for (``core/journal.py``)."""
         with self._lock:
-            if self._made is not None:
-                return self._made
-            before_wait = functools.partial(self._carrier.before_future, self._handle)
-            self._made = future = of(self._results, before_wait)
-        self._carrier.expect(self._handle)
-        completion = _Completion(future, self._handle, self._results)
-        self._carrier.when_over(completion.complete)
+            if self._future is not None:
+                return self._future
+            self._future = future = CallFuture(_gpus(self._results), self.before_future_wait)
+        self.expect()
         if self._seconds is not None:
-            completion.expire_after(self._seconds, self._carrier)
+            self._timer = threading.Timer(self._seconds, self._expire)
+            self._timer.daemon = True
+            self._timer.start()
+        self.when_over(self._complete_future)
         return future
 
-
-class _Completion:
-    """Completes a future, once: when the call is over, or when it is late."""
-
-    def __init__(self, future: CallFuture, handle: Handle[Any], results: list[Tensor]) -> None:
-        self._future, self._handle, self._results = future, handle, results
-        self._once = threading.Lock()
-        self._timer: threading.Timer | None = None
-
-    def complete(self) -> None:
+    def _complete_future(self) -> None:
         """The call is over."""
-        if not self._once.acquire(blocking=False):
-            return
         if self._timer is not None:
             self._timer.cancel()
+        if self._future is None or not self._future_is_open.acquire(blocking=False):
+            return
         try:
-            self._handle.wait()
+            self.handle.wait()
         except Exception as error:
             self._future.set_exception(error)
         else:
             self._future.set_result(self._results)
+        self._future.before_wait = _nothing  # the two would keep each other, and the tensors, alive
 
-    def expire_after(self, seconds: float, carrier: CallRunner) -> None:
-        """After so long, give up."""
-        self._timer = threading.Timer(seconds, self._expire, [seconds, carrier])
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _expire(self, seconds: float, carrier: CallRunner) -> None:
-        late = self._handle.who_is_late()
-        if not self._handle.is_settled() and self._once.acquire(blocking=False):
-            self._handle.give_up()
-            carrier.when_late()
-            self._future.set_exception(TimedOut(f"the timeout of {seconds:g} s has passed: {self._handle!r}. {late}"))
+    def _expire(self) -> None:
+        """The call is late: let the future give up."""
+        late = self.handle.late_ranks()
+        if self._future is None or self.handle.is_done_on_host() or not self._future_is_open.acquire(blocking=False):
+            return
+        self.handle.give_up()
+        self.when_late()
+        error = TimedOut(f"the timeout of {self._seconds:g} s has passed: {self.handle!r}. {late}")
+        self._future.set_exception(error)
 
 
 class Several(distributed.Work):
@@ -309,5 +295,23 @@ class Several(distributed.Work):
     def result(self) -> list[Tensor]:
         return [x for work in self._works for x in work.result()]
 
-    def get_future(self) -> Any:
-        return of_all([work.get_future() for work in self._works], self.result())
+    def get_future(self) -> CallFuture:
+        """A future of all tensors, which is completed after the last call."""
+        made, results = [work.get_future() for work in self._works], self.result()
+
+        def before_wait() -> None:
+            for future in made:
+                future.before_wait()
+
+        whole = CallFuture(_gpus(results), before_wait)
+
+        def complete(ended: Any) -> None:
+            try:
+                ended.value()
+            except Exception as error:
+                whole.set_exception(error)
+            else:
+                whole.set_result(results)
+
+        torch.futures.collect_all(list(made)).add_done_callback(complete)
+        return whole

@@ -11,6 +11,7 @@ to the communication thread.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -54,7 +55,9 @@ class Mpi(Flavour):
             return super().launch(operation)
         remaining = _STEPS[operation.method](comm, *operation.arguments)
         requests = [getattr(comm, f"I{name.lower()}")(*arguments) for name, arguments in itertools.islice(remaining, 1)]
-        return thread.keep(handles.RequestHandle(_Posted(operation, remaining), requests))
+        return thread.keep(
+            handles.RequestHandle(operation, requests, functools.partial(_run_out, operation, remaining))
+        )
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         _run(channel.mpi, mpi_steps.broadcast(channel.mpi, x, root), x)
@@ -106,21 +109,10 @@ class Mpi(Flavour):
         return list(pkl5.Intracomm(channel.mpi).allgather(obj))
 
 
-class _Posted:
-    """An operation whose first step was posted: what is left of its steps, and then of itself."""
-
-    def __init__(self, operation: Operation[Any], remaining: Steps) -> None:
-        self.operation = operation
-        self.remaining = remaining
-        self.run_in_background = operation.run_in_background
-        self.explain = operation.explain
-        self.label = operation.label
-        self.entry, self.who_is_late = operation.entry, operation.who_is_late
-
-    def finish(self) -> Any:
-        for step in self.remaining:
-            raise AssertionError(f"{self.operation}: posted as one message, but step {step[0]} follows")
-        return self.operation.finish()
+def _run_out(operation: Operation[Any], remaining: Steps) -> None:
+    """The conversions of an operation whose only step was posted, once that step is complete."""
+    for step in remaining:
+        raise AssertionError(f"{operation}: posted as one message, but step {step[0]} follows")
 
 
 def _run(comm: MPI.Comm, steps: Steps, x: Tensor) -> None:

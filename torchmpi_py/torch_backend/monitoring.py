@@ -1,8 +1,8 @@
-"""A barrier that can tell who is missing.
+"""A barrier that can name the ranks that are missing.
 
-Every rank tells rank 0 that it has come, and rank 0 answers when all have, or when the time is up, with who has not.
-A rank numbers its messages, and takes back what rank 0 has not answered in time (by the negative number), so that what
-came too late for one barrier is not taken for the next.
+Every rank sends rank 0 a message when it comes. Rank 0 answers when all have come, or when the time is up, with the
+ranks that have not. A rank numbers its messages, and takes a message back by its negative number if rank 0 has not
+answered in time, so that a late message for one barrier does not count for the next.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import distributed
 
 from torchmpi_py.core import backoff, communicators, journal
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.torch_backend import meeting
+from torchmpi_py.torch_backend import torch_internals
 from torchmpi_py.torch_backend.communicator_pool import Membership
 
 _MILLISECONDS = 1000
 _ANSWER_SECONDS = 1.0  # rank 0 answers when the time is up: the others wait a little longer
 
-_of_torch = distributed.monitored_barrier  # whoever puts ours in its place shall not meet it here again
+_of_torch = distributed.monitored_barrier  # a program may put this module's function in its place
 
 
 def monitored_barrier(
     group: Any = None, timeout: dt.timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """As ``torch.distributed.monitored_barrier``, which by itself serves gloo only. Collective over the group.
+    """``torch.distributed.monitored_barrier``, which torch has for gloo only. Collective over the group.
 
     RuntimeError on rank 0 that names the first rank that did not come in time, or with ``wait_all_ranks`` all of them;
     also on the ranks that did come. ``timeout`` (seconds, if a number): default that of the group.
     """
     used: Any = group or distributed.group.WORLD
-    if not hasattr(used, "monitor"):
+    if not torch_internals.is_group(used):
         _of_torch(group, timeout, wait_all_ranks)
         return
     given = dt.timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
@@ -53,8 +53,8 @@ class Monitor:
         """Wait for all ranks, or raise RuntimeError."""
         communicators.resolve(self._comm)
         self._number += 1
-        if seconds is None:  # it leaves that to the package's own deadline
-            seconds = float(meeting.DEFAULT_SECONDS)
+        if seconds is None:  # the package's own deadline counts
+            seconds = float(torch_internals.DEFAULT_SECONDS)
             missing = journal.run_alone(
                 "monitored_barrier", self._comm, lambda: self._exchange(seconds, wait_all_ranks)
             )
@@ -62,15 +62,15 @@ class Monitor:
             missing = self._exchange(seconds, wait_all_ranks)
         if missing:
             names = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
-            told = f"{names} failed to pass monitoredBarrier in {seconds * _MILLISECONDS:.0f} ms"
-            raise RuntimeError(f"[Rank {self._comm.rank}]: {self._own_part(seconds)}{told}")
+            failure = f"{names} failed to pass monitoredBarrier in {seconds * _MILLISECONDS:.0f} ms"
+            raise RuntimeError(f"[Rank {self._comm.rank}]: {self._own_part(seconds)}{failure}")
 
     def _exchange(self, seconds: float, wait_all_ranks: bool) -> list[int]:
         """The ranks that have not come, as far as this rank knows."""
         return self._gather(seconds, wait_all_ranks) if self._comm.rank == 0 else self._report(seconds)
 
     def _own_part(self, seconds: float) -> str:
-        """What this rank did, in the words of gloo, which programs may look for."""
+        """The part of the message about this rank, worded as in gloo, for programs that look for gloo's message."""
         rank = self._comm.rank
         if rank > 0:
             return (
@@ -84,11 +84,13 @@ class Monitor:
         nap, size = backoff.Nap(0.001), self._comm.size
         arrivals = {rank: _Inbox(self._mpi, rank, self._tag, 1) for rank in range(1, size)}
         missing: list[int] = []
+        # Collect arrivals, all against one clock.
         for rank, arrival in arrivals.items():
             if not arrival.wait(nap, seconds, lambda number: number > 0):
                 missing.append(rank)
                 if not wait_all_ranks:
                     break
+        # Answer each rank that has come, also one that came after the time was up and has not taken its message back.
         for rank, arrival in arrivals.items():
             if arrival.close():
                 answer = np.array([arrival.numbers[0], *(other in missing for other in range(size))], np.int64)
@@ -96,7 +98,7 @@ class Monitor:
         return missing
 
     def _report(self, seconds: float) -> list[int]:
-        """Another rank: what rank 0 answers, or that it does not."""
+        """Another rank: the ranks that rank 0 names; rank 0 if it does not answer."""
         mpi, own = self._mpi, self._number
         mpi.Send(np.array([own], np.int64), 0, self._tag)
         answer = _Inbox(mpi, 0, self._tag, 1 + self._comm.size)
@@ -108,7 +110,7 @@ class Monitor:
 
 
 class _Inbox:
-    """The messages from a rank, of so many numbers: the last one counts."""
+    """The messages from a rank, of ``length`` numbers each: the last message counts."""
 
     def __init__(self, mpi: MPI.Comm, rank: int, tag: int, length: int) -> None:
         self._mpi, self._rank, self._tag = mpi, rank, tag
@@ -119,7 +121,7 @@ class _Inbox:
         return self._mpi.Irecv(self.numbers, self._rank, self._tag)
 
     def wait(self, nap: backoff.Nap, seconds: float, counts: Callable[[int], bool]) -> bool:
-        """Whether one has come whose first number ``counts``."""
+        """Wait for a message whose first number ``counts``; False after ``seconds``."""
         while backoff.complete(self._request, nap, seconds):
             if counts(int(self.numbers[0])) and not self._mpi.Iprobe(self._rank, self._tag):
                 return True
@@ -127,7 +129,7 @@ class _Inbox:
         return False
 
     def close(self) -> bool:
-        """Receive nothing more; whether the last one says that the rank has come."""
+        """End receiving; whether the last message says that the rank has come."""
         if self._request:
             self._request.Cancel()
             self._request.Wait()
