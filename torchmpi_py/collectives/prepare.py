@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.collectives import numbers
-from torchmpi_py.collectives.flavour import Flavour, Gathering, Sizes
+from torchmpi_py.collectives.flavour import Gathering, Sizes
 from torchmpi_py.collectives.numbers import Number
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.collectives.selector import selector
@@ -84,7 +84,8 @@ def tensor_operation(
     """
     conclude = None if copy_out is None else functools.partial(_result, target, copy_out)
     num_bytes = x.nbytes
-    served = _flavour(verb, comm, x.device, num_bytes, flavour, is_symmetric=symmetric.find(x) is not None)
+    is_symmetric = symmetric.find(x) is not None
+    served = selector.flavour_for(verb, comm, x.device, num_bytes, symmetric=is_symmetric, name=flavour)
     device = _gpu(verb, x) if x.is_cuda else None
     num_tensors = _TENSORS_BEFORE_OTHERS.get(verb)
     fingerprint = None if num_tensors is None else (verb, served.name, num_bytes, x.dtype, arguments[num_tensors:])
@@ -119,7 +120,7 @@ def number_operation(
     verb: str, comm: Communicator, flavour: str | None, arguments: tuple[Any, ...], conclude: Callable[[Any], Any]
 ) -> Operation[Any]:
     """The operation on a record, which ``conclude`` turns into a number."""
-    served = _flavour(verb, comm, _CPU, numbers.RECORD_BYTES, flavour)
+    served = selector.flavour_for(verb, comm, _CPU, numbers.RECORD_BYTES, symmetric=False, name=flavour)
     fingerprint = (verb, served.name, "number", *arguments[1:]) if verb in _TENSORS_BEFORE_OTHERS else None
     return Operation(verb, verb, served, comm, arguments, conclude, numbers.RECORD_BYTES, fingerprint=fingerprint)
 
@@ -139,7 +140,7 @@ def gathered_numbers(
     record = numbers.to_record(x)
     records = record.new_empty((comm.size, numbers.RECORD_BYTES))
     sizes = Sizes.equal(record, comm.size)
-    served = _flavour("allgather", comm, _CPU, records.nbytes, flavour)
+    served = selector.flavour_for("allgather", comm, _CPU, records.nbytes, symmetric=False, name=flavour)
     return Operation(
         verb,
         "allgather",
@@ -174,15 +175,9 @@ def no_out(verb: str, out: object) -> None:
 
 def object_operation(verb: str, comm: Communicator, flavour: str | None, arguments: tuple[Any, ...]) -> Operation[Any]:
     """The operation on Python objects."""
-    served = _flavour(verb, comm, _CPU, 0, flavour)
+    served = selector.flavour_for(verb, comm, _CPU, 0, symmetric=False, name=flavour)
     fingerprint = (verb, served.name, "object", *arguments[1:])
     return Operation(verb, verb, served, comm, arguments, lambda got: got, 0, fingerprint=fingerprint)
-
-
-def _flavour(
-    verb: str, comm: Communicator, device: torch.device, num_bytes: int, name: str | None, *, is_symmetric: bool = False
-) -> Flavour:
-    return selector.flavour_for(verb, comm, device, num_bytes, symmetric=is_symmetric, name=name)
 
 
 def _gpu(verb: str, x: Tensor) -> torch.device:

@@ -115,7 +115,10 @@ class Selector:
 
         A name is an order: no other flavour takes its place.
         """
-        return self.plan(verb, comm, device, symmetric=symmetric, name=name).flavour_for(num_bytes)
+        plan = comm.plans.get((self._generation, verb, device, symmetric, name))
+        limits, flavours = plan or self.plan(verb, comm, device, symmetric=symmetric, name=name)
+        chosen: Flavour = flavours[bisect.bisect_left(limits, num_bytes)]
+        return chosen
 
     def plan(self, verb: str, comm: Communicator, device: torch.device, *, symmetric: bool, name: str | None) -> Plan:
         """What ``flavour_for`` goes by as things stand, for when the size is not known yet."""

@@ -68,7 +68,7 @@ def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour
     """Overwrite ``x`` on every rank by the ``x`` of ``root``. Returns ``x`` (or root's number)."""
     comm = resolve(comm)
     root = check_rank("broadcast", "root", root, comm.size)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         record = numbers.to_record(x)
         return number_operation("broadcast", comm, flavour, (record, root), lambda _: numbers.from_record(record))
     tensor = check_tensor("broadcast", "x", x)
@@ -81,7 +81,7 @@ def _allreduce(
 ) -> Operation[T]:
     """Reduce the ``x`` of all ranks with ``op``; every rank gets the result, in ``out`` if given, else in ``x``."""
     comm = resolve(comm)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         return reduced_number("allreduce", x, out, op, comm, flavour, None)
     tensor = check_tensor("allreduce", "x", x)
     check_op("allreduce", op, tensor.dtype)
@@ -104,7 +104,7 @@ def _reduce(
     """
     comm = resolve(comm)
     root = check_rank("reduce", "root", root, comm.size)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         return reduced_number("reduce", x, out, op, comm, flavour, root)
     tensor = check_tensor("reduce", "x", x)
     check_op("reduce", op, tensor.dtype)
@@ -126,7 +126,7 @@ def _allgather(
     row; a number gives the list of all numbers. RanksDisagree if dtypes or other dimensions differ.
     """
     comm = resolve(comm)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         no_out("allgather", out)
         return gathered_numbers("allgather", comm, flavour, x, lambda values: values)
     source, buffer, conclude = gathered("allgather", x, out)
@@ -139,7 +139,7 @@ def _gather(
     """As ``allgather``, for ``root`` alone. The other ranks get None, and their ``out`` is not written."""
     comm = resolve(comm)
     root = check_rank("gather", "root", root, comm.size)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         no_out("gather", out)
         return gathered_numbers(
             "gather", comm, flavour, x, lambda values: values if comm.rank == root else None, (root,)
@@ -208,7 +208,7 @@ def _sendreceive(
     comm = resolve(comm)
     source = check_rank("sendreceive", "source", source, comm.size)
     destination = check_rank("sendreceive", "destination", destination, comm.size)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         sent = numbers.to_record(x)
         got = torch.empty_like(sent)
         return number_operation(
@@ -227,7 +227,7 @@ def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: 
     """
     comm = resolve(comm)
     destination = check_rank("send", "destination", destination, comm.size)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         record = numbers.to_record(x)
         return number_operation("send", comm, flavour, (record, destination), lambda _: numbers.from_record(record))
     tensor = check_tensor("send", "x", x)
@@ -239,7 +239,7 @@ def _recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str |
     """Overwrite ``x`` by what ``source`` sends with ``send``: a tensor of the same dtype and shape, or a number."""
     comm = resolve(comm)
     source = check_rank("recv", "source", source, comm.size)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         record = numbers.to_record(x)
         return number_operation("recv", comm, flavour, (record, source), lambda _: numbers.from_record(record))
     tensor = check_tensor("recv", "x", x)

@@ -64,12 +64,17 @@ class Mpi(Flavour):
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         how = mpi_buffers.reduction(source.dtype, op)
-        is_one_step = how.decode is None and not how.divide and not source.is_cuda
-        if is_one_step and source.nbytes <= config.current.message_bytes:
-            # The one step, by hand: 0.6 us less a call than through the generator.
-            channel.mpi.Allreduce(*mpi_buffers.pair(source, destination, how.mpi_type), how.mpi_op)
-        else:
+        num_bytes, is_one_step = source.nbytes, how.decode is None and not how.divide and not source.is_cuda
+        if not is_one_step or num_bytes > config.current.message_bytes:
             _run(channel.mpi, mpi_steps.allreduce(channel.mpi, source, destination, op), source)
+            return
+        # The one step, by hand: 1 us less a call than through the generator.
+        address, memory = destination.data_ptr(), MPI.memory.fromaddress
+        received = [memory(address, num_bytes), how.mpi_type]
+        sent: mpi_buffers.Buffer = MPI.IN_PLACE
+        if source.data_ptr() != address:
+            sent = [memory(source.data_ptr(), num_bytes), how.mpi_type]
+        channel.mpi.Allreduce(sent, received, how.mpi_op)
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         _run(channel.mpi, mpi_steps.reduce_scatter(channel.mpi, source, destination, op), source)

@@ -80,7 +80,7 @@ def _encoded(
     for piece, received in mpi_buffers.pieces(config.current.wire_bytes, how.itemsize, source, target):
         scratch = how.encode(piece)
         buffer = mpi_buffers.typed(scratch, how.mpi_type)
-        yield call, (buffer, None, *last) if destination is None else (mpi_buffers.in_place(), buffer, *last)
+        yield call, (buffer, None, *last) if destination is None else (MPI.IN_PLACE, buffer, *last)
         if destination is not None:
             received.copy_(how.decode(scratch.div_(comm.size) if how.divide else scratch).view_as(received))
 
@@ -133,7 +133,7 @@ def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> S
 def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination: int) -> Steps:
     """Sendrecv."""
     for sent, received in mpi_buffers.pieces(_limit(), x.itemsize, x, out):
-        status = mpi_buffers.status()
+        status = MPI.Status()
         yield (
             "Sendrecv",
             (mpi_buffers.raw(sent), destination, EXCHANGE, mpi_buffers.raw(received), source, EXCHANGE, status),
@@ -150,7 +150,7 @@ def send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -> Ste
 def recv(comm: MPI.Comm, x: Tensor, source: int, tag: int = MESSAGE) -> Steps:
     """Recv."""
     for (piece,) in mpi_buffers.pieces(_limit(), x.itemsize, x):
-        status = mpi_buffers.status()
+        status = MPI.Status()
         yield "Recv", (mpi_buffers.raw(piece), source, tag, status)
         check_arrived(status, piece.nbytes)
 
@@ -161,7 +161,7 @@ class Receipt:
     def __init__(self, comm: MPI.Comm, piece: Tensor, source: int, tag: int) -> None:
         self.request = comm.Irecv(mpi_buffers.raw(piece), source, tag)
         self.num_bytes = piece.nbytes
-        self.status = mpi_buffers.status()
+        self.status = MPI.Status()
 
     def Test(self) -> bool:  # noqa: N802 - as mpi4py's Request
         if not self.request.Test(self.status):
@@ -191,7 +191,7 @@ def post_send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -
 
 def check_arrived(status: MPI.Status, num_bytes: int) -> None:
     """RanksDisagree unless so many bytes came: MPI itself takes a shorter message for a whole one."""
-    arrived = status.Get_elements(mpi_buffers.byte())
+    arrived = status.Get_elements(MPI.BYTE)
     if arrived != num_bytes:
         raise RanksDisagree(
             f"rank {status.Get_source()} sent {arrived} bytes where {num_bytes} were expected; the rest of the tensor "

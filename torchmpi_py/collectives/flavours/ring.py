@@ -226,9 +226,9 @@ def _post(comm: MPI.Comm, step: Step, given: Any, taken: Any) -> Requests:
     """Post a step's messages; none where there are no bytes."""
     requests = []
     if len(taken):
-        requests.append(comm.Irecv([taken, mpi_buffers.byte()], step.source, INTERNAL))
+        requests.append(comm.Irecv([taken, MPI.BYTE], step.source, INTERNAL))
     if len(given):
-        requests.append(comm.Isend([given, mpi_buffers.byte()], step.to, INTERNAL))
+        requests.append(comm.Isend([given, MPI.BYTE], step.to, INTERNAL))
     return requests
 
 
