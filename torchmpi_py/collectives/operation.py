@@ -64,6 +64,7 @@ class Operation(Generic[R]):
     device: torch.device | None = None  # of the tensors, where it has streams
     fingerprint: tuple[Any, ...] | None = None  # equal on all ranks, verb first; None where not all need to call it
     entry: journal.Entry | None = None
+    steps: Iterator[object] | None = None  # of one that was posted as one message: what follows its arrival
 
     def run(self, in_background: bool = False) -> R:  # noqa: C901 - in one piece: every call pays for every function
         """Carry it out now, on the channel for this thread.
@@ -135,7 +136,9 @@ class Operation(Generic[R]):
         return self.run(True)
 
     def finish(self) -> R:
-        """The result, once the transfer is complete."""
+        """The result of an operation that was posted to MPI, once the transfer is complete."""
+        for step in self.steps or ():
+            raise AssertionError(f"{self}: posted as one message, but {step} follows")
         trace = tracing.current
         if trace is not None and self.launched:
             trace.end(self, POSTED, self.launched)

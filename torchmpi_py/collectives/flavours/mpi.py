@@ -11,7 +11,6 @@ to the communication thread.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -52,9 +51,11 @@ class Mpi(Flavour):
         is_small = operation.num_bytes <= config.current.native_async_bytes
         if operation.method not in _STEPS or not is_small or x.is_cuda:
             return super().launch(operation)
-        remaining = _STEPS[operation.method](comm, *operation.arguments)
-        requests = [getattr(comm, f"I{name.lower()}")(*arguments) for name, arguments in itertools.islice(remaining, 1)]
-        return thread.keep(handles.RequestHandle(_Posted(operation, remaining), requests))
+        steps = _STEPS[operation.method](comm, *operation.arguments)
+        first = next(steps, None)  # None: there are no elements
+        requests = [] if first is None else [getattr(comm, _POSTED_AS[first[0]])(*first[1])]
+        operation.steps = steps
+        return thread.keep(handles.RequestHandle(operation, requests))
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         _run(channel.mpi, mpi_steps.broadcast(channel.mpi, x, root), x)
@@ -72,7 +73,7 @@ class Mpi(Flavour):
         address, memory = destination.data_ptr(), MPI.memory.fromaddress
         received = [memory(address, num_bytes), how.mpi_type]
         sent: mpi_buffers.Buffer = MPI.IN_PLACE
-        if source.data_ptr() != address:
+        if source is not destination and source.data_ptr() != address:
             sent = [memory(source.data_ptr(), num_bytes), how.mpi_type]
         channel.mpi.Allreduce(sent, received, how.mpi_op)
 
@@ -111,23 +112,6 @@ class Mpi(Flavour):
         return list(pkl5.Intracomm(channel.mpi).allgather(obj))
 
 
-class _Posted:
-    """An operation whose first step was posted: what is left of its steps, and then of itself."""
-
-    def __init__(self, operation: Operation[Any], remaining: Steps) -> None:
-        self.operation = operation
-        self.remaining = remaining
-        self.run_in_background = operation.run_in_background
-        self.explain = operation.explain
-        self.label = operation.label
-        self.entry, self.who_is_late = operation.entry, operation.who_is_late
-
-    def finish(self) -> Any:
-        for step in self.remaining:
-            raise AssertionError(f"{self.operation}: posted as one message, but step {step[0]} follows")
-        return self.operation.finish()
-
-
 def _run(comm: MPI.Comm, steps: Steps, x: Tensor) -> None:
     """Make the steps; ``x`` tells on which device their tensors are."""
     for name, arguments in steps:
@@ -143,6 +127,14 @@ _STEPS: dict[str, Callable[..., Steps]] = {  # the collectives that take one ste
     "reduce_scatter": mpi_steps.reduce_scatter,
     "alltoall": mpi_steps.alltoall,
     "scatter": mpi_steps.scatter,
+}
+_POSTED_AS = {
+    "Allreduce": "Iallreduce",
+    "Alltoall": "Ialltoall",
+    "Bcast": "Ibcast",
+    "Reduce": "Ireduce",
+    "Reduce_scatter_block": "Ireduce_scatter_block",
+    "Scatter": "Iscatter",
 }
 _POSTS: dict[str, Callable[..., Sequence[handles.MpiRequest]]] = {
     "send": mpi_steps.post_send,

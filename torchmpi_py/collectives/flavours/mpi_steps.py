@@ -26,13 +26,9 @@ Steps = Iterator[Step]
 MESSAGE, EXCHANGE, INTERNAL = range(3)  # tags: a receive that is under way must not catch a piece of another verb
 
 
-def _limit() -> int:
-    return config.current.message_bytes
-
-
 def broadcast(comm: MPI.Comm, x: Tensor, root: int) -> Steps:
     """Bcast."""
-    for (piece,) in mpi_buffers.pieces(_limit(), x.itemsize, x):
+    for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x):
         yield "Bcast", (mpi_buffers.raw(piece), root)
 
 
@@ -42,7 +38,7 @@ def allreduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> S
     if how.decode is not None:
         yield from _encoded(comm, source, destination, how, "Allreduce", (how.mpi_op,))
         return
-    for sent, received in mpi_buffers.pieces(_limit(), how.itemsize, source, destination):
+    for sent, received in mpi_buffers.pieces(config.current.message_bytes, how.itemsize, source, destination):
         given, taken = mpi_buffers.pair(sent, received, how.mpi_type)
         yield "Allreduce", (given, taken, how.mpi_op)
     if how.divide:
@@ -56,7 +52,7 @@ def reduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str, root: i
     if how.decode is not None:
         yield from _encoded(comm, source, destination if is_root else None, how, "Reduce", (how.mpi_op, root))
         return
-    for sent, received in mpi_buffers.pieces(_limit(), how.itemsize, source, destination):
+    for sent, received in mpi_buffers.pieces(config.current.message_bytes, how.itemsize, source, destination):
         buffers = (
             mpi_buffers.pair(sent, received, how.mpi_type) if is_root else (mpi_buffers.typed(sent, how.mpi_type), None)
         )
@@ -88,7 +84,7 @@ def _encoded(
 def reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> Steps:
     """Reduce_scatter_block; large: a reduce per rank."""
     how = mpi_buffers.reduction(source.dtype, op)
-    limit = _limit() if how.encode is None else config.current.wire_bytes
+    limit = config.current.message_bytes if how.encode is None else config.current.wire_bytes
     if source.numel() * how.itemsize > limit:
         for root, part in enumerate(source.chunk(comm.size)):
             yield from reduce(comm, part, destination, op, root)
@@ -107,7 +103,7 @@ def reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str)
 
 def alltoall(comm: MPI.Comm, source: Tensor, destination: Tensor) -> Steps:
     """Alltoall; large: pairwise exchanges at growing distance."""
-    if source.nbytes <= _limit():
+    if source.nbytes <= config.current.message_bytes:
         yield "Alltoall", (mpi_buffers.raw(source), mpi_buffers.raw(destination))
         return
     sent, received = source.chunk(comm.size), destination.chunk(comm.size)
@@ -118,7 +114,7 @@ def alltoall(comm: MPI.Comm, source: Tensor, destination: Tensor) -> Steps:
 
 def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> Steps:
     """Scatter; large: messages from root."""
-    if source.nbytes <= _limit():
+    if source.nbytes <= config.current.message_bytes:
         yield "Scatter", (mpi_buffers.raw(source) if comm.rank == root else None, mpi_buffers.raw(destination), root)
     elif comm.rank != root:
         yield from recv(comm, destination, root, INTERNAL)
@@ -132,7 +128,7 @@ def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> S
 
 def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination: int) -> Steps:
     """Sendrecv."""
-    for sent, received in mpi_buffers.pieces(_limit(), x.itemsize, x, out):
+    for sent, received in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x, out):
         status = MPI.Status()
         yield (
             "Sendrecv",
@@ -143,13 +139,13 @@ def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination
 
 def send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -> Steps:
     """Send."""
-    for (piece,) in mpi_buffers.pieces(_limit(), x.itemsize, x):
+    for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x):
         yield "Send", (mpi_buffers.raw(piece), destination, tag)
 
 
 def recv(comm: MPI.Comm, x: Tensor, source: int, tag: int = MESSAGE) -> Steps:
     """Recv."""
-    for (piece,) in mpi_buffers.pieces(_limit(), x.itemsize, x):
+    for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x):
         status = MPI.Status()
         yield "Recv", (mpi_buffers.raw(piece), source, tag, status)
         check_arrived(status, piece.nbytes)
@@ -179,13 +175,17 @@ class Receipt:
 
 def post_recv(comm: MPI.Comm, x: Tensor, source: int, tag: int = MESSAGE) -> list[Receipt]:
     """Irecv of every piece."""
-    return [Receipt(comm, piece, source, tag) for (piece,) in mpi_buffers.pieces(_limit(), x.itemsize, x)]
+    return [
+        Receipt(comm, piece, source, tag)
+        for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x)
+    ]
 
 
 def post_send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -> list[MPI.Request]:
     """Isend of every piece."""
     return [
-        comm.Isend(mpi_buffers.raw(piece), destination, tag) for (piece,) in mpi_buffers.pieces(_limit(), x.itemsize, x)
+        comm.Isend(mpi_buffers.raw(piece), destination, tag)
+        for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x)
     ]
 
 
@@ -201,7 +201,7 @@ def check_arrived(status: MPI.Status, num_bytes: int) -> None:
 
 def allgather(comm: MPI.Comm, x: Tensor, out: Tensor, sizes: Sizes) -> Steps:
     """Allgather(v); large: a broadcast per rank."""
-    if out.nbytes > _limit():
+    if out.nbytes > config.current.message_bytes:
         for root, part in enumerate(sizes.split(out)):
             if root == comm.rank:
                 part.copy_(x)
@@ -214,7 +214,7 @@ def allgather(comm: MPI.Comm, x: Tensor, out: Tensor, sizes: Sizes) -> Steps:
 
 def gather(comm: MPI.Comm, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> Steps:
     """Gatherv; large: messages to root."""
-    if sum(sizes.num_bytes) <= _limit():
+    if sum(sizes.num_bytes) <= config.current.message_bytes:
         spec = None if out is None else [mpi_buffers.raw(out)[0], sizes.num_bytes, mpi_buffers.raw(out)[1]]
         yield "Gatherv", (mpi_buffers.raw(x), spec, root)
     elif out is None:
