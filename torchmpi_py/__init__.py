@@ -1,7 +1,7 @@
 """MPI for today's PyTorch: ``import torchmpi_py as mpi``, ``mpi.start()``, ``torchmpirun -n 4 train.py``.
 
 Names are loaded when they are first used, so that the launcher starts without importing torch. In a rank the import
-sets torchrun's variables (``launch.world``).
+sets torchrun's variables (``launch.variables``).
 """
 
 import importlib
@@ -146,6 +146,9 @@ if TYPE_CHECKING:  # for editors and type checkers
         shard as shard,
     )
     from torchmpi_py.errors import (
+        CheckpointError as CheckpointError,
+    )
+    from torchmpi_py.errors import (
         CollectiveTimeout as CollectiveTimeout,
     )
     from torchmpi_py.errors import (
@@ -263,6 +266,7 @@ _HOMES = {
     "core.handles": ["Handle", "wait_all"],
     "engine.loaders": ["shard"],
     "errors": [
+        "CheckpointError",
         "CollectiveTimeout",
         "CommunicatorError",
         "FlavourError",

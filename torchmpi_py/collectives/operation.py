@@ -17,7 +17,7 @@ from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.recorded import Method
-from torchmpi_py.errors import CommunicatorError, RankDied, RanksDisagree
+from torchmpi_py.errors import CommunicatorError, RankDied, RanksDisagree, TorchMPIError
 from torchmpi_py.watch import reports, tracing
 from torchmpi_py.watch.tracing import POSTED
 
@@ -103,6 +103,9 @@ class Operation(Generic[R]):
             finally:
                 if trace is not None:
                     trace.end(self, channel.thread_role, begin)
+        except TorchMPIError as error:
+            error.of_call(self.name, self.comm)
+            raise
         finally:
             if is_collective and channel.user == me:
                 channel.user = NOBODY
@@ -112,23 +115,28 @@ class Operation(Generic[R]):
         if self.entry is not None:
             journal.fail(self.entry)
         if channel.user == me:
-            return CommunicatorError(f"{self}: this thread is in a collective of the same communicator already")
-        channel.user = MISUSED
-        return CommunicatorError(
-            f"{self}: two threads of this rank are, or were, in collectives of the same communicator at the same time; "
-            "the other ranks cannot know the order of the two. Give each thread a communicator of its own, from "
-            "mpi.split"
-        )
+            why = "this thread is in a collective of the same communicator already"
+        else:
+            channel.user = MISUSED
+            why = (
+                "two threads of this rank are, or were, in collectives of the same communicator at the same time; "
+                "the other ranks cannot know the order of the two. Give each thread a communicator of its own, from "
+                "mpi.split"
+            )
+        return CommunicatorError(f"{self}: {why}").of_call(self.name, self.comm)
 
     def launch(self) -> Handle[R]:
         """Start it."""
         if tracing.current is not None:
             self.launched = time.time_ns()
-        self.entry = journal.record(self, BACKGROUND, True)
         try:
+            self.entry = journal.record(self, BACKGROUND, True)
             return self.flavour.launch(self)
-        except BaseException:
-            journal.fail(self.entry)
+        except BaseException as error:
+            if self.entry is not None:
+                journal.fail(self.entry)
+            if isinstance(error, TorchMPIError):
+                error.of_call(self.name, self.comm)
             raise
 
     def run_in_background(self) -> R:
@@ -143,20 +151,29 @@ class Operation(Generic[R]):
         if trace is not None and self.launched:
             trace.end(self, POSTED, self.launched)
         if self.entry is not None:
-            journal.end_launched(self.entry)
+            try:
+                journal.end_launched(self.entry)
+            except RanksDisagree as error:
+                error.of_call(self.name, self.comm)
+                raise
         return self.target if self.conclude is None else self.conclude(None)  # type: ignore[return-value]
 
     def explain(self, error: Exception) -> Exception:
-        """It has failed. What is told is what is wrong with other ranks, if that can be seen; else what ``error`` says.
+        """The error to raise where ``error`` has ended the operation; the journal's entry becomes a failed one.
 
-        An error of MPI becomes one of ours, with the operation's name.
+        Its message says what is wrong with other ranks where this rank sees that, else what ``error`` says. An error of
+        MPI becomes a CommunicatorError with the operation's name.
         """
+        explained = self._explained(error)
+        return explained.of_call(self.name, self.comm) if isinstance(explained, TorchMPIError) else explained
+
+    def _explained(self, error: Exception) -> Exception:
         sides, differ = "", False
         if self.entry is not None:
             journal.fail(self.entry)
             sides, differ = reports.sides(self.entry)
         if isinstance(error, RanksDisagree):
-            if sides and " at " not in str(error):  # where the calls are is not yet told
+            if sides and " at " not in str(error):  # the message does not have the places of the calls yet
                 error.args = (f"{error} ({sides})",)
             return error
         if isinstance(error, RankDied):

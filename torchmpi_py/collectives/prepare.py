@@ -32,6 +32,19 @@ from torchmpi_py.core.tensors import (
 from torchmpi_py.memory import devices, symmetric
 
 _CPU = torch.device("cpu")
+_OF_PARAMETERS = {
+    "op": "op: sum, avg, prod, min, max, band, bor, bxor, land or lor.",
+    "comm": "comm: the communicator whose ranks make this call, all of them alike; default: the current level.",
+    "flavour": 'flavour: the way to carry the call out, as "mpi" or "shared"; default: what mpi.selector chooses.',
+}
+_OF_BLOCKING = "Returns when this rank's part is done; the other ranks may still be at work."
+_OF_ASYNC = """\
+Returns a Handle at once; handle.wait() returns the result, or raises what the operation has raised. Until the operation
+is complete its tensors must not be touched. Ranks launch their asynchronous calls in the same order."""
+_OF_ERRORS = """\
+Raises TypeError or ValueError for a wrong argument, on every rank before anything is sent; NotStarted before mpi.start;
+FlavourError where no flavour can carry the call out; RanksDisagree where ranks of one node make different calls;
+CommunicatorError if MPI fails."""
 _TENSORS_BEFORE_OTHERS = {"broadcast": 1, "allreduce": 2, "reduce": 2, "reduce_scatter": 2, "scatter": 2, "alltoall": 2}
 """Of the verbs that all ranks call alike: how many of a flavour's arguments are tensors; the others come after."""
 
@@ -222,10 +235,8 @@ def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, 
 
     name = prepare.__name__.lstrip("_")
     result = str(inspect.signature(prepare).return_annotation).removeprefix("Operation[").removesuffix("]")
-    _present(blocking, prepare, name, result, prepare.__doc__)
-    _present(
-        asynchronous, prepare, f"{name}_async", f"Handle[{result}]", f"Launch ``{name}``; return at once a Handle."
-    )
+    _present(blocking, prepare, name, result, _OF_BLOCKING)
+    _present(asynchronous, prepare, f"{name}_async", f"Handle[{result}]", _OF_ASYNC)
     return blocking, asynchronous
 
 
@@ -235,9 +246,11 @@ def builder(verb: Callable[P, R]) -> Callable[P, Operation[R]]:
     return prepare
 
 
-def _present(form: Any, prepare: Callable[..., Any], name: str, result: str, doc: str | None) -> None:
-    """What ``help()`` shows."""
+def _present(form: Any, prepare: Callable[..., Any], name: str, result: str, promise: str) -> None:
+    """Give a form of a verb what ``help()`` shows: name, signature, and the whole contract."""
+    known = inspect.signature(prepare).parameters
+    parameters = [text for parameter, text in _OF_PARAMETERS.items() if parameter in known]
     form.__name__ = form.__qualname__ = name
-    form.__doc__ = doc
+    form.__doc__ = "\n\n".join([inspect.cleandoc(prepare.__doc__ or ""), "\n".join(parameters), promise, _OF_ERRORS])
     form.__annotations__ = {**prepare.__annotations__, "return": result}
     form.__signature__ = inspect.signature(prepare).replace(return_annotation=result)

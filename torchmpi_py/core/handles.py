@@ -85,7 +85,8 @@ class Handle(ABC, Generic[R]):
             timeout_seconds = config.current.deadline_seconds
         if not self._complete(timeout_seconds):
             told = f"{self._label} is not complete after {timeout_seconds:g} s; it goes on, wait again for its result"
-            raise CollectiveTimeout(f"{told}. {self.who_is_late()}")
+            verb, comm = getattr(self._label, "name", None), getattr(self._label, "comm", None)
+            raise CollectiveTimeout(f"{told}. {self.who_is_late()}").of_call(verb, comm)
         if self._error is not None:
             self._error_was_seen = True
             raise self._error.with_traceback(self._traceback)  # as it was, however often it is raised
