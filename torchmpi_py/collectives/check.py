@@ -1,4 +1,4 @@
-"""Do all ranks hold the same values? Compared by their bits, through a 128-bit digest: one small allgather."""
+"""Whether all ranks hold the same values: one small allgather of 128-bit digests of all bits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> 
 
 
 def digest_of(x: Tensor | Number, name: str = "x") -> bytes:
-    """16 bytes that follow from all bits of a tensor, its dtype and shape; of a number its text."""
+    """Digest (16 bytes) of all bits of a tensor, its dtype and shape; for a number its text."""
     if is_number(x):
         return repr(x).encode()
     x = flat(check_tensor("check_with_allreduce", name, x).cpu())

@@ -1,7 +1,7 @@
-"""What travels over MPI: the MPI datatype and op for each torch dtype and op, and tensors as MPI messages.
+"""Tensors as MPI messages, and the MPI datatype and op for each torch dtype and op.
 
 Values are reduced in the *form* that ``reductions.py`` gives them; data that is only moved travels as bytes. MPI never
-hears of a dtype that it does not have: Open MPI would answer a bfloat16 sum with inf, without an error.
+gets a dtype that it does not have: Open MPI would answer a bfloat16 sum with inf, without an error.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _MPI_OPS = {"avg": "SUM"} | {op: op.upper() for op in ("sum", "prod", "min", "ma
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduction:
-    """How one (dtype, op) is reduced: ``itemsize`` bytes an element travel, ``divide`` is for avg.
+    """How MPI reduces one (dtype, op): ``itemsize`` bytes an element travel; ``divide`` is for avg.
 
-    Without ``encode`` and ``decode`` it travels as it lies.
+    Without ``encode`` and ``decode`` the tensor's own memory travels.
     """
 
     mpi_type: MPI.Datatype
@@ -54,7 +54,7 @@ class Reduction:
 
 @functools.cache
 def reduction(dtype: torch.dtype, op: str) -> Reduction:
-    """The row for a dtype and an op that ``tensors.check_op`` has let through."""
+    """The reduction for a dtype and an op that ``tensors.check_op`` accepts."""
     wire_dtype, encode, decode = form(dtype, op)
     if wire_dtype not in _MPI_TYPES:
         raise TypeError(f"op {op!r} on {dtype}: this dtype cannot be reduced; convert the tensor, as with x.float()")
@@ -87,7 +87,7 @@ def synchronize_stream(x: Tensor) -> None:
 def pieces(max_bytes: int, itemsize: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """The tensors side by side, cut into 1-D pieces of at most ``max_bytes`` at ``itemsize`` bytes an element.
 
-    Flat tensors of equal element count. What fits in one piece comes as it is; what is empty does not come at all.
+    Flat tensors of equal element count. Tensors that fit in one piece come unchanged; empty ones give no piece.
     """
     count = tensors[0].numel()
     if 0 < count * itemsize <= max_bytes:

@@ -27,7 +27,7 @@ _MESSAGES = frozenset({"send", "recv", "sendreceive"})  # of which several may b
 
 
 class Label(NamedTuple):
-    """What identifies an operation to a reader, without its buffers; put into words only when it is shown."""
+    """The name of an operation in messages, without its buffers; the text is made when it is shown."""
 
     name: str
     flavour: str
@@ -60,16 +60,16 @@ class Operation(Generic[R]):
     conclude: Callable[[Any], R] | None
     num_bytes: int
     target: R | None = None
-    launched: int = 0  # when, if it was launched and is traced
-    device: torch.device | None = None  # of the tensors, where it has streams
+    launched: int = 0  # time of the launch, in ns of ``time.time_ns``; 0 if blocking, or not traced
+    device: torch.device | None = None  # of the tensors, if the device has streams
     fingerprint: tuple[Any, ...] | None = None  # equal on all ranks, verb first; None where not all need to call it
     entry: journal.Entry | None = None
     steps: Iterator[object] | None = None  # of one that was posted as one message: what follows its arrival
 
     def run(self, in_background: bool = False) -> R:  # noqa: C901 - in one piece: every call pays for every function
-        """Carry it out now, on the channel for this thread.
+        """Carry out the operation on the channel for this thread, and return its result.
 
-        CommunicatorError if a thread is in a collective there: for this call and all that follow on the channel.
+        CommunicatorError, in this call and all that follow on the channel, if another thread is in a collective there.
         """
         channel = self.comm.background if in_background else self.comm.direct
         entry, trace, begin = self.entry, tracing.current, 0
@@ -111,7 +111,7 @@ class Operation(Generic[R]):
                 channel.user = NOBODY
 
     def _refused(self, channel: Channel, me: int) -> CommunicatorError:
-        """The error where another thread is in a collective of the channel, or a signal handler has called this one."""
+        """The error where another thread is in a collective of the channel, or a signal's handler calls a verb."""
         if self.entry is not None:
             journal.fail(self.entry)
         if channel.user == me:
@@ -126,7 +126,7 @@ class Operation(Generic[R]):
         return CommunicatorError(f"{self}: {why}").of_call(self.name, self.comm)
 
     def launch(self) -> Handle[R]:
-        """Start it."""
+        """Start the operation, and return a handle to wait for the result."""
         if tracing.current is not None:
             self.launched = time.time_ns()
         try:
@@ -140,7 +140,7 @@ class Operation(Generic[R]):
             raise
 
     def run_in_background(self) -> R:
-        """Carry it out in the communication thread."""
+        """``run``, in the communication thread."""
         return self.run(True)
 
     def finish(self) -> R:
@@ -195,16 +195,16 @@ class Operation(Generic[R]):
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All that it reads and writes."""
+        """All tensors that the operation reads and writes."""
         return (x for x in (*self.arguments, self.target) if isinstance(x, Tensor))
 
     @property
     def label(self) -> Label:
-        """What to call it."""
+        """The name of the operation, which outlives its buffers."""
         return Label(self.name, self.flavour.name, self.num_bytes, self.comm)
 
     def who_is_late(self) -> str:
-        """Which ranks have not come to it, or do something else, as far as can be seen."""
+        """A sentence with the ranks of this node that have not come to the operation, or that do something else."""
         if self.entry is None:
             return ""
         if (peers := self._peers()) is None:
@@ -213,7 +213,7 @@ class Operation(Generic[R]):
         return reports.late(self.entry, tuple(places[peer].local for peer in peers if places[peer].node == here))
 
     def _peers(self) -> tuple[int, ...] | None:
-        """Of a message: which ranks it is from and to."""
+        """The ranks that a message is from and to; None for a collective."""
         if self.name not in _MESSAGES:
             return None
         return self.arguments[-2:] if self.name == "sendreceive" else self.arguments[-1:]

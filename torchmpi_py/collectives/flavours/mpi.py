@@ -1,12 +1,12 @@
 """Flavour ``mpi``: stock MPI through mpi4py; GPU tensors too where the MPI takes addresses of GPU memory.
 
 Each verb is written once, as the *steps* it takes (``mpi_steps.py``): names of blocking MPI calls with their arguments.
-Run one after the other they are the blocking form; small collectives, which take a single step, and send and recv are
-also posted as the nonblocking call of the same name, and the steps go on when that is complete.
+The blocking form makes the steps one after the other. The asynchronous form of small collectives, which take a single
+step, and of send and recv posts the nonblocking call of the same name; the steps go on when that call is complete.
 
-MPI knows nothing of streams: before each call on a GPU tensor the host waits for what the current stream has in it, the
-conversions of the steps before included. Of GPU tensors only send and recv are posted; collectives leave that waiting
-to the communication thread.
+MPI knows nothing of streams: before each call on a GPU tensor the host waits for all work in the current stream, the
+conversions of the steps before included. Of GPU tensors only send and recv are posted; for collectives the
+communication thread does the waiting.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Mpi(Flavour):
 
 
 def _run(comm: MPI.Comm, steps: Steps, x: Tensor) -> None:
-    """Make the steps; ``x`` tells on which device their tensors are."""
+    """Make the steps, whose tensors are on the device of ``x``."""
     for name, arguments in steps:
         if x.is_cuda:
             mpi_buffers.synchronize_stream(x)

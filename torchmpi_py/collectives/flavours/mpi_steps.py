@@ -3,8 +3,8 @@
 Messages longer than ``Tuning.message_bytes`` travel in pieces. Where an MPI collective would count beyond 32 bits in
 total, the verb is composed of calls that do not: allgather of broadcasts, reduce_scatter of reduces, the others of
 messages between pairs. Tensors are flat. A generator goes on when its last step is complete: what follows a ``yield``
-(a division, a conversion) sees the result. On a GPU what comes before a ``yield`` has only been queued; who makes the
-call waits for it.
+(a division, a conversion) sees the result. On a GPU the work before a ``yield`` has only been queued; the caller of MPI
+waits for that work first.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _encoded(
     call: str,
     last: tuple[Any, ...],
 ) -> Steps:
-    """The steps of (all)reduce for a dtype that travels in another form; without destination: this rank only gives."""
+    """The steps of (all)reduce for a dtype that travels in another form. ``destination`` is None where none is due."""
     assert how.encode is not None, how
     assert how.decode is not None, how
     target = source if destination is None else destination  # not written without a destination
@@ -190,7 +190,7 @@ def post_send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -
 
 
 def check_arrived(status: MPI.Status, num_bytes: int) -> None:
-    """RanksDisagree unless so many bytes came: MPI itself takes a shorter message for a whole one."""
+    """RanksDisagree unless so many bytes came: MPI itself accepts a shorter message without an error."""
     arrived = status.Get_elements(MPI.BYTE)
     if arrived != num_bytes:
         raise RanksDisagree(
