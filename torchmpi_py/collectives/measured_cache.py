@@ -90,7 +90,7 @@ def _find_all(world: Communicator) -> list[tuple[Rows, str]]:
 
 
 def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
-    """The rows in the file for these facts, and where they come from; None if there is no file, or a bad one (logged)."""
+    """The rows in the file for these facts, and their source; None if there is no file, or a bad one (logged)."""
     path = expected.path()
     try:
         rows, date = read(path, expected)

@@ -1,10 +1,10 @@
 """The selector: which flavour carries out a call that forces none.
 
-The selector is data. For a verb, a scope (``node``: all ranks on one node; ``nodes``: several), and whether the tensors are
-symmetric, an ordered list of choices: up to so many bytes, this flavour, for this reason. The table is filled from the
-defaults below, from what ``autotune`` measured on this machine, and by assignment. Looking up costs a dictionary access
-and a bisect; nothing is asked of other ranks, so the table, the size and the memory that a tensor lies in must be the
-same on all of them.
+The selector is data: for a verb, a scope (``node``: all ranks on one node; ``nodes``: several), and whether the tensors
+are symmetric, it has an ordered list of choices: up to so many bytes, this flavour, for this reason. The table is
+filled from the defaults below, from what ``autotune`` measured on this machine, and by assignment. A look-up costs a
+dictionary access and a bisect, without communication, so the table, the size and the memory that a tensor lies in must
+be the same on all ranks.
 """
 
 from __future__ import annotations

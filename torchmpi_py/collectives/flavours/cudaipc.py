@@ -255,7 +255,7 @@ class IpcGroup:
         return self._piece(exchange, min(exchange.columns, self._step(exchange)))
 
     def _finish(self, exchange: IpcExchange, shown: Tensor, offsets: Sequence[int], begin: int, end: int) -> None:
-        """Steps 2 (after the barrier), 3 and 4 of a piece; ``offsets``: where each rank's tensor lies in the segment."""
+        """Steps 2 (after the barrier), 3 and 4 of a piece; ``offsets``: of each rank's tensor in the segment."""
         views = [view.view(shown.shape) for view in self.node.views(shown.view(-1), offsets)]
         self._events.follow(READY)  # this rank's stream waits until the streams of all ranks have filled
         exchange.work(views, begin, end)
