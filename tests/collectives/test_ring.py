@@ -174,12 +174,12 @@ def test_scratch_is_bounded(mpi, small_chunks, monkeypatch):
     """2 rooms a round under way, however large the tensor, and the same ones again in the next call."""
     pools = []
 
-    class Rooms(ring._Rooms):
+    class Pool(ring._ChunkPool):
         def __init__(self, channel):
             super().__init__(channel)
             pools.append(self)
 
-    monkeypatch.setattr(ring, "_Rooms", Rooms)  # a new key, so a new pool
+    monkeypatch.setattr(ring, "_ChunkPool", Pool)  # a new key, so a new pool
     for count in (100 * CHUNK, 7 * CHUNK, 150 * CHUNK):
         for dtype in (torch.float32, torch.float16):
             same(mpi.allreduce(values(mpi.rank(), count, dtype), flavour="ring"), total(mpi.size(), count, dtype))

@@ -224,17 +224,17 @@ class IpcGroup:
         self._events.record(READY)
         # Step 2: the headers have the place of what is shown; an empty tensor has none.
         place = exchange.x[:0] if shown is None else shown.reshape(-1)
-        met = self.node.meet(exchange.what, place, count=exchange.count)
+        headers = self.node.exchange_headers(exchange.what, place, count=exchange.count)
         if not exchange.count:
             self.node.barrier()  # no rank may change its header before all have read it
             return
-        if met.read is None:
+        if headers.read is None:
             # Kinds differ, or a rank has too little scratch: all ranks go by scratch, and start again with step 1.
             shown = None
             self._make_room(_bytes(exchange))
         elif shown is not None and shown.shape[1] == exchange.columns:
             # One piece was enough: homes, or a tensor that fits into scratch.
-            self._finish(exchange, shown, met.read, 0, exchange.columns)
+            self._finish(exchange, shown, headers.read, 0, exchange.columns)
             return
         for begin, end in chunks(0, exchange.columns, self._step(exchange)):
             if begin or shown is None:  # steps 1 and 2 of the further pieces
