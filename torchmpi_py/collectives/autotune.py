@@ -181,7 +181,7 @@ def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Setting
     """The times at all sizes, as far as time allows and more than one flavour is in the race."""
     mpi, ends = world.direct.mpi, time.perf_counter() + seconds
     names = [name for name in settings.flavours if status(BY_NAME[name], verb, settings.device, world) == "available"]
-    counts = _counts(verb, world.size, settings.max_bytes) if names else []
+    counts = element_counts(verb, world.size, settings.max_bytes) if names else []
     points: list[Point] = []
     for index, count in enumerate(counts):
         left_seconds = mpi.bcast(ends - time.perf_counter())
@@ -195,7 +195,7 @@ def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Setting
     return points
 
 
-def _counts(verb: str, num_ranks: int, max_bytes: int) -> list[int]:
+def element_counts(verb: str, num_ranks: int, max_bytes: int) -> list[int]:
     """How many elements the larger tensor has at each size."""
     step = 1 if verb in _IN_ONE_PIECE else num_ranks
     powers = itertools.takewhile(lambda count: count * _DTYPE.itemsize <= max_bytes, (4**n for n in itertools.count()))

@@ -148,7 +148,7 @@ class _Copies:
     def walk(self, steps: Iterable[Step]) -> Walk:
         """One round."""
         for step in steps:
-            yield _post(self.comm, step, _part(self.given, step.sent), _part(self.received, step.received))
+            yield post(self.comm, step, _part(self.given, step.sent), _part(self.received, step.received))
 
     def run(self, plan: Iterable[Iterable[Step]]) -> None:
         """All rounds."""
@@ -164,7 +164,7 @@ class _Reduction:
         self.x = source.view(-1)
         self.how = kernel(source.dtype, op)
         self.step = max(1, _chunk_bytes() // self.how.dtype.itemsize)
-        self.pool = channel.keep((_ChunkPool, _chunk_bytes()), _ChunkPool)
+        self.pool = channel.keep((ChunkPool, _chunk_bytes()), ChunkPool)
 
     def walk(self, steps: Sequence[Step], target: Tensor | None) -> Walk:
         """One round. With ``target``, the last message completes the reduction of these elements, written there.
@@ -183,7 +183,7 @@ class _Reduction:
             # Post both messages: the partial result (in the first step this rank's own values), and the next one.
             begin, end = step.received
             given, came = mine(step.sent), incoming[: (end - begin) * how.dtype.itemsize].view(how.dtype)
-            yield _post(self.comm, step, mpi_buffers.raw(given)[0], mpi_buffers.raw(came)[0])
+            yield post(self.comm, step, mpi_buffers.raw(given)[0], mpi_buffers.raw(came)[0])
             # Both are complete: add this rank's values to what came, in the last step right into the target.
             if end > begin:
                 out = plain_target if plain_target is not None and step is steps[-1] else came
@@ -208,7 +208,7 @@ class _Reduction:
         _wait(self.begin(walks, out))
 
 
-class _ChunkPool:
+class ChunkPool:
     """Buffers of a chunk each, kept with a channel: to touch new memory costs as much as to receive into it."""
 
     def __init__(self, channel: Channel) -> None:
@@ -229,7 +229,7 @@ def _wait(waits: Iterable[Requests]) -> None:
             requests[0].Waitall(requests)
 
 
-def _post(comm: MPI.Comm, step: Step, given: Any, received: Any) -> Requests:
+def post(comm: MPI.Comm, step: Step, given: Any, received: Any) -> Requests:
     """Post a step's messages; none where there are no bytes."""
     requests = []
     if len(received):  # the receive first, so that the message finds its place
