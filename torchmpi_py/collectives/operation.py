@@ -73,14 +73,14 @@ class Operation(Generic[R]):
         """
         channel = self.comm.background if in_background else self.comm.direct
         entry, trace, begin = self.entry, tracing.current, 0
-        was_noted = entry is not None
+        was_recorded = entry is not None
         is_collective, me = self.name not in _MESSAGES, get_ident()
         if is_collective:
             if channel.user != NOBODY:
                 raise self._refused(channel, me)
             channel.user = me  # nothing comes between this and the look: no call, no signal
         try:
-            if config.can_raise and not was_noted:
+            if config.can_raise and not was_recorded:
                 return self.launch().wait()  # a call that blocks inside MPI could not be given up
             if entry is not None:
                 journal.begin(entry)
@@ -90,7 +90,7 @@ class Operation(Generic[R]):
                 if trace is not None:
                     begin = trace.begin(self)
                 returned = getattr(self.flavour, self.method)(channel, *self.arguments)
-                if was_noted:
+                if was_recorded:
                     journal.end_launched(entry)
                 else:
                     journal.end(entry)
