@@ -74,6 +74,7 @@ class Operation(Generic[R]):
         channel = self.comm.background if in_background else self.comm.direct
         entry, trace, begin = self.entry, tracing.current, 0
         was_recorded = entry is not None
+        # One collective at a time on a channel: the ranks could not know the order of two.
         is_collective, me = self.name not in _MESSAGES, get_ident()
         if is_collective:
             if channel.user != NOBODY:
@@ -82,6 +83,7 @@ class Operation(Generic[R]):
         try:
             if config.can_raise and not was_recorded:
                 return self.launch().wait()  # a call that blocks inside MPI could not be given up
+            # An operation that was launched has its entry in the journal since then.
             if entry is not None:
                 journal.begin(entry)
             else:

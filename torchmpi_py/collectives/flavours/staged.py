@@ -263,9 +263,9 @@ class HostSlots:
         begin.record(current)
         self._down.wait_event(begin)  # and what comes up has come down before
         for chunk in range(num_chunks + 1):
-            if chunk < num_chunks:
+            if chunk < num_chunks:  # the next chunk sets out from the GPU ...
                 self._fetch(chunk, fetch)
-            if chunk > 0:
+            if chunk > 0:  # ... while the host works on the one that has come down, and sends it up
                 self._came[(chunk - 1) % NUM_SLOTS].synchronize()
                 work(chunk - 1)
                 self._put(chunk - 1, put)
