@@ -146,6 +146,9 @@ if TYPE_CHECKING:  # for editors and type checkers
         shard as shard,
     )
     from torchmpi_py.errors import (
+        CheckpointError as CheckpointError,
+    )
+    from torchmpi_py.errors import (
         CollectiveTimeout as CollectiveTimeout,
     )
     from torchmpi_py.errors import (
@@ -263,6 +266,7 @@ _HOMES = {
     "core.handles": ["Handle", "wait_all"],
     "engine.loaders": ["shard"],
     "errors": [
+        "CheckpointError",
         "CollectiveTimeout",
         "CommunicatorError",
         "FlavourError",

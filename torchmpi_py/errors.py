@@ -16,15 +16,43 @@
         |-- CollectiveTimeout      an operation was not complete in time (also a TimeoutError)
         `-- ParameterServerError   a parameter server refused or lost a request
 
-EndRequested is a SystemExit, as sys.exit raises, and no error: it passes ``except Exception``.
+EndRequested is a SystemExit, as sys.exit raises, and no error: ``except Exception`` does not catch it.
 
 A mistake of the caller (wrong type, root out of range, unknown op) is a TypeError or a ValueError that names the
 value and the remedy; it is raised on every rank alike, before a byte moves.
+
+Every TorchMPIError has the attributes ``verb``, ``comm`` and ``rank``: the call that raised the error. Each is None
+where it is not known, as for errors of the launcher.
 """
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound="TorchMPIError")
 
 
 class TorchMPIError(Exception):
-    """Root of the package's own exceptions."""
+    """Root of the package's own exceptions.
+
+    ``verb``: the name of the call that failed, as "allreduce". ``comm``: the Communicator of the call. ``rank``: the
+    rank in ``comm`` of the process that raised the error. The message says which other ranks are concerned.
+    """
+
+    verb: str | None = None
+    comm: Any = None
+    rank: int | None = None
+
+    def of_call(self: E, verb: str | None, comm: Any) -> E:
+        """This error, with the attributes of the call that raised it, unless an inner call has set them."""
+        if self.verb is None and verb is not None:
+            self.verb, self.comm = verb, comm
+            self.rank = None if comm is None else comm.rank
+        return self
+
+    def __reduce__(self) -> Any:
+        """The error without ``comm``, which belongs to this process, so that errors can be pickled."""
+        return type(self), self.args, {**self.__dict__, "comm": None}
 
 
 class NotStarted(TorchMPIError):  # noqa: N818 - the name says the state, as in the design
@@ -40,7 +68,7 @@ class CommunicatorError(TorchMPIError):
 
 
 class RankDied(CommunicatorError):  # noqa: N818
-    """A rank died; ``with mpi.elastic():`` lets the others go on. Only in a job that was started so."""
+    """A rank died; ``with mpi.elastic():`` lets the others go on. Only in jobs of ``torchmpirun --elastic``."""
 
 
 class CheckpointError(TorchMPIError):
@@ -64,7 +92,7 @@ class RanksDisagree(TorchMPIError):  # noqa: N818
 
 
 class CollectiveTimeout(TorchMPIError, TimeoutError):  # noqa: N818
-    """An operation was not complete in time; it goes on, and may be waited for again."""
+    """An operation was not complete in time. The operation goes on, and may be waited for again."""
 
 
 class ParameterServerError(TorchMPIError):
@@ -72,7 +100,7 @@ class ParameterServerError(TorchMPIError):
 
 
 class EndRequested(SystemExit):
-    """The job was asked to end (SIGTERM), and all ranks have agreed to, in the same step; the exit code is 143."""
+    """The job was asked to end (SIGTERM), and all ranks have agreed to end in the same step; the exit code is 143."""
 
     def __init__(self) -> None:
         super().__init__(143)

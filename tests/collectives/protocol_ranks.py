@@ -269,15 +269,20 @@ class Gpu:
 
     def events(self, channel: Channel, device: torch.device) -> cuda_ipc.PeerEvents:
         """As ``peer_events``."""
-        made = cuda_ipc.PeerEvents.__new__(cuda_ipc.PeerEvents)
-        made._device, made._over = self, self._event(channel, "over", channel.rank)
-        of_all = [[self._event(channel, name, rank) for name in ("READY", "DONE")] for rank in range(channel.size)]
-        made._own = of_all.pop(channel.rank)
-        made._peers = list(zip(*of_all, strict=True))
-        return made
+        return _PeerEvents(self, channel)
 
-    def _event(self, channel: Channel, name: str, rank: int) -> _Event:
+    def event_of(self, channel: Channel, name: str, rank: int) -> _Event:
         return _Event(self.ranks, (channel.mpi.name, name, rank))
+
+
+class _PeerEvents(cuda_ipc.PeerEvents):
+    """The package's own steps, with events that need no GPU."""
+
+    def __init__(self, gpu: Gpu, channel: Channel) -> None:
+        self._device, self._over = gpu, gpu.event_of(channel, "over", channel.rank)
+        of_all = [[gpu.event_of(channel, name, rank) for name in ("READY", "DONE")] for rank in range(channel.size)]
+        self._own = of_all.pop(channel.rank)
+        self._peers = list(zip(*of_all, strict=True))
 
 
 class _Stream:

@@ -86,9 +86,9 @@ def test_hopeless_is_twice_running_and_where_it_costs():
 
 
 def test_sizes_are_multiples_of_the_ranks_where_they_must_be():
-    assert autotune._counts("allreduce", 3, 256) == [1, 4, 16, 64]
-    assert autotune._counts("alltoall", 3, 256) == [3, 6, 18, 66]
-    assert autotune._counts("allgather", 5, 64) == [5, 20]
+    assert autotune.element_counts("allreduce", 3, 256) == [1, 4, 16, 64]
+    assert autotune.element_counts("alltoall", 3, 256) == [3, 6, 18, 66]
+    assert autotune.element_counts("allgather", 5, 64) == [5, 20]
 
 
 # The file

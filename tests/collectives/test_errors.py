@@ -1,5 +1,8 @@
 """A mistake raises the same clear error on every rank, before a byte moves; afterwards everything still works."""
 
+import inspect
+import pickle
+
 import pytest
 import torch
 
@@ -70,6 +73,44 @@ def test_an_out_that_does_not_fit_on_one_rank_only(mpi):
     wrong = torch.empty(size + (mpi.rank() == 1), 2)
     raises_everywhere(mpi, ValueError, "another shape.* on rank 1", mpi.allgather, x, out=wrong)
     raises_everywhere(mpi, ValueError, "another shape.* on rank 1", mpi.gather, x, 1, out=wrong)
+
+
+@pytest.mark.parametrize("form", ["", "_async"])
+def test_help_shows_the_whole_contract(mpi, form):
+    shown = inspect.getdoc(getattr(mpi, f"reduce{form}"))
+    for part in ("with ``op``; ``root`` gets the result", "op: sum, avg", "comm: ", "flavour: ", "Raises TypeError"):
+        assert part in shown
+    assert ("Returns a Handle" in shown) == bool(form)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_attributes_of_errors(mpi):
+    """Verb, communicator and rank of the call, in both forms; not known: None."""
+    comm, x = mpi.communicator(), torch.ones(2, 3 if mpi.rank() else 4)
+    calls = [
+        (lambda: mpi.allgather(x), RanksDisagree, "allgather"),
+        (lambda: mpi.allgather_async(x).wait(), RanksDisagree, "allgather"),
+        (lambda: mpi.allreduce(torch.ones(1, device="meta")), Unavailable, "allreduce"),
+        (lambda: mpi.check_with_allreduce(mpi.rank()), RanksDisagree, "check_with_allreduce"),
+    ]
+    for call, kind, verb in calls:
+        with pytest.raises(kind) as caught:
+            call()
+        assert (caught.value.verb, caught.value.comm, caught.value.rank) == (verb, comm, mpi.rank())
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (str(again), again.verb, again.comm, again.rank) == (str(caught.value), verb, None, mpi.rank())
+    error = CommunicatorError("no call")
+    assert (error.verb, error.comm, error.rank) == (None, None, None)
+    got = torch.empty(1)
+    handle = mpi.recv_async(got, 1 - mpi.rank()) if mpi.rank() < 2 else None
+    if handle is not None:
+        with pytest.raises(mpi.CollectiveTimeout) as caught:
+            handle.wait(0.01)
+        assert (caught.value.verb, caught.value.comm, caught.value.rank) == ("recv", comm, mpi.rank())
+    mpi.barrier()
+    if handle is not None:
+        mpi.send(torch.ones(1), 1 - mpi.rank())
+        assert handle.wait() is got
 
 
 @pytest.mark.mpi(min_size=2)

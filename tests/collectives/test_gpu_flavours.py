@@ -7,17 +7,18 @@ import random
 
 import pytest
 import torch
+from test_verbs import GPU_FLAVOURS as FLAVOURS
 from test_verbs import gpu_flavours_on_the_host  # noqa: F401 - a fixture
 
 from torchmpi_py.collectives.flavours import cudaipc, staged
 from torchmpi_py.collectives.flavours.cudaipc import IpcGroup
+from torchmpi_py.collectives.prepare import builder
 from torchmpi_py.collectives.registry import BY_NAME
 from torchmpi_py.core import communicators, config
 from torchmpi_py.errors import RanksDisagree, Unavailable
 from torchmpi_py.memory import devices
 
 pytestmark = pytest.mark.timeout(240)
-FLAVOURS = ["staged", "cudaipc"]
 
 
 @pytest.fixture
@@ -149,10 +150,8 @@ def test_little_memory(mpi, comm, monkeypatch):
 @pytest.mark.mpi
 def test_an_operation_knows_all_its_tensors(mpi):
     """Also a result that is copied out at the end: the allocator of GPU memory has to be told."""
-    from torchmpi_py.collectives import verbs
-
     x, out = torch.zeros(2, 3), torch.zeros(3, 2 * mpi.size()).t()
-    for prepared in (verbs._allgather(x, out=out), verbs._gather(x, mpi.rank(), out=out)):
+    for prepared in (builder(mpi.allgather)(x, out=out), builder(mpi.gather)(x, mpi.rank(), out=out)):
         assert any(tensor is out for tensor in prepared.tensors)
 
 

@@ -155,13 +155,13 @@ def test_messages_of_the_user_are_left_alone(mpi, small_chunks):
 
 def test_no_message_is_longer_than_the_tuning_allows(mpi, monkeypatch):
     longest = []
-    post = ring._post
+    post = ring.post
 
     def measured(comm, step, given, taken):
         longest.append(max(len(given), len(taken)))
         return post(comm, step, given, taken)
 
-    monkeypatch.setattr(ring, "_post", measured)
+    monkeypatch.setattr(ring, "post", measured)
     monkeypatch.setattr(config, "current", config.Tuning(native_async_bytes=8, message_bytes=1000))
     for dtype in (torch.float32, torch.bfloat16, torch.complex128):
         x = values(mpi.rank(), 5000, dtype)
@@ -174,12 +174,12 @@ def test_scratch_is_bounded(mpi, small_chunks, monkeypatch):
     """2 rooms a round under way, however large the tensor, and the same ones again in the next call."""
     pools = []
 
-    class Rooms(ring._Rooms):
+    class Pool(ring.ChunkPool):
         def __init__(self, channel):
             super().__init__(channel)
             pools.append(self)
 
-    monkeypatch.setattr(ring, "_Rooms", Rooms)  # a new key, so a new pool
+    monkeypatch.setattr(ring, "ChunkPool", Pool)  # a new key, so a new pool
     for count in (100 * CHUNK, 7 * CHUNK, 150 * CHUNK):
         for dtype in (torch.float32, torch.float16):
             same(mpi.allreduce(values(mpi.rank(), count, dtype), flavour="ring"), total(mpi.size(), count, dtype))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmpi_py.collectives.flavours import ring_plan as plan
+from torchmpi_py.collectives.flavours import schedule as plan
 from torchmpi_py.collectives.flavours.schedule import slices
 
 pytestmark = pytest.mark.timeout(240)

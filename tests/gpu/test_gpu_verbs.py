@@ -3,7 +3,6 @@
 import os
 
 import pytest
-import test_verbs
 import torch
 from test_verbs import Way, test_moves, test_reductions  # noqa: F401 - collected here again
 
@@ -26,7 +25,6 @@ IS_CROWDED = (
 @pytest.fixture(scope="module", params=WHOLE_WAYS if IS_CROWDED else [*WHOLE_WAYS, *OTHER_WAYS])
 def way(request, mpi):
     """Each way in turn; hierarchical combines the odd and the even ranks."""
-    test_verbs.FORCED.extend(name for name in ("mpi", "nccl") if name not in test_verbs.FORCED)
     made = Way(mpi, request.param, device="cuda")
     made.wanted_ops = OPS if request.param in WHOLE_WAYS else SOME_OPS
     if request.param != "hierarchical":

@@ -34,7 +34,7 @@ def one_arena(patch, mpi):
         node._memory.release()
         node._mapping, segment = made[channel.thread_role]
         node._segment, node._memory = segment, memoryview(node._mapping).cast("B")
-        node._records = [segment.part_of[index] * segment.part_bytes for index in node._indices]
+        node._headers = [segment.part_of[index] * segment.part_bytes for index in node._indices]
 
     _after_init(patch, NodeGroup, move)
 

@@ -1,14 +1,11 @@
-"""From times to choices: at which sizes another flavour is better than the one before.
-
-Going up in size, another flavour is chosen where it beats the one chosen before by more than 5 %, in the first half of
-the turns and in the second, so that noise does not make stripes. A choice ends at the geometric mean of the sizes on
-both sides of the change.
-
-The autotuner: measures which flavour is the fastest here, per verb and size, and fills the selector with that.
+"""The autotuner: measures which flavour is the fastest here, per verb and size, and fills the selector with the result.
 
 For each verb, and for ordinary and symmetric tensors, sizes grow by factors of 4, and at each size the flavours take
-turns (``timing.py``). What follows from the times is in ``crossovers.py``. On a GPU a call's time ends when the GPU has
-carried it out.
+turns (``timing.py``). On a GPU a call's time ends when the GPU has carried the call out.
+
+From times to choices (``choose``): going up in size, another flavour is chosen where it beats the one before by more
+than 5 %, in the first half of the turns and in the second, so that noise does not make stripes. A choice ends at the
+geometric mean of the sizes on both sides of the change.
 """
 
 from __future__ import annotations
@@ -37,100 +34,32 @@ from torchmpi_py.memory import gpus
 from torchmpi_py.memory.symmetric import symmetric_empty
 
 Times = Mapping[str, Sequence[float]]  # of each flavour, in seconds, turn by turn
+
 Point = tuple[int, Times]  # how many bytes take these times
 
 _DISPLACES_BY = 1.05
+
 _HOPELESS = 8.0
+
 _DROP_FROM_BYTES = 256 << 10  # before that the slow ones cost little, and one that is slow to start may yet win
-
-
-def choose(points: Sequence[Point]) -> list[Choice]:
-    """The choices that follow from times at growing sizes; a flavour without a time at a size is out of the race."""
-    winners: list[str] = []
-    for _, times in points:
-        best = min(times, key=lambda name: statistics.median(times[name]))
-        stays = winners and not _displaces(times, best, winners[-1])
-        winners.append(winners[-1] if stays else best)
-    runs = [
-        (winner, [point for point, _ in run])
-        for winner, run in itertools.groupby(zip(points, winners, strict=True), key=lambda pair: pair[1])
-    ]
-    limits = [math.sqrt(run[-1][0] * after[0][0]) for (_, run), (_, after) in itertools.pairwise(runs)]
-    return [
-        Choice(limit if limit == math.inf else round(limit), winner, _why(winner, run[len(run) // 2]))
-        for limit, (winner, run) in zip([*limits, math.inf], runs, strict=True)
-    ]
-
-
-def beyond(choices: Sequence[Choice], largest_bytes: int, former: Sequence[Choice]) -> list[Choice]:
-    """The choices, with what the former ones had changed to beyond the largest size that was measured."""
-    begins = [-1.0, *(choice.max_bytes for choice in former)]
-    kept = [(begin, choice) for begin, choice in zip(begins, former, strict=False) if begin >= largest_bytes]
-    if not kept or kept[0][1].flavour == choices[-1].flavour:
-        return list(choices)
-    return [*choices[:-1], choices[-1]._replace(max_bytes=kept[0][0]), *(choice for _, choice in kept)]
-
-
-def _displaces(times: Times, challenger: str, holder: str) -> bool:
-    """Whether the challenger is clearly faster: a load that comes or goes meanwhile does not decide."""
-    if holder not in times:
-        return True
-    half = (len(times[holder]) + 1) // 2
-    return all(
-        statistics.median(times[holder][part]) > _DISPLACES_BY * statistics.median(times[challenger][part])
-        for part in (slice(half), slice(-half, None))
-    )
-
-
-def _why(winner: str, point: Point) -> str:
-    num_bytes, times = point
-    medians = {name: statistics.median(turns) for name, turns in times.items()}
-    others = sorted(
-        (name for name in times if name != winner), key=lambda name: (name != FLAVOURS[0].name, medians[name])
-    )
-    if not others:
-        return "the only one in the race"
-    return f"{medians[others[0]] / medians[winner]:.1f}x {others[0]} at {in_units(num_bytes)}, measured"
-
-
-def is_hopeless(name: str, points: Sequence[Point]) -> bool:
-    """Whether it took so much longer than the best at the last two sizes that going on wastes time."""
-    recent = [times for num_bytes, times in points[-2:] if num_bytes >= _DROP_FROM_BYTES]
-    return len(recent) == 2 and all(
-        statistics.median(times[name]) > _HOPELESS * min(map(statistics.median, times.values())) for times in recent
-    )
-
-
-def in_units(num_bytes: float) -> str:
-    """A size in words."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.4g} {unit}"
-    return f"{num_bytes:.0f} B"
-
 
 logger = logging.getLogger("torchmpi_py")
 
 Buffers = tuple[Tensor, Tensor]  # what calls read, and what they write if that is something else
 
 _VERBS = ("allreduce", "broadcast", "reduce", "reduce_scatter", "allgather", "alltoall")
+
 _MEASURABLE = (*_VERBS, "gather", "scatter")
+
 _IN_ONE_PIECE = ("allreduce", "broadcast", "reduce")  # the others need a multiple of the ranks
+
 _INDIFFERENT = ("allgather", "gather")  # symmetric tensors are as fast as others
+
 _PEERS = ("gloo",)  # to compare with; not chosen unless the user says so
+
 _DTYPE = torch.float32
+
 _MIN_TURNS, _MAX_TURNS = 3, 300
-
-
-class _Settings(NamedTuple):
-    """The caller's wishes."""
-
-    verbs: tuple[str, ...]
-    flavours: tuple[str, ...]
-    max_bytes: int
-    seconds: float
-    save: bool
-    device: str
 
 
 def autotune(
@@ -170,6 +99,17 @@ def autotune(
     measured_cache.install(rows, "measured in this process")
     if save:
         selector.source = _save(world, rows, path, device)
+
+
+class _Settings(NamedTuple):
+    """The arguments of ``autotune``, checked."""
+
+    verbs: tuple[str, ...]
+    flavours: tuple[str, ...]
+    max_bytes: int
+    seconds: float
+    save: bool
+    device: str
 
 
 def _checked(
@@ -215,7 +155,7 @@ def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
         choices = beyond(choose(points), points[-1][0], former)
         rows |= {key: choices} | ({key._replace(symmetric=True): choices} if verb in _INDIFFERENT else {})
         if world.rank == 0:
-            logger.info("autotune: %d of %d, %s: %s", index + 1, len(series), key, _in_words(choices))
+            logger.info("autotune: %d of %d, %s: %s", index + 1, len(series), key, _as_text(choices))
     return rows
 
 
@@ -241,7 +181,7 @@ def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Setting
     """The times at all sizes, as far as time allows and more than one flavour is in the race."""
     mpi, ends = world.direct.mpi, time.perf_counter() + seconds
     names = [name for name in settings.flavours if status(BY_NAME[name], verb, settings.device, world) == "available"]
-    counts = _counts(verb, world.size, settings.max_bytes) if names else []
+    counts = element_counts(verb, world.size, settings.max_bytes) if names else []
     points: list[Point] = []
     for index, count in enumerate(counts):
         left_seconds = mpi.bcast(ends - time.perf_counter())
@@ -255,7 +195,7 @@ def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Setting
     return points
 
 
-def _counts(verb: str, num_ranks: int, max_bytes: int) -> list[int]:
+def element_counts(verb: str, num_ranks: int, max_bytes: int) -> list[int]:
     """How many elements the larger tensor has at each size."""
     step = 1 if verb in _IN_ONE_PIECE else num_ranks
     powers = itertools.takewhile(lambda count: count * _DTYPE.itemsize <= max_bytes, (4**n for n in itertools.count()))
@@ -274,7 +214,7 @@ def _call(world: Communicator, verb: str, name: str, buffers: Buffers, count: in
 
 
 def _save(world: Communicator, rows: measured_cache.Rows, path: str | pathlib.Path | None, device: str) -> str:
-    """Write the file on rank 0, and tell all ranks where the rows come from now."""
+    """Write the file on rank 0. Returns, on all ranks, where the rows of the selector come from now. Collective."""
     source, failure = "", ""
     if world.rank == 0:
         known = measured_cache.facts(world, device)
@@ -284,13 +224,79 @@ def _save(world: Communicator, rows: measured_cache.Rows, path: str | pathlib.Pa
             logger.info("autotune: wrote %s", target)
         except OSError as error:
             failure = f"autotune: what was measured is in use, but cannot be kept: {error}; give another path"
-    told: tuple[str, str] = world.direct.mpi.bcast((source, failure))
-    if told[1]:
-        raise TorchMPIError(told[1])
-    return told[0]
+    result: tuple[str, str] = world.direct.mpi.bcast((source, failure))
+    source, failure = result
+    if failure:
+        raise TorchMPIError(failure).of_call("autotune", world)
+    return source
 
 
-def _in_words(choices: Sequence[Choice]) -> str:
+def choose(points: Sequence[Point]) -> list[Choice]:
+    """The choices that follow from times at growing sizes; a flavour without a time at a size is no candidate there."""
+    winners: list[str] = []
+    for _, times in points:
+        best = min(times, key=lambda name: statistics.median(times[name]))
+        stays = winners and not _displaces(times, best, winners[-1])
+        winners.append(winners[-1] if stays else best)
+    runs = [
+        (winner, [point for point, _ in run])
+        for winner, run in itertools.groupby(zip(points, winners, strict=True), key=lambda pair: pair[1])
+    ]
+    limits = [math.sqrt(run[-1][0] * after[0][0]) for (_, run), (_, after) in itertools.pairwise(runs)]
+    return [
+        Choice(limit if limit == math.inf else round(limit), winner, _why(winner, run[len(run) // 2]))
+        for limit, (winner, run) in zip([*limits, math.inf], runs, strict=True)
+    ]
+
+
+def beyond(choices: Sequence[Choice], largest_bytes: int, former: Sequence[Choice]) -> list[Choice]:
+    """The choices, and from the former ones those that begin beyond the largest size that was measured."""
+    begins = [-1.0, *(choice.max_bytes for choice in former)]
+    kept = [(begin, choice) for begin, choice in zip(begins, former, strict=False) if begin >= largest_bytes]
+    if not kept or kept[0][1].flavour == choices[-1].flavour:
+        return list(choices)
+    return [*choices[:-1], choices[-1]._replace(max_bytes=kept[0][0]), *(choice for _, choice in kept)]
+
+
+def _displaces(times: Times, challenger: str, holder: str) -> bool:
+    """Whether the challenger is faster in both halves of the turns: other load on the machine must not decide."""
+    if holder not in times:
+        return True
+    half = (len(times[holder]) + 1) // 2
+    return all(
+        statistics.median(times[holder][part]) > _DISPLACES_BY * statistics.median(times[challenger][part])
+        for part in (slice(half), slice(-half, None))
+    )
+
+
+def _why(winner: str, point: Point) -> str:
+    num_bytes, times = point
+    medians = {name: statistics.median(turns) for name, turns in times.items()}
+    others = sorted(
+        (name for name in times if name != winner), key=lambda name: (name != FLAVOURS[0].name, medians[name])
+    )
+    if not others:
+        return "the only one in the race"
+    return f"{medians[others[0]] / medians[winner]:.1f}x {others[0]} at {in_units(num_bytes)}, measured"
+
+
+def is_hopeless(name: str, points: Sequence[Point]) -> bool:
+    """Whether flavour ``name`` was so much slower than the best at the last two sizes that further turns are waste."""
+    recent = [times for num_bytes, times in points[-2:] if num_bytes >= _DROP_FROM_BYTES]
+    return len(recent) == 2 and all(
+        statistics.median(times[name]) > _HOPELESS * min(map(statistics.median, times.values())) for times in recent
+    )
+
+
+def in_units(num_bytes: float) -> str:
+    """A size as text, as "64 KiB"."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _as_text(choices: Sequence[Choice]) -> str:
     return ", ".join(
         f"{c.flavour} {'beyond' if c.max_bytes == math.inf else 'to ' + in_units(c.max_bytes)}" for c in choices
     )

@@ -1,4 +1,4 @@
-"""Do all ranks hold the same values? Compared by their bits, through a 128-bit digest: one small allgather."""
+"""Whether all ranks hold the same values: one small allgather of 128-bit digests of all bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def check_all_with_allreduce(values: Mapping[str, Tensor | Number], *, comm: Com
         for name, odd in differing(values, resolved).items()
     ]
     if named:
-        raise RanksDisagree(f"not the same bits on all ranks: {'; '.join(named)}")
+        error = RanksDisagree(f"not the same bits on all ranks: {'; '.join(named)}")
+        raise error.of_call("check_with_allreduce", resolved)
 
 
 def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> dict[str, list[int]]:
@@ -42,7 +43,7 @@ def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> 
     names = [[name for name, _ in table] for table in tables]
     if any(own != names[0] for own in names):
         lists = "; ".join(f"rank {rank}: {', '.join(own)}" for rank, own in enumerate(names))
-        raise RanksDisagree(f"the ranks check different things: {lists}")
+        raise RanksDisagree(f"the ranks check different things: {lists}").of_call("check_with_allreduce", resolved)
     found = {}
     for position, name in enumerate(names[0]):
         digests = [table[position][1] for table in tables]
@@ -54,7 +55,7 @@ def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> 
 
 
 def digest_of(x: Tensor | Number, name: str = "x") -> bytes:
-    """16 bytes that follow from all bits of a tensor, its dtype and shape; of a number its text."""
+    """Digest (16 bytes) of all bits of a tensor, its dtype and shape; for a number its text."""
     if is_number(x):
         return repr(x).encode()
     x = flat(check_tensor("check_with_allreduce", name, x).cpu())

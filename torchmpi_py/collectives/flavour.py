@@ -1,12 +1,11 @@
-"""Gathers, whose ranks may bring different sizes: each tells its own first, and the rest has to agree.
+"""The contract of a flavour: one way to carry out the verbs.
 
-Only then is the size of the result known, and by it the flavour is chosen that moves the data.
+A flavour has a name, the device types it serves, and one blocking method per verb that it can do; a method that is not
+overridden says that the flavour cannot do the verb. The arguments have been checked: tensors are flat, roots and ops
+are valid, and no other thread uses the ``channel``. Adding a flavour takes a file and a row in ``registry.py``.
 
-What a flavour is: one way to carry out the verbs.
-
-A flavour has a name, the device types it serves, and one blocking method per verb that it can do; not overriding a
-method says that it cannot. Its arguments have been checked: tensors are flat, roots and ops are valid, and ``channel``
-is one that no other thread is using. Adding a flavour takes a file and a row in ``registry.py``.
+In gathers each rank may bring another number of rows. The ranks first exchange their ``Sizes`` and check that the rest
+agrees; the size of the result is known then, and with it the flavour is chosen that moves the data (``Gathering``).
 """
 
 from __future__ import annotations
@@ -29,107 +28,6 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.memory import devices
 
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Per rank: the rows it brings, the bytes they take, and the code of the shape of its ``out`` (0: it has none)."""
-
-    rows: list[int]
-    num_bytes: list[int]
-    outs: list[int]
-
-    @property
-    def are_equal(self) -> bool:
-        return len(set(self.rows)) == 1
-
-    def output_shape(self, verb: str, x: Tensor, out: Tensor | None, writers: Sequence[int]) -> torch.Size:
-        """The shape of the result. A ValueError on every rank if ``out`` does not have it on one of the ``writers``."""
-        shape = torch.Size((sum(self.rows), *x.shape[1:]))
-        wrong = [rank for rank in writers if self.outs[rank] not in (0, _code(shape))]
-        if wrong:
-            given = "" if out is None else f" (here: {tuple(out.shape)})"
-            raise ValueError(
-                f"{verb}: the ranks bring {self.rows} rows, so the result has shape {tuple(shape)}; "
-                f"out has another shape{given} on rank {', '.join(map(str, wrong))}"
-            )
-        return shape
-
-    @classmethod
-    def equal(cls, x: Tensor, size: int) -> Sizes:
-        """Every one of ``size`` ranks brings as much as ``x``."""
-        return cls([x.shape[0]] * size, [x.nbytes] * size, [0] * size)
-
-    def of(self, ranks: Sequence[int]) -> Sizes:
-        """The sizes of some ranks, in the order given."""
-        return Sizes(*([column[rank] for rank in ranks] for column in (self.rows, self.num_bytes, self.outs)))
-
-    def together(self, groups: Sequence[Sequence[int]]) -> Sizes:
-        """The sizes of groups of ranks, each taken as one."""
-        rows, num_bytes = (
-            [sum(col[rank] for rank in group) for group in groups] for col in (self.rows, self.num_bytes)
-        )
-        return Sizes(rows, num_bytes, [0] * len(rows))
-
-    def split(self, out: Tensor) -> tuple[Tensor, ...]:
-        """The part of each rank in the result."""
-        return torch.split(out, self.rows)
-
-
-class Gathering:
-    """Stands for a flavour until the sizes are known, and then leaves the work to ``choose(bytes of the result)``."""
-
-    exchanges_headers = False  # it tells sizes, but not the root
-
-    def __init__(self, name: str, choose: Callable[[int], Flavour]) -> None:
-        self.name = name
-        self.choose = choose
-
-    def allgather(self, channel: Channel, x: Tensor, out: Tensor | None) -> Tensor:
-        """All ``x`` along dim 0, in ``out`` or a new tensor."""
-        sizes = exchange_sizes(channel.mpi, x, out)
-        shape = sizes.output_shape("allgather", x, out, writers=range(channel.size))
-        result = x.new_empty(shape) if out is None else out
-        self.choose(sum(sizes.num_bytes)).allgather(channel, x, result, sizes)
-        return result
-
-    def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int) -> Tensor | None:
-        """As ``allgather`` on root; None elsewhere."""
-        sizes = exchange_sizes(channel.mpi, x, out)
-        shape = sizes.output_shape("gather", x, out, writers=(root,))
-        result = None if channel.rank != root else x.new_empty(shape) if out is None else out
-        self.choose(sum(sizes.num_bytes)).gather(channel, x, result, root, sizes)
-        return result
-
-    def launch(self, operation: Operation[Any]) -> Handle[Any]:
-        """In the communication thread: the exchange comes first."""
-        return devices.submit(operation, operation.device, operation.tensors)
-
-
-def exchange_sizes(comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Sizes:
-    """Tell all ranks the shapes of this rank's ``x`` (of at least 1 dimension) and ``out``.
-
-    RanksDisagree, on every rank, if more than dim 0 differs.
-    """
-    mine = torch.tensor(
-        [x.shape[0], x.nbytes, 0 if out is None else _code(out.shape), _code(x.dtype, x.shape[1:])], device="cpu"
-    )
-    table = mine.new_empty((comm.size, 4))
-    comm.Allgather(mpi_buffers.raw(mine), mpi_buffers.raw(table))
-    rows, num_bytes, outs, kinds = table.t().tolist()
-    if len(set(kinds)) > 1:
-        brought = comm.allgather(f"{x.dtype} {tuple(x.shape)}")
-        raise RanksDisagree(
-            f"gathering on rank {comm.rank} of {comm.size}: only dim 0 may differ between ranks, but "
-            + ", ".join(f"rank {rank} brings {text}" for rank, text in enumerate(brought))
-        )
-    return Sizes(rows, num_bytes, outs)
-
-
-def _code(*parts: object) -> int:
-    """A number that stands for a shape or dtype in the exchange; never 0."""
-    return zlib.crc32(repr(parts).encode()) + 1
-
-
 R = TypeVar("R")
 
 VERBS = (
@@ -150,12 +48,12 @@ VERBS = (
 
 
 class Flavour:
-    """The contract. ``x``, ``source`` and ``destination`` are flat tensors; results are written into them."""
+    """Base class. ``x``, ``source`` and ``destination`` are flat tensors; the methods write results into them."""
 
     name: ClassVar[str]
     devices: ClassVar[frozenset[str]]
     exchanges_headers: ClassVar[bool] = False
-    """Whether its ranks tell each other what they are about to do, and all raise if that differs."""
+    """Whether its ranks compare headers (verb, dtype, sizes) before data moves, and all raise where headers differ."""
 
     def missing(self, device: str) -> str:
         """Why this flavour cannot serve tensors of a device type (one of ``devices``) here, and what would help; or "".
@@ -194,7 +92,7 @@ class Flavour:
         return _nothing
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
-        """``out`` becomes all ``x`` along dim 0; ``sizes`` tells what each rank brings."""
+        """``out`` becomes all ``x`` along dim 0; ``sizes`` has what each rank brings."""
         raise NotImplementedError
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
@@ -235,4 +133,104 @@ class Flavour:
 
 
 def _nothing() -> None:
-    """What is left to do when all is done."""
+    """The completion of an operation that is complete already."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of each rank: its number of rows, the bytes of those, and the code of the shape of its ``out`` (0: none)."""
+
+    rows: list[int]
+    num_bytes: list[int]
+    outs: list[int]
+
+    @property
+    def are_equal(self) -> bool:
+        return len(set(self.rows)) == 1
+
+    def output_shape(self, verb: str, x: Tensor, out: Tensor | None, writers: Sequence[int]) -> torch.Size:
+        """The shape of the result. A ValueError on every rank if ``out`` does not have it on one of the ``writers``."""
+        shape = torch.Size((sum(self.rows), *x.shape[1:]))
+        wrong = [rank for rank in writers if self.outs[rank] not in (0, _code(shape))]
+        if wrong:
+            given = "" if out is None else f" (here: {tuple(out.shape)})"
+            raise ValueError(
+                f"{verb}: the ranks bring {self.rows} rows, so the result has shape {tuple(shape)}; "
+                f"out has another shape{given} on rank {', '.join(map(str, wrong))}"
+            )
+        return shape
+
+    @classmethod
+    def equal(cls, x: Tensor, size: int) -> Sizes:
+        """The sizes where each of ``size`` ranks brings as much as ``x``."""
+        return cls([x.shape[0]] * size, [x.nbytes] * size, [0] * size)
+
+    def of(self, ranks: Sequence[int]) -> Sizes:
+        """The sizes of some ranks, in the order given."""
+        return Sizes(*([column[rank] for rank in ranks] for column in (self.rows, self.num_bytes, self.outs)))
+
+    def summed(self, groups: Sequence[Sequence[int]]) -> Sizes:
+        """The sizes of groups of ranks: for each group the sum over its ranks."""
+        rows, num_bytes = (
+            [sum(col[rank] for rank in group) for group in groups] for col in (self.rows, self.num_bytes)
+        )
+        return Sizes(rows, num_bytes, [0] * len(rows))
+
+    def split(self, out: Tensor) -> tuple[Tensor, ...]:
+        """Views of the result ``out``: the rows of each rank."""
+        return torch.split(out, self.rows)
+
+
+class Gathering:
+    """Stand-in for a flavour: exchanges sizes, then calls the flavour that ``choose(bytes of the result)`` gives."""
+
+    exchanges_headers = False  # the exchange has the sizes, but not the root
+
+    def __init__(self, name: str, choose: Callable[[int], Flavour]) -> None:
+        self.name = name
+        self.choose = choose
+
+    def allgather(self, channel: Channel, x: Tensor, out: Tensor | None) -> Tensor:
+        """All ``x`` along dim 0, in ``out`` or a new tensor."""
+        sizes = exchange_sizes(channel.mpi, x, out)
+        shape = sizes.output_shape("allgather", x, out, writers=range(channel.size))
+        result = x.new_empty(shape) if out is None else out
+        self.choose(sum(sizes.num_bytes)).allgather(channel, x, result, sizes)
+        return result
+
+    def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int) -> Tensor | None:
+        """As ``allgather`` on root; None elsewhere."""
+        sizes = exchange_sizes(channel.mpi, x, out)
+        shape = sizes.output_shape("gather", x, out, writers=(root,))
+        result = None if channel.rank != root else x.new_empty(shape) if out is None else out
+        self.choose(sum(sizes.num_bytes)).gather(channel, x, result, root, sizes)
+        return result
+
+    def launch(self, operation: Operation[Any]) -> Handle[Any]:
+        """Queue the operation for the communication thread, for it begins with a blocking exchange."""
+        return devices.submit(operation, operation.device, operation.tensors)
+
+
+def exchange_sizes(comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Sizes:
+    """The sizes of ``x`` (of at least 1 dimension) and ``out`` on all ranks of ``comm``. Collective: one allgather.
+
+    RanksDisagree, on every rank, if more than dim 0 differs.
+    """
+    mine = torch.tensor(
+        [x.shape[0], x.nbytes, 0 if out is None else _code(out.shape), _code(x.dtype, x.shape[1:])], device="cpu"
+    )
+    table = mine.new_empty((comm.size, 4))
+    comm.Allgather(mpi_buffers.raw(mine), mpi_buffers.raw(table))
+    rows, num_bytes, outs, kinds = table.t().tolist()
+    if len(set(kinds)) > 1:
+        brought = comm.allgather(f"{x.dtype} {tuple(x.shape)}")
+        raise RanksDisagree(
+            f"gathering on rank {comm.rank} of {comm.size}: only dim 0 may differ between ranks, but "
+            + ", ".join(f"rank {rank} brings {text}" for rank, text in enumerate(brought))
+        )
+    return Sizes(rows, num_bytes, outs)
+
+
+def _code(*parts: object) -> int:
+    """A number, never 0, that stands for a shape or dtype in the exchange."""
+    return zlib.crc32(repr(parts).encode()) + 1

@@ -1,4 +1,4 @@
-"""What ``autotune`` measured, kept in a file: one per MPI, host, number of ranks on each node, and GPU, if any.
+"""The file with what ``autotune`` measured: one per MPI, host, number of ranks on each node, and GPU, if any.
 
 ``start`` loads the file of the job at hand, and with GPUs a second one, which holds the rows for them. A file that does
 not fit or cannot be understood is ignored, with a warning on rank 0; the built-in defaults then hold.
@@ -36,7 +36,7 @@ Rows = dict[Key, list[Choice]]
 
 
 class MachineFacts(NamedTuple):
-    """What must be the same for a measurement to hold: rank 0 tells."""
+    """The facts of a job, as rank 0 sees them, that must be the same for a measurement to hold."""
 
     mpi: str
     host: str
@@ -45,7 +45,7 @@ class MachineFacts(NamedTuple):
     gpu: str = ""  # of a measurement on GPUs
 
     def path(self) -> pathlib.Path:
-        """Where the measurement is kept."""
+        """The file for a measurement with these facts."""
         named = filter(None, (self.mpi, self.host, self.ranks, self.gpu))
         parts = (re.sub(r"[^A-Za-z0-9.+]+", "_", text) for text in named)
         return config.tuning_directory() / f"selector-{'-'.join(parts)}.json"
@@ -84,13 +84,13 @@ def install(rows: Rows, source: str) -> None:
 
 
 def _find_all(world: Communicator) -> list[tuple[Rows, str]]:
-    """What is kept for a job: for its CPUs, and for its GPUs if it uses them."""
+    """The measurements that hold for a job: for its CPUs, and for its GPUs if it uses them."""
     expected = [facts(world), *([] if gpus.table() is None else [facts(world, "cuda")])]
     return [found for found in map(_find, expected) if found is not None]
 
 
 def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
-    """The rows that are kept for a job, and where they come from; None, and a warning if need be, if there are none."""
+    """The rows in the file for these facts, and their source; None if there is no file, or a bad one (logged)."""
     path = expected.path()
     try:
         rows, date = read(path, expected)
@@ -105,7 +105,7 @@ def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
 
 
 def read(path: pathlib.Path, expected: MachineFacts) -> tuple[Rows, str]:
-    """The rows in a file, and when they were measured. ValueError unless it is sound and of the facts expected."""
+    """The rows in a file, and the date of measurement. ValueError unless the file is sound and has these facts."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         stale = _why_stale(content, expected)
@@ -156,7 +156,7 @@ def write(path: pathlib.Path, measured_with: MachineFacts, rows: Rows) -> str:
 
 
 def _record(choice: Choice) -> Sequence[object]:
-    """A choice as it is in the file; JSON has no infinity."""
+    """A choice in the form of the file: JSON has no infinity."""
     return [None if choice.max_bytes == math.inf else choice.max_bytes, choice.flavour, choice.why]
 
 

@@ -1,4 +1,4 @@
-"""Python numbers in verbs: they travel with their type, so that a rank's 0 and another's 1.5 add up to 1.5.
+"""Python numbers in verbs: a number travels with its type, so that a rank's 0 and another's 1.5 add up to 1.5.
 
 A number becomes a record of three 64-bit words: kind, value, imaginary part. Reductions gather the records and reduce
 in Python, in rank order, by Python's rules: sums of ints are exact, True counts as 1, and ``avg`` of ints is a float.
@@ -29,8 +29,8 @@ TOO_LARGE = len(_FORMATS)  # the kind of a number that does not fit
 
 
 def is_number(x: object) -> TypeGuard[Number]:
-    """Whether ``x`` is a Python or NumPy number."""
-    return not isinstance(x, Tensor) and isinstance(x, (numbers.Complex, np.bool_))  # cheap for tensors
+    """Whether ``x`` is a Python or NumPy number. Slow for tensors: rule those out first where calls are many."""
+    return isinstance(x, (numbers.Complex, np.bool_))
 
 
 def to_record(x: Number) -> Tensor:
@@ -40,9 +40,7 @@ def to_record(x: Number) -> Tensor:
     try:
         packed = struct.pack(_FORMATS[kind], kind, *words)
     except struct.error:
-        packed = struct.pack(
-            "<qqq", TOO_LARGE, 0, 0
-        )  # whoever reads it raises: an error here would leave others waiting
+        packed = struct.pack("<qqq", TOO_LARGE, 0, 0)  # all readers raise; an error here would leave them waiting
     return torch.from_numpy(np.frombuffer(bytearray(packed), dtype=np.uint8)).view(1, RECORD_BYTES)
 
 

@@ -17,7 +17,7 @@ from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, Work
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.recorded import Method
-from torchmpi_py.errors import CommunicatorError, RankDied, RanksDisagree
+from torchmpi_py.errors import CommunicatorError, RankDied, RanksDisagree, TorchMPIError
 from torchmpi_py.watch import reports, tracing
 from torchmpi_py.watch.tracing import POSTED
 
@@ -47,27 +47,29 @@ class Operation(Work[R]):
     conclude: Callable[[Any], R] | None
     num_bytes: int
     target: R | None = None
-    launched: int = 0  # when, if it was launched and is traced
-    device: torch.device | None = None  # of the tensors, where it has streams
+    launched: int = 0  # time of the launch, in ns of ``time.time_ns``; 0 if blocking, or not traced
+    device: torch.device | None = None  # of the tensors, if the device has streams
     fingerprint: tuple[Any, ...] | None = None  # equal on all ranks, verb first; None where not all need to call it
     entry: journal.Entry | None = None
 
     def run(self, in_background: bool = False) -> R:  # noqa: C901 - in one piece: every call pays for every function
-        """Carry it out now, on the channel for this thread.
+        """Carry out the operation on the channel for this thread, and return its result.
 
-        CommunicatorError if a thread is in a collective there: for this call and all that follow on the channel.
+        CommunicatorError, in this call and all that follow on the channel, if another thread is in a collective there.
         """
         channel = self.comm.background if in_background else self.comm.direct
         entry, trace, begin = self.entry, tracing.current, 0
-        was_noted = entry is not None
+        was_recorded = entry is not None
+        # One collective at a time on a channel: the ranks could not know the order of two.
         is_collective, me = self.name not in _MESSAGES, get_ident()
         if is_collective:
             if channel.user != NOBODY:
                 raise self._refused(channel, me)
             channel.user = me  # nothing comes between this and the look: no call, no signal
         try:
-            if config.can_raise and not was_noted:
+            if config.can_raise and not was_recorded:
                 return self.launch().wait()  # a call that blocks inside MPI could not be given up
+            # An operation that was launched has its entry in the journal since then.
             if entry is not None:
                 journal.begin(entry)
             else:
@@ -76,7 +78,7 @@ class Operation(Work[R]):
                 if trace is not None:
                     begin = trace.begin(self)
                 returned = getattr(self.flavour, self.method)(channel, *self.arguments)
-                if was_noted:
+                if was_recorded:
                     journal.end_launched(entry)
                 else:
                     journal.end(entry)
@@ -89,54 +91,71 @@ class Operation(Work[R]):
             finally:
                 if trace is not None:
                     trace.end(self, channel.thread_role, begin)
+        except TorchMPIError as error:
+            error.of_call(self.name, self.comm)
+            raise
         finally:
             if is_collective and channel.user == me:
                 channel.user = NOBODY
 
     def _refused(self, channel: Channel, me: int) -> CommunicatorError:
-        """The error where another thread is in a collective of the channel, or a signal handler has called this one."""
+        """The error where another thread is in a collective of the channel, or a signal's handler calls a verb."""
         if self.entry is not None:
             journal.fail(self.entry)
         if channel.user == me:
-            return CommunicatorError(f"{self}: this thread is in a collective of the same communicator already")
-        channel.user = MISUSED
-        return CommunicatorError(
-            f"{self}: two threads of this rank are, or were, in collectives of the same communicator at the same time; "
-            "the other ranks cannot know the order of the two. Give each thread a communicator of its own, from "
-            "mpi.split"
-        )
+            why = "this thread is in a collective of the same communicator already"
+        else:
+            channel.user = MISUSED
+            why = (
+                "two threads of this rank are, or were, in collectives of the same communicator at the same time; "
+                "the other ranks cannot know the order of the two. Give each thread a communicator of its own, from "
+                "mpi.split"
+            )
+        return CommunicatorError(f"{self}: {why}").of_call(self.name, self.comm)
 
     def launch(self) -> Handle[R]:
-        """Start it."""
+        """Start the operation, and return a handle to wait for the result."""
         if tracing.current is not None:
             self.launched = time.time_ns()
-        self.entry = journal.record(self, BACKGROUND, True)
         try:
+            self.entry = journal.record(self, BACKGROUND, True)
             return self.flavour.launch(self)
-        except BaseException:
-            journal.fail(self.entry)
+        except BaseException as error:
+            if self.entry is not None:
+                journal.fail(self.entry)
+            if isinstance(error, TorchMPIError):
+                error.of_call(self.name, self.comm)
             raise
 
     def finish(self) -> R:
-        """The result, once the transfer is complete."""
+        """The result of an operation that was posted to MPI, once the transfer is complete."""
         trace = tracing.current
         if trace is not None and self.launched:
             trace.end(self, POSTED, self.launched)
         if self.entry is not None:
-            journal.end_launched(self.entry)
+            try:
+                journal.end_launched(self.entry)
+            except RanksDisagree as error:
+                error.of_call(self.name, self.comm)
+                raise
         return self.target if self.conclude is None else self.conclude(None)  # type: ignore[return-value]
 
     def explain(self, error: Exception) -> Exception:
-        """It has failed. What is told is what is wrong with other ranks, if that can be seen; else what ``error`` says.
+        """The error to raise where ``error`` has ended the operation; the journal's entry becomes a failed one.
 
-        An error of MPI becomes one of ours, with the operation's name.
+        Its message says what is wrong with other ranks where this rank sees that, else what ``error`` says. An error of
+        MPI becomes a CommunicatorError with the operation's name.
         """
+        explained = self._explained(error)
+        return explained.of_call(self.name, self.comm) if isinstance(explained, TorchMPIError) else explained
+
+    def _explained(self, error: Exception) -> Exception:
         sides, differ = "", False
         if self.entry is not None:
             journal.fail(self.entry)
             sides, differ = reports.sides(self.entry)
         if isinstance(error, RanksDisagree):
-            if sides and " at " not in str(error):  # where the calls are is not yet told
+            if sides and " at " not in str(error):  # the message does not have the places of the calls yet
                 error.args = (f"{error} ({sides})",)
             return error
         if isinstance(error, RankDied):
@@ -158,7 +177,7 @@ class Operation(Work[R]):
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All that it reads and writes."""
+        """All tensors that the operation reads and writes."""
         return (x for x in (*self.arguments, self.target) if isinstance(x, Tensor))
 
     @property
@@ -169,7 +188,7 @@ class Operation(Work[R]):
         self.arguments, self.target, self.conclude = (), None, None
 
     def late_ranks(self) -> str:
-        """Which ranks have not come to it, or do something else, as far as can be seen."""
+        """A sentence with the ranks of this node that have not come to the operation, or that do something else."""
         if self.entry is None:
             return ""
         if (peers := self._peers()) is None:
@@ -178,7 +197,7 @@ class Operation(Work[R]):
         return reports.late(self.entry, tuple(places[peer].local for peer in peers if places[peer].node == here))
 
     def _peers(self) -> tuple[int, ...] | None:
-        """Of a message: which ranks it is from and to."""
+        """The ranks that a message is from and to; None for a collective."""
         if self.name not in _MESSAGES:
             return None
         return self.arguments[-2:] if self.name == "sendreceive" else self.arguments[-1:]

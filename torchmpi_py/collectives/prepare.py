@@ -1,6 +1,9 @@
-"""From a verb's arguments to an operation: flat operands in, and what to do with them once the transfer is complete.
+"""How a call of a verb becomes an Operation.
 
-The two forms of a verb, made from the one function that checks its arguments and prepares the operation.
+``verbs.py`` has one function per verb, which checks the arguments. The functions here do the rest: they find flat
+memory to read and to write (``resolve_output`` and its neighbours), choose the flavour and build the Operation
+(``tensor_operation`` and its neighbours), and make the blocking and the asynchronous form of the verb
+(``blocking_and_async``).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.collectives import numbers
-from torchmpi_py.collectives.flavour import Flavour, Gathering, Sizes
+from torchmpi_py.collectives.flavour import Gathering, Sizes
 from torchmpi_py.collectives.numbers import Number
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.collectives.selector import selector
@@ -32,41 +35,64 @@ from torchmpi_py.core.tensors import (
 from torchmpi_py.memory import devices, symmetric
 
 _CPU = torch.device("cpu")
+
+_OF_PARAMETERS = {
+    "op": "op: sum, avg, prod, min, max, band, bor, bxor, land or lor.",
+    "comm": "comm: the communicator whose ranks make this call, all of them alike; default: the current level.",
+    "flavour": 'flavour: the way to carry the call out, as "mpi" or "shared"; default: what mpi.selector chooses.',
+}
+
+_OF_BLOCKING = "Returns when this rank's part is done; the other ranks may still be at work."
+
+_OF_ASYNC = """\
+Returns a Handle at once; handle.wait() returns the result, or raises what the operation has raised. Until the operation
+is complete its tensors must not be touched. Ranks launch their asynchronous calls in the same order."""
+
+_OF_ERRORS = """\
+Raises TypeError or ValueError for a wrong argument, on every rank before anything is sent; NotStarted before mpi.start;
+FlavourError where no flavour can carry the call out; RanksDisagree where ranks of one node make different calls;
+CommunicatorError if MPI fails."""
+
 _TENSORS_BEFORE_OTHERS = {"broadcast": 1, "allreduce": 2, "reduce": 2, "reduce_scatter": 2, "scatter": 2, "alltoall": 2}
-"""Of the verbs that all ranks call alike: how many of a flavour's arguments are tensors; the others come after."""
+"""For each verb that all ranks call alike, how many of the flavour's arguments are tensors; those come first."""
+
+P = ParamSpec("P")
+
+R = TypeVar("R")
 
 
-def resolve_output(
-    verb: str, x: Tensor, out: Tensor | None, shape: Sequence[int] | None = None
-) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
-    """(source, buffer, target, copy_out) for a result of ``shape`` (default: x's) in ``out``, or in ``x`` itself."""
-    if out is None or (out is x and shape is None):
-        buffer, copy_out = output_buffer(verb, x, holds_input=True)
-        return buffer, buffer, x, copy_out
-    target = check_out(verb, out, x, x.shape if shape is None else shape)
-    buffer, copy_out = output_buffer(verb, target, holds_input=False)
-    return copy_if_overlapping(flat(x), buffer), buffer, target, copy_out
+def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, R], Callable[P, Handle[R]]]:
+    """(blocking, asynchronous) form of the verb that ``prepare`` prepares."""
+
+    @functools.wraps(prepare)
+    def blocking(*args: P.args, **kwargs: P.kwargs) -> R:
+        return prepare(*args, **kwargs).run()
+
+    @functools.wraps(prepare)
+    def asynchronous(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+        return prepare(*args, **kwargs).launch()
+
+    name = prepare.__name__.lstrip("_")
+    result = str(inspect.signature(prepare).return_annotation).removeprefix("Operation[").removesuffix("]")
+    _present(blocking, prepare, name, result, _OF_BLOCKING)
+    _present(asynchronous, prepare, f"{name}_async", f"Handle[{result}]", _OF_ASYNC)
+    return blocking, asynchronous
 
 
-def slice_out(verb: str, x: Tensor, out: Tensor | None, size: int) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
-    """(source, buffer, target, copy_out) for a result that is one of ``size`` slices of ``x``; new without ``out``."""
-    check_divisible(verb, x, size)
-    shape = (x.shape[0] // size, *x.shape[1:])
-    return resolve_output(verb, x, x.new_empty(shape, requires_grad=False) if out is None else out, shape)
+def builder(verb: Callable[P, R]) -> Callable[P, Operation[R]]:
+    """The function that prepares the operation of a verb; torch_backend runs such operations in its own order."""
+    prepare: Callable[P, Operation[R]] = inspect.unwrap(verb)
+    return prepare
 
 
-def gathered(
-    verb: str, given: object, out: Tensor | None
-) -> tuple[Tensor, Tensor | None, Callable[[Tensor | None], Any]]:
-    """(source, buffer or None, conclude) for a result whose shape the ranks have yet to tell each other."""
-    x = check_tensor(verb, "x", given)
-    source = flat(x if x.dim() else x.reshape(1))
-    if out is None:
-        return source, None, lambda got: got
-    check_out(verb, out, x, None)
-    buffer, copy_out = output_buffer(verb, out, holds_input=False)
-
-    return copy_if_overlapping(source, buffer), buffer, functools.partial(_result, out, copy_out)
+def _present(form: Any, prepare: Callable[..., Any], name: str, result: str, promise: str) -> None:
+    """Give a form of a verb what ``help()`` shows: name, signature, and the whole contract."""
+    known = inspect.signature(prepare).parameters
+    parameters = [text for parameter, text in _OF_PARAMETERS.items() if parameter in known]
+    form.__name__ = form.__qualname__ = name
+    form.__doc__ = "\n\n".join([inspect.cleandoc(prepare.__doc__ or ""), "\n".join(parameters), promise, _OF_ERRORS])
+    form.__annotations__ = {**prepare.__annotations__, "return": result}
+    form.__signature__ = inspect.signature(prepare).replace(return_annotation=result)
 
 
 def tensor_operation(
@@ -80,11 +106,12 @@ def tensor_operation(
 ) -> Operation[Any]:
     """The operation whose result is ``target``, after ``copy_out``.
 
-    ``x``, as the user gave it and so alike on all ranks, tells size, device and kind of memory.
+    Size, device and kind of memory are those of ``x``, the tensor that the user gave: it is alike on all ranks.
     """
     conclude = None if copy_out is None else functools.partial(_result, target, copy_out)
     num_bytes = x.nbytes
-    served = _flavour(verb, comm, x.device, num_bytes, flavour, is_symmetric=symmetric.find(x) is not None)
+    is_symmetric = symmetric.find(x) is not None
+    served = selector.flavour_for(verb, comm, x.device, num_bytes, symmetric=is_symmetric, name=flavour)
     device = _gpu(verb, x) if x.is_cuda else None
     num_tensors = _TENSORS_BEFORE_OTHERS.get(verb)
     fingerprint = None if num_tensors is None else (verb, served.name, num_bytes, x.dtype, arguments[num_tensors:])
@@ -102,7 +129,7 @@ def gather_operation(
     arguments: tuple[Any, ...],
     conclude: Callable[[Any], Any],
 ) -> Operation[Any]:
-    """The (all)gather of tensors, whose flavour is chosen when all ranks have told their sizes.
+    """The (all)gather of tensors, whose flavour is chosen after the ranks exchange their sizes.
 
     Whether ``x`` is symmetric does not count: a tensor of no rows, which one rank may bring, has no address.
     """
@@ -118,8 +145,8 @@ def gather_operation(
 def number_operation(
     verb: str, comm: Communicator, flavour: str | None, arguments: tuple[Any, ...], conclude: Callable[[Any], Any]
 ) -> Operation[Any]:
-    """The operation on a record, which ``conclude`` turns into a number."""
-    served = _flavour(verb, comm, _CPU, numbers.RECORD_BYTES, flavour)
+    """The operation on the record of a number; ``conclude`` turns the record back into a number."""
+    served = selector.flavour_for(verb, comm, _CPU, numbers.RECORD_BYTES, symmetric=False, name=flavour)
     fingerprint = (verb, served.name, "number", *arguments[1:]) if verb in _TENSORS_BEFORE_OTHERS else None
     return Operation(verb, verb, served, comm, arguments, conclude, numbers.RECORD_BYTES, fingerprint=fingerprint)
 
@@ -139,7 +166,7 @@ def gathered_numbers(
     record = numbers.to_record(x)
     records = record.new_empty((comm.size, numbers.RECORD_BYTES))
     sizes = Sizes.equal(record, comm.size)
-    served = _flavour("allgather", comm, _CPU, records.nbytes, flavour)
+    served = selector.flavour_for("allgather", comm, _CPU, records.nbytes, symmetric=False, name=flavour)
     return Operation(
         verb,
         "allgather",
@@ -155,7 +182,7 @@ def gathered_numbers(
 def reduced_number(
     verb: str, x: Number, out: object, op: str, comm: Communicator, flavour: str | None, root: int | None
 ) -> Operation[Any]:
-    """(all)reduce of numbers: gather the records and reduce them here. With a root, the others keep their ``x``."""
+    """(all)reduce of numbers: an allgather of records, reduced on each rank. With a root, the others keep ``x``."""
     no_out(verb, out)
     check_known_op(verb, op)
 
@@ -166,83 +193,75 @@ def reduced_number(
     return gathered_numbers(verb, comm, flavour, x, conclude, (op,) if root is None else (op, root))
 
 
-def no_out(verb: str, out: object) -> None:
-    """Numbers have no ``out``."""
-    if out is not None:
-        raise TypeError(f"{verb}: a number is returned, not written; leave out= away, or pass x as a tensor")
-
-
 def object_operation(verb: str, comm: Communicator, flavour: str | None, arguments: tuple[Any, ...]) -> Operation[Any]:
-    """The operation on Python objects."""
-    served = _flavour(verb, comm, _CPU, 0, flavour)
+    """The operation on Python objects, which travel by pickle."""
+    served = selector.flavour_for(verb, comm, _CPU, 0, symmetric=False, name=flavour)
     fingerprint = (verb, served.name, "object", *arguments[1:])
     return Operation(verb, verb, served, comm, arguments, lambda got: got, 0, fingerprint=fingerprint)
 
 
-def _flavour(
-    verb: str, comm: Communicator, device: torch.device, num_bytes: int, name: str | None, *, is_symmetric: bool = False
-) -> Flavour:
-    return selector.flavour_for(verb, comm, device, num_bytes, symmetric=is_symmetric, name=name)
+def no_out(verb: str, out: object) -> None:
+    """Raise a TypeError if ``out`` is given with a number."""
+    if out is not None:
+        raise TypeError(f"{verb}: a number is returned, not written; leave out= away, or pass x as a tensor")
 
 
-def _gpu(verb: str, x: Tensor) -> torch.device:
-    """Where ``x`` is. RuntimeError while a graph is being captured."""
-    if devices.of(x.device).is_capturing():
-        raise RuntimeError(
-            f"{verb}: a CUDA graph is being captured, and a collective cannot be part of one: the ranks meet on the "
-            "host. Call it before or after the part that torch.cuda.graph captures"
-        )
-    return x.device
+def resolve_output(
+    verb: str, x: Tensor, out: Tensor | None, shape: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
+    """(source, buffer, target, copy_out) for a result of ``shape`` (default: x's) in ``out``, or in ``x`` itself.
+
+    A flavour reads ``source`` and writes ``buffer``, both flat; ``copy_out``, if any, then fills the ``target``.
+    """
+    if out is None or (out is x and shape is None):
+        buffer, copy_out = output_buffer(verb, x, holds_input=True)
+        return buffer, buffer, x, copy_out
+    target = check_out(verb, out, x, x.shape if shape is None else shape)
+    buffer, copy_out = output_buffer(verb, target, holds_input=False)
+    return copy_if_overlapping(flat(x), buffer), buffer, target, copy_out
 
 
-def _result(target: Tensor, copy_out: Finish | None, _: object) -> Tensor:
-    """What a call that wrote into a buffer of ``target`` returns."""
-    if copy_out is not None:
-        copy_out()
-    return target
+def slice_out(verb: str, x: Tensor, out: Tensor | None, size: int) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
+    """(source, buffer, target, copy_out) for a result that is one of ``size`` slices of ``x``; new without ``out``."""
+    check_divisible(verb, x, size)
+    shape = (x.shape[0] // size, *x.shape[1:])
+    return resolve_output(verb, x, x.new_empty(shape, requires_grad=False) if out is None else out, shape)
+
+
+def gathered(
+    verb: str, given: object, out: Tensor | None
+) -> tuple[Tensor, Tensor | None, Callable[[Tensor | None], Any]]:
+    """(source, buffer or None, conclude) for a result whose shape is known after the ranks exchange their sizes."""
+    x = check_tensor(verb, "x", given)
+    source = flat(x if x.dim() else x.reshape(1))
+    if out is None:
+        return source, None, lambda got: got
+    check_out(verb, out, x, None)
+    buffer, copy_out = output_buffer(verb, out, holds_input=False)
+
+    return copy_if_overlapping(source, buffer), buffer, functools.partial(_result, out, copy_out)
 
 
 def copy_if_overlapping(x: Tensor, buffer: Tensor) -> Tensor:
-    """``x``, or a copy if it shares memory with ``buffer`` without being all of it: MPI forbids that."""
+    """``x``; a copy if ``x`` and ``buffer`` overlap without being the same memory, which MPI forbids."""
     begin, start = x.data_ptr(), buffer.data_ptr()
     overlap = begin < start + buffer.nbytes and start < begin + x.nbytes
     is_same = begin == start and x.nbytes == buffer.nbytes
     return x.clone() if overlap and not is_same else x
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
+def _result(target: Tensor, copy_out: Finish | None, _: object) -> Tensor:
+    """``target``, after ``copy_out`` has filled it from the buffer that the flavour wrote."""
+    if copy_out is not None:
+        copy_out()
+    return target
 
 
-def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, R], Callable[P, Handle[R]]]:
-    """(blocking, asynchronous) form of the verb that ``prepare`` prepares."""
-
-    @functools.wraps(prepare)
-    def blocking(*args: P.args, **kwargs: P.kwargs) -> R:
-        return prepare(*args, **kwargs).run()
-
-    @functools.wraps(prepare)
-    def asynchronous(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:
-        return prepare(*args, **kwargs).launch()
-
-    name = prepare.__name__.lstrip("_")
-    result = str(inspect.signature(prepare).return_annotation).removeprefix("Operation[").removesuffix("]")
-    _present(blocking, prepare, name, result, prepare.__doc__)
-    _present(
-        asynchronous, prepare, f"{name}_async", f"Handle[{result}]", f"Launch ``{name}``; return at once a Handle."
-    )
-    return blocking, asynchronous
-
-
-def builder(verb: Callable[P, R]) -> Callable[P, Operation[R]]:
-    """What prepares the operation of a verb, for those who carry it out in their own way."""
-    prepare: Callable[P, Operation[R]] = inspect.unwrap(verb)
-    return prepare
-
-
-def _present(form: Any, prepare: Callable[..., Any], name: str, result: str, doc: str | None) -> None:
-    """What ``help()`` shows."""
-    form.__name__ = form.__qualname__ = name
-    form.__doc__ = doc
-    form.__annotations__ = {**prepare.__annotations__, "return": result}
-    form.__signature__ = inspect.signature(prepare).replace(return_annotation=result)
+def _gpu(verb: str, x: Tensor) -> torch.device:
+    """The device of ``x``. RuntimeError while a CUDA graph is being captured."""
+    if devices.of(x.device).is_capturing():
+        raise RuntimeError(
+            f"{verb}: a CUDA graph is being captured, and a collective cannot be part of one: the ranks meet on the "
+            "host. Call it before or after the part that torch.cuda.graph captures"
+        )
+    return x.device

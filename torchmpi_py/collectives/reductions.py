@@ -39,7 +39,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """How one (dtype, op) is reduced here: ``partial``, then ``combine(a, b, out=)`` of two partials, then ``result``.
+    """How this process reduces one (dtype, op): ``partial``, then ``combine(a, b, out=)`` of two, then ``result``.
 
     Partials have ``dtype``.
     """
@@ -65,7 +65,7 @@ class Kernel:
         return x.view(self.dtype) if self.encode is None else self.encode(x)
 
     def result(self, total: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        """What to copy into a tensor of ``dtype``, given the reduction over ``num_ranks``; it overwrites ``total``."""
+        """The values for a tensor of ``dtype``, from the reduction over ``num_ranks``. Overwrites ``total``."""
         if self.divide:
             total.div_(num_ranks)
         return total.view(dtype) if self.decode is None else self.decode(total)
@@ -83,7 +83,7 @@ class Kernel:
         out.copy_(self.result(total, len(sources), out.dtype))
 
     def _reduce_plain(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        """The last step writes ``out``, so that one that is a source has been read by then."""
+        """Only the last step writes ``out``, so that an ``out`` which is a source has been read by then."""
         if len(sources) == 1:
             out.copy_(sources[0])
             return
@@ -99,7 +99,7 @@ class Kernel:
 
 @functools.cache
 def kernel(dtype: torch.dtype, op: str) -> Kernel:
-    """The arithmetic for a dtype and an op that ``tensors.check_op`` has let through."""
+    """The arithmetic for a dtype and an op that ``tensors.check_op`` accepts."""
     wire_dtype, encode, decode = form(dtype, op)
     if wire_dtype == torch.bool:
         op = BOOL_OPS[op]
@@ -116,7 +116,7 @@ def kernel(dtype: torch.dtype, op: str) -> Kernel:
 
 
 def form(dtype: torch.dtype, op: str) -> tuple[torch.dtype, Code | None, Code | None]:
-    """(dtype that it is reduced in, encode, decode); without the two, values are reduced as they lie."""
+    """(dtype of partial results, encode, decode); without the two, values are reduced as they lie in memory."""
     if op in ("land", "lor") and dtype != torch.bool:
         return torch.bool, lambda x: x.to(torch.bool), lambda wire: wire
     accumulate = dtype

@@ -1,4 +1,7 @@
-"""Every flavour of the package, in one list; what each can do here, and why not."""
+"""The list of all flavours, and what each can do here.
+
+A new flavour takes a file in ``flavours/`` and a row in ``FLAVOURS``.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class AvailabilityRow:
 
 
 class Table(tuple[AvailabilityRow, ...]):
-    """The rows; print it for a table."""
+    """The rows of ``availability``; its ``str`` is a table with a line for each."""
 
     def __str__(self) -> str:
         lines = [f"{'verb':17} {'device':7} {'flavour':13} status"]
@@ -49,7 +52,7 @@ class Table(tuple[AvailabilityRow, ...]):
 def availability(comm: Communicator | None = None) -> Table:
     """What every flavour can do on ``comm`` (default: the current level), with the reason for every "no".
 
-    A table of verb, device, flavour and status; print it. It is computed, and asks nothing of other ranks.
+    A table of verb, device, flavour and status; print it. No other rank needs to call this.
     """
     resolved = resolve(comm)
     return Table(
@@ -61,7 +64,7 @@ def availability(comm: Communicator | None = None) -> Table:
 
 
 def status(flavour: Flavour, verb: str, device: str, comm: Communicator) -> str:
-    """In words: available, unimplemented, or unavailable and why."""
+    """The text "available", "unimplemented", or "unavailable: " and the reason."""
     if not flavour.implements(verb):
         return "unimplemented"
     if device not in flavour.devices:

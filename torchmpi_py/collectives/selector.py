@@ -1,10 +1,10 @@
 """The selector: which flavour carries out a call that forces none.
 
-It is data. For a verb, a scope (``node``: all ranks on one node; ``nodes``: several), and whether the tensors are
-symmetric, an ordered list of choices: up to so many bytes, this flavour, for this reason. The table is filled from the
-defaults below, from what ``autotune`` measured on this machine, and by assignment. Looking up costs a dictionary access
-and a bisect; nothing is asked of other ranks, so the table, the size and the memory that a tensor lies in must be the
-same on all of them.
+The selector is data: for a verb, a scope (``node``: all ranks on one node; ``nodes``: several), and whether the tensors
+are symmetric, it has an ordered list of choices: up to so many bytes, this flavour, for this reason. The table is
+filled from the defaults below, from what ``autotune`` measured on this machine, and by assignment. A look-up costs a
+dictionary access and a bisect, without communication, so the table, the size and the memory that a tensor lies in must
+be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCOPES = ("node", "nodes")
 
 
 class Choice(NamedTuple):
-    """Up to ``max_bytes`` (the last one's is infinite) take ``flavour``; ``why`` is for the reader."""
+    """The ``flavour`` for up to ``max_bytes`` (infinite in the last choice); ``why`` is for people."""
 
     max_bytes: float
     flavour: str
@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a list of choices is for."""
+    """The calls that a list of choices holds for."""
 
     verb: str
     scope: str = "node"
@@ -46,7 +46,7 @@ class Key(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The choices that are available for one communicator."""
+    """The choices that one communicator has: flavours, each up to a limit in bytes."""
 
     limits: list[float]
     flavours: list[Flavour]
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 
 ASSIGNED = "assigned"
-"""Why a flavour is chosen that the program has chosen."""
+"""The reason (``Choice.why``) of a flavour that the program has assigned."""
 
 
 class Selector:
@@ -115,10 +115,13 @@ class Selector:
 
         A name is an order: no other flavour takes its place.
         """
-        return self.plan(verb, comm, device, symmetric=symmetric, name=name).flavour_for(num_bytes)
+        plan = comm.plans.get((self._generation, verb, device, symmetric, name))
+        limits, flavours = plan or self.plan(verb, comm, device, symmetric=symmetric, name=name)
+        chosen: Flavour = flavours[bisect.bisect_left(limits, num_bytes)]
+        return chosen
 
     def plan(self, verb: str, comm: Communicator, device: torch.device, *, symmetric: bool, name: str | None) -> Plan:
-        """What ``flavour_for`` goes by as things stand, for when the size is not known yet."""
+        """The choices of ``flavour_for``, for calls whose size is not known yet."""
         key = (self._generation, verb, device, symmetric, name)
         plan = comm.plans.get(key)
         if plan is None:
@@ -132,7 +135,7 @@ class Selector:
         scope = "node" if comm.num_nodes == 1 else "nodes"
         chosen = self._choices(Key(verb, scope, symmetric, device.type))
         if device.type == "cpu" and comm.size == 1 and chosen[0].why != ASSIGNED:
-            chosen = []  # there is nothing to share: the first of the others, stock MPI, does not copy
+            chosen = []  # one rank: the first of the others, stock MPI, does not copy
         wanted = [*chosen, *others]
         wanted = wanted if name is None else [Choice(math.inf, name, "")]
         statuses = {choice.flavour: status(BY_NAME[choice.flavour], verb, device.type, comm) for choice in wanted}
@@ -140,9 +143,9 @@ class Selector:
         if not usable:
             kind = Unimplemented if name is not None and statuses[name] == "unimplemented" else Unavailable
             reasons = "; ".join(f"{flavour}: {reason}" for flavour, reason in statuses.items())
-            raise kind(f"{verb} of a tensor on {device}: no flavour can do it ({reasons})")
+            raise kind(f"{verb} of a tensor on {device}: no flavour can do it ({reasons})").of_call(verb, comm)
         limits = [choice.max_bytes for choice in usable]
-        num_used = limits.index(math.inf) + 1  # the choices behind that one are for when it is not available
+        num_used = limits.index(math.inf) + 1  # the choices after the first one without limit are never reached
         return Plan(limits[:num_used], [BY_NAME[choice.flavour] for choice in usable[:num_used]])
 
 
@@ -188,7 +191,7 @@ def _up_to(limit: float) -> str:
 
 
 def _defaults() -> dict[Key, list[Choice]]:
-    """What holds until something is measured here: crossovers of 2 and 4 ranks with Open MPI 5 on two cores."""
+    """The table before ``autotune``: crossovers measured with 2 and 4 ranks, Open MPI 5, two cores."""
     crossovers = {  # the flavour for larger sizes, and from where: ordinary tensors, symmetric ones
         "allreduce": ("shared", 16 << 20, 32 << 10),
         "broadcast": ("shared", 16 << 20, 4 << 20),

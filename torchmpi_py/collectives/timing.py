@@ -1,7 +1,7 @@
 """Times of alternatives that take turns: machine load then hits all of them alike, and ratios within a run hold.
 
-The autotuner and the bench measure with this, and with nothing else. A call on GPU tensors returns when its work has
-been queued; ``until_done`` makes a call of it that returns when the work is done.
+The autotuner and the bench measure with these functions alone. A call on GPU tensors returns when its work has been
+queued; ``until_done`` makes from it a call that returns when the work is done.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def interleaved(
     turns += [_turn(comm, calls, turn) for turn in range(1, num_turns)]
     times = np.array(turns, dtype=np.float64)
     slowest = np.empty_like(times)
-    comm.Allreduce(times, slowest, _max())
+    comm.Allreduce(times, slowest, MPI.MAX)
     return {name: column.tolist() for name, column in zip(functions, slowest.T, strict=True)}
 
 
@@ -89,9 +89,4 @@ def _turn(comm: MPI.Comm, calls: Sequence[_BeforeAndCall], turn: int) -> list[fl
 
 
 def _nothing() -> None:
-    """What is called before a function when nothing is."""
-
-
-def _max() -> MPI.Op:
-
-    return MPI.MAX
+    """The call before a function that needs none."""

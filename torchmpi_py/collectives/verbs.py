@@ -1,4 +1,4 @@
-"""The verbs: what each accepts, returns, promises and raises is written here, once, for all flavours.
+"""The verbs: what each accepts, returns, guarantees and raises, written once for all flavours.
 
 Every verb comes in two forms with the same arguments: ``mpi.<verb>`` returns the result, ``mpi.<verb>_async`` returns
 at once a Handle whose ``wait()`` returns it. What holds for all:
@@ -19,12 +19,10 @@ at once a Handle whose ``wait()`` returns it. What holds for all:
   "and".
 - ``flavour`` forces one; else ``mpi.selector`` chooses by verb, size and place. A tensor from ``symmetric_empty`` on
   one rank meets one on every rank.
+- Python objects (``broadcast_object``, ``allgather_object``) travel by pickle and come from the other ranks of the job:
+  trust them as you trust your own program.
 - A wrong argument is a TypeError or ValueError on every rank before anything is sent; NotStarted before ``start``;
   CommunicatorError if MPI fails.
-
-Verbs for Python objects: as in ``verbs``, every rank makes the same calls, and each has an asynchronous twin.
-
-Objects travel by pickle and come from the other ranks of the job: trust them as you trust your own program.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour
     """Overwrite ``x`` on every rank by the ``x`` of ``root``. Returns ``x`` (or root's number)."""
     comm = resolve(comm)
     root = check_rank("broadcast", "root", root, comm.size)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         record = numbers.to_record(x)
         return number_operation("broadcast", comm, flavour, (record, root), lambda _: numbers.from_record(record))
     tensor = check_tensor("broadcast", "x", x)
@@ -79,9 +77,12 @@ def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour
 def _allreduce(
     x: T, *, out: Tensor | None = None, op: str = "sum", comm: Communicator | None = None, flavour: str | None = None
 ) -> Operation[T]:
-    """Reduce the ``x`` of all ranks with ``op``; every rank gets the result, in ``out`` if given, else in ``x``."""
+    """Reduce the ``x`` of all ranks with ``op``; every rank gets the result, in ``out`` if given, else in ``x``.
+
+    Returns ``out``, or ``x``; for a number, the number.
+    """
     comm = resolve(comm)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         return reduced_number("allreduce", x, out, op, comm, flavour, None)
     tensor = check_tensor("allreduce", "x", x)
     check_op("allreduce", op, tensor.dtype)
@@ -104,7 +105,7 @@ def _reduce(
     """
     comm = resolve(comm)
     root = check_rank("reduce", "root", root, comm.size)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         return reduced_number("reduce", x, out, op, comm, flavour, root)
     tensor = check_tensor("reduce", "x", x)
     check_op("reduce", op, tensor.dtype)
@@ -126,7 +127,7 @@ def _allgather(
     row; a number gives the list of all numbers. RanksDisagree if dtypes or other dimensions differ.
     """
     comm = resolve(comm)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         no_out("allgather", out)
         return gathered_numbers("allgather", comm, flavour, x, lambda values: values)
     source, buffer, conclude = gathered("allgather", x, out)
@@ -136,10 +137,15 @@ def _allgather(
 def _gather(
     x: T, root: int = 0, *, out: Tensor | None = None, comm: Communicator | None = None, flavour: str | None = None
 ) -> Operation[Any]:
-    """As ``allgather``, for ``root`` alone. The other ranks get None, and their ``out`` is not written."""
+    """Concatenate the ``x`` of all ranks along dim 0, in rank order, on ``root``; dim-0 sizes may differ, 0 included.
+
+    Root's result is ``out``, which must have the shape of the result, or a new tensor; a number gives the list of all
+    numbers. The other ranks get None, and their ``out`` is not written. RanksDisagree if dtypes or other dimensions
+    differ.
+    """
     comm = resolve(comm)
     root = check_rank("gather", "root", root, comm.size)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         no_out("gather", out)
         return gathered_numbers(
             "gather", comm, flavour, x, lambda values: values if comm.rank == root else None, (root,)
@@ -189,7 +195,10 @@ def _scatter(
 def _alltoall(
     x: Tensor, *, out: Tensor | None = None, comm: Communicator | None = None, flavour: str | None = None
 ) -> Operation[Tensor]:
-    """Slice s of the result is this rank's slice of rank s's ``x``, of ``size`` equal slices along dim 0."""
+    """Slice s of the result is this rank's slice of rank s's ``x``, of ``size`` equal slices along dim 0.
+
+    Returns ``out``, of the shape of ``x``, or ``x`` itself, which is overwritten then.
+    """
     comm = resolve(comm)
     check_divisible("alltoall", check_tensor("alltoall", "x", x), comm.size)
     source, buffer, target, copy_out = resolve_output("alltoall", x, out)
@@ -203,12 +212,12 @@ def _sendreceive(
 ) -> Operation[T]:
     """Send ``x`` to ``destination`` and replace it by what ``source`` sends.
 
-    Every rank that is named by another one has to call it too; a ring shift is ``sendreceive(x, rank-1, rank+1)``.
+    Every rank that another rank names makes the call too; a ring shift is ``sendreceive(x, rank-1, rank+1)``.
     """
     comm = resolve(comm)
     source = check_rank("sendreceive", "source", source, comm.size)
     destination = check_rank("sendreceive", "destination", destination, comm.size)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         sent = numbers.to_record(x)
         got = torch.empty_like(sent)
         return number_operation(
@@ -227,7 +236,7 @@ def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: 
     """
     comm = resolve(comm)
     destination = check_rank("send", "destination", destination, comm.size)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         record = numbers.to_record(x)
         return number_operation("send", comm, flavour, (record, destination), lambda _: numbers.from_record(record))
     tensor = check_tensor("send", "x", x)
@@ -239,7 +248,7 @@ def _recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str |
     """Overwrite ``x`` by what ``source`` sends with ``send``: a tensor of the same dtype and shape, or a number."""
     comm = resolve(comm)
     source = check_rank("recv", "source", source, comm.size)
-    if numbers.is_number(x):
+    if not isinstance(x, Tensor) and numbers.is_number(x):
         record = numbers.to_record(x)
         return number_operation("recv", comm, flavour, (record, source), lambda _: numbers.from_record(record))
     tensor = check_tensor("recv", "x", x)
@@ -263,7 +272,7 @@ recv, recv_async = blocking_and_async(_recv)
 def _broadcast_object(
     obj: object, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None
 ) -> Operation[Any]:
-    """Return root's object; the other ranks pass anything."""
+    """Return root's object; the other ranks pass anything. Objects travel by pickle."""
     comm = resolve(comm)
     root = check_rank("broadcast_object", "root", root, comm.size)
     return object_operation("broadcast_object", comm, flavour, (obj, root))
@@ -272,7 +281,7 @@ def _broadcast_object(
 def _allgather_object(
     obj: object, *, comm: Communicator | None = None, flavour: str | None = None
 ) -> Operation[list[Any]]:
-    """Return the list of all ranks' objects, in rank order; they must be picklable."""
+    """Return the list of all ranks' objects, in rank order. Objects travel by pickle."""
     return object_operation("allgather_object", resolve(comm), flavour, (obj,))
 
 

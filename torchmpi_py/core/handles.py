@@ -106,7 +106,8 @@ class Handle(ABC, Generic[R]):
             timeout_seconds = config.current.deadline_seconds
         if not self._complete(timeout_seconds):
             state = f"{self._label} is not complete after {timeout_seconds:g} s; it goes on, wait again for its result"
-            raise CollectiveTimeout(f"{state}. {self.late_ranks()}")
+            verb, comm = getattr(self._label, "name", None), getattr(self._label, "comm", None)
+            raise CollectiveTimeout(f"{state}. {self.late_ranks()}").of_call(verb, comm)
         if self._error is not None:
             self._error_was_seen = True
             raise self._error.with_traceback(self._traceback)  # the same traceback, however often the error is raised

@@ -144,7 +144,7 @@ def output_buffer(verb: str, target: Tensor, *, holds_input: bool) -> tuple[Tens
     With ``holds_input`` the flat memory starts with the values of ``target``.
     """
     increment_version(target)  # so that autograd notices what MPI writes behind its back
-    if is_flat(target):
+    if target.is_contiguous() and not target.is_neg() and not target.is_conj():  # ``is_flat``, without a call
         return target.detach() if target.requires_grad else target, None
     check_writable(verb, target)
     plain = target.detach()

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py.collectives import mpi_buffers
 from torchmpi_py.collectives.flavours import mpi_steps
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.collectives.registry import BY_NAME
@@ -120,7 +119,7 @@ def _post_send(mpi: MPI.Comm, x: Tensor, destination: int, tag: int) -> list[Any
     """As ``mpi_steps.post_send``, but a tensor without elements makes a message too."""
     if x.numel():
         return mpi_steps.post_send(mpi, x, destination, tag)
-    return [mpi.Isend([bytearray(), mpi_buffers.byte()], destination, tag)]
+    return [mpi.Isend([bytearray(), MPI.BYTE], destination, tag)]
 
 
 def _post_recv(mpi: MPI.Comm, x: Tensor, source: int, tag: int) -> list[Any]:

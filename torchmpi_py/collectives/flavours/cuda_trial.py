@@ -1,8 +1,8 @@
 """A program that tries whether this MPI takes addresses of GPU memory: ``python cuda_trial.py cuda:0``.
 
 It is a process, and a job of one rank, of its own: an MPI that takes such an address for one of the host crashes. So
-each trial is announced on standard output before it is made; who started the program reads there where it ended, and
-how. It imports nothing of the package, and runs on the host (``cpu``) as well.
+each trial is announced on standard output before it is made; the parent reads there where the program ended, and how.
+The program imports nothing of the package, and runs on the host (``cpu``) as well.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchmpi_py.core.mpi_api import MPI
-
-MARK = "cuda_trial:"  # before what is meant for who started this; an MPI may write on standard output too
+MARK = "cuda_trial:"  # before lines for the parent; an MPI may write on standard output too
 TRYING, WRONG, FAILED, RIGHT = "trying", "wrong", "failed", "right"
-LAST_SECONDS = 120  # whoever waited for it may have been killed
+LAST_SECONDS = 120  # the parent may have been killed
 
 Trial = Callable[[Any, str, int], bool]  # (MPI, device, number of elements) -> whether the values are right
 
@@ -25,7 +23,7 @@ Trial = Callable[[Any, str, int], bool]  # (MPI, device, number of elements) -> 
 def exchange(mpi: Any, device: str, count: int) -> bool:
     """A message to itself."""
     given, taken = _values(count, 1, device), _values(count, 0, device)
-    _settle(device)
+    _synchronize(device)
     mpi.COMM_SELF.Sendrecv(_message(mpi, given, mpi.BYTE), 0, 0, _message(mpi, taken, mpi.BYTE), 0, 0)
     return _is_multiple(taken, 1)
 
@@ -33,7 +31,7 @@ def exchange(mpi: Any, device: str, count: int) -> bool:
 def allreduce(mpi: Any, device: str, count: int) -> bool:
     """The sum over one rank."""
     given, taken = _values(count, 3, device), _values(count, 0, device)
-    _settle(device)
+    _synchronize(device)
     mpi.COMM_SELF.Allreduce(_message(mpi, given, mpi.FLOAT), _message(mpi, taken, mpi.FLOAT), mpi.SUM)
     return _is_multiple(taken, 3)
 
@@ -41,7 +39,7 @@ def allreduce(mpi: Any, device: str, count: int) -> bool:
 def reduce_local(mpi: Any, device: str, count: int) -> bool:
     """A sum of two arrays: what a reduction over several ranks is made of."""
     given, summed = _values(count, 2, device), _values(count, 5, device)
-    _settle(device)
+    _synchronize(device)
     mpi.SUM.Reduce_local(_message(mpi, given, mpi.FLOAT), _message(mpi, summed, mpi.FLOAT))
     return _is_multiple(summed, 7)
 
@@ -51,7 +49,7 @@ COUNTS = (16, 1 << 18)  # 64 bytes go at once; 1 MiB by the way for large messag
 
 
 def reports(mpi: Any, device: str) -> Iterator[str]:
-    """What to tell, in order: each trial before it is made, and the end."""
+    """The lines for the parent, in order: each trial before it is made, and the end."""
     for count in COUNTS:
         for name, trial in TRIALS.items():
             what = f"{name} of {4 * count} bytes"
@@ -84,7 +82,7 @@ def _message(mpi: Any, x: Any, mpi_type: Any) -> list[Any]:
     return [mpi.memory.fromaddress(x.data_ptr(), x.nbytes), mpi_type]
 
 
-def _settle(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device != "cpu":
         import torch
 
@@ -92,7 +90,7 @@ def _settle(device: str) -> None:
 
 
 def main(device: str) -> None:
-    """Take the GPU, then start MPI, in the order of ``start(with_cuda=True)``; try, and tell."""
+    """Take the GPU, then start MPI, in the order of ``start(with_cuda=True)``; make the trials and report each."""
     signal.alarm(LAST_SECONDS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an answer
     del sys.path[0]  # the folder of this file, whose names are not meant for others
@@ -101,6 +99,7 @@ def main(device: str) -> None:
     if device != "cpu":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
+    from mpi4py import MPI
 
     for report in reports(MPI, device):
         sys.stdout.write(f"{MARK} {report}\n")

@@ -1,28 +1,26 @@
-"""The ranks of a channel that can map each other's GPU memory, and how they let each other at their tensors.
+"""Flavour ``cudaipc``: collectives through GPU memory that the ranks of a node map, several ranks to a GPU or one.
 
-In an *exchange* every rank shows the others a tensor of equal size and form: ``rows`` rows, of which all or some
-*columns* at a time. It is the caller's own where that is symmetric on all ranks (its *home*), and then all columns are
-shown at once. Else it is a piece of the channel's *scratch* memory, as large as the largest tensor so far, up to
-``Tuning.gpu_scratch_bytes``; a larger tensor takes several pieces. The steps, for a piece:
+Reductions and moves over peer views, as in flavour ``shared``, on the caller's stream (``two_shot.py``). allreduce is
+done in place where the result is symmetric: each rank reduces the slice that it owns and stores it into all peers. In
+the other verbs every rank reads what it needs from the ranks that have it. On S bytes a rank an allreduce reads S and
+writes S, and copies S in and out of scratch memory if its result is not symmetric.
+
+Every verb is an *exchange*, in which every rank shows the others a tensor of equal size and form: ``rows`` rows, of
+which all or some *columns* at a time. The tensor is the caller's own where that is symmetric on all ranks (its *home*),
+and then all columns are shown at once. Else it is a piece of the channel's *scratch* memory, as large as the largest
+tensor so far, up to ``Tuning.gpu_scratch_bytes``; a larger tensor takes several pieces. The steps, for a piece:
 
 1. ``fill``: put this rank's columns there, on the current stream; record the event READY
-2. the ranks meet (the first time they also find out whether they show homes or scratch); follow all READY events
+2. barrier (the first one also compares headers, and shows whether all have homes); follow all READY events
 3. ``work`` on the tensors of all ranks; record the event DONE
-4. the ranks meet; follow all DONE events; ``drain``: fetch what the others left here
+4. barrier; follow all DONE events; ``drain``: fetch what the others left here
 
 Exchanges may run on one stream now and on another then: each first follows the one before it. So the host takes two
-meetings a piece, whatever the number of ranks, and waits for no GPU. Where a rank cannot show
-anything before the first meeting, because scratch must be made or grown, or where kinds differ, it takes a third.
+barriers a piece, whatever the number of ranks, and waits for no GPU. Where a rank cannot show anything before the first
+barrier, because scratch must be made or grown, or where kinds of memory differ, the exchange takes a third barrier.
 
-Flavour ``cudaipc``: collectives through GPU memory that the ranks of a node map, several ranks to a GPU or one.
-
-Reductions and moves over peer views, as in flavour ``shared``, on the caller's stream (``two_shot.py``), in exchanges
-(``ipc_group.py``). allreduce is done in place where the result is symmetric: each rank reduces the slice that it owns
-and stores it into all peers. In the other verbs every rank reads what it needs from those who have it. On S bytes a
-rank an allreduce reads S and writes S, and copies S in and out of scratch memory if its result is not symmetric.
-
-After TorchMPI's cudaIPC collectives (reference 3.11, 3.12), rings which met on the host 2 (P-1) + 1 times and ordered
-them after the local stream alone; here they meet twice, and all streams are followed.
+After TorchMPI's cudaIPC collectives, rings which met on the host 2 (P-1) + 1 times and ordered them after the local
+stream alone; here ranks meet twice, and all streams are followed.
 """
 
 from __future__ import annotations
@@ -47,129 +45,6 @@ from torchmpi_py.memory import devices, gpus, symmetric
 from torchmpi_py.memory.cuda_ipc import DONE, READY, peer_events
 
 _LEAST_BYTES = 1 << 20
-
-
-def _nothing(shown: Tensor, begin: int, end: int) -> None:
-    """There is nothing to put there, or to fetch."""
-
-
-@dataclasses.dataclass
-class IpcExchange:
-    """What a verb wants done. The callbacks get tensors of shape (rows, end - begin): columns ``begin`` to ``end``."""
-
-    what: str
-    x: Tensor
-    count: int  # elements, equal on all ranks if they do the same
-    rows: int
-    columns: int
-    work: Callable[[Sequence[Tensor], int, int], None]
-    home: Tensor | None = None
-    fill: Callable[[Tensor, int, int], None] = _nothing
-    drain: Callable[[Tensor, int, int], None] = _nothing
-
-
-class IpcGroup:
-    """A channel whose ranks can map each other's memory on ``device``; kept with the channel."""
-
-    def __init__(self, channel: Channel, device: torch.device) -> None:
-        self.node = channel.keep(NodeGroup, NodeGroup)
-        self.rank, self.size = channel.rank, channel.size
-        self._channel, self._device = channel, device
-        self._events = peer_events(channel, device)
-        self._scratch: Tensor | None = None
-        self._most_bytes = sys.maxsize  # of scratch that there is memory for
-
-    def run(self, exchange: IpcExchange) -> None:
-        """Carry out an exchange, on the current stream. Collective."""
-        self._events.enter()
-        try:
-            self._carry_out(exchange)
-        finally:
-            self._events.leave()
-
-    def _carry_out(self, exchange: IpcExchange) -> None:
-        shown = self._shown_first(exchange)
-        if shown is not None:
-            exchange.fill(shown, 0, shown.shape[1])
-        self._events.record(READY)
-        place = exchange.x[:0] if shown is None else shown.reshape(-1)  # what is empty lies nowhere
-        met = self.node.meet(exchange.what, place, count=exchange.count)
-        if not exchange.count:
-            self.node.barrier()  # all have read what was told
-            return
-        if met.read is None:
-            shown = None
-            self._make_room(_bytes(exchange))
-        elif shown is not None and shown.shape[1] == exchange.columns:
-            self._finish(exchange, shown, met.read, 0, exchange.columns)
-            return
-        for begin, end in chunks(0, exchange.columns, self._step(exchange)):
-            if begin or shown is None:
-                shown = self._piece(exchange, end - begin)
-                exchange.fill(shown, begin, end)
-                self._events.record(READY)
-                self.node.barrier()
-            self._finish(exchange, shown, [0] * self.size, begin, end)
-
-    def _shown_first(self, exchange: IpcExchange) -> Tensor | None:
-        """The home; else the first piece of scratch, unless there is not enough."""
-        if exchange.home is not None:
-            found = symmetric.find(exchange.home)
-            if found is not None and self.node.is_within(found[0]):
-                return exchange.home.view(exchange.rows, exchange.columns)
-        if self._scratch is None or not exchange.count or self._scratch.numel() < self._wanted_bytes(_bytes(exchange)):
-            return None
-        return self._piece(exchange, min(exchange.columns, self._step(exchange)))
-
-    def _finish(self, exchange: IpcExchange, shown: Tensor, offsets: Sequence[int], begin: int, end: int) -> None:
-        """What follows the meeting at which all had filled what they show."""
-        views = [view.view(shown.shape) for view in self.node.views(shown.view(-1), offsets)]
-        self._events.follow(READY)
-        exchange.work(views, begin, end)
-        self._events.record(DONE)
-        self.node.barrier()
-        self._events.follow(DONE)
-        exchange.drain(shown, begin, end)
-
-    def _step(self, exchange: IpcExchange) -> int:
-        """Columns in a piece of scratch."""
-        assert self._scratch is not None, "scratch was made before it is cut up"
-        return max(1, self._scratch.numel() // (exchange.rows * exchange.x.itemsize))
-
-    def _piece(self, exchange: IpcExchange, columns: int) -> Tensor:
-        assert self._scratch is not None, "scratch was made before it is cut up"
-        num_bytes = exchange.rows * columns * exchange.x.itemsize
-        return self._scratch[:num_bytes].view(exchange.x.dtype).view(exchange.rows, columns)
-
-    def _make_room(self, num_bytes: int) -> None:
-        """Let the scratch be as large as it should be, or as there is memory for. Collective; equal on all ranks."""
-        wanted = self._wanted_bytes(num_bytes)
-        while self._scratch is None or self._scratch.numel() < wanted:
-            former, self._scratch = self._scratch, None
-            del former  # first, so that there is room for the new one
-            try:
-                self._scratch = symmetric.memory(self._channel, wanted, self._device)
-            except Unavailable:
-                wanted //= 2
-                if wanted < _LEAST_BYTES:
-                    raise
-                self._most_bytes = wanted
-
-    def _wanted_bytes(self, num_bytes: int) -> int:
-        """The size of scratch for tensors of so many bytes: powers of two, so that it grows seldom."""
-        limit = max(_LEAST_BYTES, config.current.gpu_scratch_bytes)
-        return min(limit, self._most_bytes, max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()))
-
-    def free(self) -> None:
-        """Let go of scratch memory and events, when no GPU waits for an event any more."""
-        devices.of(self._device).synchronize()
-        self._channel.mpi.Barrier()
-        self._scratch = None
-        del self._events
-
-
-def _bytes(exchange: IpcExchange) -> int:
-    return exchange.rows * exchange.columns * exchange.x.itemsize
 
 
 class CudaIpc(Flavour):
@@ -286,7 +161,7 @@ def _gather(group: IpcGroup, x: Tensor, parts: Sequence[Tensor], sizes: Sizes) -
 
 
 def _showing(what: str, x: Tensor, work: object, *, shows: bool = True) -> IpcExchange:
-    """The exchange in which ranks only read; those that do not show anything have nothing to copy."""
+    """The exchange of a verb whose ranks only read; with ``shows`` False this rank has nothing that others read."""
     exchange = IpcExchange(what, x, x.numel(), x.shape[0], x.shape[1], work, home=x)  # type: ignore[arg-type]
     if shows:
         exchange.fill = lambda shown, begin, end: _copy(shown, x[:, begin:end])
@@ -294,10 +169,137 @@ def _showing(what: str, x: Tensor, work: object, *, shows: bool = True) -> IpcEx
 
 
 def _copy(destination: Tensor, source: Tensor) -> None:
-    """Unless they are the same memory."""
+    """Copy, unless both are the same memory."""
     if destination.data_ptr() != source.data_ptr():
         destination.copy_(source)
 
 
 def _group(channel: Channel, x: Tensor) -> IpcGroup:
     return channel.keep((IpcGroup, x.device), lambda made: IpcGroup(made, x.device))
+
+
+def _nothing(shown: Tensor, begin: int, end: int) -> None:
+    """``fill`` or ``drain`` of a verb that has nothing to copy."""
+
+
+@dataclasses.dataclass
+class IpcExchange:
+    """An exchange, as a verb describes it. The callbacks get tensors of shape (rows, end - begin): these columns."""
+
+    what: str
+    x: Tensor
+    count: int  # elements, equal on all ranks if they do the same
+    rows: int
+    columns: int
+    work: Callable[[Sequence[Tensor], int, int], None]
+    home: Tensor | None = None
+    fill: Callable[[Tensor, int, int], None] = _nothing
+    drain: Callable[[Tensor, int, int], None] = _nothing
+
+
+class IpcGroup:
+    """A channel whose ranks can map each other's memory on ``device``; kept with the channel."""
+
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        self.node = channel.keep(NodeGroup, NodeGroup)
+        self.rank, self.size = channel.rank, channel.size
+        self._channel, self._device = channel, device
+        self._events = peer_events(channel, device)
+        self._scratch: Tensor | None = None
+        self._most_bytes = sys.maxsize  # of scratch that there is memory for
+
+    def run(self, exchange: IpcExchange) -> None:
+        """Carry out an exchange, on the current stream. Collective."""
+        self._events.enter()  # follow the exchange before this one, which may have run on another stream
+        try:
+            self._carry_out(exchange)
+        finally:
+            self._events.leave()
+
+    def _carry_out(self, exchange: IpcExchange) -> None:
+        # Step 1, of the first piece: fill what this rank shows, if it can show something yet.
+        shown = self._shown_first(exchange)
+        if shown is not None:
+            exchange.fill(shown, 0, shown.shape[1])
+        self._events.record(READY)
+        # Step 2: the headers have the place of what is shown; an empty tensor has none.
+        place = exchange.x[:0] if shown is None else shown.reshape(-1)
+        headers = self.node.exchange_headers(exchange.what, place, count=exchange.count)
+        if not exchange.count:
+            self.node.barrier()  # no rank may change its header before all have read it
+            return
+        if headers.read is None:
+            # Kinds differ, or a rank has too little scratch: all ranks go by scratch, and start again with step 1.
+            shown = None
+            self._make_room(_bytes(exchange))
+        elif shown is not None and shown.shape[1] == exchange.columns:
+            # One piece was enough: homes, or a tensor that fits into scratch.
+            self._finish(exchange, shown, headers.read, 0, exchange.columns)
+            return
+        for begin, end in chunks(0, exchange.columns, self._step(exchange)):
+            if begin or shown is None:  # steps 1 and 2 of the further pieces
+                shown = self._piece(exchange, end - begin)
+                exchange.fill(shown, begin, end)
+                self._events.record(READY)
+                self.node.barrier()
+            self._finish(exchange, shown, [0] * self.size, begin, end)
+
+    def _shown_first(self, exchange: IpcExchange) -> Tensor | None:
+        """The home; else the first piece of scratch, unless there is not enough."""
+        if exchange.home is not None:
+            found = symmetric.find(exchange.home)
+            if found is not None and self.node.is_within(found[0]):
+                return exchange.home.view(exchange.rows, exchange.columns)
+        if self._scratch is None or not exchange.count or self._scratch.numel() < self._wanted_bytes(_bytes(exchange)):
+            return None
+        return self._piece(exchange, min(exchange.columns, self._step(exchange)))
+
+    def _finish(self, exchange: IpcExchange, shown: Tensor, offsets: Sequence[int], begin: int, end: int) -> None:
+        """Steps 2 (after the barrier), 3 and 4 of a piece; ``offsets``: of each rank's tensor in the segment."""
+        views = [view.view(shown.shape) for view in self.node.views(shown.view(-1), offsets)]
+        self._events.follow(READY)  # this rank's stream waits until the streams of all ranks have filled
+        exchange.work(views, begin, end)
+        self._events.record(DONE)
+        self.node.barrier()
+        self._events.follow(DONE)  # and until no stream reads or writes this rank's tensor any more
+        exchange.drain(shown, begin, end)
+
+    def _step(self, exchange: IpcExchange) -> int:
+        """Columns in a piece of scratch."""
+        assert self._scratch is not None, "scratch was made before it is cut up"
+        return max(1, self._scratch.numel() // (exchange.rows * exchange.x.itemsize))
+
+    def _piece(self, exchange: IpcExchange, columns: int) -> Tensor:
+        assert self._scratch is not None, "scratch was made before it is cut up"
+        num_bytes = exchange.rows * columns * exchange.x.itemsize
+        return self._scratch[:num_bytes].view(exchange.x.dtype).view(exchange.rows, columns)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Let the scratch be as large as it should be, or as there is memory for. Collective; equal on all ranks."""
+        wanted = self._wanted_bytes(num_bytes)
+        while self._scratch is None or self._scratch.numel() < wanted:
+            former, self._scratch = self._scratch, None
+            del former  # first, so that there is room for the new one
+            try:
+                self._scratch = symmetric.memory(self._channel, wanted, self._device)
+            except Unavailable:
+                wanted //= 2
+                if wanted < _LEAST_BYTES:
+                    raise
+                self._most_bytes = wanted
+
+    def _wanted_bytes(self, num_bytes: int) -> int:
+        """The size of scratch for tensors of so many bytes: powers of two, so that it grows seldom."""
+        limit = max(_LEAST_BYTES, config.current.gpu_scratch_bytes)
+        return min(limit, self._most_bytes, max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()))
+
+    def free(self) -> None:
+        """Give scratch memory and events back, after all GPUs have finished. Collective."""
+        devices.of(self._device).synchronize()
+        self._channel.mpi.Barrier()
+        self._scratch = None
+        del self._events
+
+
+def _bytes(exchange: IpcExchange) -> int:
+    return exchange.rows * exchange.columns * exchange.x.itemsize

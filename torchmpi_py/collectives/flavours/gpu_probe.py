@@ -1,12 +1,12 @@
-"""Whether the MPI takes addresses of GPU memory (is *CUDA-aware*): by trial, not by its name or version.
+"""What the GPUs of this job can do beside torch: two trials when the package starts with GPUs.
 
-An MPI that is not crashes on such an address, or gives wrong values. So a child process tries (``cuda_trial.py``), one
-on each node, and only when all have said yes does a rank hand GPU memory to MPI. The *verdict* of a node is kept in a
-file with the facts it holds for (MPI, its library and settings, torch, host, GPU); the next job asks the file.
+``probe``: whether the MPI takes addresses of GPU memory (is *CUDA-aware*), by trial, not by its name or version. An MPI
+that is not crashes on such an address, or gives wrong values. So a child process tries (``cuda_trial.py``), one on each
+node, and only when all succeed does a rank hand GPU memory to MPI. The *verdict* of a node is kept in a file with the
+facts it holds for (MPI, its library and settings, torch, host, GPU); the next job reads the file.
 
-Whether ranks can use each other's GPU memory and events here: tried once, when the package starts.
-
-Not every container or virtual machine lets processes do so, and there are machines where peers read wrong values.
+``run``: whether ranks can use each other's GPU memory and events. Not every container or virtual machine lets processes
+do so, and there are machines where peers read wrong values.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CommunicatorError, Unavailable
 from torchmpi_py.memory import cuda_ipc, gpus
 
+logger = logging.getLogger("torchmpi_py")
+
 FORMAT = 1
 LIMIT_SECONDS = 60.0
+NUM_BYTES = 1 << 16
 
 # What makes a process a rank of a job: a child that had it would join, or wait for, a job that does not expect it.
 # TORCHMPIRUN_JOB_DIR stays, so that torchmpirun finds the child when it cleans up.
@@ -53,14 +56,14 @@ _why_not = "it is not known whether the MPI takes GPU memory; call mpi.start(wit
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Why MPI does not take GPU memory (empty: it does). ``is_final``: the trial went as far as trying."""
+    """Why MPI does not take GPU memory (empty: it does). ``is_final``: the trial came as far as GPU memory."""
 
     why_not: str
     is_final: bool = True
 
 
 class GpuFacts(NamedTuple):
-    """What a verdict holds for."""
+    """The facts that a verdict holds for."""
 
     mpi: str
     library: str
@@ -70,7 +73,7 @@ class GpuFacts(NamedTuple):
     gpu: str
 
     def path(self) -> pathlib.Path:
-        """Where the verdict is kept."""
+        """The file for the verdict."""
         host = re.sub(r"[^A-Za-z0-9.+]+", "_", self.host)
         digest = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:12]
         return config.tuning_directory() / f"cuda_aware-{host}-{digest}.json"
@@ -84,7 +87,7 @@ def why_not() -> str:
 def probe(world: Communicator) -> None:
     """Find out, on every node, whether MPI takes GPU memory. Collective over ``world``.
 
-    The first rank of each node asks the file, or else a child process on its GPU: some seconds, once.
+    The first rank of each node reads the file, or else runs a child process on its GPU: some seconds, once.
     """
     global _why_not
     channel = world.direct
@@ -100,7 +103,7 @@ def _no_gpu() -> str:
 
 
 def _verdict() -> Verdict:
-    """This node's, kept or new."""
+    """The verdict on this node, from its file or a new trial."""
     facts = _facts()
     kept = read(facts)
     if kept is not None:
@@ -113,7 +116,6 @@ def _verdict() -> Verdict:
 
 
 def _facts() -> GpuFacts:
-
     settings = sorted(f"{k}={v}" for k, v in singleton_environment(os.environ).items() if k.startswith(_SETTINGS))
     return GpuFacts(
         mpi=MPI.Get_library_version().strip("\0 \n"),
@@ -135,7 +137,7 @@ def _library() -> str:
 
 
 def command(device: str) -> list[str]:
-    """How to start the trial."""
+    """The command line of the trial."""
     return [sys.executable, cuda_trial.__file__, device]
 
 
@@ -151,21 +153,21 @@ def _is_of_job(name: str) -> bool:
 
 
 def run_trial(command: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> Verdict:
-    """Run a trial in a child process, and judge it by what it told and how it ended. Raises nothing."""
+    """Run a trial in a child process, and judge it by its output and exit status. Raises nothing."""
     try:
-        # Files, not pipes: whoever the child may have started could hold a pipe open for ever.
+        # Files, not pipes: a process that the child has started could hold a pipe open for ever.
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
             environment = singleton_environment(os.environ)
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environment)
             status = _wait(child, limit_seconds)
-            told, complaints = _text(output), _text(errors)
+            reported, complaints = _text(output), _text(errors)
     except OSError as error:
         return Verdict(f"it is not known whether this MPI is CUDA-aware: no trial could start: {error}", is_final=False)
-    return judge(told, complaints, status, limit_seconds)
+    return judge(reported, complaints, status, limit_seconds)
 
 
 def _wait(child: subprocess.Popen[bytes], limit_seconds: float) -> int | None:
-    """Its exit status; None if it had to be killed."""
+    """The exit status of a child process; None if it ran past the limit, and was killed."""
     try:
         return child.wait(limit_seconds)
     except subprocess.TimeoutExpired:
@@ -180,9 +182,9 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def judge(told: str, complaints: str, status: int | None, limit_seconds: float) -> Verdict:
+def judge(reported: str, complaints: str, status: int | None, limit_seconds: float) -> Verdict:
     """The verdict on a trial: its output and errors, and its exit status (None: it did not end in time)."""
-    reports = [line.partition(cuda_trial.MARK)[2].strip() for line in told.splitlines() if cuda_trial.MARK in line]
+    reports = [line.partition(cuda_trial.MARK)[2].strip() for line in reported.splitlines() if cuda_trial.MARK in line]
     word, _, what = reports[-1].partition(" ") if reports else ("", "", "")
     if word == cuda_trial.RIGHT:
         return Verdict("")
@@ -196,7 +198,7 @@ def judge(told: str, complaints: str, status: int | None, limit_seconds: float) 
     elif status < 0:
         end = f"crashed with signal {-status} ({signal.strsignal(-status)}) {during}"
     else:
-        last = [line.strip() for line in (*told.splitlines(), *complaints.splitlines()) if line.strip()][-1:]
+        last = [line.strip() for line in (*reported.splitlines(), *complaints.splitlines()) if line.strip()][-1:]
         end = f"ended with exit code {status} {during}: {last[0] if last else 'it said nothing'}"
     if not reports:
         return Verdict(f"it is not known whether this MPI is CUDA-aware: a trial {end}", is_final=False)
@@ -221,10 +223,6 @@ def read(facts: GpuFacts) -> Verdict | None:
 def write(facts: GpuFacts, verdict: Verdict) -> None:
     """Keep a verdict; its file is there as a whole or not at all. OSError if it fails."""
     config.keep(facts.path(), {"format": FORMAT, "facts": facts._asdict(), "why_not": verdict.why_not})
-
-
-logger = logging.getLogger("torchmpi_py")
-NUM_BYTES = 1 << 16
 
 
 def run(world: Channel, device: torch.device) -> None:

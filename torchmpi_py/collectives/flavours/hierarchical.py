@@ -1,19 +1,17 @@
-"""The groups whose ranks flavour ``hierarchical`` combines first, and the channels inside and between them.
-
-Flavour ``hierarchical``: the fast memory inside groups of ranks first, the network between groups for the rest.
+"""Flavour ``hierarchical``: the fast memory inside groups of ranks first, the network between groups for the rest.
 
 The *groups* are the nodes of a communicator; for the level at which the span begins they are the groups of the level at
-which it ends (``set_collective_span``). Each rank has an *inner* channel, its group, and an *outer* one: its column,
-the ranks with the same inner rank in all groups, or where groups are unequal the roots of the groups alone.
+which the span ends (``set_collective_span``). Each rank has an *inner* channel, its group, and an *outer* one: its
+column, the ranks with the same inner rank in all groups, or where groups are unequal the roots of the groups alone.
 
 allreduce, M equal groups of m ranks, S bytes: reduce-scatter inside (each rank owns S/m), allreduce of every slice
 across groups by its owners, allgather inside. 2 S (M-1)/M bytes leave each group, with a ring outside, whatever m is.
-Unequal groups: reduce to the group's root, allreduce across the roots, broadcast inside. It is done in chunks: while a
+Unequal groups: reduce to the group's root, allreduce across the roots, broadcast inside. Work goes in chunks: while one
 chunk travels between groups the next one is reduced inside. broadcast and reduce go by the roots, in chunks too: S
 bytes enter each other group, or leave it. allgather, not in chunks: gathered on the roots, S M (M-1)/M bytes through
 each in the ring of roots for a result of S M bytes, and broadcast inside.
 
-After TorchMPI's hierarchical collectives (reference 2.8), which had no such thing on CPUs, and no inner root mapping.
+After TorchMPI's hierarchical collectives, which had no such thing on CPUs, and no inner root mapping.
 """
 
 from __future__ import annotations
@@ -31,53 +29,8 @@ from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator
 
 
-class NodeGroups:
-    """How the ranks of a channel fall into groups; kept with the channel. Groups count by their lowest rank."""
-
-    def __init__(self, channel: Channel) -> None:
-        colours = _colours(channel)
-        self.members = [[rank for rank, c in enumerate(colours) if c == colour] for colour in dict.fromkeys(colours)]
-        self.location = {rank: (g, i) for g, members in enumerate(self.members) for i, rank in enumerate(members)}
-        self.group, _ = self.location[channel.rank]
-        self.are_equal = len({len(members) for members in self.members}) == 1
-        self.inner = channel.split(colours)
-        indices = [self.location[rank][1] for rank in range(channel.size)]
-        self.outer = channel.split(indices)  # columns; the first one holds the roots of all groups
-        self.roots = self.outer
-
-    def free(self) -> None:
-        """Give the channels back."""
-        self.outer.free()
-        self.inner.free()
-
-
-def groups_of(channel: Channel) -> NodeGroups:
-    """The groups of a channel, for the span in use."""
-    return channel.keep((NodeGroups, communicators.stack().span), NodeGroups)
-
-
-def span_end(comm: Communicator | Channel) -> Communicator | None:
-    """The level whose groups are combined on ``comm``: where the span ends, if it begins there.
-
-    None where it does not, or where those groups are not smaller: then nodes are the groups.
-    """
-    stack = communicators.stack()
-    level, groups = (stack.levels[index] for index in stack.span)
-    is_begin = comm in (level, level.direct, level.background)
-    return groups if is_begin and groups.size < level.size else None
-
-
-def _colours(channel: Channel) -> list[int]:
-    """For every rank of a channel a number that the ranks of its group, and no others, have. Collective over it."""
-    end = span_end(channel)
-    if end is None:
-        return [place.node for place in channel.places]
-    firsts = channel.mpi.allgather(end.direct.places[0])  # no message on a communicator that another thread may use
-    return [firsts.index(first) for first in firsts]
-
-
 class Members(NamedTuple):
-    """What is combined: ``inners`` inside groups (the first that can serve the group), ``outer`` between them.
+    """The flavours to combine: ``inners`` inside groups (the first that can serve the group), ``outer`` between them.
 
     The last of the inners serves any group, and carries messages between two ranks.
     """
@@ -165,7 +118,7 @@ class Hierarchical(Flavour):
             is_sorted = in_order == sorted(in_order)
             gathered = out if is_sorted else out.new_empty(out.shape)
             outer = self.members[x.device.type].outer
-            outer.allgather(groups.roots, part, gathered, sizes.together(groups.members))
+            outer.allgather(groups.roots, part, gathered, sizes.summed(groups.members))
             if not is_sorted:
                 parts = sizes.split(out)
                 for rank, rows in zip(in_order, sizes.of(in_order).split(gathered), strict=True):
@@ -185,7 +138,10 @@ class _Sliced:
         self.groups, self.inner, self.outer, self.how, self.num_ranks = groups, inner, outer, how, num_ranks
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:
-        """Reduce inside, and set out; the function returned gives this rank's slice of the total."""
+        """Reduce ``x`` inside the group and start the reduction between groups.
+
+        The function returned waits for the latter, and gives this rank's slice of the total.
+        """
         partial, size = self.how.partial(x), self.groups.inner.size
         if partial.numel() % size:
             padded = partial.new_zeros(-(-partial.numel() // size) * size)
@@ -202,7 +158,7 @@ class _Sliced:
         return total
 
     def end(self, total: Tensor, out: Tensor) -> None:
-        """Gather the slices inside."""
+        """Gather the slices of ``total`` inside the group, into ``out``."""
         mine = self.how.result(total, self.num_ranks, out.dtype).to(out.dtype)
         size = self.groups.inner.size
         whole = out if out.numel() == mine.numel() * size else out.new_empty(mine.numel() * size)
@@ -212,7 +168,7 @@ class _Sliced:
 
 
 class _ByRoots(_Sliced):
-    """The same where groups are unequal: their roots carry everything."""
+    """Allreduce of a chunk where groups are unequal: the roots of the groups carry whole chunks between groups."""
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:
         mine, groups = _own(self.how, x), self.groups
@@ -232,6 +188,51 @@ class _ByRoots(_Sliced):
         self.inner.broadcast(self.groups.inner, out, 0)
 
 
+class NodeGroups:
+    """How the ranks of a channel fall into groups; kept with the channel. Groups count by their lowest rank."""
+
+    def __init__(self, channel: Channel) -> None:
+        colours = _colours(channel)
+        self.members = [[rank for rank, c in enumerate(colours) if c == colour] for colour in dict.fromkeys(colours)]
+        self.location = {rank: (g, i) for g, members in enumerate(self.members) for i, rank in enumerate(members)}
+        self.group, _ = self.location[channel.rank]
+        self.are_equal = len({len(members) for members in self.members}) == 1
+        self.inner = channel.split(colours)
+        indices = [self.location[rank][1] for rank in range(channel.size)]
+        self.outer = channel.split(indices)  # columns; the first one holds the roots of all groups
+        self.roots = self.outer
+
+    def free(self) -> None:
+        """Give the channels back."""
+        self.outer.free()
+        self.inner.free()
+
+
+def groups_of(channel: Channel) -> NodeGroups:
+    """The groups of a channel, for the span in use."""
+    return channel.keep((NodeGroups, communicators.stack().span), NodeGroups)
+
+
+def span_end(comm: Communicator | Channel) -> Communicator | None:
+    """The level whose groups are combined on ``comm``: where the span ends, if it begins there.
+
+    None where it does not, or where those groups are not smaller: then nodes are the groups.
+    """
+    stack = communicators.stack()
+    level, groups = (stack.levels[index] for index in stack.span)
+    is_begin = comm in (level, level.direct, level.background)
+    return groups if is_begin and groups.size < level.size else None
+
+
+def _colours(channel: Channel) -> list[int]:
+    """For every rank of a channel a number that the ranks of its group, and no others, have. Collective over it."""
+    end = span_end(channel)
+    if end is None:
+        return [place.node for place in channel.places]
+    firsts = channel.mpi.allgather(end.direct.places[0])  # no message on a communicator that another thread may use
+    return [firsts.index(first) for first in firsts]
+
+
 def _step(x: Tensor, size: int) -> int:
     """Elements of a chunk: a multiple of ``size`` that fits ``Tuning.wire_bytes`` also where 8 bits travel as 32.
 
@@ -243,7 +244,7 @@ def _step(x: Tensor, size: int) -> int:
 
 
 def _own(how: Kernel, x: Tensor) -> Tensor:
-    """A partial of ``x`` that may be overwritten."""
+    """``x`` in the form that partial results have, in memory of its own, which may be overwritten."""
     return x.view(how.dtype).clone() if how.is_plain else how.partial(x)
 
 
@@ -256,4 +257,4 @@ def _pass_on(flavour: Flavour, channel: Channel, x: Tensor, source: int, destina
 
 
 def _no_meeting() -> None:
-    """Between chunks ranks meet in the collectives themselves."""
+    """The barrier between chunks: none, for ranks wait for each other in the collectives themselves."""

@@ -1,18 +1,17 @@
 """Flavour ``mpi``: stock MPI through mpi4py; GPU tensors too where the MPI takes addresses of GPU memory.
 
 Each verb is written once, as the *steps* it takes (``mpi_steps.py``): names of blocking MPI calls with their arguments.
-Run one after the other they are the blocking form; small collectives, which take a single step, and send and recv are
-also posted as the nonblocking call of the same name, and the steps go on when that is complete.
+The blocking form makes the steps one after the other. The asynchronous form of small collectives, which take a single
+step, and of send and recv posts the nonblocking call of the same name; the steps go on when that call is complete.
 
-MPI knows nothing of streams: before each call on a GPU tensor the host waits for what the current stream has in it, the
-conversions of the steps before included. Of GPU tensors only send and recv are posted; collectives leave that waiting
-to the communication thread.
+MPI knows nothing of streams: before each call on a GPU tensor the host waits for all work in the current stream, the
+conversions of the steps before included. Of GPU tensors only send and recv are posted; for collectives the
+communication thread does the waiting.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -53,11 +52,10 @@ class Mpi(Flavour):
         is_small = operation.num_bytes <= config.current.native_async_bytes
         if operation.method not in _STEPS or not is_small or x.is_cuda:
             return super().launch(operation)
-        remaining = _STEPS[operation.method](comm, *operation.arguments)
-        requests = [getattr(comm, f"I{name.lower()}")(*arguments) for name, arguments in itertools.islice(remaining, 1)]
-        return thread.keep(
-            handles.RequestHandle(operation, requests, functools.partial(_run_out, operation, remaining))
-        )
+        steps = _STEPS[operation.method](comm, *operation.arguments)
+        first = next(steps, None)  # None: there are no elements
+        requests = [] if first is None else [getattr(comm, _POSTED_AS[first[0]])(*first[1])]
+        return thread.keep(handles.RequestHandle(operation, requests, functools.partial(_run_out, operation, steps)))
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         _run(channel.mpi, mpi_steps.broadcast(channel.mpi, x, root), x)
@@ -67,12 +65,17 @@ class Mpi(Flavour):
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         how = mpi_buffers.reduction(source.dtype, op)
-        is_one_step = how.decode is None and not how.divide and not source.is_cuda
-        if is_one_step and source.nbytes <= config.current.message_bytes:
-            # The one step, by hand: 0.6 us less a call than through the generator.
-            channel.mpi.Allreduce(*mpi_buffers.pair(source, destination, how.mpi_type), how.mpi_op)
-        else:
+        num_bytes, is_one_step = source.nbytes, how.decode is None and not how.divide and not source.is_cuda
+        if not is_one_step or num_bytes > config.current.message_bytes:
             _run(channel.mpi, mpi_steps.allreduce(channel.mpi, source, destination, op), source)
+            return
+        # The one step, by hand: 1 us less a call than through the generator.
+        address, memory = destination.data_ptr(), MPI.memory.fromaddress
+        received = [memory(address, num_bytes), how.mpi_type]
+        sent: mpi_buffers.Buffer = MPI.IN_PLACE
+        if source is not destination and source.data_ptr() != address:
+            sent = [memory(source.data_ptr(), num_bytes), how.mpi_type]
+        channel.mpi.Allreduce(sent, received, how.mpi_op)
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         _run(channel.mpi, mpi_steps.reduce_scatter(channel.mpi, source, destination, op), source)
@@ -116,7 +119,7 @@ def _run_out(operation: Operation[Any], remaining: Steps) -> None:
 
 
 def _run(comm: MPI.Comm, steps: Steps, x: Tensor) -> None:
-    """Make the steps; ``x`` tells on which device their tensors are."""
+    """Make the steps, whose tensors are on the device of ``x``."""
     for name, arguments in steps:
         if x.is_cuda:
             mpi_buffers.synchronize_stream(x)
@@ -130,6 +133,14 @@ _STEPS: dict[str, Callable[..., Steps]] = {  # the collectives that take one ste
     "reduce_scatter": mpi_steps.reduce_scatter,
     "alltoall": mpi_steps.alltoall,
     "scatter": mpi_steps.scatter,
+}
+_POSTED_AS = {
+    "Allreduce": "Iallreduce",
+    "Alltoall": "Ialltoall",
+    "Bcast": "Ibcast",
+    "Reduce": "Ireduce",
+    "Reduce_scatter_block": "Ireduce_scatter_block",
+    "Scatter": "Iscatter",
 }
 _POSTS: dict[str, Callable[..., Sequence[handles.MpiRequest]]] = {
     "send": mpi_steps.post_send,

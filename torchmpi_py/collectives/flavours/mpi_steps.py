@@ -3,8 +3,8 @@
 Messages longer than ``Tuning.message_bytes`` travel in pieces. Where an MPI collective would count beyond 32 bits in
 total, the verb is composed of calls that do not: allgather of broadcasts, reduce_scatter of reduces, the others of
 messages between pairs. Tensors are flat. A generator goes on when its last step is complete: what follows a ``yield``
-(a division, a conversion) sees the result. On a GPU what comes before a ``yield`` has only been queued; who makes the
-call waits for it.
+(a division, a conversion) sees the result. On a GPU the work before a ``yield`` has only been queued; the caller of MPI
+waits for that work first.
 """
 
 from __future__ import annotations
@@ -26,13 +26,9 @@ Steps = Iterator[Step]
 MESSAGE, EXCHANGE, INTERNAL = range(3)  # tags: a receive that is under way must not catch a piece of another verb
 
 
-def _limit() -> int:
-    return config.current.message_bytes
-
-
 def broadcast(comm: MPI.Comm, x: Tensor, root: int) -> Steps:
     """Bcast."""
-    for (piece,) in mpi_buffers.pieces(_limit(), x.itemsize, x):
+    for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x):
         yield "Bcast", (mpi_buffers.raw(piece), root)
 
 
@@ -42,7 +38,7 @@ def allreduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> S
     if how.decode is not None:
         yield from _encoded(comm, source, destination, how, "Allreduce", (how.mpi_op,))
         return
-    for sent, received in mpi_buffers.pieces(_limit(), how.itemsize, source, destination):
+    for sent, received in mpi_buffers.pieces(config.current.message_bytes, how.itemsize, source, destination):
         given, taken = mpi_buffers.pair(sent, received, how.mpi_type)
         yield "Allreduce", (given, taken, how.mpi_op)
     if how.divide:
@@ -56,7 +52,7 @@ def reduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str, root: i
     if how.decode is not None:
         yield from _encoded(comm, source, destination if is_root else None, how, "Reduce", (how.mpi_op, root))
         return
-    for sent, received in mpi_buffers.pieces(_limit(), how.itemsize, source, destination):
+    for sent, received in mpi_buffers.pieces(config.current.message_bytes, how.itemsize, source, destination):
         buffers = (
             mpi_buffers.pair(sent, received, how.mpi_type) if is_root else (mpi_buffers.typed(sent, how.mpi_type), None)
         )
@@ -73,14 +69,14 @@ def _encoded(
     call: str,
     last: tuple[Any, ...],
 ) -> Steps:
-    """The steps of (all)reduce for a dtype that travels in another form; without destination: this rank only gives."""
+    """The steps of (all)reduce for a dtype that travels in another form. ``destination`` is None where none is due."""
     assert how.encode is not None, how
     assert how.decode is not None, how
     target = source if destination is None else destination  # not written without a destination
     for piece, received in mpi_buffers.pieces(config.current.wire_bytes, how.itemsize, source, target):
         scratch = how.encode(piece)
         buffer = mpi_buffers.typed(scratch, how.mpi_type)
-        yield call, (buffer, None, *last) if destination is None else (mpi_buffers.in_place(), buffer, *last)
+        yield call, (buffer, None, *last) if destination is None else (MPI.IN_PLACE, buffer, *last)
         if destination is not None:
             received.copy_(how.decode(scratch.div_(comm.size) if how.divide else scratch).view_as(received))
 
@@ -88,7 +84,7 @@ def _encoded(
 def reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> Steps:
     """Reduce_scatter_block; large: a reduce per rank."""
     how = mpi_buffers.reduction(source.dtype, op)
-    limit = _limit() if how.encode is None else config.current.wire_bytes
+    limit = config.current.message_bytes if how.encode is None else config.current.wire_bytes
     if source.numel() * how.itemsize > limit:
         for root, part in enumerate(source.chunk(comm.size)):
             yield from reduce(comm, part, destination, op, root)
@@ -107,7 +103,7 @@ def reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str)
 
 def alltoall(comm: MPI.Comm, source: Tensor, destination: Tensor) -> Steps:
     """Alltoall; large: pairwise exchanges at growing distance."""
-    if source.nbytes <= _limit():
+    if source.nbytes <= config.current.message_bytes:
         yield "Alltoall", (mpi_buffers.raw(source), mpi_buffers.raw(destination))
         return
     sent, received = source.chunk(comm.size), destination.chunk(comm.size)
@@ -118,7 +114,7 @@ def alltoall(comm: MPI.Comm, source: Tensor, destination: Tensor) -> Steps:
 
 def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> Steps:
     """Scatter; large: messages from root."""
-    if source.nbytes <= _limit():
+    if source.nbytes <= config.current.message_bytes:
         yield "Scatter", (mpi_buffers.raw(source) if comm.rank == root else None, mpi_buffers.raw(destination), root)
     elif comm.rank != root:
         yield from recv(comm, destination, root, INTERNAL)
@@ -132,8 +128,8 @@ def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> S
 
 def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination: int) -> Steps:
     """Sendrecv."""
-    for sent, received in mpi_buffers.pieces(_limit(), x.itemsize, x, out):
-        status = mpi_buffers.status()
+    for sent, received in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x, out):
+        status = MPI.Status()
         yield (
             "Sendrecv",
             (mpi_buffers.raw(sent), destination, EXCHANGE, mpi_buffers.raw(received), source, EXCHANGE, status),
@@ -143,14 +139,14 @@ def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination
 
 def send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -> Steps:
     """Send."""
-    for (piece,) in mpi_buffers.pieces(_limit(), x.itemsize, x):
+    for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x):
         yield "Send", (mpi_buffers.raw(piece), destination, tag)
 
 
 def recv(comm: MPI.Comm, x: Tensor, source: int, tag: int = MESSAGE) -> Steps:
     """Recv."""
-    for (piece,) in mpi_buffers.pieces(_limit(), x.itemsize, x):
-        status = mpi_buffers.status()
+    for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x):
+        status = MPI.Status()
         yield "Recv", (mpi_buffers.raw(piece), source, tag, status)
         check_arrived(status, piece.nbytes)
 
@@ -161,7 +157,7 @@ class Receipt:
     def __init__(self, comm: MPI.Comm, piece: Tensor, source: int, tag: int) -> None:
         self.request = comm.Irecv(mpi_buffers.raw(piece), source, tag)
         self.num_bytes = piece.nbytes
-        self.status = mpi_buffers.status()
+        self.status = MPI.Status()
 
     def Test(self) -> bool:  # noqa: N802 - as mpi4py's Request
         if not self.request.Test(self.status):
@@ -179,19 +175,23 @@ class Receipt:
 
 def post_recv(comm: MPI.Comm, x: Tensor, source: int, tag: int = MESSAGE) -> list[Receipt]:
     """Irecv of every piece."""
-    return [Receipt(comm, piece, source, tag) for (piece,) in mpi_buffers.pieces(_limit(), x.itemsize, x)]
+    return [
+        Receipt(comm, piece, source, tag)
+        for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x)
+    ]
 
 
 def post_send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -> list[MPI.Request]:
     """Isend of every piece."""
     return [
-        comm.Isend(mpi_buffers.raw(piece), destination, tag) for (piece,) in mpi_buffers.pieces(_limit(), x.itemsize, x)
+        comm.Isend(mpi_buffers.raw(piece), destination, tag)
+        for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x)
     ]
 
 
 def check_arrived(status: MPI.Status, num_bytes: int) -> None:
-    """RanksDisagree unless so many bytes came: MPI itself takes a shorter message for a whole one."""
-    arrived = status.Get_elements(mpi_buffers.byte())
+    """RanksDisagree unless so many bytes came: MPI itself accepts a shorter message without an error."""
+    arrived = status.Get_elements(MPI.BYTE)
     if arrived != num_bytes:
         raise RanksDisagree(
             f"rank {status.Get_source()} sent {arrived} bytes where {num_bytes} were expected; the rest of the tensor "
@@ -201,7 +201,7 @@ def check_arrived(status: MPI.Status, num_bytes: int) -> None:
 
 def allgather(comm: MPI.Comm, x: Tensor, out: Tensor, sizes: Sizes) -> Steps:
     """Allgather(v); large: a broadcast per rank."""
-    if out.nbytes > _limit():
+    if out.nbytes > config.current.message_bytes:
         for root, part in enumerate(sizes.split(out)):
             if root == comm.rank:
                 part.copy_(x)
@@ -214,7 +214,7 @@ def allgather(comm: MPI.Comm, x: Tensor, out: Tensor, sizes: Sizes) -> Steps:
 
 def gather(comm: MPI.Comm, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> Steps:
     """Gatherv; large: messages to root."""
-    if sum(sizes.num_bytes) <= _limit():
+    if sum(sizes.num_bytes) <= config.current.message_bytes:
         spec = None if out is None else [mpi_buffers.raw(out)[0], sizes.num_bytes, mpi_buffers.raw(out)[1]]
         yield "Gatherv", (mpi_buffers.raw(x), spec, root)
     elif out is None:

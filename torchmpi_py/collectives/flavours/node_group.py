@@ -1,15 +1,19 @@
 """The ranks of a channel that all run on one node, and the shared memory through which they work together.
 
 The channel has a segment of shared memory that no other channel uses: two communicators, or two threads, at work at
-the same time never write where the other reads. Each rank's part of the segment holds its *record* and four *slots*.
+the same time never write where the other reads. Each rank's part of the segment holds its *header* and four *slots*.
 
-Every operation begins with a *meeting* (but gathers, whose ranks have exchanged their sizes before): each rank writes
-into its record what it is about to do, with which sizes, and where its tensors lie if they are symmetric; after a
-barrier it reads the records of the others. So all ranks know whether they can work in place on each other's tensors,
-and ranks that disagree find out before any data is touched. Every operation ends with a barrier; until then no rank may
-change its record, its slots or its tensors.
+Every operation begins with an exchange of headers (but gathers, whose ranks have exchanged their sizes before):
 
-Staging: two of a rank's slots are *in* slots (what the rank gives), two are *out* slots (what it has reduced); both
+1. each rank writes into its header what it is about to do, with which sizes, and where its tensors lie if they are
+   symmetric
+2. barrier
+3. each rank reads the headers of the others, and knows whether all can work in place on each other's tensors; ranks
+   that disagree find out before any data is touched
+
+Every operation ends with a barrier; until then no rank may change its header, its slots or its tensors.
+
+Staging: two of a rank's slots are *in* slots (the rank's values), two are *out* slots (what the rank has reduced); both
 kinds alternate between chunks.
 """
 
@@ -30,18 +34,18 @@ from torchmpi_py.core.channels import Channel
 from torchmpi_py.errors import RanksDisagree, Unavailable
 from torchmpi_py.memory import symmetric
 
-_RECORD = struct.Struct("<6q")  # code, count; then segment and offset of what is read, and of what is written
-_HEADER_BYTES = 4096
+_HEADER = struct.Struct("<6q")  # code, count; then segment and offset of what is read, and of what is written
+_HEADER_ROOM_BYTES = 4096  # a page, so that slots are aligned
 _NUM_SLOTS = 4
 _LEAST_SLOT_BYTES = 64 << 10
-_NOWHERE = (0, 0)
+_NOWHERE = (0, 0)  # segment and offset of ordinary memory
 MOST_PREPARED = 1024
 
 
 class Headers(NamedTuple):
-    """What the ranks told each other: the offsets of what each reads and writes in a segment that all have in common.
+    """The headers of all ranks: the offsets of what each reads and writes in a segment that all have in common.
 
-    None for tensors that are not all in one: those have to be staged.
+    None for tensors that do not all lie in one segment: those have to be staged.
     """
 
     read: list[int] | None
@@ -52,7 +56,7 @@ class Prepared(NamedTuple):
     """What an operation on symmetric tensors needs when it comes again: good while its segment lives."""
 
     segment: symmetric.AnySegment
-    record: bytes
+    header: bytes
     work: Any
 
 
@@ -68,54 +72,58 @@ class NodeGroup:
         self._slot_bytes = _slot_bytes()
         self._mapping, self._segment = _allocate(channel, part_bytes())
         self._memory = memoryview(self._mapping).cast("B")
-        self._records = [self._segment.part_of[index] * self._segment.part_bytes for index in self._indices]
+        self._headers = [self._segment.part_of[index] * self._segment.part_bytes for index in self._indices]
         self._slots: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self.prepared: dict[Hashable, Prepared] = {}
         self.chunk_bytes = min(config.current.chunk_bytes, self._slot_bytes)
 
-    def record(self, what: str, x: Tensor, out: Tensor | None = None, count: int | None = None) -> bytes:
-        """What this rank is about to do, to be announced. ``count``: of elements, where ``x`` has not all of them."""
+    def header(self, what: str, x: Tensor, out: Tensor | None = None, count: int | None = None) -> bytes:
+        """The header of this rank's operation. ``count``: the number of elements, where ``x`` has not all of them."""
         read = _where(x)
         written = read if out is None or out is x else _where(out)
-        return _RECORD.pack(_code(what, x.dtype), x.numel() if count is None else count, *read, *written)
+        return _HEADER.pack(_code(what, x.dtype), x.numel() if count is None else count, *read, *written)
 
-    def announce(self, record: bytes) -> bool:
-        """Tell the others, meet them, and return whether all said the same."""
-        begin = self._records[self.rank]
-        memory, length = self._memory, _RECORD.size
-        memory[begin : begin + length] = record
-        self.barrier()
-        return all(memory[at : at + length] == record for at in self._records)
+    def announce(self, header: bytes) -> bool:
+        """Show the others this rank's header, and return whether all headers are equal. Collective: one barrier."""
+        begin = self._headers[self.rank]
+        memory, length = self._memory, _HEADER.size
+        memory[begin : begin + length] = header
+        self.barrier()  # all headers are there; none changes before the barrier that ends the operation
+        return all(memory[at : at + length] == header for at in self._headers)
 
-    def meet(self, what: str, x: Tensor, out: Tensor | None = None, count: int | None = None) -> Headers:
-        """Announce, and read what the others said. RanksDisagree, on all ranks, if they are to do different things."""
-        self.announce(self.record(what, x, out, count))
-        return self.read(what, x, count)
+    def exchange_headers(self, what: str, x: Tensor, out: Tensor | None = None, count: int | None = None) -> Headers:
+        """Announce this rank's header and read the others'. Collective.
 
-    def read(self, what: str, x: Tensor, count: int | None = None) -> Headers:
-        """What the ranks have announced."""
-        texts = [self._memory[at : at + _RECORD.size] for at in self._records]
-        kinds, counts, *places = zip(*(_RECORD.unpack(text) for text in texts), strict=True)
+        RanksDisagree, on all ranks, if they are about to do different things.
+        """
+        self.announce(self.header(what, x, out, count))
+        return self.read_headers(what, x, count)
+
+    def read_headers(self, what: str, x: Tensor, count: int | None = None) -> Headers:
+        """The headers that the ranks have announced. RanksDisagree, on all ranks, if codes or counts differ."""
+        texts = [self._memory[at : at + _HEADER.size] for at in self._headers]
+        # Columns of the table of headers: codes and counts must be equal, places need not.
+        kinds, counts, *places = zip(*(_HEADER.unpack(text) for text in texts), strict=True)
         if len(set(kinds)) > 1 or len(set(counts)) > 1:
             self._disagree(f"{what} of {x.numel() if count is None else count} elements of {x.dtype}")
         return Headers(_common(*places[:2]), _common(*places[2:]))
 
     def _disagree(self, text: str) -> None:
-        told = self._mpi.allgather(text)
-        raise RanksDisagree("; ".join(f"rank {rank} calls {text}" for rank, text in enumerate(told)))
+        texts = self._mpi.allgather(text)  # all ranks come here, for all read the same headers
+        raise RanksDisagree("; ".join(f"rank {rank} calls {text}" for rank, text in enumerate(texts)))
 
     def is_within(self, segment: symmetric.AnySegment) -> bool:
         """Whether all these ranks have a part of the segment."""
         return all(local in segment.part_of for local in self._indices)
 
     def keep_prepared(self, key: Hashable, prepared: Prepared) -> None:
-        """Remember it for the next time; all is forgotten when it has become much."""
+        """Keep what was prepared for the next call with the same tensor. A full table is emptied first."""
         if key not in self.prepared and len(self.prepared) >= MOST_PREPARED:
             self.prepared.clear()
         self.prepared[key] = prepared
 
     def views(self, x: Tensor, offsets: Sequence[int]) -> list[Tensor]:
-        """The symmetric tensors of all ranks, of the dtype and size of this rank's ``x``; they keep no memory alive."""
+        """Views of the symmetric tensors of all ranks, with dtype and size of ``x``; views keep no memory alive."""
         found = symmetric.find(x)
         assert found is not None, "all ranks met with symmetric tensors"
         return [
@@ -135,13 +143,13 @@ class NodeGroup:
         assert count * dtype.itemsize <= self._slot_bytes, (count, dtype, self._slot_bytes)
         whole = self._slots.get((rank, slot, dtype))
         if whole is None:
-            offset = _HEADER_BYTES + slot * self._slot_bytes
+            offset = _HEADER_ROOM_BYTES + slot * self._slot_bytes
             whole = self._segment.view(self._indices[rank], dtype, self._slot_bytes // dtype.itemsize, offset)
             self._slots[rank, slot, dtype] = whole
         return whole[:count]
 
     def free(self) -> None:
-        """Let go of the channel's segment."""
+        """Give the channel's segment back."""
         self.prepared.clear()
         self._slots.clear()
         self._memory.release()
@@ -149,13 +157,13 @@ class NodeGroup:
 
 
 def part_bytes() -> int:
-    """What a channel takes of each rank."""
-    return _HEADER_BYTES + _NUM_SLOTS * _slot_bytes()
+    """The size of a rank's part of a channel's segment."""
+    return _HEADER_ROOM_BYTES + _NUM_SLOTS * _slot_bytes()
 
 
 def _slot_bytes() -> int:
-    """Room for a chunk, as far as ``Tuning.staging_bytes`` allows."""
-    most = (config.current.staging_bytes - _HEADER_BYTES) // _NUM_SLOTS
+    """The size of a slot: a chunk, as far as ``Tuning.staging_bytes`` allows."""
+    most = (config.current.staging_bytes - _HEADER_ROOM_BYTES) // _NUM_SLOTS
     return min(max(config.current.chunk_bytes, _LEAST_SLOT_BYTES), most) // 64 * 64
 
 

@@ -1,8 +1,8 @@
 """Where the ranks of a channel meet over TCP, for libraries that do not start over MPI.
 
-Rank 0 opens a store of torch.distributed on a free port, and MPI tells the others where: no MASTER_ADDR is needed. The
-store has no password. So it listens on one address, which other hosts cannot reach when all ranks are on one node, and
-its keys stand under a prefix that only the job knows.
+Rank 0 opens a store of torch.distributed on a free port, and MPI carries its address to the others: no MASTER_ADDR is
+needed. The store has no password. So it listens on one address, which other hosts cannot reach when all ranks are on
+one node, and its keys stand under a prefix that only the job knows.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
 
 
 def open_store(channel: Channel, who: str) -> Any:
-    """A store that all ranks of a channel are connected to; rank 0, which has it, must be the last to drop it.
+    """A store that all ranks of a channel are connected to; rank 0, which serves it, must be the last to drop it.
 
-    Collective. CommunicatorError, on every rank, if it cannot be had; ``who`` wants it.
+    Collective. CommunicatorError, on every rank, if it cannot be had; ``who``, the caller, begins the message.
     """
     is_server = channel.rank == 0
     host = channel.mpi.bcast(own_address(channel.num_nodes) if is_server else "")
@@ -82,7 +82,7 @@ def connect_all(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str
 
 
 def interfaces() -> list[str]:
-    """The interfaces that the user names; empty if there is no wish."""
+    """The interfaces that the user names; empty if none are named."""
     return [name for name in os.environ.get(INTERFACE_VARIABLE, "").split(",") if name]
 
 

@@ -1,9 +1,9 @@
 """Flavour ``shared``: collectives through memory that all ranks of a node map.
 
-Symmetric tensors are worked on in place (``two_shot.py``); what is only moved is read straight from the rank that has
-it. Other tensors go through the staging slots of the channel (``staging.py``). The ranks find out in which case they
-are when they meet (``node_group.py``). Where the results of an allreduce are symmetric and what it reads is not, ranks
-publish in the former what others own of the latter; any other mixture is treated as ordinary tensors.
+Symmetric tensors are worked on in place (``two_shot.py``); data that is only moved is read straight from the rank that
+has it. Other tensors go through the staging slots of the channel (``staging.py``). The headers of the ranks say which
+case it is (``node_group.py``). Where the results of an allreduce are symmetric and its inputs are not, ranks publish in
+their results the slices of their inputs that others own; any other mixture is treated as ordinary tensors.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ class Shared(Flavour):
             _allreduce_in_place(node, destination if destination.dim() == 1 else destination.view(-1), how, what)
             return
         x, out = source.view(-1), destination.view(-1)
-        _allreduce(node, x, out, how, node.meet(what, x, out))
+        _allreduce(node, x, out, how, node.exchange_headers(what, x, out))
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
         node, x, out = _node(channel), source.view(-1), destination.view(-1)
         how = kernel(x.dtype, op)
-        met = node.meet(f"reduce with {op} to root {root}", x, out)
-        if met.read is None or met.written is None:
+        headers = node.exchange_headers(f"reduce with {op} to root {root}", x, out)
+        if headers.read is None or headers.written is None:
             staging.allreduce(node, x, out, how, root)
         else:
-            target = node.views(out, met.written)[root]
-            steps = two_shot.reduce(node.views(x, met.read), target, node.rank, config.current.cache_bytes)
+            target = node.views(out, headers.written)[root]
+            steps = two_shot.reduce(node.views(x, headers.read), target, node.rank, config.current.cache_bytes)
             two_shot.carry_out(steps, how)
             node.barrier()
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         node, x, out = _node(channel), source.view(-1), destination.view(-1)
         how = kernel(x.dtype, op)
-        met = node.meet(f"reduce_scatter with {op}", x)
-        if met.read is None:
+        headers = node.exchange_headers(f"reduce_scatter with {op}", x)
+        if headers.read is None:
             staging.exchange(node, x.view(node.size, -1), [out], how, None)
         else:
-            steps = two_shot.reduce_scatter(node.views(x, met.read), out, node.rank, config.current.cache_bytes)
+            steps = two_shot.reduce_scatter(node.views(x, headers.read), out, node.rank, config.current.cache_bytes)
             two_shot.carry_out(steps, how)
             node.barrier()
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         node, x = _node(channel), x.view(-1)
-        met = node.meet(f"broadcast from root {root}", x)
-        if met.read is None:
+        headers = node.exchange_headers(f"broadcast from root {root}", x)
+        if headers.read is None:
             staging.broadcast(node, x, root)
         else:
             if node.rank != root:
-                x.copy_(node.views(x, met.read)[root])
+                x.copy_(node.views(x, headers.read)[root])
             node.barrier()
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
@@ -82,32 +82,33 @@ class Shared(Flavour):
 
     def alltoall(self, channel: Channel, source: Tensor, destination: Tensor) -> None:
         node, x, out = _node(channel), source.view(-1), destination.view(channel.size, -1)
-        met = node.meet("alltoall", x)
-        if met.read is None:
+        headers = node.exchange_headers("alltoall", x)
+        if headers.read is None:
             staging.exchange(node, x.view(node.size, -1), list(out), None, None)
         else:
-            for row, theirs in zip(out, node.views(x, met.read), strict=True):
+            for row, theirs in zip(out, node.views(x, headers.read), strict=True):
                 row.copy_(theirs.view(node.size, -1)[node.rank])
             node.barrier()
 
     def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
         node, x, out = _node(channel), source.view(-1), destination.view(-1)
-        met = node.meet(f"scatter from root {root}", x)
-        if met.read is None:
+        headers = node.exchange_headers(f"scatter from root {root}", x)
+        if headers.read is None:
             staging.exchange(node, x.view(node.size, -1) if node.rank == root else None, [out], None, root)
         else:
-            out.copy_(node.views(x, met.read)[root].view(node.size, -1)[node.rank])
+            out.copy_(node.views(x, headers.read)[root].view(node.size, -1)[node.rank])
             node.barrier()
 
 
-def _allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, met: Headers) -> None:
-    """What is best for where the tensors lie; ``x`` may be ``out`` on this rank, and another tensor elsewhere."""
-    if met.written is None:
+def _allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, headers: Headers) -> None:
+    """Allreduce in the best way for where the tensors lie; ``x`` may be ``out`` on this rank alone."""
+    if headers.written is None:
         staging.allreduce(node, x, out, how)
         return
-    destinations = node.views(out, met.written)
-    if met.read is not None:
-        sources = node.views(x, met.read)
+    # In place: the results are symmetric. Where the inputs are not, each rank publishes them in its result first.
+    destinations = node.views(out, headers.written)
+    if headers.read is not None:
+        sources = node.views(x, headers.read)
     else:
         two_shot.publish(x, out, node.rank, node.size)
         sources = [x if rank == node.rank else view for rank, view in enumerate(destinations)]
@@ -117,7 +118,7 @@ def _allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, met: Header
 
 
 def _allreduce_in_place(node: NodeGroup, x: Tensor, how: Kernel, what: str) -> None:
-    """The hot path, which buckets take at every step: what was prepared for a tensor the last time is used again."""
+    """The hot path, which buckets take at every step: the plan of the last call with this tensor is used again."""
     key = (what, x.dtype, x.data_ptr(), x.numel())
     ready = node.prepared.get(key)
     if ready is None or not symmetric.is_live(ready.segment):
@@ -125,22 +126,22 @@ def _allreduce_in_place(node: NodeGroup, x: Tensor, how: Kernel, what: str) -> N
         if ready is not None:
             node.keep_prepared(key, ready)
     if ready is None:
-        _allreduce(node, x, x, how, node.meet(what, x))
-    elif node.announce(ready.record):
+        _allreduce(node, x, x, how, node.exchange_headers(what, x))
+    elif node.announce(ready.header):  # equal headers: all tensors lie at the same offset, as planned
         two_shot.carry_out(ready.work, how)
         node.barrier()
     else:
-        _allreduce(node, x, x, how, node.read(what, x))
+        _allreduce(node, x, x, how, node.read_headers(what, x))
 
 
 def _prepare(node: NodeGroup, x: Tensor, what: str) -> Prepared | None:
-    """For a tensor that is symmetric here: what there is to do if the others' lie at the same place in their parts."""
+    """The plan for a tensor that is symmetric here, if the others' tensors lie at the same offset of their parts."""
     found = symmetric.find(x)
     if found is None or not node.is_within(found[0]):
         return None
     views = node.views(x, [found[1]] * node.size)
     steps = two_shot.allreduce(views, views, node.rank, config.current.cache_bytes)
-    return Prepared(found[0], node.record(what, x), steps)
+    return Prepared(found[0], node.header(what, x), steps)
 
 
 def _gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, sizes: Sizes) -> None:

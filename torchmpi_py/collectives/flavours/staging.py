@@ -1,9 +1,14 @@
 """Collectives within a node for tensors that are not symmetric: through the slots of a channel, chunk by chunk.
 
-Each verb is a pipeline (``schedule.pipeline``): copy a chunk in, reduce it if need be, copy it out; while one chunk is
-reduced the next is copied in and the last one out, and the ranks meet once per chunk. Two shots as in ``two_shot.py``:
-of a chunk each rank reduces the slice that it owns, reading its own share from its tensor. The memory that peers share
-is four slots a rank, however large the tensors.
+Each verb is a pipeline (``schedule.pipeline``) of stages, between which all ranks meet:
+
+1. copy in: each rank copies its chunk into its in slot, but for what it reads itself
+2. reduce, where there is something to reduce: of a chunk each rank reduces the slice that it owns into its out slot, as
+   in the first shot of ``two_shot.py``
+3. copy out: each rank reads from the slots of the others
+
+While one chunk is reduced the next is copied in and the last one out, so the ranks meet once per chunk. The memory that
+peers share is four slots a rank, however large the tensors.
 """
 
 from __future__ import annotations
@@ -16,13 +21,14 @@ from torchmpi_py.collectives.reductions import Kernel
 
 
 def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | None = None) -> None:
-    """Every rank's ``out`` becomes the reduction of all ``x``; with ``root`` that rank's only."""
+    """Every rank's ``out`` becomes the reduction of all ``x``; with ``root`` only that rank's. Collective."""
     pieces = chunks(0, x.numel(), node.chunk_bytes // x.itemsize)
     me, dtype = node.rank, x.dtype
 
     def copy_in(k: int) -> None:
         begin, end = pieces[k]
         lower, upper = slices(end - begin, node.size)[me]
+        # The slices that the others own; this rank reads its own slice from ``x``.
         given = node.given(me, k, dtype, end - begin)
         given[:lower].copy_(x[begin : begin + lower])
         given[upper:].copy_(x[begin + upper : end])
@@ -36,8 +42,9 @@ def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | 
         ]
         own = out[begin + lower : begin + upper]
         if root == me:
-            how.reduce(sources, own)
+            how.reduce(sources, own)  # no other rank needs it
             return
+        # The result goes to the out slot for the others, and is copied into ``out`` while it is in the cache.
         reduced = node.reduced(me, k, dtype, upper - lower)
         how.reduce(sources, reduced)
         if root is None:
@@ -45,6 +52,7 @@ def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | 
 
     def copy_out(k: int) -> None:
         begin, end = pieces[k]
+        # The slices that the others have reduced.
         for rank, (lower, upper) in enumerate(slices(end - begin, node.size)):
             if rank != me and root in (None, me):
                 out[begin + lower : begin + upper].copy_(node.reduced(rank, k, dtype, upper - lower))
@@ -70,7 +78,10 @@ def broadcast(node: NodeGroup, x: Tensor, root: int) -> None:
 
 
 def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[int]) -> None:
-    """On ranks with ``parts`` (all, or root alone) part r becomes rank r's ``x``, of ``counts[r]`` elements."""
+    """On ranks with ``parts`` (all, or root alone) part r becomes rank r's ``x``, of ``counts[r]`` elements.
+
+    Ranks with less to give make empty copies in the last chunks.
+    """
     step = node.chunk_bytes // x.itemsize
     num_chunks = -(-max(counts) // step)
 
@@ -99,7 +110,7 @@ def exchange(node: NodeGroup, rows: Tensor | None, outs: list[Tensor], how: Kern
 
     def copy_in(k: int) -> None:
         begin, end = pieces[k]
-        if rows is not None:
+        if rows is not None:  # this rank gives: its row for each other rank, side by side in one slot
             given = node.given(me, k, dtype, size * (end - begin)).view(size, end - begin)
             for rank in range(size):
                 if rank != me:
@@ -107,6 +118,7 @@ def exchange(node: NodeGroup, rows: Tensor | None, outs: list[Tensor], how: Kern
 
     def copy_out(k: int) -> None:
         begin, end = pieces[k]
+        # From each rank that gives, the row for this rank; this rank's own row comes from its tensor.
         sources = [
             rows[me, begin:end]
             if rank == me and rows is not None

@@ -1,20 +1,16 @@
-"""Process groups of torch.distributed that belong to a flavour, apart from those of the program.
-
-There is one per channel, made on first use: rank 0 opens a store on a free port, MPI tells the others where it is, and
-the library connects the ranks. Groups take flat tensors. Those of NCCL put their work on the current stream and return;
-gloo's return when the work is done.
-
-Flavours ``gloo`` and ``nccl``: collectives of torch.distributed.
+"""Flavours ``gloo`` and ``nccl``: collectives of torch.distributed.
 
 ``gloo`` serves CPU tensors, as a peer to measure the others against; ``nccl`` GPU tensors, where each rank has a GPU of
-its own. Their process groups are their own (``process_groups.py``), so that a program's use of torch.distributed is not
-touched.
+its own. Each flavour has process groups apart from those of the program, so that a program's use of torch.distributed
+is not touched: one per channel, made on first use. Rank 0 opens a store on a free port, MPI gives its address to the
+others, and the library connects the ranks. Groups of NCCL put their work on the current stream and return; gloo's
+return when the work is done.
 
 A library reduces few dtypes with few ops. Values travel in the form that ``reductions.py`` gives them, 16-bit integers
 as 32 and complex numbers as pairs; scratch is as long as the tensor. What the library does not know, such as a product
-of complex numbers or, for NCCL, bitwise ops, is gathered as bytes and reduced here, in rank order. What is only moved
-travels as bytes. Each element is reduced on one rank and passed on, or by all ranks in the same order, so all get the
-same bits. Empty tensors stay here.
+of complex numbers or, for NCCL, bitwise ops, is gathered as bytes and reduced here, in rank order. Data that is only
+moved travels as bytes. Each element is reduced on one rank and passed on, or by all ranks in the same order, so all get
+the same bits. Empty tensors stay here.
 """
 
 from __future__ import annotations
@@ -33,6 +29,9 @@ from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.memory import gpus
 
+_WIDER = {torch.int16: torch.int32}
+_ARITHMETIC = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
+_BITWISE = {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
 _OPERATION_TIMEOUT = dt.timedelta(minutes=30)  # torch's own default for gloo: the other ranks may be computing
 _OPTIONS = {
     "_allgather_base": "AllgatherOptions",
@@ -57,11 +56,11 @@ class ProcessGroupOfTorch:
         self._group = self._connect(channel)
 
     def _connect(self, channel: Channel) -> Any:
-        """What torch.distributed calls a process group or a backend."""
+        """The ProcessGroup, or Backend, of torch.distributed for the ranks of the channel. Collective."""
         raise NotImplementedError
 
     def run(self, call: str, *arguments: object, **fields: object) -> None:
-        """Carry out a collective of torch.distributed with options that have these fields."""
+        """Carry out the collective ``call`` of torch.distributed, whose options have these ``fields``."""
         options = getattr(distributed.distributed_c10d, _OPTIONS[call])()
         if hasattr(options, "asyncOp"):  # NCCL uses a stream of its own without it, as it does in older torch
             options.asyncOp = False
@@ -107,7 +106,7 @@ class GlooGroup(ProcessGroupOfTorch):
 
 
 class NcclGroup(ProcessGroupOfTorch):
-    """Ranks that NCCL connects, each with a GPU of its own: that of the tensors. It does so in the first call."""
+    """Ranks that NCCL connects, in the first call; each has a GPU of its own, that of the tensors."""
 
     name = "nccl"
 
@@ -132,17 +131,12 @@ class NcclGroup(ProcessGroupOfTorch):
         super().free()
 
 
-_WIDER = {torch.int16: torch.int32}
-_ARITHMETIC = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
-_BITWISE = {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
-
-
 class TorchGroup(Flavour):
-    """What the two have in common."""
+    """What flavours gloo and nccl have in common."""
 
     group: ClassVar[type[ProcessGroupOfTorch]]
     ops: ClassVar[dict[str, str]]
-    """The ops of kernels that the library knows, on real numbers of 8, 32 and 64 bits, and what it calls them."""
+    """The ops of kernels that the library knows, on real numbers of 8, 32 and 64 bits, with the library's names."""
 
     def missing(self, device: str) -> str:
         if not distributed.is_available():
@@ -150,7 +144,7 @@ class TorchGroup(Flavour):
         return self._lacks()
 
     def _lacks(self) -> str:
-        """As ``missing``, in a torch with torch.distributed."""
+        """The reason of ``missing``, in a torch that has torch.distributed."""
         raise NotImplementedError
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
@@ -224,7 +218,7 @@ class TorchGroup(Flavour):
         return channel.keep(self.name, self.group)
 
     def _knows(self, how: Kernel) -> bool:
-        """Whether the library can reduce so."""
+        """Whether the library can do the reduction ``how``."""
         return how.op in self.ops and not (how.dtype.is_complex and how.op == "prod")
 
     def _op(self, how: Kernel) -> object:
@@ -261,7 +255,7 @@ class Nccl(TorchGroup):
     def refuses(self, comm: Communicator | Channel) -> str:
         table, ranks_of = gpus.table(), dict[str, list[int]]()
         if table is None:
-            return ""  # what is missing says why
+            return ""  # ``missing`` says why
         for rank, place in enumerate(comm.places if isinstance(comm, Channel) else comm.direct.places):
             ranks_of.setdefault(table[place], []).append(rank)
         for gpu, ranks in ranks_of.items():
@@ -282,7 +276,7 @@ class Nccl(TorchGroup):
 
 
 def _wire_dtype(how: Kernel) -> torch.dtype:
-    """What partial results travel as."""
+    """The dtype in which partial results travel."""
     return _WIDER.get(how.dtype, how.dtype)
 
 
@@ -292,7 +286,7 @@ def _is_as_it_lies(how: Kernel) -> bool:
 
 
 def _start(how: Kernel, x: Tensor, out: Tensor) -> Tensor:
-    """What is reduced in place: ``x`` in the form for it, in the memory of ``out`` where that has this form."""
+    """The tensor that the library reduces in place: ``x`` in its wire form, in the memory of ``out`` if that fits."""
     if not _is_as_it_lies(how):
         return how.partial(x).to(_wire_dtype(how))
     if out.data_ptr() != x.data_ptr():

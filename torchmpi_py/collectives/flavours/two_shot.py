@@ -1,9 +1,13 @@
 """Reductions and moves over *peer views*: one tensor per rank, all of which this rank can read and write.
 
-Two shots: each rank owns a slice, reads it from all peers, reduces it in rank order, and stores the result into all
-peers. A meeting of all ranks before (everyone's values are there) and after (everyone's results are there) is the
-caller's. Per rank, of S bytes: S read, S written, the least that P separate results can cost; done in chunks that stay
-in the cache of a core, the total moves once. All ranks get the same bits, for a slice has one owner.
+Two shots:
+
+1. each rank owns a slice, reads that slice from all peers and reduces it in rank order
+2. the rank stores the result of its slice into all peers
+
+The caller lets all ranks meet before (everyone's values are there) and after (everyone's results are there). Per rank,
+of S bytes: S read, S written, the least that P separate results can cost; done in chunks that stay in the cache of a
+core, the total moves once. All ranks get the same bits, for a slice has one owner.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ Step = tuple[list[Tensor], Tensor, list[Tensor]]  # a chunk: its sources, the fi
 
 
 def plan(sources: Sequence[Tensor], destinations: Sequence[Tensor], bounds: Bounds, cache_bytes: int) -> list[Step]:
-    """The elements within ``bounds`` of all sources, to be reduced into all destinations (which may be the sources)."""
+    """The steps that reduce the elements within ``bounds`` of all sources into all destinations (maybe the sources)."""
+    # All sources of a chunk and its result fit into ``cache_bytes`` together, but no chunk has under 1024 elements.
     step = max(1024, cache_bytes // ((len(sources) + 1) * sources[0].itemsize))
     return [
         ([x[begin:end] for x in sources], destinations[0][begin:end], [x[begin:end] for x in destinations[1:]])
@@ -28,15 +33,16 @@ def plan(sources: Sequence[Tensor], destinations: Sequence[Tensor], bounds: Boun
 
 
 def carry_out(steps: Sequence[Step], how: Kernel) -> None:
-    """Do what was planned."""
+    """Carry out the steps of a plan."""
     for sources, first, others in steps:
-        how.reduce(sources, first)
+        how.reduce(sources, first)  # the first shot; this rank's own result, which is in its cache now
         for other in others:
-            other.copy_(first)
+            other.copy_(first)  # the second shot
 
 
 def allreduce(sources: Sequence[Tensor], destinations: Sequence[Tensor], rank: int, cache_bytes: int) -> list[Step]:
     """This rank's share of an allreduce over peer views."""
+    # The own tensor is the first destination: it is reduced into, and copied from there while it is in the cache.
     own_first = [destinations[rank], *destinations[:rank], *destinations[rank + 1 :]]
     return plan(sources, own_first, slices(sources[0].numel(), len(sources))[rank], cache_bytes)
 
@@ -54,12 +60,12 @@ def reduce_scatter(sources: Sequence[Tensor], destination: Tensor, rank: int, ca
 
 
 def publish(x: Tensor, out: Tensor, rank: int, size: int) -> None:
-    """Copy into ``out``, which peers can read, the slices of ``x`` that they own; a meeting has to follow.
+    """Copy into ``out``, which peers can read, the slices of ``x`` that peers own; a barrier has to follow.
 
-    The two may be the same tensor.
+    ``x`` and ``out`` may be the same tensor.
     """
     if x.data_ptr() == out.data_ptr():
         return
-    lower, upper = slices(x.numel(), size)[rank]
+    lower, upper = slices(x.numel(), size)[rank]  # this rank's own slice is read from ``x``
     out[:lower].copy_(x[:lower])
     out[upper:].copy_(x[upper:])
