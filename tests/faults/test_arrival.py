@@ -39,11 +39,11 @@ if variables.rank(os.environ) == 1:
         time.sleep(0.05)
 import torchmpi_py as mpi
 from torchmpi_py.watch import watchdog
-say = watchdog.say
+print_to_stderr = watchdog.print_to_stderr
 def seen(text):
-    say(text)
+    print_to_stderr(text)
     open(sys.argv[1], "w").close()
-watchdog.say = seen
+watchdog.print_to_stderr = seen
 mpi.start()
 assert mpi.allreduce(1) == mpi.size() == 3
 mpi.stop()
@@ -146,7 +146,7 @@ def test_an_address_of_another_user_does_not_count(monkeypatch):
 
 def test_who_claims_to_have_said_it_does_not_silence_the_rank(monkeypatch):
     told = []
-    monkeypatch.setattr(arrival.watchdog, "say", told.append)
+    monkeypatch.setattr(arrival.watchdog, "print_to_stderr", told.append)
     monkeypatch.setattr(arrival, "_OTHERS_SECONDS", 0.01)
     monkeypatch.setattr(arrival.Wait, "_end_job", lambda self: told.append("ended"))
     wait = started(monkeypatch, 0, 2, 2)

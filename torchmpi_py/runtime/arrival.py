@@ -59,7 +59,7 @@ class Wait:
 
     def _watch(self, held: contextlib.ExitStack) -> None:
         ages, is_said = watchdog.Ages(time.monotonic()), False
-        while ages.of.get(0, 0.0) < self._seconds:
+        while ages.seconds.get(0, 0.0) < self._seconds:
             if self._over.wait(min(_LOOK_SECONDS, self._seconds)):
                 return
             ages.look([0], time.monotonic())
@@ -67,7 +67,7 @@ class Wait:
         is_said = is_said or not _bind(_address("said"), held)  # one rank of the host says it
         if is_said and (not self._ends or self._over.wait(_OTHERS_SECONDS)):
             return
-        watchdog.say(f"torchmpi_py: {self._told()}")
+        watchdog.print_to_stderr(f"torchmpi_py: {self._told()}")
         if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # the others look, and know
             self._end_job()
 

@@ -18,7 +18,8 @@ from torchmpi_py.core.backoff import Nap
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.watch import abort, death_signals
+from torchmpi_py.watch import abort
+from torchmpi_py.watch.report_requests import requests
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -84,7 +85,7 @@ def _at_exit(stop: Callable[[], None]) -> None:
 
 
 def _disown() -> None:
-    death_signals.disown()
+    requests.disown()
     communication_thread.current_thread = None
     communicators.current_stack = None
     communicators.why_not = (

@@ -176,7 +176,7 @@ def meet_to_stop() -> None:
     """Wait for all ranks that live, and take everything down. Collective."""
     while True:
         with elastic() as attempt:
-            watchdog.leaving()
+            watchdog.announce_stop()
             communication_thread.current().drain()
             exits.wait_for_all(communicators.stack().levels[0])
             tracing.stop()
