@@ -83,7 +83,7 @@ def blocking(board: Board, waited: Record) -> Record | None:
 
 
 class NodeReport(NamedTuple):
-    """A report on the ranks of a node. ``names_missing``: whether it names a rank that has not come to the operation."""
+    """A report on a node. ``names_missing``: whether it names a rank that has not come to the late operation."""
 
     text: str
     names_missing: bool
