@@ -128,12 +128,12 @@ def test_a_world_of_one_is_not_watched(monkeypatch):
 
 def test_of_other_hosts_nothing_is_claimed(monkeypatch):
     with started(monkeypatch, 2, 4, 2).watched():
-        told = started(monkeypatch, 2, 4, 2)._told()
-        assert told.startswith("rank 2 of 4 waits in mpi.start(), for 5 s now. 1 of 2 ranks are missing on host ")
-        assert "of other hosts nothing is known here" in told
+        report = started(monkeypatch, 2, 4, 2).report()
+        assert report.startswith("rank 2 of 4 waits in mpi.start(), for 5 s now. 1 of 2 ranks are missing on host ")
+        assert "of other hosts nothing is known here" in report
         with started(monkeypatch, 3, 4, 2).watched():
-            told = started(monkeypatch, 2, 4, 2)._told()
-            assert told.startswith("ranks 2, 3 of 4 wait in mpi.start(), for 5 s now. None is missing on host ")
+            report = started(monkeypatch, 2, 4, 2).report()
+            assert report.startswith("ranks 2, 3 of 4 wait in mpi.start(), for 5 s now. None is missing on host ")
 
 
 def test_an_address_of_another_user_does_not_count(monkeypatch):
@@ -144,15 +144,15 @@ def test_an_address_of_another_user_does_not_count(monkeypatch):
         assert not arrival._is_bound(address)
 
 
-def test_who_claims_to_have_said_it_does_not_silence_the_rank(monkeypatch):
+def test_another_program_that_has_the_address_does_not_silence_the_rank(monkeypatch):
     told = []
     monkeypatch.setattr(arrival.watchdog, "print_to_stderr", told.append)
-    monkeypatch.setattr(arrival, "_OTHERS_SECONDS", 0.01)
+    monkeypatch.setattr(arrival, "_OTHERS_END_SECONDS", 0.01)
     monkeypatch.setattr(arrival.Wait, "_end_job", lambda self: told.append("ended"))
     wait = started(monkeypatch, 0, 2, 2)
     wait._seconds = 0.01
     with contextlib.ExitStack() as held:
-        assert arrival._bind(arrival._address("said"), held)
+        assert arrival._bind(arrival._address(arrival._REPORTED), held)
         wait._watch(held)
     assert told[0].startswith("torchmpi_py: rank 0 of 2 waits in mpi.start()")
     assert told[1:] == ["ended"]

@@ -36,7 +36,7 @@ def test_a_told_local_rank_is_pinned_at_once(pinned, monkeypatch, name, told, co
     pinned.count = count
     device = placement.cuda_device()
     assert device == torch.device("cuda", index)
-    assert placement.settled(device, Local(told, 8, 1, told)) == device
+    assert placement.corrected_device(device, Local(told, 8, 1, told)) == device
     assert pinned == [index]
 
 
@@ -45,14 +45,14 @@ def test_where_nobody_tells_mpi_is_asked_first(pinned, rank, index):
     device = placement.cuda_device()
     assert device == torch.device("cuda")
     assert pinned == []
-    assert placement.settled(device, Local(rank, 8, 1, rank)) == torch.device("cuda", index)
+    assert placement.corrected_device(device, Local(rank, 8, 1, rank)) == torch.device("cuda", index)
     assert pinned == [index]
 
 
 def test_a_variable_left_over_from_an_outer_job_does_not_last(pinned, monkeypatch):
     monkeypatch.setenv("SLURM_LOCALID", "0")  # on every rank that a batch script starts
     device = placement.cuda_device()
-    assert placement.settled(device, Local(3, 4, 1, 3)) == torch.device("cuda", 3)
+    assert placement.corrected_device(device, Local(3, 4, 1, 3)) == torch.device("cuda", 3)
     assert pinned == [0, 3]
 
 
@@ -83,7 +83,7 @@ def test_every_rank_of_a_node_gets_its_own_gpu(pinned, monkeypatch, told, indice
         monkeypatch.delenv("SLURM_LOCALID", raising=False)
         if own is not None:
             monkeypatch.setenv("SLURM_LOCALID", str(own))
-        device = placement.settled(placement.cuda_device(), placement.locate(Node(rank, told)))
+        device = placement.corrected_device(placement.cuda_device(), placement.locate(Node(rank, told)))
         assert device == torch.device("cuda", indices[rank])
         assert pinned[-1] == indices[rank]
 
@@ -105,7 +105,7 @@ def test_a_told_local_rank_is_believed_only_if_it_can_be_true(told, expected, mo
 
 
 def test_the_cpu_stays_the_cpu(pinned):
-    assert placement.settled(torch.device("cpu"), Local(1, 2, 1, 1)) == torch.device("cpu")
+    assert placement.corrected_device(torch.device("cpu"), Local(1, 2, 1, 1)) == torch.device("cpu")
     assert pinned == []
 
 

@@ -102,7 +102,7 @@ class Session:
         is_first_time = self.local is None
         self.local = placement.locate(node)
         if is_first_time:  # after a death a rank keeps its GPU, whatever its new place
-            self.device = placement.settled(self.options.device, self.local)
+            self.device = placement.corrected_device(self.options.device, self.local)
         placement.limit_threads(self.local)
         gpus.current = gpus.exchange(world, place, self.device, with_ipc=self.options.with_ipc)
         communicators.current_stack, communicators.why_not = Stack(world, place, self.options.cartesian), ""
@@ -116,7 +116,7 @@ class Session:
         if is_lost:
             self._stop_watchdog()
             ulfm.revoke_all()
-        # 2. The parts that all ranks free together: the thread, as its operations use the communicators, and then these.
+        # 2. The parts that all ranks free together: the thread, whose operations use the communicators, and then these.
         #    The watchdog is still there, for a rank that does not come.
         if communication_thread.current_thread is not None:
             communication_thread.current_thread.close()
