@@ -88,7 +88,7 @@ def cuda_device() -> torch.device:
 
 
 def corrected_device(device: torch.device, local: Local) -> torch.device:
-    """The device of a rank that MPI has located, pinned if it is a GPU; ``device``: what ``cuda_device`` chose before."""
+    """The device of a rank that MPI has located, pinned if it is a GPU; ``device`` is the choice of ``cuda_device``."""
     if device.type != "cuda":
         return device
     index = local.gpu_rank % _num_gpus()

@@ -5,7 +5,7 @@ instead, which runs at once and writes the stack of a thread to a file: here to 
 that the signal came. Programs that the rank starts do not inherit the handler, as they would a blocked signal.
 
 Handler and pipe stay when the package is stopped: a signal that comes later does no harm. A handler that the program
-has registered since then, with ``faulthandler`` too, cannot be told from this one, and must not be removed.
+has registered since then, with ``faulthandler`` too, cannot be distinguished from this one, and must not be removed.
 """
 
 from __future__ import annotations
