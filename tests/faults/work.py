@@ -1,7 +1,7 @@
 """The program of a trial: one operation again and again, until a rank injects a fault (``striking.py``).
 
-``flavour``, ``verb``, ``form``, ``bytes``, ``memory``, ``nodes``, ``pause_seconds`` and ``operations`` of the plan choose
-the operation. Every result is checked; a wrong one is printed to standard output, with the word WRONG.
+``flavour``, ``verb``, ``form``, ``bytes``, ``memory``, ``nodes``, ``pause_seconds`` and ``operations`` choose the
+operation. Every result is checked; a wrong one is printed to standard output, with the word WRONG.
 """
 
 import threading

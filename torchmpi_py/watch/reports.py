@@ -64,17 +64,17 @@ def trouble(board: Board, index: int) -> str:
     return {STOPPING: "is in mpi.stop()", ENDING: "is ending the job"}.get(board.get(HAS_LEFT, index), "")
 
 
-def name(board: Board, index: int) -> str:
+def _name(board: Board, index: int) -> str:
     """A rank and its process, as reports name them."""
     return f"rank {board.get(WORLD_RANK, index)} (process {board.get(PROCESS, index)})"
 
 
-def by_rank(board: Board) -> list[int]:
+def _by_rank(board: Board) -> list[int]:
     """The local ranks that can be seen, ordered by their ranks in the world."""
     return sorted(board.indices, key=lambda index: board.get(WORLD_RANK, index))
 
 
-def blocking(board: Board, waited: Record) -> Record | None:
+def _blocking(board: Board, waited: Record) -> Record | None:
     """The operation that keeps a queued one: the oldest open operation that was launched before it."""
     if not waited.is_queued:
         return None
@@ -100,10 +100,10 @@ def of_node(
     late = None if number is None else journal.find_record(board, number)
     if late is not None:
         lines.append(f"{own} waits in {late.what}, called at {late.site}")
-        if (first := blocking(board, late)) is not None:
+        if (first := _blocking(board, late)) is not None:
             lines[-1] += f"; before it comes {first.what}, called at {first.site}"
             late = first
-    activities = {index: activity(board, index, late) for index in by_rank(board)}
+    activities = {index: _activity(board, index, late) for index in _by_rank(board)}
     for index, each in activities.items():
         lines.append(_with_trouble(board, index, each.text))
         if has_text and index not in silent:
@@ -116,7 +116,7 @@ def of_node(
     return NodeReport("\n".join([f"torchmpi_py: report of {own}: {why}", *lines]), names_missing)
 
 
-class Activity(NamedTuple):
+class _Activity(NamedTuple):
     """What a rank does, or did last, seen from a late operation of this rank."""
 
     text: str
@@ -124,19 +124,19 @@ class Activity(NamedTuple):
     is_missing: bool = False  # of the operation's communicator, and not come to it
 
 
-def activity(board: Board, index: int, late: Record | None) -> Activity:
+def _activity(board: Board, index: int, late: Record | None) -> _Activity:
     """What a rank does; seen from the operation that is late, if one is."""
     if late is None or late.row < 0 or late.position == 0:
-        return Activity(_last(board, index))
+        return _Activity(_last(board, index))
     theirs = late if index == board.index else board.counterpart(late.row, late.mark, index)
     if theirs is not None:
         state = "is through with it" if theirs.ended > 0 else "has failed in it" if theirs.ended else "is there too"
         is_same = theirs.what == late.what
         call = "" if is_same else f", but as {theirs.what}"
-        return Activity(f"{state}{call}, called at {theirs.site}", is_there=is_same and theirs.ended >= 0)
+        return _Activity(f"{state}{call}, called at {theirs.site}", is_there=is_same and theirs.ended >= 0)
     if index in board.rows_of.get(late.row, {}):
-        return Activity(f"has not come to it; {_last(board, index)}", is_missing=True)
-    return Activity(_last(board, index))
+        return _Activity(f"has not come to it; {_last(board, index)}", is_missing=True)
+    return _Activity(_last(board, index))
 
 
 def _last(board: Board, index: int) -> str:
@@ -159,17 +159,17 @@ def _current(records: Sequence[Record]) -> Record | None:
 
 def _with_trouble(board: Board, index: int, text: str) -> str:
     matter = trouble(board, index)
-    return f"{name(board, index)}: {matter + '; ' if matter else ''}{text}"
+    return f"{_name(board, index)}: {matter + '; ' if matter else ''}{text}"
 
 
 def death(board: Board, index: int) -> str:
     """In which operation, or after which, a rank has died."""
     records = board.records(index)
     if not records:
-        return f"{name(board, index)} died before its first operation"
+        return f"{_name(board, index)} died before its first operation"
     current = _current(records)
     last = current or records[0]
-    return f"{name(board, index)} died {'in' if current else 'after'} {last.what}, called at {last.site}"
+    return f"{_name(board, index)} died {'in' if current else 'after'} {last.what}, called at {last.site}"
 
 
 def deaths(within_seconds: float) -> str:
@@ -179,7 +179,7 @@ def deaths(within_seconds: float) -> str:
     """
     board, until = status_board.current, time.monotonic() + within_seconds
     while board is not None:
-        dead = [index for index in by_rank(board) if is_dead(board, index)]
+        dead = [index for index in _by_rank(board) if is_dead(board, index)]
         if dead or time.monotonic() > until:
             return "; ".join(death(board, index) for index in dead[:_MOST_NAMED])
         time.sleep(0.01)
@@ -196,8 +196,8 @@ def late(entry: Entry, only: Sequence[int] | None = None) -> str:
     if board is None or record is None or only == ():
         return ""
     candidates = board.rows_of.get(record.row, {}) if only is None else only
-    others = [index for index in by_rank(board) if index != board.index and index in candidates]
-    activities = {index: activity(board, index, record) for index in others}
+    others = [index for index in _by_rank(board) if index != board.index and index in candidates]
+    activities = {index: _activity(board, index, record) for index in others}
     found = [_with_trouble(board, index, each.text) for index, each in activities.items() if not each.is_there]
     if len(found) > _MOST_NAMED:
         found[_MOST_NAMED:] = [f"{len(found) - _MOST_NAMED} more"]
@@ -238,7 +238,7 @@ def deserted(board: Board, number: int) -> str:
         return ""
     for index in comparison.behind(board, mine):
         if board.get(HAS_LEFT, index) == STOPPING:
-            return f"{name(board, index)} has come to its end, and will not come to {mine.what}, called at {mine.site}"
+            return f"{_name(board, index)} has come to its end, and will not come to {mine.what}, called at {mine.site}"
     return ""
 
 
