@@ -20,7 +20,7 @@ pytestmark = [
 PROGRAM = """
 import datetime as dt, os, sys, time
 from torchmpi_py.launch import variables
-rank = variables.rank(os.environ)
+rank = variables.rank_in(os.environ)
 if rank == int(sys.argv[1]):
     import torchmpi_py
     time.sleep(300)
@@ -34,7 +34,7 @@ exec(sys.argv[2])
 LATE = """
 import os, sys, time
 from torchmpi_py.launch import variables
-if variables.rank(os.environ) == 1:
+if variables.rank_in(os.environ) == 1:
     while not os.path.exists(sys.argv[1]):
         time.sleep(0.05)
 import torchmpi_py as mpi
