@@ -177,18 +177,8 @@ class Trace:
         end = time.time_ns()
         if self._nvtx is not None and thread_role != POSTED:
             self._nvtx.range_pop()
-        comm = operation.comm
-        event = TraceEvent(
-            operation.name,
-            operation.flavour.name,
-            operation.num_bytes,
-            comm.key,
-            comm.size,
-            thread_role,
-            operation.launched,
-            begin,
-            end,
-        )
+        what, comm = (operation.name, operation.flavour.name, operation.num_bytes), operation.comm
+        event = TraceEvent(*what, comm.key, comm.size, thread_role, operation.launched, begin, end)
         self.events.append(event)
 
     def write(self) -> None:
