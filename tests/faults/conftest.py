@@ -1,4 +1,4 @@
-"""What the trials of a session came to, in one table at its end."""
+"""The outcomes of all trials of a test run, in one table at its end."""
 
 import statistics
 import subprocess
@@ -12,11 +12,11 @@ rows = []  # (kind, seconds, problems) of each trial
 
 @pytest.fixture
 def judge():
-    """Note the outcomes of trials, and fail if any has a problem. ``kind_of`` tells the kind of one."""
+    """Collect the outcomes of trials, and fail if any has a problem. ``kind_of``: the kind of an outcome."""
 
     def note(kind, outcomes, kind_of=None):
         rows.extend((kind_of(o) if kind_of else kind, o.seconds, bool(o.problems)) for o in outcomes)
-        bad = [outcome.told() for outcome in outcomes if outcome.problems]
+        bad = [outcome.describe() for outcome in outcomes if outcome.problems]
         assert not bad, f"{len(bad)} of {len(outcomes)} trials\n" + "\n".join(bad[:5])
 
     return note
@@ -24,7 +24,7 @@ def judge():
 
 @pytest.fixture(scope="module")
 def nursery(request, tmp_path_factory):
-    """The path of the socket where ranks are made, which have imported the ``IMPORTS`` of the module of tests."""
+    """The path of the socket that makes ranks, which have imported the ``IMPORTS`` of the test module."""
     path = tmp_path_factory.mktemp("nursery") / "socket"
     imports = getattr(request.module, "IMPORTS", ())
     line = [sys.executable, str(harness.HERE / "nursery.py"), "serve", str(path), *imports]

@@ -28,7 +28,7 @@ ALL = os.environ.get("TORCHMPI_FAULTS", "") == "all"
 KEPT = os.environ.get("TORCHMPI_FAULTS_DIR")
 SEED = int(os.environ.get("TORCHMPI_FAULTS_SEED", "0"))
 WITHIN_SECONDS = 10.0
-ENDING_SECONDS = 3.0  # processes that do not end by themselves are killed
+ENDING_SECONDS = 3.0  # processes that do not end are killed after it
 LEFT_SECONDS = 1.0  # what a job leaves may be under removal
 # torch's folder, and Open MPI's for all jobs of a user that have no starter
 KEPT_BY_OTHERS = ("torchinductor", f"ompi.{socket.gethostname()}.")
@@ -55,22 +55,22 @@ class Outcome:
     problems: list[str] = dataclasses.field(default_factory=list)
 
     def expect(self, holds: bool, problem: str) -> None:
-        """Note a problem unless something holds."""
+        """Add a problem unless ``holds``."""
         if not holds:
             self.problems.append(problem)
 
-    def told(self) -> str:
-        """For the one who reads a failure; all of it goes into the folder TORCHMPI_FAULTS_DIR, if there is one."""
-        told = f"{self.name}: {'; '.join(self.problems)} (code {self.code}, {self.seconds:.1f} s)"
+    def describe(self) -> str:
+        """The problems, for a failure's message; the whole output goes into the folder TORCHMPI_FAULTS_DIR, if set."""
+        problems = f"{self.name}: {'; '.join(self.problems)} (code {self.code}, {self.seconds:.1f} s)"
         if KEPT:
             Path(KEPT).mkdir(exist_ok=True)
             path = Path(KEPT, f"{re.sub('[^A-Za-z0-9.]+', '-', self.name)[:90]}.txt")
-            path.write_text(f"{told}\n{self.output}\n{self.errors}")
-        return f"{told}\n{self.errors[-2000:]}"
+            path.write_text(f"{problems}\n{self.output}\n{self.errors}")
+        return f"{problems}\n{self.errors[-2000:]}"
 
 
 def seeded(name: str) -> random.Random:
-    """The same numbers in each run, other ones for each kind of trial."""
+    """A generator with the same numbers in each run, and other numbers for each kind of trial."""
     return random.Random(f"{SEED} {name}")
 
 

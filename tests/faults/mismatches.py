@@ -106,12 +106,12 @@ class Call:
         arguments += [f"op={self.op!r}"] * (self.verb in REDUCING)
         arguments += [f"comm=C[{self.comm!r}]", f"flavour={self.flavour or None!r}"]
         call = f"mpi.{self.verb}{'_async' * (self.form == 'async')}({', '.join(arguments)})"
-        told = f"{self.number}, {self.verb!r}, {self.count}, {self.dtype!r}, {self.op!r}, {self.root}"
-        return f"check({told}, {call}{'.wait()' * (self.form == 'async')})"
+        expected = f"{self.number}, {self.verb!r}, {self.count}, {self.dtype!r}, {self.op!r}, {self.root}"
+        return f"check({expected}, {call}{'.wait()' * (self.form == 'async')})"
 
     @property
     def effect(self) -> tuple:
-        """Two calls that differ in nothing of this are the same call."""
+        """What distinguishes a call: two calls with the same effect are the same call."""
         op, root = self.op * (self.verb in REDUCING), self.root * (self.verb in ROOTED)
         return self.verb, self.form, self.flavour, self.dtype, self.count, op, root, self.comm
 
@@ -161,12 +161,12 @@ def _suits(kind: str, call: Call) -> bool:
 
 @dataclasses.dataclass
 class Program:
-    """What a trial runs, and what is wrong with it."""
+    """The program of a trial, and the mismatch in it."""
 
     kind: str
     ranks: int
     odd: int
-    told: str
+    description: str
     text: str
     rank_of_line: dict[int, int]
 
@@ -206,5 +206,5 @@ def _written(kind: str, ranks: int, odd: int, calls: list[Call], odd_calls: list
             rank_of_line[len(lines)] = rank
         lines += ["    mpi.stop()", ""]
         rank_of_line[len(lines) - 1] = rank
-    told = f"{kind}, {ranks} ranks, rank {odd}: {odd_calls[at].effect} for {calls[at].effect}"
-    return Program(kind, ranks, odd, told, "\n".join(lines) + TAIL, rank_of_line)
+    description = f"{kind}, {ranks} ranks, rank {odd}: {odd_calls[at].effect} for {calls[at].effect}"
+    return Program(kind, ranks, odd, description, "\n".join(lines) + TAIL, rank_of_line)

@@ -64,7 +64,7 @@ def _live(connection: socket.socket) -> None:
 
 
 def serve(path: str, modules: list[str]) -> None:
-    """Fork a rank for whoever connects, until the one who has started this is gone; with some more ``modules``."""
+    """Fork a rank for each process that connects, with some more ``modules``, until the parent process is gone."""
     import importlib
 
     import torch

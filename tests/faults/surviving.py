@@ -1,4 +1,4 @@
-"""The program of test_survivors.py: digits are learned, ranks die where they are told to, all that was done is noted.
+"""The program of test_survivors.py: digits are learned, ranks die where the plan says so, every step is written down.
 
 surviving.py FOLDER EPOCHS ASYNCHRONOUS RANK:PLACE:NUMBER... (a rank dies the n-th time that it comes to a place)
 """

@@ -39,11 +39,11 @@ if variables.rank_in(os.environ) == 1:
         time.sleep(0.05)
 import torchmpi_py as mpi
 from torchmpi_py.watch import watchdog
-say = watchdog.say
+print_to_stderr = watchdog.print_to_stderr
 def seen(text):
-    say(text)
+    print_to_stderr(text)
     open(sys.argv[1], "w").close()
-watchdog.say = seen
+watchdog.print_to_stderr = seen
 mpi.start()
 assert mpi.allreduce(1) == mpi.size() == 3
 mpi.stop()
@@ -70,8 +70,8 @@ def test_a_rank_that_never_starts_is_named(tmp_path, judge, starter, call, where
     seconds = "2" if call == "mpi.start()" else "600"  # for the other the timeout counts
     outcome = run(tmp_path, PROGRAM, "1", call, starter=starter, TORCHMPI_DEADLINE=seconds)
     outcome.expect(outcome.code != 0, "the job succeeded")
-    told = re.findall(WHO.format(where, process), outcome.errors)
-    outcome.expect(len(told) == 1, f"the missing rank was named {len(told)} times")
+    reports = re.findall(WHO.format(where, process), outcome.errors)
+    outcome.expect(len(reports) == 1, f"the missing rank was named {len(reports)} times")
     judge("missing at the start", [outcome])
 
 
@@ -90,8 +90,8 @@ def test_started_by_the_master_of_futures_alone(tmp_path, judge):
     line = harness.command(3, "-m", "mpi4py.futures", str(path), "-1", "mpi.start()")
     outcome = harness.run("futures", line, {"TORCHMPI_DEADLINE": "2"}, within_seconds=60)
     outcome.expect(outcome.code == 1, "the job did not end with code 1")
-    told = re.search(r"rank 0 of 3 waits in mpi\.start\(\).*Missing: rank 1.*, rank 2", outcome.errors)
-    outcome.expect(told is not None, "the missing ranks were not named")
+    report = re.search(r"rank 0 of 3 waits in mpi\.start\(\).*Missing: rank 1.*, rank 2", outcome.errors)
+    outcome.expect(report is not None, "the missing ranks were not named")
     judge("missing at the start", [outcome])
 
 
@@ -99,12 +99,12 @@ def test_a_rank_that_never_calls_init_process_group_after_start(tmp_path, judge)
     text = PROGRAM.replace("if rank ==", "import torchmpi_py as mpi; mpi.start()\nif rank ==")
     outcome = run(tmp_path, text, "1", INIT, TORCHMPI_DEADLINE="600")
     outcome.expect(outcome.code == 1, "the job did not end with code 1")
-    told = re.search(r"timeout of 2 s has passed, .*init_process_group\. rank 1 \(process \d+\)", outcome.errors)
-    outcome.expect(told is not None, "the missing rank was not named")
+    report = re.search(r"timeout of 2 s has passed, .*init_process_group\. rank 1 \(process \d+\)", outcome.errors)
+    outcome.expect(report is not None, "the missing rank was not named")
     judge("missing at init_process_group", [outcome])
 
 
-@pytest.mark.skipif(not harness.ALL or harness.VENDOR != "mpich", reason="Open MPI's starter ends such a job by itself")
+@pytest.mark.skipif(not harness.ALL or harness.VENDOR != "mpich", reason="Open MPI's starter ends such a job")
 def test_a_rank_that_has_ended_without_it(tmp_path, judge):
     outcome = run(tmp_path, PROGRAM.replace("time.sleep(300)", "sys.exit()"), "1", "mpi.start()", TORCHMPI_DEADLINE="2")
     outcome.expect(outcome.code == 1, "the job did not end with code 1")
@@ -128,12 +128,12 @@ def test_a_world_of_one_is_not_watched(monkeypatch):
 
 def test_of_other_hosts_nothing_is_claimed(monkeypatch):
     with started(monkeypatch, 2, 4, 2).watched():
-        told = started(monkeypatch, 2, 4, 2)._told()
-        assert told.startswith("rank 2 of 4 waits in mpi.start(), for 5 s now. 1 of 2 ranks are missing on host ")
-        assert "of other hosts nothing is known here" in told
+        report = started(monkeypatch, 2, 4, 2).report()
+        assert report.startswith("rank 2 of 4 waits in mpi.start(), for 5 s now. 1 of 2 ranks are missing on host ")
+        assert "of other hosts nothing is known here" in report
         with started(monkeypatch, 3, 4, 2).watched():
-            told = started(monkeypatch, 2, 4, 2)._told()
-            assert told.startswith("ranks 2, 3 of 4 wait in mpi.start(), for 5 s now. None is missing on host ")
+            report = started(monkeypatch, 2, 4, 2).report()
+            assert report.startswith("ranks 2, 3 of 4 wait in mpi.start(), for 5 s now. None is missing on host ")
 
 
 def test_an_address_of_another_user_does_not_count(monkeypatch):
@@ -144,18 +144,18 @@ def test_an_address_of_another_user_does_not_count(monkeypatch):
         assert not arrival._is_bound(address)
 
 
-def test_who_claims_to_have_said_it_does_not_silence_the_rank(monkeypatch):
-    told = []
-    monkeypatch.setattr(arrival.watchdog, "say", told.append)
-    monkeypatch.setattr(arrival, "_OTHERS_SECONDS", 0.01)
-    monkeypatch.setattr(arrival.Wait, "_end_job", lambda self: told.append("ended"))
+def test_another_program_that_has_the_address_does_not_silence_the_rank(monkeypatch):
+    actions = []
+    monkeypatch.setattr(arrival.watchdog, "print_to_stderr", actions.append)
+    monkeypatch.setattr(arrival, "_OTHERS_END_SECONDS", 0.01)
+    monkeypatch.setattr(arrival.Wait, "_end_job", lambda self: actions.append("ended"))
     wait = started(monkeypatch, 0, 2, 2)
     wait._seconds = 0.01
     with contextlib.ExitStack() as held:
-        assert arrival._bind(arrival._address("said"), held)
+        assert arrival._bind(arrival._address(arrival._REPORTED), held)
         wait._watch(held)
-    assert told[0].startswith("torchmpi_py: rank 0 of 2 waits in mpi.start()")
-    assert told[1:] == ["ended"]
+    assert actions[0].startswith("torchmpi_py: rank 0 of 2 waits in mpi.start()")
+    assert actions[1:] == ["ended"]
 
 
 def test_mpi4pys_setting_of_errors_holds():

@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank, wherever: the job ends soon, with the right code, and the error is told once."""
+"""A fault of any kind on one rank, anywhere: the job ends soon, with the right code, and prints the error once."""
 
 import json
 
@@ -22,7 +22,7 @@ WHERE = {
     "service thread": "serving.py",
 }
 CODES = {"exception": 1, "MemoryError": 1, "sys.exit": 3}
-TOLD = {"exception": "RuntimeError: the fault of this trial", "MemoryError": "MemoryError: the fault of this trial"}
+PRINTED = {"exception": "RuntimeError: the fault of this trial", "MemoryError": "MemoryError: the fault of this trial"}
 DEADLINE_SECONDS = 3
 LEFT_TO_THE_MPI = [  # the mpirun's own starter: what docs/launch.md says that one does without
     ("mpirun", "before start", "exception"),
@@ -58,9 +58,9 @@ def trial(case):
     outcome.expect(
         outcome.code == wanted if wanted else outcome.code != 0, f"the exit code is not {wanted or 'a failure'}"
     )
-    if what in TOLD:
-        times = outcome.errors.count(TOLD[what])
-        outcome.expect(times == 1, f"the error is told {times} times")
+    if what in PRINTED:
+        times = outcome.errors.count(PRINTED[what])
+        outcome.expect(times == 1, f"the error is printed {times} times")
     return outcome
 
 

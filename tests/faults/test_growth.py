@@ -109,10 +109,10 @@ def test_start_and_stop_in_one_process(judge, tmp_path):
         f"{number} starts in one process", harness.command(2, tmp_path / "program.py", "", str(number)), None, 200
     )
     outcome.expect(outcome.code == 0, "it failed")
-    told = {0: [], 1: []}
+    measured = {0: [], 1: []}
     for line in outcome.output.splitlines():
-        told[int(line[-1])].append(json.loads(line[:-2]))
-    for before, after in told.values():
+        measured[int(line[-1])].append(json.loads(line[:-2]))
+    for before, after in measured.values():
         grown = {key: after[key] - before[key] for key in before}
         outcome.name += f", {_in_words(grown)}"
         within = grown["descriptors"] <= DESCRIPTORS and grown["threads"] <= THREADS and grown["shared"] <= 0

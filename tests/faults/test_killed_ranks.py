@@ -40,7 +40,7 @@ def plans(number):
         ranks, form = draw.choice([2, 3, 4]), draw.choice(["blocking", "async"])
         verb = draw.choice([verb for verb in VERBS if verb not in LACKING.get(flavour, [])])
         num_bytes = draw.choice(SIZES)
-        is_posted = form == "async" and num_bytes < 1 << 16 and flavour in ("", "mpi")  # MPI carries it out by itself
+        is_posted = form == "async" and num_bytes < 1 << 16 and flavour in ("", "mpi")  # MPI carries it out
         where = draw.choice(
             WHERE + MORE[form] * (not is_posted) + INSIDE.get(flavour, []) * (verb == "allreduce") + ["between"]
         )

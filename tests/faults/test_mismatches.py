@@ -42,9 +42,9 @@ def test_a_rank_calls_something_else(judge, nursery, tmp_path, part):
         path.write_text(program.text)
         line = harness.command(program.ranks, harness.HERE / "nursery.py", str(nursery), str(path), starter="mpirun")
         environment = {"TORCHMPI_DEADLINE_SECONDS": str(DEADLINE_SECONDS), "TORCHMPI_TUNING_DIR": "/dev/null"}
-        outcome = harness.run(f"{number} {program.told}", line, environment, WITHIN_SECONDS)
+        outcome = harness.run(f"{number} {program.description}", line, environment, WITHIN_SECONDS)
         return judged(program, outcome), outcome
 
     both = harness.at_once(AT_ONCE, range(part, NUMBER, PARTS), trial)
-    told = {outcome.name: f"mismatch: {told}" for told, outcome in both}
-    judge("mismatch", [outcome for _, outcome in both], lambda outcome: told[outcome.name])
+    kinds = {outcome.name: f"mismatch: {kind}" for kind, outcome in both}
+    judge("mismatch", [outcome for _, outcome in both], lambda outcome: kinds[outcome.name])

@@ -1,4 +1,4 @@
-"""All ranks wait for rank 1, in whatever there is to wait in: they are told that it sleeps, or has come to its end."""
+"""All ranks wait for rank 1, in each kind of wait: the report says that it sleeps, or has come to its end."""
 
 import importlib.util
 import re
@@ -23,8 +23,8 @@ IMPORTS = [
 IMPORTS += ["lightning"] * (HAS_LIGHTNING and harness.ALL)  # else they would come to the program at different times
 DAILY = ("DDP", "DownpourUpdate.take_result")
 ASLEEP = [name for name in WAITS if name in DAILY or harness.ALL]
-SELDOM_TOLD = ("mpi.stop", "a new process group", "monitored_barrier", "bounded staleness", "init_process_group")
-ENDING = [name for name in ASLEEP if not WAITS[name].words.startswith(SELDOM_TOLD) and "stop" not in name]
+SELDOM_REPORTED = ("mpi.stop", "a new process group", "monitored_barrier", "bounded staleness", "init_process_group")
+ENDING = [name for name in ASLEEP if not WAITS[name].words.startswith(SELDOM_REPORTED) and "stop" not in name]
 
 
 def trial(name, what, deadline_seconds, nursery, folder):
@@ -55,23 +55,23 @@ def test_a_rank_sleeps(judge, nursery, tmp_path):
 
     def sleeps(name):
         outcome = trial(name, "sleep", DEADLINE_SECONDS, nursery, tmp_path)
-        told = re.search(rf"rank [02] waits in {WAITS[name].words}", outcome.errors)
-        outcome.expect(bool(told), f"it is not told that the others wait in {WAITS[name].words}")
+        waiting = re.search(rf"rank [02] waits in {WAITS[name].words}", outcome.errors)
+        outcome.expect(bool(waiting), f"the report does not say that the others wait in {WAITS[name].words}")
         late = re.search(r"rank 1 \(process \d+\): (has not come to it|its last|has called nothing)", outcome.errors)
-        outcome.expect(bool(late), "it is not told that rank 1 has not come")
-        outcome.expect(" in strike\n" in outcome.errors, "it is not told where rank 1 stands")
+        outcome.expect(bool(late), "the report does not say that rank 1 has not come")
+        outcome.expect(" in strike\n" in outcome.errors, "the report does not say where rank 1 stands")
         return outcome
 
     judge("a rank sleeps", harness.at_once(2, names(ASLEEP), sleeps))
 
 
 def test_a_rank_comes_to_its_end(judge, nursery, tmp_path):
-    """It is told long before a deadline."""
+    """The report comes long before a deadline."""
 
     def ends(name):
         outcome = trial(name, "end", NEVER_SECONDS, nursery, tmp_path)
-        told = r"rank 1 .*has come to its end, and will not come to|calls mpi\.stop\(\)"
-        outcome.expect(bool(re.search(told, outcome.errors)), "it is not told that rank 1 has come to its end")
+        left = r"rank 1 .*has come to its end, and will not come to|calls mpi\.stop\(\)"
+        outcome.expect(bool(re.search(left, outcome.errors)), "the report does not say that rank 1 has come to its end")
         return outcome
 
     judge("a rank ends early", harness.at_once(2, names(ENDING), ends))

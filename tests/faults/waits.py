@@ -1,4 +1,4 @@
-"""Programs in which all ranks wait for rank 1, by the name of what they wait in: what a trial is made of.
+"""Programs in which all ranks wait for rank 1, by the names of their waits: each is a trial.
 
 ``Wait.program`` has one place, ``FAULT``, at which rank 1 falls asleep or comes to its end; ``words`` is what the
 report calls the wait.

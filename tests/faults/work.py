@@ -1,7 +1,7 @@
-"""What the ranks of a trial run: one operation again and again, until a rank injects a fault (``striking.py``).
+"""The program of a trial: one operation again and again, until a rank injects a fault (``striking.py``).
 
-``flavour``, ``verb``, ``form``, ``bytes``, ``memory``, ``nodes``, ``pause_seconds``, ``operations`` say what is done.
-Every result is checked, and a wrong one is told on standard output, with the word WRONG.
+``flavour``, ``verb``, ``form``, ``bytes``, ``memory``, ``nodes``, ``pause_seconds`` and ``operations`` choose the
+operation. Every result is checked; a wrong one is printed to standard output, with the word WRONG.
 """
 
 import threading

@@ -29,45 +29,45 @@ def pinned(monkeypatch):
 @pytest.mark.parametrize(
     "name", ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID"]
 )
-@pytest.mark.parametrize(("told", "count", "index"), [(0, 4, 0), (3, 4, 3), (5, 4, 1), (2, 1, 0), (7, 3, 1)])
-def test_a_told_local_rank_is_pinned_at_once(pinned, monkeypatch, name, told, count, index):
+@pytest.mark.parametrize(("claimed", "count", "index"), [(0, 4, 0), (3, 4, 3), (5, 4, 1), (2, 1, 0), (7, 3, 1)])
+def test_a_claimed_local_rank_is_pinned_at_once(pinned, monkeypatch, name, claimed, count, index):
     """More ranks than GPUs share them; a rank that is shown one GPU takes it, whichever it is."""
-    monkeypatch.setenv(name, str(told))
+    monkeypatch.setenv(name, str(claimed))
     pinned.count = count
     device = placement.cuda_device()
     assert device == torch.device("cuda", index)
-    assert placement.settled(device, Local(told, 8, 1, told)) == device
+    assert placement.corrected_device(device, Local(claimed, 8, 1, claimed)) == device
     assert pinned == [index]
 
 
 @pytest.mark.parametrize(("rank", "index"), [(0, 0), (2, 2), (6, 2)])
-def test_where_nobody_tells_mpi_is_asked_first(pinned, rank, index):
+def test_without_a_claim_mpi_is_asked_first(pinned, rank, index):
     device = placement.cuda_device()
     assert device == torch.device("cuda")
     assert pinned == []
-    assert placement.settled(device, Local(rank, 8, 1, rank)) == torch.device("cuda", index)
+    assert placement.corrected_device(device, Local(rank, 8, 1, rank)) == torch.device("cuda", index)
     assert pinned == [index]
 
 
 def test_a_variable_left_over_from_an_outer_job_does_not_last(pinned, monkeypatch):
     monkeypatch.setenv("SLURM_LOCALID", "0")  # on every rank that a batch script starts
     device = placement.cuda_device()
-    assert placement.settled(device, Local(3, 4, 1, 3)) == torch.device("cuda", 3)
+    assert placement.corrected_device(device, Local(3, 4, 1, 3)) == torch.device("cuda", 3)
     assert pinned == [0, 3]
 
 
 class Node:
-    """A node's communicator whose ranks told these local ranks."""
+    """A node's communicator whose ranks claimed these local ranks."""
 
-    def __init__(self, rank, told):
-        self.rank, self.size, self.told = rank, len(told), told
+    def __init__(self, rank, claimed):
+        self.rank, self.size, self.claimed = rank, len(claimed), claimed
 
     def allgather(self, mine):
-        return [(told, mine[1]) for told in self.told]
+        return [(claimed, mine[1]) for claimed in self.claimed]
 
 
 @pytest.mark.parametrize(
-    ("told", "indices"),
+    ("claimed", "indices"),
     [
         ([0, 2, 1], [0, 2, 1]),
         ([2, 3], [2, 3]),  # two of the four ranks on a host, which pass for a node
@@ -78,34 +78,34 @@ class Node:
         ([None, 0], [0, 1]),
     ],
 )
-def test_every_rank_of_a_node_gets_its_own_gpu(pinned, monkeypatch, told, indices):
-    for rank, own in enumerate(told):
+def test_every_rank_of_a_node_gets_its_own_gpu(pinned, monkeypatch, claimed, indices):
+    for rank, own in enumerate(claimed):
         monkeypatch.delenv("SLURM_LOCALID", raising=False)
         if own is not None:
             monkeypatch.setenv("SLURM_LOCALID", str(own))
-        device = placement.settled(placement.cuda_device(), placement.locate(Node(rank, told)))
+        device = placement.corrected_device(placement.cuda_device(), placement.locate(Node(rank, claimed)))
         assert device == torch.device("cuda", indices[rank])
         assert pinned[-1] == indices[rank]
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("claimed", "expected"),
     [([0, 2, 1], [0, 2, 1]), ([0, 0, 0], [0, 1, 2]), ([None] * 3, [0, 1, 2]), ([0, 1, None], [0, 1, 2])],
-    ids=["told", "left over", "untold", "half told"],
+    ids=["claimed", "left over", "unclaimed", "half claimed"],
 )
-def test_a_told_local_rank_is_believed_only_if_it_can_be_true(told, expected, monkeypatch):
-    for rank, own in enumerate(told):
+def test_a_claimed_local_rank_is_believed_only_if_it_can_be_true(claimed, expected, monkeypatch):
+    for rank, own in enumerate(claimed):
         for name in variables._LOCAL_RANK:
             monkeypatch.delenv(name, raising=False)
         if own is not None:
             monkeypatch.setenv("SLURM_LOCALID", str(own))
-        local = placement.locate(Node(rank, told))
+        local = placement.locate(Node(rank, claimed))
         assert (local.rank, local.size) == (expected[rank], 3)
         assert local.cores >= 1
 
 
 def test_the_cpu_stays_the_cpu(pinned):
-    assert placement.settled(torch.device("cpu"), Local(1, 2, 1, 1)) == torch.device("cpu")
+    assert placement.corrected_device(torch.device("cpu"), Local(1, 2, 1, 1)) == torch.device("cpu")
     assert pinned == []
 
 

@@ -1,7 +1,6 @@
-"""What is recorded of operations, in which file, and that the ranks agree about it."""
+"""Traces: their events, their files, their clocks, and the agreement of the ranks to trace."""
 
 import concurrent.futures
-import itertools
 import json
 import os
 import pathlib
@@ -138,7 +137,7 @@ def test_a_program_with_a_profiler_of_its_own_keeps_our_operations(tmp_path, whe
 
 def test_outside_the_main_thread_no_profiler_is_started(caplog):
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        assert pool.submit(tracing._started_profiler).result() is None
+        assert pool.submit(tracing.start_profiler).result() is None
     assert "mpi.start() was called in another thread" in caplog.text
 
 
@@ -154,10 +153,24 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def trace(mpi, tmp_path, monkeypatch):
     """Trace what the test does; the file is written when it calls ``stop``."""
     monkeypatch.setenv("TORCHMPI_PROFILE", str(tmp_path))
-    monkeypatch.setattr(tracing, "_numbers", itertools.count(1))
     tracing.current = tracing.start(mpi.communicator())
-    yield tmp_path / f"rank-{mpi.rank()}.json"
+    yield tracing.current.path
     tracing.current = None
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("per_node", [1, 2, 100])
+def test_clocks_that_are_apart(mpi, per_node):
+    skew = 10**12  # far more from node to node than the test can take
+    nodes = [rank - rank % per_node for rank in range(mpi.size())]
+    mine = nodes[mpi.rank()] * skew
+    reading = tracing.read_clock(mpi.communicator().background.mpi, nodes, lambda: time.time_ns() + mine)
+    assert abs(reading.offset_ns - mine) <= reading.uncertainty_ns
+    assert abs(reading.at_ns - time.time_ns() - mine) < skew // 2
+    if nodes[mpi.rank()] == 0:
+        assert (reading.offset_ns, reading.uncertainty_ns) == (0, 0)
+    else:
+        assert 0 < reading.uncertainty_ns < skew // 2
 
 
 @pytest.mark.mpi

@@ -1,4 +1,4 @@
-"""What the watchdog is made of, each by itself."""
+"""The parts of the watchdog, one at a time."""
 
 import os
 import resource
@@ -10,6 +10,7 @@ import pytest
 from torchmpi_py.core import backoff, grouping, status_board
 from torchmpi_py.core.channels import Place
 from torchmpi_py.core.handles import ThreadHandle
+from torchmpi_py.core.status_board import CLAIMED_ASKED, CLAIMED_DEATH, CLAIMED_DIFFERENCE, CLAIMED_LATE
 from torchmpi_py.watch import reports, watchdog
 from torchmpi_py.watch.watchdog import Neighbours
 
@@ -36,25 +37,25 @@ def test_a_job_that_was_stopped_is_not_late():
     ages = watchdog.Ages(0)
     ages.look([1], 0.5)
     ages.look([1, 2], 1000)
-    assert ages.of == {1: 1.5, 2: 1.0}
+    assert ages.seconds == {1: 1.5, 2: 1.0}
     assert ages.oldest(1, ()) == 1
     assert ages.oldest(1, {1}) == 2
     assert ages.oldest(2, ()) is None
     ages.look([2], 1001)
-    assert ages.of == {2: 2.0}
+    assert ages.seconds == {2: 2.0}
 
 
-def test_a_report_keeps_nobody_from_another_one():
+def test_a_report_for_one_reason_prevents_none_for_another():
     used = a_board()
-    for reason in (watchdog.ASKED, watchdog.LATE, watchdog.DIFFERENCE, watchdog.DEATH):
+    for reason in (CLAIMED_ASKED, CLAIMED_LATE, CLAIMED_DIFFERENCE, CLAIMED_DEATH):
         assert watchdog.claim(used, reason)
         assert not watchdog.claim(used, reason)
 
 
-def test_a_report_is_told_without_standard_error(monkeypatch, capfd):
+def test_a_report_is_printed_without_sys_stderr(monkeypatch, capfd):
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.setattr(sys, "__stderr__", None)
-    watchdog.say("words")
+    watchdog.print_to_stderr("words")
     assert capfd.readouterr().err == "words\n"
 
 
@@ -62,10 +63,8 @@ def test_the_job_ends_whatever_is_wrong_with_its_report(monkeypatch):
     ended = []
     monkeypatch.setattr(watchdog.abort, "abort", ended.append)
     monkeypatch.setattr(watchdog.reports, "of_node", lambda *args, **options: 1 / 0)
-    dog = object.__new__(watchdog.Watchdog)
-    dog._board = a_board()
     with pytest.raises(ZeroDivisionError):
-        dog._end("why")
+        watchdog.end_job(a_board(), "why")
     assert ended == [watchdog.EXIT_CODE]
 
 
@@ -89,25 +88,25 @@ def test_more_open_files_than_select_takes():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_signals():
+def test_requests_for_reports():
     """Before, between and after sessions; where the program registers its own; in a forked child."""
     program = """
 import faulthandler, os, signal, tempfile
-from torchmpi_py.watch import death_signals as signals
-end = signals.listen()
+from torchmpi_py.watch.report_requests import requests
+end = requests.listen()
 os.kill(os.getpid(), signal.SIGUSR1)
 assert os.read(end, 9)
 os.kill(os.getpid(), signal.SIGUSR1)
-assert signals.listen() == end
+assert requests.listen() == end
 child = os.fork()
 if child == 0:
-    signals.disown()
+    requests.disown()
     os.kill(os.getpid(), signal.SIGUSR1)
     os._exit(0)
 assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGUSR1
 file = tempfile.TemporaryFile()
 faulthandler.register(signal.SIGUSR1, file=file)
-assert signals.listen() == end
+assert requests.listen() == end
 os.kill(os.getpid(), signal.SIGUSR1)
 assert file.tell() > 0
 """

@@ -15,6 +15,8 @@ from typing import Any
 
 from torchmpi_py.bench import UsageError
 from torchmpi_py.core.grouping import in_words
+from torchmpi_py.watch import flight_recorder
+from torchmpi_py.watch.flight_recorder import PREFIX
 
 Entry = Mapping[str, Any]
 
@@ -31,15 +33,15 @@ def main(options: argparse.Namespace) -> None:
 
 def load(directory: Path) -> dict[int, dict[str, Any]]:
     """The newest dump of each rank in a folder and its subfolders. UsageError if there are none."""
-    paths = sorted(directory.rglob("rank-*.json"), key=lambda path: path.stat().st_mtime)
+    paths = [path for path in directory.rglob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
     try:
-        dumps = [json.loads(path.read_text()) for path in paths]
-        found = {int(dump["rank"]): dump for dump in dumps if "entries" in dump}
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        dumps = [flight_recorder.read(path) for path in sorted(paths, key=lambda path: path.stat().st_mtime)]
+        found = {int(dump["rank"]): dump for dump in dumps}
+    except Exception as error:  # a broken pickle raises any
         raise UsageError(f"{directory}: a dump cannot be read: {error}") from error
     if not found:
         raise UsageError(
-            f"{directory} has no dumps (rank-0.json, ...): a job that hangs leaves them where its report says"
+            f"{directory} has no dumps ({PREFIX}0, ...): a job that hangs leaves them where its report says"
         )
     return dict(sorted(found.items()))
 

@@ -1,9 +1,9 @@
-"""The first wait of a rank, for all ranks to start: after the deadline it says which ranks have not come.
+"""The first wait of a rank, for all ranks to start: after the deadline a report names the ranks that have not come.
 
 MPI waits for all ranks as it starts, and so does the first exchange of ``start``, where mpi4py has started MPI before.
-The ranks share nothing yet. So each shows that it is there by a Unix socket with an address of its own, of the kind
-that has no file: the other ranks of the host ask for the address of each rank. Of ranks on other hosts nothing is
-known but that they do not all wait here.
+The ranks share nothing yet. So each rank binds a Unix socket to an abstract address of its own, which needs no file,
+and the other ranks of the host connect to the address of each rank, to see whether the rank waits. Of ranks on other
+hosts nothing is known but that they do not all wait here.
 
 MPI is started through ctypes, which lets Python's other threads run meanwhile; mpi4py does not.
 """
@@ -27,14 +27,15 @@ from torchmpi_py.launch import exit_marks, variables
 from torchmpi_py.watch import abort, watchdog
 
 _LOOK_SECONDS = 0.5
-_OTHERS_SECONDS = 5.0  # for the rank that says it to end the job
+_OTHERS_END_SECONDS = 5.0  # for the rank that reports to end the job
+_REPORTED = "reported"  # the address of the rank that reports
 _CALLS = "mpi.start() or init_process_group()"
 
 
 class Wait:
-    """A wait for all ranks of the job, in ``called``, of at most ``seconds`` (0: of any length).
+    """A wait for all ranks of the job, in the function ``called``, of at most ``seconds`` (0: of any length).
 
-    ``at_deadline``: with "report" the wait goes on after it has been reported, else the job ends.
+    ``at_deadline``: with "report" the wait goes on after the report, else the job ends.
     """
 
     def __init__(self, called: str, seconds: float, at_deadline: str) -> None:
@@ -58,27 +59,30 @@ class Wait:
                 self._over.set()
 
     def _watch(self, held: contextlib.ExitStack) -> None:
-        ages, is_said = watchdog.Ages(time.monotonic()), False
-        while ages.of.get(0, 0.0) < self._seconds:
+        ages, is_reported = watchdog.Ages(time.monotonic()), False
+        while ages.seconds.get(0, 0.0) < self._seconds:
             if self._over.wait(min(_LOOK_SECONDS, self._seconds)):
                 return
             ages.look([0], time.monotonic())
-            is_said = is_said or _is_bound(_address("said"))
-        is_said = is_said or not _bind(_address("said"), held)  # one rank of the host says it
-        if is_said and (not self._ends or self._over.wait(_OTHERS_SECONDS)):
+            is_reported = is_reported or _is_bound(_address(_REPORTED))
+        # One rank of the host reports: the one that binds the address. The others leave the end of the job to that rank
+        # unless the job is still here some seconds later: another program of this user may have bound the address.
+        is_reported = is_reported or not _bind(_address(_REPORTED), held)
+        if is_reported and (not self._ends or self._over.wait(_OTHERS_END_SECONDS)):
             return
-        watchdog.say(f"torchmpi_py: {self._told()}")
-        if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # the others look, and know
+        watchdog.print_to_stderr(f"torchmpi_py: {self.report()}")
+        if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # in which the others see the address
             self._end_job()
 
-    def _told(self) -> str:
-        """Which ranks wait and which are missing, as far as can be seen from this host."""
+    def report(self) -> str:
+        """The ranks that wait and the ranks that are missing, as far as this host shows."""
         here = [rank for rank in range(self._size or 0) if _is_bound(_address(str(rank)))] or [self._rank]
         who = f"{_ranks(here)} of {self._size or '?'} wait{'s' * (len(here) == 1)} in {self._called}"
         end = "the job ends" if self._ends else "the wait goes on"
         return f"{who}, for {self._seconds:g} s now. {self._missing(here)}. Every rank has to call {_CALLS}; {end}"
 
     def _missing(self, here: list[int]) -> str:
+        """The sentence on the missing ranks; ``here``: the ranks of this host that wait."""
         size, on_host = self._size, variables.local_size_in(os.environ)
         if size is None or not variables.job_name(os.environ):
             return "Which ranks are missing is not known here"
@@ -105,7 +109,7 @@ class Wait:
 
 
 def initialise_mpi() -> None:
-    """Start MPI as the import of mpi4py does, by its settings, while Python's other threads run.
+    """Start MPI as the import of mpi4py would, with its settings, while Python's other threads run.
 
     Collective over all ranks of the job.
     """
@@ -117,7 +121,7 @@ def initialise_mpi() -> None:
     if code != MPI.SUCCESS:
         raise RuntimeError(f"MPI_Init_thread failed with code {code}")
     handler = {"exception": "ERRORS_RETURN", "abort": "ERRORS_ABORT", "fatal": "ERRORS_ARE_FATAL"}.get(mpi4py.rc.errors)
-    if handler is not None:  # with "default" it is the MPI's
+    if handler is not None:  # with "default" MPI's own stays
         for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
             comm.Set_errhandler(getattr(MPI, handler))
 
@@ -127,7 +131,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _state(rank: int, running: dict[int, int]) -> str:
-    """What torchmpirun's folder says of a rank that has not come."""
+    """What torchmpirun knows of a missing rank; ``running``: the processes of the ranks that have not ended."""
     if not running:
         return ""
     if rank not in running:
@@ -141,21 +145,21 @@ def _address(who: str) -> str:
 
 
 def _bind(address: str, held: contextlib.ExitStack) -> bool:
-    """Take an address until the wait is over; False if another process has it."""
-    taken = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    """Bind an address until the wait is over; False if another process has it."""
+    bound = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
-        taken.bind(address)
+        bound.bind(address)
     except OSError:
         return False
-    taken.listen(socket.SOMAXCONN)  # nobody accepts: each rank of the host asks once or twice
+    bound.listen(socket.SOMAXCONN)  # without accept: each rank of the host connects once or twice
     return True
 
 
 def _is_bound(address: str) -> bool:
-    """Whether a process of this user has taken the address: any other user could, too."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.setblocking(False)
-        if asking.connect_ex(address) != 0:
+    """Whether a process of this user has bound the address; another user could, too, and does not count."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        if probe.connect_ex(address) != 0:
             return False
-        process_user_and_group = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        process_user_and_group = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         return bool(struct.unpack("3i", process_user_and_group)[1] == os.getuid())

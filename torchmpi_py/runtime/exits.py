@@ -18,7 +18,8 @@ from torchmpi_py.core.backoff import Nap
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.watch import abort, death_signals
+from torchmpi_py.watch import abort
+from torchmpi_py.watch.report_requests import requests
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -36,23 +37,23 @@ def register(stop: Callable[[], None]) -> None:
 
 
 def wait_for_all(world: Communicator) -> None:
-    """Wait for all ranks; say so when it takes long, for a rank that left early waits here for ever.
+    """Wait for all ranks; log a warning when the wait is long: a rank that left early waits here for ever. Collective.
 
-    On the background communicator, which is idle by now: a barrier that another rank's program is in is not this one.
-    It is noted as any operation: RanksDisagree if a neighbour has called one more, or one less.
+    The barrier is on the background communicator, which is idle by now, so that no barrier of another rank's program
+    matches it. The journal records it as any operation: RanksDisagree if a neighbour has called one more, or one less.
     """
-    entry = [journal.record_plain("mpi.stop()", world, thread_role) for thread_role in (BACKGROUND, DIRECT)]
+    entries = [journal.record_plain("mpi.stop()", world, thread_role) for thread_role in (BACKGROUND, DIRECT)]
     try:
-        _wait_audibly_for_all(world)
+        _wait_with_warning(world)
     except BaseException:
-        for each in entry:
+        for each in entries:
             journal.fail(each)
         raise
-    for each in entry:
+    for each in entries:
         journal.end(each)
 
 
-def _wait_audibly_for_all(world: Communicator) -> None:
+def _wait_with_warning(world: Communicator) -> None:
     request, nap, warned = world.background.mpi.Ibarrier(), Nap(0.001), False
     while not request.Test():
         nap.take()
@@ -67,7 +68,6 @@ def _wait_audibly_for_all(world: Communicator) -> None:
 
 
 def _at_exit(stop: Callable[[], None]) -> None:
-
     if not owner.is_forked() and not MPI.Is_finalized():
         try:
             stop()
@@ -84,7 +84,7 @@ def _at_exit(stop: Callable[[], None]) -> None:
 
 
 def _disown() -> None:
-    death_signals.disown()
+    requests.disown()
     communication_thread.current_thread = None
     communicators.current_stack = None
     communicators.why_not = (
@@ -102,6 +102,6 @@ def _aborting(former: Callable[..., Any]) -> Callable[..., None]:
             sys.__stderr__.write(sys.stderr.getvalue())
         abort.abort(1)
 
-    hook.aborts = True  # type: ignore[attr-defined]  # launch/wrap.py aborts by itself, after the user's own hook
+    hook.aborts = True  # type: ignore[attr-defined]  # launch/wrap.py has its own abort, after the user's hook
     hook.former = former  # type: ignore[attr-defined]
     return hook

@@ -1,7 +1,7 @@
 """Where this rank is: its place on the node, its GPU, its share of the cores. Nothing here talks to other nodes.
 
-Launchers tell the local rank in a variable of their own. It is needed before MPI starts (to choose the GPU), and it is
-believed afterwards only if the ranks of the node hold 0, 1, 2, ... between them: Open MPI may count otherwise than
+Each launcher sets the local rank in a variable of its own. The GPU is chosen by this variable before MPI starts. After
+that the variable counts only if the ranks of the node hold 0, 1, 2, ... between them: Open MPI may count otherwise than
 the shared-memory communicator does, and a variable may be left over from an outer job.
 """
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("torchmpi_py")
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """Rank and size on the node, the cores that each rank can count on, and by which number a rank chooses its GPU."""
+    """Rank and size on the node, the number of cores for each rank, and the number by which a rank chooses its GPU."""
 
     rank: int
     size: int
@@ -32,10 +32,10 @@ class Local:
 
 
 def prepare_environment() -> None:
-    """Settings that an MPI reads when it starts; the user's own win. torchmpirun makes the same ones for all ranks.
+    """Set what an MPI reads from the environment when it starts; the user's settings win. torchmpirun does the same.
 
     A component of Open MPI's wheel that prints noise is left out. Ranks that fill the cores yield while they wait: on
-    two cores that is 3 ms instead of 211 for Open MPI to reduce 1 MiB over TCP.
+    two cores Open MPI then reduces 1 MiB over TCP in 3 ms instead of 211.
     """
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     if (variables.local_size_in(os.environ) or 1) >= len(os.sched_getaffinity(0)):
@@ -45,11 +45,11 @@ def prepare_environment() -> None:
 
 def check_world(size: int) -> None:
     """TorchMPIError if the launcher started several ranks, of which MPI knows nothing: each would be a world of one."""
-    told = variables.size_in(os.environ) or 1
-    if size == 1 and told > 1:
+    launched = variables.size_in(os.environ) or 1
+    if size == 1 and launched > 1:
         vendor, version = MPI.get_vendor()
         raise TorchMPIError(
-            f"the launcher started {told} ranks, but for MPI each is alone: mpi4py has loaded {vendor} "
+            f"the launcher started {launched} ranks, but for MPI each is alone: mpi4py has loaded {vendor} "
             f"{'.'.join(map(str, version))}, and the launcher belongs to another MPI. Start with torchmpirun, unset "
             "MPI4PY_LIBMPI and MPI4PY_MPIABI, install one MPI only, or have srun choose it (--mpi); if worlds of one "
             "are wanted, unset "
@@ -60,18 +60,18 @@ def check_world(size: int) -> None:
 def locate(node: MPI.Comm) -> Local:
     """This rank's place among the ranks of its node. Collective over the node."""
     mine = (variables.local_rank_in(os.environ), tuple(sorted(os.sched_getaffinity(0))))
-    told, cores = zip(*node.allgather(mine), strict=True)
-    told_all = [rank for rank in told if rank is not None]
-    rank = mine[0] if sorted(told_all) == list(range(node.size)) else None
+    claims, cores = zip(*node.allgather(mine), strict=True)
+    claimed = [rank for rank in claims if rank is not None]
+    rank = mine[0] if sorted(claimed) == list(range(node.size)) else None
     available = len(set().union(*cores))
     share = max(1, min(len(mine[1]), available // node.size))
-    # Parts of one host can pass for nodes (a container per rank): there told ranks are distinct, and number its GPUs.
-    gpu_rank = mine[0] if mine[0] is not None and len(set(told_all)) == node.size else node.rank
+    # Parts of one host can pass for nodes (a container per rank): their claims are distinct, and number the GPUs.
+    gpu_rank = mine[0] if mine[0] is not None and len(set(claimed)) == node.size else node.rank
     return Local(node.rank if rank is None else rank, node.size, share, gpu_rank)
 
 
 def limit_threads(local: Local) -> None:
-    """Give torch this rank's share of the cores, unless OMP_NUM_THREADS or the program chose fewer."""
+    """Limit torch's threads to this rank's share of the cores, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > local.cores:
         torch.set_num_threads(local.cores)
 
@@ -79,16 +79,16 @@ def limit_threads(local: Local) -> None:
 def cuda_device() -> torch.device:
     """Pin this process to a GPU, round robin by local rank, before anything touches CUDA, MPI included.
 
-    Without an index, and not pinned, if no launcher tells the local rank: then MPI has to be asked, and ``settled``
-    pins. The GPUs are those that CUDA_VISIBLE_DEVICES shows; where each rank is shown only its own, that is the first.
+    Where no launcher sets the local rank, the device has no index, and the process is not pinned until MPI has the
+    local rank (``corrected_device``). CUDA_VISIBLE_DEVICES limits and numbers the GPUs.
     """
     count = _num_gpus()
-    told = variables.local_rank_in(os.environ)
-    return torch.device("cuda") if told is None else _pin(told % count)
+    local_rank = variables.local_rank_in(os.environ)
+    return torch.device("cuda") if local_rank is None else _pin(local_rank % count)
 
 
-def settled(device: torch.device, local: Local) -> torch.device:
-    """The GPU of this rank, given what ``cuda_device`` chose before MPI had told who is on the node; pinned to it."""
+def corrected_device(device: torch.device, local: Local) -> torch.device:
+    """The device of a rank that MPI has located, pinned if it is a GPU; ``device`` is the choice of ``cuda_device``."""
     if device.type != "cuda":
         return device
     index = local.gpu_rank % _num_gpus()
@@ -118,7 +118,7 @@ def _num_gpus() -> int:
 
 
 def describe(device: torch.device, size: int, num_nodes: int) -> str:
-    """The job in a line, as rank 0 sees it."""
+    """The line that rank 0 logs about the job."""
     vendor, version = MPI.get_vendor()
     return (
         f"world of {size} (nodes: {num_nodes}), {vendor} {'.'.join(map(str, version))}, torch {torch.__version__}; "

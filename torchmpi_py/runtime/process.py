@@ -1,8 +1,8 @@
-"""Start and stop, and who and where this process is.
+"""The public functions of a started process: start and stop, its rank and its node, the barrier.
 
-``start`` initialises MPI (importing the package does not), builds the levels, and marks the environment, so that a
-child process that calls in gets an error instead of its parent's rank. ``stop`` drains, frees, and leaves MPI itself
-running until the interpreter exits, so that a process can start again.
+``start`` initialises MPI (the import of the package does not), opens the session, and marks the environment, so that
+child processes get an error instead of their parent's rank. ``stop`` closes the session, and leaves MPI itself running
+until the interpreter exits, so that a process can start again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchmpi_py.watch import reports
 
 logger = logging.getLogger("torchmpi_py")
 
-STARTED_PID = config.STARTED_PID  # tells children that they are children; torchmpirun removes it
+STARTED_PID = config.STARTED_PID  # by which a child process knows that it is one; torchmpirun removes it
 
 
 def start(
@@ -61,10 +61,10 @@ def start(
 
 
 def start_for_group(tuning: config.Tuning, timeout_seconds: float) -> None:
-    """What ``init_process_group`` starts: as ``start``, with a GPU if there is one, within a time of its own (0: none).
+    """Start for ``init_process_group``: as ``start``, with a GPU if there is one. Collective.
 
-    Collective. If not all ranks have come after ``timeout_seconds``, or the deadline if that is shorter, it ends the
-    job.
+    The job ends if not all ranks have called it after ``timeout_seconds`` (0: never), or the deadline if the deadline
+    is shorter.
     """
     _check_startable()
     device = placement.cuda_device() if torch.cuda.is_available() else torch.device("cpu")
@@ -88,11 +88,11 @@ def _start(options: sessions.StartOptions, wait: arrival.Wait) -> None:
 def stop() -> None:
     """Drain outstanding operations, and free communicators, staging memory and threads. Collective; idempotent.
 
-    It also runs by itself when the interpreter exits normally. ``start`` may be called again.
+    A normal exit of the interpreter calls it. ``start`` may be called again.
     """
     if not communicators.is_started():
         return
-    survivors.meet_to_stop()
+    survivors.close_session()
     os.environ.pop(STARTED_PID, None)
 
 
@@ -100,8 +100,8 @@ def stop() -> None:
 def session(*args: Any, **kwargs: Any) -> Iterator[None]:
     """``with mpi.session():`` start, and stop at the end; the arguments are those of ``start``.
 
-    When the block raises, the error goes on, and ends the job unless it is caught: other ranks may be waiting for this
-    one, so a rank by itself cannot stop.
+    Where the block raises, the error goes on, and ends the job unless it is caught: other ranks may be waiting for this
+    one, so this rank alone cannot stop.
     """
     start(*args, **kwargs)
     try:
@@ -129,23 +129,26 @@ def size() -> int:
 
 
 def barrier(comm: Communicator | None = None) -> None:
-    """Wait until every rank of ``comm`` (default: the current level) is here."""
+    """Wait until every rank of ``comm`` (default: the current level) has called it.
+
+    CollectiveTimeout after the deadline if ``at_deadline`` of the tuning is "raise".
+    """
     comm = communicators.resolve(comm)
     entry = journal.record_plain("barrier", comm)
     try:
         if not config.can_raise:
             fences.around(comm.direct.mpi.Barrier)()
-        elif not fences.around(lambda: _met_in_time(comm))():
-            told = f"the barrier is not complete after {config.current.deadline_seconds:g} s. {reports.late(entry)}"
-            raise CollectiveTimeout(told)
+        elif not fences.around(lambda: _completes_in_time(comm))():
+            late = f"the barrier is not complete after {config.current.deadline_seconds:g} s. {reports.late(entry)}"
+            raise CollectiveTimeout(late)
     except BaseException:
         journal.fail(entry)
         raise
     journal.end(entry)
 
 
-def _met_in_time(comm: Communicator) -> bool:
-    """Whether all ranks come before the deadline."""
+def _completes_in_time(comm: Communicator) -> bool:
+    """Whether all ranks come to a barrier of ``comm`` before the deadline."""
     return backoff.complete(comm.direct.mpi.Ibarrier(), backoff.Nap(0.001), config.current.deadline_seconds)
 
 
@@ -180,8 +183,8 @@ def _initialise_mpi() -> MPI.Comm:
     import mpi4py
 
     mpi4py.rc.thread_level = "multiple"
-    mpi4py.rc.finalize = False  # we do it, at exit: mpi4py's own would also run in forked children
-    mpi4py.rc.initialize = False  # and this below
+    mpi4py.rc.finalize = False  # exits.py finalizes: mpi4py's own exit handler would also run in forked children
+    mpi4py.rc.initialize = False  # arrival.initialise_mpi does
 
     if MPI.Is_finalized():
         raise TorchMPIError("MPI was finalised in this process and cannot be started again")

@@ -1,9 +1,19 @@
 """The session: what ``start`` builds on top of MPI, and ``stop`` or a death takes down again.
 
-A session owns the tuning, the communication thread, the board, the level stack, the GPU table, the trace and the
-watchdog. The lower rooms find the parts that they need as ``current`` (``config.current``, ``status_board.current``,
-...): a session alone assigns those. It is built on any communicator: the world, or what is left of it when ranks have
-died (``survivors.py``).
+The parts of a session, in the order of their construction:
+
+tuning                config.current
+communication thread  communication_thread.current_thread
+node                  the communicator of this node's ranks, and this rank's place on the node
+board                 status_board.current
+symmetric memory      whether the ranks of this node can share any
+GPU table             gpus.current
+level stack           communicators.current_stack
+trace                 tracing.current
+watchdog              the session's own
+
+The lower rooms read these module variables; a session alone assigns them. A session is built on any communicator: the
+world, or the ranks of it that are left when others have died (``survivors.py``).
 """
 
 from __future__ import annotations
@@ -46,19 +56,22 @@ class StartOptions(NamedTuple):
 
 
 class Session:
-    """The parts of one session. ``build`` and ``close`` may follow each other: after a death with a smaller world."""
+    """The parts of one session. After a death ``close`` is followed by ``build``, with a smaller world."""
 
     def __init__(self, options: StartOptions) -> None:
         self.options = options
         self.device = options.device
         self.local: placement.Local | None = None
         self.elastic_depth = 0  # blocks of mpi.elastic that the program is in
-        self.num_in_vain = 0  # recoveries, one after another, without a death
+        self.num_vain_recoveries = 0  # without a death, one after another
         self._node: Communicator | None = None
         self._watchdog: Watchdog | None = None
 
     def build(self, world: MPI.Comm) -> None:
-        """Build all parts on ``world``. Collective over it."""
+        """Build all parts on ``world``. Collective over ``world``.
+
+        Where this raises, the parts that are built remain: ``close`` takes them down.
+        """
         self._build_parts(world)
         whole = communicators.stack().levels[0]
         _complete_variables(whole)
@@ -68,18 +81,18 @@ class Session:
         measured_cache.load_for(whole)
         _push_levels(self.options.custom_levels, self.options.collective_levels)
         tracing.current = tracing.start(whole)
-        assert status_board.current is not None, "a part of the session"
+        assert status_board.current is not None, "_build_parts has built it"
         self._watchdog = Watchdog(status_board.current, config.current)
 
     def location(self) -> placement.Local:
         """This rank's place on its node."""
-        assert self.local is not None, "a session that is open has found its place"
+        assert self.local is not None, "an open session has located its rank"
         return self.local
 
     def _build_parts(self, world: MPI.Comm) -> None:
-        """Build the parts that verbs need, up to level 0."""
+        """Build the parts that verbs need, up to level 0 of the stack. Collective."""
         inline = MPI.Query_thread() < MPI.THREAD_MULTIPLE
-        _use_tuning(self.options.tuning, inline=inline, speaks=world.rank == 0)
+        _use_tuning(self.options.tuning, inline=inline, logs=world.rank == 0)
         communication_thread.current_thread = CommunicationThread(inline=inline)
         node = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
         place = Place(node.bcast(world.rank), node.rank)
@@ -88,8 +101,8 @@ class Session:
         symmetric.unavailable_because = symmetric.try_out(node, self._node.direct.places, part_bytes())
         is_first_time = self.local is None
         self.local = placement.locate(node)
-        if is_first_time:  # a rank that goes on after a death keeps its GPU
-            self.device = placement.settled(self.options.device, self.local)
+        if is_first_time:  # after a death a rank keeps its GPU, whatever its new place
+            self.device = placement.corrected_device(self.options.device, self.local)
         placement.limit_threads(self.local)
         gpus.current = gpus.exchange(world, place, self.device, with_ipc=self.options.with_ipc)
         communicators.current_stack, communicators.why_not = Stack(world, place, self.options.cartesian), ""
@@ -97,28 +110,31 @@ class Session:
     def close(self, why_not: str, *, is_lost: bool = False) -> None:
         """Take all parts down; later calls raise NotStarted with ``why_not``. Collective.
 
-        If the world ``is_lost``, because ranks have died, the session lets go of all parts without the other ranks:
-        calls under way fail, here and there.
+        ``is_lost``: ranks have died, and nothing is collective: calls under way fail, here and on the other ranks.
         """
+        # 1. Where the world is lost no operation can complete: none is late, and those that wait raise.
         if is_lost:
-            self._stop_watchdog()  # an operation that a death has ended is not late
+            self._stop_watchdog()
             ulfm.revoke_all()
+        # 2. The parts that all ranks free together: the thread, whose operations use the communicators, and then these.
+        #    The watchdog is still there, for a rank that does not come.
         if communication_thread.current_thread is not None:
             communication_thread.current_thread.close()
         if communicators.current_stack is not None:
             communicators.current_stack.free(is_lost=is_lost)
         if self._node is not None:
             self._node._give_back(is_lost=is_lost)
-        if is_lost:
+        if is_lost:  # the program may still hold tensors and communicators of the lost world
             symmetric.forget()
             ulfm.forget_all()
         self._stop_watchdog()
+        # 3. What this rank has for itself.
         self._node = None
         communication_thread.current_thread = None
         tracing.current = None
         symmetric.unavailable_because = symmetric.NOT_STARTED
         if status_board.current is not None:
-            status_board.current.calls.clear()  # they refer to what refers to the board
+            status_board.current.calls.clear()  # a circle of references: they hold sequences, which hold the board
             status_board.current = None
         gpus.current = None
         communicators.current_stack, communicators.why_not = None, why_not
@@ -129,10 +145,10 @@ class Session:
             self._watchdog = None
 
 
-_current: Session | None = None  # the last one of this process, open or closed
+_current: Session | None = None  # the last session of this process, open or closed
 
 remaining_world: MPI.Comm | None = None
-"""The ranks that live, where some have died. MPI's own world stays what it was, also for the next session."""
+"""The ranks that live, where others have died. MPI.COMM_WORLD keeps the dead ones, also for the next session."""
 
 
 def open_session(world: MPI.Comm, options: StartOptions) -> None:
@@ -163,21 +179,21 @@ def check_tuning(world: MPI.Comm, tuning: config.Tuning) -> None:
         )
 
 
-def _use_tuning(tuning: config.Tuning, *, inline: bool, speaks: bool) -> None:
-    """Make ``tuning`` the current one, as far as this MPI can follow it."""
-    if inline and speaks:
+def _use_tuning(tuning: config.Tuning, *, inline: bool, logs: bool) -> None:
+    """Make ``tuning`` the current one, as far as this MPI supports it. ``logs``: whether this rank logs warnings."""
+    if inline and logs:
         logger.warning("this MPI does not give MPI_THREAD_MULTIPLE: asynchronous operations run when they are launched")
     config.use(tuning)
     if inline and config.can_raise:
         config.use(dataclasses.replace(tuning, at_deadline="abort"))
-        if speaks:
+        if logs:
             logger.warning(
                 "this MPI does not give MPI_THREAD_MULTIPLE: a late operation cannot raise, and ends the job"
             )
 
 
 def _complete_variables(whole: Communicator) -> None:
-    """Add to torchrun's variables what launchers do not say of several nodes: rank 0's address, this node's index.
+    """Add to torchrun's variables what launchers do not set on several nodes: rank 0's address, this node's index.
 
     Collective.
     """
@@ -188,7 +204,7 @@ def _complete_variables(whole: Communicator) -> None:
 
 
 def _push_levels(custom: Callable[[], int] | None, collective: Callable[[], int | None] | None) -> None:
-    """Push the user's levels, then those for hierarchical collectives; the span is between the two. Collective."""
+    """Push the user's levels, then those for hierarchical collectives; set the span between the two. Collective."""
     stack = communicators.stack()
     entry = 0 if custom is None else custom()
     communicators.set_communicator(_checked_level("custom_communicator_init", entry))
@@ -196,8 +212,8 @@ def _push_levels(custom: Callable[[], int] | None, collective: Callable[[], int 
         group, node = gpus.group(stack.place), stack.place.node
         end = stack.push(f"node of rank {node}" if group == node else f"IPC group of rank {group}")
     else:
-        given = collective()
-        end = entry if given is None else _checked_level("collective_communicator", given)
+        level = collective()
+        end = entry if level is None else _checked_level("collective_communicator", level)
         communicators.set_communicator(entry)
     communicators.set_collective_span(entry, end)
 

@@ -1,12 +1,12 @@
-"""Going on when a rank dies: the survivors let go of everything, shrink the world, and build it anew.
+"""Recovery from the death of a rank: the survivors close the session, shrink the world, and build the session again.
 
-What a death leaves behind is not repaired: communicators, staging memory, the tensors' places in symmetric memory are
-all given up, on every rank, and what ``start`` builds is built again on a communicator of the survivors. Whatever was
-half done when a rank died has failed on some ranks, and its results are of no use; whatever was complete on one rank
-counts, for it can only be so when all ranks had brought their part.
+A death is not repaired: communicators, staging memory and the tensors' places in symmetric memory are given up on
+every rank, and what ``start`` builds is built again on a communicator of the survivors. An operation that was under way
+when a rank died has failed on some ranks, and its results are of no use; an operation that was complete on one rank
+counts, for all ranks had brought their part.
 
-All ranks have to leave a block together, also those that had noticed nothing when they came to its end: there they
-agree on whether all were well (``recovery.agree``).
+All ranks leave a block together, also those that had noticed no death when they came to its end: there they agree on
+whether all are well (``ulfm.agree``).
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ logger = logging.getLogger("torchmpi_py")
 _LOST = "a rank died, and the others have begun anew"
 
 
+_MOST_VAIN_RECOVERIES = 3  # one after another, without a death: Open MPI has agreed so, between nodes
+
+
 class _Denied(RankDied):
-    """The ranks have agreed that not all are well: there is nothing more to agree on before they recover."""
+    """The ranks have agreed that not all are well: they recover without another agreement."""
 
 
 class Attempt:
-    """What becomes of a block: whether it was ended and the world built anew (``has_recovered``).
+    """The outcome of a block: whether a death ended it, and the ranks have recovered (``has_recovered``).
 
-    ``deaths`` are the ranks that died in it, as they were numbered before.
+    ``deaths`` are the ranks that died in the block, by their former numbers.
     """
 
     def __init__(self) -> None:
@@ -43,51 +46,48 @@ class Attempt:
         self.deaths: tuple[int, ...] = ()
 
     def confirm(self) -> None:
-        """Before results of other ranks are used for good: RankDied, on all ranks, if one has died. Collective.
+        """Raise RankDied on all ranks if one has died, before results of other ranks are used for good. Collective.
 
-        For when a rank dies an operation can be complete on another one with results that are not (seen with Open MPI
-        between nodes). Call it between the reduction of gradients and ``optimizer.step()``.
+        When a rank dies an operation can end on another rank with incomplete results (seen with Open MPI between
+        nodes). Call this between the reduction of gradients and ``optimizer.step()``.
         """
         confirm()
 
 
 def confirm() -> None:
-    """See ``Attempt.confirm``. In a job that is not elastic it does nothing."""
+    """Do as ``Attempt.confirm``; nothing in a job that is not elastic."""
     if ulfm.is_elastic() and not _agree(True):
         raise _Denied("a rank died; with mpi.elastic() the others can go on")
 
 
 def _agree(is_well: bool) -> bool:
-    """Whether all ranks of the world live, and all is well on each. Collective."""
+    """Whether all ranks of the world live and are well. Collective."""
     world = communicators.stack().levels[0]
     return journal.run_alone("mpi.elastic", world, lambda: ulfm.agree(world.direct.mpi, is_well))
-
-
-_MOST_IN_VAIN = 3  # recoveries, one after another, without a death: Open MPI has agreed so, between nodes
 
 
 @contextlib.contextmanager
 def elastic() -> Iterator[Attempt]:
     """``with mpi.elastic() as attempt:`` a rank that dies in the block does not end the job.
 
-    Where one dies, the others leave the block at once, or at their next call that has to do with other ranks, and the
-    world is built anew without it: rank and size are others, and what belonged to the former world (communicators from
-    ``split``, parameter servers) is free; symmetric tensors remain, as ordinary ones; ``attempt.has_recovered`` is
-    True, and ``attempt.deaths`` names the dead. The levels are those that ``start`` makes. The program then goes on
-    behind the block, and makes the ranks equal again (``catch_up``). A block costs an agreement of all ranks at its
-    end, and one at each ``attempt.confirm()``: all ranks of the world enter it, confirm, and leave it alike. Of blocks
-    in blocks the outermost does all that. Other errors pass.
+    Where a rank dies, the others leave the block at once, or at their next call of another rank, and build the world
+    again without the dead: rank and size change, and what belonged to the former world (communicators from ``split``,
+    parameter servers) is free; symmetric tensors remain, as ordinary ones; ``attempt.has_recovered`` is True, and
+    ``attempt.deaths`` names the dead. The levels are those that ``start`` makes. The program then goes on behind the
+    block, and makes the ranks equal again (``catch_up``). A block costs an agreement of all ranks at its end, and one
+    at each ``attempt.confirm()``: all ranks of the world enter the block, confirm, and leave the block alike. Of nested
+    blocks only the outermost recovers. Other errors pass.
 
-    In a job that was not started with ``torchmpirun --elastic`` on Open MPI, it does nothing: a death ends the job.
+    In a job that was not started with ``torchmpirun --elastic`` on Open MPI a block does nothing: a death ends the job.
 
-    Source: Bland et al., see ``recovery.py``; Horovod's elastic training has the same form around a function.
+    Source: Bland et al., see ``core/ulfm.py``; Horovod's elastic training has the same form around a function.
     """
     attempt = Attempt()
     if not ulfm.is_elastic() or sessions.current().elastic_depth > 0:
         yield attempt
         return
     session = sessions.current()
-    is_agreed = False
+    is_agreed = False  # that not all ranks are well
     failure: Exception | None = None
     session.elastic_depth += 1
     try:
@@ -97,25 +97,27 @@ def elastic() -> Iterator[Attempt]:
             raise
         logger.info("a death ended this rank's attempt: %s", error)
         is_agreed, failure = isinstance(error, _Denied), error
-        ulfm.revoke_all()
+        ulfm.revoke_all()  # the others leave the block, too
     finally:
         session.elastic_depth -= 1
+    # All ranks come here, by the end of the block or by an error, and agree on whether to recover.
     if is_agreed or not _agree(failure is None):
         attempt.deaths = recover()
         attempt.has_recovered = True
-        session.num_in_vain = 0 if attempt.deaths else session.num_in_vain + 1
-        if session.num_in_vain > _MOST_IN_VAIN:
+        session.num_vain_recoveries = 0 if attempt.deaths else session.num_vain_recoveries + 1
+        if session.num_vain_recoveries > _MOST_VAIN_RECOVERIES:
             raise CommunicatorError("MPI fails again and again, though no rank has died") from failure
 
 
 def recover() -> tuple[int, ...]:
-    """Build the world anew without the ranks that died; return those. Collective over the survivors."""
+    """Build the session again without the ranks that died; return their ranks. Collective over the survivors."""
     world = former = communicators.stack().levels[0].direct.mpi
     session = sessions.current()
     while True:
         session.close(_LOST, is_lost=True)
         world = world.Shrink()
         ulfm.acknowledge_failures(world)  # from now on an error is a death only if another rank has died
+        # Another rank may die during the build: then all ranks fail or agree to begin again, with a smaller world.
         try:
             session.build(world)
             is_well = True
@@ -135,11 +137,11 @@ def recover() -> tuple[int, ...]:
 
 
 def catch_up(step: Any, *parts: Any) -> Any:
-    """The state of the rank that has come farthest becomes everyone's; return its ``step``. Collective.
+    """Give all ranks the state of the rank that has come farthest; return the ``step`` of that rank. Collective.
 
     After a death ranks may be one step apart: some had completed the step, others not. ``step``: a number, or a tuple
-    of numbers. ``parts``: what has ``state_dict`` and ``load_state_dict``, such as module and optimizer. Of two ranks
-    with the same step the state is taken to be equal. If another rank dies meanwhile, the others begin again.
+    of numbers. ``parts``: objects with ``state_dict`` and ``load_state_dict``, such as module and optimizer. Ranks with
+    the same step are taken to have the same state. If another rank dies meanwhile, the others begin again.
     """
     while True:
         with elastic() as attempt:
@@ -159,7 +161,7 @@ class _State(NamedTuple):
 
 
 def _state_of_farthest(step: Any, parts: Sequence[Any]) -> _State:
-    """On all ranks, or on none: nobody has it before all are known to."""
+    """The state, on all ranks, or RankDied on all ranks."""
     steps = verbs.allgather_object(step)
     confirm()
     farthest = max(steps)
@@ -172,16 +174,18 @@ def _state_of_farthest(step: Any, parts: Sequence[Any]) -> _State:
     return _State(farthest, states)
 
 
-def meet_to_stop() -> None:
-    """Wait for all ranks that live, and take everything down. Collective."""
+def close_session() -> None:
+    """Wait for all ranks that live, and close the session. Collective."""
+    # 1. All ranks come to their ends together; where one dies on the way, the others come again without it.
     while True:
         with elastic() as attempt:
-            watchdog.leaving()
+            watchdog.announce_stop()
             communication_thread.current().drain()
             exits.wait_for_all(communicators.stack().levels[0])
             tracing.stop()
         if not attempt.has_recovered:
             break
+    # 2. Each takes its session down, with the others, or, where one dies now, alone.
     why_not = "mpi.stop() was called; call mpi.start() again"
     session = sessions.current()
     try:

@@ -1,18 +1,18 @@
-"""The flight recorder's dump: what each rank of the node has called, in the format of PyTorch's.
+"""The flight recorder's dump: what each rank of the node has called, in the format of PyTorch's flight recorder.
 
-A dump is a folder. For each rank it has two files of nearly the same content: ``rank-0.json``, which ``python -m
-torchmpi_py.bench hang`` reads, and a pickle, ``flight_recorder_0``, in the form in which PyTorch's analyzer takes it::
+A dump is a folder with a pickle of each rank, ``flight_recorder_0`` and so on. Two programs read it::
 
     python -m torch.distributed.flight_recorder.fr_trace FOLDER
+    python -m torchmpi_py.bench hang FOLDER
 
-It compares operations that all ranks of a communicator call: the pickles have those alone, under PyTorch's names and
-with the name of a backend that it knows. Sizes are in bytes, for shapes are not noted; 0 where they may differ. The
-ranks are those of the world. The files in JSON have all operations, and what is said of them here: ``what``, ``site``.
+PyTorch's analyzer compares ``entries``: operations that all ranks of a communicator call, under PyTorch's names and
+with the name of a backend that it knows. Sizes are in bytes, for the board has no shapes; 0 where they may differ.
+Ranks are those of the world. The operations that the analyzer does not know are in ``other_entries``. Each entry also
+has ``what`` and ``site``: the call, and its place in the program, as reports show them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import pickle
@@ -38,8 +38,8 @@ _BACKEND = "gloo:"
 _KNOWN = {"broadcast", "reduce", "reduce_scatter", "gather", "scatter", "barrier", *_NAMES}
 
 
-def dump(used: Board) -> str:
-    """Write those of the ranks that can be seen into a new folder; where it is, or why there is none.
+def dump(board: Board) -> str:
+    """Write the dumps of the ranks that can be seen to a new folder; return a line that names the folder, or an error.
 
     Only its owner can enter the folder: a dump has paths and lines of the program.
     """
@@ -47,41 +47,56 @@ def dump(used: Board) -> str:
         parent = config.dump_directory()
         os.makedirs(parent, exist_ok=True)
         folder = pathlib.Path(tempfile.mkdtemp(prefix="torchmpi_py-hang-", dir=parent))
-        for index in used.indices:
-            content = of_rank(used, index)
-            rank = used.get(WORLD_RANK, index)
-            (folder / f"rank-{rank}.json").write_text(json.dumps(content, indent=1))
-            content["entries"] = _for_the_analyzer(content["entries"])
-            (folder / f"{PREFIX}{rank}").write_bytes(pickle.dumps(content))
+        for index in board.indices:
+            path = folder / f"{PREFIX}{board.get(WORLD_RANK, index)}"
+            path.write_bytes(pickle.dumps(of_rank(board, index)))
         return f"the last operations of each rank: {folder}"
     except Exception as error:
         return f"the last operations of each rank are not written: {error}"
 
 
-def of_rank(used: Board, index: int) -> dict[str, Any]:
-    """What one rank has called, the oldest first."""
+class _PlainUnpickler(pickle.Unpickler):
+    """An unpickler of numbers, texts, lists and dicts alone: a dump may come from another machine."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"a dump has no {module}.{name}")
+
+
+def read(path: pathlib.Path) -> dict[str, Any]:
+    """The dump of a rank, with all of its operations in ``entries``, the oldest first.
+
+    Raises OSError, or another error where the file is no dump.
+    """
+    with path.open("rb") as file:
+        content: dict[str, Any] = _PlainUnpickler(file).load()
+    entries = content["entries"] + content.pop("other_entries", [])
+    return {**content, "entries": sorted(entries, key=lambda entry: entry["op_id"])}
+
+
+def of_rank(board: Board, index: int) -> dict[str, Any]:
+    """The dump of one rank, the oldest operation first."""
     groups: dict[str, dict[str, str]] = {}
-    entries = [_entry(used, index, record, groups) for record in reversed(used.records(index))]
+    entries = [_entry(board, index, record, groups) for record in reversed(board.records(index))]
+    compared = [entry for entry in entries if entry["profiling_name"].startswith(_BACKEND)]
+    others = [entry for entry in entries if not entry["profiling_name"].startswith(_BACKEND)]
+    if entries and entries[0]["op_id"] == 1:
+        # The analyzer drops what is older than the first entry of any rank, by record_id. Ranks whose boards still have
+        # every operation count alike from 1, so that nothing is dropped.
+        for number, entry in enumerate(compared, 1):
+            entry["record_id"] = number
     return {
         "version": VERSION,
-        "rank": used.get(WORLD_RANK, index),
-        "process": used.get(PROCESS, index),
+        "rank": board.get(WORLD_RANK, index),
+        "process": board.get(PROCESS, index),
         "pg_config": groups,
         "pg_status": {},
-        "entries": entries,
+        "entries": compared,
+        "other_entries": others,
     }
 
 
-def _for_the_analyzer(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that it can compare. It takes first ones for the same: they count from 1, if all are still there."""
-    compared = [entry for entry in entries if entry["profiling_name"].startswith(_BACKEND)]
-    if not entries or entries[0]["record_id"] > 1:
-        return compared
-    return [{**entry, "record_id": number} for number, entry in enumerate(compared, 1)]
-
-
-def _entry(used: Board, index: int, record: Record, groups: dict[str, dict[str, str]]) -> dict[str, Any]:
-    name, desc, ranks = _group(used, index, record)
+def _entry(board: Board, index: int, record: Record, groups: dict[str, dict[str, str]]) -> dict[str, Any]:
+    name, desc, ranks = _group(board, index, record)
     groups.setdefault(name, {"name": name, "desc": desc, "ranks": str(ranks)})
     verb = record.words.split(" ", 1)[0]
     is_known = record.position > 0 and verb in _KNOWN and bool(ranks)
@@ -118,11 +133,11 @@ def _entry(used: Board, index: int, record: Record, groups: dict[str, dict[str, 
     }
 
 
-def _group(used: Board, index: int, record: Record) -> tuple[str, str, list[int]]:
-    """(name, in words, ranks) of the communicator and thread: the name is the same on all of its ranks."""
+def _group(board: Board, index: int, record: Record) -> tuple[str, str, list[int]]:
+    """(name, description, ranks) of the communicator and thread: the name is the same on all of its ranks."""
     if record.row < 0:
-        return "0", "without a row", [used.get(WORLD_RANK, index)]
-    group, use = used.group(index, record.row), record.mark >> USE_SHIFT
+        return "0", "without a row", [board.get(WORLD_RANK, index)]
+    group, use = board.group(index, record.row), record.mark >> USE_SHIFT
     if record.position and use < group.use & USES - 1:  # not more: sequences count on there when they are long
         return str(use), "a communicator that was freed", []
     ranks = from_words(group.ranks)
@@ -130,6 +145,6 @@ def _group(used: Board, index: int, record: Record) -> tuple[str, str, list[int]
 
 
 def _place(site: str) -> tuple[str, int, str]:
-    """(file, line, function) of a place in the program."""
+    """(file, line, function) of a call site."""
     found = re.fullmatch(r"(.*):(\d+) in (.*)", site)
     return (found[1], int(found[2]), found[3]) if found else (site, 0, "")

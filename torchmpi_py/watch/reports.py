@@ -1,4 +1,7 @@
-"""What the ranks of a node are doing, in words, from the board: for reports, and for errors that name who is late."""
+"""What the ranks of a node do, read from the board: for reports, and for errors that name the late or dead ranks.
+
+``index`` is the local rank of a rank on its node, ``number`` the number of one of this rank's records.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from torchmpi_py.core import comparison, journal, status_board
 from torchmpi_py.core.journal import Entry
@@ -29,194 +33,217 @@ _STATES = {"T": "its process is stopped (SIGSTOP)", "t": "a debugger has stopped
 _FRAMES = 8
 
 
-def is_dead(used: Board, index: int) -> bool:
-    """Whether a rank's process has ended, and not by leaving in order."""
-    process = _process(used, index)
-    if used.get(HAS_LEFT, index) == STOPPED or process is status_board.UNKNOWN:
+def is_dead(board: Board, index: int) -> bool:
+    """Whether a rank's process has ended without leaving in order."""
+    process = _process(board, index)
+    if board.get(HAS_LEFT, index) == STOPPED or process is status_board.UNKNOWN:
         return False
-    started = used.get(STARTED, index)  # 0 where that could not be found out
+    started = board.get(STARTED, index)  # 0 where the system does not say
     return process is None or process.is_dead or (started != 0 and process.started != started)
 
 
-def descriptor(used: Board, index: int) -> int | None:
-    """A descriptor that is ready when a rank's process ends; None where there are none."""
-    if not _is_visible(used, index):
+def descriptor(board: Board, index: int) -> int | None:
+    """A descriptor that becomes readable when a rank's process ends; None where the system has none."""
+    if not _is_visible(board, index):
         return None
     try:
-        return os.pidfd_open(used.get(PROCESS, index))
+        return os.pidfd_open(board.get(PROCESS, index))
     except (AttributeError, OSError):
         return None
 
 
-def trouble(used: Board, index: int) -> str:
-    """What is the matter with a rank's process, if something is."""
-    if is_dead(used, index):
+def trouble(board: Board, index: int) -> str:
+    """Why a rank's process may not go on; empty if nothing is known to be wrong."""
+    if is_dead(board, index):
         return "its process is gone"
-    if used.get(HAS_LEFT, index) == STOPPED:
+    if board.get(HAS_LEFT, index) == STOPPED:
         return "has left by mpi.stop()"
-    process = _process(used, index)
-    found = "" if process is None else _STATES.get(process.state, "")
-    if found:
-        return found
-    return {STOPPING: "is in mpi.stop()", ENDING: "is ending the job"}.get(used.get(HAS_LEFT, index), "")
+    process = _process(board, index)
+    if process is not None and process.state in _STATES:
+        return _STATES[process.state]
+    return {STOPPING: "is in mpi.stop()", ENDING: "is ending the job"}.get(board.get(HAS_LEFT, index), "")
 
 
-def name(used: Board, index: int) -> str:
-    """Which rank, and which process."""
-    return f"rank {used.get(WORLD_RANK, index)} (process {used.get(PROCESS, index)})"
+def _name(board: Board, index: int) -> str:
+    """A rank and its process, as reports name them."""
+    return f"rank {board.get(WORLD_RANK, index)} (process {board.get(PROCESS, index)})"
 
 
-def by_rank(used: Board) -> list[int]:
-    """The local ranks that can be seen, in the order of their ranks."""
-    return sorted(used.indices, key=lambda index: used.get(WORLD_RANK, index))
+def _by_rank(board: Board) -> list[int]:
+    """The local ranks that can be seen, ordered by their ranks in the world."""
+    return sorted(board.indices, key=lambda index: board.get(WORLD_RANK, index))
 
 
-def blocking(used: Board, waited: Record) -> Record | None:
-    """What keeps an operation that is queued: the oldest of those before it that the same thread has begun."""
+def _blocking(board: Board, waited: Record) -> Record | None:
+    """The operation that keeps a queued one: the oldest open operation that was launched before it."""
     if not waited.is_queued:
         return None
-    before = [record for record in used.records(used.index) if record.is_launch and record.number < waited.number]
+    before = [record for record in board.records(board.index) if record.is_launch and record.number < waited.number]
     return next((record for record in reversed(before) if record.is_open), None)
 
 
+class NodeReport(NamedTuple):
+    """A report on a node. ``names_missing``: whether it names a rank that has not come to the late operation."""
+
+    text: str
+    names_missing: bool
+
+
 def of_node(
-    used: Board, why: str, number: int | None = None, *, silent: Sequence[int] = (), has_text: bool = True
-) -> str:
-    """The report: why, what this rank waits for, if it waits, and what is known of each rank."""
-    own, lines = f"rank {used.get(WORLD_RANK)}", []
-    late = None if number is None else journal.find_record(used, number)
+    board: Board, why: str, number: int | None = None, *, silent: Collection[int] = (), has_text: bool = True
+) -> NodeReport:
+    """The report: the reason, the late operation of this rank (``number``), if there is one, and each rank's activity.
+
+    ``silent``: the ranks that have not given their stacks. ``has_text``: whether the report shows stacks.
+    """
+    own, lines = f"rank {board.get(WORLD_RANK)}", []
+    late = None if number is None else journal.find_record(board, number)
     if late is not None:
         lines.append(f"{own} waits in {late.what}, called at {late.site}")
-        if (first := blocking(used, late)) is not None:
+        if (first := _blocking(board, late)) is not None:
             lines[-1] += f"; before it comes {first.what}, called at {first.site}"
             late = first
-    lines += [of_rank(used, i, late, is_silent=i in silent, has_text=has_text) for i in by_rank(used)]
-    return "\n".join([f"torchmpi_py: report of {own}: {why}", *lines])
+    activities = {index: _activity(board, index, late) for index in _by_rank(board)}
+    for index, each in activities.items():
+        lines.append(_with_trouble(board, index, each.text))
+        if has_text and index not in silent:
+            lines += [f"    {line}" for line in board.read_text(index).splitlines()]
+        elif has_text and not trouble(board, index):
+            lines.append(
+                "    does not say where it stands: it is in a call that does not let Python's other threads run"
+            )
+    names_missing = any(each.is_missing for each in activities.values())
+    return NodeReport("\n".join([f"torchmpi_py: report of {own}: {why}", *lines]), names_missing)
 
 
-def of_rank(used: Board, index: int, late: Record | None, *, is_silent: bool = False, has_text: bool = True) -> str:
-    """What is known of a rank: seen from the operation that is late, if one is."""
-    matter = trouble(used, index)
-    lines = [f"{name(used, index)}: {matter + '; ' if matter else ''}{doing(used, index, late)}"]
-    if has_text and not is_silent:
-        lines += [f"    {line}" for line in used.read_text(index).splitlines()]
-    elif has_text and not matter:
-        lines.append("    does not say where it stands: it is in a call that does not let Python's other threads run")
-    return "\n".join(lines)
+class _Activity(NamedTuple):
+    """What a rank does, or did last, seen from a late operation of this rank."""
+
+    text: str
+    is_there: bool = False  # in the same operation, or through with it
+    is_missing: bool = False  # of the operation's communicator, and not come to it
 
 
-def doing(used: Board, index: int, late: Record | None) -> str:
-    """What a rank does, or did last."""
-    missing = ""
-    if late is not None and late.row >= 0 and late.position > 0:
-        theirs = late if index == used.index else used.counterpart(late.row, late.mark, index)
-        if theirs is not None:
-            state = "is through with it" if theirs.ended > 0 else "has failed in it" if theirs.ended else "is there too"
-            words = "" if theirs.what == late.what else f", but as {theirs.what}"
-            return f"{state}{words}, called at {theirs.site}"
-        if index in used.rows_of.get(late.row, {}):
-            missing = "has not come to it; "
-    return f"{missing}{_last(used, index)}"
+def _activity(board: Board, index: int, late: Record | None) -> _Activity:
+    """What a rank does; seen from the operation that is late, if one is."""
+    if late is None or late.row < 0 or late.position == 0:
+        return _Activity(_last(board, index))
+    theirs = late if index == board.index else board.counterpart(late.row, late.mark, index)
+    if theirs is not None:
+        state = "is through with it" if theirs.ended > 0 else "has failed in it" if theirs.ended else "is there too"
+        is_same = theirs.what == late.what
+        call = "" if is_same else f", but as {theirs.what}"
+        return _Activity(f"{state}{call}, called at {theirs.site}", is_there=is_same and theirs.ended >= 0)
+    if index in board.rows_of.get(late.row, {}):
+        return _Activity(f"has not come to it; {_last(board, index)}", is_missing=True)
+    return _Activity(_last(board, index))
 
 
-def _last(used: Board, index: int) -> str:
-    records = used.records(index)
+def _last(board: Board, index: int) -> str:
+    records = board.records(index)
     if (last := _current(records)) is not None:
-        return f"in {last.what} for {(used.now(index) - last.begun) / 1e9:.1f} s, called at {last.site}"
+        return f"in {last.what} for {(board.now(index) - last.begun) / 1e9:.1f} s, called at {last.site}"
     if not records:
         return "has called nothing yet"
     last = records[0]
     how = "launched" if not last.ended else "complete" if last.ended > 0 else "failed"
-    ago = (used.now(index) - abs(last.ended or last.launched)) / 1e9
+    ago = (board.now(index) - abs(last.ended or last.launched)) / 1e9
     return f"its last, {last.what}, was {how} {ago:.1f} s ago, called at {last.site}"
 
 
 def _current(records: Sequence[Record]) -> Record | None:
-    """What a rank is in: what it has called, rather than what it has launched, and may not wait for."""
+    """The open operation of a rank: a call rather than a launched operation, which the rank may not wait for."""
     begun = [record for record in reversed(records) if record.is_open]
     return min(begun, key=lambda record: record.is_launch, default=None)
 
 
-def death(used: Board, index: int) -> str:
-    """In what, or after what, a rank has died."""
-    records = used.records(index)
+def _with_trouble(board: Board, index: int, text: str) -> str:
+    matter = trouble(board, index)
+    return f"{_name(board, index)}: {matter + '; ' if matter else ''}{text}"
+
+
+def death(board: Board, index: int) -> str:
+    """In which operation, or after which, a rank has died."""
+    records = board.records(index)
     if not records:
-        return f"{name(used, index)} died before its first operation"
+        return f"{_name(board, index)} died before its first operation"
     current = _current(records)
     last = current or records[0]
-    return f"{name(used, index)} died {'in' if current else 'after'} {last.what}, called at {last.site}"
+    return f"{_name(board, index)} died {'in' if current else 'after'} {last.what}, called at {last.site}"
 
 
 def deaths(within_seconds: float) -> str:
-    """Which ranks of this node have died; empty if none has, nor does ``within_seconds``.
+    """The dead ranks of this node; empty if none has died, nor dies ``within_seconds``.
 
-    What a process has open is closed, and others notice that, some time before it has ended.
+    The system closes the connections of a dying process, and other ranks notice it, some time before the process ends.
     """
-    used, until = status_board.current, time.monotonic() + within_seconds
-    while used is not None:
-        dead = [index for index in by_rank(used) if is_dead(used, index)]
+    board, until = status_board.current, time.monotonic() + within_seconds
+    while board is not None:
+        dead = [index for index in _by_rank(board) if is_dead(board, index)]
         if dead or time.monotonic() > until:
-            return "; ".join(death(used, index) for index in dead[:_MOST_NAMED])
+            return "; ".join(death(board, index) for index in dead[:_MOST_NAMED])
         time.sleep(0.01)
     return ""
 
 
 def late(entry: Entry, only: Sequence[int] | None = None) -> str:
-    """Which ranks keep an operation of this rank, as far as can be seen from this node; empty if that is not known.
+    """The ranks that this rank's operation waits for, as far as this node shows; empty if nothing is known.
 
-    Of a message, ``only`` those that it is from or to.
+    ``only``: for a message, the local ranks of its sender and its receiver.
     """
-    used = status_board.current
-    record = None if used is None else journal.find_record(used, entry[0])
-    if used is None or record is None or only == ():
+    board = status_board.current
+    record = None if board is None else journal.find_record(board, entry[0])
+    if board is None or record is None or only == ():
         return ""
-    told = []
-    others = used.rows_of.get(record.row, {})
-    for index in by_rank(used):
-        words = doing(used, index, record)
-        is_there = words.startswith(("is there too, called", "is through with it, called"))
-        if index == used.index or index not in (others if only is None else only) or is_there:
-            continue
-        matter = trouble(used, index)
-        told.append(f"{name(used, index)}: {matter + '; ' if matter else ''}{words}")
-    if len(told) > _MOST_NAMED:
-        told[_MOST_NAMED:] = [f"{len(told) - _MOST_NAMED} more"]
-    return "; ".join(told) or "The ranks of this node are all there."
+    candidates = board.rows_of.get(record.row, {}) if only is None else only
+    others = [index for index in _by_rank(board) if index != board.index and index in candidates]
+    activities = {index: _activity(board, index, record) for index in others}
+    found = [_with_trouble(board, index, each.text) for index, each in activities.items() if not each.is_there]
+    if len(found) > _MOST_NAMED:
+        found[_MOST_NAMED:] = [f"{len(found) - _MOST_NAMED} more"]
+    return "; ".join(found) or "The ranks of this node are all there."
 
 
-def sides(entry: Entry) -> tuple[str, bool]:
-    """What the ranks of this node call at the place of an operation, and where; and whether one differs from this one.
+class Sides(NamedTuple):
+    """What ranks of this node call in the place of an operation. ``differ``: whether one differs from this rank's."""
 
-    Those that differ are told, or all if none is known to; empty where nothing can be seen.
+    text: str
+    differ: bool
+
+
+def sides(entry: Entry) -> Sides:
+    """The calls of the ranks of this node in the place of an operation, and where the calls are.
+
+    The text has the ranks that differ, or all ranks if none is known to; it is empty where nothing can be seen.
     """
-    used = status_board.current
-    mine = None if used is None else journal.find_record(used, entry[0])
-    if used is None or mine is None or not mine.position:
-        return "", False
-    known = [side for side in comparison.sides(used, mine) if side.record is not None or not side.is_same]
+    board = status_board.current
+    mine = None if board is None else journal.find_record(board, entry[0])
+    if board is None or mine is None or not mine.position:
+        return Sides("", False)
+    known = [side for side in comparison.sides(board, mine) if side.record is not None or not side.is_same]
     different = [side for side in known if not side.is_same]
-    return comparison.describe_difference(used, mine, different or known), bool(different)
+    return Sides(comparison.describe_difference(board, mine, different or known), bool(different))
 
 
-def disagreement(used: Board, number: int) -> str:
-    """In what other ranks of this node differ from this rank's operation; empty if they do not, or none has come."""
-    mine = journal.find_record(used, number)
-    return "" if mine is None else comparison.difference(used, mine)
+def disagreement(board: Board, number: int) -> str:
+    """The ranks of this node that call something else in the place of an operation; empty if none is known to."""
+    mine = journal.find_record(board, number)
+    return "" if mine is None else comparison.difference(board, mine)
 
 
-def deserted(used: Board, number: int) -> str:
-    """Which rank of this node will not come to this rank's operation, for it is in ``mpi.stop`` without it; or ""."""
-    mine = journal.find_record(used, number)
+def deserted(board: Board, number: int) -> str:
+    """The rank of this node that is in ``mpi.stop()`` without having come to an operation; empty if there is none."""
+    mine = journal.find_record(board, number)
     if mine is None:
         return ""
-    for index in comparison.behind(used, mine):
-        if used.get(HAS_LEFT, index) == STOPPING:
-            return f"{name(used, index)} has come to its end, and will not come to {mine.what}, called at {mine.site}"
+    for index in comparison.behind(board, mine):
+        if board.get(HAS_LEFT, index) == STOPPING:
+            return f"{_name(board, index)} has come to its end, and will not come to {mine.what}, called at {mine.site}"
     return ""
 
 
 def stacks() -> str:
-    """Where the threads of this process stand, the main one first."""
+    """The innermost frames of the threads of this process, the main thread first, but for the calling thread."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, own = threading.main_thread().ident, threading.get_ident()
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
@@ -227,10 +254,10 @@ def stacks() -> str:
     )
 
 
-def _is_visible(used: Board, index: int) -> bool:
-    """Whether the number of a rank's process means anything here."""
-    return used.get(NAMESPACE) != 0 and used.get(NAMESPACE, index) == used.get(NAMESPACE)
+def _is_visible(board: Board, index: int) -> bool:
+    """Whether a rank is in the process namespace of this one, so that its process id has a meaning here."""
+    return board.get(NAMESPACE) != 0 and board.get(NAMESPACE, index) == board.get(NAMESPACE)
 
 
-def _process(used: Board, index: int) -> status_board.Process | None:
-    return status_board.look(used.get(PROCESS, index)) if _is_visible(used, index) else status_board.UNKNOWN
+def _process(board: Board, index: int) -> status_board.Process | None:
+    return status_board.look(board.get(PROCESS, index)) if _is_visible(board, index) else status_board.UNKNOWN

@@ -1,32 +1,27 @@
-"""How far the clocks of the ranks are apart, measured over MPI by Cristian's algorithm.
+"""Profiling traces: what this rank did and when, in a file that Chrome and Perfetto show.
 
-A rank asks rank 0 for its time, some dozens of times, and keeps the answer with the shortest round trip. Rank 0 read
-its clock somewhere between question and answer, so that ::
-
-    offset = (asked + answered) / 2 - time of rank 0         this rank's clock less that of rank 0
-
-is wrong by half the round trip at most. The ranks of a node share one clock: one of them asks, the others take its
-word, and on the node of rank 0 the offset is 0, exactly.
-
-The operations of a trace as Chrome's trace format has them: rows of events that follow each other.
+With TORCHMPI_PROFILE=DIR, which ``torchmpirun --profile DIR`` sets, ``start`` begins a trace and ``stop`` writes it to
+DIR/rank-R.json: what torch.profiler saw (operators of the thread that called ``start``, and of backward passes; CUDA
+kernels), and our operations in rows of their own. torch.profiler alone does not do for these: it sees neither the
+communication thread, nor operations that no thread carries out, and does not run where the program has started one.
+Both kinds of events are on one axis, for torch's times are those of time.time_ns, counted from ``baseTimeNanoseconds``.
 
 Operations of one *lane* take turns, so that a lane is a row:
 
 direct       blocking calls
-background   asynchronous ones in the communication thread; "queued us" is the time from launch to begin
-posted       asynchronous ones that MPI carries out by itself, from launch until they were found complete; as they
-             overlap, they take as many rows as it needs
-
-Profiling traces: what this rank did and when, in a file that Chrome and Perfetto show.
-
-With TORCHMPI_PROFILE=DIR, which ``torchmpirun --profile DIR`` sets, ``start`` begins a trace and ``stop`` writes it to
-DIR/rank-R.json: what torch.profiler saw (operators of the thread that called ``start``, and of backward passes; CUDA
-kernels), and our operations in rows of their own (``trace_rows.py``). Both are on one axis, for torch's times are those
-of time.time_ns, counted from ``baseTimeNanoseconds``.
+background   asynchronous operations in the communication thread; "queued us" is the time from launch to begin
+posted       asynchronous operations that MPI carries out itself, from the launch until they were found complete; as
+             they overlap, they take as many rows as they need
 
 A file also says how far this rank's clock was from rank 0's, at the begin and, unless the rank failed, at the end;
-``python -m torchmpi_py.bench trace DIR`` puts the ranks on one axis by that. While nothing is traced ``current`` is
-None, which is all that an operation looks at.
+``python -m torchmpi_py.bench trace DIR`` puts the ranks on one axis by these readings. A rank asks rank 0 for its time
+over MPI, some dozens of times, and keeps the answer with the shortest round trip (Cristian's algorithm). Rank 0 read
+its clock somewhere between question and answer, so that ::
+
+    offset = (asked + answered) / 2 - time of rank 0         this rank's clock less that of rank 0
+
+is wrong by half the round trip at most. The ranks of a node share one clock: one of them asks for all, and on the node
+of rank 0 the offset is 0, exactly.
 """
 
 from __future__ import annotations
@@ -53,29 +48,37 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.recorded import Traced
 from torchmpi_py.errors import RanksDisagree, TorchMPIError
 
-NUM_ROUNDS = 50
+logger = logging.getLogger("torchmpi_py")
+
+CATEGORY = "torchmpi"  # of our events, and the key of what a file says about its rank
+LANES = ("direct", "background", "posted")
+POSTED = 2  # the first two are the thread roles of channels
+_FIRST_ROW = 2_000_000_000  # no thread has such a number
+_ROWS_PER_LANE = 16  # where more overlap, the last row shows them badly
+_NUM_ROWS = len(LANES) * _ROWS_PER_LANE
+_NUM_ROUNDS = 50
 _TAG = 7011
 
 
 class Reading(NamedTuple):
-    """What was measured: all three in nanoseconds, ``at_ns`` by this rank's own clock."""
+    """This rank's clock against rank 0's, in nanoseconds; ``at_ns`` is the time of the reading by this rank's clock."""
 
     at_ns: int
     offset_ns: int
     uncertainty_ns: int
 
 
-def read(comm: MPI.Comm, nodes: Sequence[int], clock: Callable[[], int] = time.time_ns) -> Reading:
-    """This rank's clock against rank 0's. Collective over ``comm``, on which nothing else is under way.
+def read_clock(comm: MPI.Comm, nodes: Sequence[int], clock: Callable[[], int] = time.time_ns) -> Reading:
+    """Compare this rank's clock with rank 0's. Collective over ``comm``, on which nothing else is under way.
 
-    ``nodes`` says for each rank which is the lowest rank on its node.
+    ``nodes``: for each rank the lowest rank on its node.
     """
     mine = Reading(clock(), 0, 0)
     for asker in sorted(set(nodes) - {nodes[0]}):
         if comm.rank == 0:
             _answer(comm, asker, clock)
         elif comm.rank == asker:
-            mine = min((_ask(comm, clock) for _ in range(NUM_ROUNDS)), key=lambda reading: reading.uncertainty_ns)
+            mine = min((_ask(comm, clock) for _ in range(_NUM_ROUNDS)), key=lambda reading: reading.uncertainty_ns)
     return Reading(*comm.allgather(tuple(mine))[nodes[comm.rank]])
 
 
@@ -89,19 +92,11 @@ def _ask(comm: MPI.Comm, clock: Callable[[], int]) -> Reading:
 
 
 def _answer(comm: MPI.Comm, asker: int, clock: Callable[[], int]) -> None:
-    for _ in range(NUM_ROUNDS):
+    for _ in range(_NUM_ROUNDS):
         buffer = array.array("q", [0])
         comm.Recv(buffer, asker, _TAG)
         buffer[0] = clock()
         comm.Send(buffer, asker, _TAG)
-
-
-LANES = ("direct", "background", "posted")
-POSTED = 2  # the first two are those of channels
-CATEGORY = "torchmpi"  # of our events, and the key of what a file says about its rank
-_FIRST_ROW = 2_000_000_000  # no thread has such a number
-_ROWS_PER_LANE = 16  # where more overlap, the last row shows them badly
-_NUM_ROWS = len(LANES) * _ROWS_PER_LANE
 
 
 class TraceEvent(NamedTuple):
@@ -119,14 +114,16 @@ class TraceEvent(NamedTuple):
 
 
 def chrome_events(events: Sequence[TraceEvent], process_id: int, base_ns: int) -> list[dict[str, Any]]:
-    """The operations, and the names of their rows; times are microseconds since ``base_ns``."""
+    """The operations, and the names of their rows, in Chrome's format; times are microseconds since ``base_ns``."""
     ends: dict[int, int] = {}  # of the last operation in each row
     placed = []
+    # 1. Each operation goes to the first row of its lane that is free when it begins.
     for event in sorted(events, key=lambda event: event.begin):
         candidates = range(event.thread_role * _ROWS_PER_LANE, (event.thread_role + 1) * _ROWS_PER_LANE)
         row = next((row for row in candidates if ends.get(row, 0) <= event.begin), candidates[-1])
         ends[row] = event.end
         placed.append(_chrome_event(event, process_id, _FIRST_ROW + row, base_ns))
+    # 2. Rows are named, and sorted before torch's.
     for row in ends:
         thread_role = row // _ROWS_PER_LANE
         about = {"ph": "M", "pid": process_id, "tid": _FIRST_ROW + row, "ts": 0}
@@ -150,17 +147,8 @@ def _chrome_event(event: TraceEvent, process_id: int, row: int, base_ns: int) ->
     return place | {"ts": (event.begin - base_ns) / 1000, "dur": (event.end - event.begin) / 1000, "args": args}
 
 
-logger = logging.getLogger("torchmpi_py")
-
-current: Trace | None = None
-"""The trace that is being recorded; read it as ``tracing.current``."""
-
-_numbers = itertools.count(1)
-_job = time.time_ns()  # rank 0's tells the traces of one job from those of the next one
-
-
 class Trace:
-    """What is recorded between ``start`` and ``stop``, and how it is written."""
+    """The events of this rank between ``start`` and ``stop``, and the file that they are written to."""
 
     def __init__(self, path: pathlib.Path, world: Communicator, job: int) -> None:
         self.path = path
@@ -170,37 +158,27 @@ class Trace:
         self.readings: list[Reading] = []
         self._is_written = False
         self._nvtx = _nvtx()
-        self._profiler = _started_profiler()
+        self._profiler = start_profiler()
         self.read_clock()
 
     def read_clock(self) -> None:
         """Compare the clocks of all ranks. Collective."""
         nodes = [place.node for place in self.world.background.places]
-        self.readings.append(read(self.world.background.mpi, nodes))
+        self.readings.append(read_clock(self.world.background.mpi, nodes))
 
     def begin(self, operation: Traced) -> int:
-        """An operation begins; what is returned belongs to ``end``."""
+        """The begin of an operation: the time, for ``end``."""
         if self._nvtx is not None:
             self._nvtx.range_push(f"{operation.name} {operation.flavour.name} {operation.num_bytes} bytes")
         return time.time_ns()
 
     def end(self, operation: Traced, thread_role: int, begin: int) -> None:
-        """It is over, with a result or an error."""
+        """Record an operation that began at ``begin``, and is over, with a result or an error."""
         end = time.time_ns()
         if self._nvtx is not None and thread_role != POSTED:
             self._nvtx.range_pop()
-        comm = operation.comm
-        event = TraceEvent(
-            operation.name,
-            operation.flavour.name,
-            operation.num_bytes,
-            comm.key,
-            comm.size,
-            thread_role,
-            operation.launched,
-            begin,
-            end,
-        )
+        what, comm = (operation.name, operation.flavour.name, operation.num_bytes), operation.comm
+        event = TraceEvent(*what, comm.key, comm.size, thread_role, operation.launched, begin, end)
         self.events.append(event)
 
     def write(self) -> None:
@@ -221,9 +199,9 @@ class Trace:
                 part.unlink()
 
     def _of_torch(self, part: pathlib.Path) -> dict[str, Any]:
-        """What its profiler saw; without it, nothing, with a warning."""
+        """What torch.profiler saw; nothing, with a warning, where that is impossible."""
         empty = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self.readings[0].at_ns, "traceEvents": []}
-        if self._profiler is None:  # it has been warned of
+        if self._profiler is None:  # of which start_profiler has warned
             return empty
         try:
             if not _is_main_thread():
@@ -252,8 +230,18 @@ class Trace:
         }
 
 
+current: Trace | None = None
+"""The trace that is being recorded, or None, which is all that an operation looks at. A session alone assigns it."""
+
+_numbers = itertools.count(1)
+_job = time.time_ns()  # rank 0's tells the traces of one job from those of the next one
+
+
 def start(world: Communicator) -> Trace | None:
-    """A trace, begun if TORCHMPI_PROFILE names a directory. Collective over ``world``, which is all ranks."""
+    """Begin a trace if TORCHMPI_PROFILE names a directory. Collective over ``world``, which is all ranks.
+
+    Raises RanksDisagree where it is set on some ranks only, TorchMPIError where a folder cannot be made, on all ranks.
+    """
     directory = config.profile_directory()
     allgather = world.background.mpi.allgather
     is_wanted, jobs = zip(*allgather((directory is not None, _job)), strict=True)
@@ -280,7 +268,7 @@ def stop() -> None:
 
 
 def save() -> None:
-    """Write the trace of this rank alone, which has failed and will end the job; launch/wrap.py calls it, too."""
+    """Write the trace of this rank alone, which has failed and ends the job. ``launch/wrap.py`` calls this, too."""
     if current is not None:
         current.write()
 
@@ -296,8 +284,8 @@ def _no_folder(failures: Mapping[int, str]) -> TorchMPIError:
     return TorchMPIError(f"start: no folder for traces on rank {rank}: {text}; give --profile another one")
 
 
-def _started_profiler() -> Any:
-    """A running one of torch; None, with a warning, where that is impossible. Two at a time end in a crash."""
+def start_profiler() -> Any:
+    """Start a torch.profiler; None, with a warning, where that is impossible. Two at a time end in a crash."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -319,7 +307,7 @@ def _is_main_thread() -> bool:
 
 
 def _nvtx() -> Any:
-    """NVTX through torch, where it works: ranges for Nsight."""
+    """Torch's NVTX, for ranges in Nsight; None where it does not work."""
     if not torch.cuda.is_available():
         return None
     try:
