@@ -3,7 +3,7 @@ import gc
 import pytest
 import torch
 
-from torchmpi_py.core.grouping import group_by_key
+from torchmpi_py.core.communicators import group_by_key
 from torchmpi_py.errors import CommunicatorError, NotStarted, RanksDisagree
 
 pytestmark = pytest.mark.timeout(240)

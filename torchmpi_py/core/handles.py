@@ -23,7 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from torchmpi_py.core import backoff, config, owner
+from torchmpi_py.core import backoff, config, mpi_api
 from torchmpi_py.errors import CollectiveTimeout, CommunicatorError, NotStarted
 
 logger = logging.getLogger("torchmpi_py")
@@ -122,7 +122,7 @@ class Handle(ABC, Generic[R]):
 
         NotStarted in a forked child, unless it was complete before.
         """
-        if owner.is_forked() and self._work is not None:
+        if mpi_api.is_forked() and self._work is not None:
             raise NotStarted(
                 f"{self._label} was launched by the process from which this one was forked; only there can it be "
                 "waited for"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py.core import backoff, fences
+from torchmpi_py.core import backoff
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import RanksDisagree
@@ -39,7 +39,7 @@ class ShardRouter:
         self._number = self._store.number
         if self._exchange is not None and self._exchange.service is not None:
             self._exchange.service.add(self._number, self._store)
-        fences.around(channel.mpi.Barrier)()  # all shards are seeded, and served
+        backoff.fenced(channel.mpi.Barrier)()  # all shards are seeded, and served
 
     def apply(self, name: str, rule: Rule, options: dict[str, Any], payload: Tensor) -> int:
         """Apply a rule to all shards, also if it fails on one; how many bytes were sent."""

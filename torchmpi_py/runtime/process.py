@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchmpi_py.core import backoff, communicators, config, fences, journal, owner
+from torchmpi_py.core import backoff, communicators, config, journal, mpi_api
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CollectiveTimeout, NotStarted, TorchMPIError
@@ -134,8 +134,8 @@ def barrier(comm: Communicator | None = None) -> None:
     entry = journal.record_plain("barrier", comm)
     try:
         if not config.can_raise:
-            fences.around(comm.direct.mpi.Barrier)()
-        elif not fences.around(lambda: _met_in_time(comm))():
+            backoff.fenced(comm.direct.mpi.Barrier)()
+        elif not backoff.fenced(lambda: _met_in_time(comm))():
             told = f"the barrier is not complete after {config.current.deadline_seconds:g} s. {reports.late(entry)}"
             raise CollectiveTimeout(told)
     except BaseException:
@@ -202,5 +202,5 @@ def _check_startable() -> None:
             "call torchmpi_py in the parent only, or launch a job of its own with torchmpirun (or without "
             f"{STARTED_PID} in its environment)"
         )
-    if owner.is_forked():
+    if mpi_api.is_forked():
         raise NotStarted("this process was forked from one that had started MPI; it cannot be a rank itself")

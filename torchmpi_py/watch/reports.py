@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from torchmpi_py.core import comparison, journal, status_board
+from torchmpi_py.core import journal, sequences, status_board
 from torchmpi_py.core.journal import Entry
 from torchmpi_py.core.status_board import (
     ENDING,
@@ -32,7 +32,7 @@ _FRAMES = 8
 def is_dead(used: Board, index: int) -> bool:
     """Whether a rank's process has ended, and not by leaving in order."""
     process = _process(used, index)
-    if used.get(HAS_LEFT, index) == STOPPED or process is status_board.UNKNOWN:
+    if used.get(HAS_LEFT, index) == STOPPED or process is status_board.UNKNOWN_PROCESS:
         return False
     started = used.get(STARTED, index)  # 0 where that could not be found out
     return process is None or process.is_dead or (started != 0 and process.started != started)
@@ -108,13 +108,13 @@ def of_rank(used: Board, index: int, late: Record | None, *, is_silent: bool = F
 def doing(used: Board, index: int, late: Record | None) -> str:
     """What a rank does, or did last."""
     missing = ""
-    if late is not None and late.row >= 0 and late.position > 0:
-        theirs = late if index == used.index else used.counterpart(late.row, late.mark, index)
+    if late is not None and late.slot >= 0 and late.sequence_number > 0:
+        theirs = late if index == used.index else used.counterpart(late.slot, late.fingerprint, index)
         if theirs is not None:
             state = "is through with it" if theirs.ended > 0 else "has failed in it" if theirs.ended else "is there too"
             words = "" if theirs.what == late.what else f", but as {theirs.what}"
             return f"{state}{words}, called at {theirs.site}"
-        if index in used.rows_of.get(late.row, {}):
+        if index in used.slots_of.get(late.slot, {}):
             missing = "has not come to it; "
     return f"{missing}{_last(used, index)}"
 
@@ -171,7 +171,7 @@ def late(entry: Entry, only: Sequence[int] | None = None) -> str:
     if used is None or record is None or only == ():
         return ""
     told = []
-    others = used.rows_of.get(record.row, {})
+    others = used.slots_of.get(record.slot, {})
     for index in by_rank(used):
         words = doing(used, index, record)
         is_there = words.startswith(("is there too, called", "is through with it, called"))
@@ -191,17 +191,17 @@ def sides(entry: Entry) -> tuple[str, bool]:
     """
     used = status_board.current
     mine = None if used is None else journal.find_record(used, entry[0])
-    if used is None or mine is None or not mine.position:
+    if used is None or mine is None or not mine.sequence_number:
         return "", False
-    known = [side for side in comparison.sides(used, mine) if side.record is not None or not side.is_same]
+    known = [side for side in sequences.sides(used, mine) if side.record is not None or not side.is_same]
     different = [side for side in known if not side.is_same]
-    return comparison.describe_difference(used, mine, different or known), bool(different)
+    return sequences.describe_sides(used, mine, different or known), bool(different)
 
 
 def disagreement(used: Board, number: int) -> str:
     """In what other ranks of this node differ from this rank's operation; empty if they do not, or none has come."""
     mine = journal.find_record(used, number)
-    return "" if mine is None else comparison.difference(used, mine)
+    return "" if mine is None else sequences.difference(used, mine)
 
 
 def deserted(used: Board, number: int) -> str:
@@ -209,7 +209,7 @@ def deserted(used: Board, number: int) -> str:
     mine = journal.find_record(used, number)
     if mine is None:
         return ""
-    for index in comparison.behind(used, mine):
+    for index in sequences.behind(used, mine):
         if used.get(HAS_LEFT, index) == STOPPING:
             return f"{name(used, index)} has come to its end, and will not come to {mine.what}, called at {mine.site}"
     return ""
@@ -233,4 +233,8 @@ def _is_visible(used: Board, index: int) -> bool:
 
 
 def _process(used: Board, index: int) -> status_board.Process | None:
-    return status_board.look(used.get(PROCESS, index)) if _is_visible(used, index) else status_board.UNKNOWN
+    return (
+        status_board.find_process(used.get(PROCESS, index))
+        if _is_visible(used, index)
+        else status_board.UNKNOWN_PROCESS
+    )

@@ -49,8 +49,8 @@ import torch
 
 from torchmpi_py.core import config
 from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.journal import Traced
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.core.recorded import Traced
 from torchmpi_py.errors import RanksDisagree, TorchMPIError
 
 NUM_ROUNDS = 50

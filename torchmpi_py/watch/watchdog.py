@@ -69,10 +69,10 @@ def claim(used: Board, reason: int) -> bool:
 def is_reported(used: Board, number: int) -> bool:
     """Whether another rank has just told of a late operation that is this one of this rank, seen from there."""
     mine = used.record(number)
-    if mine is None or not mine.position:
+    if mine is None or not mine.sequence_number:
         return False
     tellers = [index for _, index in _recent(used, LATE, time.monotonic_ns()) if index != used.index]
-    theirs = [(used.counterpart(mine.row, mine.mark, index), index) for index in tellers]
+    theirs = [(used.counterpart(mine.slot, mine.fingerprint, index), index) for index in tellers]
     return any(record is not None and record.number == used.get(LATE_NUMBER, index) for record, index in theirs)
 
 
