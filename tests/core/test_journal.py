@@ -203,7 +203,7 @@ def test_what_belonged_to_a_freed_communicator(mpi):
 
 @pytest.mark.mpi
 def test_more_places_of_call_than_are_kept(mpi, monkeypatch):
-    monkeypatch.setattr(journal, "_MOST_KEPT", 3)
+    monkeypatch.setattr(journal, "MOST_CALLS_KEPT", 3)
     names = {"mpi": mpi, "module": torch.nn.Linear(2, 2)}
     for number in range(9):
         exec(compile("mpi.nn.synchronize_parameters(module)", f"generated{number}.py", "exec"), names)

@@ -46,7 +46,7 @@ _LATELY_NS = 1_000_000_000  # two looks of the watchdog
 _NEXT = 1 << CHECKSUM_BITS  # fingerprints that differ by less have the same generation and sequence number
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _BENCH = os.path.join(_PACKAGE, "bench", "")  # calls verbs as a program does
-_MOST_KEPT = 4096
+MOST_CALLS_KEPT = 4096
 _SIZE_INDEX = 2  # of the number of bytes in ``Recorded.fingerprint``, if it has to be the same
 _NO_CALL = (None, ..., None, 0, 0)  # differs from every call
 
@@ -332,7 +332,7 @@ def _look_up(used: Board, operation: Recorded, sequence: CallSequence, frame: An
     site = _site(used, frame)
     names = (sequence.index + 1) << 2 * STRING_BITS | text << STRING_BITS | site
     if used.sites.get((id(code), frame.f_lasti), (0,))[0] == site and parts is not None:
-        if len(used.calls) > _MOST_KEPT:
+        if len(used.calls) > MOST_CALLS_KEPT:
             used.calls.clear()
         used.calls[id(code) + frame.f_lasti] = code, parts, sequence, names, checksum
     return names, checksum
@@ -351,7 +351,7 @@ def _text(used: Board, parts: tuple[Any, ...]) -> tuple[int, int]:
     """(string, checksum) of an operation; the size is in the record, and not in the string."""
     if (found := used.texts.get(parts)) is not None:
         return found
-    if len(used.texts) > _MOST_KEPT:
+    if len(used.texts) > MOST_CALLS_KEPT:
         used.texts.clear()
     flat = [part for each in parts for part in (each if isinstance(each, tuple) else (each,))]
     shown = [part for index, part in enumerate(flat) if index != _SIZE_INDEX or not isinstance(part, int)]
@@ -372,7 +372,7 @@ def _site(used: Board, frame: Any) -> int:
 
 def _name_frame(used: Board, frame: Any) -> tuple[int, CodeType]:
     """The string of a frame; -1 for the package's own, unless it is the last. The code is kept: its id may return."""
-    if len(used.sites) > _MOST_KEPT:
+    if len(used.sites) > MOST_CALLS_KEPT:
         used.sites.clear()
         used.calls.clear()
     code, site = frame.f_code, -1

@@ -1,8 +1,7 @@
 """Files that processes of one node open together, to share memory or locks.
 
-Best without a name, opened through /proc by the others; where they cannot open it so (each in a container of its own)
-a file in /dev/shm takes its place. Nothing is left behind when a rank is killed: the name, if there was one, is gone
-before the file is used.
+A file has no name if possible: the other ranks open it through /proc. Where they cannot (each in a container of its
+own) a file in /dev/shm takes its place. A killed rank leaves nothing behind: a name is removed before the file is used.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def share(comm: MPI.Comm, creator: int, num_bytes: int, take: Take[T]) -> tuple[
 
 
 def offer(create: Create, num_bytes: int, until_mapped: contextlib.ExitStack) -> tuple[str, int, tuple[int, int], str]:
-    """(path, key, device and inode, reason why not) of a new file, there until the stack is closed."""
+    """(path, key, device and inode, why not) of a new file; the path exists until ``until_mapped`` is closed."""
     try:
         path = create(num_bytes, until_mapped)
         status = os.stat(path)
@@ -90,7 +89,7 @@ def _refuse(why: str) -> int:
 
 
 def open_file(path: str, num_bytes: int, identity: Identity) -> tuple[int | None, str]:
-    """The descriptor of a file, or why not: in another container the same path may lead to another file."""
+    """The descriptor of a file, or why not. In another container the same path may lead to another file."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -110,7 +109,7 @@ def map_file(path: str, num_bytes: int, identity: Identity) -> tuple[mmap.mmap |
     try:
         mapping = mmap.mmap(file, num_bytes, **_WITHOUT_DESCRIPTOR)
         with contextlib.suppress(OSError, AttributeError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)  # taken where the system lets shared memory have large pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # has an effect where the system allows shared memory large pages
         return mapping, ""
     except (OSError, OverflowError, ValueError) as error:
         return None, f"cannot map {path}: {_explain(error)}"

@@ -108,7 +108,7 @@ class Session:
         if communicators.current_stack is not None:
             communicators.current_stack.free(is_lost=is_lost)
         if self._node is not None:
-            self._node._give_back(is_lost=is_lost)
+            self._node.release(is_lost=is_lost)
         if is_lost:
             symmetric.forget()
             ulfm.forget_all()

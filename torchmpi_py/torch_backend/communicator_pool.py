@@ -114,7 +114,7 @@ def _meet(ranks: Sequence[int]) -> tuple[_Family, Communicator]:
 def release(comm: Communicator) -> None:
     """This rank's group is destroyed. Not collective. One that is stuck is never used again."""
     if comm.is_stuck:
-        comm._give_back(is_lost=True)
+        comm.release(is_lost=True)
     else:
         _busy.discard(comm)
 
