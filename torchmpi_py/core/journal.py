@@ -146,6 +146,7 @@ def record(operation: Recorded, thread_role: int, is_launch: bool = False, frame
     if not number & _HALF:
         _keep_open(used)
     if parts is None:
+        # Nothing to compare: the neighbour's word is one of the blank slot, which equals this fingerprint, 0.
         pack(used.mapping, begin_byte, number, 0, now, operation.num_bytes, names | IS_LAUNCH * is_launch)
         return number, word, end_word, sequence.blank, 0, None
     fingerprint, (mine, neighbours) = sequence.next_fingerprint()
@@ -158,6 +159,7 @@ def record(operation: Recorded, thread_role: int, is_launch: bool = False, frame
     words[mine] = fingerprint
     theirs = words[neighbours]
     entry = number, word, end_word, neighbours, fingerprint, sequence
+    # A neighbour that is behind, or ahead, has another sequence number there: no difference.
     if theirs != fingerprint and theirs ^ fingerprint < _NEXT and not operation.flavour.exchanges_headers:
         fail(entry)
         raise RanksDisagree(_difference(number))
@@ -196,6 +198,7 @@ def run_while_others_work(name: str, comm: RecordedGroup, step: Callable[[], R])
     anything, as a rank that trains does; it does not count at all where ranks of other nodes may be missing, for they
     cannot be seen.
     """
+    # A launch does not age: the entry in ``unhurried`` decides whether this operation does.
     entry = record(Plain(name, comm, (name,)), DIRECT, True)
     begin(entry)
     wait = object()
@@ -244,6 +247,7 @@ def end_launched(entry: Entry) -> None:
     used = status_board.current
     if used is not None:
         if used.words[entry[1]] != entry[0]:
+            # The place of the end belongs to another operation's record now; the comparison is still due.
             entry = entry[0], entry[1], used.scrap_word, *entry[3:]
         end(entry)
 
@@ -255,6 +259,7 @@ def fail(entry: Entry) -> None:
     if used is None:
         return
     evicted_open.pop(number, None)
+    # Not where the record is another's, nor where ``end`` has found a difference: that operation has ended.
     if used.words[word] == number and used.words[end_word] < used.words[word + LAUNCHED]:
         used.words[word + NAMES] |= HAS_FAILED
         used.words[end_word] = monotonic_ns()
@@ -291,6 +296,7 @@ def _may_come(used: Board, number: int, size: int) -> bool:
     if mine is None:
         return True
     missing = sequences.behind(used, mine)
+    # A rank in ``stop`` calls no more operations.
     if any(used.get(HAS_LEFT, index) == STOPPING for index in missing):
         return False
     is_in_sight = len(used.slots_of.get(mine.slot, ())) == size
@@ -303,6 +309,7 @@ def _has_called_lately(used: Board, index: int) -> bool:
 
 
 def _open(used: Board) -> set[int]:
+    # One look at all records at once, for this runs within a call: not ended, and not launched for another thread.
     columns = used.columns
     is_open = (columns[ENDED] < columns[LAUNCHED]) & (columns[NAMES] & IS_LAUNCH == 0)
     return set(columns[0][is_open].tolist()) if is_open.any() else set()
@@ -315,6 +322,7 @@ def _keep_open(used: Board) -> None:
     sequence passes it. Of a message there is nothing else to see.
     """
     found = [used.record(number) for number in _open(used)]
+    # Sequence number 0: a message.
     kept = [each for each in (*found, *evicted_open.values()) if each is not None and each.sequence_number]
     evicted_open.clear()
     evicted_open.update({each.number: each for each in kept if not _is_passed(used, each)})
@@ -330,6 +338,7 @@ def _look_up(used: Board, operation: Recorded, sequence: CallSequence, frame: An
     code, parts = frame.f_code, operation.fingerprint
     text, checksum = _text(used, _without_counterparts(operation) if parts is None else parts)
     site = _site(used, frame)
+    # A call is kept only where the frame itself is the site: one line of the package serves many lines of programs.
     names = (sequence.index + 1) << 2 * STRING_BITS | text << STRING_BITS | site
     if used.sites.get((id(code), frame.f_lasti), (0,))[0] == site and parts is not None:
         if len(used.calls) > MOST_CALLS_KEPT:
@@ -352,7 +361,7 @@ def _text(used: Board, parts: tuple[Any, ...]) -> tuple[int, int]:
     if (found := used.texts.get(parts)) is not None:
         return found
     if len(used.texts) > MOST_CALLS_KEPT:
-        used.texts.clear()
+        used.texts.clear()  # the strings stay on the board, and are found again
     flat = [part for each in parts for part in (each if isinstance(each, tuple) else (each,))]
     shown = [part for index, part in enumerate(flat) if index != _SIZE_INDEX or not isinstance(part, int)]
     text = used.keep_string(" ".join(str(part) for part in shown))

@@ -102,6 +102,7 @@ class CallSequence:
         self._count_from(first, neighbours_first)
 
     def _count_from(self, first: int, neighbours_first: int) -> None:
+        # The n-th operation of every rank is at word n of its slot, modulo the slot's size.
         words = [(first + number, neighbours_first + number) for number in range(FINGERPRINTS_PER_SLOT)]
         step = 1 << CHECKSUM_BITS
         # A sequence number that overflows makes another generation, on all ranks alike.
@@ -145,12 +146,14 @@ def sides(used: Board, mine: Record) -> Iterator[Side]:
 def behind(used: Board, mine: Record) -> list[int]:
     """The ranks of this node that have not come to the sequence number of this rank's operation."""
     slots = used.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
+    # Without an answer from the other rank: its words stay where they are while it is stopped, or dead.
     place, seen = mine.fingerprint >> CHECKSUM_BITS, used.indices
     return [index for index, slot in slots.items() if index in seen and last_place(used, index, slot) < place]
 
 
 def last_place(used: Board, index: int, slot: int) -> int:
     """Generation and sequence number, as one number, of the last operation in a rank's slot."""
+    # Fingerprints grow with the sequence number, so the largest is the last; an empty slot has 0.
     first = used.first_fingerprint(index, slot)
     return max(used.words[first : first + FINGERPRINTS_PER_SLOT]) >> CHECKSUM_BITS
 
@@ -185,6 +188,7 @@ def _come(used: Board, mine: Record) -> Iterator[tuple[int, bool]]:
         if index != used.index and index in used.indices:
             first = used.first_fingerprint(index, others[index])
             theirs = used.words[first + mine.sequence_number % FINGERPRINTS_PER_SLOT]
+            # Another generation or sequence number: the rank is behind, ahead by a round, or the slot is another's.
             if theirs >> CHECKSUM_BITS == mine.fingerprint >> CHECKSUM_BITS:
                 yield index, theirs == mine.fingerprint
 

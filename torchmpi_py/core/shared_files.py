@@ -70,6 +70,7 @@ def named(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
     file, path = tempfile.mkstemp(prefix="torchmpi_py_", dir=SHARED_DIRECTORY)
     until_mapped.callback(os.unlink, path)
     try:
+        # Reserve the pages now: without room for them, a later store would end the process by a signal.
         os.posix_fallocate(file, 0, num_bytes)
     finally:
         os.close(file)
@@ -94,6 +95,7 @@ def open_file(path: str, num_bytes: int, identity: Identity) -> tuple[int | None
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         return None, f"cannot open {path}: {_explain(error)}"
+    # Descriptor and path of another container may name a file that exists here too: its inode tells.
     status = os.fstat(file)
     if (status.st_dev, status.st_ino) == identity and status.st_size == num_bytes:
         return file, ""
@@ -103,7 +105,7 @@ def open_file(path: str, num_bytes: int, identity: Identity) -> tuple[int | None
 
 def map_file(path: str, num_bytes: int, identity: Identity) -> tuple[mmap.mmap | None, str]:
     """The mapping of a file, or why not."""
-    file, reason = open_file(path, num_bytes, identity)
+    file, reason = open_file(path, num_bytes, identity)  # open until it is mapped; a mapping needs no descriptor
     if file is None:
         return None, reason
     try:

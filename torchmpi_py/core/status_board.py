@@ -191,6 +191,7 @@ class Board:
     def _write_header(self, world_rank: int) -> None:
         self.put(WORLD_RANK, world_rank)
         self.put(PROCESS, os.getpid())
+        # In another namespace (a container) the number of a process means another process.
         with contextlib.suppress(OSError):
             self.put(NAMESPACE, os.stat("/proc/self/ns/pid").st_ino)
         self.put(EPOCH, time.time_ns() - time.monotonic_ns())
@@ -215,12 +216,14 @@ class Board:
             return None
         self._generation += 1
         number = self._free_slots.pop()
+        # Empty before the other ranks learn of the slot: what stands there is of another communicator.
         begin = self.first_fingerprint(self.index, number) * 8
         self.mapping[begin : begin + FINGERPRINTS_PER_SLOT * 8] = bytes(FINGERPRINTS_PER_SLOT * 8)
         return BoardSlot(number, self._generation)
 
     def publish_slot(self, slot: BoardSlot, generation: int, key: str, ranks: str) -> None:
         """Write the generation that the ranks have agreed on, and their communicator."""
+        # The next slot of this rank gets a generation that no rank of this communicator has used.
         self._generation = max(self._generation, generation)
         self.words[self._begin // 8 + GENERATIONS_BEGIN + slot.number] = generation
         begin = self._begin + GROUPS_BEGIN + slot.number * GROUP_BYTES
@@ -246,6 +249,7 @@ class Board:
         if number is None:
             if len(self._strings) + 1 >= NUM_STRINGS:
                 return 0
+            # The end of a text says more than its beginning: the file's name, the line, the function.
             self._strings[text] = number = len(self._strings) + 1
             data = text.encode(errors="backslashreplace")[-STRING_BYTES:].ljust(STRING_BYTES, b"\0")
             begin = self._begin + STRINGS_BEGIN + number * STRING_BYTES
@@ -255,6 +259,7 @@ class Board:
     def records(self, index: int) -> list[Record]:
         """The last operations of a rank, the latest first."""
         begin = self._begins[index] + RECORDS_BEGIN
+        # One copy: the writer goes on. A record that is written meanwhile may be half the former one.
         data = self.mapping[begin : begin + NUM_RECORDS * RECORD_BYTES]
         return [self._record(index, *found) for found in sorted(RECORD.iter_unpack(data), reverse=True) if found[0]]
 
@@ -279,7 +284,7 @@ class Board:
         """Publish the stacks of this rank's threads."""
         data = text.encode(errors="backslashreplace")[:TEXT_BYTES]
         begin = self._begin + TEXT_BEGIN
-        self.mapping[begin : begin + len(data)] = data
+        self.mapping[begin : begin + len(data)] = data  # before its length
         self.put(TEXT_LENGTH, len(data))
 
     def read_text(self, index: int) -> str:

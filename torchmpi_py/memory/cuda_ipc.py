@@ -122,6 +122,7 @@ def without_expandable_segments() -> Iterator[None]:
     if not settings.get("expandable_segments"):
         yield
         return
+    # Torch replaces all settings at once, so those of the user are repeated.
     given = settings.get("last_allocator_settings") or "expandable_segments:True"
     _set_allocator(
         f"{given},expandable_segments:False"
@@ -147,6 +148,7 @@ def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.de
 
 def _open(handle: Any, device: torch.device) -> Tensor:
     """A peer's part, mapped for this rank's GPU wherever the memory is: kernels want all tensors on one device."""
+    # The handle is torch's call that rebuilds the tensor, with the sender's device among its arguments.
     rebuild, arguments = handle
     made: Tensor = rebuild(*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
     return made

@@ -45,6 +45,7 @@ class Segment:
     def __init__(self, mapping: mmap.mmap, key: int, part_bytes: int, indices: Sequence[int], own: int) -> None:
         self.key = key
         self.part_bytes = part_bytes
+        # The whole file is mapped at one address; this rank's part begins inside.
         self.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         self.part_of = {index: part for part, index in enumerate(indices)}
         self.begin = self.address + self.part_of[own] * part_bytes
@@ -59,6 +60,7 @@ class Segment:
         begin = self.address + self.part_of[index] * self.part_bytes + offset_bytes
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
+        # A view keeps the ctypes object alive, which keeps ``owner``.
         memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(begin)
         memory.owner = owner
         return torch.frombuffer(memory, dtype=dtype)
@@ -153,6 +155,7 @@ def symmetric_empty(
 
 
 def _make(shape: torch.Size, dtype: torch.dtype, where: torch.device, comm: Communicator) -> Tensor:
+    # Every rank compares all requests before any memory is made: all raise, or none.
     asked = comm.direct.mpi.allgather((tuple(shape), str(dtype), where.type))
     if any(other != asked[0] for other in asked):
         texts = ", ".join(f"rank {rank}: {list(s)} {d} on {kind}" for rank, (s, d, kind) in enumerate(asked))
@@ -188,7 +191,7 @@ def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[m
     The segment lives as long as the mapping. Unavailable, on every rank, if one node cannot have the memory.
     """
     mine = [rank for rank, place in enumerate(places) if place.node == places[comm.rank].node]
-    part_bytes = -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    part_bytes = -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE  # parts begin at pages
     try:
         mapping, key = shared_files.share(
             comm,
