@@ -105,6 +105,71 @@ def test_mpi_is_imported_in_one_module():
             )
 
 
+# The parts of the session, as the lower rooms find them; ``config.use`` assigns those of config.
+SESSION_PARTS = {
+    "core.config": {"current", "can_raise"},
+    "core.status_board": {"current"},
+    "core.communication_thread": {"current_thread"},
+    "core.communicators": {"current_stack", "why_not"},
+    "memory.gpus": {"current"},
+    "memory.symmetric": {"unavailable_because"},
+    "watch.tracing": {"current"},
+}
+ASSIGNERS = {"runtime.session", "runtime.exits"}  # the latter in a forked child
+
+
+def changed_modules(path):
+    """(line, module, attribute) of every assignment to an attribute of another module of the package."""
+    tree, known, names = ast.parse(path.read_text()), modules(), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            imported = {alias.asname or alias.name: f"{prefix}{alias.name}" for alias in node.names}
+            names |= {name: module.removeprefix("torchmpi_py.") for name, module in imported.items()}
+    for node in ast.walk(tree):
+        target, attribute = None, ""
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            target, attribute = node.value, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            target, attribute = node.args[0], ast.unparse(node.args[1]).strip("'")
+        module = names.get(ast.unparse(target)) if target is not None else None
+        if module in known:
+            yield node.lineno, module, attribute
+
+
+def test_the_session_alone_assigns_its_parts():
+    assigned = {("core.config", attribute) for attribute in SESSION_PARTS["core.config"]}
+    for name, path in modules().items():
+        for line, module, attribute in changed_modules(path):
+            if module in SESSION_PARTS or room_of(module) != room_of(name):
+                text = f"{path}:{line}: {name} assigns {module}.{attribute}; a session alone does this"
+                assert name in ASSIGNERS, text
+                assigned.add((module, attribute))
+        assert name in ASSIGNERS or "config.use(" not in path.read_text(), f"{path} replaces the session's tuning"
+    parts = {(module, attribute) for module, attributes in SESSION_PARTS.items() for attribute in attributes}
+    assert assigned == parts  # a new part of the session needs a place in SESSION_PARTS
+
+
+def test_no_function_assigns_a_part_of_the_session():
+    """In its own module a part has the value of a process without session."""
+    for module, attributes in SESSION_PARTS.items():
+        tree = ast.parse(modules()[module].read_text())
+        declared = {
+            (name, function.name)
+            for function in ast.walk(tree)
+            if isinstance(function, ast.FunctionDef)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Global)
+            for name in node.names
+        }
+        assert {function for name, function in declared if name in attributes} <= {"use"}, module
+        assert attributes <= {
+            ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+        }, module
+
+
 def test_optional_dependencies_are_met_in_one_file():
     homes = {
         "matplotlib": {"bench/plot.py"},

@@ -10,7 +10,7 @@ from torchmpi_py.collectives.flavour import Sizes
 from torchmpi_py.collectives.flavours import cudaipc
 from torchmpi_py.collectives.flavours.cudaipc import CudaIpc
 from torchmpi_py.collectives.flavours.shared import Shared
-from torchmpi_py.core import config, fences
+from torchmpi_py.core import backoff, config
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.memory import symmetric
 
@@ -138,7 +138,7 @@ def record_shared(monkeypatch, size, names, *, note_fences=False):
     """What ``size`` ranks note that call ``names[channel]`` in flavour shared: a process for each rank and channel."""
     ranks = Ranks()
     if note_fences:
-        monkeypatch.setattr(fences, "fence", lambda: ranks.note("fence", is_fence=True))
+        monkeypatch.setattr(backoff, "fence", lambda: ranks.note("fence", is_fence=True))
 
     def program(rank, channel):
         chunk = SLICE * size

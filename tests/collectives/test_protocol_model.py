@@ -14,7 +14,7 @@ from protocol_model import AFTER, BEFORE, TSO, WEAK, explore, with_plain_barrier
 from protocol_programs import STAGED, SYMMETRIC, VERBS, needed_barriers, record_cudaipc, record_shared
 from protocol_ranks import PACKAGE, model
 
-from torchmpi_py.core import fences
+from torchmpi_py.core import backoff
 
 pytestmark = pytest.mark.timeout(1000 if os.environ.get("TORCHMPI_MODEL") == "all" else 60)
 ALL = os.environ.get("TORCHMPI_MODEL") == "all"
@@ -161,12 +161,12 @@ def test_barriers_made_of_plain_words(monkeypatch, name):
 @pytest.mark.parametrize("name", SOME)
 def test_fences_of_the_code(monkeypatch, name):
     """Those that stand around the barrier on a machine without total store order are enough."""
-    monkeypatch.setattr(fences, "KEEPS_ORDER", False)
+    monkeypatch.setattr(backoff, "KEEPS_ORDER", False)
     steps = []
     for has_fences in (True, False):
         with monkeypatch.context() as patched:
             if not has_fences:
-                patched.setattr(fences, "around", lambda meet: meet)
+                patched.setattr(backoff, "fenced", lambda meet: meet)
             entry = record_shared(patched, 2, {"A": [name, name]}, note_fences=True)
             steps.append(with_plain_barriers(model(entry), fences=False))
     assert not explore(steps[0], WEAK, reduced=True).problem

@@ -1,7 +1,8 @@
-"""Marks of the board: every interleaving of what two and three ranks note, also with stores that are late.
+"""Fingerprints on the board: every interleaving of what two and three ranks record, also with stores that are late.
 
-The steps are the product's own: boards are made, rows taken and operations noted by its code, one rank after another,
-and what that reads and writes of the words is noted. Whether a mark that is seen is a difference, ``watch.end`` says.
+The steps are the product's own: its code makes the boards, acquires slots and records operations, one rank after
+another, and its reads and writes of the board's words are recorded. ``journal.end`` decides whether a fingerprint that
+is seen is a difference.
 """
 
 import itertools
@@ -20,19 +21,19 @@ SIZES = [2, 3]
 
 
 class Words:
-    """The words of the board that notes what is read and written; who reads a mark sees ``shown``."""
+    """The words of a board; reads and writes are recorded, and a reader of a fingerprint sees ``shown``."""
 
     def __init__(self, words):
-        self.words, self.entry, self.shown = words, [], 0
+        self.words, self.accesses, self.shown = words, [], 0
 
     def __getitem__(self, where):
         if isinstance(where, slice):
             return self.words[where]
-        self.entry.append(("read", where))
+        self.accesses.append(("read", where))
         return self.shown
 
     def __setitem__(self, where, value):
-        self.entry.append(("write", where, value))
+        self.accesses.append(("write", where, value))
         self.words[where] = value
 
 
@@ -41,7 +42,7 @@ class Flavour:
 
 
 class Operation:
-    """As far as ``watch.note`` needs one."""
+    """As far as ``journal.record`` needs one."""
 
     num_bytes, arguments, flavour = 0, (), Flavour()
 
@@ -63,7 +64,7 @@ def make_boards(monkeypatch, size):
 
 
 class Node:
-    """The boards of a node, and the steps that its ranks have noted."""
+    """The boards of a node, and the recorded steps of its ranks."""
 
     def __init__(self, monkeypatch, size):
         self.patch, self.size = monkeypatch, size
@@ -73,8 +74,8 @@ class Node:
             used.words = Words(used.words)
         monkeypatch.setattr(journal, "pack", self._pack)
 
-    def _pack(self, mapping, place, number, mark, *_):
-        self.words.entry.append(("write", ("record", place), mark))
+    def _pack(self, mapping, place, number, fingerprint, *_):
+        self.words.accesses.append(("write", ("record", place), fingerprint))
 
     def as_rank(self, rank):
         self.words = self.boards[rank].words
@@ -90,37 +91,37 @@ class Node:
         for index, rank in enumerate(members):
             self.as_rank(rank)
             made[rank] = sequences.CallSequence(index, places, offers, DIRECT, "key")
-            self.words.entry.clear()
+            self.words.accesses.clear()
         return made
 
     def call(self, rank, sequence, what, *between):
-        """``what`` is noted, then these steps, then it ends."""
+        """``what`` is recorded, then these steps, then it ends."""
         self.as_rank(rank)
         words = self.words
         words.shown, begun = 0, len(self.steps[rank])
         entry = journal.record(Operation(what, sequence), DIRECT)
-        self._take(rank, entry)
+        self._add_steps(rank, entry)
         self.steps[rank] += between
         journal.end(entry)
-        self._take(rank, entry)
+        self._add_steps(rank, entry)
         return self.steps[rank][begun:]
 
-    def _take(self, rank, entry):
-        words, mark = self.words, entry[4]
+    def _add_steps(self, rank, entry):
+        words, fingerprint = self.words, entry[4]
         first = status_board.HEADER_WORDS
-        for kind, where, *value in words.entry:
-            is_mark = isinstance(where, tuple) or first <= where % self.part_words < status_board.USES_BEGIN
-            if kind == "write" and is_mark:
+        for kind, where, *value in words.accesses:
+            is_recorded = isinstance(where, tuple) or first <= where % self.part_words < status_board.GENERATIONS_BEGIN
+            if kind == "write" and is_recorded:
                 self.steps[rank].append(Step(f"write {where}", writes=((where, *value),)))
             elif kind == "read" and where == entry[3]:
                 self.steps[rank].append(Step(f"look at {where}", looks=(where, self.judge(rank, entry))))
-        words.entry.clear()
-        assert mark
+        words.accesses.clear()
+        assert fingerprint
 
     part_words = status_board.PART_BYTES // 8
 
     def judge(self, rank, entry):
-        """Whether a mark that is seen makes the product's code raise."""
+        """Whether a fingerprint that is seen makes the product's code raise."""
         used, known = self.boards[rank], {}
 
         def differs(shown):
@@ -128,7 +129,6 @@ class Node:
                 used.words.shown = shown
                 with self.patch.context() as patched:
                     patched.setattr(status_board, "current", used)
-                    patched.setattr(journal, "_difference", lambda number: "")
                     try:
                         journal.end(entry)
                         known[shown] = False
@@ -148,7 +148,7 @@ FENCE = [Step("a call of MPI", is_fence=True)]
 """An operation in which nobody waits: a small message that is sent on."""
 
 
-def entry(monkeypatch, size, calls, between):
+def recorded(monkeypatch, size, calls, between):
     """``calls`` of each rank, on one communicator."""
     node = Node(monkeypatch, size)
     made = node.communicator(range(size))
@@ -161,10 +161,10 @@ def entry(monkeypatch, size, calls, between):
 @pytest.mark.parametrize("order", [PROGRAM, TSO, WEAK])
 @pytest.mark.parametrize("size", SIZES)
 def test_equal_operations_never_differ(monkeypatch, size, order):
-    """Also where ranks run ahead, round the row."""
-    monkeypatch.setattr(sequences, "MARKS_PER_ROW", 2)
+    """Also where ranks run ahead, round the slot."""
+    monkeypatch.setattr(sequences, "FINGERPRINTS_PER_SLOT", 2)
     num_calls = 3 if size == 2 else 2
-    node = entry(monkeypatch, size, [["a", "b", "a"][:num_calls]] * size, lambda number: FENCE)
+    node = recorded(monkeypatch, size, [["a", "b", "a"][:num_calls]] * size, lambda number: FENCE)
     found = explore(node.steps, order)
     assert not found.problem
     assert found.endings == {(False,) * size}
@@ -175,7 +175,7 @@ def test_equal_operations_never_differ(monkeypatch, size, order):
 @pytest.mark.parametrize("size", SIZES)
 def test_a_difference_is_found_at_the_end_at_the_latest(monkeypatch, size, order, between):
     calls = [["a", "b" if rank == size - 1 else "a"] for rank in range(size)]
-    found = explore(entry(monkeypatch, size, calls, between).steps, order)
+    found = explore(recorded(monkeypatch, size, calls, between).steps, order)
     assert not found.problem
     is_found = all(any(ending) for ending in found.endings)
     # Of three ranks none looks at both others. Where none waits, those who could see it may have come too early.
@@ -185,7 +185,7 @@ def test_a_difference_is_found_at_the_end_at_the_latest(monkeypatch, size, order
 @pytest.mark.parametrize("order", [TSO, WEAK])
 def test_the_first_look_alone_would_miss_it(monkeypatch, order):
     """A store that is late passes both looks: x86's store buffer does that too. Without it one of the two finds out."""
-    node = entry(monkeypatch, 2, [["a"], ["b"]], lambda number: [])
+    node = recorded(monkeypatch, 2, [["a"], ["b"]], lambda number: [])
     first_looks = [steps[: [s.looks is not None for s in steps].index(True) + 1] for steps in node.steps]
     assert all(any(ending) for ending in explore(first_looks).endings)
     assert (False, False) in explore(first_looks, order).endings
@@ -193,31 +193,31 @@ def test_the_first_look_alone_would_miss_it(monkeypatch, order):
         assert (False, False) in explore(node.steps, order).endings  # and so would the second, without a fence between
 
 
-def test_a_row_of_another_communicator(monkeypatch):
-    """Rank 0 is late in a communicator whose row rank 1 has given to another one meanwhile."""
+def test_a_slot_of_another_communicator(monkeypatch):
+    """Rank 0 is late in a communicator whose slot rank 1 has given to another one meanwhile."""
     for order, (late, early) in itertools.product([PROGRAM, WEAK], [("a", "a"), ("a", "b")]):
         with monkeypatch.context() as patched:
             node = Node(patched, 2)
             former = node.communicator([0, 1])
             node.call(1, former[1], "a", *FENCE)
             node.as_rank(1)
-            row = former[1].row
+            slot = former[1].slot
             former[1].free()
             later = node.communicator([1])
-            assert later[1].row.place == row.place
+            assert later[1].slot.number == slot.number
             node.call(1, later[1], early, *FENCE)
             node.call(0, former[0], late, *FENCE)
             assert explore(node.steps, order).endings == {(False, False)}
 
 
-def test_who_sees_a_mark_finds_its_record(monkeypatch):
-    """The record is written before the mark. On a machine without store order the words about it may come late."""
-    node = entry(monkeypatch, 2, [["a"], ["b"]], lambda number: [])
+def test_a_reader_of_a_fingerprint_finds_its_record(monkeypatch):
+    """The record is written first. On a machine without store order its words may come late."""
+    node = recorded(monkeypatch, 2, [["a"], ["b"]], lambda number: [])
     wrote = [step for step in node.steps[1] if step.writes][:2]
-    record, mark = (step.writes[0] for step in wrote)
+    record, fingerprint = (step.writes[0] for step in wrote)
     assert isinstance(record[0], tuple)
-    assert not isinstance(mark[0], tuple)
-    reader = [Step("see the mark", until=mark), Step("read the record", reads=(record,))]
+    assert not isinstance(fingerprint[0], tuple)
+    reader = [Step("see the fingerprint", until=fingerprint), Step("read the record", reads=(record,))]
     assert not explore([reader, wrote]).problem
     assert not explore([reader, wrote], TSO).problem
     assert "instead of" in explore([reader, wrote], WEAK).problem

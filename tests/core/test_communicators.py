@@ -3,7 +3,7 @@ import gc
 import pytest
 import torch
 
-from torchmpi_py.core.grouping import group_by_key
+from torchmpi_py.core.communicators import group_by_key
 from torchmpi_py.errors import CommunicatorError, NotStarted, RanksDisagree
 
 pytestmark = pytest.mark.timeout(240)
@@ -57,7 +57,7 @@ def levels(mpi):
     number, span = len(stack.levels), stack.span
     yield mpi
     for level in reversed(stack.levels[number:]):
-        level._give_back()
+        level.release()
     del stack.levels[number:]
     stack.current, stack.span = stack.levels[0], span
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchmpi_py.core import backoff, fences
+from torchmpi_py.core import backoff
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -25,17 +25,17 @@ class Comm:
 @pytest.mark.parametrize("keeps_order", [True, False])
 def test_a_barrier_stands_between_fences(monkeypatch, keeps_order):
     came = []
-    monkeypatch.setattr(fences, "KEEPS_ORDER", keeps_order)
-    monkeypatch.setattr(fences, "fence", lambda: came.append("fence"))
-    fences.around(Comm(came).Barrier)()
+    monkeypatch.setattr(backoff, "KEEPS_ORDER", keeps_order)
+    monkeypatch.setattr(backoff, "fence", lambda: came.append("fence"))
+    backoff.fenced(Comm(came).Barrier)()
     backoff.barrier(Comm(came))
     assert came == (["barrier"] if keeps_order else ["fence", "barrier", "fence"]) * 2
 
 
 def test_where_the_machine_keeps_order_nothing_is_added(monkeypatch):
-    monkeypatch.setattr(fences, "KEEPS_ORDER", True)
-    assert fences.around(fences.fence) is fences.fence
+    monkeypatch.setattr(backoff, "KEEPS_ORDER", True)
+    assert backoff.fenced(backoff.fence) is backoff.fence
 
 
 def test_a_fence_returns():
-    assert fences.fence() is None
+    assert backoff.fence() is None

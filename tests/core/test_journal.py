@@ -1,4 +1,4 @@
-"""What is noted of operations, and what becomes of ranks that call different things, or nothing."""
+"""What is recorded of operations, and what becomes of ranks that call different things, or nothing."""
 
 import os
 import re
@@ -11,8 +11,14 @@ import pytest
 import torch
 
 from torchmpi_py.bench import hang
-from torchmpi_py.core import backoff, call_sites, config, journal, status_board
-from torchmpi_py.core.status_board import CHECKSUM_BITS, MARKS_PER_ROW, NUM_RECORDS, NUM_STRINGS, POSITION_BITS
+from torchmpi_py.core import backoff, config, journal, status_board
+from torchmpi_py.core.status_board import (
+    CHECKSUM_BITS,
+    FINGERPRINTS_PER_SLOT,
+    NUM_RECORDS,
+    NUM_STRINGS,
+    SEQUENCE_NUMBER_BITS,
+)
 from torchmpi_py.watch import flight_recorder
 
 pytestmark = pytest.mark.timeout(240)
@@ -30,41 +36,43 @@ def run(tmp_path, program, ranks=3, deadline=30, at_deadline="abort"):
 
 
 @pytest.mark.mpi
-def test_what_is_noted(mpi):
+def test_what_is_recorded(mpi):
     used = status_board.current
     x = torch.ones(4)
     mpi.allreduce(x, flavour="mpi")
     line = sys._getframe().f_lineno - 1
     last = used.records(used.index)[0]
     assert last.what == "allreduce mpi torch.float32 sum, 16 bytes"
-    assert last.site == f"{__file__}:{line} in test_what_is_noted"[-status_board.STRING_BYTES :]
+    assert last.site == f"{__file__}:{line} in test_what_is_recorded"[-status_board.STRING_BYTES :]
     assert 0 < last.begun <= last.ended
     handle = mpi.allreduce_async(x, flavour="mpi")
-    entry = used.records(used.index)[0]
-    assert entry.launched > 0
+    launched = used.records(used.index)[0]
+    assert launched.launched > 0
     handle.wait()
     assert used.records(used.index)[0].ended > 0
     assert not journal.under_way(status_board.current)
 
 
 @pytest.mark.mpi
-def test_marks_of_neighbours(mpi):
-    """After a common operation the neighbour's mark is there, and another checksum would not do."""
+def test_fingerprints_of_neighbours(mpi):
+    """After a common operation the neighbour's fingerprint is there, and another checksum would not do."""
     with mpi.split(0) as comm:
-        for _ in range(2 * MARKS_PER_ROW):
+        for _ in range(2 * FINGERPRINTS_PER_SLOT):
             mpi.allreduce(1, comm=comm)
         mpi.barrier(comm)
         sequence, used = comm.sequences[0], status_board.current
         assert (sequence.neighbour is None) == (mpi.size() == 1)
-        number = 2 * MARKS_PER_ROW + 1
-        assert used.records(used.index)[0].position == number
-        mark, (mine, theirs) = sequence.next_mark()
-        assert mark == (sequence.use << POSITION_BITS | number + 1) << CHECKSUM_BITS
-        assert (mine - theirs) % MARKS_PER_ROW == 0
-        assert used.words[theirs] >> CHECKSUM_BITS == (mark >> CHECKSUM_BITS) - MARKS_PER_ROW
+        number = 2 * FINGERPRINTS_PER_SLOT + 1
+        assert used.records(used.index)[0].sequence_number == number
+        fingerprint, (mine, theirs) = sequence.next_fingerprint()
+        assert fingerprint == (sequence.generation << SEQUENCE_NUMBER_BITS | number + 1) << CHECKSUM_BITS
+        assert (mine - theirs) % FINGERPRINTS_PER_SLOT == 0
+        assert used.words[theirs] >> CHECKSUM_BITS == (fingerprint >> CHECKSUM_BITS) - FINGERPRINTS_PER_SLOT
         if mpi.size() > 1:
-            theirs = used.counterpart(sequence.index, used.records(used.index)[0].mark, sequence.neighbours_index)
-            assert theirs.words == "barrier"
+            theirs = used.counterpart(
+                sequence.index, used.records(used.index)[0].fingerprint, sequence.neighbours_index
+            )
+            assert theirs.text == "barrier"
         mpi.barrier(comm)
 
 
@@ -162,7 +170,7 @@ def test_what_is_under_way_outlives_its_record(mpi):
         for _ in range(NUM_RECORDS + 600):
             mpi.barrier(other)
         assert journal.under_way(status_board.current) == {entry[0]}
-        assert journal.find_record(status_board.current, entry[0]).words == "long"
+        assert journal.find_record(status_board.current, entry[0]).text == "long"
         journal.end(entry)
         assert not journal.under_way(status_board.current)
         journal.record_plain("left without an end", comm)
@@ -174,28 +182,28 @@ def test_what_is_under_way_outlives_its_record(mpi):
 
 @pytest.mark.mpi
 def test_what_belonged_to_a_freed_communicator(mpi):
-    """Its row is another's now, and its operations are not the new one's."""
+    """Its slot is another's now, and its operations are not the new one's."""
     for _ in range(2):
         with mpi.split(0) as comm:
             mpi.barrier(comm)
             mpi.barrier(comm)
     with mpi.split(0) as comm:
         used, sequence = status_board.current, comm.sequences[0]
-        mark = (sequence.use << POSITION_BITS | 1) << CHECKSUM_BITS
+        fingerprint = (sequence.generation << SEQUENCE_NUMBER_BITS | 1) << CHECKSUM_BITS
         mpi.barrier()
-        assert all(used.counterpart(sequence.index, mark, index) is None for index in used.indices)
+        assert all(used.counterpart(sequence.index, fingerprint, index) is None for index in used.indices)
         dump = flight_recorder.of_rank(used, used.index)
         assert {"split 0", "a communicator that was freed"} >= {
             group["desc"] for group in dump["pg_config"].values() if "." not in group["name"]
         }
         mpi.barrier()
         mpi.barrier(comm)
-    assert {"split", "free"} <= {record.words for record in used.records(used.index)}
+    assert {"split", "free"} <= {record.text for record in used.records(used.index)}
 
 
 @pytest.mark.mpi
 def test_more_places_of_call_than_are_kept(mpi, monkeypatch):
-    monkeypatch.setattr(call_sites, "_MOST_KEPT", 3)
+    monkeypatch.setattr(journal, "MOST_CALLS_KEPT", 3)
     names = {"mpi": mpi, "module": torch.nn.Linear(2, 2)}
     for number in range(9):
         exec(compile("mpi.nn.synchronize_parameters(module)", f"generated{number}.py", "exec"), names)
@@ -205,19 +213,19 @@ def test_more_places_of_call_than_are_kept(mpi, monkeypatch):
 def test_rows_and_strings_run_out(mpi):
     """Then operations go on, without being compared, or without words."""
     used = status_board.current
-    rows = []
-    while (row := used.take_row()) is not None:
-        rows.append(row)
+    slots = []
+    while (slot := used.acquire_slot()) is not None:
+        slots.append(slot)
     with mpi.split(0) as comm:
         assert mpi.allreduce(mpi.rank(), comm=comm) == sum(range(mpi.size()))
-    for row in rows:
-        used.give_row_back(row)
-    assert len({row.place for row in rows}) == len(rows)
+    for slot in slots:
+        used.release_slot(slot)
+    assert len({slot.number for slot in slots}) == len(slots)
     for number in range(NUM_STRINGS):
         used.keep_string(f"{number}")
     x = torch.ones(3, dtype=torch.int16)
     assert mpi.allreduce(x).tolist() == [mpi.size()] * 3
-    assert used.records(used.index)[0].words == "?"
+    assert used.records(used.index)[0].text == "?"
     assert len(used.records(used.index)) <= NUM_RECORDS
 
 

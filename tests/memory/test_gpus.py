@@ -1,5 +1,7 @@
 """Which ranks can map each other's GPU memory: the arithmetic, without a GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,30 +12,32 @@ from torchmpi_py.memory import cuda_ipc, gpus, symmetric
 from torchmpi_py.memory.gpus import Gpu, GpuOffer, GpuTable
 
 
-def told(node, local, gpu, reached=()):
+def announced(node, local, gpu, reached=()):
     return GpuOffer(Place(node, local), gpu, frozenset([gpu, *reached]))
 
 
 def test_ranks_that_share_a_gpu_are_together():
-    ranks = [told(0, local, "A", "B") if local % 2 == 0 else told(0, local, "B", "A") for local in range(5)]
+    ranks = [announced(0, local, "A", "B") if local % 2 == 0 else announced(0, local, "B", "A") for local in range(5)]
     assert gpus.ipc_groups(ranks) == [0, 0, 0, 0, 0]
-    alone = [told(0, local, "AB"[local % 2]) for local in range(5)]  # each process sees its own GPU only
+    alone = [announced(0, local, "AB"[local % 2]) for local in range(5)]  # each process sees its own GPU only
     assert gpus.ipc_groups(alone) == [0, 1, 0, 1, 0]
 
 
 def test_reach_has_to_be_mutual():
-    assert gpus.ipc_groups([told(0, 0, "A", "B"), told(0, 1, "B")]) == [0, 1]
-    assert gpus.ipc_groups([told(0, 0, "A", "B"), told(0, 1, "B", "A")]) == [0, 0]
+    assert gpus.ipc_groups([announced(0, 0, "A", "B"), announced(0, 1, "B")]) == [0, 1]
+    assert gpus.ipc_groups([announced(0, 0, "A", "B"), announced(0, 1, "B", "A")]) == [0, 0]
 
 
 def test_groups_are_of_one_node():
-    assert gpus.ipc_groups([told(0, 0, "A"), told(0, 1, "A"), told(2, 0, "A"), told(2, 1, "A")]) == [0, 0, 2, 2]
+    assert gpus.ipc_groups(
+        [announced(0, 0, "A"), announced(0, 1, "A"), announced(2, 0, "A"), announced(2, 1, "A")]
+    ) == [0, 0, 2, 2]
 
 
 def test_every_pair_of_a_group_reaches_each_other():
     """Two boards of two: A-B and C-D have links, and so have B and C, which does not make one group of all."""
     links = {"A": "B", "B": "AC", "C": "BD", "D": "C"}
-    assert gpus.ipc_groups([told(0, i, gpu, links[gpu]) for i, gpu in enumerate("ABCD")]) == [0, 0, 2, 2]
+    assert gpus.ipc_groups([announced(0, i, gpu, links[gpu]) for i, gpu in enumerate("ABCD")]) == [0, 0, 2, 2]
 
 
 def test_why_no_ipc(monkeypatch):
@@ -47,8 +51,27 @@ def test_why_no_ipc(monkeypatch):
     assert "cannot all reach each other's memory (A, B)" in gpus.why_no_ipc(places)
     assert gpus.table() == {places[0]: "A", places[1]: "A", places[2]: "B"}
     assert gpus.group(places[2]) == 2
-    gpus.current.why_no_ipc = gpus._SWITCHED_OFF
-    assert "with_ipc_groups=False" in gpus.why_no_ipc(places[:1])
+    gpus.switch_off("a reason")
+    assert gpus.why_no_ipc(places[:1]) == gpus.why_no_ipc() == "a reason"
+    assert gpus.group(places[2]) == 0
+
+
+def one_gpu(monkeypatch):
+    """This process sees one GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="A", uuid="5"))
+
+
+def test_a_table_of_one_rank(monkeypatch):
+    """As ``start`` makes it; also where the user has switched IPC off."""
+    one_gpu(monkeypatch)
+    world = SimpleNamespace(allgather=lambda offer: [offer])
+    for with_ipc in (True, False):
+        table = gpus.exchange(world, Place(0, 0), torch.device("cuda", 0), with_ipc=with_ipc)
+        assert table.gpus == {Place(0, 0): Gpu("GPU-5", 0)}
+        monkeypatch.setattr(gpus, "current", table)
+        assert (gpus.why_no_ipc() == "") == with_ipc
+        assert with_ipc or "with_ipc_groups=False" in gpus.why_no_ipc([Place(0, 0)])
 
 
 def test_the_flavour_refuses_ranks_of_several_groups(monkeypatch):
@@ -96,7 +119,7 @@ def test_expandable_segments_are_off_while_shared_memory_is_taken(monkeypatch, s
     done = []
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": settings})
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", done.append, raising=False)
-    with cuda_ipc._plain_memory():
+    with cuda_ipc.without_expandable_segments():
         if calls:
             done.append("allocated")
     assert done == calls
@@ -154,7 +177,7 @@ def test_ranks_that_disagree_about_gpus(mpi, monkeypatch):
     """One computes on the CPU, the others do not: an error on all, before flavours that do not fit are chosen."""
     from mpi4py import MPI
 
-    monkeypatch.setattr(gpus, "_offer", lambda place, device: told(0, mpi.rank(), "A"))
+    one_gpu(monkeypatch)
     device = torch.device("cpu") if mpi.rank() == 1 else torch.device("cuda", 0)
     with pytest.raises(RanksDisagree, match="start: with_cuda=False on rank 1, with_cuda=True on the others"):
         gpus.exchange(MPI.COMM_WORLD, Place(0, mpi.rank()), device, with_ipc=True)

@@ -224,12 +224,12 @@ def is_mapped(address):
 @in_a_job
 def test_it_is_no_longer_live_when_it_is_unmapped(mpi, monkeypatch):
     """Else another thread could be given its addresses for ordinary memory, which would be taken for symmetric."""
+    seen, remove = [], symmetric.live.remove
+    monkeypatch.setattr(
+        symmetric.live, "remove", lambda segment: (seen.append(is_mapped(segment.begin)), remove(segment))
+    )
     x = mpi.symmetric_empty(1 << 20)
     segment, _ = symmetric.find(x)
-    seen, replace = [], symmetric._replace_live
-    monkeypatch.setattr(
-        symmetric, "_replace_live", lambda **change: (seen.append(is_mapped(segment.begin)), replace(**change))
-    )
     del x
     gc.collect()
     assert seen == [True]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from torchmpi_py.core import backoff, grouping, status_board
+from torchmpi_py.core import backoff, sequences, status_board
 from torchmpi_py.core.channels import Place
 from torchmpi_py.core.handles import ThreadHandle
 from torchmpi_py.core.status_board import CLAIMED_ASKED, CLAIMED_DEATH, CLAIMED_DIFFERENCE, CLAIMED_LATE
@@ -126,28 +126,28 @@ def test_two_threads_that_wait_for_one_handle():
     assert not backoff.active
 
 
-def test_rows():
+def test_slots():
     used = a_board(3)
-    row = used.take_row()
-    first = used.first_mark(used.index, row.place)
+    slot = used.acquire_slot()
+    first = used.first_fingerprint(used.index, slot.number)
     used.words[first] = 5
-    used.settle_row(row, row.use, "key" * 200, "0-3")
-    group = used.group(used.index, row.place)
-    assert (group.use, group.ranks) == (row.use, "0-3")
+    used.publish_slot(slot, slot.generation, "key" * 200, "0-3")
+    group = used.group(used.index, slot.number)
+    assert (group.generation, group.ranks) == (slot.generation, "0-3")
     assert group.key.endswith("key...") or group.key.endswith("...")
-    used.settle_row(row, row.use, "key", ",".join(str(rank) for rank in range(0, 900, 7)))
-    assert used.group(used.index, row.place).ranks.endswith(",...")
-    used.give_row_back(row)
-    again = used.take_row()
-    assert again.place == row.place
-    assert again.use != row.use
+    used.publish_slot(slot, slot.generation, "key", ",".join(str(rank) for rank in range(0, 900, 7)))
+    assert used.group(used.index, slot.number).ranks.endswith(",...")
+    used.release_slot(slot)
+    again = used.acquire_slot()
+    assert again.number == slot.number
+    assert again.generation != slot.generation
     assert used.words[first] == 0
 
 
-def test_ranks_in_words():
+def test_ranks_as_text():
     for ranks, words in (([0, 2, 4, 6, 7], "0-6/2,7"), ([0, 2], "0,2"), ([5, 0, 1], "5,0-1"), ([0, 1, 2, 9], "0-2,9")):
-        assert grouping.in_words(ranks, strides=True) == words
-        assert grouping.from_words(words) == ranks
+        assert sequences.ranks_as_text(ranks, strides=True) == words
+        assert sequences.ranks_from_text(words) == ranks
 
 
 def test_a_death():
@@ -170,4 +170,4 @@ def test_a_death():
     used.put(status_board.PROCESS, process.pid)
     used.put(status_board.NAMESPACE, 0)  # nor could this: numbers mean nothing
     assert not reports.is_dead(used, 0)
-    assert status_board.look(process.pid) is None
+    assert status_board.find_process(process.pid) is None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmpi_py.bench import UsageError
-from torchmpi_py.core.grouping import in_words
+from torchmpi_py.core.sequences import ranks_as_text
 from torchmpi_py.watch import flight_recorder
 from torchmpi_py.watch.flight_recorder import PREFIX
 
@@ -120,4 +120,4 @@ def _last(entries: Sequence[Entry]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {in_words(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_as_text(ranks)}"

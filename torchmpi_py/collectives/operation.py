@@ -15,8 +15,8 @@ from torchmpi_py.core import config, journal, ulfm
 from torchmpi_py.core.channels import BACKGROUND, MISUSED, NOBODY, Channel
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, Work
+from torchmpi_py.core.journal import Method
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.core.recorded import Method
 from torchmpi_py.errors import CommunicatorError, RankDied, RanksDisagree, TorchMPIError
 from torchmpi_py.watch import reports, tracing
 from torchmpi_py.watch.tracing import POSTED

@@ -1,1 +1,1 @@
-"""A process among ranks: communicators, handles, the communication thread, what is recorded of a call."""
+"""A process among ranks: communicators, handles, the communication thread, the journal of operations."""

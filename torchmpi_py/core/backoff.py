@@ -1,29 +1,42 @@
-"""Waiting without a busy processor, for what cannot wake the one who waits: a message, a request of MPI."""
+"""Waiting for other processes: pauses instead of a busy processor, and the order of memory accesses at a barrier.
+
+Memory that ranks share is written before a barrier of MPI and read after the barrier. MPI orders processes at a
+barrier, not their memory accesses. On x86 stores become visible in order and loads are carried out in order, so the
+barrier suffices. On other machines (ARM, POWER, RISC-V) a *fence* stands before the barrier and one after it. See
+docs/decisions/016-memory-ordering.md.
+"""
 
 from __future__ import annotations
 
 import math
+import platform
+import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
-from torchmpi_py.core import fences
 from torchmpi_py.core.mpi_api import MPI
 
+T = TypeVar("T")
 _WORTH_A_SLEEP_SECONDS = 20e-6
 
-active: dict[object, int] = {}
-"""What threads of this process wait for now: of each wait, the number of the record of its operation (``watch.py``).
+KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+"""Whether this machine has total store order."""
 
-Where the wait itself is out of sight, as C++'s for a future is, the handle stands for it (``Handle.expect``)."""
+active: dict[object, int] = {}
+"""What threads of this process wait for now: for each wait, the number of the record of its operation (``journal.py``).
+
+A future's wait happens in C++, out of sight: there the handle stands for the wait (``Handle.expect``)."""
 
 unhurried: dict[object, tuple[int, int]] = {}
-"""Waits for ranks that may come as late as they want while they work (``watch.while_others_work``): the number of the
-record, and of how many ranks."""
+"""Waits for ranks that may come late while they work (``journal.run_while_others_work``): the number of the record, and
+the number of ranks."""
 
 
 class Nap:
     """Pauses between one look and the next: a tenth of the time since ``begin``, at most ``longest_seconds``.
 
-    So what comes soon is seen soon, and what takes long costs next to nothing.
+    So an early event is seen early, and a late one costs next to nothing.
     """
 
     def __init__(self, longest_seconds: float) -> None:
@@ -31,7 +44,7 @@ class Nap:
         self.begin()
 
     def begin(self) -> None:
-        """Something happened: look often again."""
+        """Something happened: the next pauses are short again."""
         self._since = time.monotonic()
 
     @property
@@ -40,13 +53,13 @@ class Nap:
         return time.monotonic() - self._since
 
     def take(self, at_most_seconds: float | None = None) -> None:
-        """Pause; the first pauses only give way."""
+        """Pause; the first pauses only yield the processor."""
         pause = min(at_most_seconds or self._longest_seconds, self.seconds / 10)
         time.sleep(pause if pause > _WORTH_A_SLEEP_SECONDS else 0)
 
 
 def complete(request: MPI.Request, nap: Nap, timeout_seconds: float = math.inf) -> bool:
-    """Wait for a request of MPI, in naps, at most so long; whether it is complete."""
+    """Wait for a request of MPI, in naps, at most ``timeout_seconds``; whether the request is complete."""
     while not request.Test():
         if nap.seconds > timeout_seconds:
             return False
@@ -55,5 +68,31 @@ def complete(request: MPI.Request, nap: Nap, timeout_seconds: float = math.inf) 
 
 
 def barrier(comm: MPI.Comm, longest_seconds: float = 0.002) -> None:
-    """An MPI barrier in which nobody spins; memory that the ranks share is ordered by it."""
-    fences.around(lambda: complete(comm.Ibarrier(), Nap(longest_seconds)))()
+    """An MPI barrier in which no rank spins; it orders accesses to memory that the ranks share."""
+    fenced(lambda: complete(comm.Ibarrier(), Nap(longest_seconds)))()
+
+
+def fenced(wait: Callable[[], T]) -> Callable[[], T]:
+    """``wait``, a barrier of processes, which orders their memory accesses as well."""
+    if KEEPS_ORDER:
+        return wait
+
+    def between_fences() -> T:
+        fence()
+        returned = wait()
+        fence()
+        return returned
+
+    return between_fences
+
+
+def fence() -> None:
+    """All memory accesses of this thread before the call come before all that follow it.
+
+    Python has no fence. The first pair unlocks, a store-release; the second one locks, a load-acquire. Neither passes
+    the other, nothing before passes the former, and nothing after passes the latter.
+    """
+    lock = threading.Lock()
+    for _ in range(2):
+        lock.acquire()
+        lock.release()

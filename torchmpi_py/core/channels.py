@@ -15,36 +15,36 @@ from torchmpi_py.core.mpi_api import MPI
 
 DIRECT, BACKGROUND = 0, 1
 NOBODY, MISUSED = 0, -1
-"""In the place of the thread that uses a channel: there is none; two have used the channel at the same time."""
+"""``Channel.user`` without a thread in a collective; and after two threads were in one at the same time."""
 
 
 class Place(NamedTuple):
-    """Where a rank is: its node (known by the lowest rank of the world there) and its local rank there."""
+    """Where a rank is: its node (the lowest rank of the world there) and its local rank on that node."""
 
     node: int
     local: int
 
 
 class Resource(Protocol):
-    """What a flavour may keep with a channel."""
+    """An object that a flavour keeps with a channel."""
 
     def free(self) -> None:
-        """Give it back. Called by all ranks of the channel, in the same order, when its communicator is freed."""
+        """Free the resource. All ranks of the channel call this, in the same order, when its communicator is freed."""
 
 
 @runtime_checkable
 class Losable(Protocol):
-    """A resource that has something to do when it is lost with a rank that died."""
+    """A resource that has steps of its own for the case that a rank died."""
 
     def abandon(self) -> None:
-        """Let go of it; not collective."""
+        """Release what this rank holds; not collective."""
 
 
 Kept = TypeVar("Kept", bound=Resource)
 
 
 class Channel:
-    """An MPI communicator (``mpi``) for one thread (``lane``: DIRECT or BACKGROUND), and the places of its ranks."""
+    """An MPI communicator (``mpi``) for one ``thread_role`` (DIRECT or BACKGROUND), and the places of its ranks."""
 
     def __init__(self, mpi: MPI.Comm, places: Sequence[Place], thread_role: int) -> None:
         self.mpi = mpi
@@ -53,22 +53,22 @@ class Channel:
         self.places = tuple(places)
         self.thread_role = thread_role
         self.num_nodes = len({place.node for place in places})
-        self.user = NOBODY  # the thread (its ident) that carries out a collective
+        self.user = NOBODY  # the ident of the thread that carries out a collective
         self._kept: dict[Hashable, Resource] = {}
         ulfm.register(self)
 
     def keep(self, key: Hashable, make: Callable[[Channel], Kept]) -> Kept:
-        """What is kept under ``key``; made on first use. ``make`` may be collective over the channel."""
+        """The resource under ``key``, made on first use. ``make`` may be collective over the channel."""
         if key not in self._kept:
             self._kept[key] = make(self)
         return self._kept[key]  # type: ignore[return-value]
 
     def give_back(self, key: Hashable) -> None:
-        """Free what is kept under ``key``, before the channel is freed. Collective."""
+        """Free the resource under ``key``, before the channel is freed. Collective."""
         self._kept.pop(key).free()
 
     def split(self, colours: Sequence[int]) -> Channel:
-        """The channel of the ranks that have this rank's colour, in rank order. ``colours`` is equal on all ranks."""
+        """The channel of the ranks with this rank's colour, in rank order. Collective, with equal ``colours``."""
         mine = colours[self.rank]
         places = [place for place, colour in zip(self.places, colours, strict=True) if colour == mine]
         return Channel(self.mpi.Split(mine, self.rank), places, self.thread_role)
@@ -79,13 +79,13 @@ class Channel:
         return self.user not in (NOBODY, MISUSED)
 
     def comms(self) -> list[MPI.Comm]:
-        """What MPI has to revoke when a rank dies."""
+        """The communicators that MPI has to revoke when a rank dies."""
         return [self.mpi]
 
     def free(self, *, is_lost: bool = False) -> None:
-        """Give back what is kept, the youngest first, and the MPI communicator. Collective.
+        """Free the resources, the youngest first, and the MPI communicator. Collective.
 
-        If it ``is_lost``, because one of its ranks has died, let go of both without the others.
+        If the channel ``is_lost``, because one of its ranks has died, this rank abandons them without the others.
         """
         while self._kept:
             resource = self._kept.popitem()[1]

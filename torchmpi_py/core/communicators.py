@@ -19,12 +19,13 @@ Every Communicator owns two channels (``channels.py``): ``direct`` for calls mad
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Hashable, Iterator
+from collections.abc import Sequence as Ranks
 from typing import Any
 
 from torchmpi_py.core import communication_thread, journal, sequences
 from torchmpi_py.core.channels import BACKGROUND, DIRECT, Channel, Place
-from torchmpi_py.core.grouping import group_by_key
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.sequences import CallSequence
 from torchmpi_py.errors import CommunicatorError, NotStarted
@@ -38,8 +39,8 @@ class Communicator:
     """
 
     def __init__(self, group: MPI.Comm, place: Place, key: str) -> None:
-        told = group.allgather((place, sequences.offer()))
-        places, offers = [place for place, _ in told], [offer for _, offer in told]
+        gathered = group.allgather((place, sequences.offer()))
+        places, offers = [place for place, _ in gathered], [offer for _, offer in gathered]
         self.direct = Channel(group, places, DIRECT)
         self.background = Channel(group.Dup(), places, BACKGROUND)
         self.sequences = [
@@ -54,13 +55,13 @@ class Communicator:
         self.is_cartesian = False
         self.parent: Communicator | None = None
         self.is_free = False
-        self.is_stuck = False  # in an operation that nobody waits for any more: it cannot be freed
+        self.is_stuck = False  # in an operation that was given up: MPI still uses it, so it cannot be freed
         self.plans: dict[Any, Any] = {}  # the selector's, for this communicator
 
     def free(self) -> None:
-        """Wait for the operations under way, and give back what MPI holds for it. Collective over the group.
+        """Wait for the operations under way, and free the communicator's resources. Collective over the group.
 
-        Levels are freed by ``stop`` alone; for them it is a CommunicatorError.
+        CommunicatorError for a level: ``stop`` alone frees levels.
         """
         if self.outer is not None:
             raise CommunicatorError(f"{self!r} is a level; levels live until mpi.stop()")
@@ -69,15 +70,15 @@ class Communicator:
             communication_thread.current().drain()
             if self.direct.is_in_use:
                 raise CommunicatorError(f"{self!r} cannot be freed: a thread is in a collective there")
-            journal.run_together("free", self, self._give_back)
+            journal.run_together("free", self, self.release)
 
-    def _give_back(self, *, is_lost: bool = False) -> None:
-        """Collective, unless it ``is_lost``: one of its ranks has died."""
+    def release(self, *, is_lost: bool = False) -> None:
+        """Free all resources. Collective, unless the communicator ``is_lost``: one of its ranks has died."""
         if not self.is_free:
             self.is_free = True
             is_lost = is_lost or self.is_stuck or self.direct.is_in_use  # a thread there still needs the memory
             if self.outer is not None:
-                self.outer._give_back(is_lost=is_lost)
+                self.outer.release(is_lost=is_lost)
             for channel in (self.background, self.direct):
                 channel.free(is_lost=is_lost)
             for sequence in self.sequences:
@@ -95,7 +96,7 @@ class Communicator:
 
 
 class Stack:
-    """The levels of a started process, the current one, and the span."""
+    """The levels of a started process, the current level, and the span."""
 
     def __init__(self, world: MPI.Comm, place: Place, want_cartesian: bool) -> None:
         self.place = place
@@ -108,6 +109,7 @@ class Stack:
         self.others: list[Communicator] = []
 
     def push(self, key: str) -> int:
+        """Add a level below the current one; return its index. Collective over the current level."""
         parent = self.current.direct.mpi
         plan = group_by_key(parent.allgather(key), parent.rank, self.want_cartesian)
         level = Communicator(parent.Split(plan.inner_colour, plan.inner_rank), self.place, key)
@@ -118,24 +120,26 @@ class Stack:
         return len(self.levels) - 1
 
     def level(self, index: int) -> Communicator:
+        """The level of this index; ValueError if there is none."""
         if not isinstance(index, int) or not 0 <= index < len(self.levels):
             raise ValueError(f"level {index!r} does not exist; there are levels 0 to {len(self.levels) - 1}")
         return self.levels[index]
 
     def free(self, *, is_lost: bool = False) -> None:
+        """Free all communicators, the youngest first. Collective, unless they are ``is_lost``."""
         for communicator in [*reversed(self.others), *reversed(self.levels)]:
-            communicator._give_back(is_lost=is_lost)
+            communicator.release(is_lost=is_lost)
 
 
 current_stack: Stack | None = None
 """The level stack of the session; a session alone assigns it."""
 
 why_not = "call mpi.start() first"
-"""The advice of NotStarted while there is no session."""
+"""The advice of NotStarted while there is no session; a session alone assigns it."""
 
 
 def stack() -> Stack:
-    """The stack in use, or NotStarted with the remedy."""
+    """The session's stack; NotStarted, with the remedy, if there is none."""
     if current_stack is None:
         raise NotStarted(f"torchmpi_py is not started in this process: {why_not}")
     return current_stack
@@ -147,7 +151,7 @@ def is_started() -> bool:
 
 
 def resolve(comm: Communicator | None) -> Communicator:
-    """``comm``, or the current level."""
+    """``comm``, or the current level. NotStarted, TypeError or CommunicatorError if it cannot be used."""
     if comm is None:
         return current_stack.current if current_stack is not None else stack().current
     stack()
@@ -161,7 +165,7 @@ def resolve(comm: Communicator | None) -> Communicator:
 def push_communicator(key: str | int) -> int:
     """Add a level below the current one, grouping ranks that give the same ``key``; return its index.
 
-    Collective over the current level. The current level does not change: go there with ``set_communicator`` or ``at``.
+    Collective over the current level, which stays the current one: ``set_communicator`` and ``at`` move.
     """
     if not isinstance(key, (str, int)):
         raise TypeError(f"push_communicator: key must be a str or an int, not {key!r}")
@@ -172,14 +176,14 @@ def push_communicator(key: str | int) -> int:
 def set_communicator(level: int) -> None:
     """Make ``level`` the current one: what ``rank``, ``size`` and every verb without ``comm=`` refer to.
 
-    Local, but every rank has to do it: ranks at different levels cannot talk to each other.
+    Not collective, but every rank must call this: ranks at different levels cannot exchange messages.
     """
     stack().current = stack().level(level)
 
 
 @contextlib.contextmanager
 def at(level: int) -> Iterator[Communicator]:
-    """``with mpi.at(level):`` make it current inside the block, and the former one again after it."""
+    """``with mpi.at(level):`` make ``level`` the current one inside the block, and the former one after the block."""
     used = stack()
     former = used.current
     used.current = used.level(level)
@@ -197,7 +201,7 @@ def set_collective_span(begin: int, end: int) -> None:
         below = below.parent
     if below is not whole:
         raise ValueError(f"set_collective_span: level end={end} is not below level begin={begin}")
-    communication_thread.current().drain()  # what was launched before still combines the former levels
+    communication_thread.current().drain()  # operations launched before combine the former levels
     used.span = (begin, end)
     for level in used.levels:
         level.plans.clear()
@@ -211,7 +215,7 @@ def communicator(level: int | None = None) -> Communicator:
 def split(color: int | None, key: int = 0) -> Communicator | None:
     """A communicator of the ranks that give the same ``color``, in the order of ``key`` (then of rank).
 
-    Collective over the current level. ``color=None`` takes part and gets None. Use it as ``comm=``.
+    Collective over the current level; ``color=None`` takes part and gets None. Pass the result as ``comm=``.
     """
     if color is not None and (isinstance(color, bool) or not hasattr(color, "__index__") or color < 0):
         raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
@@ -228,10 +232,10 @@ def split(color: int | None, key: int = 0) -> Communicator | None:
     return made
 
 
-def beside(comm: Communicator, what: str) -> Communicator:
-    """Another communicator of the ranks of ``comm``, whose operations have an order of their own. Collective."""
+def beside(comm: Communicator, key: str) -> Communicator:
+    """Another communicator of the ranks of ``comm``, with its own order of operations. Collective over ``comm``."""
     used = stack()
-    made = journal.run_together(what, comm, lambda: Communicator(comm.direct.mpi.Dup(), used.place, what))
+    made = journal.run_together(key, comm, lambda: Communicator(comm.direct.mpi.Dup(), used.place, key))
     used.others.append(made)
     return made
 
@@ -242,14 +246,43 @@ def communicator_names() -> str:
 
 
 def _describe(used: Stack, index: int, level: Communicator) -> str:
-    marks = [name for name, here in (("current", level is used.current), ("span", index in used.span)) if here]
+    roles = [name for name, here in (("current", level is used.current), ("span", index in used.span)) if here]
     outer = f", outer rank {level.outer.rank} of {level.outer.size}" if level.outer is not None else ""
     return (
         f"level {index} {level.key!r}: rank {level.rank} of {level.size}{outer}, "
         f"{'cartesian' if level.is_cartesian else 'tree'}, {_nodes(level.num_nodes)}"
-        f"{f'  <- {chr(44).join(marks)}' if marks else ''}"
+        f"{f'  <- {chr(44).join(roles)}' if roles else ''}"
     )
 
 
 def _nodes(count: int) -> str:
     return f"{count} node{'' if count == 1 else 's'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouping:
+    """Colours and ranks of one rank of the parent for two MPI splits, after all ranks gave their keys."""
+
+    inner_colour: int
+    inner_rank: int
+    outer_colour: int
+    outer_rank: int
+    is_cartesian: bool
+
+
+def group_by_key(keys: Ranks[Hashable], rank: int, want_cartesian: bool) -> Grouping:
+    """The grouping of ``rank`` for the ``keys`` of ranks 0, 1, ... of the parent; groups count by their lowest rank."""
+    groups: dict[Hashable, list[int]] = {}
+    for member, key in enumerate(keys):
+        groups.setdefault(key, []).append(member)
+    mine = groups[keys[rank]]
+    inner_rank = mine.index(rank)
+    is_cartesian = want_cartesian and len({len(group) for group in groups.values()}) == 1
+    is_linked = is_cartesian or inner_rank == 0
+    return Grouping(
+        inner_colour=mine[0],
+        inner_rank=inner_rank,
+        outer_colour=inner_rank if is_linked else len(keys) + rank,
+        outer_rank=list(groups).index(keys[rank]),
+        is_cartesian=is_cartesian,
+    )

@@ -1,6 +1,6 @@
-"""Every size, threshold and deadline of the package, in one frozen dataclass; the only reader of TORCHMPI_*.
+"""Configuration: every size, threshold and deadline in one frozen dataclass, ``Tuning``; the reader of TORCHMPI_*.
 
-Also where files for later jobs lie, and how they are written.
+Also the directories of files for later jobs, and how such files are written.
 """
 
 from __future__ import annotations
@@ -22,23 +22,15 @@ DUMP_DIR = f"{PREFIX}DUMP_DIR"
 STARTED_PID = f"{PREFIX}STARTED_PID"
 AT_DEADLINE = ("abort", "report", "raise")
 _OTHER_NAMES = {"deadline_seconds": "DEADLINE"}
-_OF_TESTS = (
-    "FAULTS",
-    "MODEL",
-    "PYTORCH_SUITE",
-    "REPEATS",
-    "SOAK_",
-    "STORM_",
-    "TEST_",
-)  # variables of our tests begin so
+_TEST_PREFIXES = ("FAULTS", "MODEL", "PYTORCH_SUITE", "REPEATS", "SOAK_", "STORM_", "TEST_")
 _READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What may be tuned; pass one to ``mpi.start(tuning=...)``, or set ``TORCHMPI_<FIELD>`` in the environment.
+    """Sizes and deadlines; pass one to ``mpi.start(tuning=...)``, or set ``TORCHMPI_<FIELD>`` in the environment.
 
-    All ranks must use the same values: they decide which messages are sent.
+    All ranks must use the same values, which decide on the messages that are sent.
     """
 
     native_async_bytes: int = 64 << 10
@@ -47,46 +39,46 @@ class Tuning:
     copies at launch (113 us for 4 MiB) and makes no progress while Python computes. See docs/decisions/002."""
 
     message_bytes: int = 1 << 30
-    """Longest single MPI message. Longer ones travel in pieces: MPI 3 counts in 32 bits."""
+    """Size of the longest MPI message. Longer data travel in pieces: MPI 3 counts in 32 bits."""
 
     wire_bytes: int = 4 << 20
-    """Scratch for dtypes that are reduced in another form than they are stored in (16-bit floats as float32)."""
+    """Size of the scratch memory for dtypes that are reduced in another dtype (16-bit floats in float32)."""
 
     staging_bytes: int = 16 << 20
-    """The most shared memory per rank through which flavour shared passes tensors that are not symmetric. It takes four
-    times ``chunk_bytes`` for each communicator that does so, once for blocking and once for asynchronous calls."""
+    """Largest shared memory per rank through which flavour shared passes tensors that are not symmetric. The flavour
+    takes four times ``chunk_bytes`` for each communicator, once for blocking and once for asynchronous calls."""
 
     chunk_bytes: int = 1 << 20
-    """Flavour shared stages ordinary tensors in chunks of up to this size: a meeting of the ranks per chunk."""
+    """Largest chunk in which flavour shared stages ordinary tensors. The ranks wait for each other once a chunk."""
 
     cache_bytes: int = 1536 << 10
-    """What a reduction in shared memory touches at a time, over all ranks' tensors: a share of a core's own cache, but
-    large enough to hide Python (2 ranks, 4 to 64 MiB: a quarter of it takes 1.1 to 1.4 times as long)."""
+    """Size of the block that a reduction in shared memory works on, over all ranks' tensors: a share of a core's own
+    cache, but large enough to hide Python (2 ranks, 4 to 64 MiB: a quarter takes 1.1 to 1.4 times as long)."""
 
     gpu_chunk_bytes: int = 4 << 20
-    """Flavour staged copies tensors between GPU and host in chunks of up to this size, with room for six of them per
-    communicator and thread in pinned memory."""
+    """Largest chunk in which flavour staged copies tensors between GPU and host. Pinned memory has room for six chunks
+    per communicator and thread."""
 
     gpu_scratch_bytes: int = 128 << 20
-    """GPU memory per rank, as much as the largest tensor takes but not more than this, through which flavour cudaipc
-    passes tensors that are not symmetric; once per communicator and thread. The ranks meet twice for this much."""
+    """Largest GPU memory per rank, communicator and thread through which flavour cudaipc passes tensors that are not
+    symmetric; less if the largest tensor is smaller. The ranks wait for each other twice a piece of this size."""
 
     gpu_cache_bytes: int = 24 << 20
-    """What a reduction on a GPU touches at a time, over all ranks' tensors: half of a large GPU's L2 cache."""
+    """Size of the block that a reduction on a GPU works on, over all ranks' tensors: half of a large GPU's L2 cache."""
 
     fuse_bytes: int = 16 << 20
-    """Gradients and parameters: small tensors travel together in flat buffers of up to this size."""
+    """Largest flat buffer in which small gradients, or parameters, travel together."""
 
     alone_bytes: int = 1 << 20
-    """Gradients and parameters of at least this size travel by themselves."""
+    """Smallest gradient, or parameter, that travels alone."""
 
     deadline_seconds: float = 600
-    """An operation that takes longer is reported, with who keeps it; ``at_deadline`` says what else happens; 0: none
-    is. In the environment also TORCHMPI_DEADLINE."""
+    """Time after which an operation is reported, with the ranks that are late; ``at_deadline`` says what else happens.
+    0: no deadline. In the environment also TORCHMPI_DEADLINE."""
 
     at_deadline: str = "abort"
-    """What becomes of an operation that takes longer than ``deadline_seconds``: "abort" ends the job, "report" lets it
-    go on, "raise" makes it a CollectiveTimeout in the program that waits."""
+    """Effect of an operation that takes longer than ``deadline_seconds``: "abort" ends the job, "report" lets the
+    operation go on, "raise" raises CollectiveTimeout in the program that waits."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -116,14 +108,14 @@ class Tuning:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Tuning:
-    """Defaults, overridden by ``TORCHMPI_<FIELD>`` (for example TORCHMPI_FUSE_BYTES=1048576)."""
+    """The defaults, overridden by ``TORCHMPI_<FIELD>`` (for example TORCHMPI_FUSE_BYTES=1048576)."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Tuning):
         names = [field.name.upper(), *filter(None, [_OTHER_NAMES.get(field.name)])]
         given = {PREFIX + name: environ[PREFIX + name] for name in names if PREFIX + name in environ}
         if len(set(given.values())) > 1:
-            told = " and ".join(f"{name}={text}" for name, text in given.items())
-            raise ValueError(f"{told} are the same setting: give one of them")
+            settings = " and ".join(f"{name}={text}" for name, text in given.items())
+            raise ValueError(f"{settings} are the same setting: give one of them")
         for name, text in given.items():
             try:
                 values[field.name] = _READERS[str(field.type)](text)
@@ -140,11 +132,11 @@ def known_names() -> set[str]:
 
 
 def unknown_settings(environ: Mapping[str, str] = os.environ) -> str:
-    """A line about the variables TORCHMPI_... that nothing reads, which may be misspelt; "" if there are none."""
+    """A line about variables TORCHMPI_... without effect, which may be misspelt; "" if there are none."""
     short_names, texts = [name.removeprefix(PREFIX) for name in known_names()], []
     for name in sorted(environ):
         short_name = name.removeprefix(PREFIX)
-        if short_name != name and short_name not in short_names and not short_name.startswith(_OF_TESTS):
+        if short_name != name and short_name not in short_names and not short_name.startswith(_TEST_PREFIXES):
             near = difflib.get_close_matches(short_name, short_names, n=1)
             texts.append(f"{name} (did you mean {PREFIX}{near[0]}?)" if near else name)
     have = "have" if len(texts) > 1 else "has"
@@ -152,19 +144,19 @@ def unknown_settings(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def tuning_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
-    """Where ``autotune`` keeps what it measured: TORCHMPI_TUNING_DIR, else in the user's cache."""
+    """The directory of ``autotune``'s measurements: TORCHMPI_TUNING_DIR, else in the user's cache."""
     given = environ.get(TUNING_DIR)
     cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return pathlib.Path(given) if given else pathlib.Path(cache, "torchmpi_py")
 
 
 def dump_directory(environ: Mapping[str, str] = os.environ) -> str:
-    """Where the last operations of a job that hangs are written: TORCHMPI_DUMP_DIR, else the temporary folder."""
+    """The directory for the last operations of a job that hangs: TORCHMPI_DUMP_DIR, else the temporary directory."""
     return environ.get(DUMP_DIR) or tempfile.gettempdir()
 
 
 def keep(path: pathlib.Path, content: object) -> None:
-    """Write a file for later jobs, as JSON: it is there as a whole or not at all. OSError if that fails."""
+    """Write a file for later jobs, as JSON; readers see the whole file or none. OSError if writing fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
     try:
@@ -178,16 +170,16 @@ def keep(path: pathlib.Path, content: object) -> None:
 
 
 def profile_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path | None:
-    """Where traces go, if this job is traced: TORCHMPI_PROFILE, which ``torchmpirun --profile`` sets."""
+    """The directory of traces, None without tracing: TORCHMPI_PROFILE, which ``torchmpirun --profile`` sets."""
     given = environ.get(PROFILE)
     return pathlib.Path(given).absolute() if given else None
 
 
 current = Tuning()
-"""The tuning of the session; read it as ``config.current``, for ``use`` replaces it."""
+"""The tuning of the session, assigned by ``use``, which a session alone calls. Read it as ``config.current``."""
 
 can_raise = False
-"""Whether operations are given up at the deadline."""
+"""Whether an operation raises at the deadline."""
 
 
 def use(tuning: Tuning) -> None:

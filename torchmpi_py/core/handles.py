@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from torchmpi_py.core import backoff, config, owner
+from torchmpi_py.core import backoff, config, mpi_api
 from torchmpi_py.core.journal import Entry
 from torchmpi_py.errors import CollectiveTimeout, CommunicatorError, NotStarted
 
@@ -149,7 +149,7 @@ class Handle(ABC, Generic[R]):
         NotStarted in a forked child, unless the operation was complete before the fork.
         """
         work = self._work
-        if work is not None and owner.is_forked():
+        if work is not None and mpi_api.is_forked():
             raise NotStarted(
                 f"{self._label} was launched by the process from which this one was forked; only there can it be "
                 "waited for"

@@ -1,26 +1,26 @@
-"""Watching operations: each is noted on the board of its node, compared with the neighbour's, and timed.
+"""The journal: each operation is recorded on the board of its node, compared with the neighbour's, and timed.
 
-Every call pays for it, so what is done for each stands here in one piece: a record (``board.py``), a mark
-(``sequences.py``), two looks at the neighbour's mark; what that comes to, ``python -m torchmpi_py.bench watch`` tells.
-What is known of a call is kept by its place in the program (``calls.py``).
+Every call pays for the journal, so the steps of ``record`` and ``end`` stand in one piece: a record and a fingerprint
+on the board (``status_board.py``), and two looks at the neighbour's fingerprint (``sequences.py``). Texts and checksum
+of a call are kept by its place in the program. ``python -m torchmpi_py.bench watch`` measures the cost.
 
-An operation is *under way* while a call carries it out (its record has begun, and has not ended), or waits for it
-(``waiting.active``); one that was launched and that nobody waits for is not. A future is a wait from when it is asked
-for: who waits for it, and whether, is out of sight. ``watchdog.py`` looks at the oldest operation under way.
+An operation is *under way* while a call carries it out (the record has begun, and has not ended), or waits for it
+(``backoff.active``); a launched operation without a wait is not. A future counts as a wait from its request on, for the
+wait itself is out of sight. ``watch/watchdog.py`` looks at the oldest operation under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import zlib
+from collections.abc import Callable, Sequence
 from sys import _getframe
 from time import monotonic_ns
-from types import FrameType
-from typing import TypeVar
+from types import CodeType, FrameType
+from typing import Any, Protocol, TypeVar
 
-from torchmpi_py.core import backoff, call_sites, comparison, status_board
-from torchmpi_py.core.call_sites import UNKNOWN
+from torchmpi_py.core import backoff, sequences, status_board
 from torchmpi_py.core.channels import DIRECT
-from torchmpi_py.core.recorded import Plain, Recorded, RecordedGroup
 from torchmpi_py.core.sequences import CallSequence
 from torchmpi_py.core.status_board import (
     BEGUN,
@@ -30,10 +30,10 @@ from torchmpi_py.core.status_board import (
     HAS_LEFT,
     IS_LAUNCH,
     LAUNCHED,
-    MARKS_PER_ROW,
     NAMES,
     NUM_RECORDS,
     STOPPING,
+    STRING_BITS,
     Board,
     Record,
     pack,
@@ -43,72 +43,162 @@ from torchmpi_py.errors import RanksDisagree
 R = TypeVar("R")
 _HALF = NUM_RECORDS // 2 - 1
 _LATELY_NS = 1_000_000_000  # two looks of the watchdog
-_NEXT = 1 << CHECKSUM_BITS  # marks that are nearer are of the same place
+_NEXT = 1 << CHECKSUM_BITS  # fingerprints that differ by less have the same generation and sequence number
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_BENCH = os.path.join(_PACKAGE, "bench", "")  # calls verbs as a program does
+MOST_CALLS_KEPT = 4096
+_SIZE_INDEX = 2  # of the number of bytes in ``Recorded.fingerprint``, if it has to be the same
+_NO_CALL = (None, ..., None, 0, 0)  # differs from every call
+
 Entry = tuple[int, int, int, int, int, CallSequence | None]
-"""An operation that was noted: the number of its record, the words where that begins and ends, the word of the
-neighbour's mark, its own mark, and its sequence if it has one. A plain tuple, for one is made in each call."""
+"""A recorded operation: the record's number, the words where the record begins and ends, the word of the neighbour's
+fingerprint, this rank's fingerprint, and the sequence if there is one. A plain tuple: every call makes one."""
+
+evicted_open: dict[int, Record] = {}
+"""Operations under way in one thread whose records those of other threads may have overwritten, by number."""
+
+
+class RecordedGroup(Protocol):
+    """The communicator of an operation."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def sequences(self) -> Sequence[CallSequence]:
+        """The sequence of operations of each thread role."""
+
+
+class Method(Protocol):
+    """The way in which an operation is carried out: a flavour."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def exchanges_headers(self) -> bool:
+        """Whether the ranks compare their calls themselves, before any data moves."""
+
+
+class Recorded(Protocol):
+    """What the journal and the reports read of an operation: a verb's ``Operation``, or ``Plain``."""
+
+    @property
+    def name(self) -> str:
+        """The verb."""
+
+    @property
+    def flavour(self) -> Method: ...
+
+    @property
+    def comm(self) -> RecordedGroup: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def arguments(self) -> Sequence[Any]: ...
+
+    @property
+    def fingerprint(self) -> tuple[Any, ...] | None:
+        """What has to be equal on all ranks; None for an operation without counterparts to compare with."""
+
+
+class Traced(Recorded, Protocol):
+    """What a trace reads of an operation."""
+
+    @property
+    def launched(self) -> int:
+        """The time of the launch, in ns of ``time.monotonic_ns``; 0 for a blocking call."""
+
+
+class Plain:
+    """An operation that is no verb: a barrier, a file that all ranks write. ``fingerprint`` as in ``Recorded``."""
+
+    exchanges_headers = False
+    num_bytes = 0
+    arguments = ()
+
+    def __init__(self, name: str, comm: RecordedGroup, fingerprint: tuple[str] | None) -> None:
+        self.name, self.comm, self.fingerprint, self.flavour = name, comm, fingerprint, self
 
 
 def record(operation: Recorded, thread_role: int, is_launch: bool = False, frame: FrameType | None = None) -> Entry:
-    """Note an operation that begins now, or is launched; by ``frame``, if that is not what calls the verb.
+    """Record an operation that begins now, or is launched; ``frame``: the caller's, unless it is the verb's caller.
 
-    RanksDisagree if the neighbour is known to do another, unless its ranks meet first, and find out together.
+    RanksDisagree if the neighbour is known to call another operation, unless the flavour's ranks exchange headers, and
+    find out together.
     """
     used = status_board.current
-    assert used is not None, "operations are noted between start and stop"
+    assert used is not None, "operations are recorded between start and stop"
+    # 1. The call: texts, slot and checksum, kept from the last call at this place of the program.
     frame = frame or _getframe(3)  # below are this function, run or launch, and the verb
-    code, fingerprint, sequence = frame.f_code, operation.fingerprint, operation.comm.sequences[thread_role]
-    known_code, known_fingerprint, known_sequence, names, checksum = used.calls.get(id(code) + frame.f_lasti, UNKNOWN)
-    if known_fingerprint != fingerprint or known_sequence is not sequence or known_code is not code:
-        names, checksum = call_sites.look_up(used, operation, sequence, frame)
-    number, (place, word, end_word) = used.next_record()
+    code, parts, sequence = frame.f_code, operation.fingerprint, operation.comm.sequences[thread_role]
+    known_code, known_parts, known_sequence, names, checksum = used.calls.get(id(code) + frame.f_lasti, _NO_CALL)
+    if known_parts != parts or known_sequence is not sequence or known_code is not code:
+        names, checksum = _look_up(used, operation, sequence, frame)
+    # 2. The record. Twice a round through all records, those that are open are kept from being overwritten.
+    number, (begin_byte, word, end_word) = used.next_record()
     now = monotonic_ns()
     if not number & _HALF:
         _keep_open(used)
-    if fingerprint is None:
-        pack(used.mapping, place, number, 0, now, operation.num_bytes, names | IS_LAUNCH * is_launch)
+    if parts is None:
+        # Nothing to compare: the neighbour's word is one of the blank slot, which equals this fingerprint, 0.
+        pack(used.mapping, begin_byte, number, 0, now, operation.num_bytes, names | IS_LAUNCH * is_launch)
         return number, word, end_word, sequence.blank, 0, None
-    mark, (mine, slot) = sequence.next_mark()
-    mark |= checksum
+    fingerprint, (mine, neighbours) = sequence.next_fingerprint()
+    fingerprint |= checksum
     if is_launch:
         names |= IS_LAUNCH
-    pack(used.mapping, place, number, mark, now, operation.num_bytes, names)
+    pack(used.mapping, begin_byte, number, fingerprint, now, operation.num_bytes, names)
+    # 3. The fingerprint, after its record: a reader of the fingerprint finds the record. Then the first look.
     words = used.words
-    words[mine] = mark
-    theirs = words[slot]
-    entry = number, word, end_word, slot, mark, sequence
-    if theirs != mark and theirs ^ mark < _NEXT and not operation.flavour.exchanges_headers:
+    words[mine] = fingerprint
+    theirs = words[neighbours]
+    entry = number, word, end_word, neighbours, fingerprint, sequence
+    # A neighbour that is behind, or ahead, has another sequence number there: no difference.
+    if theirs != fingerprint and theirs ^ fingerprint < _NEXT and not operation.flavour.exchanges_headers:
         fail(entry)
         raise RanksDisagree(_difference(number))
     return entry
 
 
 def record_plain(name: str, comm: RecordedGroup, thread_role: int = DIRECT) -> Entry:
-    """Note something that is no verb, and that all ranks call alike. ``end`` or ``fail`` it."""
+    """Record an operation that is no verb, and that all ranks call alike. ``end`` or ``fail`` it."""
     return record(Plain(name, comm, (name,)), thread_role)
+
+
+def record_own(name: str, comm: RecordedGroup) -> Entry:
+    """Record a launch of this rank alone, as a request to a parameter server. ``end`` or ``fail`` it."""
+    return record(Plain(name, comm, None), DIRECT, True)
 
 
 def run_together(
     name: str, comm: RecordedGroup, step: Callable[[], R], *, is_patient: bool = False, frame: FrameType | None = None
 ) -> R:
-    """``step()``, noted as something that all ranks call alike, and in which they wait for each other.
+    """``step()``, recorded as an operation that all ranks call alike, and in which they wait for each other.
 
-    What ``is_patient`` may take as long as it wants: no deadline counts. ``frame``: as for ``note``.
+    An operation that ``is_patient`` has no deadline. ``frame``: as for ``record``.
     """
     return _until_over(record(Plain(name, comm, (name,)), DIRECT, is_patient, frame), step)
 
 
 def run_alone(name: str, comm: RecordedGroup, step: Callable[[], R], *, frame: FrameType | None = None) -> R:
-    """``step()``, noted as something in which this rank waits for others of ``comm``, which need not call it alike."""
+    """``step()``, recorded as a wait of this rank for other ranks of ``comm``, which need not call it alike."""
     return _until_over(record(Plain(name, comm, None), DIRECT, frame=frame), step)
 
 
 def run_while_others_work(name: str, comm: RecordedGroup, step: Callable[[], R]) -> R:
-    """``step()``, noted as ``together`` does, in which ranks that train asynchronously wait for each other.
+    """``step()``, as by ``run_together``, where ranks that train asynchronously wait for each other.
 
-    The fastest may wait there for hours. So the deadline counts only while no rank of this node that has not come calls
-    anything, as one that trains does; and where ranks of other nodes may be missing, which cannot be seen, not at all.
+    The fastest rank may wait there for hours. So the deadline counts only while no missing rank of this node calls
+    anything, as a rank that trains does; it does not count at all where ranks of other nodes may be missing, for they
+    cannot be seen.
     """
+    # A launch does not age: the entry in ``unhurried`` decides whether this operation does.
     entry = record(Plain(name, comm, (name,)), DIRECT, True)
     begin(entry)
     wait = object()
@@ -129,81 +219,87 @@ def _until_over(entry: Entry, step: Callable[[], R]) -> R:
     return returned
 
 
-def record_own(name: str, comm: RecordedGroup) -> Entry:
-    """Note that this rank launches something by itself, as a request to a parameter server. ``end`` or ``fail`` it."""
-    return record(Plain(name, comm, None), DIRECT, True)
-
-
 def begin(entry: Entry) -> None:
-    """It was launched, and is carried out from now on."""
+    """Record that a launched operation is carried out from now on."""
     used = status_board.current
-    if used is not None and used.words[entry[1]] == entry[0]:  # a thousand later ones may have taken its place
+    if used is not None and used.words[entry[1]] == entry[0]:  # the record may have been overwritten
         used.words[entry[1] + BEGUN] = monotonic_ns()
 
 
 def end(entry: Entry) -> None:
-    """It is over. RanksDisagree if the neighbour's at this place is another one."""
-    number, word, end_word, slot, mark, _ = entry
+    """Record the end of an operation. RanksDisagree if the neighbour's at this sequence number is another one."""
+    number, word, end_word, neighbours, fingerprint, _ = entry
     words = status_board.current.words  # type: ignore[union-attr]
-    if not evicted_open or _has_place(words, word, number):
+    if not evicted_open or _is_in_place(words, word, number):
         words[end_word] = monotonic_ns()
-    theirs = words[slot]
-    if theirs != mark and theirs ^ mark < _NEXT:
+    theirs = words[neighbours]  # the second look: the first one may have come before the neighbour
+    if theirs != fingerprint and theirs ^ fingerprint < _NEXT:
         raise RanksDisagree(_difference(number))
 
 
-def _has_place(words: memoryview, word: int, number: int) -> bool:
-    """Whether the record of an operation that is over is still there."""
+def _is_in_place(words: memoryview, word: int, number: int) -> bool:
+    """Whether the record of an operation that has ended was not overwritten."""
     return evicted_open.pop(number, None) is None or words[word] == number
 
 
 def end_launched(entry: Entry) -> None:
-    """The same, of one that was launched: a thousand later ones may have taken its place, and ``stop`` the board."""
+    """Like ``end``, for a launched operation: its record may be overwritten, and ``stop`` may have taken the board."""
     used = status_board.current
     if used is not None:
         if used.words[entry[1]] != entry[0]:
-            entry = entry[0], entry[1], used.waste, *entry[3:]
+            # The place of the end belongs to another operation's record now; the comparison is still due.
+            entry = entry[0], entry[1], used.scrap_word, *entry[3:]
         end(entry)
 
 
 def fail(entry: Entry) -> None:
-    """It has failed, unless it is over."""
+    """Record the failure of an operation that has not ended."""
     number, word, end_word, *_ = entry
     used = status_board.current
     if used is None:
         return
     evicted_open.pop(number, None)
+    # Not where the record is another's, nor where ``end`` has found a difference: that operation has ended.
     if used.words[word] == number and used.words[end_word] < used.words[word + LAUNCHED]:
         used.words[word + NAMES] |= HAS_FAILED
         used.words[end_word] = monotonic_ns()
 
 
-evicted_open: dict[int, Record] = {}
-"""Operations that a thread carries out while others, in other threads, may have taken the places of their records."""
+def _difference(number: int) -> str:
+    used = status_board.current
+    mine = None if used is None else find_record(used, number)
+    text = "" if used is None or mine is None else sequences.difference(used, mine)
+    return text or "the ranks call different operations"
+
+
+def find_record(used: Board, number: int) -> Record | None:
+    """A record of this rank that was not overwritten, or whose operation is under way."""
+    return used.record(number) or evicted_open.get(number)
+
+
+def under_way(used: Board) -> set[int]:
+    """The numbers of the operations that this process carries out, or waits for."""
+    return called(used).union(tuple(backoff.active.values()))
 
 
 def called(used: Board) -> set[int]:
-    """The numbers of the operations that a thread of the user carries out."""
+    """The numbers of the operations that the program's threads carry out."""
     found = _open(used).union(number for number, kept in tuple(evicted_open.items()) if not _is_passed(used, kept))
     return found.union(
         number for number, size in tuple(backoff.unhurried.values()) if not _may_come(used, number, size)
     )
 
 
-def under_way(used: Board) -> set[int]:
-    """The numbers of those, and of the operations that one waits for."""
-    return called(used).union(tuple(backoff.active.values()))
-
-
 def _may_come(used: Board, number: int, size: int) -> bool:
-    """Whether a rank that this one waits for is out of sight, or at work; not if one has come to its end."""
+    """Whether a missing rank is out of sight, or at work, and none that is missing has come to its end."""
     mine = find_record(used, number)
     if mine is None:
         return True
-    missing = comparison.behind(used, mine)
+    missing = sequences.behind(used, mine)
+    # A rank in ``stop`` calls no more operations.
     if any(used.get(HAS_LEFT, index) == STOPPING for index in missing):
         return False
-    is_in_sight = len(used.rows_of.get(mine.row, ())) == size
+    is_in_sight = len(used.slots_of.get(mine.slot, ())) == size
     return not is_in_sight or any(_has_called_lately(used, index) for index in missing)
 
 
@@ -212,36 +308,85 @@ def _has_called_lately(used: Board, index: int) -> bool:
     return last is not None and used.now(index) - max(last.launched, abs(last.ended)) < _LATELY_NS
 
 
-def find_record(used: Board, number: int) -> Record | None:
-    """One of this rank's, while it is there, or under way."""
-    return used.record(number) or evicted_open.get(number)
-
-
 def _open(used: Board) -> set[int]:
+    # One look at all records at once, for this runs within a call: not ended, and not launched for another thread.
     columns = used.columns
     is_open = (columns[ENDED] < columns[LAUNCHED]) & (columns[NAMES] & IS_LAUNCH == 0)
     return set(columns[0][is_open].tolist()) if is_open.any() else set()
 
 
 def _keep_open(used: Board) -> None:
-    """What has not ended lives on when its place is taken; not messages, of which there is nothing else to see.
+    """Keep the records of open operations, before others overwrite them; messages are not kept, nor what is passed.
 
-    What its thread has left without an end (an exception from a signal's handler) is passed by the next one.
+    A thread may leave an operation without an end (an exception from a signal's handler): the next operation of the
+    sequence passes it. Of a message there is nothing else to see.
     """
     found = [used.record(number) for number in _open(used)]
-    kept = [each for each in (*found, *evicted_open.values()) if each is not None and each.position]
+    # Sequence number 0: a message.
+    kept = [each for each in (*found, *evicted_open.values()) if each is not None and each.sequence_number]
     evicted_open.clear()
     evicted_open.update({each.number: each for each in kept if not _is_passed(used, each)})
 
 
 def _is_passed(used: Board, kept: Record) -> bool:
-    """Whether a later operation was noted in the same sequence, or the sequence's row is another's now."""
-    first = used.first_mark(used.index, kept.row)
-    return kept.row < 0 or max(used.words[first : first + MARKS_PER_ROW]) >> CHECKSUM_BITS > kept.mark >> CHECKSUM_BITS
+    """Whether a later operation was recorded in the same slot, by this communicator or a later one."""
+    return kept.slot < 0 or sequences.last_place(used, used.index, kept.slot) > kept.fingerprint >> CHECKSUM_BITS
 
 
-def _difference(number: int) -> str:
-    used = status_board.current
-    mine = None if used is None else find_record(used, number)
-    told = "" if used is None or mine is None else comparison.difference(used, mine)
-    return told or "the ranks call different operations"
+def _look_up(used: Board, operation: Recorded, sequence: CallSequence, frame: Any) -> tuple[int, int]:
+    """(NAMES of a call's record, its checksum); kept for frames of the program, not for the package's own."""
+    code, parts = frame.f_code, operation.fingerprint
+    text, checksum = _text(used, _without_counterparts(operation) if parts is None else parts)
+    site = _site(used, frame)
+    # A call is kept only where the frame itself is the site: one line of the package serves many lines of programs.
+    names = (sequence.index + 1) << 2 * STRING_BITS | text << STRING_BITS | site
+    if used.sites.get((id(code), frame.f_lasti), (0,))[0] == site and parts is not None:
+        if len(used.calls) > MOST_CALLS_KEPT:
+            used.calls.clear()
+        used.calls[id(code) + frame.f_lasti] = code, parts, sequence, names, checksum
+    return names, checksum
+
+
+def _without_counterparts(operation: Recorded) -> tuple[Any, ...]:
+    """In place of a fingerprint, the text's parts; of a message also its source or destination."""
+    if isinstance(operation, Plain):
+        return (operation.name,)
+    parts = operation.name, operation.flavour.name, 0, getattr(operation.arguments[0], "dtype", "object")
+    way = {"send": "to", "recv": "from"}.get(operation.name)
+    return parts if way is None else (*parts, way, operation.arguments[-1])
+
+
+def _text(used: Board, parts: tuple[Any, ...]) -> tuple[int, int]:
+    """(string, checksum) of an operation; the size is in the record, and not in the string."""
+    if (found := used.texts.get(parts)) is not None:
+        return found
+    if len(used.texts) > MOST_CALLS_KEPT:
+        used.texts.clear()  # the strings stay on the board, and are found again
+    flat = [part for each in parts for part in (each if isinstance(each, tuple) else (each,))]
+    shown = [part for index, part in enumerate(flat) if index != _SIZE_INDEX or not isinstance(part, int)]
+    text = used.keep_string(" ".join(str(part) for part in shown))
+    checksum = zlib.crc32(repr(parts).encode(errors="backslashreplace")) & (1 << CHECKSUM_BITS) - 1
+    used.texts[parts] = made = text, checksum
+    return made
+
+
+def _site(used: Board, frame: Any) -> int:
+    """The string with file and line of the nearest caller outside the package."""
+    while True:
+        site, _ = used.sites.get((id(frame.f_code), frame.f_lasti)) or _name_frame(used, frame)
+        if site >= 0:
+            return site
+        frame = frame.f_back
+
+
+def _name_frame(used: Board, frame: Any) -> tuple[int, CodeType]:
+    """The string of a frame; -1 for the package's own, unless it is the last. The code is kept: its id may return."""
+    if len(used.sites) > MOST_CALLS_KEPT:
+        used.sites.clear()
+        used.calls.clear()
+    code, site = frame.f_code, -1
+    is_own = code.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_BENCH)
+    if frame.f_back is None or not is_own:
+        site = used.keep_string(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+    used.sites[id(code), frame.f_lasti] = made = site, code
+    return made

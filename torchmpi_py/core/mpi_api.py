@@ -1,9 +1,14 @@
-"""The one door to ``mpi4py.MPI``, whose import initializes MPI.
+"""The one door to ``mpi4py.MPI``, whose import initializes MPI; and the process that MPI belongs to.
 
 ``from torchmpi_py.core.mpi_api import MPI`` imports nothing yet: MPI is initialized when the first attribute of ``MPI``
 is read, which ``start`` does.
+
+The process that starts the first session is the *owner* of MPI. A forked child (of a data loader, say) inherits the
+state of its parent, but neither the rank nor MPI: the child must not call, wait for the parent's operations, or end the
+job.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,3 +26,18 @@ else:
             return value
 
     MPI = _LazyModule()
+
+_owner: int | None = None  # the number of the owner's process
+
+
+def claim_process() -> bool:
+    """Make this process the owner, as it starts its first session; whether there was no owner before."""
+    global _owner
+    is_first = _owner is None
+    _owner = os.getpid()
+    return is_first
+
+
+def is_forked() -> bool:
+    """Whether this process is a fork of the owner."""
+    return _owner is not None and os.getpid() != _owner

@@ -1,13 +1,16 @@
-"""Sequences: the operations of a communicator, in one thread, one after another on every rank.
+"""Sequences: the operations of a communicator, in one thread, one after another on every rank; and their comparison.
 
 The n-th operation must be the same on all ranks: the same verb, with sizes, dtype, op and root that fit. Each rank
-marks what its n-th is on the board, and compares with the next rank of its node, as it begins and again before it
-returns: the rank that comes later sees the other's mark. So a mismatch of operations in which the ranks wait for each
-other is found by one of two neighbours at the latest when the operation is over, and mostly before any data has moved.
+writes the fingerprint of its n-th operation to the board, and compares with the next rank of its node, as the operation
+begins and again before it returns: the later of two ranks sees the other's fingerprint. So one of two neighbours finds
+a mismatch of operations in which ranks wait for each other: at the latest when the operation is over, and mostly before
+any data has moved. ``journal.py`` carries out these steps; a ``CallSequence`` says where the fingerprints are.
 
-``watch.py`` does that, by hand; here is told where the marks are. The ranks of a communicator agree on the use of their
-rows, so that equal operations have equal marks. Without a neighbour a mark is compared with itself; without a row of
-its own (all are taken) a rank marks in one that nobody looks at, and compares with an empty one.
+The ranks of a communicator agree on the generation of their slots, so that equal operations have equal fingerprints.
+A rank without a neighbour compares with itself. A rank without a slot (all are in use) writes to a slot that no rank
+reads, and compares with an empty one.
+
+The second half names, from the records beside the fingerprints, which ranks differ, and in what.
 """
 
 from __future__ import annotations
@@ -15,97 +18,209 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ranks
 from typing import NamedTuple
 
-from torchmpi_py.core import grouping, status_board
+from torchmpi_py.core import status_board
 from torchmpi_py.core.channels import Place
 from torchmpi_py.core.status_board import (
-    BLANK,
+    BLANK_SLOT,
     CHECKSUM_BITS,
-    MARKS_PER_ROW,
-    NUM_ROWS,
-    POSITION_BITS,
-    SCRAP,
-    USES,
+    FINGERPRINTS_PER_SLOT,
+    NUM_GENERATIONS,
+    NUM_SLOTS,
+    SCRAP_SLOT,
+    SEQUENCE_NUMBER_BITS,
     WORLD_RANK,
-    Row,
+    Board,
+    BoardSlot,
+    Record,
 )
 
 logger = logging.getLogger("torchmpi_py")
+_MOST_NAMED = 4
 
 
-class Offer(NamedTuple):
-    """What a rank tells the others of a new communicator: a row for each thread, and its rank in the world."""
+class SlotOffer(NamedTuple):
+    """A rank's part in a new communicator: a slot for each thread role, and its rank in the world."""
 
-    rows: tuple[Row | None, Row | None]
+    slots: tuple[BoardSlot | None, BoardSlot | None]
     world_rank: int
 
 
-def offer() -> Offer:
-    """This rank's."""
+def offer() -> SlotOffer:
+    """This rank's offer, for all ranks of a new communicator."""
     used = status_board.current
-    return Offer((None, None), 0) if used is None else Offer((used.take_row(), used.take_row()), used.get(WORLD_RANK))
-
-
-@functools.cache
-def _warn() -> None:
-    """Once a process is enough."""
-    logger.warning(
-        "more than %d communicators: what is called on further ones is not compared; free() those that are done with",
-        NUM_ROWS // 2,
-    )
+    if used is None:
+        return SlotOffer((None, None), 0)
+    return SlotOffer((used.acquire_slot(), used.acquire_slot()), used.get(WORLD_RANK))
 
 
 class CallSequence:
-    """That of one rank, for one thread (``lane``). ``offers`` are those of all ranks."""
+    """This rank's operation counter for one communicator and one thread role; ``offers`` are those of all ranks."""
 
-    def __init__(self, rank: int, places: Ranks[Place], offers: Ranks[Offer], thread_role: int, key: str) -> None:
-        rows = [offer.rows[thread_role] for offer in offers]
+    def __init__(self, rank: int, places: Ranks[Place], offers: Ranks[SlotOffer], thread_role: int, key: str) -> None:
+        slots = [offer.slots[thread_role] for offer in offers]
         self.neighbour: int | None = None  # its rank
-        self.row = rows[rank]
-        self.index = -1 if self.row is None else self.row.place
+        self.slot = slots[rank]
+        self.index = -1 if self.slot is None else self.slot.number
         self._board = used = status_board.current
         if used is None:
             return
-        self.blank = used.first_mark(used.index, BLANK)
-        use = max((row.use for row in rows if row is not None), default=0)
-        self.use = use & USES - 1
-        if None in rows and rows.index(None) == rank:
-            _warn()
-        if self.row is None:
-            self._begin(used.first_mark(used.index, SCRAP), self.blank)
+        self.blank = used.first_fingerprint(used.index, BLANK_SLOT)
+
+        # 1. The largest generation is new to every rank: no fingerprint that stands in one of the slots has it.
+        generation = max((slot.generation for slot in slots if slot is not None), default=0)
+        self.generation = generation & NUM_GENERATIONS - 1
+        if None in slots and slots.index(None) == rank:
+            _warn_of_missing_slots()
+        if self.slot is None:
+            self._count_from(used.first_fingerprint(used.index, SCRAP_SLOT), self.blank)
             return
-        used.settle_row(self.row, use, key, grouping.in_words([offer.world_rank for offer in offers], strides=True))
-        used.rows_of[self.row.place] = {
-            place.local: row.place
-            for place, row in zip(places, rows, strict=True)
-            if row is not None and place.node == places[rank].node
+
+        # 2. Reports find the communicator of a slot, and the slots of the other ranks of this node.
+        ranks = ranks_as_text([offer.world_rank for offer in offers], strides=True)
+        used.publish_slot(self.slot, generation, key, ranks)
+        used.slots_of[self.slot.number] = {
+            place.local: slot.number
+            for place, slot in zip(places, slots, strict=True)
+            if slot is not None and place.node == places[rank].node
         }
-        first = neighbours_first = used.first_mark(used.index, self.row.place)  # without one, its own
+
+        # 3. The neighbour is the next rank of this node that has a slot too.
+        first = neighbours_first = used.first_fingerprint(used.index, self.slot.number)  # without a neighbour, its own
         for step in range(1, len(places)):
             other = (rank + step) % len(places)
-            theirs = rows[other]
+            theirs = slots[other]
             if theirs is not None and places[other].node == places[rank].node and places[other].local in used.indices:
                 self.neighbour = other
                 self.neighbours_index = places[other].local
-                neighbours_first = used.first_mark(places[other].local, theirs.place)
+                neighbours_first = used.first_fingerprint(places[other].local, theirs.number)
                 break
-        self._begin(first, neighbours_first)
+        self._count_from(first, neighbours_first)
 
-    def _begin(self, first: int, neighbours_first: int) -> None:
-        places = [(first + slot, neighbours_first + slot) for slot in range(MARKS_PER_ROW)]
-        step = 1 << CHECKSUM_BITS  # a position that overflows makes it another use, on all ranks alike
-        marks = itertools.count((self.use << POSITION_BITS) * step + step, step)
-        self.next_mark: Callable[[], tuple[int, tuple[int, int]]] = zip(
-            marks, itertools.cycle(places[1:] + places[:1]), strict=False
+    def _count_from(self, first: int, neighbours_first: int) -> None:
+        # The n-th operation of every rank is at word n of its slot, modulo the slot's size.
+        words = [(first + number, neighbours_first + number) for number in range(FINGERPRINTS_PER_SLOT)]
+        step = 1 << CHECKSUM_BITS
+        # A sequence number that overflows makes another generation, on all ranks alike.
+        fingerprints = itertools.count((self.generation << SEQUENCE_NUMBER_BITS) * step + step, step)
+        self.next_fingerprint: Callable[[], tuple[int, tuple[int, int]]] = zip(
+            fingerprints, itertools.cycle(words[1:] + words[:1]), strict=False
         ).__next__
-        """The next operation's mark but for the checksum, and where it is: this rank's word, and the neighbour's."""
+        """The next operation's fingerprint without checksum, and where it is: this rank's word, the neighbour's."""
 
     def free(self) -> None:
-        """Give the row back."""
-        if self._board is not None and self.row is not None:
-            self._board.rows_of.pop(self.row.place, None)
-            self._board.give_row_back(self.row)
-        self.row = self.neighbour = None
+        """Release the slot."""
+        if self._board is not None and self.slot is not None:
+            self._board.slots_of.pop(self.slot.number, None)
+            self._board.release_slot(self.slot)
+        self.slot = self.neighbour = None
+
+
+@functools.cache
+def _warn_of_missing_slots() -> None:
+    """Once a process."""
+    logger.warning(
+        "more than %d communicators: what is called on further ones is not compared; free() those that are done with",
+        NUM_SLOTS // 2,
+    )
+
+
+class Side(NamedTuple):
+    """Another rank of the node at the same sequence number: its operation, and whether this rank's is the same."""
+
+    local: int
+    is_same: bool
+    record: Record | None
+
+
+def sides(used: Board, mine: Record) -> Iterator[Side]:
+    """The other ranks that have come to the sequence number of this rank's operation."""
+    for index, is_same in _come(used, mine):
+        yield Side(index, is_same, used.counterpart(mine.slot, mine.fingerprint, index))
+
+
+def behind(used: Board, mine: Record) -> list[int]:
+    """The ranks of this node that have not come to the sequence number of this rank's operation."""
+    slots = used.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
+    # Without an answer from the other rank: its words stay where they are while it is stopped, or dead.
+    place, seen = mine.fingerprint >> CHECKSUM_BITS, used.indices
+    return [index for index, slot in slots.items() if index in seen and last_place(used, index, slot) < place]
+
+
+def last_place(used: Board, index: int, slot: int) -> int:
+    """Generation and sequence number, as one number, of the last operation in a rank's slot."""
+    # Fingerprints grow with the sequence number, so the largest is the last; an empty slot has 0.
+    first = used.first_fingerprint(index, slot)
+    return max(used.words[first : first + FINGERPRINTS_PER_SLOT]) >> CHECKSUM_BITS
+
+
+def difference(used: Board, mine: Record) -> str:
+    """In what other ranks differ from this rank's operation; empty if none differs, or none has come."""
+    different = [
+        Side(index, False, used.counterpart(mine.slot, mine.fingerprint, index))
+        for index, is_same in _come(used, mine)
+        if not is_same  # only then records are read: the usual case is cheap
+    ]
+    if not different:
+        return ""
+    texts = describe_sides(used, mine, different)
+    return f"operation {mine.sequence_number} of this communicator is not the same on all ranks: {texts}"
+
+
+def describe_sides(used: Board, mine: Record, others: list[Side]) -> str:
+    """What this rank calls, and what other ranks call."""
+    theirs = [f"rank {used.get(WORLD_RANK, side.local)} {_describe(side.record)}" for side in others[:_MOST_NAMED]]
+    return "; ".join([f"this rank {_describe(mine)}", *theirs])
+
+
+def _describe(record: Record | None) -> str:
+    return "does something else" if record is None else f"calls {record.what} at {record.site}"
+
+
+def _come(used: Board, mine: Record) -> Iterator[tuple[int, bool]]:
+    """(index, whether the call is the same) of the others that have come to an operation's sequence number."""
+    others = used.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
+    for index in sorted(others, key=lambda index: used.get(WORLD_RANK, index)):
+        if index != used.index and index in used.indices:
+            first = used.first_fingerprint(index, others[index])
+            theirs = used.words[first + mine.sequence_number % FINGERPRINTS_PER_SLOT]
+            # Another generation or sequence number: the rank is behind, ahead by a round, or the slot is another's.
+            if theirs >> CHECKSUM_BITS == mine.fingerprint >> CHECKSUM_BITS:
+                yield index, theirs == mine.fingerprint
+
+
+def ranks_as_text(ranks: Ranks[int], *, strides: bool = False) -> str:
+    """``0-3,5``: consecutive ranks as a range; with ``strides`` also every second, ... rank: ``0-8/2``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        last = runs[-1] if runs else []
+        continues = rank - last[-1] == last[1] - last[0] if len(last) > 1 else bool(last) and rank == last[0] + 1
+        if continues or (strides and len(last) == 1 and rank > last[0]):
+            last.append(rank)
+        elif strides and len(last) == 2 and last[1] - last[0] > 1:
+            # Two ranks apart are no stride yet: the second one may begin a run with this rank.
+            runs[-1:] = [last[:1], [last[1], rank] if rank > last[1] else [last[1]]]
+            runs += [] if rank > last[1] else [[rank]]
+        else:
+            runs.append([rank])
+    return ",".join(_run_as_text(run) for run in runs)
+
+
+def _run_as_text(run: Ranks[int]) -> str:
+    if len(run) == 1:
+        return str(run[0])
+    step = run[1] - run[0]
+    if step > 1 and len(run) == 2:
+        return f"{run[0]},{run[1]}"
+    return f"{run[0]}-{run[-1]}" + (f"/{step}" if step > 1 else "")
+
+
+def ranks_from_text(text: str) -> list[int]:
+    """The ranks of ``0-3,5`` and ``0-8/2``; unreadable parts are left out."""
+    found = (re.fullmatch(r"(\d+)(?:-(\d+)(?:/([1-9]\d*))?)?", part) for part in text.split(","))
+    parts = [match.groups() for match in found if match]
+    return [rank for begin, end, step in parts for rank in range(int(begin), int(end or begin) + 1, int(step or 1))]

@@ -1,8 +1,7 @@
 """Files that processes of one node open together, to share memory or locks.
 
-Best without a name, opened through /proc by the others; where they cannot open it so (each in a container of its own)
-a file in /dev/shm takes its place. Nothing is left behind when a rank is killed: the name, if there was one, is gone
-before the file is used.
+A file has no name if possible: the other ranks open it through /proc. Where they cannot (each in a container of its
+own) a file in /dev/shm takes its place. A killed rank leaves nothing behind: a name is removed before the file is used.
 """
 
 from __future__ import annotations
@@ -86,6 +85,7 @@ def named(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
     file, path = tempfile.mkstemp(prefix="torchmpi_py_", dir=SHARED_DIRECTORY)
     until_mapped.callback(os.unlink, path)
     try:
+        # Reserve the pages now: without room for them, a later store would end the process by a signal.
         os.posix_fallocate(file, 0, num_bytes)
     finally:
         os.close(file)
@@ -110,6 +110,7 @@ def open_file(path: str, num_bytes: int, identity: Identity) -> int:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise Unavailable(f"cannot open {path}: {_explain(error)}") from None
+    # Descriptor and path of another container may name a file that exists here too: its inode tells.
     status = os.fstat(file)
     if (status.st_dev, status.st_ino) == identity and status.st_size == num_bytes:
         return file

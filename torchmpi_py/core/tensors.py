@@ -1,8 +1,8 @@
-"""The border: what a verb may be given, and how strided tensors reach flat memory and come back.
+"""Checks of the tensors that a verb is given, and copies of strided tensors to flat memory and back.
 
-A flavour only ever sees contiguous tensors without pending conjugation or negation. A tensor that is not so is copied
-in before the operation and, when it is written, copied out after it. All checks here use what is equal on every rank
-(type, dtype, layout, shape), so that a mistake raises the same error everywhere, before a byte moves.
+A flavour only ever gets contiguous tensors without pending conjugation or negation. Any other tensor is copied in
+before the operation and, if written, copied out after it. All checks use properties that are equal on every rank (type,
+dtype, layout, shape), so a mistake raises the same error everywhere, before a byte moves.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def check_tensor(verb: str, name: str, x: object) -> Tensor:
 
 
 def check_parts(verb: str, what: str, parts: Sequence[Tensor]) -> None:
-    """``check_tensor`` for each of a list of tensors, whose sizes, dtype and device are checked by the caller."""
+    """``check_tensor`` for each of a list of tensors; the caller checks their sizes, dtype and device."""
     for number, part in enumerate(parts):
-        if type(part) is not Tensor or part.layout is not _STRIDED:  # lists are long: most of them need no more
+        if type(part) is not Tensor or part.layout is not _STRIDED:  # lists are long, and most tensors pass here
             check_tensor(verb, f"number {number} of the {what}", part)
 
 
 def _is_in_memory(x: Tensor) -> bool:
-    """Whether a tensor of another type than ``Tensor`` has values of its own, and is no wrapper around others."""
+    """Whether a tensor of another type than ``Tensor`` has values of its own, and is no wrapper of others."""
     try:
         return not x.is_nested and (x.data_ptr() != 0 or (x.numel() == 0 and not hasattr(x, "to_local")))
     except RuntimeError:  # there is no pointer to the values
@@ -79,7 +79,7 @@ def _is_in_memory(x: Tensor) -> bool:
 
 
 def _kind_and_remedy(x: Tensor) -> str:
-    """What a tensor is that has no values in plain memory, and what to pass instead."""
+    """The kind of a tensor without values in plain memory, and what to pass instead."""
     kind = type(x).__name__
     if hasattr(x, "to_local"):
         return f"a {kind}, of which this rank holds a part; pass what .to_local() returns"
@@ -100,7 +100,7 @@ def _kind_and_remedy(x: Tensor) -> str:
 
 
 def check_divisible(verb: str, x: Tensor, size: int) -> None:
-    """Dim 0 of ``x`` must split into ``size`` equal slices."""
+    """ValueError unless dim 0 of ``x`` splits into ``size`` equal slices."""
     if x.dim() == 0 or x.shape[0] % size:
         raise ValueError(
             f"{verb}: shape {tuple(x.shape)} cannot be split into {size} equal slices along dim 0; "
@@ -124,13 +124,13 @@ def is_flat(x: Tensor) -> bool:
 
 
 def flat(x: Tensor) -> Tensor:
-    """``x`` without its history, in flat memory: itself when it is so already, else a copy."""
+    """``x`` without its history, in flat memory: the same memory if ``x`` is flat, else a copy."""
     x = x.detach()
     return x if is_flat(x) else x.resolve_conj().resolve_neg().contiguous()
 
 
 def check_writable(verb: str, x: Tensor) -> None:
-    """Refuse a destination whose elements share memory (an expanded tensor): it cannot hold distinct values."""
+    """ValueError for a destination whose elements share memory (an expanded tensor)."""
     if any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True)):
         raise ValueError(
             f"{verb}: cannot write into an expanded tensor of shape {tuple(x.shape)} and strides {x.stride()}, "
@@ -139,11 +139,11 @@ def check_writable(verb: str, x: Tensor) -> None:
 
 
 def output_buffer(verb: str, target: Tensor, *, holds_input: bool) -> tuple[Tensor, Finish | None]:
-    """Flat memory to write in place of ``target``, and what copies it there afterwards (None: nothing to do).
+    """Flat memory to write in place of ``target``, and a function that copies it to ``target`` (None: nothing to copy).
 
     With ``holds_input`` the flat memory starts with the values of ``target``.
     """
-    increment_version(target)  # so that autograd notices what MPI writes behind its back
+    increment_version(target)  # autograd does not see what MPI writes
     if target.is_contiguous() and not target.is_neg() and not target.is_conj():  # ``is_flat``, without a call
         return target.detach() if target.requires_grad else target, None
     check_writable(verb, target)

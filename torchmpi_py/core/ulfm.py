@@ -1,9 +1,9 @@
-"""What an MPI offers to the survivors when a rank dies: ULFM, user-level failure mitigation.
+"""ULFM, user-level failure mitigation: what an MPI offers to the survivors when a rank dies.
 
-Open MPI 5 has it (``torchmpirun --elastic``, ``mpirun --with-ft ulfm``). Calls that a dead rank can no longer take part
-in raise. *Revoking* a communicator makes all calls on it raise, on all ranks, so that nobody waits for a rank that has
-given up; *agreeing* and *shrinking* still work then: the survivors find out together what is to be done, and get a
-communicator of their own.
+Open MPI 5 has ULFM (``torchmpirun --elastic``, ``mpirun --with-ft ulfm``). Calls that need a dead rank raise.
+*Revoking* a communicator makes all calls on it raise, on all ranks, so that no rank waits for one that has given up.
+*Agreeing* and *shrinking* still work then: the survivors decide together what to do, and get a communicator of their
+own.
 
 Source: Bland, Bouteiller, Herault, Bosilca, Dongarra: Post-failure recovery of MPI communication capability (2013).
 """
@@ -24,20 +24,27 @@ _KNOWN_WITHIN_SECONDS = 1.0
 _KNOWN_WITHIN_SECONDS_OF_MPI = 10.0  # after an error of MPI
 
 
-class _Failures:
-    num_acknowledged = 0  # dead ranks that the job goes on without
+_num_acknowledged = 0  # dead ranks that the job goes on without
+_owners: weakref.WeakSet[CommunicatorOwner] = weakref.WeakSet()
+
+
+class CommunicatorOwner(Protocol):
+    """An object that owns communicators of MPI."""
+
+    def comms(self) -> list[MPI.Comm]:
+        """The communicators."""
 
 
 def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the MPI of this job tells the survivors that a rank died, instead of ending the job."""
+    """Whether the MPI of this job reports a death to the survivors, instead of ending the job."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled", "t", "y")
 
 
 def is_death(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, says that a rank has died, or that another one has noticed.
+    """Whether an error, or its cause, says that a rank has died, or that another rank has noticed a death.
 
-    When a rank dies Open MPI's collectives may also fail with any other error, or bring nonsense, which then leads to
-    errors of any kind: what is known of the dead decides.
+    When a rank dies, Open MPI's collectives may also fail with any other error, or return wrong values, which lead to
+    errors of any kind: then MPI's list of failed ranks decides.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not is_elastic():
@@ -54,9 +61,9 @@ def is_death(error: BaseException | None) -> bool:
 
 
 def _is_known(world: MPI.Comm, within_seconds: float) -> bool:
-    """Whether a rank has died that is not buried, or another one has said so; that may become known a little later."""
+    """Whether a death that is not acknowledged becomes known, or a communicator is revoked, ``within_seconds``."""
     until = time.monotonic() + within_seconds
-    while _num_dead(world) <= _Failures.num_acknowledged and not any(comm and comm.Is_revoked() for comm in _comms()):
+    while _num_dead(world) <= _num_acknowledged and not any(comm and comm.Is_revoked() for comm in _comms()):
         if time.monotonic() > until:
             return False
         time.sleep(0.01)
@@ -72,8 +79,9 @@ def _num_dead(world: MPI.Comm) -> int:
 
 
 def acknowledge_failures(world: MPI.Comm) -> None:
-    """The job goes on with ``world``, and without those that have died before."""
-    _Failures.num_acknowledged = sys.modules["mpi4py.MPI"].COMM_WORLD.size - world.size
+    """Go on with ``world``, without the ranks that have died before."""
+    global _num_acknowledged
+    _num_acknowledged = sys.modules["mpi4py.MPI"].COMM_WORLD.size - world.size
 
 
 def has_lost_ranks() -> bool:
@@ -82,7 +90,7 @@ def has_lost_ranks() -> bool:
 
 
 def agree(comm: MPI.Comm, is_well: bool) -> bool:
-    """Whether all ranks of a communicator live and are well, the same on every one that lives. Collective."""
+    """Whether all ranks of a communicator live and are well; the same on all that live. Collective."""
     try:
         return bool(comm.Agree(int(is_well)))
     except Exception as error:
@@ -97,29 +105,19 @@ def revoke(comm: MPI.Comm) -> None:
         comm.Revoke()
 
 
-class Owner(Protocol):
-    """What owns communicators of MPI."""
-
-    def comms(self) -> list[MPI.Comm]:
-        """Those that it has."""
-
-
-_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
-
-
-def register(owner: Owner) -> None:
-    """As long as it lives, ``revoke_all`` reaches its communicators."""
+def register(owner: CommunicatorOwner) -> None:
+    """Let ``revoke_all`` reach the communicators of ``owner``, as long as it lives."""
     _owners.add(owner)
 
 
 def revoke_all() -> None:
-    """A rank has died: make every call that is under way, here and on other ranks, raise. Not collective."""
+    """Make every call under way raise, here and on other ranks, after a death. Not collective."""
     for comm in _comms():
         revoke(comm)
 
 
 def forget_all() -> None:
-    """What is registered belongs to a world that is given up, also where somebody still holds it."""
+    """Forget all registered owners: their world is given up, also where references to them are left."""
     _owners.clear()
 
 
@@ -144,7 +142,7 @@ def _taken(group: MPI.Group, everyone: MPI.Group) -> tuple[int, ...]:
 
 
 def names_of_dead(before: MPI.Comm, after: MPI.Comm) -> str:
-    """The ranks that are missing, as they were numbered at the launch."""
+    """The missing ranks, as numbered at the launch."""
     everyone = sys.modules["mpi4py.MPI"].COMM_WORLD
     known = set(missing(everyone, before))
     return ", ".join(str(rank) for rank in missing(everyone, after) if rank not in known)

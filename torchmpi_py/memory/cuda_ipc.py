@@ -1,9 +1,9 @@
 """GPU memory and events that other processes of the node can use, by CUDA's inter-process communication (IPC).
 
-Memory is passed on with what torch.multiprocessing has for it, which counts the processes that have it mapped, and
-keeps it until all have let go. It is taken from torch's allocator in parts of their own, that a *segment* knows: the
-memory of a rank, and that of its peers as mapped here. Events order the streams of peers: one that is recorded here can
-be waited for there, once the recording has been told (a meeting of the ranks).
+torch.multiprocessing passes memory on: it counts the processes that map the memory, and keeps the memory until all have
+released it. A *segment* is an allocation of every rank, from torch's allocator: this rank's part, and the parts of its
+peers as mapped here. Events order the streams of peers: a stream can wait for an event that a peer has recorded, once
+the ranks have met after the recording.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from torchmpi_py.errors import CommunicatorError, Unavailable
 from torchmpi_py.memory import devices, gpus
 
 ALIGNMENT = 512  # bytes; as torch's allocator
+_DEVICE = 6  # the argument of torch's rebuild_cuda_tensor that is the sender's index of the device
+_COUNTER = slice(11, 13)  # its arguments that say where torch counts the processes that map the memory
 READY, DONE = 0, 1
 
 
 class GpuSegment:
-    """A segment on GPUs, as one rank sees it, without owning this rank's part. As ``symmetric.Segment``."""
+    """A segment on GPUs as one rank sees it: like ``symmetric.Segment``, without owning this rank's part."""
 
     device_type = "cuda"
 
@@ -37,16 +39,16 @@ class GpuSegment:
         self.key = key
         self.part_bytes = part_bytes
         self.begin = begin
-        self.parts = parts  # by the index on the node; the others', which stay mapped, and an alias of this rank's
+        self.parts = parts  # by the index on the node: the peers' mapped parts, and an alias of this rank's
         self.part_of = {index: index for index in (own, *parts)}
 
     def view(self, index: int, dtype: torch.dtype, count: int, offset_bytes: int = 0) -> Tensor:
-        """``count`` elements of the part of the rank with this index on the node. The segment must outlive it."""
+        """``count`` elements of the part of the rank with this index on the node. The segment must outlive the view."""
         return self.parts[index][offset_bytes : offset_bytes + count * dtype.itemsize].view(dtype)
 
 
 class _Memory:
-    """GPU memory under the protocol by which torch takes over that of others: a tensor made of it keeps it alive."""
+    """GPU memory under CUDA's array interface, by which torch adopts memory; the tensor keeps this object alive."""
 
     def __init__(self, address: int, num_bytes: int, owner: object) -> None:
         self._owner = owner
@@ -102,8 +104,7 @@ def allocate(
 
 
 def _end(segment: GpuSegment, device: torch.device, on_end: Callable[[GpuSegment], object]) -> None:
-    """Work on this rank's part, and on the views of the others', may still be queued on any stream."""
-    devices.of(device).synchronize()
+    devices.of(device).synchronize()  # work on any stream may still use this rank's part, and views of the others
     on_end(segment)
 
 
@@ -112,7 +113,7 @@ def _offer(part_bytes: int, peers: Sequence[int], device: torch.device) -> tuple
     share: Any = reductions.reduce_tensor
     try:
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what peers have let go of can be used again
-        with _plain_memory():
+        with without_expandable_segments():
             base = torch.empty(part_bytes, dtype=torch.uint8, device=device)
         return base, {rank: share(base) for rank in peers}, ""
     except RuntimeError as error:  # out of memory; or memory that cannot be shared
@@ -120,17 +121,21 @@ def _offer(part_bytes: int, peers: Sequence[int], device: torch.device) -> tuple
 
 
 @contextlib.contextmanager
-def _plain_memory() -> Iterator[None]:
-    """Let torch's allocator take memory that can be passed on, also where the user has it use expandable segments.
+def without_expandable_segments() -> Iterator[None]:
+    """Let torch's allocator return memory that can be passed on, also where the user has set expandable segments.
 
-    Those cannot be, in general. While they are off the allocator leaves out what it has of them, so the memory is new.
+    Memory of expandable segments cannot be passed on, in general. While they are off, the allocator uses none of those
+    that it has, so the memory is new.
     """
     settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
     if not settings.get("expandable_segments"):
         yield
         return
+    # Torch replaces all settings at once, so those of the user are repeated.
     given = settings.get("last_allocator_settings") or "expandable_segments:True"
-    _set_allocator(f"{given},expandable_segments:False")  # the last one counts; what is not named gets its default
+    _set_allocator(
+        f"{given},expandable_segments:False"
+    )  # the last one counts; a setting without a name gets its default
     try:
         yield
     finally:
@@ -138,8 +143,7 @@ def _plain_memory() -> Iterator[None]:
 
 
 def _set_allocator(settings: str) -> None:
-    """Under its new name where torch has that."""
-    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # the newer name
     (change or torch.cuda.memory._set_allocator_settings)(settings)
 
 
@@ -151,19 +155,16 @@ def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.de
         raise RuntimeError(f"cannot map a peer's GPU memory: {agree.first_line(error)}") from None
 
 
-_DEVICE = 6  # which argument of torch's rebuild_cuda_tensor is the index of the device, as the sender calls it
-_COUNTER = slice(11, 13)  # and which ones tell where it counts who has the memory
-
-
 def _open(handle: Any, device: torch.device) -> Tensor:
-    """Mapped for this rank's GPU, also when the memory is another one's: kernels want all tensors on one device."""
+    """A peer's part, mapped for this rank's GPU wherever the memory is: kernels want all tensors on one device."""
+    # The handle is torch's call that rebuilds the tensor, with the sender's device among its arguments.
     rebuild, arguments = handle
     made: Tensor = rebuild(*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
     return made
 
 
 def _decline(handles: Sequence[Any]) -> None:
-    """Let peers have memory back that this rank was offered and has not mapped: they wait for it to let go."""
+    """Release memory that peers have offered and this rank has not mapped: it counts as mapped until then."""
     release: Any = torch.UntypedStorage._release_ipc_counter_cuda
     for handle in handles:
         if handle is not None:
@@ -171,7 +172,7 @@ def _decline(handles: Sequence[Any]) -> None:
 
 
 class PeerEvents:
-    """Two events a rank, READY and DONE, and those of the peers. Made collectively over a channel, kept with it."""
+    """Two events a rank, READY and DONE, and the peers' events. Made collectively over a channel, and kept there."""
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         self._device = devices.of(device)
@@ -188,23 +189,23 @@ class PeerEvents:
         self._own = [kind(interprocess=True) for _ in (READY, DONE)]
         with torch.cuda.device(device):
             for event in self._own:
-                event.record(self._device.current())  # which makes it
+                event.record(self._device.current())  # the first recording creates the event
             return [event.ipc_handle() for event in self._own]
 
     def enter(self) -> None:
-        """Let the current stream wait for the exchange before, which may have been on another one."""
+        """Let the current stream wait for the last exchange, which may have been on another stream."""
         self._device.current().wait_event(self._over)
 
     def leave(self) -> None:
-        """This is where an exchange ends."""
+        """Record the end of an exchange in the current stream."""
         self._over.record(self._device.current())
 
     def record(self, which: int) -> None:
-        """Mark this point in the current stream."""
+        """Record READY or DONE in the current stream."""
         self._own[which].record(self._device.current())
 
     def follow(self, which: int) -> None:
-        """Let the current stream wait for the points that the peers marked, before the ranks last met."""
+        """Let the current stream wait for the peers' last READY or DONE before the ranks last met."""
         stream = self._device.current()
         for event in self._peers[which]:
             stream.wait_event(event)
@@ -220,19 +221,19 @@ def _no_events(failures: Mapping[int, str]) -> CommunicatorError:
 
 
 class NoEvents:
-    """The same on the host, where all is done when the ranks meet."""
+    """``PeerEvents`` of the host, where all work is done when the ranks meet."""
 
     def enter(self) -> None:
-        """It is over."""
+        """The last exchange is over."""
 
     def leave(self) -> None:
-        """It is over."""
+        """This exchange is over."""
 
     def record(self, which: int) -> None:
-        """It is past."""
+        """This rank's work is done."""
 
     def follow(self, which: int) -> None:
-        """They are."""
+        """The peers' work is done."""
 
 
 def peer_events(channel: Channel, device: torch.device) -> PeerEvents | NoEvents:

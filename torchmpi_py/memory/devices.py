@@ -1,20 +1,17 @@
-"""Kinds of device, as far as the order of work on them goes: streams and events.
+"""Devices: the order of work on them (streams and events), operations on a stream, and copies on the host.
 
-A *stream* is a queue of work that a GPU carries out in order; an *event* marks a point in one, for which another
-stream, or the host, can wait. Memory of the host has them too, in name: there, work is done when a call returns. So
-what is written for GPUs also runs on the host, where its logic is tested.
+A *stream* is a queue of work that a GPU carries out in order; an *event* is a point in a stream, for which another
+stream, or the host, can wait. The host has streams and events in name only: work is done when a call returns. So code
+for GPUs also runs on the host, where tests check its logic.
 
-Asynchronous operations on GPU tensors.
+The communication thread carries out asynchronous operations on GPU tensors, with a stream of its own as the current
+one. That stream first waits for the work that the launching thread's current stream held at the launch, so the
+operation sees the tensors as the caller left them. ``wait`` makes the waiting thread's current stream wait for the
+operation, and returns when its work has been queued; ``synchronize`` and ``done`` are about the GPU.
 
-The communication thread carries them out, with a stream of its own as the current one: that stream first waits for what
-the launching thread's current stream held at the launch, so that the operation sees the tensors as the caller left
-them. ``wait`` makes the waiting thread's current stream wait for the operation, and returns when its work has been
-queued, not when the GPU has done it; ``synchronize`` and ``done`` are about the GPU.
-
-Tensors on a GPU, as a parameter server exchanges them: by way of pinned memory of the host.
-
-The client's thread copies, on a stream of its own, once the stream of the caller has come to where the call was made. A
-handle that is complete has been copied to the end: no stream needs to wait for it.
+A parameter server exchanges GPU tensors through pinned memory of the host (``HostCopy``): the client's thread copies,
+on a stream of its own, after the work that the caller's stream held at the call. The copy is complete when the handle
+is: no stream needs to wait for it.
 """
 
 from __future__ import annotations
@@ -33,10 +30,12 @@ from torchmpi_py.core import communication_thread
 from torchmpi_py.core.handles import Handle, ThreadHandle, Work
 
 logger = logging.getLogger("torchmpi_py")
+R = TypeVar("R")
+_pin_failures: list[int] = []  # the first error code of this process
 
 
 class Event(Protocol):
-    """A point in a stream; one that was never recorded is past."""
+    """A point in a stream; an event that was never recorded is past."""
 
     def record(self, stream: Any) -> None: ...
 
@@ -54,7 +53,7 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """What flavours need of a device."""
+    """The operations of a device that flavours use."""
 
     def __hash__(self) -> int: ...
 
@@ -64,7 +63,7 @@ class Device(Protocol):
         """The stream that this thread's work goes to."""
 
     def stream(self) -> Stream:
-        """A new stream, whose work goes before that of ordinary ones where both could run."""
+        """A new stream of high priority."""
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Let this thread's work go to ``stream``."""
@@ -73,29 +72,29 @@ class Device(Protocol):
         """A new event."""
 
     def pin(self, x: Tensor) -> None:
-        """Let the device copy to and from the host memory of ``x`` by itself. Undone by ``unpin``."""
+        """Page-lock the host memory of ``x``, for copies to and from the device. ``unpin`` undoes this."""
 
     def unpin(self, x: Tensor) -> None:
-        """Before the memory is given back."""
+        """Undo ``pin``, before the memory is freed."""
 
     def synchronize(self) -> None:
-        """Wait, on the host, for all work of this process."""
+        """Block the host until all work of this process on the device is done."""
 
     def is_capturing(self) -> bool:
-        """Whether work of this thread is being recorded into a graph, instead of carried out."""
+        """Whether this thread's work is recorded into a graph, instead of carried out."""
 
 
 class _Done:
     """Stream and event of a device whose work is done when a call returns."""
 
     def wait_event(self, event: object) -> None:
-        """It has been."""
+        """The event is past."""
 
     def record(self, stream: object) -> None:
-        """It is past."""
+        """The event is past."""
 
     def synchronize(self) -> None:
-        """It is."""
+        """The work is done."""
 
     def query(self) -> bool:
         return True
@@ -129,7 +128,7 @@ class HostDevice:
         """Nothing was done."""
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """All work is done."""
 
     def is_capturing(self) -> bool:
         return False
@@ -150,7 +149,7 @@ class Cuda:
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """The device first, or a thread that is on another one would take memory there when it goes back to it."""
+        # The device first: else a thread on another device would take memory there when it returns to it.
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
@@ -158,15 +157,15 @@ class Cuda:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def pin(self, x: Tensor) -> None:
-        """Without leave to (a limit on locked memory, say) copies are slower, and block the host: said once."""
+        """Pin ``x``. If CUDA refuses (a limit on locked memory, say) copies block the host; one warning says so."""
         code = int(_runtime().cudaHostRegister(x.data_ptr(), x.nbytes, 0))
         if code == 0:
             self._pinned.add(x.data_ptr())
             return
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=self.device)  # takes the error from CUDA, that the next kernel is not blamed for it
-        if not _warned:
-            _warned.append(code)
+            torch.zeros(1, device=self.device)  # raises CUDA's error here, or the next kernel would
+        if not _pin_failures:
+            _pin_failures.append(code)
             logger.warning("CUDA cannot pin %d bytes of shared memory (error %d): staging is slower", x.nbytes, code)
 
     def unpin(self, x: Tensor) -> None:
@@ -181,20 +180,14 @@ class Cuda:
         return torch.cuda.is_current_stream_capturing()
 
 
-_warned: list[int] = []
-
-
 @functools.cache
 def of(device: torch.device) -> Device:
-    """The kind of a tensor's device."""
+    """The ``Device`` of a torch device."""
     return Cuda(device) if device.type == "cuda" else HostDevice(device)
 
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-R = TypeVar("R")
 
 
 class StreamHandle(ThreadHandle[R]):
@@ -266,7 +259,7 @@ def _use_on(stream: Any, tensors: Iterable[object]) -> None:
 
 
 class HostCopy:
-    """The copy on the host of a flat tensor on another device. Made in the caller's thread, used in the client's."""
+    """The copy on the host of a flat tensor of another device. Made in the caller's thread, used in the client's."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
@@ -274,18 +267,18 @@ class HostCopy:
         self._ready = self._device.event()
         self._ready.record(self._device.current())
 
-    def taken(self) -> Tensor:
-        """The values of the tensor, on the host."""
+    def to_host(self) -> Tensor:
+        """The values of the tensor, in new memory of the host."""
         host = self.empty()
         self._in_order(lambda: host.copy_(self._x, non_blocking=True))
         return host
 
     def empty(self) -> Tensor:
-        """Memory on the host for its values."""
+        """New memory of the host for the values of the tensor."""
         return torch.empty(self._x.shape, dtype=self._x.dtype, device="cpu", pin_memory=self._x.is_cuda)
 
-    def give(self, host: Tensor, then: Callable[[], object] | None) -> None:
-        """Bring values from the host into the tensor, and do what is to be done with it there."""
+    def from_host(self, host: Tensor, then: Callable[[], object] | None) -> None:
+        """Copy values from the host to the tensor, then call ``then`` in the same stream."""
 
         def copy() -> None:
             self._x.copy_(host, non_blocking=True)

@@ -1,12 +1,13 @@
 """Which GPU every rank computes on, and which ranks can map each other's GPU memory.
 
 Ranks are in one *IPC group* if they are on one node and each pair of them shares a GPU, or has GPUs that reach each
-other's memory directly (peer access). A GPU counts as reached only if it is visible to the process as well: where
-every rank sees its own GPU alone, those of others cannot be mapped.
+other's memory directly (peer access). A GPU counts as reached only if the process sees it as well: where every rank
+sees its own GPU alone, no rank can map another's memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -19,14 +20,14 @@ from torchmpi_py.errors import RanksDisagree
 
 
 class Gpu(NamedTuple):
-    """What a rank computes on: the GPU's identity, the same for all processes, and the lowest rank of the IPC group."""
+    """A rank's GPU: the identity, the same for all processes, and the lowest rank of the IPC group."""
 
     identity: str
     group: int
 
 
 class GpuOffer(NamedTuple):
-    """A rank's place, its GPU, and the GPUs that this one reaches, itself included, as the rank announces them."""
+    """A rank's announcement: its place, its GPU, and the GPUs that this GPU reaches, itself included."""
 
     place: Place
     identity: str
@@ -36,11 +37,12 @@ class GpuOffer(NamedTuple):
 _SWITCHED_OFF = "switched off by start(with_ipc_groups=False)"
 
 
+@dataclasses.dataclass
 class GpuTable:
     """The GPU of every rank of the world, by its place; ``why_no_ipc``: why ranks map no GPU memory of others."""
 
-    def __init__(self, gpus: Mapping[Place, Gpu], why_no_ipc: str) -> None:
-        self.gpus, self.why_no_ipc = gpus, why_no_ipc
+    gpus: Mapping[Place, Gpu]
+    why_no_ipc: str
 
 
 current: GpuTable | None = None
@@ -48,7 +50,7 @@ current: GpuTable | None = None
 
 
 def exchange(world: MPI.Comm, place: Place, device: torch.device, *, with_ipc: bool) -> GpuTable | None:
-    """The table of all ranks of ``world``; None where they compute on the CPU. Collective over ``world``.
+    """The table of all ranks of ``world``; None if all compute on the CPU. Collective over ``world``.
 
     RanksDisagree, on every rank, if some compute on the CPU and others do not.
     """
@@ -64,7 +66,7 @@ def exchange(world: MPI.Comm, place: Place, device: torch.device, *, with_ipc: b
 
 
 def switch_off(reason: str) -> None:
-    """Let no ranks map each other's GPU memory from now on. On all ranks, before levels are made of groups."""
+    """Let no ranks map each other's GPU memory. All ranks call this, before ``start`` makes a level of the groups."""
     assert current is not None, "the GPUs of a session"
     current.why_no_ipc = reason
 
@@ -80,7 +82,7 @@ def group(place: Place) -> int:
 
 
 def why_no_ipc(places: Sequence[Place] = ()) -> str:
-    """Why ranks, those at ``places``, cannot map each other's GPU memory; or empty. The same on all of them."""
+    """Why the ranks at ``places`` cannot map each other's GPU memory, or empty; the same text on all of them."""
     if current is None:
         return "this session computes on the CPU; call mpi.start(with_cuda=True) on every rank"
     if current.why_no_ipc:
@@ -95,7 +97,7 @@ def why_no_ipc(places: Sequence[Place] = ()) -> str:
 
 
 def ipc_groups(offers: Sequence[GpuOffer]) -> list[int]:
-    """For every rank the lowest rank of its IPC group: the first group whose members it reaches, and they it."""
+    """The lowest rank of every rank's IPC group: the first group in which all reach the rank, and the rank all."""
     groups: list[list[int]] = []
     for rank, mine in enumerate(offers):
         for members in groups:
@@ -123,7 +125,7 @@ def _offer(place: Place, device: torch.device) -> GpuOffer:
 
 
 def identity(index: int) -> str:
-    """The same in every process, whatever the order and number of the GPUs that it sees."""
+    """The identity of a GPU: the same in every process, whatever the order and number of the GPUs there."""
     properties = torch.cuda.get_device_properties(index)
-    uuid = getattr(properties, "uuid", None)  # of a MIG instance: its own
+    uuid = getattr(properties, "uuid", None)  # a MIG instance has its own
     return f"GPU-{uuid}" if uuid is not None else f"{properties.name} {index} of {socket.gethostname()}"

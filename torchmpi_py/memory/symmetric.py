@@ -1,12 +1,12 @@
 """Symmetric memory: memory of equal size on every rank of a node, mapped by all of them.
 
 On the host a *segment* is one file (``shared_files.py``), cut into a part per rank. Every rank maps the whole file, so
-it can read and write the parts of the others as its own. On GPUs a part is memory of its own, which the ranks of the
+a rank reads and writes the parts of the others as its own. On GPUs a part is memory of its own, which the ranks of the
 same IPC group map (``cuda_ipc.py``).
 
-``symmetric_empty`` returns this rank's part of a new segment as a tensor; ``find`` tells by a bisect over the addresses
-of live parts whether a tensor lies in one, and where. A part is unmapped when its last tensor dies; that is each rank's
-own affair, for a mapping keeps the memory alive for every rank that still has one.
+``symmetric_empty`` returns this rank's part of a new segment as a tensor; ``find`` looks a tensor up, by a bisect over
+the addresses of live parts. A rank unmaps a segment when the last tensor of its part dies, whatever the other ranks do:
+the memory lives as long as one rank maps it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import RanksDisagree, Unavailable
 from torchmpi_py.memory import cuda_ipc, gpus
 
+NOT_STARTED = "call mpi.start() first"
+unavailable_because = NOT_STARTED
+"""Why the ranks of this node can share no memory; empty where they can. A session alone assigns it."""
+
 
 class Segment:
-    """A segment on the host, as one rank sees it, without owning it.
+    """A segment on the host as one rank sees it, without owning the memory.
 
-    ``key`` names it on all its ranks; ``indices`` says which part belongs to which rank, by its index on the node.
+    ``key`` is equal on all ranks of the segment; ``indices`` are the ranks of its parts, by their index on the node.
     """
 
     device_type = "cpu"
@@ -41,6 +45,7 @@ class Segment:
     def __init__(self, mapping: mmap.mmap, key: int, part_bytes: int, indices: Sequence[int], own: int) -> None:
         self.key = key
         self.part_bytes = part_bytes
+        # The whole file is mapped at one address; this rank's part begins inside.
         self.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         self.part_of = {index: part for part, index in enumerate(indices)}
         self.begin = self.address + self.part_of[own] * part_bytes
@@ -50,11 +55,12 @@ class Segment:
     ) -> Tensor:
         """``count`` elements of the part of the rank with this index on the node.
 
-        The segment must outlive it: ``owner``, a tensor of this rank's part, lives as long as the view.
+        The segment must outlive the view: ``owner``, a tensor of this rank's part, lives as long as the view.
         """
         begin = self.address + self.part_of[index] * self.part_bytes + offset_bytes
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
+        # A view keeps the ctypes object alive, which keeps ``owner``.
         memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(begin)
         memory.owner = owner
         return torch.frombuffer(memory, dtype=dtype)
@@ -63,36 +69,63 @@ class Segment:
 AnySegment = Segment | cuda_ipc.GpuSegment
 
 
-class _LiveSegments:
-    """The segments in use: where parts begin, in order, and the segments. Replaced as a whole, for threads read it."""
+class LiveSegments:
+    """The segments in use by this process."""
 
-    now: tuple[list[int], list[AnySegment]] = ([], [])
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all segments."""
+        self.now: tuple[list[int], list[AnySegment]] = ([], [])
+        """Where this rank's parts begin, in order, and the segments. Replaced as a whole: other threads read it."""
+
+    def add(self, segment: AnySegment) -> None:
+        """Find tensors of ``segment`` from now on."""
+        self._replace(added=segment)
+
+    def remove(self, segment: AnySegment) -> None:
+        """Find tensors of ``segment`` no longer."""
+        self._replace(gone=segment)
+
+    def _replace(self, *, added: AnySegment | None = None, gone: AnySegment | None = None) -> None:
+        """Change the lists, also where the garbage collector calls this in the middle of the same function."""
+        while True:
+            before = self.now
+            segments = [segment for segment in (*before[1], added) if segment is not None and segment is not gone]
+            segments.sort(key=lambda segment: segment.begin)
+            after = [segment.begin for segment in segments], segments
+            if self.now is before:  # nothing can come between this and the next line: no call, no allocation
+                self.now = after
+                return
+
+
+live = LiveSegments()
 
 
 def num_live() -> int:
     """The number of segments in use by this process."""
-    return len(_LiveSegments.now[0])
+    return len(live.now[0])
 
 
 def find(x: Tensor) -> tuple[AnySegment, int] | None:
-    """The segment in whose part of this rank the flat tensor ``x`` lies, and at which offset in bytes; or None."""
-    begins, segments = _LiveSegments.now
+    """The segment in whose part of this rank the flat tensor ``x`` lies, and the offset there in bytes; or None."""
+    begins, segments = live.now
     if not begins:
         return None
     address = x.data_ptr()
-    position = bisect.bisect_right(begins, address) - 1
-    if position < 0:
+    index = bisect.bisect_right(begins, address) - 1
+    if index < 0:
         return None
-    segment = segments[position]
+    segment = segments[index]
     offset = address - segment.begin
-    return (
-        (segment, offset) if offset + x.nbytes <= segment.part_bytes and x.device.type == segment.device_type else None
-    )
+    is_inside = offset + x.nbytes <= segment.part_bytes and x.device.type == segment.device_type
+    return (segment, offset) if is_inside else None
 
 
 def is_live(segment: AnySegment) -> bool:
     """Whether this rank's part of a segment is still in use."""
-    return segment in _LiveSegments.now[1]
+    return segment in live.now[1]
 
 
 def symmetric_empty(
@@ -105,10 +138,9 @@ def symmetric_empty(
 
     Every rank passes the same size, dtype (default: torch's default dtype) and type of ``device`` (default: the CPU;
     "cuda" is the GPU of this rank), and gets a tensor of its own to use as any other. Reductions, broadcast and scatter
-    that are given such tensors on all ranks, and alltoall with ``out=``, work on them in place, without a copy. Whole
-    tensors and contiguous parts of them (``x[10:20]``) are as good. The memory is given back when the last view of it
-    is dropped; until then it takes a file descriptor, or a mapping of every peer's GPU memory: make one and cut it up,
-    rather than hundreds.
+    of such tensors on all ranks, and alltoall with ``out=``, work in place, without a copy. Contiguous parts of them
+    (``x[10:20]``) are as good as whole tensors. The memory lives until its last view is dropped; until then a tensor
+    takes a file descriptor, or a mapping of every peer's GPU memory: make one and cut it up, rather than hundreds.
 
     Raises ValueError for a bad size or device, RanksDisagree if the ranks ask for different things, Unavailable if the
     memory cannot be had.
@@ -123,41 +155,43 @@ def symmetric_empty(
 
 
 def _make(shape: torch.Size, dtype: torch.dtype, where: torch.device, comm: Communicator) -> Tensor:
+    # Every rank compares all requests before any memory is made: all raise, or none.
     asked = comm.direct.mpi.allgather((tuple(shape), str(dtype), where.type))
     if any(other != asked[0] for other in asked):
-        told = ", ".join(f"rank {rank}: {list(s)} {d} on {kind}" for rank, (s, d, kind) in enumerate(asked))
-        raise RanksDisagree(f"symmetric_empty: the ranks ask for different tensors ({told})")
+        texts = ", ".join(f"rank {rank}: {list(s)} {d} on {kind}" for rank, (s, d, kind) in enumerate(asked))
+        raise RanksDisagree(f"symmetric_empty: the ranks ask for different tensors ({texts})")
     num_bytes = math.prod(shape) * dtype.itemsize
     return memory(comm.direct, num_bytes, where)[:num_bytes].view(dtype).view(shape)
 
 
 def memory(channel: Channel, num_bytes: int, device: torch.device) -> Tensor:
-    """This rank's part, at least so many bytes, of a new segment of the ranks of a channel. Collective over it.
+    """This rank's part, of at least ``num_bytes``, of a new segment of a channel's ranks. Collective over the channel.
 
-    Unavailable, on every rank, if it cannot be had.
+    Unavailable, on every rank, if one of them cannot have the memory.
     """
     if device.type == "cuda":
         if reason := gpus.why_no_ipc():
             raise Unavailable(f"symmetric memory on {device}: {reason}")
-        part, gpu_segment = cuda_ipc.allocate(channel.mpi, channel.places, num_bytes, device, _remove)
-        _replace_live(added=gpu_segment)
+        part, gpu_segment = cuda_ipc.allocate(channel.mpi, channel.places, num_bytes, device, live.remove)
+        live.add(gpu_segment)
         return part
     mapping, segment = allocate(channel.mpi, channel.places, num_bytes)
-    _replace_live(added=segment)
-    # Not the mapping itself, whose weak references are cleared when the memory is unmapped already: another thread
-    # could be given the same addresses for ordinary memory, which ``find`` would take for symmetric.
+    live.add(segment)
+    # The finalizer watches an object that dies before the mapping. Weak references to the mapping itself are cleared
+    # after the memory is unmapped: meanwhile another thread could get the same addresses for ordinary memory, which
+    # ``find`` would take for symmetric.
     owner: Any = (ctypes.c_char * segment.part_bytes).from_buffer(mapping, segment.begin - segment.address)
-    weakref.finalize(owner, _remove, segment).atexit = False
+    weakref.finalize(owner, live.remove, segment).atexit = False
     return torch.frombuffer(owner, dtype=torch.uint8)
 
 
 def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[mmap.mmap, Segment]:
     """A segment with a part of at least ``num_bytes`` per rank of this node in ``comm``. Collective over ``comm``.
 
-    It lives as long as the mapping. Unavailable, on every rank, if it cannot be had on every node.
+    The segment lives as long as the mapping. Unavailable, on every rank, if one node cannot have the memory.
     """
     mine = [rank for rank, place in enumerate(places) if place.node == places[comm.rank].node]
-    part_bytes = -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    part_bytes = -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE  # parts begin at pages
     try:
         mapping, key = shared_files.share(
             comm,
@@ -172,24 +206,8 @@ def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[m
 
 
 def forget() -> None:
-    """All that is in use becomes ordinary memory: ranks have died, and the places of the others are new."""
-    _LiveSegments.now = ([], [])
-
-
-def _remove(segment: AnySegment) -> None:
-    _replace_live(gone=segment)
-
-
-def _replace_live(*, added: AnySegment | None = None, gone: AnySegment | None = None) -> None:
-    """Change the list of live segments, also where the collector runs this in the middle of the same function."""
-    while True:
-        before = _LiveSegments.now
-        segments = [segment for segment in (*before[1], added) if segment is not None and segment is not gone]
-        segments.sort(key=lambda segment: segment.begin)
-        after = [segment.begin for segment in segments], segments
-        if _LiveSegments.now is before:  # nothing can come between this and the next line: no call, no allocation
-            _LiveSegments.now = after
-            return
+    """Make all symmetric memory ordinary: ranks have died, and the places of the others are new."""
+    live.clear()
 
 
 def _shape(size: Sequence[int | Sequence[int]]) -> torch.Size:
@@ -200,7 +218,7 @@ def _shape(size: Sequence[int | Sequence[int]]) -> torch.Size:
 
 
 def _device(given: torch.device | str | None) -> torch.device:
-    """ValueError unless it is the CPU or this process's GPU."""
+    """The device; ValueError unless it is the CPU or this process's GPU."""
     device = torch.device(given or "cpu")
     if device.type == "cuda":
         if gpus.table() is None:
@@ -214,13 +232,8 @@ def _device(given: torch.device | str | None) -> torch.device:
     return device
 
 
-NOT_STARTED = "call mpi.start() first"
-unavailable_because = NOT_STARTED
-"""Why the ranks of this node can share no memory; empty where they can. A session alone assigns it."""
-
-
 def try_out(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> str:
-    """Why the ranks of a node cannot share so many bytes a rank, or empty. Collective over the node."""
+    """Why the ranks of a node cannot share ``num_bytes`` a rank, or empty. Collective over the node."""
     try:
         allocate(comm, places, num_bytes)
     except Unavailable as error:

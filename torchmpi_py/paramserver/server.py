@@ -123,7 +123,7 @@ class ParameterServer:
         copy = HostCopy(payload) if payload.device.type != "cpu" and known.needs_payload else None
 
         def step() -> Tensor:
-            values = payload if copy is None else copy.taken()
+            values = payload if copy is None else copy.to_host()
             self.num_bytes_sent += self._router.apply(rule, known, options, values)
             return tensor
 
@@ -144,7 +144,7 @@ class ParameterServer:
             host = line if copy is None else copy.empty()
             self.num_bytes_received += self._router.read(host)
             if copy is not None:
-                copy.give(host, copy_out)
+                copy.from_host(host, copy_out)
             elif copy_out is not None:
                 copy_out()
             return target

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchmpi_py.core import backoff, communicators, fences, journal
+from torchmpi_py.core import backoff, communicators, journal
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.handles import Handle, Work
@@ -110,7 +110,7 @@ class ShardRouter:
         self._number = self._store.number
         if self._exchange is not None and self._exchange.service is not None:
             self._exchange.service.add(self._number, self._store)
-        fences.around(channel.mpi.Barrier)()  # all shards are seeded, and served
+        backoff.fenced(channel.mpi.Barrier)()  # all shards are seeded, and served
 
     def apply(self, name: str, rule: Rule, options: dict[str, Any], payload: Tensor) -> int:
         """Apply a rule to all shards, also if it fails on one; the number of bytes sent."""

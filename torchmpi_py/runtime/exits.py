@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torchmpi_py.core import communication_thread, communicators, journal, owner, ulfm
+from torchmpi_py.core import communication_thread, communicators, journal, mpi_api, ulfm
 from torchmpi_py.core.backoff import Nap
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.core.communicators import Communicator
@@ -28,7 +28,7 @@ STOP_WARNING_SECONDS = 20.0
 
 def register(stop: Callable[[], None]) -> None:
     """Once per process: stop at exit, abort the job on an uncaught exception, disown forked children."""
-    if not owner.claim():
+    if not mpi_api.claim_process():
         return
     atexit.register(_at_exit, stop)
     os.register_at_fork(after_in_child=_disown)
@@ -68,7 +68,7 @@ def _wait_with_warning(world: Communicator) -> None:
 
 
 def _at_exit(stop: Callable[[], None]) -> None:
-    if not owner.is_forked() and not MPI.Is_finalized():
+    if not mpi_api.is_forked() and not MPI.Is_finalized():
         try:
             stop()
         except BaseException:

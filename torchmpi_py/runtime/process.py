@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchmpi_py.core import backoff, communicators, config, fences, journal, owner
+from torchmpi_py.core import backoff, communicators, config, journal, mpi_api
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CollectiveTimeout, NotStarted, TorchMPIError
@@ -137,8 +137,8 @@ def barrier(comm: Communicator | None = None) -> None:
     entry = journal.record_plain("barrier", comm)
     try:
         if not config.can_raise:
-            fences.around(comm.direct.mpi.Barrier)()
-        elif not fences.around(lambda: _completes_in_time(comm))():
+            backoff.fenced(comm.direct.mpi.Barrier)()
+        elif not backoff.fenced(lambda: _completes_in_time(comm))():
             late = f"the barrier is not complete after {config.current.deadline_seconds:g} s. {reports.late(entry)}"
             raise CollectiveTimeout(late)
     except BaseException:
@@ -205,5 +205,5 @@ def _check_startable() -> None:
             "call torchmpi_py in the parent only, or launch a job of its own with torchmpirun (or without "
             f"{STARTED_PID} in its environment)"
         )
-    if owner.is_forked():
+    if mpi_api.is_forked():
         raise NotStarted("this process was forked from one that had started MPI; it cannot be a rank itself")

@@ -18,7 +18,7 @@ from torchmpi_py.collectives.flavours import rendezvous
 from torchmpi_py.core import backoff, communicators, config, journal
 from torchmpi_py.core.channels import DIRECT
 from torchmpi_py.core.communicators import Communicator
-from torchmpi_py.core.recorded import Plain
+from torchmpi_py.core.journal import Plain
 from torchmpi_py.errors import CollectiveTimeout, TorchMPIError
 from torchmpi_py.launch import variables
 from torchmpi_py.runtime import process

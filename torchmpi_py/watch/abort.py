@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 
-from torchmpi_py.core import owner, status_board
+from torchmpi_py.core import mpi_api, status_board
 from torchmpi_py.core.status_board import ENDING, HAS_LEFT
 from torchmpi_py.launch import exit_marks
 from torchmpi_py.watch import tracing
@@ -15,7 +15,7 @@ from torchmpi_py.watch import tracing
 def abort(code: int) -> None:
     """End the whole job with ``code`` if other ranks belong to it; else do nothing."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or owner.is_forked() or not mpi.Is_initialized() or mpi.Is_finalized():
+    if mpi is None or mpi_api.is_forked() or not mpi.Is_initialized() or mpi.Is_finalized():
         return
     if mpi.COMM_WORLD.size > 1:
         with contextlib.suppress(Exception):

@@ -21,8 +21,8 @@ import tempfile
 from typing import Any
 
 from torchmpi_py.core import config
-from torchmpi_py.core.grouping import from_words
-from torchmpi_py.core.status_board import PROCESS, USE_SHIFT, USES, WORLD_RANK, Board, Record
+from torchmpi_py.core.sequences import ranks_from_text
+from torchmpi_py.core.status_board import GENERATION_SHIFT, NUM_GENERATIONS, PROCESS, WORLD_RANK, Board, Record
 
 PREFIX = "flight_recorder_"
 VERSION = "2.10"
@@ -98,11 +98,11 @@ def of_rank(board: Board, index: int) -> dict[str, Any]:
 def _entry(board: Board, index: int, record: Record, groups: dict[str, dict[str, str]]) -> dict[str, Any]:
     name, desc, ranks = _group(board, index, record)
     groups.setdefault(name, {"name": name, "desc": desc, "ranks": str(ranks)})
-    verb = record.words.split(" ", 1)[0]
-    is_known = record.position > 0 and verb in _KNOWN and bool(ranks)
-    num_bytes = 0 if "any-size" in record.words else record.num_bytes
+    verb = record.text.split(" ", 1)[0]
+    is_known = record.sequence_number > 0 and verb in _KNOWN and bool(ranks)
+    num_bytes = 0 if "any-size" in record.text else record.num_bytes
     given = {"allgather": num_bytes * len(ranks), "reduce_scatter": num_bytes // max(1, len(ranks))}
-    found = re.search(r"torch\.(\w+)", record.words)
+    found = re.search(r"torch\.(\w+)", record.text)
     dtypes = [found[1] if found else "uint8"]
     file, line, where = _place(record.site)
     duration = record.ended - record.begun if record.ended > 0 and record.begun else None
@@ -110,8 +110,8 @@ def _entry(board: Board, index: int, record: Record, groups: dict[str, dict[str,
         "record_id": record.number,
         "pg_id": int(name.split(".")[0]) if name else 0,
         "process_group": [name, desc],
-        "collective_seq_id": record.position,
-        "p2p_seq_id": 0 if record.position else record.number,
+        "collective_seq_id": record.sequence_number,
+        "p2p_seq_id": 0 if record.sequence_number else record.number,
         "op_id": record.number,
         "profiling_name": f"{_BACKEND}{_NAMES.get(verb, verb)}" if is_known else f"mpi:{verb}",
         "time_created_ns": record.launched,
@@ -124,7 +124,7 @@ def _entry(board: Board, index: int, record: Record, groups: dict[str, dict[str,
         "output_dtypes": dtypes,
         "state": "completed" if record.ended else "started" if record.begun else "scheduled",
         "has_failed": record.ended < 0,
-        "is_p2p": not record.position,
+        "is_p2p": not record.sequence_number,
         "retired": bool(record.ended),
         "timeout_ms": 0,
         "frames": [{"name": where, "filename": file, "line": line}],
@@ -135,13 +135,13 @@ def _entry(board: Board, index: int, record: Record, groups: dict[str, dict[str,
 
 def _group(board: Board, index: int, record: Record) -> tuple[str, str, list[int]]:
     """(name, description, ranks) of the communicator and thread: the name is the same on all of its ranks."""
-    if record.row < 0:
+    if record.slot < 0:
         return "0", "without a row", [board.get(WORLD_RANK, index)]
-    group, use = board.group(index, record.row), record.mark >> USE_SHIFT
-    if record.position and use < group.use & USES - 1:  # not more: sequences count on there when they are long
-        return str(use), "a communicator that was freed", []
-    ranks = from_words(group.ranks)
-    return f"{group.use}.{min(ranks, default=0)}", group.key, ranks
+    group, generation = board.group(index, record.slot), record.fingerprint >> GENERATION_SHIFT
+    if record.sequence_number and generation < group.generation & NUM_GENERATIONS - 1:
+        return str(generation), "a communicator that was freed", []
+    ranks = ranks_from_text(group.ranks)
+    return f"{group.generation}.{min(ranks, default=0)}", group.key, ranks
 
 
 def _place(site: str) -> tuple[str, int, str]:

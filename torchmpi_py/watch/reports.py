@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from torchmpi_py.core import comparison, journal, status_board
+from torchmpi_py.core import journal, sequences, status_board
 from torchmpi_py.core.journal import Entry
 from torchmpi_py.core.status_board import (
     ENDING,
@@ -36,7 +36,7 @@ _FRAMES = 8
 def is_dead(board: Board, index: int) -> bool:
     """Whether a rank's process has ended without leaving in order."""
     process = _process(board, index)
-    if board.get(HAS_LEFT, index) == STOPPED or process is status_board.UNKNOWN:
+    if board.get(HAS_LEFT, index) == STOPPED or process is status_board.UNKNOWN_PROCESS:
         return False
     started = board.get(STARTED, index)  # 0 where the system does not say
     return process is None or process.is_dead or (started != 0 and process.started != started)
@@ -126,15 +126,15 @@ class _Activity(NamedTuple):
 
 def _activity(board: Board, index: int, late: Record | None) -> _Activity:
     """What a rank does; seen from the operation that is late, if one is."""
-    if late is None or late.row < 0 or late.position == 0:
+    if late is None or late.slot < 0 or late.sequence_number == 0:
         return _Activity(_last(board, index))
-    theirs = late if index == board.index else board.counterpart(late.row, late.mark, index)
+    theirs = late if index == board.index else board.counterpart(late.slot, late.fingerprint, index)
     if theirs is not None:
         state = "is through with it" if theirs.ended > 0 else "has failed in it" if theirs.ended else "is there too"
         is_same = theirs.what == late.what
         call = "" if is_same else f", but as {theirs.what}"
         return _Activity(f"{state}{call}, called at {theirs.site}", is_there=is_same and theirs.ended >= 0)
-    if index in board.rows_of.get(late.row, {}):
+    if index in board.slots_of.get(late.slot, {}):
         return _Activity(f"has not come to it; {_last(board, index)}", is_missing=True)
     return _Activity(_last(board, index))
 
@@ -195,7 +195,7 @@ def late(entry: Entry, only: Sequence[int] | None = None) -> str:
     record = None if board is None else journal.find_record(board, entry[0])
     if board is None or record is None or only == ():
         return ""
-    candidates = board.rows_of.get(record.row, {}) if only is None else only
+    candidates = board.slots_of.get(record.slot, {}) if only is None else only
     others = [index for index in _by_rank(board) if index != board.index and index in candidates]
     activities = {index: _activity(board, index, record) for index in others}
     found = [_with_trouble(board, index, each.text) for index, each in activities.items() if not each.is_there]
@@ -218,17 +218,17 @@ def sides(entry: Entry) -> Sides:
     """
     board = status_board.current
     mine = None if board is None else journal.find_record(board, entry[0])
-    if board is None or mine is None or not mine.position:
+    if board is None or mine is None or not mine.sequence_number:
         return Sides("", False)
-    known = [side for side in comparison.sides(board, mine) if side.record is not None or not side.is_same]
+    known = [side for side in sequences.sides(board, mine) if side.record is not None or not side.is_same]
     different = [side for side in known if not side.is_same]
-    return Sides(comparison.describe_difference(board, mine, different or known), bool(different))
+    return Sides(sequences.describe_sides(board, mine, different or known), bool(different))
 
 
 def disagreement(board: Board, number: int) -> str:
     """The ranks of this node that call something else in the place of an operation; empty if none is known to."""
     mine = journal.find_record(board, number)
-    return "" if mine is None else comparison.difference(board, mine)
+    return "" if mine is None else sequences.difference(board, mine)
 
 
 def deserted(board: Board, number: int) -> str:
@@ -236,7 +236,7 @@ def deserted(board: Board, number: int) -> str:
     mine = journal.find_record(board, number)
     if mine is None:
         return ""
-    for index in comparison.behind(board, mine):
+    for index in sequences.behind(board, mine):
         if board.get(HAS_LEFT, index) == STOPPING:
             return f"{_name(board, index)} has come to its end, and will not come to {mine.what}, called at {mine.site}"
     return ""
@@ -260,4 +260,8 @@ def _is_visible(board: Board, index: int) -> bool:
 
 
 def _process(board: Board, index: int) -> status_board.Process | None:
-    return status_board.look(board.get(PROCESS, index)) if _is_visible(board, index) else status_board.UNKNOWN
+    return (
+        status_board.find_process(board.get(PROCESS, index))
+        if _is_visible(board, index)
+        else status_board.UNKNOWN_PROCESS
+    )

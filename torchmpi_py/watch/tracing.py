@@ -44,8 +44,8 @@ import torch
 
 from torchmpi_py.core import agree, config
 from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.journal import Traced
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.core.recorded import Traced
 from torchmpi_py.errors import RanksDisagree, TorchMPIError
 
 logger = logging.getLogger("torchmpi_py")

@@ -108,10 +108,12 @@ def _recent_claims(board: Board, reason: int, now: int) -> list[Claim]:
 def _is_reported(board: Board, number: int) -> bool:
     """Whether the late operation that another rank has just reported is, on this rank, the operation ``number``."""
     mine = board.record(number)
-    if mine is None or not mine.position:
+    if mine is None or not mine.sequence_number:
         return False
     reporters = [each.local for each in _recent_claims(board, CLAIMED_LATE, time.monotonic_ns())]
-    theirs = [(board.counterpart(mine.row, mine.mark, index), index) for index in reporters if index != board.index]
+    theirs = [
+        (board.counterpart(mine.slot, mine.fingerprint, index), index) for index in reporters if index != board.index
+    ]
     return any(record is not None and record.number == board.get(LATE_NUMBER, index) for record, index in theirs)
 
 

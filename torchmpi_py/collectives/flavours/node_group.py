@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchmpi_py.core import config, fences
+from torchmpi_py.core import backoff, config
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.errors import RanksDisagree, Unavailable
 from torchmpi_py.memory import symmetric
@@ -66,7 +66,7 @@ class NodeGroup:
     def __init__(self, channel: Channel) -> None:
         assert channel.num_nodes == 1, channel.places
         self.rank, self.size = channel.rank, channel.size
-        self.barrier = fences.around(channel.mpi.Barrier)
+        self.barrier = backoff.fenced(channel.mpi.Barrier)
         self._mpi = channel.mpi
         self._indices = [place.local for place in channel.places]
         self._slot_bytes = _slot_bytes()
