@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-E = TypeVar("E", bound="TorchMPIError")
+_E = TypeVar("_E", bound="TorchMPIError")
 
 
 class TorchMPIError(Exception):
@@ -43,7 +43,7 @@ class TorchMPIError(Exception):
     comm: Any = None
     rank: int | None = None
 
-    def of_call(self: E, verb: str | None, comm: Any) -> E:
+    def _of_call(self: _E, verb: str | None, comm: Any) -> _E:
         """This error, with the attributes of the call that raised it, unless an inner call has set them."""
         if self.verb is None and verb is not None:
             self.verb, self.comm = verb, comm

@@ -57,7 +57,7 @@ def levels(mpi):
     number, span = len(stack.levels), stack.span
     yield mpi
     for level in reversed(stack.levels[number:]):
-        level.release()
+        level._release()
     del stack.levels[number:]
     stack.current, stack.span = stack.levels[0], span
 

@@ -18,12 +18,12 @@ def in_step(kind, mpi):
         def update(self, step):
             super().update(step)
             if self.served is not None:
-                self.served.finish_sends()
+                self.served._finish_sends()
             mpi.barrier()
 
         def prefetch(self, served):
             super().prefetch(served)
-            served.finish_sends()
+            served._finish_sends()
             mpi.barrier()
             mpi.wait_all(ps.prefetch_tensors(served))
             mpi.barrier()

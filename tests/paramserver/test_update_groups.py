@@ -34,7 +34,7 @@ def test_easgd_moves_by_beta_over_the_workers(mpi):
             ps.prefetch_tensors(update.served)[0].wait()
         mpi.barrier()
         update.update(step)
-        update.served.finish_sends()
+        update.served._finish_sends()
         mpi.barrier()
         moves = [beta / len(workers) * (centre - one) for one in workers]
         workers = [one + move for one, move in zip(workers, moves, strict=True)]

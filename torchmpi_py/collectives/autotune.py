@@ -227,7 +227,7 @@ def _save(world: Communicator, rows: measured_cache.Rows, path: str | pathlib.Pa
     result: tuple[str, str] = world.direct.mpi.bcast((source, failure))
     source, failure = result
     if failure:
-        raise TorchMPIError(failure).of_call("autotune", world)
+        raise TorchMPIError(failure)._of_call("autotune", world)
     return source
 
 

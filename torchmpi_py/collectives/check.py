@@ -31,7 +31,7 @@ def check_all_with_allreduce(values: Mapping[str, Tensor | Number], *, comm: Com
     ]
     if named:
         error = RanksDisagree(f"not the same bits on all ranks: {'; '.join(named)}")
-        raise error.of_call("check_with_allreduce", resolved)
+        raise error._of_call("check_with_allreduce", resolved)
 
 
 def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> dict[str, list[int]]:
@@ -43,7 +43,7 @@ def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> 
     names = [[name for name, _ in table] for table in tables]
     if any(own != names[0] for own in names):
         lists = "; ".join(f"rank {rank}: {', '.join(own)}" for rank, own in enumerate(names))
-        raise RanksDisagree(f"the ranks check different things: {lists}").of_call("check_with_allreduce", resolved)
+        raise RanksDisagree(f"the ranks check different things: {lists}")._of_call("check_with_allreduce", resolved)
     found = {}
     for position, name in enumerate(names[0]):
         digests = [table[position][1] for table in tables]

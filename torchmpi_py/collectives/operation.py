@@ -92,7 +92,7 @@ class Operation(Work[R]):
                 if trace is not None:
                     trace.end(self, channel.thread_role, begin)
         except TorchMPIError as error:
-            error.of_call(self.name, self.comm)
+            error._of_call(self.name, self.comm)
             raise
         finally:
             if is_collective and channel.user == me:
@@ -111,7 +111,7 @@ class Operation(Work[R]):
                 "the other ranks cannot know the order of the two. Give each thread a communicator of its own, from "
                 "mpi.split"
             )
-        return CommunicatorError(f"{self}: {why}").of_call(self.name, self.comm)
+        return CommunicatorError(f"{self}: {why}")._of_call(self.name, self.comm)
 
     def launch(self) -> Handle[R]:
         """Start the operation, and return a handle to wait for the result."""
@@ -124,7 +124,7 @@ class Operation(Work[R]):
             if self.entry is not None:
                 journal.fail(self.entry)
             if isinstance(error, TorchMPIError):
-                error.of_call(self.name, self.comm)
+                error._of_call(self.name, self.comm)
             raise
 
     def finish(self) -> R:
@@ -136,7 +136,7 @@ class Operation(Work[R]):
             try:
                 journal.end_launched(self.entry)
             except RanksDisagree as error:
-                error.of_call(self.name, self.comm)
+                error._of_call(self.name, self.comm)
                 raise
         return self.target if self.conclude is None else self.conclude(None)  # type: ignore[return-value]
 
@@ -147,7 +147,7 @@ class Operation(Work[R]):
         MPI becomes a CommunicatorError with the operation's name.
         """
         explained = self._explained(error)
-        return explained.of_call(self.name, self.comm) if isinstance(explained, TorchMPIError) else explained
+        return explained._of_call(self.name, self.comm) if isinstance(explained, TorchMPIError) else explained
 
     def _explained(self, error: Exception) -> Exception:
         sides, differ = "", False

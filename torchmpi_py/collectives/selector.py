@@ -143,7 +143,7 @@ class Selector:
         if not usable:
             kind = Unimplemented if name is not None and statuses[name] == "unimplemented" else Unavailable
             reasons = "; ".join(f"{flavour}: {reason}" for flavour, reason in statuses.items())
-            raise kind(f"{verb} of a tensor on {device}: no flavour can do it ({reasons})").of_call(verb, comm)
+            raise kind(f"{verb} of a tensor on {device}: no flavour can do it ({reasons})")._of_call(verb, comm)
         limits = [choice.max_bytes for choice in usable]
         num_used = limits.index(math.inf) + 1  # the choices after the first one without limit are never reached
         return Plan(limits[:num_used], [BY_NAME[choice.flavour] for choice in usable[:num_used]])

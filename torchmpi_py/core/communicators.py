@@ -70,15 +70,15 @@ class Communicator:
             communication_thread.current().drain()
             if self.direct.is_in_use:
                 raise CommunicatorError(f"{self!r} cannot be freed: a thread is in a collective there")
-            journal.run_together("free", self, self.release)
+            journal.run_together("free", self, self._release)
 
-    def release(self, *, is_lost: bool = False) -> None:
+    def _release(self, *, is_lost: bool = False) -> None:
         """Free all resources. Collective, unless the communicator ``is_lost``: one of its ranks has died."""
         if not self.is_free:
             self.is_free = True
             is_lost = is_lost or self.is_stuck or self.direct.is_in_use  # a thread there still needs the memory
             if self.outer is not None:
-                self.outer.release(is_lost=is_lost)
+                self.outer._release(is_lost=is_lost)
             for channel in (self.background, self.direct):
                 channel.free(is_lost=is_lost)
             for sequence in self.sequences:
@@ -128,7 +128,7 @@ class Stack:
     def free(self, *, is_lost: bool = False) -> None:
         """Free all communicators, the youngest first. Collective, unless they are ``is_lost``."""
         for communicator in [*reversed(self.others), *reversed(self.levels)]:
-            communicator.release(is_lost=is_lost)
+            communicator._release(is_lost=is_lost)
 
 
 current_stack: Stack | None = None

@@ -107,17 +107,17 @@ class Handle(ABC, Generic[R]):
         if not self._complete(timeout_seconds):
             state = f"{self._label} is not complete after {timeout_seconds:g} s; it goes on, wait again for its result"
             verb, comm = getattr(self._label, "name", None), getattr(self._label, "comm", None)
-            raise CollectiveTimeout(f"{state}. {self.late_ranks()}").of_call(verb, comm)
+            raise CollectiveTimeout(f"{state}. {self.who_is_late()}")._of_call(verb, comm)
         if self._error is not None:
             self._error_was_seen = True
             raise self._error.with_traceback(self._traceback)  # the same traceback, however often the error is raised
         return self._result  # type: ignore[return-value]
 
-    def is_done_on_host(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether the host has no more to do for the operation; a GPU may still work. As ``done`` for CPU tensors."""
         return self._complete(0)
 
-    def late_ranks(self) -> str:
+    def who_is_late(self) -> str:
         """A sentence with the ranks that have not come to the operation, or a question."""
         work = self._work
         return (work.late_ranks() if work is not None else "") or "Has every rank launched it?"

@@ -39,7 +39,6 @@ from torchmpi_py.collectives.verbs import allgather_object
 from torchmpi_py.core import communicators, ulfm
 from torchmpi_py.engine import loaders
 from torchmpi_py.engine.iterators import DatasetIterator
-from torchmpi_py.engine.resume import RunHooks
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
@@ -69,7 +68,7 @@ class AllReduceSGDEngine(SGDEngine):
         before a test and at the end of training: "average" (whole numbers: rank 0's), "root": rank 0's, or "leave".
     """
 
-    steps_are_collective = True
+    steps_together = True
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class AllReduceSGDEngine(SGDEngine):
                 yield
 
     @contextmanager
-    def epoch(self, state: State, hooks: RunHooks) -> Iterator[None]:
+    def epoch(self, state: State) -> Iterator[None]:
         """In an elastic job: when a rank dies the others recover, and the loop goes on with the rest of the epoch.
 
         If the epoch was counted already, its end is repeated here.
@@ -124,7 +123,7 @@ class AllReduceSGDEngine(SGDEngine):
             if not state.is_ending_epoch:
                 return
             with survivors.elastic() as attempt:
-                hooks.on_end_epoch(state)
+                self._run_hooks.on_end_epoch(state)
                 state.is_ending_epoch = False
 
     def _recover(self, state: State) -> None:
@@ -293,7 +292,7 @@ class Replicas:
     def set_batch(self) -> None:
         """Before the backward pass: tell the registration its batch."""
         if self.registration is not None:
-            self.registration.set_batch(self._batch())
+            self.registration.look(self._batch())
 
     def average_gradients(self) -> None:
         """Every gradient becomes its mean over the ranks."""
@@ -319,14 +318,14 @@ class Replicas:
 
 def as_one_module(state: State) -> torch.nn.Module:
     """Everything that is trained as one module: its gradients are reduced in one order, the same on every rank."""
-    outside = state.parameters_of_optimizer_alone()
+    outside = state._parameters_of_optimizer_alone()
     for tensor in outside:
         if not isinstance(tensor, torch.nn.Parameter):
             raise TypeError(
                 f"the optimizer holds a plain tensor of shape {tuple(tensor.shape)}, which cannot be trained on "
                 "several ranks: make it a torch.nn.Parameter"
             )
-    return torch.nn.ModuleDict({**state.named_modules(), "optimizer": torch.nn.ParameterList(outside)})
+    return torch.nn.ModuleDict({**state._named_modules(), "optimizer": torch.nn.ParameterList(outside)})
 
 
 def _check_elastic(state: State) -> None:

@@ -54,7 +54,7 @@ def hooks_of_run(
     every: int | Literal["epoch"],
     keep: int,
     stateful: Mapping[str, Stateful] | None,
-    steps_are_collective: bool,
+    steps_together: bool,
 ) -> AbstractContextManager[RunHooks]:
     """The hooks that one call of ``train`` makes: the user's, with ``checkpoint`` followed by those of ``Saving``.
 
@@ -68,7 +68,7 @@ def hooks_of_run(
                 f"stateful[{name!r}] is a {type(part).__name__}: give objects with state_dict and load_state_dict"
             )
     if checkpoint is not None:
-        return Saving(hooks, Checkpoints(checkpoint, keep=keep), every, stateful or {}, steps_are_collective)
+        return Saving(hooks, Checkpoints(checkpoint, keep=keep), every, stateful or {}, steps_together)
     if stateful:
         raise ValueError("stateful= is what checkpoints hold besides: give checkpoint=DIRECTORY too")
     return nullcontext(hooks)
@@ -87,13 +87,13 @@ class Saving:
         checkpoints: Checkpoints,
         every: int | Literal["epoch"],
         stateful: Mapping[str, Stateful],
-        steps_are_collective: bool,
+        steps_together: bool,
     ) -> None:
         self.hooks = hooks
         self.checkpoints = checkpoints
         self.every = every
         self.stateful = dict(stateful)
-        self.steps_are_collective = steps_are_collective  # whether ranks can exchange something after every step
+        self.steps_together = steps_together  # whether ranks can exchange something after every step
         self.asked = 0  # maxepoch, before hooks of the epochs change it
         self.saved: tuple[int, ...] | None = None  # where the run stood at the last checkpoint
         self.end_requests = EndRequests()
@@ -171,7 +171,7 @@ class Saving:
 
     def _end_if_requested(self, state: State, has_saved: bool) -> None:
         # Only where all ranks come: after each step if steps are collective, else after a save.
-        all_come = has_saved or self.steps_are_collective or outcomes.size() == 1
+        all_come = has_saved or self.steps_together or outcomes.size() == 1
         if not all_come or not self.end_requests.requested():
             return
         self._save(state)
@@ -187,8 +187,8 @@ class Saving:
 
     def _collected(self, state: State) -> Collected:
         parts = {
-            **{name: module.state_dict() for name, module in state.named_modules().items()},
-            "outside": [tensor.detach() for tensor in state.parameters_of_optimizer_alone()],
+            **{name: module.state_dict() for name, module in state._named_modules().items()},
+            "outside": [tensor.detach() for tensor in state._parameters_of_optimizer_alone()],
             "optimizer": None if state.optimizer is None else state.optimizer.state_dict(),
             "epoch": state.epoch,
             "maxepoch": {"asked": self.asked, "now": state.maxepoch},
@@ -196,7 +196,7 @@ class Saving:
             "size": outcomes.size(),
         }
         # Rank 0's buffers are in the model.
-        modules = state.named_modules().items() if outcomes.rank() > 0 else ()
+        modules = state._named_modules().items() if outcomes.rank() > 0 else ()
         own = {
             "buffers": {name: _kept_buffers(module) for name, module in modules},
             "position": state.position,
@@ -209,11 +209,11 @@ class Saving:
         return parts, own
 
     def _restore(self, state: State, parts: dict[str, Any]) -> None:
-        modules = state.named_modules()
+        modules = state._named_modules()
         for name, module in modules.items():
             module.load_state_dict(parts[name])
         with torch.no_grad():
-            for tensor, content in zip(state.parameters_of_optimizer_alone(), parts["outside"], strict=True):
+            for tensor, content in zip(state._parameters_of_optimizer_alone(), parts["outside"], strict=True):
                 tensor.copy_(content)
             for name, buffers in parts["buffers"].items():
                 kept = _kept_buffers(modules[name])

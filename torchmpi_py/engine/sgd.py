@@ -65,11 +65,12 @@ class SGDEngine:
     Source: torchnet, ``SGDEngine``; TorchMPI reference section 7.
     """
 
-    steps_are_collective = False
+    steps_together = False
     """Whether every step has a collective operation; else a rank may have more steps in an epoch than another."""
 
     def __init__(self) -> None:
         self.hooks = Hooks()
+        self._run_hooks: RunHooks = self.hooks  # those that the loop calls: with a checkpoint, more than the user's
 
     def train(
         self,
@@ -111,13 +112,14 @@ class SGDEngine:
         state = State(network, criterion, iterator, training=True, maxepoch=maxepoch)
         check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
-        run_hooks = hooks_of_run(self.hooks, checkpoint, every, keep, stateful, self.steps_are_collective)
+        run_hooks = hooks_of_run(self.hooks, checkpoint, every, keep, stateful, self.steps_together)
         with self.session(state), run_hooks as hooks:
+            self._run_hooks = hooks
             state.optimizer = make_optimizer(state, lr, optimizer)
             self.set_mode(state)
             hooks.on_start(state)
             while state.epoch < state.maxepoch:
-                with self.epoch(state, hooks):
+                with self.epoch(state):
                     hooks.on_start_epoch(state)
                     for sample in self.samples(state):
                         self.take_sample(state, sample)
@@ -169,11 +171,8 @@ class SGDEngine:
         """The bracket around the whole run, also when an error ends the run."""
         return nullcontext()
 
-    def epoch(self, state: State, hooks: RunHooks) -> AbstractContextManager[None]:
-        """The bracket around an epoch, or the rest of one; it may swallow an error: the loop goes on from the state.
-
-        hooks: the hooks that the loop calls; a bracket that repeats the end of an epoch calls ``on_end_epoch`` again.
-        """
+    def epoch(self, state: State) -> AbstractContextManager[bool | None]:
+        """The bracket around an epoch, or the rest of one; it may swallow an error: the loop goes on from the state."""
         return nullcontext()
 
     def set_mode(self, state: State) -> None:

@@ -34,9 +34,9 @@ class State:
 
     def modules(self) -> list[torch.nn.Module]:
         """The network, and the criterion if it is a module."""
-        return list(self.named_modules().values())
+        return list(self._named_modules().values())
 
-    def named_modules(self) -> dict[str, torch.nn.Module]:
+    def _named_modules(self) -> dict[str, torch.nn.Module]:
         """Like ``modules``, with the names "network" and "criterion"."""
         named = {"network": self.network, "criterion": self.criterion}
         return {name: part for name, part in named.items() if isinstance(part, torch.nn.Module)}
@@ -47,7 +47,7 @@ class State:
         holders = [*(module.parameters() for module in self.modules()), *groups]
         return list(dict.fromkeys(p for holder in holders for p in holder if p.requires_grad))
 
-    def parameters_of_optimizer_alone(self) -> list[torch.nn.Parameter]:
+    def _parameters_of_optimizer_alone(self) -> list[torch.nn.Parameter]:
         """The parameters that are in no module."""
         inside = {id(parameter) for module in self.modules() for parameter in module.parameters()}
         return [parameter for parameter in self.parameters() if id(parameter) not in inside]

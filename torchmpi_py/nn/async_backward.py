@@ -71,7 +71,7 @@ class AsyncBackward:
         wait_all([*handles, has_gradient_anywhere])
         self._buckets.drop_unused_gradients(has_gradient_anywhere.wait())
 
-    def set_batch(self, batch: Any | None) -> None:
+    def look(self, batch: Any | None) -> None:
         """Set the batch of the next backward pass, which is compared with those of other ranks (``first_batches``)."""
         self._buckets.first_batches.set_batch(batch)
 

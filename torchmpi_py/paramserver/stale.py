@@ -83,7 +83,7 @@ class StaleSynchronousUpdate(Update):
         self.clock += 1
         is_fresh = False
         if self.is_root and self.clock - self._slowest > self.staleness:
-            self.check_still_trained(step)
+            self._check_still_trained(step)
             self._refresh(served)
             is_fresh = True
         # The ranks of a group have made the same change; only fetched values have to be shared.

@@ -75,7 +75,7 @@ class ServedTensors:
                 )
         return [[updates[index] for index in indices] for indices in self._indices]
 
-    def finish_sends(self) -> None:
+    def _finish_sends(self) -> None:
         """Wait until the servers have what this rank has sent; raises what the last sends have raised."""
         wait_all([pack.sending for pack in self.packs if pack.sending is not None])
 

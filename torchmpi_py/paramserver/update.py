@@ -155,7 +155,7 @@ class Update(ABC):
     def exchange(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
         """What is due in a step once the server is seeded, on every rank."""
         if due.integrate:
-            self.check_still_trained(step)
+            self._check_still_trained(step)
         if self.is_root:
             # A fetch U steps before an integration falls into the step of the integration before, and comes after it.
             fetches_last = due.integrate and self.timetable.prefetch > 0
@@ -218,7 +218,7 @@ class Update(ABC):
         if self.served is not None:
             if self.is_root:
                 self.send_rest(self.served)
-            self.served.finish_sends()
+            self.served._finish_sends()
 
     def take_result(self) -> None:
         """After the last step of all workers: the network gets the server's values, the same on all ranks.
@@ -258,7 +258,7 @@ class Update(ABC):
         self._check_usable("state_dict")
         state: dict[str, Any] = {**self._origin(), "step": self._last_step, "is_seeded": self.served is not None}
         if self.served is not None:
-            self.served.finish_sends()
+            self.served._finish_sends()
             self._wait_for_all(self.sharding, "state_dict")
             state["server"] = self.served.state_dict() if self.sharding.rank == 0 else None
             state["worker"] = self.worker_state() if self.is_root else {}
@@ -317,7 +317,7 @@ class Update(ABC):
         if self.is_free:
             raise ParameterServerError(f"{call}: this {self._name} was freed; make another")
 
-    def check_still_trained(self, step: int) -> None:
+    def _check_still_trained(self, step: int) -> None:
         """ParameterServerError unless the network trains the parameters that are served, in the same order."""
         trained = [id(p) for p in self.network.parameters() if p.requires_grad]
         if trained != [id(p) for p in self.parameters]:

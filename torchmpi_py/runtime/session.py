@@ -123,7 +123,7 @@ class Session:
         if communicators.current_stack is not None:
             communicators.current_stack.free(is_lost=is_lost)
         if self._node is not None:
-            self._node.release(is_lost=is_lost)
+            self._node._release(is_lost=is_lost)
         if is_lost:  # the program may still hold tensors and communicators of the lost world
             symmetric.forget()
             ulfm.forget_all()

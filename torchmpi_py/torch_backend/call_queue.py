@@ -199,7 +199,7 @@ class CallQueue:
         if self._runner == threading.get_ident() and self._thread is not None:
             self._depth += 1
             try:
-                self._thread.carry_out_until(call.handle.is_done_on_host)
+                self._thread.carry_out_until(call.handle.is_settled)
             finally:
                 self._depth -= 1
 

@@ -123,7 +123,7 @@ def acquire(ranks: Sequence[int]) -> Membership:
 def release(comm: Communicator) -> None:
     """This rank's group is destroyed. Not collective. A communicator that is stuck is never used again."""
     if comm.is_stuck:
-        comm.release(is_lost=True)
+        comm._release(is_lost=True)
     elif communicators.is_started():
         _pool().busy.discard(comm)
 

@@ -259,8 +259,8 @@ class PendingWork(distributed.Work):
 
     def _expire(self) -> None:
         """The call is late: let the future give up."""
-        late = self.handle.late_ranks()
-        if self._future is None or self.handle.is_done_on_host() or not self._future_is_open.acquire(blocking=False):
+        late = self.handle.who_is_late()
+        if self._future is None or self.handle.is_settled() or not self._future_is_open.acquire(blocking=False):
             return
         self.handle.give_up()
         self.when_late()
