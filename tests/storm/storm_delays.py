@@ -14,7 +14,7 @@ LIKELIHOOD, LONGEST_SECONDS = 0.08, 0.003
 _local = threading.local()
 POINTS = [
     (NodeGroup, "announce"),
-    (NodeGroup, "read"),
+    (NodeGroup, "read_headers"),
     (NodeGroup, "views"),
     (NodeGroup, "given"),
     (NodeGroup, "reduced"),
