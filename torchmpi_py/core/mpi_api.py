@@ -27,17 +27,25 @@ else:
 
     MPI = _LazyModule()
 
-_owner: int | None = None  # the number of the owner's process
+_has_owner = False
+_is_forked = False
 
 
 def claim_process() -> bool:
     """Make this process the owner, as it starts its first session; whether there was no owner before."""
-    global _owner
-    is_first = _owner is None
-    _owner = os.getpid()
-    return is_first
+    global _has_owner
+    if _has_owner:
+        return False
+    _has_owner = True
+    os.register_at_fork(after_in_child=_disown)
+    return True
+
+
+def _disown() -> None:
+    global _is_forked
+    _is_forked = True
 
 
 def is_forked() -> bool:
     """Whether this process is a fork of the owner."""
-    return _owner is not None and os.getpid() != _owner
+    return _is_forked
