@@ -1,4 +1,4 @@
-"""The way of one small blocking call through the package is short: ``scripts/frames`` lists it."""
+"""The way of one small blocking call through the package is short: ``scripts/dev/frames.py`` lists it."""
 
 import sys
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Python frames, files and objects of this package that one call passes: ``torchmpirun -n 2 scripts/frames [--list]``.
+"""Python frames, files and objects of ours that one call passes: ``torchmpirun -n 2 scripts/dev/frames.py [--list]``.
 
 Each call is warmed up first, so what is counted is what every later call pays. Rank 0 prints one line a call: frames in
 the calling thread, frames in other threads until the call is complete, distinct files, and the classes of which the
