@@ -158,6 +158,20 @@ def test_another_program_that_has_the_address_does_not_silence_the_rank(monkeypa
     assert actions[1:] == ["ended"]
 
 
+def test_ranks_that_are_all_here_have_time_to_connect(monkeypatch):
+    actions = []
+    monkeypatch.setattr(arrival.watchdog, "print_to_stderr", actions.append)
+    monkeypatch.setattr(arrival, "_CONNECT_SECONDS", 1.5)
+    monkeypatch.setattr(arrival.Wait, "_end_job", lambda self: actions.append("ended"))
+    with started(monkeypatch, 0, 2, 2).watched(), started(monkeypatch, 1, 2, 2).watched():
+        wait = started(monkeypatch, 0, 2, 2)
+        wait._seconds = 0.01
+        with contextlib.ExitStack() as held:
+            wait._watch(held)
+    assert "for 1.5 s now. No rank is missing" in actions[0]
+    assert actions[1:] == ["ended"]
+
+
 def test_mpi4pys_setting_of_errors_holds():
     text = "import torchmpi_py as mpi; mpi.start(); from mpi4py import MPI\n"
     text += "assert all(c.Get_errhandler() == MPI.ERRORS_ABORT for c in (MPI.COMM_SELF, MPI.COMM_WORLD))"

@@ -26,6 +26,7 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.launch import exit_marks, variables
 from torchmpi_py.watch import abort, watchdog
 
+_CONNECT_SECONDS = 60.0
 _LOOK_SECONDS = 0.5
 _OTHERS_END_SECONDS = 5.0  # for the rank that reports to end the job
 _REPORTED = "reported"  # the address of the rank that reports
@@ -35,6 +36,7 @@ _CALLS = "mpi.start() or init_process_group()"
 class Wait:
     """A wait for all ranks of the job, in the function ``called``, of at most ``seconds`` (0: of any length).
 
+    Where all ranks wait on this host, and MPI has yet to connect them, a shorter limit than 60 s does not count.
     ``at_deadline``: with "report" the wait goes on after the report, else the job ends.
     """
 
@@ -60,7 +62,7 @@ class Wait:
 
     def _watch(self, held: contextlib.ExitStack) -> None:
         ages, is_reported = watchdog.Ages(time.monotonic()), False
-        while ages.seconds.get(0, 0.0) < self._seconds:
+        while (age := ages.seconds.get(0, 0.0)) < self._seconds or (age < _CONNECT_SECONDS and self._all_are_here()):
             if self._over.wait(min(_LOOK_SECONDS, self._seconds)):
                 return
             ages.look([0], time.monotonic())
@@ -74,12 +76,18 @@ class Wait:
         if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # in which the others see the address
             self._end_job()
 
+    def _all_are_here(self) -> bool:
+        """Whether every rank of the job waits on this host: MPI connects them, which a busy host makes slow."""
+        ranks = range(self._size or 0) if variables.job_name(os.environ) else ()
+        return bool(ranks) and all(_is_bound(_address(str(rank))) for rank in ranks)
+
     def report(self) -> str:
         """The ranks that wait and the ranks that are missing, as far as this host shows."""
         here = [rank for rank in range(self._size or 0) if _is_bound(_address(str(rank)))] or [self._rank]
         who = f"{_ranks(here)} of {self._size or '?'} wait{'s' * (len(here) == 1)} in {self._called}"
         end = "the job ends" if self._ends else "the wait goes on"
-        return f"{who}, for {self._seconds:g} s now. {self._missing(here)}. Every rank has to call {_CALLS}; {end}"
+        seconds = max(self._seconds, _CONNECT_SECONDS) if self._all_are_here() else self._seconds
+        return f"{who}, for {seconds:g} s now. {self._missing(here)}. Every rank has to call {_CALLS}; {end}"
 
     def _missing(self, here: list[int]) -> str:
         """The sentence on the missing ranks; ``here``: the ranks of this host that wait."""
