@@ -180,10 +180,10 @@ def test_what_the_verb_does_not_take_is_refused(mpi):
 def test_timed_sums_stay_finite(mpi, monkeypatch):
     seen = []
 
-    def entry(x, **options):
+    def recorded(x, **options):
         seen.append(x)
         return x
 
-    monkeypatch.setattr(mpi, "allreduce", entry)
+    monkeypatch.setattr(mpi, "allreduce", recorded)
     measured("run", "--sizes", "1K", "--no-verify", "--buffers", "warm")
     assert torch.equal(seen[-1], torch.zeros(256))

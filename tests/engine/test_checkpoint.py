@@ -377,6 +377,24 @@ def test_a_file_that_is_seen_late(tmp_path, monkeypatch):
     timer.join()
 
 
+def test_an_old_one_stays_where_the_new_one_is_cut_off(tmp_path, monkeypatch):
+    """As on a file system that has lost the end of a part which another host has written."""
+    checkpoints, write = Checkpoints(tmp_path, keep=1), checkpoint_files.write
+    checkpoints.save(1, {"x": 1})
+
+    def cutting(path, content):
+        entry = write(path, content)
+        if path.name == "rank-0.pt":
+            os.truncate(path, 10)
+        return entry
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files, "write", cutting)
+        with pytest.raises(errors.CheckpointError, match=r"step 2 cannot be saved: .*rank-0.pt has 10 bytes of"):
+            checkpoints.save(2, {"x": 2})
+    assert Checkpoints(tmp_path).load() == (1, {"x": 1})
+
+
 def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, caplog):
     rename = os.rename
 

@@ -127,3 +127,35 @@ def test_a_save_that_takes_longer_than_the_deadline(tmp_path):
 def test_many_kills(tmp_path, ranks):
     draw = random.Random(ranks)
     assert_as_if_undisturbed(tmp_path, ranks, [drawn(draw, ranks) for _ in range(3)])
+
+
+NESTED = """
+import os, signal, sys, torch
+import torchmpi_py as mpi
+from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
+mpi.start()
+data = torch.utils.data.TensorDataset(torch.randn(12, 3), torch.randn(12, 1))
+engine, outer, ends = AllReduceSGDEngine(), torch.nn.Linear(3, 1), []
+def train(network, name):
+    engine.train(network=network, criterion=torch.nn.MSELoss(), iterator=DatasetIterator(data, 2), lr=0.01, maxepoch=1,
+                 checkpoint=os.path.join(sys.argv[1], name))
+def on_end_epoch(state):
+    if state.network is outer and not ends:
+        ends.append(1)
+        train(torch.nn.Linear(3, 1), "inner")
+        if mpi.rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        mpi.barrier()
+engine.hooks.on_end_epoch = on_end_epoch
+train(outer, "outer")
+mpi.stop()
+"""
+
+
+def test_a_death_after_a_hook_has_trained_another_network(tmp_path):
+    """The end of the outer epoch is repeated, with its own checkpoint."""
+    (tmp_path / "nested.py").write_text(NESTED)
+    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", "--bind", "none", "--timeout", "60", "--elastic"]
+    job = subprocess.run([*launch, tmp_path / "nested.py", tmp_path], capture_output=True, text=True, timeout=200)
+    assert job.returncode == 0, job.stderr
+    assert os.listdir(tmp_path / "inner") == os.listdir(tmp_path / "outer") == ["step-000002"]

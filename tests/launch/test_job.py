@@ -96,6 +96,21 @@ def test_cores_are_shared_out_unless_told_not_to(program, no_leftovers):
     assert [line.split()[3:5] for line in free] == [[str(allowed), "7"]] * 2
 
 
+ENDS_AT_EXIT = """
+import atexit, os, time
+if os.environ["RANK"] == "0":
+    atexit.register(os._exit, 0)
+else:
+    time.sleep(5)
+    print("done", flush=True)
+"""
+
+
+def test_a_rank_that_ends_by_os_exit_at_exit(program, no_leftovers):
+    job = launch("-n", 2, program(ENDS_AT_EXIT))
+    assert (job.returncode, job.stdout) == (0, "done\n"), job.stderr
+
+
 def test_a_module_from_the_current_folder(tmp_path, no_leftovers):
     (tmp_path / "hello.py").write_text(HELLO + "print(__name__, __spec__.name)")
     job = launch("-n", 2, "-m", "hello", "x", cwd=tmp_path)

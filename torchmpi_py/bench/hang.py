@@ -23,7 +23,9 @@ Entry = Mapping[str, Any]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``hang``."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="with rank-0.json and so on, there or further in")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="with flight_recorder_0 and so on, there or further in"
+    )
 
 
 def main(options: argparse.Namespace) -> None:

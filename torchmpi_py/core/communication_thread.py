@@ -166,7 +166,7 @@ def are_over() -> bool:
 
 
 current_thread: CommunicationThread | None = None
-"""The communication thread of the session; a session alone assigns it."""
+"""The communication thread of the session; a session alone assigns it, and ``exits`` in a forked child."""
 
 
 def current() -> CommunicationThread:

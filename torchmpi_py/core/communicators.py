@@ -132,10 +132,10 @@ class Stack:
 
 
 current_stack: Stack | None = None
-"""The level stack of the session; a session alone assigns it."""
+"""The level stack of the session; a session alone assigns it, and ``exits`` in a forked child."""
 
 why_not = "call mpi.start() first"
-"""The advice of NotStarted while there is no session; a session alone assigns it."""
+"""The advice of NotStarted while there is no session; a session alone assigns it, and ``exits`` in a forked child."""
 
 
 def stack() -> Stack:

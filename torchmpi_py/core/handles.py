@@ -106,8 +106,7 @@ class Handle(ABC, Generic[R]):
             timeout_seconds = config.current.deadline_seconds
         if not self._complete(timeout_seconds):
             state = f"{self._label} is not complete after {timeout_seconds:g} s; it goes on, wait again for its result"
-            verb, comm = getattr(self._label, "name", None), getattr(self._label, "comm", None)
-            raise CollectiveTimeout(f"{state}. {self.who_is_late()}")._of_call(verb, comm)
+            raise CollectiveTimeout(f"{state}. {self.who_is_late()}")._of_call(*_call_of(self._label))
         if self._error is not None:
             self._error_was_seen = True
             raise self._error.with_traceback(self._traceback)  # the same traceback, however often the error is raised
@@ -217,6 +216,11 @@ class ThreadHandle(Handle[R]):
         return True
 
 
+def _call_of(label: object) -> tuple[str | None, Any]:
+    """(verb, communicator) of the operation that is its own label; of other works nothing is known."""
+    return getattr(label, "name", None), getattr(label, "comm", None)
+
+
 def lock_timeout(seconds: float | None) -> float:
     """``seconds`` (None: without limit) as the timeout of a lock."""
     return -1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
@@ -320,7 +324,8 @@ class RequestHandle(Handle[R]):
             return
         try:
             if self._work is not None and not all(request.Test() for request in self._requests):
-                self._failure = CommunicatorError(f"{self._label} was cancelled: nothing has come for it")
+                cancelled = CommunicatorError(f"{self._label} was cancelled: nothing has come for it")
+                self._failure = cancelled._of_call(*_call_of(self._label))
                 for request in self._requests:
                     request.Cancel()
                 self.give_up()

@@ -112,7 +112,7 @@ class Traced(Recorded, Protocol):
 
     @property
     def launched(self) -> int:
-        """The time of the launch, in ns of ``time.monotonic_ns``; 0 for a blocking call."""
+        """The time of the launch, in ns of ``time.time_ns``; 0 for a blocking call."""
 
 
 class Plain:
@@ -162,7 +162,7 @@ def record(operation: Recorded, thread_role: int, is_launch: bool = False, frame
     # A neighbour that is behind, or ahead, has another sequence number there: no difference.
     if theirs != fingerprint and theirs ^ fingerprint < _NEXT and not operation.flavour.exchanges_headers:
         fail(entry)
-        raise RanksDisagree(_difference(number))
+        raise RanksDisagree(_difference(number))._of_call(operation.name, operation.comm)
     return entry
 
 

@@ -1,4 +1,4 @@
-"""The one door to ``mpi4py.MPI``, whose import initializes MPI; and the process that MPI belongs to.
+"""``mpi4py.MPI``, whose import initializes MPI, for the rooms above; and the process that MPI belongs to.
 
 ``from torchmpi_py.core.mpi_api import MPI`` imports nothing yet: MPI is initialized when the first attribute of ``MPI``
 is read, which ``start`` does.
@@ -9,6 +9,7 @@ job.
 """
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ else:
         """Stand-in for ``mpi4py.MPI``; each attribute is looked up there once, and kept."""
 
         def __getattr__(self, name: str) -> Any:
+            if name.startswith("__") and "mpi4py.MPI" not in sys.modules:  # a tool looks at names, and uses no MPI
+                raise AttributeError(name)
             from mpi4py import MPI
 
             value = getattr(MPI, name)

@@ -117,7 +117,6 @@ class AllReduceSGDEngine(SGDEngine):
         """
         with survivors.elastic() as attempt:
             yield
-            state.is_ending_epoch = False
         while attempt.has_recovered:
             self._recover(state)
             if not state.is_ending_epoch:
@@ -220,11 +219,6 @@ class AllReduceSGDEngine(SGDEngine):
         if self._replicas is not None:
             self._replicas.average_gradients()
             survivors.confirm()
-
-    def end_epoch(self, state: State) -> None:
-        """As in ``SGDEngine``; from now on the survivors of a death repeat the end of the epoch."""
-        state.is_ending_epoch = True
-        super().end_epoch(state)
 
     def finish(self, state: State) -> None:
         """Make the buffers equal, also if a rank dies meanwhile."""

@@ -149,7 +149,10 @@ class Checkpoints:
     def _finish(self, folder: pathlib.Path, step: int, written: list[dict[str, Any]]) -> pathlib.Path:
         """Rank 0: all parts are on the disk; give the folder its name, and remove the oldest."""
         entries = {name: entry for of_rank in written for name, entry in of_rank.items()}
-        final = files.finish(folder, step, {"size": len(written), "versions": _versions(), "files": entries})
+        summary = {"size": len(written), "versions": _versions(), "files": entries}
+        # Parts of other hosts may be seen late, or cut off. Older checkpoints go only for one that is whole here.
+        outcomes.soon(lambda: files.check(folder, summary, entries, ()), files.Lacking, SEEN_WITHIN_SECONDS)
+        final = files.finish(folder, step, summary)
         for name in files.complete(self.directory)[self.keep :]:
             files.discard(self.directory / name)
         return final
@@ -158,7 +161,7 @@ class Checkpoints:
         """Make the folder; CheckpointError on all ranks unless it is the same one for all of them."""
         if self._is_shared:
             return
-        probe = outcomes.of_rank_0(lambda: files.begin(self.directory, 0), "the folder cannot be used")
+        probe = outcomes.of_rank_0(lambda: files.begin_probe(self.directory), "the folder cannot be used")
         try:
             find = partial(self._find, probe.name)
             different = "the folder is not the same for all ranks"

@@ -10,6 +10,7 @@
     DIR/.step-000090.removed-84ab/      being removed
     DIR/step-000120.replaced/           an older one of the same step, while the newer one takes its name
     DIR/step-000120.damaged/            could not be read, and was passed over
+    DIR/.probe-77c0/                    for a moment: whether all ranks see the same folder
 
 A name changes by ``rename``, which is atomic; before it, files and folder are brought to the disk by ``fsync``, and
 after it the folder that holds them is. So the name ``step-N`` is never seen on half a checkpoint, not even after a
@@ -164,14 +165,24 @@ def step_of(name: str) -> int:
 
 
 def begin(directory: pathlib.Path, step: int) -> pathlib.Path:
-    """A new folder with a provisional name, in the folder of checkpoints, which is made if it is missing."""
+    """A new folder with the provisional name of a checkpoint, in the folder of checkpoints."""
+    return _make_inside(directory, f".step-{step:06}.partial-{uuid.uuid4().hex[:8]}")
+
+
+def begin_probe(directory: pathlib.Path) -> pathlib.Path:
+    """A new folder by which other ranks see that their folder of checkpoints is the same."""
+    return _make_inside(directory, f".probe-{uuid.uuid4().hex[:8]}")
+
+
+def _make_inside(directory: pathlib.Path, name: str) -> pathlib.Path:
+    """Make a folder in the folder of checkpoints, which is made if it is missing."""
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     os.makedirs(directory, exist_ok=True)
     for folder in made:
         sync(folder.parent)  # the new names are on the disk
-    partial = directory / f".step-{step:06}.partial-{uuid.uuid4().hex[:8]}"
-    os.mkdir(partial)
-    return partial
+    folder = directory / name
+    os.mkdir(folder)
+    return folder
 
 
 def finish(partial: pathlib.Path, step: int, summary: dict[str, Any]) -> pathlib.Path:
@@ -198,8 +209,10 @@ def tidy(directory: pathlib.Path) -> None:
     """Remove what a job left that was killed while it wrote, or while it removed."""
     for name in os.listdir(directory):
         path = directory / name
-        if name.startswith(".step-"):
+        if name.startswith((".step-", ".probe-")):
             remove(path)
+        elif name.startswith(".token-"):  # of version 0.1
+            path.unlink()
         elif name.endswith(".replaced") and _NAME.fullmatch(name):
             newer = path.with_suffix("")
             if newer.exists():

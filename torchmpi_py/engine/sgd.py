@@ -113,8 +113,7 @@ class SGDEngine:
         check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
         run_hooks = hooks_of_run(self.hooks, checkpoint, every, keep, stateful, self.steps_together)
-        with self.session(state), run_hooks as hooks:
-            self._run_hooks = hooks
+        with self.session(state), run_hooks as hooks, self._calling(hooks):
             state.optimizer = make_optimizer(state, lr, optimizer)
             self.set_mode(state)
             hooks.on_start(state)
@@ -139,6 +138,7 @@ class SGDEngine:
                         hooks.on_update(state)
                     self.end_epoch(state)
                     hooks.on_end_epoch(state)
+                    state.is_ending_epoch = False
             self.finish(state)
             hooks.on_end(state)
         return state
@@ -170,6 +170,15 @@ class SGDEngine:
     def session(self, state: State) -> AbstractContextManager[None]:
         """The bracket around the whole run, also when an error ends the run."""
         return nullcontext()
+
+    @contextmanager
+    def _calling(self, hooks: RunHooks) -> Iterator[None]:
+        """A block whose loop calls ``hooks``: a hook may train another network with this engine."""
+        enclosing, self._run_hooks = self._run_hooks, hooks
+        try:
+            yield
+        finally:
+            self._run_hooks = enclosing
 
     def epoch(self, state: State) -> AbstractContextManager[bool | None]:
         """The bracket around an epoch, or the rest of one; it may swallow an error: the loop goes on from the state."""
@@ -258,8 +267,8 @@ class SGDEngine:
         state.position = state.next_position
 
     def end_epoch(self, state: State) -> None:
-        """Count the epoch."""
-        state.epoch, state.position = state.epoch + 1, 0
+        """Count the epoch. In an elastic job the survivors of a death repeat the end of the epoch from here on."""
+        state.epoch, state.position, state.is_ending_epoch = state.epoch + 1, 0, True
 
     def finish(self, state: State) -> None:
         """The last action of training, after the last checkpoint and before ``hooks.on_end``: none here."""

@@ -23,7 +23,7 @@ class State:
     epoch: int = 0  # epochs completed; a hook may set it in on_start to resume, or maxepoch to stop after this epoch
     t: int = 0  # samples (batches) completed, over all epochs
     position: int = 0  # where in the epoch the next step begins, counted as the iterator counts: samples, or batches
-    is_ending_epoch: bool = False  # in an elastic job: the epoch is counted, and on_end_epoch is not yet complete
+    is_ending_epoch: bool = False  # the epoch is counted, and on_end_epoch is not yet complete
     training: bool = False
     maxepoch: int = 1
     weight: float = 1.0  # of this batch in a mean over ranks: the loss is scaled by it for the backward pass only

@@ -146,7 +146,9 @@ class Lookout:
                 break
             process_id, status = self._ended.pop(rank)
             self._num_ended += 1
-            is_in_order = status == 0 and exit_marks.is_left(self._folder, f"through-{rank}")  # os._exit(0) at exit
+            # A program that has returned may call os._exit(0) at exit. A status that was not read counts as 0 then:
+            # the starter reports any other.
+            is_in_order = status in (0, None) and exit_marks.is_left(self._folder, f"through-{rank}")
             if exit_marks.is_left(self._folder, f"running-{rank}") and not is_in_order:
                 num_left = max(self._num_ranks, len(self._watched)) - self._num_ended
                 deaths.append(Death(rank, process_id, status, self.began(rank), num_left))

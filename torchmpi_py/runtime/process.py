@@ -140,7 +140,7 @@ def barrier(comm: Communicator | None = None) -> None:
             backoff.fenced(comm.direct.mpi.Barrier)()
         elif not backoff.fenced(lambda: _completes_in_time(comm))():
             late = f"the barrier is not complete after {config.current.deadline_seconds:g} s. {reports.late(entry)}"
-            raise CollectiveTimeout(late)
+            raise CollectiveTimeout(late)._of_call("barrier", comm)
     except BaseException:
         journal.fail(entry)
         raise

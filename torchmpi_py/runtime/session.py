@@ -62,8 +62,6 @@ class Session:
         self.options = options
         self.device = options.device
         self.local: placement.Local | None = None
-        self.elastic_depth = 0  # blocks of mpi.elastic that the program is in
-        self.num_vain_recoveries = 0  # without a death, one after another
         self._node: Communicator | None = None
         self._watchdog: Watchdog | None = None
 

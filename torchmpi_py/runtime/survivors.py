@@ -66,6 +66,16 @@ def _agree(is_well: bool) -> bool:
     return journal.run_alone("mpi.elastic", world, lambda: ulfm.agree(world.direct.mpi, is_well))
 
 
+class _Blocks:
+    """The blocks of this process; they may begin before ``start`` and outlive a session."""
+
+    depth = 0
+    num_vain_recoveries = 0  # one after another, without a death
+
+
+_blocks = _Blocks()
+
+
 @contextlib.contextmanager
 def elastic() -> Iterator[Attempt]:
     """``with mpi.elastic() as attempt:`` a rank that dies in the block does not end the job.
@@ -83,13 +93,12 @@ def elastic() -> Iterator[Attempt]:
     Source: Bland et al., see ``core/ulfm.py``; Horovod's elastic training has the same form around a function.
     """
     attempt = Attempt()
-    if not ulfm.is_elastic() or sessions.current().elastic_depth > 0:
+    if not ulfm.is_elastic() or _blocks.depth > 0:
         yield attempt
         return
-    session = sessions.current()
     is_agreed = False  # that not all ranks are well
     failure: Exception | None = None
-    session.elastic_depth += 1
+    _blocks.depth += 1
     try:
         yield attempt
     except Exception as error:
@@ -99,13 +108,13 @@ def elastic() -> Iterator[Attempt]:
         is_agreed, failure = isinstance(error, _Denied), error
         ulfm.revoke_all()  # the others leave the block, too
     finally:
-        session.elastic_depth -= 1
+        _blocks.depth -= 1
     # All ranks come here, by the end of the block or by an error, and agree on whether to recover.
     if is_agreed or not _agree(failure is None):
         attempt.deaths = recover()
         attempt.has_recovered = True
-        session.num_vain_recoveries = 0 if attempt.deaths else session.num_vain_recoveries + 1
-        if session.num_vain_recoveries > _MOST_VAIN_RECOVERIES:
+        _blocks.num_vain_recoveries = 0 if attempt.deaths else _blocks.num_vain_recoveries + 1
+        if _blocks.num_vain_recoveries > _MOST_VAIN_RECOVERIES:
             raise CommunicatorError("MPI fails again and again, though no rank has died") from failure
 
 

@@ -98,8 +98,9 @@ class QueuedCall(PendingWork, Work[list[Tensor]]):
         """The call is complete, or has failed: complete its future."""
         with self._lock:
             self._is_over = True
-        if self._when_over is not None:
-            self._when_over()
+            step, self._when_over = self._when_over, None  # the step refers to the call
+        if step is not None:
+            step()
 
     def when_over(self, step: Callable[[], None]) -> None:
         with self._lock:

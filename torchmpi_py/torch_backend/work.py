@@ -205,7 +205,8 @@ class PendingWork(distributed.Work):
         except CollectiveTimeout as error:
             self.handle.give_up()
             self.when_late()
-            raise TimedOut(f"the timeout of {seconds:g} s has passed: {error}") from None
+            late = TimedOut(f"the timeout of {seconds:g} s has passed: {error}")
+            raise late._of_call(error.verb, error.comm) from None
         return True
 
     def is_completed(self) -> bool:
