@@ -1,4 +1,4 @@
-"""Digit recognition with Downpour SGD: every rank trains by itself, and streams its gradients to a parameter server.
+"""Digit recognition with Downpour SGD: every rank trains alone, and streams its gradients to a parameter server.
 
     torchmpirun -n 4 examples/mnist_parameterserver_downpour.py
 
@@ -24,7 +24,7 @@ parser.add_argument("--epochs", type=int, default=25)
 parser.add_argument("--seed", type=int, default=1111)
 parser.add_argument("--batch", type=int, default=60, help="samples per step, over all ranks; rounded up")
 parser.add_argument("--lr", type=float, default=0.01)
-parser.add_argument("--momentum", type=float, default=0.9, help="Nesterov's, of each rank by itself")
+parser.add_argument("--momentum", type=float, default=0.9, help="Nesterov's, of each rank alone")
 parser.add_argument("--init-delay", type=int, default=20, help="steps before the server is seeded")
 parser.add_argument("--update-frequency", type=int, default=10, help="steps between the server's parameters")
 parser.add_argument("--send-frequency", type=int, default=5, help="steps between sends")

@@ -1,4 +1,4 @@
-"""Digit recognition with elastic averaging (EASGD): every rank trains by itself, tied to a common centre.
+"""Digit recognition with elastic averaging (EASGD): every rank trains alone, tied to a common centre.
 
     torchmpirun -n 4 examples/mnist_parameterserver_easgd.py
 
@@ -25,7 +25,7 @@ parser.add_argument("--epochs", type=int, default=25)
 parser.add_argument("--seed", type=int, default=1111)
 parser.add_argument("--batch", type=int, default=60, help="samples per step, over all ranks; rounded up")
 parser.add_argument("--lr", type=float, default=0.01)
-parser.add_argument("--momentum", type=float, default=0.9, help="Nesterov's, of each rank by itself")
+parser.add_argument("--momentum", type=float, default=0.9, help="Nesterov's, of each rank alone")
 parser.add_argument("--beta", type=float, default=0.9, help="how far all workers together move the centre")
 parser.add_argument("--init-delay", type=int, default=20, help="steps before the centre is seeded")
 parser.add_argument("--update-frequency", type=int, default=10, help="steps between exchanges")

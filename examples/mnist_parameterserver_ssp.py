@@ -56,7 +56,7 @@ def advance(state):
     step = state.t - 1  # state.t counts this one already
     if mpi.rank() == mpi.size() - 1:
         time.sleep(options.slow)
-    if step > options.init_delay:  # before, every rank trains by itself
+    if step > options.init_delay:  # before, every rank trains alone
         steps.send(own_step, "add")  # comes before what the update sends
     update.update(step)
     completed = steps.receive().wait()

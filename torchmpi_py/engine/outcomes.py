@@ -1,7 +1,7 @@
-"""Work that may fail on one rank, and must then be given up by all: they tell each other how it went.
+"""Work that may fail on one rank, and that all ranks then give up: they exchange the outcomes.
 
-One rank may write to a disk for minutes while the others wait for its word. So nobody is late here: no deadline counts
-while they wait. A rank that dies ends the job as anywhere.
+One rank may write to a disk for minutes while the others wait for its outcome, so no deadline counts in that wait. The
+death of a rank ends the job as anywhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """This process's rank in the current level; 0 without ``mpi.start()``. Asked anew each time: ranks may die."""
+    """This process's rank in the current level; 0 without ``mpi.start()``. Not kept: ranks may die."""
     return process.rank() if process.is_started() else 0
 
 

@@ -78,13 +78,13 @@ def allocate(
     peers = [rank for rank in mine if rank != comm.rank]
     part_bytes = -(-max(1, num_bytes) // ALIGNMENT) * ALIGNMENT
     base, handles, failure = _offer(part_bytes, peers, device)
-    told = comm.allgather((secrets.randbits(62), handles, failure))
+    offers = comm.allgather((secrets.randbits(62), handles, failure))
     parts: dict[int, Tensor] = {}
 
     def map_peers() -> Tensor:
-        if failure := next((text for _, _, text in told if text), ""):
+        if failure := next((text for _, _, text in offers if text), ""):
             raise RuntimeError(failure)
-        parts.update(_open_all({rank: told[rank][1][comm.rank] for rank in peers}, places, device))
+        parts.update(_open_all({rank: offers[rank][1][comm.rank] for rank in peers}, places, device))
         assert base is not None, "no rank has failed"
         return base
 
@@ -94,11 +94,11 @@ def allocate(
     try:
         base = agree.run_on_all_ranks(comm.allgather, map_peers, (RuntimeError,), agree.first_line, failed)
     except Unavailable:
-        _decline([told[rank][1].get(comm.rank) for rank in peers if places[rank].local not in parts])
+        _decline([offers[rank][1].get(comm.rank) for rank in peers if places[rank].local not in parts])
         raise
     memory = _Memory(base.data_ptr(), part_bytes, base)
     parts[me.local] = torch.as_tensor(_Memory(base.data_ptr(), part_bytes, None), device=device)
-    segment = GpuSegment(told[mine[0]][0], part_bytes, me.local, base.data_ptr(), parts)
+    segment = GpuSegment(offers[mine[0]][0], part_bytes, me.local, base.data_ptr(), parts)
     weakref.finalize(memory, _end, segment, device, on_end).atexit = False
     return torch.as_tensor(memory, device=device), segment
 
