@@ -107,6 +107,8 @@ def test_mpi_is_imported_in_one_module():
 
 # The parts of the session, as the lower rooms find them; ``config.use`` assigns those of config.
 SESSION_PARTS = {
+    "core.ulfm": {"num_acknowledged"},
+    "collectives.flavours.gpu_probe": {"why_no_gpu_memory"},
     "core.config": {"current", "can_raise"},
     "core.status_board": {"current"},
     "core.communication_thread": {"current_thread"},

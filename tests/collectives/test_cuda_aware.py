@@ -223,14 +223,14 @@ def test_before_the_probe_gpu_tensors_are_refused(monkeypatch):
 @pytest.fixture
 def probe(mpi, monkeypatch):
     """Make the probe as if there were GPUs, with a trial of one's own on this rank; the reason afterwards."""
-    monkeypatch.setattr(gpu_probe, "_why_not", "not yet")
+    monkeypatch.setattr(gpu_probe, "why_no_gpu_memory", "not yet")
     monkeypatch.setattr(gpu_probe, "_facts", lambda: FACTS)
     monkeypatch.setattr(gpu_probe, "_no_gpu", lambda: "")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     def run(command):
         monkeypatch.setattr(gpu_probe, "command", lambda device: command)
-        gpu_probe.probe(mpi.communicator(0))
+        gpu_probe.why_no_gpu_memory = gpu_probe.probe(mpi.communicator(0))
         told = mpi.allgather_object(gpu_probe.why_not())
         assert len(set(told)) == 1
         assert Mpi().missing("cuda") == told[0]
@@ -267,7 +267,7 @@ def test_one_rank_without_a_gpu_is_enough_for_a_no(mpi, probe, monkeypatch):
 def test_without_a_gpu_no_child_is_asked(mpi, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    monkeypatch.setattr(gpu_probe, "_why_not", "not yet")
+    monkeypatch.setattr(gpu_probe, "why_no_gpu_memory", "not yet")
     monkeypatch.setattr(gpu_probe, "run_trial", None)
     gpu_probe.probe(mpi.communicator(0))
     assert "sees no CUDA device (on " in gpu_probe.why_not()

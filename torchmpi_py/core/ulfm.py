@@ -23,8 +23,10 @@ from torchmpi_py.errors import RankDied
 _KNOWN_WITHIN_SECONDS = 1.0
 _KNOWN_WITHIN_SECONDS_OF_MPI = 10.0  # after an error of MPI
 
+num_acknowledged = 0
+"""Dead ranks that the session goes on without: an error is a death only if another rank has died. A session alone
+assigns the number."""
 
-_num_acknowledged = 0  # dead ranks that the job goes on without
 _owners: weakref.WeakSet[CommunicatorOwner] = weakref.WeakSet()
 
 
@@ -63,7 +65,7 @@ def is_death(error: BaseException | None) -> bool:
 def _is_known(world: MPI.Comm, within_seconds: float) -> bool:
     """Whether a death that is not acknowledged becomes known, or a communicator is revoked, ``within_seconds``."""
     until = time.monotonic() + within_seconds
-    while _num_dead(world) <= _num_acknowledged and not any(comm and comm.Is_revoked() for comm in _comms()):
+    while _num_dead(world) <= num_acknowledged and not any(comm and comm.Is_revoked() for comm in _comms()):
         if time.monotonic() > until:
             return False
         time.sleep(0.01)
@@ -76,12 +78,6 @@ def _num_dead(world: MPI.Comm) -> int:
         return failed.size
     finally:
         failed.Free()
-
-
-def acknowledge_failures(world: MPI.Comm) -> None:
-    """Go on with ``world``, without the ranks that have died before."""
-    global _num_acknowledged
-    _num_acknowledged = sys.modules["mpi4py.MPI"].COMM_WORLD.size - world.size
 
 
 def has_lost_ranks() -> bool:

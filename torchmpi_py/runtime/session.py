@@ -70,12 +70,13 @@ class Session:
 
         Where this raises, the parts that are built remain: ``close`` takes them down.
         """
+        ulfm.num_acknowledged = MPI.COMM_WORLD.size - world.size
         self._build_parts(world)
         whole = communicators.stack().levels[0]
         _complete_variables(whole)
         if gpus.table() is not None:
             gpu_probe.run(whole.direct, self.device)
-            gpu_probe.probe(whole)
+            gpu_probe.why_no_gpu_memory = gpu_probe.probe(whole)
         measured_cache.load_for(whole)
         _push_levels(self.options.custom_levels, self.options.collective_levels)
         tracing.current = tracing.start(whole)

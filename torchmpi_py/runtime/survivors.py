@@ -125,7 +125,6 @@ def recover() -> tuple[int, ...]:
     while True:
         session.close(_LOST, is_lost=True)
         world = world.Shrink()
-        ulfm.acknowledge_failures(world)  # from now on an error is a death only if another rank has died
         # Another rank may die during the build: then all ranks fail or agree to begin again, with a smaller world.
         try:
             session.build(world)

@@ -51,7 +51,8 @@ _KEPT = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_MCA_", "PRTE_ALLOW_RUN_AS_
 # The settings by which an MPI, or what is below it, learns of GPUs.
 _SETTINGS = ("OMPI_MCA_", "MPICH_", "MPIR_CVAR_", "MV2_", "I_MPI_OFFLOAD", "UCX_", "FI_", "PSM")
 
-_why_not = "it is not known whether the MPI takes GPU memory; call mpi.start(with_cuda=True) first"
+why_no_gpu_memory = "it is not known whether the MPI takes GPU memory; call mpi.start(with_cuda=True) first"
+"""Why MPI does not take GPU memory, or empty. A session alone assigns it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,22 +81,21 @@ class GpuFacts(NamedTuple):
 
 
 def why_not() -> str:
-    """Why GPU memory must not be handed to MPI; empty when it may. The same on all ranks; decided by ``probe``."""
-    return _why_not
+    """Why GPU memory must not be handed to MPI; empty when it may. The same on all ranks."""
+    return why_no_gpu_memory
 
 
-def probe(world: Communicator) -> None:
-    """Find out, on every node, whether MPI takes GPU memory. Collective over ``world``.
+def probe(world: Communicator) -> str:
+    """Why MPI does not take GPU memory on all nodes, or empty. Collective over ``world``.
 
     The first rank of each node reads the file, or else runs a child process on its GPU: some seconds, once.
     """
-    global _why_not
     channel = world.direct
     reason = _no_gpu()
     if not reason and channel.places[channel.rank].local == 0:
         reason = _verdict().why_not
     reasons = channel.mpi.allgather(f"{reason} (on {socket.gethostname()})" if reason else "")
-    _why_not = next((text for text in reasons if text), "")
+    return next((text for text in reasons if text), "")
 
 
 def _no_gpu() -> str:
