@@ -267,10 +267,8 @@ def test_one_rank_without_a_gpu_is_enough_for_a_no(mpi, probe, monkeypatch):
 def test_without_a_gpu_no_child_is_asked(mpi, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    monkeypatch.setattr(gpu_probe, "why_no_gpu_memory", "not yet")
     monkeypatch.setattr(gpu_probe, "run_trial", None)
-    gpu_probe.probe(mpi.communicator(0))
-    assert "sees no CUDA device (on " in gpu_probe.why_not()
+    assert "sees no CUDA device (on " in gpu_probe.probe(mpi.communicator(0))
 
 
 class OnGpu(torch.Tensor):
