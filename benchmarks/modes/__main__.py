@@ -87,6 +87,14 @@ def main() -> None:
     mpi.stop()
 
 
+@command_line.with_message
+def whole_number(text: str) -> int:
+    """A whole number from 0."""
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is not a whole number from 0")
+    return int(text)
+
+
 def parse(words: list[str]) -> argparse.Namespace:
     """The options. UsageError for mistakes."""
     count, positive = command_line.count, command_line.positive
@@ -96,7 +104,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--epochs", type=count, default=25, help="default: 25")
     add("--batch", type=count, default=60, help="samples a step, over all ranks; default: 60")
     add("--seeds", type=count, default=3, help="how many trainings of each mode; default: 3")
-    add("--first-seed", type=command_line.whole_number, default=0, metavar="SEED", help="default: 0")
+    add("--first-seed", type=whole_number, default=0, metavar="SEED", help="default: 0")
     add("--lr-factor", type=positive, default=1.0, metavar="F", help="on all learning rates; default: 1")
     add("--slow-rank", action="store_true", help="then let the last rank be slower, and see what the others get done")
     add("--slow-factor", type=positive, default=10.0, metavar="F", help="how much longer it pauses; default: 10")

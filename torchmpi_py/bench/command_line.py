@@ -99,11 +99,3 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r} is not a whole number above 0")
     return int(text)
-
-
-@with_message
-def whole_number(text: str) -> int:
-    """A whole number from 0."""
-    if not text.isdecimal():
-        raise ValueError(f"{text!r} is not a whole number from 0")
-    return int(text)
