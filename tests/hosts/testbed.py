@@ -133,6 +133,11 @@ class Bed:
         """Start a command on a host; as subprocess.Popen."""
         return subprocess.Popen(self.command(host, command), **{"env": self.environment(), "text": True, **options})
 
+    @staticmethod
+    def path_variable() -> str:
+        """PATH of daemons and commands: this Python's programs come first."""
+        return PATH
+
     def environment(self) -> dict[str, str]:
         """This process's environment, with this Python's programs first on the PATH."""
         return {**os.environ, "PATH": PATH}
