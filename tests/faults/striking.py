@@ -13,7 +13,9 @@ from pathlib import Path
 
 plan = json.loads(sys.argv[1])
 fault = plan["fault"]
-me = next((int(os.environ[name]) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK") if name in os.environ), 0)
+me = next(
+    (int(os.environ[name]) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK") if name in os.environ), 0
+)
 folder = Path(os.environ["FAULTS_JOB"])
 is_victim = fault.get("rank") == me
 step = -1

