@@ -208,3 +208,22 @@ def _written(kind: str, ranks: int, odd: int, calls: list[Call], odd_calls: list
         rank_of_line[len(lines) - 1] = rank
     description = f"{kind}, {ranks} ranks, rank {odd}: {odd_calls[at].effect} for {calls[at].effect}"
     return Program(kind, ranks, odd, description, "\n".join(lines) + TAIL, rank_of_line)
+
+
+def judged(program, outcome):
+    """The class of an outcome, with its problems noted."""
+    named = program.ranks_named(outcome.errors)
+    both = program.odd in named and len(named) > 1
+    wrong = "WRONG" in outcome.output
+    if outcome.code == 0:
+        outcome.expect(not wrong, f"SILENT WRONG VALUE: {outcome.output}")
+        return "no effect"
+    if "gloo::EnforceNotMet" in outcome.errors:  # a thread of gloo's own ends the process
+        return "ended by gloo"
+    outcome.expect(both, f"names lines of ranks {sorted(named)} only")
+    if "RanksDisagree" in outcome.errors:
+        return f"RanksDisagree on {'all' if outcome.errors.count('RanksDisagree: ') >= program.ranks else 'some'}"
+    if "report of rank" in outcome.errors:
+        return "reported at the deadline"
+    outcome.expect(both, "ended in another way")
+    return "ended by another error"

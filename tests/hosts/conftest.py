@@ -39,7 +39,4 @@ def whole_bed():
 def bed(whole_bed):
     """The same, with all hosts and links mended after the test."""
     yield whole_bed
-    for host in whole_bed.hosts:
-        if host not in whole_bed.state["pids"]:
-            whole_bed.boot(host)
-        whole_bed.link(host, is_up=True)
+    whole_bed.mend()

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import harness
@@ -100,13 +100,14 @@ class Job:
     def errors(self) -> str:
         return (self.folder / "err").read_text(errors="replace")
 
-    def left(self) -> dict[str, list[str]]:
-        """Processes of the job on the hosts that have power."""
+    def left(self, may_stay: str = "") -> dict[str, list[str]]:
+        """Processes of the job on the hosts that have power; on the host ``may_stay`` only those that run Python."""
         found = {}
         for host in self.bed.state["pids"]:
             now = self.bed.processes(host)
             mine = [f"{pid} {now[pid][:120]}" for pid in now if pid not in self.before.get(host, ()) and now[pid]]
             mine = [text for text in mine if not text.partition(" ")[2].startswith(DAEMONS)]
+            mine = [text for text in mine if host != may_stay or "python" in text.split()[1].rpartition("/")[2]]
             if mine:
                 found[host] = mine
         return found
@@ -120,23 +121,21 @@ class Job:
             time.sleep(0.02)
         return True
 
-    def wait(self, within_seconds: float) -> "Ending":
-        """How it ended; what is left after the time is killed, and told."""
-        begin = time.monotonic()
-        left, starter_seconds = {}, None
+    def wait(self, within_seconds: float, may_stay: str = "") -> "Ending":
+        """How it ended; what is left after the time is killed, and told. On the host ``may_stay`` daemons may stay."""
+        begin, starter_seconds = time.monotonic(), None
         while True:
             now = time.monotonic() - begin
             if self.starter.poll() is not None and starter_seconds is None:
                 starter_seconds = now
-            left = self.left() if starter_seconds is not None else left
+            left = self.left(may_stay)
             if (starter_seconds is not None and not left) or now > within_seconds:
                 break
-            time.sleep(0.05)
+            time.sleep(0.1)
         is_hang = starter_seconds is None
-        left = self.left()
-        self.end()
-        code = self.starter.returncode
-        return Ending(code, starter_seconds or now, self.output, self.errors, left, is_hang)
+        if is_hang or left:
+            self.end()
+        return Ending(self.starter.returncode, starter_seconds or now, self.output, self.errors, left, is_hang)
 
     def end(self) -> None:
         """Kill what is left."""
@@ -173,21 +172,3 @@ def run(
 ) -> Ending:
     """Run a job to its end."""
     return Job(bed, way, layout, program, **keywords).wait(within_seconds)
-
-
-def run_and_strike(
-    bed: Bed,
-    way: Way,
-    layout: Layout,
-    program: Sequence[str],
-    strike: Callable[[], None],
-    within_seconds: float,
-    **keywords,
-) -> Ending:
-    """Run a job, do something to it when all ranks work, and wait for its end; seconds are from there."""
-    job = Job(bed, way, layout, program, **keywords)
-    if not job.wait_until_it_works():
-        job.end()
-        raise AssertionError(f"the job did not begin to work\n{job.output}\n{job.errors}")
-    strike()
-    return job.wait(within_seconds)

@@ -199,6 +199,13 @@ class Bed:
         self._start(host)
         self._wait_until_ready([host])
 
+    def mend(self) -> None:
+        """Give all hosts power and a link again."""
+        for host in self.hosts:
+            if host not in self.state["pids"]:
+                self.boot(host)
+            self.link(host, is_up=True)
+
     def processes(self, host: str) -> dict[int, str]:
         """Command lines of all processes of a host by their numbers on this machine, daemons included."""
         inside, found = os.readlink(f"/proc/{self.state['pids'][host]}/ns/pid"), {}
