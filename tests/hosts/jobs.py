@@ -19,7 +19,7 @@ from pathlib import Path
 import harness
 from testbed import ROOT, Bed
 
-START_SECONDS = 90.0  # until all ranks have begun, on a machine under load
+START_SECONDS = 180.0  # until all ranks have begun, on a machine under load
 DAEMONS = ("sshd:", "/usr/sbin/sshd", "sleep 3600", "slurmctld", "slurmd", "bash /run/torchmpi-hosts")
 Layout = Mapping[str, int]  # ranks of each host
 
@@ -52,17 +52,23 @@ class Way:
         if self.launcher == "ssh":
             hosts = ",".join(f"{host}:{number}" for host, number in layout.items())
             return [str(self.venv / "bin" / "torchmpirun"), "--hosts", hosts, *options, *program]
-        kind = {"openmpi": "pmix", "mpich": "pmi2"}[self.mpi]
-        ranks = [host for host, number in layout.items() for _ in range(number)]
-        size = [f"--nodes={len(layout)}", f"--ntasks={len(ranks)}", "--overcommit", "--quiet"]
-        place = ["--distribution=arbitrary", f"--nodelist={','.join(ranks)}"]
-        return ["srun", f"--mpi={kind}", *size, *place, str(self.venv / "bin" / "python"), *program]
+        most, kind = max(layout.values()), {"openmpi": "pmix", "mpich": "pmi2"}[self.mpi]
+        assert list(layout.values()) == [most] * (len(layout) - 1) + [layout[list(layout)[-1]]], (
+            "Slurm fills host by host"
+        )
+        size = [
+            f"--nodes={len(layout)}",
+            f"--ntasks={sum(layout.values())}",
+            "--overcommit",
+            f"--nodelist={','.join(layout)}",
+        ]
+        # Where ranks are placed one by one (arbitrary) MPICH takes each for a node of its own.
+        line = ["srun", f"--mpi={kind}", "--quiet", *size, f"--distribution=plane={most}"]
+        return [*line, str(self.venv / "bin" / "python"), *program]
 
     def environment(self, more: Mapping[str, str] = {}) -> dict[str, str]:
         """Variables of a job, those of this process among them."""
         ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHMPI_TUNING_DIR": os.devnull}
-        if self.mpi == "mpich":
-            ours |= {"UCX_TLS": "tcp,self"}  # it would take shared memory between namespaces of one machine
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
         return {**kept, "PATH": f"{self.venv / 'bin'}:{Bed.path_variable()}", **ours, **more}
 

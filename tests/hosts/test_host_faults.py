@@ -7,7 +7,8 @@ from trial import OF_HOSTS, OF_RANKS, Trial
 pytestmark = pytest.mark.timeout(400)
 
 WAYS = [jobs.Way(launcher, mpi) for mpi in ("openmpi", "mpich") for launcher in ("ssh", "slurm")]
-LAYOUTS = {"beside another": {"nodea": 1, "nodeb": 2}, "alone": {"nodea": 2, "nodeb": 1}}
+DAILY = [("SIGKILL", "ssh openmpi", "beside another"), ("link down", "ssh openmpi", "alone")]
+LAYOUTS = {"beside another": {"nodea": 2, "nodeb": 2}, "alone": {"nodea": 2, "nodeb": 1}}
 
 
 @pytest.mark.parametrize("where", LAYOUTS)
@@ -17,4 +18,10 @@ def test_the_job_ends(bed, judge, fault, way, where):
     """The last rank is the victim: ``beside another`` on its host, or ``alone`` there."""
     if reason := way.missing(bed):
         pytest.skip(reason)
-    judge(f"{fault}, {way}", [Trial(fault, way, LAYOUTS[where], victim=2).run(bed)])
+    if not harness.ALL and (fault, str(way), where) not in DAILY:
+        pytest.skip("scripts/test_hosts runs it")
+    layout = LAYOUTS[where]
+    trial = Trial(fault, way, layout, victim=sum(layout.values()) - 1)
+    judge(f"{fault}, {way}", [trial.run(bed)])
+    if trial.unnamed:
+        pytest.xfail(trial.unnamed)

@@ -15,12 +15,8 @@ PARTS = harness.count(1, 10)
 NUMBER = harness.count(6, 100)
 KINDS = ["SIGKILL", "link down", "mismatch", "SIGSTOP", "power cut", "mismatch"]
 WAYS = [jobs.Way("ssh", "openmpi"), jobs.Way("ssh", "mpich"), jobs.Way("slurm", "mpich"), jobs.Way("slurm", "openmpi")]
-LAYOUTS = [
-    {"nodea": 1, "nodeb": 1},
-    {"nodea": 1, "nodeb": 2},
-    {"nodea": 2, "nodeb": 1},
-    {"nodea": 1, "nodeb": 1, "nodec": 1},
-]
+LAYOUTS = [{"nodea": 1, "nodeb": 1}, {"nodea": 2, "nodeb": 1}, {"nodea": 2, "nodeb": 2}]
+LAYOUTS += [{"nodea": 1, "nodeb": 1, "nodec": 1}]
 VERBS = ["allreduce", "allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall"]
 FLAVOURS = ["", "mpi", "ring", "hierarchical"]
 MISMATCH_DEADLINE_SECONDS = 20  # also for the start, for which these programs do not meet before
@@ -50,7 +46,7 @@ def mismatch(bed, number):
     draw = harness.seeded(f"hosts {number}")
     kind, way = draw.choice(mismatches.KINDS), draw.choice(WAYS)
     program = mismatches.draw_program(draw, kind)
-    cut = draw.randrange(1, program.ranks)
+    cut = draw.randrange((program.ranks + 1) // 2, program.ranks)
     layout = {"nodea": cut, "nodeb": program.ranks - cut}
     path = bed.shared / f"mismatch-{number}" / "program.py"
     path.parent.mkdir()
