@@ -1,5 +1,6 @@
 """A rank or a host is lost in the middle of a job: how the job ends on the other hosts."""
 
+import harness
 import jobs
 import pytest
 from trial import OF_HOSTS, OF_RANKS, Trial
