@@ -33,13 +33,16 @@ CAN = {  # the verbs that are not in all flavours
 KINDS = ["verb", "count", "dtype", "op", "root", "order", "fewer", "more", "comm", "form", "flavour"]
 
 HEAD = """
-import os, sys
+import os, sys, time, uuid
 from pathlib import Path
 import torch, torchmpi_py as mpi
 
+folder = Path(os.environ["FAULTS_JOB"])
+(folder / f"came-{uuid.uuid4()}").touch()
+while len(list(folder.glob("came-*"))) < int(os.environ.get("FAULTS_RANKS", "0")):
+    time.sleep(0.01)  # on several hosts, whose ranks come at different times: the deadline also holds for the start
 mpi.start()
 me, size = mpi.rank(), mpi.size()
-folder = Path(os.environ["FAULTS_JOB"])
 lines = [line.split(maxsplit=5) for line in open("/proc/self/maps").read().splitlines()]
 names = {line[5] for line in lines if len(line) == 6 and line[5].startswith("/dev/shm/")}
 (folder / f"held-{me}").write_text("\\n".join(name for name in names if not name.endswith("(deleted)")))

@@ -7,7 +7,7 @@ import harness
 import jobs
 import mismatches
 import pytest
-from trial import OF_HOSTS, Trial
+from trial import DEADLINE_SECONDS, OF_HOSTS, WITHIN_SECONDS, Trial
 
 pytestmark = pytest.mark.timeout(3000)
 
@@ -19,8 +19,7 @@ LAYOUTS = [{"nodea": 1, "nodeb": 1}, {"nodea": 2, "nodeb": 1}, {"nodea": 2, "nod
 LAYOUTS += [{"nodea": 1, "nodeb": 1, "nodec": 1}]
 VERBS = ["allreduce", "allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall"]
 FLAVOURS = ["", "mpi", "ring", "hierarchical"]
-MISMATCH_DEADLINE_SECONDS = 20  # also for the start, for which these programs do not meet before
-MISMATCH_WITHIN_SECONDS = 120.0
+MISMATCH_WITHIN_SECONDS = jobs.START_SECONDS + WITHIN_SECONDS  # of the start of the job
 
 
 def drawn(number):
@@ -51,7 +50,7 @@ def mismatch(bed, number):
     path = bed.shared / f"mismatch-{number}" / "program.py"
     path.parent.mkdir()
     path.write_text(program.text)
-    environment = {"TORCHMPI_DEADLINE": str(MISMATCH_DEADLINE_SECONDS)}
+    environment = {"TORCHMPI_DEADLINE": str(DEADLINE_SECONDS), "FAULTS_RANKS": str(program.ranks)}
     ending = jobs.run(bed, way, layout, [str(path)], within_seconds=MISMATCH_WITHIN_SECONDS, environment=environment)
     name = f"mismatch {number} {way} {cut} + {program.ranks - cut} {program.description}"
     left = [f"{host}: {text}" for host, texts in ending.left.items() for text in texts]
