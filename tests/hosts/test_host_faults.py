@@ -5,10 +5,12 @@ import jobs
 import pytest
 from trial import OF_HOSTS, OF_RANKS, Trial
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not harness.ALL, reason="scripts/test_hosts runs it; test_random_faults.py has some of each"),
+]
 
 WAYS = [jobs.Way(launcher, mpi) for mpi in ("openmpi", "mpich") for launcher in ("ssh", "slurm")]
-DAILY = [("SIGKILL", "ssh openmpi", "beside another"), ("link down", "ssh openmpi", "alone")]
 LAYOUTS = {"beside another": {"nodea": 2, "nodeb": 2}, "alone": {"nodea": 2, "nodeb": 1}}
 
 
@@ -19,8 +21,6 @@ def test_the_job_ends(bed, judge, fault, way, where):
     """The last rank is the victim: ``beside another`` on its host, or ``alone`` there."""
     if reason := way.missing(bed):
         pytest.skip(reason)
-    if not harness.ALL and (fault, str(way), where) not in DAILY:
-        pytest.skip("scripts/test_hosts runs it")
     layout = LAYOUTS[where]
     trial = Trial(fault, way, layout, victim=sum(layout.values()) - 1)
     judge(f"{fault}, {way}", [trial.run(bed)])

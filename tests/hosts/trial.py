@@ -19,7 +19,7 @@ WITHIN_SECONDS = 40.0  # of the fault: the deadline, the launcher's own limits, 
 MENDED_SECONDS = 60.0  # until a daemon behind a link that was down has noticed the end
 OF_RANKS = ("SIGKILL", "SIGSTOP")
 OF_HOSTS = ("link down", "power cut")
-LOST = r"(unreachable|not reachable|does not answer|no answer|lost|gone|dead|died|down)"
+LOST = r"(unreachable|not reachable|not been heard of|does not answer|no answer|lost|gone|dead|died|down)"
 
 
 @dataclasses.dataclass
@@ -117,5 +117,5 @@ class Trial:
             return harness.names_the_dead(text, self.victim) or bool(killed and killed[1] == str(self.victim))
         if self.fault == "SIGSTOP":
             return bool(re.search(rf"rank {self.victim} \(process \d+\): its process is stopped", text))
-        ours = " ".join(line for line in text.splitlines() if line.startswith(("torchmpi", "rank ")))
+        ours = " ".join(line for line in text.splitlines() if line.startswith(("torchmpi", "rank ", "host ")))
         return bool(re.search(rf"(?i)\b{self.host}\b[^;.]{{0,80}}{LOST}|{LOST}[^;.]{{0,40}}\b{self.host}\b", ours))
