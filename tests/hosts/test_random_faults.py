@@ -75,7 +75,7 @@ def test_random_faults(bed, judge, part):
 
 @pytest.mark.skipif(not harness.ALL, reason="scripts/test_hosts runs it")
 @pytest.mark.xfail(not COMPARED_BETWEEN_NODES, reason="ranks of different nodes are not compared", strict=True)
-@pytest.mark.parametrize("flavour", ["mpi", "ring", "gloo"])
+@pytest.mark.parametrize("flavour", ["mpi", "ring", "gloo"], ids="by {}".format)  # pytest-mpi takes "mpi" for a marker
 def test_hosts_that_reduce_differently(bed, flavour):
     """One host sums, the other one takes the largest: an error that names both lines, and no result."""
     path = bed.shared / f"differently-{flavour}.py"
