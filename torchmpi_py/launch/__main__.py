@@ -72,16 +72,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "-n",
-        "-np",
-        dest="num_ranks",
-        type=_RANKS,
-        metavar="N",
-        help="ranks; default: the slots of the named hosts; else SLURM_NTASKS; else one per GPU; else one per core",
-    )
+    number = "ranks; default: slots of the hosts; SLURM_NTASKS; GPUs; cores"
+    add("-n", "-np", dest="num_ranks", type=_RANKS, metavar="N", help=number)
     add("--hostfile", type=Path, metavar="F", help="lines of `host`, `host:4` or `host slots=4`")
-    add("--hosts", metavar="a:2,b:2", help="the same on the command line")
+    add("--hosts", metavar="a:2,b:2", help="the same on the command line; default: those of PBS, LSF or Slurm")
     add("--bind", choices=("core", "none"), default="core", help="give each rank its own cores (default), or do not")
     add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")
     add("--timeout", type=_LIMIT, metavar="S", help="end the job after S seconds, with exit code 124")
@@ -287,34 +281,43 @@ def run(options: argparse.Namespace) -> int:
     if vendor.shared_bytes and not named_hosts(options, os.environ):
         check_shared_memory(vendor, options.num_ranks or default_num_ranks((), os.environ))
 
-    jobs: list[Job] = []
+    made: list[Job] = []
 
     def make(folder: Path, attempt: int, begin: float) -> Job:
-        chosen = plan(options, vendor, program, folder, os.environ, attempt)
-        if chosen.hostfile is not None:
-            chosen.hostfile.write_text(chosen.hostfile_text)
-        made = Job(
-            chosen.command,
-            chosen.environment,
-            folder,
-            timeout_seconds=options.timeout,
-            begin=begin,
-            elastic=options.elastic,
-            num_ranks=chosen.num_ranks,
-            log_dir=options.log_dir,
-            failure_grace_seconds=FAILURE_GRACE_SECONDS + TRACE_SECONDS * (options.profile is not None),
-            stop_signals=vendor.stop_signals,
-            grace_seconds=options.grace,
-        )
-        jobs.append(made)
-        return made
+        made.append(make_job(options, plan(options, vendor, program, folder, os.environ, attempt), folder, begin))
+        made[-1].stop_signals = vendor.stop_signals
+        return made[-1]
 
     code = job.run(make, most, Tail(options.log_dir))
-    if code and jobs and jobs[-1].may_lack_something:
-        asked = inquiry(options, vendor, program)
-        for line in host_check.check(asked)[0] if len(asked.hosts) > 1 else ():
-            say(line)
+    if code and made and made[-1].may_lack_something:
+        explain_start(options, vendor, program)
     return code
+
+
+def make_job(options: argparse.Namespace, chosen: JobPlan, folder: Path, begin: float) -> Job:
+    """An attempt to run the job; what its starter reads is written into its folder."""
+    if chosen.hostfile is not None:
+        chosen.hostfile.write_text(chosen.hostfile_text)
+    return Job(
+        chosen.command,
+        chosen.environment,
+        folder,
+        timeout_seconds=options.timeout,
+        begin=begin,
+        elastic=options.elastic,
+        num_ranks=chosen.num_ranks,
+        log_dir=options.log_dir,
+        failure_grace_seconds=FAILURE_GRACE_SECONDS + TRACE_SECONDS * (options.profile is not None),
+        grace_seconds=options.grace,
+    )
+
+
+def explain_start(options: argparse.Namespace, vendor: Vendor, program: str) -> None:
+    """Say which hosts of a job on several could not run the job that has failed."""
+    asked = inquiry(options, vendor, program)
+    if len(asked.hosts) > 1:
+        for line in host_check.check(asked)[0]:
+            say(line)
 
 
 def inquiry(options: argparse.Namespace, vendor: Vendor, program: str) -> host_check.Inquiry:
