@@ -162,10 +162,10 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
         remedies += _remedies(key, here)
     if there["missing"]:
         found.append(f"no {', '.join(there['missing'])}")
-        remedies.append("use a common file system, or copy it to the same path")
+        remedies.append("copy it to the same path there, or use a common file system")
     if wanted:
-        remedies.insert(0, f"{sys.executable} -m pip install {' '.join(wanted)}")
-    return f"{', '.join(found)}; there: {'; '.join(dict.fromkeys(remedies))}" if found else ""
+        remedies.insert(0, f"run there: {sys.executable} -m pip install {' '.join(wanted)}")
+    return f"{', '.join(found)}; {'; '.join(dict.fromkeys(remedies))}" if found else ""
 
 
 def _requirements(key: str, here: Mapping[str, Any]) -> list[str]:
@@ -182,11 +182,11 @@ def _requirements(key: str, here: Mapping[str, Any]) -> list[str]:
 def _remedies(key: str, here: Mapping[str, Any]) -> list[str]:
     """What to do where pip does not help."""
     if key == "python":
-        return [f"install Python {here[key]} at {sys.executable}"]
+        return [f"install Python {here[key]} there, at {sys.executable}"]
     if key == "torchmpi_py" and _PACKAGE.parent.name != "site-packages":
-        return [f"copy or share {_PACKAGE}"]
+        return [f"copy {_PACKAGE} there, or share it by a common file system"]
     if key == "mpi" and not (here["openmpi"] or here["mpich"]):
-        return ["load the same MPI module"]
+        return ["load the same MPI module there"]
     return []
 
 
