@@ -96,7 +96,7 @@ def test_a_line_for_each_host_that_differs(agent, tmp_path):
     assert lines["empty"].startswith(f"no Python at {sys.executable}; make the environment there")
     assert lines["old"].startswith("torch is 1.2.3 (")
     assert f"{sys.executable} -m pip install torch==" in lines["old"]
-    assert lines["lacks"].startswith(f"no {program}; copy it")
+    assert lines["lacks"].startswith(f"no {tmp_path}/another.py; copy it")
 
 
 def test_a_start_that_fails_says_which_host_differs(agent, tmp_path):
