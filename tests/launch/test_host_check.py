@@ -92,7 +92,7 @@ def test_a_line_for_each_host_that_differs(agent, tmp_path):
     )
     assert lines["mute"] == "no answer (exit code 0); try it by hand: ssh mute true"
     assert lines["bare"].startswith(f"no torchmpi_py at {PACKAGE} ({torchmpi_py.__version__} here); ")
-    assert lines["changed"].startswith(f"torchmpi_py {torchmpi_py.__version__} has other files than here; ")
+    assert lines["changed"].startswith(f"torchmpi_py {torchmpi_py.__version__} has other files than here; copy ")
     assert lines["empty"].startswith(f"no Python at {sys.executable}; make the environment there")
     assert lines["old"].startswith("torch is 1.2.3 (")
     assert f"{sys.executable} -m pip install torch==" in lines["old"]

@@ -24,6 +24,7 @@ from typing import Any
 from torchmpi_py.launch import host_facts, variables
 
 _PACKAGE = Path(__file__).parents[1]
+_COPY_PACKAGE = f"copy {_PACKAGE} there, or share it by a common file system"
 _ANSWER_SECONDS = 60.0  # a cold file system on many hosts at once is slow
 _MOST_AT_ONCE = 32
 _REMEDIES = (  # for what ssh says, with the host's name
@@ -156,6 +157,8 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
             found.append(f"{name} is {other} ({own} here)")
         elif key == "torchmpi_py" and other and there["checksum"] != here["checksum"]:
             found.append(f"torchmpi_py {other} has other files than here")
+            remedies.append(_COPY_PACKAGE)  # pip would find nothing to do
+            continue
         else:
             continue
         wanted += _requirements(key, here)
@@ -184,7 +187,7 @@ def _remedies(key: str, here: Mapping[str, Any]) -> list[str]:
     if key == "python":
         return [f"install Python {here[key]} there, at {sys.executable}"]
     if key == "torchmpi_py" and _PACKAGE.parent.name != "site-packages":
-        return [f"copy {_PACKAGE} there, or share it by a common file system"]
+        return [_COPY_PACKAGE]
     if key == "mpi" and not (here["openmpi"] or here["mpich"]):
         return ["load the same MPI module there"]
     return []
