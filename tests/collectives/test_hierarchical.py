@@ -149,11 +149,18 @@ class Counted(Ring):
         return self._count("reduce_scatter", source, channel, source, destination, op)
 
 
-@pytest.fixture(params=["odd and even", "first and rest"])
+COLOURS = {
+    "odd and even": lambda rank: rank % 2,
+    "first and rest": lambda rank: int(rank > 0),
+    "crossed": lambda rank: int(rank % 4 in (1, 2)),  # of the second ranks, that of the second group is the lower one
+}
+
+
+@pytest.fixture(params=list(COLOURS))
 def groups(request, mpi):
     """Two groups: the ranks of each. They may be equal by chance."""
     size = mpi.size()
-    colours = [rank % 2 if request.param == "odd and even" else int(rank > 0) for rank in range(size)]
+    colours = [COLOURS[request.param](rank) for rank in range(size)]
     level = mpi.push_communicator(colours[mpi.rank()])
     mpi.set_collective_span(0, level)
     yield [[rank for rank in range(size) if colours[rank] == colour] for colour in (0, 1)]

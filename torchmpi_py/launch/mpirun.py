@@ -7,7 +7,8 @@ row. The rows share these decisions:
 - More ranks than slots are allowed: a laptop is where people try first.
 - With as many ranks on a host as cores, or more, a waiting rank gives its core away (`busy_environment`). On 2 cores:
   4 ranks of MPICH need 81 us instead of 2 ms for a 4-byte allreduce, and 2 ranks of Open MPI over TCP 8 us instead of
-  5 ms for a ping-pong.
+  5 ms for a ping-pong. So also with several hosts: a rank that waits for the network leaves the core to the system's
+  part of the work.
 - Options go through the environment where they can, for a user's own setting then wins.
 - The environment reaches other hosts: Open MPI gets the names of variables, the others pass everything on.
 
@@ -175,7 +176,7 @@ def _offered(vendor: Vendor, options: Options, flag: str) -> Options:
 def settings(
     vendor: Vendor, *, busy: bool, is_root: bool, hostfile: Path | None = None, with_ssh: bool = False
 ) -> dict[str, str]:
-    """The variables that this vendor wants; ``busy``: as many ranks on a host as cores, or more."""
+    """The variables that this vendor wants; ``busy``: ranks fill the cores of a host, or there are several hosts."""
     wanted = dict(vendor.environment)
     if busy:
         wanted |= vendor.busy_environment

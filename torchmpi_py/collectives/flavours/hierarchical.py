@@ -6,10 +6,13 @@ column, the ranks with the same inner rank in all groups, or where groups are un
 
 allreduce, M equal groups of m ranks, S bytes: reduce-scatter inside (each rank owns S/m), allreduce of every slice
 across groups by its owners, allgather inside. 2 S (M-1)/M bytes leave each group, with a ring outside, whatever m is.
-Unequal groups: reduce to the group's root, allreduce across the roots, broadcast inside. Work goes in chunks: while one
-chunk travels between groups the next one is reduced inside. broadcast and reduce go by the roots, in chunks too: S
-bytes enter each other group, or leave it. allgather, not in chunks: gathered on the roots, S M (M-1)/M bytes through
-each in the ring of roots for a result of S M bytes, and broadcast inside.
+Unequal groups: reduce to the group's root, allreduce across the roots, broadcast inside. reduce_scatter is the first
+half of that, allgather the second one: S (M-1)/M bytes leave each group. broadcast and reduce go by the roots: S bytes
+enter each other group, or leave it. An allgather of unequal groups or parts goes by the roots too, in one piece.
+
+Work goes in *pieces*: while some travel between groups, each as a walk (``Flavour.walk``), the next one is worked on
+inside. A piece is as large as the outer flavour needs to send one chunk to each neighbour, so what is under way fills
+both directions of a group's link, and the memory inside is at work meanwhile.
 
 After TorchMPI's hierarchical collectives, which had no such thing on CPUs, and no inner root mapping.
 """
@@ -312,8 +315,8 @@ class NodeGroups:
         self.outer = channel.split(indices)  # columns; the first one holds the roots of all groups
         self.roots = self.outer
         columns = zip(*self.members, strict=True) if self.are_equal else []
-        self.by_columns = [rank for column in columns for rank in column]
-        """Where groups are equal: the ranks of the first column, those of the second one, and so on."""
+        self.by_columns = [rank for column in columns for rank in sorted(column)]
+        """Where groups are equal: the ranks of the first column in the order of ``outer``, then the second column's."""
 
     def free(self) -> None:
         """Give the channels back."""
