@@ -75,9 +75,9 @@ def test_no_input_is_told_to_open_mpi():
 
 
 def test_settings():
-    assert mpirun.settings(OPENMPI, busy=False, is_root=False) == {"OMPI_MCA_osc": "^ucx"}
-    assert mpirun.settings(OPENMPI, busy=True, is_root=True) == {
-        "OMPI_MCA_osc": "^ucx",
+    always = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_links": "2"}
+    assert mpirun.settings(OPENMPI, busy=False, is_root=False) == always
+    assert mpirun.settings(OPENMPI, busy=True, is_root=True) == always | {
         "OMPI_MCA_mpi_yield_when_idle": "true",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

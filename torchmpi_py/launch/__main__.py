@@ -193,7 +193,7 @@ def plan(
     named = named_hosts(options, environment)
     num_ranks = options.num_ranks or default_num_ranks(named, environment)
     hostfile = folder / "hostfile" if named else None
-    busy = hosts.num_ranks_on_busiest(named, num_ranks) >= binding.num_usable_cores()
+    busy = len(named) > 1 or hosts.num_ranks_on_busiest(named, num_ranks) >= binding.num_usable_cores()
     with_ssh = bool(named) and not options.launch_agent
     inherited = inherited_environment(environment)
     given = given_environment(options.env)
