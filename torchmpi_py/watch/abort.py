@@ -11,6 +11,9 @@ from torchmpi_py.core.status_board import ENDING, HAS_LEFT
 from torchmpi_py.launch import exit_marks
 from torchmpi_py.watch import tracing
 
+EXIT_CODE = 1
+"""Of a job that is ended by the ranks' watch over each other."""
+
 
 def abort(code: int) -> None:
     """End the whole job with ``code`` if other ranks belong to it; else do nothing."""
