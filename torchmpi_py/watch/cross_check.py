@@ -126,7 +126,7 @@ class Rows:
 
 def _waits(last: Any) -> bool:
     is_call = int(last[NAMES]) & IS_LAUNCH == 0 and last[ENDED] < last[LAUNCHED]
-    return is_call and time.monotonic_ns() - int(last[LAUNCHED]) > _WAITS_NS
+    return bool(is_call) and time.monotonic_ns() - int(last[LAUNCHED]) > _WAITS_NS
 
 
 class Mismatch(NamedTuple):

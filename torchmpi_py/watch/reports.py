@@ -112,7 +112,7 @@ def of_node(
     waiting = None if number is None else journal.find_record(board, number)
     if waiting is not None and late is not None:
         heading += f"\n{own} waits in {waiting.what}, called at {waiting.site}"
-        if late is not waiting:
+        if late.number != waiting.number:
             heading += f"; before it comes {late.what}, called at {late.site}"
     return NodeReport(heading, *_of_ranks(board, late, silent, has_text))
 
