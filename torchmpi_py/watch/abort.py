@@ -28,6 +28,11 @@ def abort(code: int) -> None:
         for stream in (sys.stdout, sys.stderr, sys.__stderr__):
             with contextlib.suppress(Exception):
                 stream.flush()  # type: ignore[union-attr]
-        if status_board.current is not None:
-            status_board.current.put(HAS_LEFT, ENDING)
+        announce()
         exit_marks.abort(mpi, code)
+
+
+def announce() -> None:
+    """Show on the board that this rank is about to end the job, and has said why."""
+    if status_board.current is not None:
+        status_board.current.put(HAS_LEFT, ENDING)

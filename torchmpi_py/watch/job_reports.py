@@ -28,6 +28,7 @@ CLAIM_HOLDS_SECONDS_WHEN_ASKED = 1.0
 PARTS_SECONDS = 2.0  # a node waits for 1.5 s for the stacks of its ranks
 _VIEWS_SECONDS = 1.0
 _CLAIM_SECONDS = 6.0
+_SILENT_SECONDS = 2.5  # a leader answers each second: one that does not is not waited for
 
 Answers = dict[int, Any]
 
@@ -116,12 +117,13 @@ class ReportDesk:
         """Put a question to the leaders of all nodes but one; ``then`` gets the answers of those that give one."""
         number = next(self._numbers)
         asked: set[int] = set()
+        now = time.monotonic()
         for node, link in list(self._links.items()):
             if node != skip:
                 with contextlib.suppress(OSError):  # it is found lost elsewhere
                     link.send({"ask": number, **question})
-                    asked.add(node)
-        now = time.monotonic()
+                    if now - link.last_heard < _SILENT_SECONDS:
+                        asked.add(node)
         own = {} if skip == self._nodes.mine else {self._nodes.mine: self._answer(question)}
         self._questions[number] = _Question(asked, own, now + seconds, then)
 

@@ -321,7 +321,7 @@ class NodeWatch:
             return f"{self._nodes.name(node)} has not been heard of for {seconds:.0f} s"
         leader = self._nodes.ranks[node][0]
         last = f". When last heard of: {'; '.join(self._briefs[node])}" if self._briefs.get(node) else ""
-        return f"rank {leader} on {self._nodes.name(node)} died, or left without mpi.stop(){last}"
+        return f"rank {leader} on host {self._nodes.hosts[node]} died, or left without mpi.stop(){last}"
 
     def _absence(self, node: int) -> str:
         """Why a node has not given its part of a report."""
