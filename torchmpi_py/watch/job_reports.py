@@ -28,6 +28,7 @@ CLAIM_HOLDS_SECONDS_WHEN_ASKED = 1.0
 PARTS_SECONDS = 2.0  # a node waits for 1.5 s for the stacks of its ranks
 _VIEWS_SECONDS = 1.0
 _CLAIM_SECONDS = 6.0
+_KILLED_SECONDS = 2.0  # for a rank that finds no hub, because the job is being ended, to be ended too
 _SILENT_SECONDS = 2.5  # a leader answers each second: one that does not is not waited for
 
 Answers = dict[int, Any]
@@ -56,7 +57,10 @@ def claim(board: Board, reason: int, report: NodeReport, number: int | None = No
         "called": "" if late is None else late.what,
         "ends": ends,
     }
-    return node_links.ask(question, _CLAIM_SECONDS)
+    answer = node_links.ask(question, _CLAIM_SECONDS)
+    if answer is None:
+        time.sleep(_KILLED_SECONDS)
+    return answer
 
 
 def withdraw() -> None:
