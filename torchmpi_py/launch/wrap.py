@@ -212,6 +212,10 @@ def fail(error: BaseException, code: int, folder: str, rank: int, former: int | 
             tracing.save()
     if isinstance(error, (KeyboardInterrupt, SystemExit)) and exit_marks.is_left(folder, "ending"):
         _wait_to_be_killed(folder)
+    watch: Any = sys.modules.get("torchmpi_py.watch.abort")
+    if watch is not None:
+        with contextlib.suppress(BaseException):
+            watch.announce()
     end_job(code, folder)
 
 
