@@ -9,6 +9,7 @@ docs/decisions/016-memory-ordering.md.
 from __future__ import annotations
 
 import math
+import os
 import platform
 import threading
 import time
@@ -18,7 +19,8 @@ from typing import TypeVar
 from torchmpi_py.core.mpi_api import MPI
 
 T = TypeVar("T")
-_WORTH_A_SLEEP_SECONDS = 20e-6
+_SHORTEST_SLEEP_SECONDS = 20e-6
+_WORTH_A_SLEEP_SECONDS = 200e-6  # since the last event
 
 KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 """Whether this machine has total store order."""
@@ -34,13 +36,13 @@ the number of ranks."""
 
 
 class Nap:
-    """Pauses between one look and the next: a tenth of the time since ``begin``, at most ``longest_seconds``.
+    """Pauses between one look and the next: a ``share`` of the time since ``begin``, at most ``longest_seconds``.
 
     So an early event is seen early, and a late one costs next to nothing.
     """
 
-    def __init__(self, longest_seconds: float) -> None:
-        self._longest_seconds = longest_seconds
+    def __init__(self, longest_seconds: float, share: float = 0.1) -> None:
+        self._longest_seconds, self._share = longest_seconds, share
         self.begin()
 
     def begin(self) -> None:
@@ -52,10 +54,19 @@ class Nap:
         """The time since ``begin``."""
         return time.monotonic() - self._since
 
+    def pause_seconds(self, at_most_seconds: float | None = None) -> float:
+        """The next pause; 0 where a sleep, which takes the system some 60 us to end, is not worth while yet."""
+        seconds = self.seconds
+        if seconds < _WORTH_A_SLEEP_SECONDS:
+            return 0.0
+        return min(at_most_seconds or self._longest_seconds, max(_SHORTEST_SLEEP_SECONDS, seconds * self._share))
+
     def take(self, at_most_seconds: float | None = None) -> None:
         """Pause; the first pauses only yield the processor."""
-        pause = min(at_most_seconds or self._longest_seconds, self.seconds / 10)
-        time.sleep(pause if pause > _WORTH_A_SLEEP_SECONDS else 0)
+        if pause := self.pause_seconds(at_most_seconds):
+            time.sleep(pause)
+        else:
+            os.sched_yield()  # time.sleep(0) is a sleep
 
 
 def complete(request: MPI.Request, nap: Nap, timeout_seconds: float = math.inf) -> bool:
