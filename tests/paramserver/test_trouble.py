@@ -11,7 +11,7 @@ from torchmpi_py import paramserver as ps
 from torchmpi_py.core import communicators, config
 from torchmpi_py.core.channels import Place
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
-from torchmpi_py.paramserver.remote import HEADER_TAG, Kind, ShardRequest
+from torchmpi_py.paramserver.remote import BYTES_TAG, HEADER_TAG, Kind, ShardRequest
 from torchmpi_py.paramserver.service import ShardExchange
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
@@ -178,7 +178,8 @@ def test_a_read_does_not_wait_for_a_payload_that_does_not_come(mpi):
             for turn in range(6):
                 payload = torch.arange(float(count)) + turn
                 links.requests.Send(payload.numpy().view("uint8"), 0, BYTES_TAG)
-            assert [links.replies.recv(source=0, tag=HEADER_TAG) for _ in range(6)] == [(None, None)] * 6
+            answers = [links.replies.recv(source=0, tag=HEADER_TAG) for _ in range(6)]
+            assert answers == 6 * [(None, None)]
         mpi.barrier()
         assert torch.equal(server.receive().wait()[:count], 6 * torch.arange(float(count)) + 15)
         server.free()

@@ -1,17 +1,19 @@
 """The thread in which a rank's requests to parameter servers run, in the order in which they are made.
 
 A request first asks other nodes and works on the shards of its own node, and is complete when the replies have come.
-Meanwhile the next one begins: a request between nodes costs a round trip only where the program waits for it. The
-services keep the order of what they are asked, and handles are completed in the order of the requests. A request whose
-tensor one under way writes to (or reads from, if the request itself writes) begins when that one is complete.
+Meanwhile the next one to the same server begins: a request between nodes costs a round trip only where the program
+waits for it. Each shard takes the requests of a rank in order, and handles are completed in that order.
+
+A request to another server begins when those before are complete: a program may tell others by one server that it has
+sent to another. So does a request for a tensor that one under way writes to, or reads from if the request writes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,6 +63,14 @@ class Answers:
                 raise error
 
 
+class Uses(NamedTuple):
+    """What a request uses: a server, and the program's tensor, from which it reads or to which it ``writes``."""
+
+    server: object
+    memory: Tensor | None = None
+    writes: bool = False
+
+
 class _Request(Work[R]):
     """``begin`` asks other nodes, and does what is to do on this one; ``end`` gives the result."""
 
@@ -69,14 +79,14 @@ class _Request(Work[R]):
         label: str,
         begin: Callable[[Answers], object],
         end: Callable[[], R],
-        memory: Tensor | None,
-        writes: bool,
         entry: journal.Entry | None,
+        uses: Uses,
     ) -> None:
         self.entry = entry
+        self.server, self.writes = uses.server, uses.writes
+        self.storage = 0 if uses.memory is None else uses.memory.untyped_storage().data_ptr()
         self.answers = Answers()
-        self._label, self._writes = label, writes
-        self._storage = 0 if memory is None else memory.untyped_storage().data_ptr()
+        self._label = label
         self._steps: tuple[Callable[[Answers], object], Callable[[], R]] | None = begin, end
 
     @property
@@ -104,12 +114,6 @@ class _Request(Work[R]):
             journal.end_launched(self.entry)
         return result
 
-    def has_to_wait_for(self, earlier: object) -> bool:
-        """Whether the order in which two requests use their tensors matters."""
-        if not isinstance(earlier, _Request):
-            return False
-        return self._storage == earlier._storage != 0 and (self._writes or earlier._writes)
-
     def release(self) -> None:
         self._steps, self.answers = None, Answers()
 
@@ -120,6 +124,8 @@ class _Pipeline(CommunicationThread):
     def __init__(self) -> None:
         super().__init__(inline=False, name="parameter-server")
         self._under_way: deque[ThreadHandle[Any]] = deque()
+        self._server: object = None  # of the requests under way
+        self._in_use: Counter[tuple[int, bool]] = Counter()  # their storages, by address and whether they are written
         self._clients: list[Client] = []  # that expect replies
         self._nap = Nap(_LONGEST_NAP_SECONDS)
 
@@ -140,13 +146,21 @@ class _Pipeline(CommunicationThread):
     def _begin(self, handle: ThreadHandle[Any]) -> None:
         request = handle._work
         if isinstance(request, _Request):  # and not an end mark
-            while any(request.has_to_wait_for(earlier._work) for earlier in self._under_way):
+            while self._under_way and self._has_to_wait(request):
                 self._wait()
+            self._server = request.server
+            self._in_use[request.storage, request.writes] += 1
             request.begin()
             self._clients += [client for client in request.answers.clients() if client not in self._clients]
         self._under_way.append(handle)
         self._nap.begin()
         self._take_replies()
+
+    def _has_to_wait(self, request: _Request[Any]) -> bool:
+        """Whether the order in which a request and those under way are carried out matters."""
+        is_written = self._in_use[request.storage, True]
+        is_in_use = is_written or (request.writes and self._in_use[request.storage, False])
+        return request.server is not self._server or bool(request.storage and is_in_use)
 
     def _wait(self) -> None:
         """Take replies, or nap if there are none."""
@@ -160,15 +174,23 @@ class _Pipeline(CommunicationThread):
             has_moved |= client.advance()
             if client.is_idle:
                 self._clients.remove(client)
-        while self._under_way and _is_complete(self._under_way[0]):
+        while self._under_way and self._is_complete(self._under_way[0]._work):
             self._under_way.popleft().execute()
+        if not self._under_way:
+            self._server = None
         if has_moved:
             self._nap.begin()
         return has_moved
 
-
-def _is_complete(handle: ThreadHandle[Any]) -> bool:
-    return not isinstance(handle._work, _Request) or handle._work.answers.are_complete()
+    def _is_complete(self, work: Work[Any] | None) -> bool:
+        if not isinstance(work, _Request):
+            return True  # an end mark
+        if is_complete := work.answers.are_complete():
+            key = work.storage, work.writes
+            self._in_use[key] -= 1
+            if not self._in_use[key]:
+                del self._in_use[key]
+        return is_complete
 
 
 class RequestThread:
@@ -187,19 +209,18 @@ class RequestThread:
         label: str,
         begin: Callable[[Answers], object],
         end: Callable[[], R],
-        memory: Tensor | None = None,
+        uses: Uses,
         *,
-        writes: bool = False,
         is_recorded: bool = True,
     ) -> Handle[R]:
         """Queue a request: what ``begin`` expects comes, then ``end`` gives the handle's result.
 
-        ``memory`` is the program's tensor in which the request reads, or ``writes``. Requests that repeat many times
-        in an operation that is recorded as a whole are not recorded: they would push all other records out.
+        Requests that repeat many times in an operation that is recorded as a whole are not recorded: they would push
+        all other records out.
         """
         entry = journal.record_own(label, communicators.stack().levels[0]) if is_recorded else None
         with self._lock:
-            return self._thread.submit(_Request(label, begin, end, memory, writes, entry))
+            return self._thread.submit(_Request(label, begin, end, entry, uses))
 
     def drain(self) -> None:
         """Wait until all queued requests are done, and end the thread."""

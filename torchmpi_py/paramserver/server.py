@@ -25,7 +25,7 @@ from torchmpi_py.core.tensors import check_tensor, flat, output_buffer
 from torchmpi_py.errors import ParameterServerError, RanksDisagree, Unavailable
 from torchmpi_py.memory.devices import HostCopy
 from torchmpi_py.paramserver import rules, shard
-from torchmpi_py.paramserver.request_thread import Answers, RequestThread
+from torchmpi_py.paramserver.request_thread import Answers, RequestThread, Uses
 from torchmpi_py.paramserver.shard import Shard
 from torchmpi_py.paramserver.shard_router import ShardRouter
 
@@ -131,7 +131,7 @@ class ParameterServer:
             self.num_bytes_sent += payload.nbytes if known.needs_payload else 0
             return tensor
 
-        return self._requests.submit(f"send to a parameter server, rule {rule}", begin, end, payload)
+        return self._requests.submit(f"send to a parameter server, rule {rule}", begin, end, Uses(self, payload))
 
     def receive(self, tensor: Tensor | None = None) -> Handle[Tensor]:
         """Fetch all shards into ``tensor`` (default: a new one on the CPU), which ``wait`` returns.
@@ -157,13 +157,13 @@ class ParameterServer:
                 copy_out()
             return target
 
-        return self._requests.submit("receive from a parameter server", begin, end, target, writes=True)
+        return self._requests.submit("receive from a parameter server", begin, end, Uses(self, target, True))
 
     def peek(self, target: Tensor) -> None:
         """Receive into a tensor on the CPU, wait, and leave no record: for a loop that looks again and again."""
         begin = functools.partial(self._router.read, target)
         label = "look at a parameter server"
-        self._requests.submit(label, begin, _nothing, target, writes=True, is_recorded=False).wait()
+        self._requests.submit(label, begin, _nothing, Uses(self, target, True), is_recorded=False).wait()
 
     def take_in(self, source: ParameterServer, rule: str = "add", **options: Any) -> Handle[None]:
         """Apply a rule to this rank's own shard with its shard of the server ``source``, which becomes zero.
@@ -182,7 +182,7 @@ class ParameterServer:
             )
         label = f"step of this rank's shard, rule {rule}"
         return self._requests.submit(
-            label, lambda answers: self._router.take_in(source._router, known, options), _nothing
+            label, lambda answers: self._router.take_in(source._router, known, options), _nothing, Uses(self)
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class ParameterServer:
         self._check_alive("state_dict")
         saved = self._router.new_shards()
         begin = functools.partial(self._router.save, saved)
-        self._requests.submit("save a parameter server", begin, _nothing).wait()
+        self._requests.submit("save a parameter server", begin, _nothing, Uses(self)).wait()
         return shard.joined(list(saved.values()), self.shape, self.dtype, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ class ParameterServer:
         self._check_alive("load_state_dict")
         parts = self._parted(state)
         begin = functools.partial(self._router.restore, parts)
-        self._requests.submit("restore a parameter server", begin, _nothing).wait()
+        self._requests.submit("restore a parameter server", begin, _nothing, Uses(self)).wait()
 
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError if ``load_state_dict`` would refuse the state."""

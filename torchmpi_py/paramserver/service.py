@@ -254,7 +254,7 @@ class Service:
 
 
 class ShardExchange:
-    """Kept with a channel whose ranks are on several nodes: links, this rank's side, and a node's first rank's service."""
+    """Kept with a channel over several nodes: its links, a client, and the service in each node's first rank."""
 
     def __init__(self, channel: Channel) -> None:
         self.links = Links(channel)
