@@ -9,7 +9,6 @@ docs/decisions/016-memory-ordering.md.
 from __future__ import annotations
 
 import math
-import os
 import platform
 import threading
 import time
@@ -19,8 +18,7 @@ from typing import TypeVar
 from torchmpi_py.core.mpi_api import MPI
 
 T = TypeVar("T")
-_SHORTEST_SLEEP_SECONDS = 20e-6
-_WORTH_A_SLEEP_SECONDS = 200e-6  # since the last event
+_WORTH_A_SLEEP_SECONDS = 20e-6
 
 KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 """Whether this machine has total store order."""
@@ -38,11 +36,13 @@ the number of ranks."""
 class Nap:
     """Pauses between one look and the next: a ``share`` of the time since ``begin``, at most ``longest_seconds``.
 
-    So an early event is seen early, and a late one costs next to nothing.
+    So an early event is seen early, and a late one costs next to nothing. The system takes some 60 us to end even the
+    shortest sleep: in the first ``eager_seconds`` there is no pause at all. Nor a yield: on a busy machine a thread
+    that yields comes last, while one that sleeps is preferred.
     """
 
-    def __init__(self, longest_seconds: float, share: float = 0.1) -> None:
-        self._longest_seconds, self._share = longest_seconds, share
+    def __init__(self, longest_seconds: float, share: float = 0.1, eager_seconds: float = 0.0) -> None:
+        self._longest_seconds, self._share, self._eager_seconds = longest_seconds, share, eager_seconds
         self.begin()
 
     def begin(self) -> None:
@@ -54,19 +54,12 @@ class Nap:
         """The time since ``begin``."""
         return time.monotonic() - self._since
 
-    def pause_seconds(self, at_most_seconds: float | None = None) -> float:
-        """The next pause; 0 where a sleep, which takes the system some 60 us to end, is not worth while yet."""
-        seconds = self.seconds
-        if seconds < _WORTH_A_SLEEP_SECONDS:
-            return 0.0
-        return min(at_most_seconds or self._longest_seconds, max(_SHORTEST_SLEEP_SECONDS, seconds * self._share))
-
     def take(self, at_most_seconds: float | None = None) -> None:
-        """Pause; the first pauses only yield the processor."""
-        if pause := self.pause_seconds(at_most_seconds):
-            time.sleep(pause)
-        else:
-            os.sched_yield()  # time.sleep(0) is a sleep
+        """Pause; briefly at first."""
+        seconds = self.seconds
+        if seconds >= self._eager_seconds:
+            pause = min(at_most_seconds or self._longest_seconds, seconds * self._share)
+            time.sleep(pause if pause > _WORTH_A_SLEEP_SECONDS else 0)
 
 
 def complete(request: MPI.Request, nap: Nap, timeout_seconds: float = math.inf) -> bool:

@@ -23,11 +23,11 @@ from torchmpi_py.core.backoff import Nap
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.handles import Handle, ThreadHandle, Work
-from torchmpi_py.paramserver.remote import Client, PendingReply
+from torchmpi_py.paramserver.remote import EAGER_SECONDS, Client, PendingReply
 
 R = TypeVar("R")
 _MOST_UNDER_WAY = 64  # requests; a service keeps the messages of those that it has not carried out
-_LONGEST_NAP_SECONDS = 0.0001
+_LONGEST_NAP_SECONDS = 0.0001  # of a rank that waits for a reply
 
 
 class Answers:
@@ -127,7 +127,7 @@ class _Pipeline(CommunicationThread):
         self._server: object = None  # of the requests under way
         self._in_use: Counter[tuple[int, bool]] = Counter()  # their storages, by address and whether they are written
         self._clients: list[Client] = []  # that expect replies
-        self._nap = Nap(_LONGEST_NAP_SECONDS)
+        self._nap = Nap(_LONGEST_NAP_SECONDS, eager_seconds=EAGER_SECONDS)
 
     @torch.inference_mode()  # in whatever mode the caller's tensors were made
     def _loop(self) -> None:

@@ -32,6 +32,7 @@ from torchmpi_py.errors import ParameterServerError
 from torchmpi_py.paramserver import rules
 from torchmpi_py.paramserver.remote import (
     BYTES_TAG,
+    EAGER_SECONDS,
     HEADER_TAG,
     Client,
     Kind,
@@ -163,7 +164,7 @@ class Service:
     @torch.inference_mode()
     def _run(self) -> None:
         try:
-            nap = Nap(_LONGEST_NAP_SECONDS, _NAP_SHARE)
+            nap = Nap(_LONGEST_NAP_SECONDS, _NAP_SHARE, EAGER_SECONDS)
             while not (self._is_ending.is_set() and not self._values and not self._replies):
                 if self._turn():
                     nap.begin()
