@@ -1,5 +1,9 @@
 """Pauses of a rank that waits: their lengths by the time since the last event, with a clock of the test's own."""
 
+import ctypes
+import sys
+import threading
+
 import pytest
 
 from torchmpi_py.core import backoff
@@ -39,14 +43,18 @@ def test_pauses_grow_with_the_time_since_the_last_event(pauses):
     assert pauses[-1] == 0.0001
 
 
-def test_no_pause_where_an_event_is_due(pauses):
-    nap = backoff.Nap(0.002, eager_seconds=0.0002)
-    for _ in range(3):
-        nap.take()
-    assert pauses == []
-    for _ in range(3):
-        nap.take()
-    assert len(pauses) == 3
-    nap.begin()
-    nap.take()
-    assert len(pauses) == 3
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has the setting")
+def test_the_sleeps_of_one_thread_end_in_time():
+    """And those of no other thread."""
+    slack = ctypes.CDLL(None).prctl
+    before, inside = slack(30, 0, 0, 0, 0), []  # PR_GET_TIMERSLACK, in ns
+
+    def of_the_thread():
+        backoff.end_sleeps_in_time()
+        inside.append(slack(30, 0, 0, 0, 0))
+
+    thread = threading.Thread(target=of_the_thread)
+    thread.start()
+    thread.join()
+    assert inside == [1]
+    assert slack(30, 0, 0, 0, 0) == before > 1
