@@ -29,7 +29,6 @@ from torchmpi_py.errors import ParameterServerError
 HEADER_TAG, BYTES_TAG = 0, 1  # of requests and replies; of their pieces
 _SMALL_BYTES = 16 << 10  # travel within a message: two copies cost less than another message
 _PIECE_BYTES = 4 << 20
-EAGER_SECONDS = 0.0002  # both sides look without a pause for so long: about a round trip
 
 
 class Kind(enum.IntEnum):

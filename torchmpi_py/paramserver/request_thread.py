@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.core import communicators, journal
-from torchmpi_py.core.backoff import Nap
+from torchmpi_py.core.backoff import Nap, end_sleeps_in_time
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.handles import Handle, ThreadHandle, Work
-from torchmpi_py.paramserver.remote import EAGER_SECONDS, Client, PendingReply
+from torchmpi_py.paramserver.remote import Client, PendingReply
 
 R = TypeVar("R")
 _MOST_UNDER_WAY = 64  # requests; a service keeps the messages of those that it has not carried out
@@ -127,10 +127,11 @@ class _Pipeline(CommunicationThread):
         self._server: object = None  # of the requests under way
         self._in_use: Counter[tuple[int, bool]] = Counter()  # their storages, by address and whether they are written
         self._clients: list[Client] = []  # that expect replies
-        self._nap = Nap(_LONGEST_NAP_SECONDS, eager_seconds=EAGER_SECONDS)
+        self._nap = Nap(_LONGEST_NAP_SECONDS)
 
     @torch.inference_mode()  # in whatever mode the caller's tensors were made
     def _loop(self) -> None:
+        end_sleeps_in_time()
         while (handle := self._next()) is not None:
             self._begin(handle)
             del handle  # or its buffers would live until the next one

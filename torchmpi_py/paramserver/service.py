@@ -25,14 +25,13 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.core import ulfm
-from torchmpi_py.core.backoff import Nap
+from torchmpi_py.core.backoff import Nap, end_sleeps_in_time
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import ParameterServerError
 from torchmpi_py.paramserver import rules
 from torchmpi_py.paramserver.remote import (
     BYTES_TAG,
-    EAGER_SECONDS,
     HEADER_TAG,
     Client,
     Kind,
@@ -163,8 +162,9 @@ class Service:
 
     @torch.inference_mode()
     def _run(self) -> None:
+        end_sleeps_in_time()
         try:
-            nap = Nap(_LONGEST_NAP_SECONDS, _NAP_SHARE, EAGER_SECONDS)
+            nap = Nap(_LONGEST_NAP_SECONDS, _NAP_SHARE)
             while not (self._is_ending.is_set() and not self._values and not self._replies):
                 if self._turn():
                     nap.begin()
