@@ -37,7 +37,7 @@ class Machine:
     eager_bytes: int = 64 << 10
 
 
-class Deadlock(RuntimeError):
+class DeadlockError(RuntimeError):
     """All ranks that have not ended wait for each other."""
 
 
@@ -257,7 +257,7 @@ class Simulation:
                 self.rank = resumed
                 break
         else:
-            self._fail(Deadlock(f"{self._num_running} ranks wait for messages that nobody sends, or in a meeting"))
+            self._fail(DeadlockError(f"{self._num_running} ranks wait for messages that nobody sends, or in a meeting"))
             resumed = None
         if resumed == mine:
             return

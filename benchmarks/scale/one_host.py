@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-BEGIN, FILE = "TORCHMPI_SCALE_BEGIN", "TORCHMPI_SCALE_FILE"
+BEGIN, FILE = "SCALE_BEGIN", "SCALE_FILE"
 NUM_CALLS, NUM_WARM = 200, 10
-FREE_BYTES_A_RANK = 300 << 20
+FREE_BYTES_A_RANK = 256 << 20
 
 
 def rank() -> None:
