@@ -8,6 +8,7 @@ One run of ``bench compare`` for each shape of the bed and each verb: all flavou
 import argparse
 import datetime as dt
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def measured(bed: Bed, ranks: list[int], verb: str, sizes: str, seconds: float, 
     return [{"hosts": ranks, "verb": verb} | {key: row[key] for key in kept} for row in rows]
 
 
+def shape(bed: Bed, rate: str) -> None:
+    """Links whose token bucket holds no more than the largest packet: the bed's own would carry 256 KiB for nothing."""
+    for host in bed.hosts:
+        for namespace, device in ((host, "eth0"), ("switch", f"to_{host}")):
+            place = ["tc", "-n", f"{bed.name}-{namespace}", "qdisc", "replace", "dev", device, "root", "handle", "1:"]
+            subprocess.run([*place, "tbf", "rate", rate, "burst", "64k", "latency", "5ms"], check=True)
+
+
 def main() -> None:
     """Make the bed, measure, store after each run, take the bed down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -55,6 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     bed = Bed.up(max(len(SHAPES[name]) for name in options.shapes), name=options.bed, rate=options.rate)
     try:
+        shape(bed, options.rate)
         facts = {"rate": options.rate, "date": dt.date.today().isoformat(), "python": sys.version.split()[0]}
         rows = []
         for name in options.shapes:

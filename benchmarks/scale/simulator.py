@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
 class Inside(Flavour):
     """Stand-in for flavour ``shared``: the tensors of the ranks of a host pass through its memory."""
 
-    name = "inside"
+    name = "shared"  # whose contract it keeps: what it reads of others has been read when the call returns
     devices = frozenset({"cpu"})
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
@@ -91,7 +91,8 @@ def _pass(
     simulation: Simulation = channel.mpi.simulation  # type: ignore[attr-defined]
     given = simulation.meet(channel.mpi, x)  # type: ignore[arg-type]
     machine = simulation.machine
-    simulation.work(machine.memory_latency_seconds + channel.size * num_bytes / machine.memory_bytes_per_second)
+    if channel.size > 1:
+        simulation.work(machine.memory_latency_seconds + channel.size * num_bytes / machine.memory_bytes_per_second)
     value = result(given).clone() if simulation.carries_values and out is not None else None
     simulation.meet(channel.mpi, None)  # type: ignore[arg-type]
     if value is not None and out is not None:
