@@ -2,7 +2,7 @@
 
     python benchmarks/scale/fit.py benchmarks/scale/hosts_*.json
 
-The least times of sizes from 64 KiB on are fitted, by the median of the absolute logarithm of predicted / measured.
+Sizes from 64 KiB on are fitted, by the median of the absolute logarithm of predicted / measured.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def load(paths: list[Path]) -> list[Row]:
     for path in paths:
         stored = json.loads(path.read_text())
         rate = parse_link(stored["facts"]["rate"])
-        rows += [row | {"rate": rate, "seconds": row["least_seconds"]} for row in stored["rows"]]
+        rows += [row | {"rate": rate, "seconds": row["median_seconds"]} for row in stored["rows"]]
     return rows
 
 
@@ -79,7 +79,7 @@ def simulated(flavour: str, verb: str, num_bytes: int, hosts: tuple[int, ...], m
 
 
 def fit_machine(rows: list[Row], parameters: dict[str, Parameters]) -> Machine:
-    """The machine of the simulator: the latency that suits the least times of ring best, with ring's beta and gamma."""
+    """The machine of the simulator: the latency that suits ring best, with ring's beta and gamma."""
     chosen = [row for row in rows if row["what"] == "ring" and LEAST_BYTES <= row["num_bytes"] <= 1 << 20]
     of_ring = parameters["ring"]
 

@@ -8,7 +8,6 @@ One run of ``bench compare`` for each shape of the bed and each verb: all flavou
 import argparse
 import datetime as dt
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,16 +38,8 @@ def measured(bed: Bed, ranks: list[int], verb: str, sizes: str, seconds: float, 
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
     rows = json.loads(file.read_text())["rows"]
-    kept = ("what", "num_bytes", "median_seconds", "least_seconds", "time_to_floor", "bytes_to_floor")
+    kept = ("what", "num_bytes", "median_seconds", "time_to_floor", "bytes_to_floor")
     return [{"hosts": ranks, "verb": verb} | {key: row[key] for key in kept} for row in rows]
-
-
-def shape(bed: Bed, rate: str) -> None:
-    """Links whose token bucket holds no more than the largest packet: the bed's own would carry 256 KiB for nothing."""
-    for host in bed.hosts:
-        for namespace, device in ((host, "eth0"), ("switch", f"to_{host}")):
-            place = ["tc", "-n", f"{bed.name}-{namespace}", "qdisc", "replace", "dev", device, "root", "handle", "1:"]
-            subprocess.run([*place, "tbf", "rate", rate, "burst", "64k", "latency", "5ms"], check=True)
 
 
 def main() -> None:
@@ -64,7 +55,6 @@ def main() -> None:
     options = parser.parse_args()
     bed = Bed.up(max(len(SHAPES[name]) for name in options.shapes), name=options.bed, rate=options.rate)
     try:
-        shape(bed, options.rate)
         facts = {"rate": options.rate, "date": dt.date.today().isoformat(), "python": sys.version.split()[0]}
         rows = []
         for name in options.shapes:

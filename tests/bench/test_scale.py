@@ -161,7 +161,7 @@ def test_the_fit_finds_the_parameters_of_times_that_follow_the_model(module, tmp
         for verb in ("allreduce", "broadcast", "reduce_scatter", "alltoall"):
             for num_bytes in (4 * KiB, 64 * KiB, 1024 * KiB, 16384 * KiB):
                 seconds = truth.seconds(model.costs("ring", verb, num_bytes, hosts), rate)
-                row = {"hosts": hosts, "verb": verb, "what": "ring", "num_bytes": num_bytes, "least_seconds": seconds}
+                row = {"hosts": hosts, "verb": verb, "what": "ring", "num_bytes": num_bytes, "median_seconds": seconds}
                 rows.append(row)
     (tmp_path / "r.json").write_text(json.dumps({"facts": {"rate": "1gbit"}, "rows": rows}))
     found = fit.fit(fit.load([tmp_path / "r.json"]), "ring")
@@ -169,11 +169,10 @@ def test_the_fit_finds_the_parameters_of_times_that_follow_the_model(module, tmp
     assert found.share == pytest.approx(truth.share, rel=0.1)
 
 
-@pytest.mark.parametrize("flavour", ["mpi", "ring", "hierarchical", "gloo"])
-def test_no_way_sends_less_than_the_floor(module, flavour):
-    costs = module("model").costs
-    for verb in ("allreduce", "broadcast", "reduce", "allgather"):
+@pytest.mark.parametrize("verb", ["allreduce", "broadcast", "reduce", "allgather"])
+def test_no_way_of_the_model_sends_less_than_the_floor(module, verb):
+    for flavour in ("mpi", "ring", "hierarchical", "gloo"):
         for hosts in ([1, 1], [1] * 5, [4] * 3, [8] * 128):
             for num_bytes in (64 * KiB, 32768 * KiB):
-                floor = wire.floor_bytes(verb, num_bytes, hosts)
-                assert all(way.link_bytes >= 0.999 * floor for way in costs(flavour, verb, num_bytes, hosts))
+                floor, ways = wire.floor_bytes(verb, num_bytes, hosts), module("model").costs
+                assert all(way.link_bytes >= 0.999 * floor for way in ways(flavour, verb, num_bytes, hosts)), flavour

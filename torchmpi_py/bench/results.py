@@ -42,7 +42,6 @@ class ResultRow:
     num_turns: int
     time_to_floor: float | None = None  # of the wire, where the link is known
     bytes_to_floor: float | None = None  # counted on the link
-    least_seconds: float | None = None  # of one call
 
     @property
     def bytes_per_second(self) -> float:
@@ -76,8 +75,7 @@ class Report:
 
 def make_row(num_bytes: int, what: str, buffers: str, seconds: Sequence[float]) -> ResultRow:
     """The statistics of times in seconds."""
-    median, p99 = quantile(seconds, 0.5), quantile(seconds, 0.99)
-    return ResultRow(num_bytes, what, buffers, median, p99, len(seconds), least_seconds=min(seconds))
+    return ResultRow(num_bytes, what, buffers, quantile(seconds, 0.5), quantile(seconds, 0.99), len(seconds))
 
 
 def quantile(seconds: Sequence[float], part: float) -> float:
