@@ -21,7 +21,7 @@ FLAVOURS = {
     "broadcast": "mpi,ring,hierarchical",
     "reduce": "mpi,ring,hierarchical",
     "allgather": "mpi,ring,hierarchical",
-    "reduce_scatter": "mpi,ring",
+    "reduce_scatter": "mpi,ring,hierarchical",
     "alltoall": "mpi,ring",
 }
 

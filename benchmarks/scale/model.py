@@ -14,7 +14,6 @@ from typing import NamedTuple
 from torchmpi_py.bench.wire import floor_bytes
 
 RING_CHUNK_BYTES = 512 << 10
-PIECE_BYTES = 4 << 20  # of hierarchical's broadcast and reduce
 
 
 class Cost(NamedTuple):
@@ -68,18 +67,12 @@ def _trees(size: int, num_bytes: int, copied_bytes: float) -> list[Cost]:
 
 
 def _hierarchical(verb: str, num_bytes: int, hosts: Sequence[int]) -> list[Cost]:
-    """As ring among M hosts; what passes through the memory of a host, r tensors, is copied."""
+    """As ring among the hosts; the tensors of the r ranks of a host pass through its memory before that and after."""
     num_hosts, ranks = len(hosts), hosts[0]
-    if verb == "allgather":
-        (outer,) = _ring(verb, num_bytes, [1] * num_hosts)
-        return [outer._replace(copied_bytes=(1 + ranks) * num_bytes)]
-    pieces = [PIECE_BYTES] * (num_bytes // PIECE_BYTES) + [num_bytes % PIECE_BYTES] * (num_bytes % PIECE_BYTES > 0)
-    ways = [_ring(verb, piece, [1] * num_hosts)[0] for piece in pieces]
-    total = Cost(*(sum(column) for column in zip(*ways, strict=True)))
-    if verb == "allreduce":  # the rings of the ranks of a host share the link; pieces are under way together
-        ahead = 2
-        return [Cost(ways[0].steps * max(1, len(pieces) / ahead), total.link_bytes, (3 + 2 * ranks) * num_bytes)]
-    return [total._replace(copied_bytes=(1 + ranks) * num_bytes)]
+    inside = 0 if ranks == 1 else 2 * ranks * num_bytes
+    return [
+        way._replace(copied_bytes=way.copied_bytes / ranks + inside) for way in _ring(verb, num_bytes, [1] * num_hosts)
+    ]
 
 
 def _mpi(verb: str, num_bytes: int, hosts: Sequence[int]) -> list[Cost]:
