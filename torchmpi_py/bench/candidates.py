@@ -9,7 +9,8 @@
 - The limits: copies of as many bytes between private buffers, by all ranks at the same time. ``copy``, on CPU, and
   ``device copy``, on a GPU, are the cost of a collective that only had to write its result. ``host copy`` moves the
   bytes from the GPU into pinned host memory and back: the least cost of a way through the host. A large copy goes in
-  *chunks* through a few *slots* of pinned memory, in both directions at the same time.
+  *chunks* through a few *slots* of pinned memory, in both directions at the same time. ``wire``, the floor of the link
+  between nodes, is computed and not called (``wire.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torchmpi_py.memory import devices
 SELECTOR, SYMMETRIC, TORCHMPI = OTHER_NAMES = "selector", "symmetric", "torchmpi"
 """Names that ``--flavours`` takes beside flavours: none forced, symmetric tensors, our backend of torch.distributed."""
 RAW_MPI, GLOO, TORCH_TORCHMPI = "raw MPI", "torch gloo", "torch torchmpi"
-COPY, DEVICE_COPY, HOST_COPY = LIMITS = "copy", "device copy", "host copy"
+COPY, DEVICE_COPY, HOST_COPY, WIRE = LIMITS = "copy", "device copy", "host copy", "wire"
 
 _TIMEOUT = dt.timedelta(seconds=60)
 _CHUNK_BYTES = 4 << 20

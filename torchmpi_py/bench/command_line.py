@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, NoReturn, TypeVar
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import UsageError, WrongValue
+from torchmpi_py.bench import UsageError, WrongValue, wire
 from torchmpi_py.launch import variables
 
 DEVICES = ("cpu", "cuda")
@@ -56,6 +56,12 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     """``--device``."""
     text = "where the tensors are; default: cpu. cuda: on a GPU per rank, or on fewer that ranks share"
     parser.add_argument("--device", choices=DEVICES, default="cpu", help=text)
+
+
+def add_link(parser: argparse.ArgumentParser) -> None:
+    """``--link``."""
+    text = "rate of a node's link in each direction, or measured: adds the floor of the wire, and ratios to it"
+    parser.add_argument("--link", type=with_message(wire.parse_link), metavar="1gbit", help=text)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import UsageError, buffers, command_line, machine, plot, progress_bar, results
+from torchmpi_py.bench import UsageError, buffers, command_line, machine, plot, progress_bar, results, wire
 from torchmpi_py.bench.buffers import BufferPlan, format_size, parse_size, parse_sizes
 from torchmpi_py.bench.candidates import (
     GLOO,
@@ -75,6 +75,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-memory", type=command_line.with_message(parse_size), metavar="BYTES", help=memory)
     patience = "leave out, from there on, who would take longer for a call at the next size; default: nobody"
     add("--patience", type=command_line.positive, default=math.inf, metavar="SECONDS", help=patience)
+    command_line.add_link(parser)
     add("--no-verify", dest="verify", action="store_false", help="do not check the values of the results")
     add("--plot", type=Path, metavar="FILE.png", help="draw latency and bandwidth against size")
     command_line.add_output(parser)
@@ -103,6 +104,7 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
 def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
     """The report of what ``options`` ask for, on ``mpi.device()``. Collective and raises as ``main``."""
     task = _task(comm, options)
+    link = None if options.link is None else wire.open_link(comm, options.link)
     flavours = [options.flavour] if options.command == "run" else options.flavours
     with_torchmpi = flavours is None or TORCHMPI in flavours
     with contextlib.ExitStack() as stack:
@@ -113,11 +115,11 @@ def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
             candidate = candidate_for_run(
                 task, options.flavour, groups, symmetric=options.symmetric, asynchronous=options.asynchronous
             )
-            return _measured(comm, options, task, [candidate], [])
+            return _measured(comm, options, task, [candidate], [], link)
         candidates = candidates_for_compare(comm, task, flavours, groups, asynchronous=options.asynchronous)
         reasons = {GLOO: groups.no_gloo, TORCH_TORCHMPI: groups.no_torchmpi if with_torchmpi else ""}
         notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
-        return _measured(comm, options, task, candidates, notes)
+        return _measured(comm, options, task, candidates, notes, link)
 
 
 def _task(comm: MPI.Comm, options: argparse.Namespace) -> Task:
@@ -195,7 +197,12 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
 
 
 def _measured(
-    comm: MPI.Comm, options: argparse.Namespace, task: Task, candidates: list[Candidate], notes: list[str]
+    comm: MPI.Comm,
+    options: argparse.Namespace,
+    task: Task,
+    candidates: list[Candidate],
+    notes: list[str],
+    link: wire.Link | None,
 ) -> Report:
     sizes = sorted({task.rounded(num_bytes) for num_bytes in sizes_of(options)})
     kinds = ["warm", "cold"] if options.buffers == "both" else [options.buffers]
@@ -208,7 +215,9 @@ def _measured(
         with_cold="cold" in kinds,
     )
     pools, candidates, without_pool = make_pools(plan, candidates, task.device)
-    measurement = Measurement(comm, task, candidates, plan, pools, options.seconds, options.verify, options.patience)
+    measurement = Measurement(
+        comm, task, candidates, plan, pools, options.seconds, options.verify, options.patience, link
+    )
     # A candidate that refuses the smallest size is left out of all sizes.
     notes += [*without_pool, *measurement.drop_unable(sizes[0])]
     if not any(candidate.is_ours for candidate in measurement.candidates):
@@ -226,7 +235,7 @@ def _measured(
         rows += measurement.rows(size, kind)
     op = task.op if task.verb.reduces else ""
     dtype = str(task.dtype).removeprefix("torch.")
-    facts = machine.facts(comm, task.device)
+    facts = machine.facts(comm, task.device) | wire.facts(link)
     return Report(task.verb.name, dtype, op, comm.size, facts, notes, rows, task.device.type)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from torch import Tensor
 import torchmpi_py as mpi
 from torchmpi_py.bench import WrongValue, cases
 from torchmpi_py.bench.buffers import BufferPlan, Rotation, TaskBuffers, format_size, make_pool
-from torchmpi_py.bench.candidates import Call, Candidate, NextBuffers
+from torchmpi_py.bench.candidates import WIRE, Call, Candidate, NextBuffers
 from torchmpi_py.bench.cases import Task
 from torchmpi_py.bench.results import ResultRow, make_row
+from torchmpi_py.bench.wire import Link
 from torchmpi_py.collectives.timing import interleaved, until_done
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import FlavourError, Unavailable
@@ -27,7 +28,7 @@ _SMALL_BYTES = 64 << 10  # the time of a call hardly depends on sizes up to this
 class Measurement:
     """Candidates that do the same task on ``comm``, and their pools, by whether these are symmetric.
 
-    Every method is collective.
+    With a ``link`` every row has its ratios to the floor of the wire, which is a row too. Every method is collective.
     """
 
     comm: MPI.Comm
@@ -38,6 +39,7 @@ class Measurement:
     seconds: float
     verify: bool
     time_limit_seconds: float = math.inf
+    link: Link | None = None
     last_rows: dict[str, ResultRow] = dataclasses.field(default_factory=dict)  # by the candidate's name
 
     def drop_unable(self, num_bytes: int) -> list[str]:
@@ -83,10 +85,25 @@ class Measurement:
             min_turns=MIN_TURNS,
             max_turns=MAX_TURNS,
         )
-        self._verify(rotations, num_bytes, f"{buffers} buffers, after timing")
         rows = [make_row(num_bytes, name, buffers, seconds) for name, seconds in times.items()]
         self.last_rows |= {row.what: row for row in rows}
+        if self.link is not None:
+            rows = self._beside_floor(self.link, rows, timed)
+        self._verify(rotations, num_bytes, f"{buffers} buffers, after timing")
         return rows
+
+    def _beside_floor(self, link: Link, rows: list[ResultRow], timed: Mapping[str, _Warm | _Cold]) -> list[ResultRow]:
+        """The rows with their ratios to the floor of the wire, and the floor's own."""
+        verb, num_bytes, buffers = self.task.verb.name, rows[0].num_bytes, rows[0].buffers
+        floor = link.floor_seconds(verb, num_bytes)
+        of_wire = []
+        for row, candidate in zip(rows, self.candidates, strict=True):
+            if candidate.has_values:
+                timed[row.what].before()
+                count = link.bytes_to_floor(self.comm, verb, num_bytes, timed[row.what].call)
+                row = dataclasses.replace(row, time_to_floor=row.median_seconds / floor, bytes_to_floor=count)
+            of_wire.append(row)
+        return [*of_wire, ResultRow(num_bytes, WIRE, buffers, floor, floor, 0)]
 
     def rotations(self, num_bytes: int, *, is_cold: bool) -> dict[bool, Rotation]:
         """The slots of one size in each pool."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmpi_py.bench import UsageError
-from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, GLOO, HOST_COPY, RAW_MPI
+from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, GLOO, HOST_COPY, RAW_MPI, WIRE
 from torchmpi_py.bench.results import Report, ResultRow, check_outputs, load
 from torchmpi_py.core.mpi_api import MPI
 
@@ -23,6 +23,7 @@ _REFERENCE_STYLES: dict[str, dict[str, Any]] = {
     COPY: {"color": "0.65", "linestyle": ":", "marker": None},
     DEVICE_COPY: {"color": "0.65", "linestyle": ":", "marker": None},
     HOST_COPY: {"color": "0.4", "linestyle": ":", "marker": "x"},
+    WIRE: {"color": "black", "linestyle": ":", "marker": None},
 }
 
 

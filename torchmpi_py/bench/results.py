@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmpi_py.bench import UsageError
-from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, GLOO, HOST_COPY, LIMITS, RAW_MPI
+from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, GLOO, HOST_COPY, LIMITS, RAW_MPI, WIRE
 from torchmpi_py.bench.cases import VERBS
 from torchmpi_py.core.mpi_api import MPI
 
@@ -27,6 +27,7 @@ _REFERENCES = {
     DEVICE_COPY: "x device copy",
     HOST_COPY: "x host copy",
 }
+_OF_WIRE = {"time/floor": "time_to_floor", "bytes/floor": "bytes_to_floor"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,8 @@ class ResultRow:
     median_seconds: float
     p99_seconds: float
     num_turns: int
+    time_to_floor: float | None = None  # of the wire, where the link is known
+    bytes_to_floor: float | None = None  # counted on the link
 
     @property
     def bytes_per_second(self) -> float:
@@ -169,8 +172,12 @@ def _cells(report: Report) -> tuple[list[str], list[list[str]]]:
     measured = {row.what for row in report.rows}
     references = [name for name in _REFERENCES if name in measured and len(measured) > 1]
     header = ["bytes", "what", "buffers", "us median", "us p99", "algbw GB/s", "busbw GB/s"]
-    rows = [_row(report, row, references) for row in report.rows]
-    return [*header, *(_REFERENCES[name] for name in references)], rows
+    of_wire = list(_OF_WIRE) if WIRE in measured else []
+    rows = [
+        [*_row(report, row, references), *(number(getattr(row, _OF_WIRE[name])) for name in of_wire)]
+        for row in report.rows
+    ]
+    return [*header, *(_REFERENCES[name] for name in references), *of_wire], rows
 
 
 def _row(report: Report, row: ResultRow, references: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ import torch
 
 import torchmpi_py as mpi
 from torchmpi_py import nn as mpinn
-from torchmpi_py.bench import WrongValue, command_line, machine, progress_bar, results
+from torchmpi_py.bench import WrongValue, command_line, machine, progress_bar, results, wire
 from torchmpi_py.bench.candidates import process_groups
 from torchmpi_py.bench.results import quantile
 from torchmpi_py.collectives.timing import interleaved, order, until_done
@@ -36,6 +36,7 @@ NONE, DDP = "no communication", "DDP on gloo"
 DDP_TORCHMPI, DDP_HOOK = "DDP on torchmpi", "DDP on torchmpi, hook"
 CALL = "synchronize_gradients, the call"
 REDUCTION = "the same with gradients in their buckets: the reduction alone"
+FLOOR = "max(compute, wire)"
 COPY = "a copy of as many bytes, all ranks at once"
 SEED, LEARNING_RATE = 1111, 0.01
 STEPS_PER_RUN = 3
@@ -65,6 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_device(parser)
     add("--batch", type=command_line.count, default=32, help="samples a rank; default: 32")
     add("--steps", type=command_line.count, default=25, help="timed steps of each way; default: 25")
+    command_line.add_link(parser)
     command_line.add_output(parser)
 
 
@@ -88,6 +90,12 @@ class StepReport:
     median_seconds: dict[str, float]
     parts_seconds: dict[str, float]
     device: str = "cpu"
+    wire_seconds: float | None = None  # the floor of an allreduce of all gradients, where the link is known
+
+    @property
+    def floor_seconds(self) -> float | None:
+        """The floor of a step: it computes, and all gradients cross the wire, at best at the same time."""
+        return None if self.wire_seconds is None else max(self.median_seconds[NONE], self.wire_seconds)
 
     def added_seconds(self, name: str) -> float:
         """Seconds of a trainer above the loop without communication."""
@@ -102,6 +110,7 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     """
     machine.limit_threads()
     device = mpi.device()
+    link = None if options.link is None else wire.open_link(comm, options.link)
     with process_groups(comm, with_torchmpi=True) as groups:
         made = trainers(options.layers, with_ddp=not groups.no_gloo, torchmpi=groups.torchmpi, device=device)
         reasons = {DDP: groups.no_gloo, DDP_TORCHMPI: groups.no_torchmpi}
@@ -111,8 +120,9 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     num_steps = len(seconds[NONE])
     medians = {name: quantile(times, 0.5) for name, times in seconds.items()}
     parts = measure_parts(comm, options.layers, samples[0], min(options.steps, 15))
-    facts = machine.facts(comm, device)
-    report = StepReport(options.layers, options.batch, num_steps, facts, notes, medians, parts, device.type)
+    facts = machine.facts(comm, device) | wire.facts(link)
+    on_wire = None if link is None else link.floor_seconds("allreduce", _gradient_bytes(made[0].network))
+    report = StepReport(options.layers, options.batch, num_steps, facts, notes, medians, parts, device.type, on_wire)
     results.publish(comm.rank, render(report), _FORMAT, report, options.json)
 
 
@@ -123,6 +133,11 @@ def render(report: StepReport) -> str:
     title = f"a training step{where}: layers {layers}, batches of {report.batch} a rank, {report.num_steps} steps"
     header = ["what", "step ms", "added ms", "x DDP's added"]
     rows = [_row(report, name) for name in report.median_seconds]
+    floor = report.floor_seconds
+    if floor is not None:
+        header.append("time/floor")
+        rows = [[*row, results.number(report.median_seconds[row[0]] / floor)] for row in rows]
+        rows.append([FLOOR, results.number(floor * 1e3), "-", "-", "1.00"])
     parts = [[name, results.number(seconds * 1e3)] for name, seconds in report.parts_seconds.items()]
     whole = results.document(title, report.facts, report.notes, header, rows)
     return f"{whole}\n\n{results.table(['part', 'ms'], parts)}" if parts else whole
@@ -139,6 +154,10 @@ def _row(report: StepReport, name: str) -> list[str]:
         results.number(added * 1e3),
         results.number(added / ddp if ddp > 0 else None),
     ]
+
+
+def _gradient_bytes(network: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in network.parameters())
 
 
 def _measured(

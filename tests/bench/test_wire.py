@@ -1,0 +1,177 @@
+"""The floor of the wire: its formulas against the ring's plans, and its place in reports."""
+
+import itertools
+import json
+
+import pytest
+
+from torchmpi_py.bench import UsageError, compare, step, wire
+from torchmpi_py.bench.__main__ import parse
+from torchmpi_py.bench.candidates import COPY, RAW_MPI, WIRE
+from torchmpi_py.bench.cases import VERBS
+from torchmpi_py.bench.step import FLOOR, NONE
+from torchmpi_py.collectives.flavours import schedule
+
+S = 64 * 60  # divides by 2 to 6
+
+
+def bytes_of_plan(verb, size):
+    """Bytes that the busiest rank of a ring sends or receives."""
+    pieces = [(rank * S // size, (rank + 1) * S // size) for rank in range(size)]
+    turn = {
+        "allreduce": lambda rank: schedule.reduce_scatter(rank, pieces) + schedule.allgather(rank, pieces),
+        "reduce_scatter": lambda rank: schedule.reduce_scatter(rank, pieces),
+        "allgather": lambda rank: schedule.allgather(rank, pieces),
+        "alltoall": lambda rank: itertools.chain(*schedule.alltoall(rank, size, S // size, S)),
+        "gather": lambda rank: itertools.chain(*schedule.gather(rank, 0, pieces, S)),
+        "scatter": lambda rank: itertools.chain(*schedule.scatter(rank, 0, pieces, S)),
+        "broadcast": lambda rank: schedule.broadcast(schedule.tree(rank, size, 0, 1 << 20), (0, S)),
+        "reduce": lambda rank: schedule.reduce(schedule.tree(rank, size, 0, 1 << 20), (0, S)),
+    }[verb]
+    counts = []
+    for rank in range(size):
+        steps = list(turn(rank))
+        counts += [sum(s.sent[1] - s.sent[0] for s in steps), sum(s.received[1] - s.received[0] for s in steps)]
+    return max(counts)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_with_one_rank_a_node_the_plans_of_ring_send_the_floor(verb, size):
+    assert wire.floor_bytes(verb, S, [1] * size) == pytest.approx(bytes_of_plan(verb, size))
+
+
+@pytest.mark.parametrize(
+    ("verb", "ranks_per_node", "share"),
+    [
+        ("allreduce", [2, 2], 1.0),
+        ("allreduce", [3, 1], 1.0),
+        ("allreduce", [8, 8, 8, 8], 1.5),
+        ("broadcast", [5, 2, 2], 1.0),
+        ("reduce", [1, 7], 1.0),
+        ("reduce_scatter", [4, 4], 0.5),
+        ("reduce_scatter", [3, 1], 0.75),
+        ("allgather", [1, 3], 0.75),
+        ("alltoall", [2, 2], 1.0),
+        ("alltoall", [3, 1], 0.75),
+        ("alltoall", [1, 2, 3], 1.5),
+        ("gather", [3, 1], 0.25),
+        ("scatter", [1, 3], 0.75),
+        ("allreduce", [4], 0.0),
+    ],
+)
+def test_floors_of_nodes_with_several_ranks(verb, ranks_per_node, share):
+    assert wire.floor_bytes(verb, 1 << 20, ranks_per_node) == pytest.approx(share * (1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("1gbit", 125e6), ("200Mbit", 25e6), ("2.5gbit", 312.5e6), ("8kbit", 1e3), ("measured", 0.0)]
+)
+def test_rates_are_those_of_tc(text, rate):
+    assert wire.parse_link(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "1", "1gb", "0gbit", "-1gbit", "fast"])
+def test_another_rate_is_refused_with_what_to_give(text):
+    with pytest.raises(UsageError, match=r"200mbit or 1gbit, or measured"):
+        parse(["compare", f"--link={text}"])
+
+
+def test_counters_are_read_by_interface(tmp_path):
+    lines = ["Inter-|   Receive", " face |bytes    packets"]
+    lines += ["    lo: 9 1 0 0 0 0 0 0 9 1 0 0 0 0 0 0", "  eth0:4000000000 3 0 0 0 0 0 0 77 5 0 0 0 0 0 0"]
+    (tmp_path / "dev").write_text("\n".join(lines))
+    assert wire.traffic(tmp_path / "dev") == {"eth0": (4000000000, 77)}
+    assert wire.traffic(tmp_path / "none") == {}
+
+
+@pytest.fixture
+def each_rank_is_a_node(mpi, monkeypatch):
+    """Ranks on nodes of their own, as far as the bench sees; the dictionary is what interfaces have counted."""
+    if mpi.size() == 1:
+        pytest.skip("one rank has nobody to send to")
+    counted = {"other": [5, 5], "eth7": [0, 0]}
+    monkeypatch.setattr(wire, "_nodes", lambda: [[rank] for rank in range(mpi.size())])
+    monkeypatch.setattr(wire, "_MESSAGE_BYTES", 1 << 16)
+    monkeypatch.setattr(wire, "_STREAM_SECONDS", 0.01)
+    monkeypatch.setattr(wire, "traffic", lambda: {name: tuple(values) for name, values in counted.items()})
+    return counted
+
+
+@pytest.mark.mpi
+def test_the_floor_is_a_row_and_every_other_row_has_its_ratio(mpi, each_rank_is_a_node, tmp_path):
+    from mpi4py import MPI
+
+    words = ["compare", "--flavours", "mpi", "--buffers", "warm", "--seconds", "0.001", "--max-memory", "1M"]
+    file = tmp_path / "r.json"
+    options = parse([*words, "--verb", "allreduce", "--sizes", "4,64K", "--link", "80kbit", "--json", str(file)])
+    compare.main(MPI.COMM_WORLD, options)
+    if mpi.rank() == 0:
+        report = json.loads(file.read_text())
+        rows = {(row["what"], row["num_bytes"]): row for row in report["rows"]}
+        floor = 2 * (mpi.size() - 1) / mpi.size() * 65536 / 10_000
+        assert rows[WIRE, 65536]["median_seconds"] == pytest.approx(floor)
+        assert rows[COPY, 65536]["time_to_floor"] is None
+        for what in ("mpi", RAW_MPI):
+            row = rows[what, 65536]
+            assert row["time_to_floor"] == pytest.approx(row["median_seconds"] / floor)
+            assert row["bytes_to_floor"] is None
+        assert report["facts"]["link"] == "0.01 MB/s in each direction, given, not counted"
+
+
+@pytest.mark.mpi
+def test_bytes_are_those_of_the_busiest_node_and_direction(mpi, each_rank_is_a_node, monkeypatch):
+    from mpi4py import MPI
+
+    comm, counted = MPI.COMM_WORLD, each_rank_is_a_node
+
+    def call():
+        counted["eth7"][0] += 1000
+        counted["eth7"][1] += 70_000 + 1000 * mpi.rank()
+        counted["other"][0] += 10**9
+
+    link = wire.Link(1.0, [1] * mpi.size(), "eth7", "")
+    floor = 2 * (mpi.size() - 1) / mpi.size() * 65536
+    share = link.bytes_to_floor(comm, "allreduce", 65536, call)
+    assert share == pytest.approx((70_000 + 1000 * (mpi.size() - 1)) / floor)
+    assert link.bytes_to_floor(comm, "allreduce", 65535, call) is None
+    assert link._replace(interface="").bytes_to_floor(comm, "allreduce", 65536, call) is None
+
+
+@pytest.mark.mpi
+def test_the_rate_is_measured_and_the_interface_is_the_one_that_carries_messages(mpi, each_rank_is_a_node, monkeypatch):
+    from mpi4py import MPI
+
+    times = itertools.count()
+
+    def traffic():  # eth7 receives a message between any two looks
+        return {"other": (10**9, 0), "eth7": (next(times) * (1 << 17), 0)}
+
+    monkeypatch.setattr(wire, "traffic", traffic)
+    link = wire.open_link(MPI.COMM_WORLD, wire.MEASURED)
+    assert link.interface == "eth7"
+    assert MPI.COMM_WORLD.allgather(link.bytes_per_second) == [link.bytes_per_second] * mpi.size()
+    assert link.bytes_per_second > 0
+    assert link.fact.endswith("measured, counted at eth7")
+
+
+@pytest.mark.mpi
+def test_on_one_node_there_is_no_link(mpi):
+    from mpi4py import MPI
+
+    if mpi.num_nodes() > 1:
+        pytest.skip("several nodes")
+    with pytest.raises(UsageError, match=rf"all {mpi.size()} ranks are on one node"):
+        compare.report(MPI.COMM_WORLD, parse(["compare", "--link", "1gbit"]))
+
+
+def test_a_step_has_the_larger_of_compute_and_wire_as_its_floor():
+    seconds = {NONE: 0.002, "engine": 0.0105}
+    on_wire = step.StepReport([6, 3], 4, 5, {}, [], seconds, {}, wire_seconds=0.01)
+    assert on_wire.floor_seconds == 0.01
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in step.render(on_wire).splitlines()]
+    assert ["engine", "10.5", "8.50", "-", "1.05"] in lines
+    assert [FLOOR, "10.0", "-", "-", "1.00"] in lines
+    computing = step.StepReport([6, 3], 4, 5, {}, [], seconds, {}, wire_seconds=0.001)
+    assert computing.floor_seconds == 0.002
+    assert "time/floor" not in step.render(step.StepReport([6, 3], 4, 5, {}, [], seconds, {}))

@@ -1,0 +1,208 @@
+"""The wire between nodes as a limit: the fewest bytes that a verb can send over it, their time, and what was counted.
+
+The *link* of a node carries ``bytes_per_second`` in each direction. Its rate is given, or measured by a stream of
+messages from one node to another. The *floor* of a call is the time that the busiest link needs for the fewest bytes.
+What a call really sends is read from the counters of the interface that carries the job, with the headers of packets.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import torchmpi_py as mpi
+from torchmpi_py.bench import UsageError
+from torchmpi_py.bench.cases import ROOT
+from torchmpi_py.core.mpi_api import MPI
+
+MEASURED = 0.0
+"""The rate of ``--link measured`` before the measurement."""
+
+SMALLEST_COUNTED_BYTES = 64 << 10
+"""Smallest size whose bytes are counted: below it headers and the barriers around the call weigh too much."""
+
+_COUNTERS = Path("/proc/self/net/dev")
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_MESSAGE_BYTES = 4 << 20
+_STREAM_SECONDS = 1.0
+_MOST_CALLS = 8
+_NUM_UNDER_WAY = 2
+_TAG = 1
+
+Traffic = dict[str, tuple[int, int]]  # bytes received and sent, by interface
+
+
+def parse_link(text: str) -> float:
+    """Bytes a second of ``--link``, as "1gbit" or "200mbit"; MEASURED for "measured"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", text.lower())
+    if text != "measured" and (match is None or float(match[1]) == 0):
+        raise ValueError(f"{text!r}: give the rate of a link in one direction, as 200mbit or 1gbit, or measured")
+    return float(match[1]) * _UNITS[match[2]] / 8 if match else MEASURED
+
+
+def floor_bytes(verb: str, num_bytes: int, ranks_per_node: Sequence[int]) -> float:
+    """The bytes that the busiest link carries in one direction, at the least; the root is on the first node.
+
+    S is ``num_bytes``, the size of the larger tensor of a rank; M nodes have r_0, r_1, ... of all P ranks, in equal
+    numbers r = P/M. A node can add its ranks' values, or spread what it has received, without its link.
+
+    allreduce           2 S (M-1)/M. Before an element's total is known anywhere, the values of M - 1 nodes have left
+                        them; then the total enters M - 1 nodes: 2 S (M-1) bytes in all, on M links
+    broadcast, reduce   S: all of it enters each other node; the values of each other node leave it
+    reduce_scatter      S (M-1)/M, or S (1 - min r_i/P): a node sends its values of all slices that are not its own
+    allgather           the same, received
+    alltoall            r S (M-1)/M, or the largest r_i S (P - r_i)/P: every rank sends S/P to each rank elsewhere
+    gather, scatter     S (M-1)/M, or S (1 - r_0/P): the slices of all ranks elsewhere enter or leave the root's node
+    """
+    num_ranks, num_nodes = sum(ranks_per_node), len(ranks_per_node)
+    elsewhere = [1 - ranks / num_ranks for ranks in ranks_per_node]
+    if num_nodes == 1:
+        return 0.0
+    factors = {
+        "allreduce": 2 * (num_nodes - 1) / num_nodes,
+        "broadcast": 1.0,
+        "reduce": 1.0,
+        "reduce_scatter": max(elsewhere),
+        "allgather": max(elsewhere),
+        "alltoall": max(ranks * part for ranks, part in zip(ranks_per_node, elsewhere, strict=True)),
+        "gather": elsewhere[0],
+        "scatter": elsewhere[0],
+    }
+    return num_bytes * factors[verb]
+
+
+class Link(NamedTuple):
+    """What the floor of a call follows from; ``interface`` is that of this rank's node, "" if there is no counter."""
+
+    bytes_per_second: float
+    ranks_per_node: list[int]
+    interface: str
+    fact: str
+
+    def floor_seconds(self, verb: str, num_bytes: int) -> float:
+        """The time that the busiest link takes for the bytes it has to carry."""
+        return floor_bytes(verb, num_bytes, self.ranks_per_node) / self.bytes_per_second
+
+    def bytes_to_floor(self, comm: MPI.Comm, verb: str, num_bytes: int, call: Callable[[], object]) -> float | None:
+        """Bytes that ``call`` sends over the busiest link in one direction / the fewest; None where none are counted.
+
+        Collective over ``comm``; makes several calls of small sizes.
+        """
+        if not self.interface or num_bytes < SMALLEST_COUNTED_BYTES:
+            return None
+        num_calls = min(_MOST_CALLS, -(-_MESSAGE_BYTES // num_bytes))
+        comm.Barrier()
+        before = traffic()[self.interface]
+        for _ in range(num_calls):
+            call()
+        comm.Barrier()
+        after = traffic()[self.interface]
+        most: int = comm.allreduce(max(now - then for now, then in zip(after, before, strict=True)), MPI.MAX)
+        return most / num_calls / floor_bytes(verb, num_bytes, self.ranks_per_node)
+
+
+def open_link(comm: MPI.Comm, bytes_per_second: float) -> Link:
+    """The link of a job on several nodes; measures its rate if that is MEASURED. Collective.
+
+    UsageError, on every rank, if all ranks are on one node.
+    """
+    nodes = _nodes()
+    if len(nodes) == 1:
+        raise UsageError(f"--link: all {comm.size} ranks are on one node, and send nothing over a link; leave it out")
+    interface = _interface(comm, nodes)
+    how = "given"
+    if bytes_per_second == MEASURED:
+        bytes_per_second, how = _measured_rate(comm, nodes[0], nodes[1]), "measured"
+    counted = f", counted at {interface}" if interface else ", not counted"
+    fact = f"{bytes_per_second / 1e6:.4g} MB/s in each direction, {how}{counted}"
+    return Link(bytes_per_second, [len(ranks) for ranks in nodes], interface, fact)
+
+
+def facts(link: Link | None) -> dict[str, str]:
+    """The facts about a link for the header of a report."""
+    return {} if link is None else {"link": link.fact}
+
+
+def _nodes() -> list[list[int]]:
+    """The ranks of each node; the root's node is the first."""
+    nodes = collections.defaultdict(list)
+    for rank, place in enumerate(mpi.communicator().direct.places):
+        nodes[place.node].append(rank)
+    return sorted(nodes.values(), key=lambda ranks: (ROOT not in ranks, ranks))
+
+
+def traffic(path: Path = _COUNTERS) -> Traffic:
+    """Bytes received and sent by each interface but loopback; empty where the system does not show them."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    fields = [line.replace(":", " ", 1).split() for line in lines if ":" in line]
+    return {name: (int(values[0]), int(values[8])) for name, *values in fields if name != "lo"}
+
+
+def _interface(comm: MPI.Comm, nodes: Sequence[Sequence[int]]) -> str:
+    """The interface through which messages to this rank's node come, or "" on every rank if one node shows none.
+
+    A large message goes around the first ranks of all nodes; the interface is the one that has received the most.
+    """
+    firsts = [ranks[0] for ranks in nodes]
+    message, received = (np.zeros(_MESSAGE_BYTES, np.uint8) for _ in range(2))
+    before = traffic()
+    comm.Barrier()
+    if comm.rank in firsts:
+        place = firsts.index(comm.rank)
+        to, source = firsts[(place + 1) % len(firsts)], firsts[place - 1]
+        comm.Sendrecv(message, to, _TAG, received, source, _TAG)
+    comm.Barrier()
+    grown = {name: count[0] - before.get(name, (0, 0))[0] for name, count in traffic().items()}
+    busiest = max(grown, key=lambda name: grown[name], default="")
+    has_carried = bool(busiest) and grown[busiest] >= _MESSAGE_BYTES
+    return busiest if all(comm.allgather(has_carried)) else ""
+
+
+def _measured_rate(comm: MPI.Comm, one: Sequence[int], other: Sequence[int]) -> float:
+    """Bytes a second from one node to another, the larger of both directions. Collective.
+
+    As many pairs of ranks as there are send at the same time: one connection may not fill the link.
+    """
+    pairs = list(zip(one, other, strict=False))
+    rates = [_stream(comm, to_other) for to_other in (pairs, [(b, a) for a, b in pairs])]
+    return max(rates)
+
+
+def _stream(comm: MPI.Comm, pairs: Sequence[tuple[int, int]]) -> float:
+    """Bytes a second of messages from the first to the second rank of every pair, all at once."""
+    partners: dict[int, tuple[int, bool]] = {}
+    for source, to in pairs:
+        partners |= {source: (to, True), to: (source, False)}
+    trial = _stream_seconds(comm, partners, 2)  # of one message, after the first one, which the network may buffer
+    num_messages = 1 + max(4, min(1000, round(_STREAM_SECONDS / trial)))
+    return len(pairs) * (num_messages - 1) * _MESSAGE_BYTES / _stream_seconds(comm, partners, num_messages)
+
+
+def _stream_seconds(comm: MPI.Comm, partners: dict[int, tuple[int, bool]], num_messages: int) -> float:
+    """The time of all messages but the first, of the slowest receiver; the same on every rank."""
+    buffers = [np.zeros(_MESSAGE_BYTES, np.uint8) for _ in range(_NUM_UNDER_WAY)]
+    under_way: list[MPI.Request] = []
+    begin = end = time.perf_counter()
+    comm.Barrier()
+    partner, sends = partners.get(comm.rank, (MPI.PROC_NULL, True))
+    for index in range(num_messages + _NUM_UNDER_WAY):
+        if len(under_way) == _NUM_UNDER_WAY or index >= num_messages:
+            under_way.pop(0).Wait()
+            if index == _NUM_UNDER_WAY:
+                begin = time.perf_counter()
+        if index < num_messages:
+            post = comm.Isend if sends else comm.Irecv
+            under_way.append(post(buffers[index % _NUM_UNDER_WAY], partner, _TAG))
+    end = time.perf_counter()
+    receives = comm.rank in partners and not sends
+    seconds: float = comm.allreduce(end - begin if receives else 0.0, MPI.MAX)
+    return seconds
