@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import pathlib
 
+import harness
 import pytest
 import testbed
 from jobs import Way
@@ -10,6 +12,19 @@ from testbed import Bed
 from trials import judge, pytest_terminal_summary  # noqa: F401
 
 NUM_HOSTS = 3
+DAILY = (  # the others take minutes
+    "test_bed.py",
+    "test_across_hosts[ssh openmpi-2 + 1]",
+    "test_calls_that_differ_between_hosts[op-allreduce mpi torch.float32 max-torchmpirun]",
+    "test_a_host_that_cannot_be_reached",
+)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        is_of_hosts = item.path.parent == pathlib.Path(__file__).parent and item.get_closest_marker("mpi") is None
+        if is_of_hosts and not harness.ALL and not any(name in item.nodeid for name in DAILY):
+            item.add_marker(pytest.mark.skip(reason="scripts/test_hosts runs it"))
 
 
 def remove_left_beds():

@@ -1,6 +1,5 @@
 """Tests that run on ranks, on several hosts: those of this folder each way, and those of the other rooms."""
 
-import harness
 import jobs
 import pytest
 from testbed import ROOT
@@ -9,7 +8,6 @@ pytestmark = pytest.mark.timeout(1500)
 
 WAYS = [jobs.Way(launcher, mpi) for mpi in ("openmpi", "mpich") for launcher in ("ssh", "slurm")]
 LAYOUTS = {"1 + 1": (1, 1), "2 + 1": (2, 1), "2 + 2": (2, 2), "3 + 1": (3, 1), "1 + 1 + 1": (1, 1, 1)}
-DAILY = [("ssh openmpi", "2 + 1"), ("slurm mpich", "1 + 1")]
 ROOMS = ["collectives", "engine", "nn", "paramserver", "torch_backend"]
 # What these ask for is so on one node alone.
 OF_ONE_NODE = ["engine/test_loaders.py::test_it_goes_on_in_the_middle_of_an_epoch"]
@@ -32,12 +30,9 @@ def run_on_hosts(bed, way, layout, *arguments, within_seconds=600):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_across_hosts(bed, way, layout):
-    if not harness.ALL and (str(way), layout) not in DAILY:
-        pytest.skip("scripts/test_hosts runs it")
     run_on_hosts(bed, way, LAYOUTS[layout], str(ROOT / "tests" / "hosts" / "test_across_hosts.py"))
 
 
-@pytest.mark.skipif(not harness.ALL, reason="scripts/test_hosts runs it")
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 def test_rooms(bed, mpi, room):

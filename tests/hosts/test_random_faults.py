@@ -19,7 +19,6 @@ LAYOUTS = [{"nodea": 1, "nodeb": 1}, {"nodea": 2, "nodeb": 1}, {"nodea": 2, "nod
 LAYOUTS += [{"nodea": 1, "nodeb": 1, "nodec": 1}]
 VERBS = ["allreduce", "allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall"]
 FLAVOURS = ["", "mpi", "ring", "hierarchical"]
-COMPARED_BETWEEN_NODES = False  # until then what ranks of different nodes call differently may go unnoticed
 MISMATCH_WITHIN_SECONDS = jobs.START_SECONDS + WITHIN_SECONDS  # of the start of the job
 
 
@@ -58,8 +57,7 @@ def mismatch(bed, number):
     outcome = harness.Outcome(name, ending.code, ending.seconds, ending.output, ending.errors, left, ending.is_hang)
     outcome.expect(not ending.is_hang, f"a hang: it did not end within {MISMATCH_WITHIN_SECONDS:g} s")
     outcome.expect(not left, f"it left {left}")
-    if COMPARED_BETWEEN_NODES:
-        mismatches.judged(program, outcome)
+    mismatches.judged(program, outcome)
     return outcome
 
 
@@ -73,8 +71,6 @@ def test_random_faults(bed, judge, part):
     judge("hosts", outcomes, lambda outcome: "hosts: " + " ".join(outcome.name.split(" of ")[0].split()[:2]))
 
 
-@pytest.mark.skipif(not harness.ALL, reason="scripts/test_hosts runs it")
-@pytest.mark.xfail(not COMPARED_BETWEEN_NODES, reason="ranks of different nodes are not compared", strict=True)
 @pytest.mark.parametrize("flavour", ["mpi", "ring", "gloo"], ids="by {}".format)  # pytest-mpi takes "mpi" for a marker
 def test_hosts_that_reduce_differently(bed, flavour):
     """One host sums, the other one takes the largest: an error that names both lines, and no result."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -34,11 +33,15 @@ from torchmpi_py.core import communicators, config
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator
 
+CHUNK_BYTES = 512 << 10
+LEAST_CHUNK_BYTES = 64 << 10
+"""Bytes of a piece for each rank that carries it and each group: a chunk of the ring between groups, or less."""
 
-CHUNK_BYTES = int(os.environ.get("HCB", 512)) << 10
-LEAST_CHUNK_BYTES = int(os.environ.get("HLCB", 64)) << 10
 MOST_PIECE_BYTES = 32 << 20
-PIECES_UNDER_WAY = int(os.environ.get("PUW", 3))
+"""Largest piece: some are kept in scratch memory, where many groups would make them large."""
+
+PIECES_UNDER_WAY = 3
+"""Pieces between groups while the next one is reduced inside."""
 
 
 class Members(NamedTuple):
@@ -352,9 +355,8 @@ def _colours(channel: Channel) -> list[int]:
 def _step(x: Tensor, groups: NodeGroups, num_carriers: int) -> int:
     """Elements of a piece of ``x``, a multiple of the number of ranks of a group that carry it between groups.
 
-    A piece makes a chunk of each carrier and group, of ``CHUNK_BYTES`` at most, and of at least LEAST_CHUNK_BYTES where
-    that leaves some pieces under way.
-    On GPUs chunks are larger: the ranks of a group meet on the host for each.
+    Small tensors make smaller pieces, so that several are under way. On GPUs pieces are larger: the ranks of a group
+    meet on the host for each.
     """
     itemsize, num_chunks = max(4, x.itemsize), num_carriers * len(groups.members)
     if x.is_cuda:

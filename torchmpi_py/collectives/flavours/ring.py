@@ -28,7 +28,7 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of wor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,19 +44,17 @@ from torchmpi_py.core import config
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.mpi_api import MPI
 
-import os
-
-CHUNK_BYTES = int(os.environ.get("CB", 512)) << 10
+CHUNK_BYTES = 512 << 10
 """Largest chunk. A message costs 10 us beside its bytes, more through TCP, where 128 KiB would take half as long again
 and 256 KiB a fifth. 1 MiB would save 3 % in shared memory, 7 % through TCP (allreduce of 16 and 64 MiB on 2 ranks); but
 it would halve the number of chunks, without which nothing is under way while another is added, and fill a chain more
 slowly."""
 
-import os
+LEAST_CHUNK_BYTES = 64 << 10
+CHUNKS_OF_A_SLICE = 4
+"""Chunks of a slice that is too small for so many of CHUNK_BYTES: while one is added the others travel."""
 
-LEAST_CHUNK_BYTES = int(os.environ.get("LCB", 64)) << 10
-CHUNKS_OF_A_SLICE = int(os.environ.get("COS", 4))
-ROUNDS_UNDER_WAY = int(os.environ.get("RUW", 3))
+ROUNDS_UNDER_WAY = 3
 """Rounds by turns. Within a node, where the receiver copies, their number matters little; through TCP 3 rounds save a
 tenth of the time of 1, as much as 4 do."""
 
