@@ -207,7 +207,7 @@ def test_what_goes_between_groups(mpi, groups, outer, monkeypatch, count):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("count", [0, 1, 35, 15_000, 300_001])  # elements of a rank; the last ones in several pieces
 def test_slices_between_groups(mpi, groups, outer, count):
-    """allgather and reduce_scatter: where groups are equal each rank carries its own slice, else the roots carry all."""
+    """allgather and reduce_scatter: each rank of equal groups carries its own slice, else the roots carry all."""
     size, me = mpi.size(), mpi.rank()
     mine = next(members for members in groups if me in members)
     is_root, are_equal = me == mine[0], len(groups[0]) == len(groups[1])

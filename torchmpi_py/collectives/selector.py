@@ -207,7 +207,7 @@ def _defaults() -> dict[Key, list[Choice]]:
                 Choice(limit, "mpi", "default: fewer meetings when small"),
                 Choice(math.inf, flavour, "default: each byte moves once, through memory"),
             ]
-    for verb in ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter"):
+    for verb in ("allreduce", "reduce", "broadcast", "reduce_scatter"):
         for symmetric in (False, True):
             rows[Key(verb, "nodes", symmetric)] = [
                 Choice(512 << 10, "mpi", "default: fewer messages when small"),

@@ -76,7 +76,7 @@ class Hierarchical(Flavour):
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         groups, x, out = groups_of(channel), source.view(-1), destination.view(-1)
         outer = self.members[x.device.type].outer
-        if groups.are_equal and groups.inner.size == 1:  # each rank is a group
+        if groups.are_single:
             outer.allreduce(groups.outer, source, destination, op)
             return
         how, inner = kernel(x.dtype, op), self._inner(channel, x)
@@ -99,6 +99,9 @@ class Hierarchical(Flavour):
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
         groups, x, out = groups_of(channel), source.view(-1), destination.view(-1)
         how, inner, of_device = kernel(x.dtype, op), self._inner(channel, x), self.members[x.device.type]
+        if groups.are_single:
+            of_device.outer.reduce(groups.outer, source, destination, op, root)
+            return
         group, index = groups.location[root]
         pieces = chunks(0, x.numel(), _chain_step(x))
         totals: dict[int, Tensor] = {}
@@ -122,6 +125,9 @@ class Hierarchical(Flavour):
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         groups, x, inner = groups_of(channel), x.view(-1), self._inner(channel, x)
         outer = self.members[x.device.type].outer
+        if groups.are_single:
+            outer.broadcast(groups.outer, x, root)
+            return
         group, index = groups.location[root]
         pieces = chunks(0, x.numel(), _chain_step(x))
 
@@ -140,7 +146,7 @@ class Hierarchical(Flavour):
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         groups, out = groups_of(channel), destination.view(-1)
         outer = self.members[out.device.type].outer
-        if not groups.are_equal or groups.inner.size == 1:
+        if groups.are_single or not groups.are_equal:
             outer.reduce_scatter(channel, source, destination, op)
             return
         rows, how, inner = source.view(channel.size, -1), kernel(out.dtype, op), self._inner(channel, out)
@@ -166,7 +172,7 @@ class Hierarchical(Flavour):
         if not (groups.are_equal and sizes.are_equal):
             self._allgather_by_roots(channel, x, out, sizes)
             return
-        if groups.inner.size == 1:
+        if groups.are_single:
             outer.allgather(groups.outer, x, out, sizes)
             return
         x, rows = x.reshape(-1), out.view(channel.size, -1)
@@ -313,6 +319,8 @@ class NodeGroups:
         self.location = {rank: (g, i) for g, members in enumerate(self.members) for i, rank in enumerate(members)}
         self.group, _ = self.location[channel.rank]
         self.are_equal = len({len(members) for members in self.members}) == 1
+        self.are_single = len(self.members) == channel.size
+        """Whether each rank is a group, so that the flavour between groups does all."""
         self.inner = channel.split(colours)
         indices = [self.location[rank][1] for rank in range(channel.size)]
         self.outer = channel.split(indices)  # columns; the first one holds the roots of all groups
