@@ -127,7 +127,7 @@ class _Pipeline(CommunicationThread):
         self._server: object = None  # of the requests under way
         self._in_use: Counter[tuple[int, bool]] = Counter()  # their storages, by address and whether they are written
         self._clients: list[Client] = []  # that expect replies
-        self._nap = Nap(_LONGEST_NAP_SECONDS)
+        self._nap = Nap(_LONGEST_NAP_SECONDS, share=0.25)
 
     @torch.inference_mode()  # in whatever mode the caller's tensors were made
     def _loop(self) -> None:

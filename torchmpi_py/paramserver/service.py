@@ -1,9 +1,9 @@
 """The service of a node: a thread that works on the node's shards for the ranks of other nodes.
 
 It runs in the first rank of the node, as long as there are servers that spread over nodes. The messages are those of
-``remote.py``. MPI cannot wake a thread, so the service looks for messages: again and again for a moment after one, then
-in naps of a 200th of the time since, at most 2 ms. A request is late by half a percent of the time since the last one
-at most, and an idle service costs about a hundredth of a processor.
+``remote.py``. MPI cannot wake a thread, so the service looks for messages in naps, which grow to 50 us within a fifth
+of a millisecond after a request, and on to 2 ms, by half a percent of the time since. So a request is late by half a
+percent of the time that nothing was asked, and an idle service costs about a hundredth of a processor.
 
 Requests of a rank are carried out in the order in which they come; ranks do not wait for each other's payloads. While a
 payload is received, the next one of the same rank comes in, so the network does not wait for the rule. Only a few
@@ -48,7 +48,8 @@ from torchmpi_py.watch import abort
 logger = logging.getLogger("torchmpi_py")
 
 _LONGEST_NAP_SECONDS = 0.002  # of an idle service
-_NAP_SHARE = 0.005
+_NAP_SHARE = 0.005  # of the time since the last request
+_SHORT_NAP_SECONDS = 0.00005
 _LONGEST_NAP_IN_TRANSFER_SECONDS = 0.0001
 _MOST_UNDER_WAY = 4  # payloads, and as many replies with large values
 _MOST_OF_A_CLIENT = 2  # payloads: one is received while the rule is applied to the other
@@ -164,13 +165,13 @@ class Service:
     def _run(self) -> None:
         end_sleeps_in_time()
         try:
-            nap = Nap(_LONGEST_NAP_SECONDS, _NAP_SHARE)
+            nap = Nap(_LONGEST_NAP_SECONDS, share=0.25)
             while not (self._is_ending.is_set() and not self._values and not self._replies):
                 if self._turn():
                     nap.begin()
                 else:
                     is_moving = self._values or any(jobs.waiting for jobs in self._jobs.values())
-                    nap.take(_LONGEST_NAP_IN_TRANSFER_SECONDS if is_moving else None)
+                    nap.take(_LONGEST_NAP_IN_TRANSFER_SECONDS if is_moving else _longest_nap(nap.seconds))
         except BaseException as error:
             if ulfm.is_death(error):
                 for comm in self._links.comms():  # ranks that wait for a reply learn of the death
@@ -252,6 +253,10 @@ class Service:
         sent = self._links.replies.isend((error, values), client, HEADER_TAG)
         if not sent.Test():
             self._replies.append(_Transfer(None, [sent]))
+
+
+def _longest_nap(idle_seconds: float) -> float:
+    return min(_LONGEST_NAP_SECONDS, max(_SHORT_NAP_SECONDS, idle_seconds * _NAP_SHARE))
 
 
 class ShardExchange:
