@@ -80,7 +80,7 @@ class Tuning:
     """Effect of an operation that takes longer than ``deadline_seconds``: "abort" ends the job, "report" lets the
     operation go on, "raise" raises CollectiveTimeout in the program that waits."""
 
-    unreachable_seconds: float = 5
+    unreachable_seconds: float = 15
     """Time without a sign of life after which another host counts as unreachable: this is reported, and ends the job
     (not with ``at_deadline`` "report"). 0: never."""
 
