@@ -250,7 +250,7 @@ def _overlap(num_pieces: int, begin: Callable[[int], Walk], end: Callable[[int],
         between_groups.finish(k)
         end(k)
 
-    pipeline(num_pieces, [start, *[_nothing] * (PIECES_UNDER_WAY - 1), finish], _no_meeting)
+    pipeline(num_pieces, [start, *[_nothing] * (PIECES_UNDER_WAY - 1), finish], _nothing)
 
 
 class _Sliced:
@@ -389,12 +389,8 @@ def _pass_on(flavour: Flavour, channel: Channel, x: Tensor, source: int, destina
         flavour.recv(channel, x, source)
 
 
-def _nothing(_k: int) -> None:
-    """A stage in which pieces are under way."""
-
-
-def _no_meeting() -> None:
-    """The barrier between chunks: none, for ranks wait for each other in the collectives themselves."""
+def _nothing(*_chunk: int) -> None:
+    """A stage in which pieces are under way; the barrier between stages, as ranks wait for each other anyway."""
 
 
 def _chain_step(x: Tensor) -> int:
