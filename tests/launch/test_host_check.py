@@ -131,6 +131,13 @@ def test_version():
     assert mpi.endswith(f" ({mpirun.find('', os.environ)[1]})")
 
 
+@pytest.mark.parametrize("question", [["--version"], ["--template", "slurm"]])
+def test_a_question_runs_no_program(question, tmp_path):
+    (tmp_path / "program.py").write_text("print('it ran')")
+    done = torchmpirun(*question, str(tmp_path / "program.py"))
+    assert (done.returncode, done.stdout) == (0, torchmpirun(*question).stdout), done.stderr
+
+
 def test_version_where_mpi4py_loads_no_mpi(tmp_path):
     done = torchmpirun("--version", MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
     assert done.returncode == 0

@@ -73,6 +73,8 @@ def test_hosts_of_pbs_and_lsf(tmp_path):
     assert hosts.allocated({"LSB_DJOB_HOSTFILE": str(tmp_path / "nodes"), "LSB_MCPU_HOSTS": "c 9"}) == found
     assert hosts.allocated({"LSB_MCPU_HOSTS": "a.x 2 b.x 3"}) == found
     assert hosts.allocated({"LSB_MCPU_HOSTS": "", "PBS_NODEFILE": ""}) == ()
+    with pytest.raises(LaunchError, match="LSB_MCPU_HOSTS='a 2 b' is no list"):
+        hosts.allocated({"LSB_MCPU_HOSTS": "a 2 b"})
 
 
 @pytest.mark.parametrize("name", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])

@@ -367,7 +367,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not hasattr(os, "sched_getaffinity"):
             raise LaunchError("this system is not Linux, and torchmpirun works on Linux only")
-        return run(options) if options.program and not options.check else answer(options)
+        return answer(options) if options.check or options.version or options.template else run(options)
     except LaunchError as error:
         say(str(error))
         return 2

@@ -71,7 +71,9 @@ def allocated(environment: Mapping[str, str]) -> tuple[Host, ...]:
         if path := environment.get(name):
             return read_hostfile(Path(path), name, f"; unset {name}, or name the hosts with --hosts or --hostfile")
     words = environment.get("LSB_MCPU_HOSTS", "").split()
-    pairs = zip(words[::2], words[1::2], strict=False)
+    if len(words) % 2:
+        raise LaunchError(f"LSB_MCPU_HOSTS={' '.join(words)!r} is no list of hosts, each with a number; unset it")
+    pairs = zip(words[::2], words[1::2], strict=True)
     return merge(parse_host(f"{name}:{slots}", "LSB_MCPU_HOSTS") for name, slots in pairs)
 
 
