@@ -152,18 +152,19 @@ class Counted(Ring):
 COLOURS = {
     "odd and even": lambda rank: rank % 2,
     "first and rest": lambda rank: int(rank > 0),
+    "three": lambda rank: rank % 3,
     "crossed": lambda rank: int(rank % 4 in (1, 2)),  # of the second ranks, that of the second group is the lower one
 }
 
 
 @pytest.fixture(params=list(COLOURS))
 def groups(request, mpi):
-    """Two groups: the ranks of each. They may be equal by chance."""
+    """Two or three groups: the ranks of each. They may be equal by chance."""
     size = mpi.size()
     colours = [COLOURS[request.param](rank) for rank in range(size)]
     level = mpi.push_communicator(colours[mpi.rank()])
     mpi.set_collective_span(0, level)
-    yield [[rank for rank in range(size) if colours[rank] == colour] for colour in (0, 1)]
+    yield [[rank for rank in range(size) if colours[rank] == colour] for colour in sorted(set(colours))]
     mpi.set_collective_span(0, 1)
 
 
@@ -187,7 +188,7 @@ def test_what_goes_between_groups(mpi, groups, outer, monkeypatch, count):
     monkeypatch.setattr(config, "current", config.Tuning(wire_bytes=256 << 10))
     size, me = mpi.size(), mpi.rank()
     mine = next(members for members in groups if me in members)
-    is_root, are_equal = me == mine[0], len(groups[0]) == len(groups[1])
+    is_root, are_equal = me == mine[0], len({len(group) for group in groups}) == 1
     total = torch.stack([values(rank, count) for rank in range(size)]).sum(0)
     got = mpi.allreduce(values(me, count), flavour="hierarchical")
     assert torch.equal(got, total)
@@ -205,19 +206,40 @@ def test_what_goes_between_groups(mpi, groups, outer, monkeypatch, count):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("count", [(1 << 20) + 1, 3 << 19, (3 << 20) + 16_385])  # whole pieces, and a last short one
+def test_pieces_of_unequal_length(mpi, groups, count):
+    """A short piece may go down another tree than the long ones."""
+    size, me = mpi.size(), mpi.rank()
+    total = torch.stack([values(rank, count) for rank in range(size)]).sum(0)
+    for root in range(size):
+        assert torch.equal(mpi.broadcast(values(me, count), root, flavour="hierarchical"), values(root, count))
+        got = mpi.reduce(values(me, count), root, flavour="hierarchical")
+        assert torch.equal(got, total if me == root else values(me, count))
+    assert torch.equal(mpi.allreduce(values(me, count), flavour="hierarchical"), total)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.bool, torch.complex64, torch.float8_e5m2], ids=str)
+def test_dtypes_of_slices_between_groups(mpi, groups, dtype):
+    rows = [values(rank, 3001).to(dtype) for rank in range(mpi.size())]
+    got = mpi.allgather(rows[mpi.rank()], flavour="hierarchical")
+    assert torch.equal(got.view(torch.uint8), torch.cat(rows).view(torch.uint8))
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("count", [0, 1, 35, 15_000, 300_001])  # elements of a rank; the last ones in several pieces
 def test_slices_between_groups(mpi, groups, outer, count):
     """allgather and reduce_scatter: each rank of equal groups carries its own slice, else the roots carry all."""
     size, me = mpi.size(), mpi.rank()
     mine = next(members for members in groups if me in members)
-    is_root, are_equal = me == mine[0], len(groups[0]) == len(groups[1])
+    is_root, are_equal = me == mine[0], len({len(group) for group in groups}) == 1
     rows = [values(rank, count * size).view(size, count) for rank in range(size)]
     got = mpi.allgather(rows[me][me], flavour="hierarchical")
     assert torch.equal(got, torch.cat([rows[rank][rank] for rank in range(size)]))
     assert outer.given["allgather"] == (count if are_equal else count * len(mine) * is_root)
     got = mpi.reduce_scatter(rows[me].clone().view(-1), flavour="hierarchical")
     assert torch.equal(got, torch.stack([row[me] for row in rows]).sum(0))
-    assert outer.given["reduce_scatter"] == count * (2 if are_equal else size)
+    assert outer.given["reduce_scatter"] == count * (len(groups) if are_equal else size)
     got = mpi.reduce_scatter(rows[me].bfloat16().view(-1), op="avg", flavour="hierarchical")
     assert torch.equal(got, (torch.stack([row[me] for row in rows]).sum(0) / size).bfloat16())
 

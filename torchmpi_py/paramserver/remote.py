@@ -157,9 +157,9 @@ class Client:
     def ask(self, service: int, request: ShardRequest, memory: Tensor | None) -> PendingReply:
         """Send a request, without waiting for the reply."""
         reply = PendingReply(request, memory)
-        reply.send(self._links.requests, service)
         self._awaited.setdefault(service, deque()).append(reply)
         self._num_awaited += 1
+        reply.send(self._links.requests, service)
         return reply
 
     def advance(self) -> bool:

@@ -186,15 +186,20 @@ class Service:
         self._replies = [reply for reply in self._replies if not reply.is_complete()]
         self._values = [values for values in self._values if not values.is_complete()]
         is_busy = self._receive_requests()
-        for client, jobs in self._jobs.items():
-            while jobs.waiting:
-                room = _MOST_UNDER_WAY - self._num_payloads
-                self._num_payloads += jobs.receive_payloads(self._links.requests, client, room)
-                if not self._is_ready(jobs.waiting[0]):
-                    break
-                self._carry_out(client, jobs.popleft())
-                is_busy = True
+        while self._carry_out_one():
+            is_busy = True
         return is_busy
+
+    def _carry_out_one(self) -> bool:
+        """Carry out a request that is ready, of the client that has waited longest; whether there was one."""
+        for client, jobs in self._jobs.items():
+            room = _MOST_UNDER_WAY - self._num_payloads
+            self._num_payloads += jobs.receive_payloads(self._links.requests, client, room)
+            if jobs.waiting and self._is_ready(jobs.waiting[0]):
+                self._jobs[client] = self._jobs.pop(client)  # its place among the clients is the last one now
+                self._carry_out(client, jobs.popleft())
+                return True
+        return False
 
     def _receive_requests(self) -> bool:
         """Receive all requests that have come; whether there were any."""
@@ -220,6 +225,8 @@ class Service:
                     self._give(client, job, shard)
                     return
                 self._change(job.request, job.payload, shard)
+        except MPI.Exception:  # the reply may have left: another one would be taken for the next request's
+            raise
         except BaseException as failure:  # an error of a rule concerns its sender alone
             self._reply(client, packed(failure))
         else:

@@ -11,8 +11,9 @@ half of that, allgather the second one: S (M-1)/M bytes leave each group. broadc
 enter each other group, or leave it. An allgather of unequal groups or parts goes by the roots too, in one piece.
 
 Work goes in *pieces*: while some travel between groups, each as a walk (``Flavour.walk``), the next one is worked on
-inside. A piece is as large as the outer flavour needs to send one chunk to each neighbour, so what is under way fills
-both directions of a group's link, and the memory inside is at work meanwhile.
+inside; of broadcast and reduce one piece travels at a time. A piece is as large as the outer flavour needs to send one
+chunk to each neighbour, so what is under way fills both directions of a group's link, and the memory inside is at work
+meanwhile.
 
 After TorchMPI's hierarchical collectives, which had no such thing on CPUs, and no inner root mapping.
 """
@@ -103,24 +104,15 @@ class Hierarchical(Flavour):
             of_device.outer.reduce(groups.outer, source, destination, op, root)
             return
         group, index = groups.location[root]
-        pieces = chunks(0, x.numel(), _chain_step(x))
-        totals: dict[int, Tensor] = {}
-
-        def reduce_inside(k: int) -> Walk:
-            totals[k] = total = _own(how, x[slice(*pieces[k])])
+        for piece in chunks(0, x.numel(), _chain_step(x)):
+            total = _own(how, x[slice(*piece)])
             inner.reduce(groups.inner, total, total, how.op, 0)
-            if groups.inner.rank:
-                return iter(())
-            return of_device.outer.walk("reduce", groups.roots, total, total, how.op, group)
-
-        def reach_root(k: int) -> None:
-            total = totals.pop(k)
+            if groups.inner.rank == 0:
+                of_device.outer.reduce(groups.roots, total, total, how.op, group)
             if index and groups.group == group:
                 _pass_on(of_device.inners[-1], groups.inner, total, 0, index)
             if channel.rank == root:
-                out[slice(*pieces[k])].copy_(how.result(total, channel.size, x.dtype))
-
-        _overlap(len(pieces), reduce_inside, reach_root)
+                out[slice(*piece)].copy_(how.result(total, channel.size, x.dtype))
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         groups, x, inner = groups_of(channel), x.view(-1), self._inner(channel, x)
@@ -131,17 +123,18 @@ class Hierarchical(Flavour):
         group, index = groups.location[root]
         pieces = chunks(0, x.numel(), _chain_step(x))
 
-        def reach_groups(k: int) -> Walk:
+        def reach_groups(k: int) -> None:
             piece = x[slice(*pieces[k])]
             if groups.group == group:
                 inner.broadcast(groups.inner, piece, index)
-            return iter(()) if groups.inner.rank else outer.walk("broadcast", groups.roots, piece, group)
+            if groups.inner.rank == 0:
+                outer.broadcast(groups.roots, piece, group)
 
         def spread_inside(k: int) -> None:
             if groups.group != group:
                 inner.broadcast(groups.inner, x[slice(*pieces[k])], 0)
 
-        _overlap(len(pieces), reach_groups, spread_inside)
+        pipeline(len(pieces), [reach_groups, spread_inside], _nothing)
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         groups, out = groups_of(channel), destination.view(-1)
@@ -189,7 +182,8 @@ class Hierarchical(Flavour):
             column = columns.pop(k)
             gathered = column.new_empty(groups.inner.size * column.numel())
             inner.allgather(groups.inner, column, gathered, Sizes.equal(column, groups.inner.size))
-            rows[groups.by_columns, begin:end] = gathered.view(channel.size, end - begin)
+            for rank, part in zip(groups.by_columns, gathered.view(channel.size, -1), strict=True):
+                rows[rank, begin:end] = part
 
         _overlap(len(pieces), gather_between_groups, spread_inside)
 
@@ -221,7 +215,8 @@ class Hierarchical(Flavour):
 class _UnderWay:
     """Walks between groups, each with a number; they are resumed by turns.
 
-    All ranks start and finish the same walks in the same order, so one tag is enough for the messages of all.
+    All ranks start and finish the same walks in the same order, and a walk has equally many steps on all ranks: so
+    two ranks agree on the order of their messages, and one tag is enough. It would not be for trees.
     """
 
     def __init__(self) -> None:

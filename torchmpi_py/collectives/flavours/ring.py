@@ -66,6 +66,9 @@ class Ring(Flavour):
     devices = frozenset({"cpu"})
 
     def walk(self, verb: str, channel: Channel, *arguments: Any) -> Walk:
+        """allreduce, reduce_scatter, allgather: their rounds have equally many steps on all ranks. Others: at once."""
+        if verb not in _ROUNDS:
+            return super().walk(verb, channel, *arguments)
         return itertools.chain.from_iterable(_ROUNDS[verb](channel, *arguments))
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
@@ -158,8 +161,6 @@ def _allgather(channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> Iterab
 _ROUNDS: dict[str, Callable[..., Iterable[Walk]]] = {
     "allreduce": _allreduce,
     "reduce_scatter": _reduce_scatter,
-    "reduce": _reduce,
-    "broadcast": _broadcast,
     "allgather": _allgather,
 }
 
