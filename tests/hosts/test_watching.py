@@ -68,12 +68,13 @@ def command(starter, hosts, *program):
     return [STARTER, *options, "-n", number, sys.executable, *program]
 
 
-def run(bed, starter, hosts, kind, odd, at_work=lambda: None):
+def run(bed, starter, hosts, kind, odd, at_work=lambda: None, **settings):
     """What the job prints, ended by its own watch; ``at_work`` is called when all ranks are at work."""
     shared = bed.folder / "shared"
     mark = shared / f"{kind}-{time.monotonic_ns()}"
     environment = {**bed.environment(), "TORCHMPI_DEADLINE": "5", "OMP_NUM_THREADS": "1", "UCX_TLS": "tcp,self"}
     environment |= {"PYTHONPATH": str(testbed.ROOT), "OMPI_MCA_mpi_yield_when_idle": "true"}
+    environment |= settings
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT"):
         environment |= {name: "1", f"{name}_CONFIRM": "1"}
     line = command(starter, hosts, str(shared / "program.py"), kind, str(odd), str(mark))
@@ -136,9 +137,12 @@ def test_a_rank_alone_on_its_host_leaves(bed, starter):
 
 
 def test_a_host_that_cannot_be_reached(bed):
-    """Distinct from a rank that is late: the deadline is the same, and the host is named."""
+    """The cut ends the job, long before the deadline, and the host is named."""
+    settings = {"TORCHMPI_UNREACHABLE_SECONDS": "5", "TORCHMPI_DEADLINE": "60"}
     try:
-        output = run(bed, "torchmpirun", "nodea:1,nodeb:2", "none", 1, lambda: bed.link("nodeb", is_up=False))
+        output = run(
+            bed, "torchmpirun", "nodea:1,nodeb:2", "none", 1, lambda: bed.link("nodeb", is_up=False), **settings
+        )
     finally:
         bed.link("nodeb", is_up=True)
     assert re.search(r"host nodeb \(ranks 1, 2\) has not been heard of for \d+ s", report(output)), output

@@ -1,6 +1,7 @@
 """The watch between nodes, its parts one at a time: links, rows and their comparison, reports of several nodes."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -157,6 +158,31 @@ def test_a_rank_in_stop_is_a_desertion_when_another_waits(monkeypatch):
     assert compare(comparison, second, first) == Desertion(position, 0, 1)
 
 
+def test_a_wait_in_stop_is_no_desertion(monkeypatch):
+    monkeypatch.setattr(cross_check, "_WAITS_NS", 0)
+    first, second = Rank(0), Rank(1)
+    for rank in (first, second):
+        rank.call("one")
+        rank.board.put(HAS_LEFT, STOPPING)
+    first.call("mpi.stop()", is_over=False)
+    assert compare(Comparison(), first, second, first) is None
+
+
+def test_a_desertion_lasts_until_the_rank_waits_no_longer(monkeypatch):
+    monkeypatch.setattr(cross_check, "_WAITS_NS", 0)
+    first, second = Rank(0), Rank(1)
+    for rank in (first, second):
+        rank.call("one")
+    first.call("two", is_over=False)
+    second.board.put(HAS_LEFT, STOPPING)
+    comparison = Comparison()
+    found = compare(comparison, second, first)
+    assert comparison.lasts(found)
+    second.call("two")
+    compare(comparison, second, first)
+    assert not comparison.lasts(found)
+
+
 def test_views_and_positions():
     rank = Rank(3)
     position = rank.call("allreduce", site="train.py:7 in step")
@@ -241,6 +267,87 @@ def test_a_stranger_is_refused():
             exchange(accepted)
 
 
+@pytest.mark.parametrize("text", ["[]", "1", "[" * 1000, '{"signed":"\u00e9"}', '{"signed":"\\ud800"}', "{"])
+def test_what_is_no_proof_is_refused(text):
+    with a_pair() as (link, accepted):
+        link.connection.send(struct.pack("!I", len(text.encode())) + text.encode())
+        with pytest.raises((OSError, ValueError)):
+            until(lambda: accepted.receive() and False)
+        assert not accepted.is_proved
+
+
+def test_little_is_read_before_the_proof():
+    with a_pair() as (link, accepted):
+        link.connection.send(struct.pack("!I", 1000) + b"x" * 500)
+        until(lambda: accepted.receive() or len(accepted._in) > 500)
+        link.connection.send(b" " * 100_000)
+        with pytest.raises((OSError, ValueError)):
+            until(lambda: accepted.receive() and False)
+        assert len(accepted._in) < 4096
+
+
+def test_leaving_is_heard_before_a_reset():
+    with a_pair() as (link, accepted):
+        exchange(link, accepted)
+        link.send({"ping": 1})
+        link.send({"leaving": 1})
+        link.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        link.close()
+        with pytest.raises(OSError, match=r"reset|pipe|closed"):
+            until(lambda: accepted.send({"ping": 1}))
+        with pytest.raises(OSError, match=r"reset|pipe|closed"):
+            until(lambda: accepted.receive() and False)
+        assert accepted.is_leaving
+
+
+def test_a_forked_child_has_no_links():
+    with a_pair() as (link, accepted):
+        if (child := os.fork()) == 0:
+            os._exit(0 if link.fileno() == accepted.fileno() == -1 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert exchange(link, accepted) == []
+        assert link.is_proved
+
+
+def a_watch_of(link, now):
+    """A hub's watch with one link, without its thread."""
+    watch = node_watch.NodeWatch.__new__(node_watch.NodeWatch)
+    watch._links, watch._others, watch._now, watch._tuning = {7: link}, [], now, config.Tuning()
+    watch._gone, watch._unreachable, watch._left, watch._asked_for_rows = {}, {}, set(), {}
+    return watch
+
+
+def test_a_stall_of_the_watch_is_no_silence_of_the_others():
+    with a_pair() as (link, accepted):
+        exchange(link, accepted)
+        link.send({"text": "x" * 20_000_000})  # more than the connection holds: not acknowledged
+        watch = a_watch_of(link, now := time.monotonic())
+        link.last_heard = link._last_sign = now
+        watch._tend(now + 30)
+        assert not watch._lost(now + 30)
+        assert link.seconds_unheard(now + 30) == pytest.approx(1)
+        for turn in range(60):
+            watch._tend(now + 30 + turn / 2)
+        assert watch._lost(now + 60) == [7]
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNRESET])
+def test_a_connection_that_the_system_gives_up_is_no_death(number):
+    with a_pair() as (link, accepted):
+        exchange(link, accepted)
+        watch = a_watch_of(link, now := time.monotonic())
+        link._failure = OSError(number, os.strerror(number))
+        watch._read(link)
+        is_death = number == errno.ECONNRESET
+        assert (list(watch._gone), list(watch._unreachable)) == (([7], []) if is_death else ([], [7]))
+        assert watch._lost(now + 5) == ([7] if is_death else [])
+        assert watch._lost(now + 20) == [7]
+        watch._tuning = config.Tuning(unreachable_seconds=0)
+        assert watch._lost(now + 1000) == ([7] if is_death else [])
+        watch._has_come(7, accepted)
+        assert not watch._lost(time.monotonic())
+
+
 def test_a_process_that_is_stopped_is_no_host_that_is_cut():
     """What its system has acknowledged is a sign of life; what it has not is none."""
     with a_pair() as (link, accepted):
@@ -296,6 +403,33 @@ def test_calls_that_differ_end_the_job_with_both_sides(watched):
     assert ended == [1]
 
 
+def test_a_desertion_is_reported_after_another_look(watched):
+    (first, second), _, said, ended = watched
+    for rank in (first, second):
+        rank.call("barrier")
+    first.call("allreduce", is_over=False)
+    second.board.put(HAS_LEFT, STOPPING)
+    until(lambda: ended)
+    assert "rank 1 has come to its end, and will not come to an operation of ranks 0-1 in which rank 0 waits" in said[0]
+
+
+def test_a_leader_that_fails_to_answer_is_asked_again(watched, monkeypatch):
+    (first, second), _, _, ended = watched
+    failed, brief = [], reports.brief
+
+    def fails(board, index):
+        if board is second.board and not failed:
+            failed.append(index)
+            raise RuntimeError("once")
+        return brief(board, index)
+
+    monkeypatch.setattr(reports, "brief", fails)
+    until(lambda: failed)
+    first.call("allreduce")
+    second.call("broadcast")
+    until(lambda: ended)
+
+
 def test_claims_of_two_nodes_become_one_report(watched, monkeypatch):
     (first, _), _, said, ended = watched
     answers = []
@@ -331,7 +465,7 @@ def test_a_node_that_leaves_in_order_is_not_missed(watched):
     _, watches, said, ended = watched
     watches[1].stop()
     until(lambda: 1 in watches[0]._left)
-    assert not watches[0]._lost()
+    assert not watches[0]._lost(time.monotonic())
     assert not said
     assert not ended
     watches.pop()
@@ -384,7 +518,7 @@ def test_a_leader_that_is_stopped_is_late_and_not_dead(leader):
     watch, process, said, ended = leader
     process.send_signal(signal.SIGSTOP)
     until(lambda: time.monotonic() - watch._links[1].last_heard > 3)
-    assert not watch._lost()
+    assert not watch._lost(time.monotonic())
     late = NodeReport("an operation is late", "part of node 0", True)
     answer = job_reports.claim(watch._board, CLAIMED_LATE, late, ends=True)
     assert answer["claimed"] == "printed"

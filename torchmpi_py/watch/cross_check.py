@@ -7,6 +7,7 @@ nodes (``Comparison``). The n-th operation of a communicator has the same finger
 
 A board keeps a rank's last 1024 operations. So every operation is compared up to about a thousand a second; of more
 than that, the last thousand of each second. A mismatch in an operation that ranks wait in is always found: it stays.
+A hub compares the 4096 communicators that were used last; of others it forgets what was called.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torchmpi_py.core.status_board import (
 
 _WAITS_NS = 1_000_000_000  # a call that takes longer waits for others
 _PLACES_KEPT = 2048  # of a communicator: a power of two, more than two boards can be apart
-_COMMUNICATORS_KEPT = 64
+_COMMUNICATORS_KEPT = 4096  # those that were used last; a rank has at most 256 that are not freed
 
 
 class Position(NamedTuple):
@@ -149,7 +150,7 @@ class _History:
 
     def __init__(self) -> None:
         self.fingerprints = np.zeros(_PLACES_KEPT, np.uint64)
-        self.nodes = np.zeros(_PLACES_KEPT, np.int64)
+        self.nodes = np.zeros(_PLACES_KEPT, np.int32)
         self.last: dict[int, Row] = {}  # by node: its last row
 
     def add(self, node: int, row: Row) -> tuple[int, int] | None:
@@ -190,9 +191,21 @@ class Comparison:
             self._histories.popitem(last=False)
         return found
 
+    def lasts(self, desertion: Desertion) -> bool:
+        """Whether the last rows still show it."""
+        position = desertion.position
+        history = self._histories.get((position.generation, position.ranks))
+        rows = {} if history is None else {row.delegate: row for row in history.last.values()}
+        row = rows.get(desertion.waiting)
+        if history is None or row is None or row.fingerprints[-1] >> CHECKSUM_BITS != position.place:
+            return False
+        return self._desertion(row, history) is not None
+
     def _desertion(self, row: Row, history: _History) -> Desertion | None:
         place = row.fingerprints[-1] >> CHECKSUM_BITS
-        for other in history.last.values() if row.waits else ():
+        # Who is in stop waits for the others to come there; they may have work to complete on the way.
+        waits = row.waits and row.delegate not in self._stopping
+        for other in history.last.values() if waits else ():
             if other.delegate in self._stopping and other.fingerprints[-1] >> CHECKSUM_BITS < place:
                 return Desertion(Position(row.generation, row.ranks, place), row.delegate, other.delegate)
         return None

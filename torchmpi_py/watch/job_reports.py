@@ -128,14 +128,15 @@ class ReportDesk:
                     link.send({"ask": number, **question})
                     if now - link.last_heard < _SILENT_SECONDS:
                         asked.add(node)
-        own = {} if skip == self._nodes.mine else {self._nodes.mine: self._answer(question)}
-        self._questions[number] = _Question(asked, own, now + seconds, then)
+        own = None if skip == self._nodes.mine else self._answer(question)
+        self._questions[number] = _Question(asked, {} if own is None else {self._nodes.mine: own}, now + seconds, then)
 
     def answered(self, node: int, number: int, value: Any) -> None:
-        """Take in an answer."""
+        """Take in an answer; None from a node that has none."""
         question = self._questions.get(number)
         if question is not None:
-            question.answers[node] = value
+            if value is not None:
+                question.answers[node] = value
             question.waiting.discard(node)
 
     def turn(self) -> None:

@@ -15,15 +15,18 @@ process that is stopped, or that does not let Python's threads run: then the pro
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hmac
 import json
 import logging
+import os
 import secrets
 import socket
 import struct
 import termios
 import time
+import weakref
 from typing import Any, NamedTuple
 
 from torchmpi_py.core.channels import Channel
@@ -39,6 +42,17 @@ _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 1 << 26
 _MOST_BYTES_BEFORE_PROOF = 1 << 10
 _DIGEST = "sha256"
+_UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for each in list(_open):  # a connection ends when all processes that have it have closed it
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Nodes(NamedTuple):
@@ -85,7 +99,9 @@ def introduce(channel: Channel, address: str) -> tuple[Nodes | None, socket.sock
 def _listen(address: str) -> socket.socket | None:
     try:
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+        listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+        _open.add(listener)
+        return listener
     except OSError as error:
         logger.warning(
             "the watch between nodes cannot listen at %s (%s): name the network interface in GLOO_SOCKET_IFNAME",
@@ -102,9 +118,11 @@ class Link:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection, self._token, self._accepts = connection, token, accepts
+        _open.add(connection)
         self.node: int | None = None
         self.is_proved = self.is_leaving = self.is_ending = False
-        self.last_heard = self._last_sign = self._last_asked = time.monotonic()
+        self.last_heard = self._last_sign = self._last_asked = self.begun = time.monotonic()
+        self._failure: OSError | None = None  # the first one: the system reports it once, and then a mere end
         self._num_unanswered = 0
         self._in, self._out = bytearray(), bytearray()
         self.unread: list[Message] = []  # that came with the last step of the proof
@@ -121,6 +139,11 @@ class Link:
         """Whether the system has yet to take some of what was sent."""
         return bool(self._out)
 
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether the link has failed because the other host could not be reached, and not by the other end."""
+        return self._failure is not None and self._failure.errno in _UNREACHABLE
+
     def send(self, message: Message) -> None:
         """Send a message, as far as the system takes it now; ``flush`` sends the rest. OSError if the link is lost."""
         text = json.dumps(message, separators=(",", ":")).encode()
@@ -129,25 +152,39 @@ class Link:
 
     def flush(self) -> None:
         """Send what is left."""
-        with contextlib.suppress(BlockingIOError):
+        try:
             while self._out:
                 del self._out[: self.connection.send(self._out)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._failure = self._failure or error
+            raise
 
     def receive(self) -> list[Message]:
         """The messages that have come since, but for those by which the ends prove themselves.
 
         OSError at the end of the connection, or where the other end is no part of this job.
         """
-        is_over = False
-        with contextlib.suppress(BlockingIOError):
-            while not is_over:
-                piece = self.connection.recv(1 << 16)
-                self._in += piece
-                is_over = not piece
+        self._read()
         messages = [each for each in self._messages() if self._is_news(each)]
-        if is_over and not messages:
-            raise ConnectionResetError("the other end has closed the connection")
+        if self._failure is not None and not messages:
+            raise self._failure
         return messages
+
+    def _read(self) -> None:
+        # Of one who has not proved anything little is taken at a time: poll says when there is more.
+        most = 1 << 16 if self.is_proved else _MOST_BYTES_BEFORE_PROOF
+        try:
+            while piece := self.connection.recv(most):
+                self._in += piece
+                if not self.is_proved:
+                    return
+            self._failure = self._failure or ConnectionResetError("the other end has closed the connection")
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._failure = self._failure or error
 
     def _messages(self) -> list[Message]:
         found = []
@@ -158,7 +195,7 @@ class Link:
             end = _LENGTH.size + length
             if len(self._in) < end:
                 break
-            message = json.loads(self._in[_LENGTH.size : end])
+            message = _parse(self._in[_LENGTH.size : end])
             del self._in[:end]
             if not self.is_proved:
                 self._prove(message)
@@ -170,7 +207,8 @@ class Link:
         """Take in what keeps the link itself; whether the message is for the owner of the link."""
         self.last_heard, self._num_unanswered = time.monotonic(), 0
         if "ping" in message:
-            self.send({"pong": 1})
+            with contextlib.suppress(OSError):  # what came behind it counts; ``receive`` raises the next time
+                self.send({"pong": 1})
         self.is_leaving = self.is_leaving or "leaving" in message
         self.is_ending = self.is_ending or "ending" in message
         return not message.keys() & {"ping", "pong", "leaving", "ending"}
@@ -184,7 +222,8 @@ class Link:
             return
         nonces = self._nonce + str(message.get("nonce")) if self._accepts else self._nonce + self._theirs
         role = "connect" if self._accepts else "accept"
-        if not hmac.compare_digest(str(message.get("signed")), self._sign(role, nonces)):
+        given = str(message.get("signed")).encode(errors="replace")
+        if not hmac.compare_digest(given, self._sign(role, nonces).encode()):
             raise ConnectionRefusedError("the other end does not know the token of this job")
         self.is_proved = True
         if self._accepts:
@@ -203,6 +242,10 @@ class Link:
                 self._last_asked, self._num_unanswered = now, self._num_unanswered + 1
                 self.send({"ping": 1})
 
+    def forgive(self, seconds: float, now: float) -> None:
+        """Leave time in which this process did not look out of the silence of the other host."""
+        self._last_sign = min(max(self._last_sign, self.last_heard) + seconds, now)
+
     def seconds_unheard(self, now: float) -> float:
         """For how long the other *host* has given no sign of life."""
         return now - max(self._last_sign, self.last_heard)
@@ -214,6 +257,16 @@ class Link:
     def close(self) -> None:
         """Close the connection."""
         self.connection.close()
+
+
+def _parse(text: bytearray) -> Message:
+    try:
+        message = json.loads(text)
+    except RecursionError:
+        message = None
+    if not isinstance(message, dict):
+        raise ConnectionRefusedError("what has come is no message of this job")
+    return message
 
 
 def connect(nodes: Nodes, hub: int, node: int | None = None) -> Link:

@@ -5,9 +5,10 @@ Once a second the first hub that can be reached asks each leader for the rows of
 and the rank where it does raises an error with both sides. The reports of all nodes go through a hub
 (``job_reports.py``).
 
-A link that ends without a word means that the leader's process has ended: its program did not come to ``mpi.stop()``.
-The other ranks of its node notice that as well, and have a second to report it. A link on which nothing is acknowledged
-for ``Tuning.unreachable_seconds`` means that the host cannot be reached. Both end the job, unless it is elastic.
+A link that the other end closes without a word, and that is not made again, means that the leader's process has ended:
+its program did not come to ``mpi.stop()``. The other ranks of its node notice that as well, and have some seconds to
+report it. A link on which nothing is acknowledged for ``Tuning.unreachable_seconds`` means that the host cannot be
+reached, also where the system gives the connection up meanwhile. Both end the job, unless it is elastic.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ _ROWS_SECONDS = 1.0  # between two comparisons
 _CONNECT_AGAIN_SECONDS = 2.0
 _WARN_SECONDS = 30.0  # without a connection to a hub
 _OTHERS_REPORT_SECONDS = 1.0  # for the ranks that see a trouble themselves
+_COME_AGAIN_SECONDS = 1.5  # besides these, for a leader whose connection was lost to connect again
+_COME_BACK_SECONDS = 4.0  # the same, where the host was silent before: an attempt to connect may be under way
+_SILENT_SECONDS = 2.5
+_STALL_SECONDS = 1.0  # a turn that takes longer is no silence of the others
+_PROOF_SECONDS = 5.0
+_ACCEPT_AGAIN_SECONDS = 1.0
 _OTHERS_END_SECONDS = 5.0  # for a rank that is about to end the job
 _RAISE_SECONDS = 5.0
 _VIEWS_SECONDS = 1.0
@@ -53,11 +60,13 @@ class NodeWatch:
         self._briefs: dict[int, list[str]] = {}  # by node: what its ranks did when last heard of
         self._asked_for_rows: dict[int, bool] = {}  # by node: whether the answer is due
         self._gone: dict[int, float] = {}  # nodes whose links have ended without a word: since when
+        self._unreachable: dict[int, float] = {}  # nodes whose links the system gave up: since when they are silent
         self._left: set[int] = set()
         self._reported: set[int] = set()  # nodes whose loss was reported
         self._trouble: tuple[Mismatch | Desertion, float] | None = None
-        self._begun = self._last_rows = time.monotonic()
-        self._last_connect = 0.0
+        self._begun = self._last_rows = self._now = time.monotonic()  # _now: when the turn last looked at the links
+        self._last_connect = self._accept_after = 0.0
+        self._heard_rows: dict[int, float] = {}  # by node: when its rows came
         self._has_warned = self._has_announced = False
         self._ending = threading.Event()
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -90,23 +99,31 @@ class NodeWatch:
 
     def _turn(self) -> None:
         self._serve()
-        now = time.monotonic()
-        if now - self._last_connect > _CONNECT_AGAIN_SECONDS:
-            self._last_connect = now
+        if time.monotonic() - self._last_connect > _CONNECT_AGAIN_SECONDS:
             self._connect_to_hubs()
+            self._last_connect = time.monotonic()
         self._announce_end()
-        for node, link in list(self._links.items()):
-            try:
-                link.tend(now)
-            except OSError:
-                self._lose(node)
         self._desk.turn()
+        now = time.monotonic()  # after all that may take long: with an older one, or two, a stall looks like silence
+        self._tend(now)
         if self._is_in_charge(now):
             self._ask_for_rows(now)
             self._check_trouble(now)
             self._check_losses(now)
 
     # Links
+
+    def _tend(self, now: float) -> None:
+        stalled, self._now = now - self._now - _STALL_SECONDS, now
+        for node, link in list(self._links.items()):
+            if stalled > 0:
+                link.forgive(stalled, now)
+            try:
+                link.tend(now)
+            except OSError:
+                self._lose(node)
+        for link in [each for each in self._others if not each.is_proved and now - each.begun > _PROOF_SECONDS]:
+            self._drop(link)
 
     def _connect_to_hubs(self) -> None:
         """Connect to the hubs before this node, where there is no link yet."""
@@ -127,8 +144,7 @@ class NodeWatch:
                         error,
                     )
                 continue
-            self._links[hub] = link
-            self._gone.pop(hub, None)
+            self._has_come(hub, link)
             for message in link.unread:
                 self._handle(link, message)
 
@@ -137,34 +153,41 @@ class NodeWatch:
         ends = [*self._links.values(), *self._others]
         poll = select.poll()
         poll.register(self._wake[0], select.POLLIN)
-        if self._listener is not None:
+        if self._listener is not None and time.monotonic() >= self._accept_after:
             poll.register(self._listener, select.POLLIN)
         for link in ends:
             poll.register(link, select.POLLIN | (select.POLLOUT if link.has_output else 0))
         ready = dict(poll.poll(_TURN_SECONDS * 1000))
         if self._listener is not None and self._listener.fileno() in ready:
-            with contextlib.suppress(OSError):
+            try:
                 self._others.append(Link(self._listener.accept()[0], self._nodes.token, accepts=True))
+            except OSError:  # too many open files, for instance: the connection waits, and poll would not
+                self._accept_after = time.monotonic() + _ACCEPT_AGAIN_SECONDS
         for link in ends:
             if link.fileno() in ready:
                 self._read(link)
 
     def _read(self, link: Link) -> None:
         try:
-            link.flush()
-            messages = link.receive()
+            messages = link.receive()  # first: what has come counts also where nothing can be sent
+            with contextlib.suppress(OSError):  # the next turn sees the end
+                link.flush()
         except (OSError, ValueError):  # it has ended, or does not speak as a part of the job does
             self._drop(link)
             return
         if link in self._others and link.node is not None:  # a leader has proved itself
             self._others.remove(link)
-            former = self._links.pop(link.node, None)
-            if former is not None:
-                former.close()
-            self._links[link.node] = link
-            self._gone.pop(link.node, None)
+            self._has_come(link.node, link)
         for message in messages:
             self._handle(link, message)
+
+    def _has_come(self, node: int, link: Link) -> None:
+        former = self._links.pop(node, None)
+        if former is not None:
+            former.close()
+        self._links[node] = link
+        for since in (self._gone, self._unreachable, self._asked_for_rows):
+            since.pop(node, None)
 
     def _drop(self, link: Link) -> None:
         if link in self._others:
@@ -176,14 +199,19 @@ class NodeWatch:
 
     def _lose(self, node: int) -> None:
         """A leader's link has ended."""
-        link = self._links.pop(node)
+        link, now = self._links.pop(node), time.monotonic()
+        with contextlib.suppress(OSError, ValueError):
+            link.receive()  # it may have said that it leaves
         link.close()
         self._asked_for_rows.pop(node, None)
         if link.is_leaving:
             self._left.add(node)
+        elif link.is_unreachable:
+            self._unreachable[node] = now - link.seconds_unheard(now)
         else:
             # A rank that is ending the job has some seconds more: what ended it was said there.
-            self._gone[node] = time.monotonic() + (_OTHERS_END_SECONDS if link.is_ending else 0)
+            again = _COME_BACK_SECONDS if link.seconds_unheard(now) > _SILENT_SECONDS else _COME_AGAIN_SECONDS
+            self._gone[node] = now + (_OTHERS_END_SECONDS if link.is_ending else again)
 
     def _handle(self, link: Link, message: Message) -> None:
         if "ask" in message:
@@ -192,14 +220,23 @@ class NodeWatch:
         elif "answer" in message and link.node is not None:
             if message["answer"] == 0:
                 self._asked_for_rows[link.node] = False
+                self._heard_rows[link.node] = time.monotonic()
                 self._compare(link.node, message["value"])
             else:
                 self._desk.answered(link.node, message["answer"], message["value"])
         else:
-            self._desk.handle(link, message, "; ".join(self._loss(node, time.monotonic()) for node in self._lost()))
+            lost = [node for node in self._lost(self._now) if node not in self._reported]
+            self._desk.handle(link, message, "; ".join(self._loss(node, self._now) for node in lost))
 
     def _answer(self, question: Message) -> Any:
-        """This node's answer to a hub."""
+        """This node's answer to a hub; None where there is none: who has asked waits for it."""
+        try:
+            return self._find_answer(question)
+        except Exception:
+            logger.exception("the watch between nodes cannot answer %s", question.get("what"))
+            return None
+
+    def _find_answer(self, question: Message) -> Any:
         board, where = self._board, question.get("position")
         position = None if where is None else Position(*where)
         if question["what"] == "rows":
@@ -228,14 +265,18 @@ class NodeWatch:
         return not any(hub in self._links and not self._is_cut(hub, now) for hub in before)
 
     def _is_cut(self, node: int, now: float) -> bool:
-        limit = self._tuning.unreachable_seconds
-        return limit > 0 and self._links[node].seconds_unheard(now) >= limit
+        return 0 < self._tuning.unreachable_seconds <= self._seconds_unheard(node, now)
+
+    def _seconds_unheard(self, node: int, now: float) -> float:
+        link = self._links.get(node)
+        return now - self._unreachable[node] if link is None else link.seconds_unheard(now)
 
     def _ask_for_rows(self, now: float) -> None:
         if now - self._last_rows < _ROWS_SECONDS:
             return
         self._last_rows = now
         self._compare(self._nodes.mine, self._answer({"what": "rows"}))
+        self._heard_rows[self._nodes.mine] = now
         for node, link in list(self._links.items()):
             # A leader that is stopped gets no more questions than one.
             if not self._asked_for_rows.get(node):
@@ -244,6 +285,8 @@ class NodeWatch:
                     link.send({"ask": 0, "what": "rows"})
 
     def _compare(self, node: int, value: Any) -> None:
+        if value is None:
+            return
         rows, stopping, self._briefs[node] = value
         trouble = self._comparison.add(node, [Row(*row) for row in rows], stopping)
         if trouble is not None and self._trouble is None:
@@ -260,8 +303,12 @@ class NodeWatch:
             patience += self._tuning.deadline_seconds + _RAISE_SECONDS
         if now - since < patience:
             return
+        if isinstance(trouble, Desertion) and not self._is_fresh(trouble, since + patience):
+            return
         self._trouble = None
         if isinstance(trouble, Desertion):
+            if not self._comparison.lasts(trouble):
+                return
             what = f"rank {trouble.stopping} has come to its end, and will not come to an operation of ranks "
             self._end_job(CLAIMED_DIFFERENCE, f"{what}{trouble.position.ranks} in which rank {trouble.waiting} waits")
             return
@@ -270,6 +317,12 @@ class NodeWatch:
             _VIEWS_SECONDS,
             lambda answers: self._report_mismatch(trouble, answers),
         )
+
+    def _is_fresh(self, trouble: Desertion, since: float) -> bool:
+        """Whether the nodes of both ranks have sent rows since."""
+        both = {trouble.waiting, trouble.stopping}
+        nodes = [node for node, ranks in self._nodes.ranks.items() if both.intersection(ranks)]
+        return all(self._heard_rows.get(node, 0.0) > since for node in nodes)
 
     def _report_mismatch(self, mismatch: Mismatch, answers: Answers) -> None:
         calls: dict[str, list[int]] = {}
@@ -288,11 +341,10 @@ class NodeWatch:
         why = f"RanksDisagree: operation {number} of the communicator of ranks {ranks} is not the same on all ranks"
         self._end_job(CLAIMED_DIFFERENCE, f"{why}: {sides}")
 
-    def _lost(self) -> list[int]:
-        """The nodes that are lost, and were not reported."""
-        now = time.monotonic()
-        cut = [node for node in self._links if self._is_cut(node, now)]
-        return [node for node in sorted([*self._gone, *cut]) if node not in self._reported]
+    def _lost(self, now: float) -> list[int]:
+        """The nodes that are lost, also those that were reported."""
+        cut = [node for node in (*self._links, *self._unreachable) if self._is_cut(node, now)]
+        return sorted([*self._gone, *cut])
 
     def _check_losses(self, now: float) -> None:
         """Report the nodes that are lost, if the other ranks there do not, and end the job."""
@@ -300,7 +352,9 @@ class NodeWatch:
             return
         is_hub = self._nodes.mine in self._nodes.hubs
         patience = _OTHERS_REPORT_SECONDS * (1 if is_hub else 2)
-        lost = self._lost()
+        lost = self._lost(now)
+        self._reported.intersection_update(lost)  # one that has come back may be lost again
+        lost = [node for node in lost if node not in self._reported]
         if not any(now - self._gone.get(node, now - patience) >= patience for node in lost):
             return
         self._reported.update(lost)
@@ -316,18 +370,17 @@ class NodeWatch:
 
     def _loss(self, node: int, now: float) -> str:
         """What has become of a node that is lost."""
-        if node in self._links:
-            seconds = self._links[node].seconds_unheard(now)
-            return f"{self._nodes.name(node)} has not been heard of for {seconds:.0f} s"
+        if node in self._links or node in self._unreachable:
+            return f"{self._nodes.name(node)} has not been heard of for {self._seconds_unheard(node, now):.0f} s"
         leader = self._nodes.ranks[node][0]
         last = f". When last heard of: {'; '.join(self._briefs[node])}" if self._briefs.get(node) else ""
         return f"rank {leader} on host {self._nodes.hosts[node]} died, or left without mpi.stop(){last}"
 
     def _absence(self, node: int) -> str:
         """Why a node has not given its part of a report."""
-        now, link = time.monotonic(), self._links.get(node)
+        now, link = self._now, self._links.get(node)
         leader = self._nodes.ranks[node][0]
-        if link is None and node not in self._gone:
+        if link is None and node not in self._gone and node not in self._unreachable:
             left = " has left by mpi.stop()" if node in self._left else ": no connection, nothing is known of it here"
             return f"{self._nodes.name(node)}{left}"
         if link is None:
