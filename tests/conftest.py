@@ -20,7 +20,8 @@ _hidden: io.StringIO | None = None
 
 def _give_temporary_folder() -> None:
     """One for each rank: in a common one they fall over each other when pytest removes those of former runs."""
-    folder = os.path.join(tempfile.gettempdir(), f"pytest-ranks-{os.getuid()}", str(variables.rank_in(os.environ)))
+    common = os.environ.get("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = os.path.join(common, f"pytest-ranks-{os.getuid()}", str(variables.rank_in(os.environ)))
     os.makedirs(folder, exist_ok=True)
     os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
 

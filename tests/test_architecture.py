@@ -115,6 +115,7 @@ SESSION_PARTS = {
     "core.communicators": {"current_stack", "why_not"},
     "memory.gpus": {"current"},
     "memory.symmetric": {"unavailable_because"},
+    "watch.node_links": {"current"},
     "watch.tracing": {"current"},
 }
 ASSIGNERS = {"runtime.session", "runtime.exits"}  # the latter in a forked child

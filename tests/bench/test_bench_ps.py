@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from torchmpi_py import paramserver as ps
-from torchmpi_py.bench import UsageError, WrongValue, parameter_server
+from torchmpi_py.bench import UsageError, WrongValue, parameter_server, wire_messages
 from torchmpi_py.bench.__main__ import parse
 from torchmpi_py.bench.parameter_server import RULES
+from torchmpi_py.core import communicators
+from torchmpi_py.core.channels import Place
+from torchmpi_py.paramserver import shard
 
 pytestmark = pytest.mark.timeout(240)
 QUICK = ["ps", "--sizes", "4,20K", "--seconds", "0.001", "--idle-seconds", "0.05"]
@@ -35,6 +38,42 @@ def test_every_number_of_clients(mpi, capsys, tmp_path):
             for what in ("send add", "send copy", "receive")
         ]
         assert (stored["idle_percent"] is None) == (mpi.size() == 1)
+
+
+@pytest.mark.mpi
+def test_requests_that_are_queued(mpi, tmp_path):
+    """Each counts once; times are of one of them."""
+    file = tmp_path / "ps.json"
+    run("--rules", "add", "--queued", "7", "--json", str(file))
+    if mpi.rank() == 0:
+        rows = json.loads(file.read_text())["rows"]
+        assert {(row["num_queued"], row["wire_median_seconds"] is None) for row in rows} == {(7, mpi.num_nodes() == 1)}
+
+
+@pytest.mark.mpi
+def test_plain_messages_as_if_between_nodes(mpi, monkeypatch):
+    """Even ranks are on one node, odd ones on another; what arrives is what the shards' nodes and clients have sent."""
+    from mpi4py import MPI
+
+    world = communicators.communicator(0).direct
+    monkeypatch.setattr(world, "places", tuple(Place(rank % 2, rank // 2) for rank in range(mpi.size())))
+    bounds = shard.shards(1021, mpi.size())
+    seen = []
+    made = wire_messages._Message.__init__
+    monkeypatch.setattr(
+        wire_messages._Message, "__init__", lambda self, *args: (seen.append(args[1:]), made(self, *args))[1]
+    )
+    for has_payload, is_receive in ((True, False), (False, True), (False, False)):
+        seconds = wire_messages.median_seconds(
+            MPI.COMM_WORLD, bounds, mpi.size(), has_payload, is_receive, seconds=0.001
+        )
+        assert (seconds is None) == (mpi.size() == 1)
+        sizes = [4 * sum(end - begin for begin, end in bounds[node::2]) for node in (0, 1)]
+        right = [(client, 1 - client % 2) for client in range(mpi.size()) if mpi.rank() in (client, 1 - client % 2)]
+        if mpi.size() > 1:
+            both = [(c, n, sizes[n] if has_payload else 1, sizes[n] if is_receive else 1) for c, n in right]
+            assert seen == both
+        seen.clear()
 
 
 @pytest.mark.mpi

@@ -130,7 +130,7 @@ def test_bytes_are_those_of_the_busiest_node_and_direction(mpi, each_rank_is_a_n
         counted["eth7"][1] += 70_000 + 1000 * mpi.rank()
         counted["other"][0] += 10**9
 
-    link = wire.Link(1.0, [1] * mpi.size(), "eth7", "")
+    link = wire.Wire(1.0, [1] * mpi.size(), "eth7", "")
     floor = 2 * (mpi.size() - 1) / mpi.size() * 65536
     share = link.bytes_to_floor(comm, "allreduce", 65536, call)
     assert share == pytest.approx((70_000 + 1000 * (mpi.size() - 1)) / floor)

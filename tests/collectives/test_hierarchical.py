@@ -114,7 +114,8 @@ class Counted(Ring):
     """Ring, which counts the elements that it is given."""
 
     def __init__(self):
-        self.given = dict.fromkeys(("allreduce", "begin_allreduce", "broadcast", "reduce", "allgather"), 0)
+        verbs = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
+        self.given = dict.fromkeys(verbs, 0)
         self.is_within = False
 
     def _count(self, verb, x, *args):
@@ -130,8 +131,10 @@ class Counted(Ring):
     def allreduce(self, channel, source, destination, op):
         return self._count("allreduce", source, channel, source, destination, op)
 
-    def begin_allreduce(self, channel, source, destination, op):
-        return self._count("begin_allreduce", source, channel, source, destination, op)
+    def walk(self, verb, channel, x, *arguments):
+        if not self.is_within:
+            self.given[verb] += x.numel()
+        return super().walk(verb, channel, x, *arguments)
 
     def broadcast(self, channel, x, root):
         return self._count("broadcast", x, channel, x, root)
@@ -142,12 +145,22 @@ class Counted(Ring):
     def allgather(self, channel, x, out, sizes):
         return self._count("allgather", x, channel, x, out, sizes)
 
+    def reduce_scatter(self, channel, source, destination, op):
+        return self._count("reduce_scatter", source, channel, source, destination, op)
 
-@pytest.fixture(params=["odd and even", "first and rest"])
+
+COLOURS = {
+    "odd and even": lambda rank: rank % 2,
+    "first and rest": lambda rank: int(rank > 0),
+    "crossed": lambda rank: int(rank % 4 in (1, 2)),  # of the second ranks, that of the second group is the lower one
+}
+
+
+@pytest.fixture(params=list(COLOURS))
 def groups(request, mpi):
     """Two groups: the ranks of each. They may be equal by chance."""
     size = mpi.size()
-    colours = [rank % 2 if request.param == "odd and even" else int(rank > 0) for rank in range(size)]
+    colours = [COLOURS[request.param](rank) for rank in range(size)]
     level = mpi.push_communicator(colours[mpi.rank()])
     mpi.set_collective_span(0, level)
     yield [[rank for rank in range(size) if colours[rank] == colour] for colour in (0, 1)]
@@ -180,17 +193,33 @@ def test_what_goes_between_groups(mpi, groups, outer, monkeypatch, count):
     assert torch.equal(got, total)
     expected = count // len(mine) if are_equal else count * is_root
     padding = 3 * len(mine) if count % len(mine) else 0
-    assert expected <= outer.given["begin_allreduce"] + outer.given["allreduce"] <= expected + padding
+    assert expected <= outer.given["allreduce"] <= expected + padding
     for root in {0, size - 1}:
         for verb in outer.given:
             outer.given[verb] = 0
         assert torch.equal(mpi.broadcast(values(me, count), root, flavour="hierarchical"), values(root, count))
         got = mpi.reduce(values(me, count), root, flavour="hierarchical")
         assert torch.equal(got, total if me == root else values(me, count))
-        got = mpi.allgather(values(me, count // 12), flavour="hierarchical")
-        assert torch.equal(got, torch.cat([values(rank, count // 12) for rank in range(size)]))
-        wanted = {"broadcast": count, "reduce": count, "allgather": count // 12 * len(mine)}
-        assert {verb: number for verb, number in outer.given.items() if number} == (wanted if is_root else {})
+        wanted = {"broadcast": count, "reduce": count} if is_root else {}
+        assert {verb: number for verb, number in outer.given.items() if number} == wanted
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("count", [0, 1, 35, 15_000, 300_001])  # elements of a rank; the last ones in several pieces
+def test_slices_between_groups(mpi, groups, outer, count):
+    """allgather and reduce_scatter: each rank of equal groups carries its own slice, else the roots carry all."""
+    size, me = mpi.size(), mpi.rank()
+    mine = next(members for members in groups if me in members)
+    is_root, are_equal = me == mine[0], len(groups[0]) == len(groups[1])
+    rows = [values(rank, count * size).view(size, count) for rank in range(size)]
+    got = mpi.allgather(rows[me][me], flavour="hierarchical")
+    assert torch.equal(got, torch.cat([rows[rank][rank] for rank in range(size)]))
+    assert outer.given["allgather"] == (count if are_equal else count * len(mine) * is_root)
+    got = mpi.reduce_scatter(rows[me].clone().view(-1), flavour="hierarchical")
+    assert torch.equal(got, torch.stack([row[me] for row in rows]).sum(0))
+    assert outer.given["reduce_scatter"] == count * (2 if are_equal else size)
+    got = mpi.reduce_scatter(rows[me].bfloat16().view(-1), op="avg", flavour="hierarchical")
+    assert torch.equal(got, (torch.stack([row[me] for row in rows]).sum(0) / size).bfloat16())
 
 
 @pytest.mark.mpi(min_size=2)

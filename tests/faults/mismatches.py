@@ -8,6 +8,7 @@ ranks had made the call that this rank made.
 import dataclasses
 import random
 import re
+from collections.abc import Sequence
 
 VERBS = [
     "allreduce",
@@ -33,13 +34,16 @@ CAN = {  # the verbs that are not in all flavours
 KINDS = ["verb", "count", "dtype", "op", "root", "order", "fewer", "more", "comm", "form", "flavour"]
 
 HEAD = """
-import os, sys
+import os, sys, time, uuid
 from pathlib import Path
 import torch, torchmpi_py as mpi
 
+folder = Path(os.environ["FAULTS_JOB"])
+(folder / f"came-{uuid.uuid4()}").touch()
+while len(list(folder.glob("came-*"))) < int(os.environ.get("FAULTS_RANKS", "0")):
+    time.sleep(0.01)  # on several hosts, whose ranks come at different times: the deadline also holds for the start
 mpi.start()
 me, size = mpi.rank(), mpi.size()
-folder = Path(os.environ["FAULTS_JOB"])
 lines = [line.split(maxsplit=5) for line in open("/proc/self/maps").read().splitlines()]
 names = {line[5] for line in lines if len(line) == 6 and line[5].startswith("/dev/shm/")}
 (folder / f"held-{me}").write_text("\\n".join(name for name in names if not name.endswith("(deleted)")))
@@ -120,10 +124,10 @@ def _can(flavour: str, verb: str) -> bool:
     return verb in CAN.get(flavour, VERBS)
 
 
-def draw_call(draw: random.Random, number: int, ranks: int) -> Call:
+def draw_call(draw: random.Random, number: int, ranks: int, flavours: Sequence[str] = FLAVOURS) -> Call:
     """Any right call."""
     verb = draw.choice(VERBS)
-    flavour = draw.choice([flavour for flavour in FLAVOURS if _can(flavour, verb)])
+    flavour = draw.choice([flavour for flavour in flavours if _can(flavour, verb)])
     comm = "world" if flavour == "hierarchical" else draw.choice(["world", "world", "split", "level"])
     dtype = draw.choice([dtype for dtype in DTYPES if flavour != "gloo" or dtype not in ("bfloat16", "float16")])
     form, count, op = draw.choice(["blocking", "async"]), draw.choice(COUNTS), draw.choice(OPS)
@@ -135,13 +139,13 @@ def _another(draw: random.Random, values: list, but: object) -> object:
     return draw.choice([value for value in dict.fromkeys(values) if value != but])
 
 
-def _changed(draw: random.Random, kind: str, call: Call, ranks: int) -> Call:
+def _changed(draw: random.Random, kind: str, call: Call, ranks: int, flavours: Sequence[str]) -> Call:
     """The call with one thing changed."""
     if kind == "verb":
         return dataclasses.replace(call, verb=_another(draw, [v for v in VERBS if _can(call.flavour, v)], call.verb))
     if kind == "flavour":
-        flavours = [f for f in FLAVOURS if f and _can(f, call.verb) and (f != "hierarchical" or call.comm == "world")]
-        return dataclasses.replace(call, flavour=_another(draw, flavours, call.flavour))
+        able = [f for f in flavours if f and _can(f, call.verb) and (f != "hierarchical" or call.comm == "world")]
+        return dataclasses.replace(call, flavour=_another(draw, able, call.flavour))
     values = {"count": COUNTS, "dtype": DTYPES, "op": OPS, "root": list(range(ranks)), "form": ["blocking", "async"]}
     values["comm"] = ["world", "split", "level"]
     return dataclasses.replace(call, **{kind: _another(draw, values[kind], getattr(call, kind))})
@@ -176,24 +180,26 @@ class Program:
         return {self.rank_of_line[line] for line in lines if line in self.rank_of_line}
 
 
-def draw_program(draw: random.Random, kind: str, before: int = 4, after: int = 4) -> Program:
+def draw_program(
+    draw: random.Random, kind: str, before: int = 4, after: int = 4, flavours: Sequence[str] = FLAVOURS
+) -> Program:
     """Right calls, a mismatch of a ``kind`` on one rank, and right calls again."""
     ranks = draw.choice([2, 3, 3, 4])
-    calls = [draw_call(draw, number, ranks) for number in range(before)]
-    while not _suits(kind, call := draw_call(draw, before, ranks)):
+    calls = [draw_call(draw, number, ranks, flavours) for number in range(before)]
+    while not _suits(kind, call := draw_call(draw, before, ranks, flavours)):
         pass
-    calls += [call] + [draw_call(draw, number, ranks) for number in range(before + 1, before + 1 + after)]
+    calls += [call] + [draw_call(draw, number, ranks, flavours) for number in range(before + 1, before + 1 + after)]
     odd, odd_calls = draw.randrange(ranks), list(calls)
     if kind == "order":
         while calls[before + 1].effect == call.effect:
-            calls[before + 1] = odd_calls[before + 1] = draw_call(draw, before + 1, ranks)
+            calls[before + 1] = odd_calls[before + 1] = draw_call(draw, before + 1, ranks, flavours)
         odd_calls[before : before + 2] = [calls[before + 1], call]
     elif kind == "fewer":
         del odd_calls[before]
     elif kind == "more":
-        odd_calls.insert(before, draw_call(draw, 99, ranks))
+        odd_calls.insert(before, draw_call(draw, 99, ranks, flavours))
     else:
-        odd_calls[before] = _changed(draw, kind, call, ranks)
+        odd_calls[before] = _changed(draw, kind, call, ranks, flavours)
     return _written(kind, ranks, odd, calls, odd_calls, before)
 
 
@@ -208,3 +214,22 @@ def _written(kind: str, ranks: int, odd: int, calls: list[Call], odd_calls: list
         rank_of_line[len(lines) - 1] = rank
     description = f"{kind}, {ranks} ranks, rank {odd}: {odd_calls[at].effect} for {calls[at].effect}"
     return Program(kind, ranks, odd, description, "\n".join(lines) + TAIL, rank_of_line)
+
+
+def judged(program, outcome):
+    """The class of an outcome, with its problems noted."""
+    named = program.ranks_named(outcome.errors)
+    both = program.odd in named and len(named) > 1
+    wrong = "WRONG" in outcome.output
+    if outcome.code == 0:
+        outcome.expect(not wrong, f"SILENT WRONG VALUE: {outcome.output}")
+        return "no effect"
+    if "gloo::EnforceNotMet" in outcome.errors:  # a thread of gloo's own ends the process
+        return "ended by gloo"
+    outcome.expect(both, f"names lines of ranks {sorted(named)} only")
+    if "RanksDisagree" in outcome.errors:
+        return f"RanksDisagree on {'all' if outcome.errors.count('RanksDisagree: ') >= program.ranks else 'some'}"
+    if "report of rank" in outcome.errors:
+        return "reported at the deadline"
+    outcome.expect(both, "ended in another way")
+    return "ended by another error"

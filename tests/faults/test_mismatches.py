@@ -13,25 +13,6 @@ NUMBER = harness.count(4, 600)
 AT_ONCE = 4
 
 
-def judged(program, outcome):
-    """The class of an outcome, with its problems noted."""
-    named = program.ranks_named(outcome.errors)
-    both = program.odd in named and len(named) > 1
-    wrong = "WRONG" in outcome.output
-    if outcome.code == 0:
-        outcome.expect(not wrong, f"SILENT WRONG VALUE: {outcome.output}")
-        return "no effect"
-    if "gloo::EnforceNotMet" in outcome.errors:  # a thread of gloo's own ends the process
-        return "ended by gloo"
-    outcome.expect(both, f"names lines of ranks {sorted(named)} only")
-    if "RanksDisagree" in outcome.errors:
-        return f"RanksDisagree on {'all' if outcome.errors.count('RanksDisagree: ') >= program.ranks else 'some'}"
-    if "report of rank" in outcome.errors:
-        return "reported at the deadline"
-    outcome.expect(both, "ended in another way")
-    return "ended by another error"
-
-
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_rank_calls_something_else(judge, nursery, tmp_path, part):
     def trial(number):
@@ -43,7 +24,7 @@ def test_a_rank_calls_something_else(judge, nursery, tmp_path, part):
         line = harness.command(program.ranks, harness.HERE / "nursery.py", str(nursery), str(path), starter="mpirun")
         environment = {"TORCHMPI_DEADLINE_SECONDS": str(DEADLINE_SECONDS), "TORCHMPI_TUNING_DIR": "/dev/null"}
         outcome = harness.run(f"{number} {program.description}", line, environment, WITHIN_SECONDS)
-        return judged(program, outcome), outcome
+        return mismatches.judged(program, outcome), outcome
 
     both = harness.at_once(AT_ONCE, range(part, NUMBER, PARTS), trial)
     kinds = {outcome.name: f"mismatch: {kind}" for kind, outcome in both}

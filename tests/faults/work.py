@@ -8,7 +8,7 @@ import threading
 import time
 
 import striking
-from striking import before, fault, hold, me, plan, strike, strike_at
+from striking import before, fault, hold, me, meet, plan, strike, strike_at
 
 
 def patch_in():
@@ -70,6 +70,7 @@ def main():
     import torchmpi_py as mpi
 
     patch_in()
+    meet()
     mpi.start()
     comm, size = prepare(mpi), mpi.size()
     flavour, verb = plan["flavour"] or None, plan["verb"]

@@ -6,17 +6,18 @@ recognises processes of one machine; and an sshd with a key that all hosts of th
 checkout and its virtual environments included, is the same on all hosts, as on a cluster with a common file system;
 ``shared`` is a folder for the files of a test. With ``slurm`` each host has a slurmd, and the first one a slurmctld.
 
-The link of a host carries ``rate`` in each direction; ``delay`` is added to every packet that leaves it. Processes of a
-host die with its first one, so `Bed.kill` is a power cut; with a link that is down a host lives on, unreachable.
+The link of a host carries ``rate`` in each direction; ``delay`` is added to every packet that leaves it, by the kernel
+(netem) or else by a process (``relay.py``). Processes of a host die with its first one, so `Bed.kill` is a power cut;
+with a link that is down a host lives on, unreachable. All processes of a bed have TORCHMPI_BED in their environment.
 
 Root, iproute2, util-linux and openssh-server are needed (`why_not`). A bed is a folder in /run and what runs for it;
 several beds do not see each other.
 """
 
-import argparse
 import contextlib
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -26,6 +27,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
+
+import bed_files
 
 BEDS = Path("/run/torchmpi-hosts")
 NAMES = tuple(f"node{letter}" for letter in "abcdefgh")
@@ -35,79 +39,6 @@ TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter":
 SLURM_TOOLS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge"}
 START_SECONDS = 30.0
 PATH = f"{Path(sys.prefix, 'bin')}:{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
-
-# The first process of a host: its mounts, its name, its daemons. It waits for ever, and so takes in orphans.
-_INIT = """\
-set -eu
-hostname {name}
-ip link set lo up
-mkdir -p {home}/tmp
-mount -t tmpfs -o mode=1777 tmpfs {home}/tmp
-{shares}
-mount --rbind {home}/tmp /tmp
-mount -t tmpfs -o mode=1777,size=50% tmpfs /dev/shm
-mount --bind {home}/boot_id /proc/sys/kernel/random/boot_id
-mount --bind {bed}/etc_hosts /etc/hosts
-mount --bind {bed}/ssh_config /etc/ssh/ssh_config
-/usr/sbin/sshd -f {bed}/sshd_config -E {home}/sshd.log -o PidFile={home}/sshd.pid
-{slurm}
-touch {home}/ready
-while :; do sleep 3600 & wait $! || true; done
-"""
-
-_SLURM_INIT = """\
-mount -t tmpfs tmpfs /sys/fs/cgroup
-mount --bind {bed}/slurm /etc/slurm
-{controller}
-slurmd -N {name}
-"""
-
-_SSHD = """\
-Port 22
-HostKey {bed}/host_key
-AuthorizedKeysFile {bed}/key.pub
-StrictModes no
-UsePAM no
-PermitRootLogin yes
-AcceptEnv *
-MaxStartups 200
-"""
-
-_SSH = """\
-Host *
-    IdentityFile {bed}/key
-    StrictHostKeyChecking no
-    UserKnownHostsFile /dev/null
-    LogLevel ERROR
-    BatchMode yes
-"""
-
-_SLURM = """\
-ClusterName=bed
-SlurmctldHost={controller}
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={bed}/munge/socket
-MpiDefault=none
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-ReturnToService=2
-SwitchType=switch/none
-StateSaveLocation={bed}/slurm/state
-SlurmdSpoolDir={bed}/slurm/spool.%n
-SlurmctldPidFile={bed}/slurm/ctld.pid
-SlurmdPidFile={bed}/slurm/d.%n.pid
-SlurmctldLogFile={bed}/slurm/ctld.log
-SlurmdLogFile={bed}/slurm/d.%n.log
-JobRequeue=1
-KillWait=10
-InactiveLimit=0
-MinJobAge=300
-{nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
-"""
 
 
 class BedError(RuntimeError):
@@ -138,6 +69,7 @@ class Bed:
             raise BedError(f"there is no bed {name!r}; make one with: scripts/hosts --bed {name} up") from None
         self.name = name
         self.shared = self.folder / "shared"
+        self._daemons: list[subprocess.Popen] = []
 
     @classmethod
     def up(
@@ -156,13 +88,17 @@ class Bed:
         if not 1 <= num_hosts <= len(NAMES):
             raise BedError(f"{num_hosts} hosts are not possible; give 1 to {len(NAMES)}")
         folder = BEDS / name
-        if (folder / "bed.json").exists():
-            raise BedError(f"bed {name!r} is up already; take it down first: scripts/hosts --bed {name} down")
         (folder / "shared").mkdir(parents=True, exist_ok=True)
         Path("/run/sshd").mkdir(exist_ok=True)
         hosts = {host: f"10.77.0.{index}" for index, host in enumerate(NAMES[:num_hosts], 1)}
-        state = {"hosts": hosts, "pids": {}, "rate": rate, "delay": delay, "slurm": slurm, "munge": 0}
-        (folder / "bed.json").write_text(json.dumps(state))
+        state = {"hosts": hosts, "pids": {}, "rate": rate, "delay": delay, "slurm": slurm}
+        state["shares"] = [str(path) for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix), *shares)]
+        try:
+            with (folder / "bed.json").open("x") as file:
+                json.dump(state, file)
+        except FileExistsError:
+            message = f"bed {name!r} is up already; take it down first: scripts/hosts --bed {name} down"
+            raise BedError(message) from None
         bed = cls(name)
         try:
             bed._write_files()
@@ -170,8 +106,8 @@ class Bed:
             if slurm:
                 bed._start_munge()
             for host in hosts:
-                bed._start(host, [ROOT, Path(sys.prefix), Path(sys.base_prefix), *shares])
-            bed._wait_until_ready()
+                bed._start(host)
+            bed._wait_until_ready(list(hosts))
         except BaseException:
             bed.down()
             raise
@@ -198,25 +134,45 @@ class Bed:
         """Start a command on a host; as subprocess.Popen."""
         return subprocess.Popen(self.command(host, command), **{"env": self.environment(), "text": True, **options})
 
+    @staticmethod
+    def path_variable() -> str:
+        """PATH of daemons and commands: this Python's programs come first."""
+        return PATH
+
     def environment(self) -> dict[str, str]:
         """This process's environment, with this Python's programs first on the PATH."""
         return {**os.environ, "PATH": PATH}
 
     def shape(self, host: str, rate: str = "", delay: str = "") -> None:
         """Give the link of a host a rate in each direction, and a delay to packets that leave it; "": no limit."""
-        for namespace, device, held in (
-            (self._namespace(host), "eth0", delay),
-            (self._namespace("switch"), f"to_{host}", ""),
-        ):
+        port = (self._namespace("switch"), f"to_{host}")
+        for namespace, device in (self._namespace(host), "eth0"), port:
             subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True)
-            parent = ["root"]
             if rate:
                 kind = ["tbf", "rate", rate, "burst", "256k", "latency", "5ms"]
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, *parent, "handle", "1:", *kind)
-                parent = ["parent", "1:1"]
-            if held:
-                kind = ["netem", "delay", held, "limit", "20000"]
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, *parent, "handle", "2:", *kind)
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "handle", "1:", *kind)
+        for pid in self._processes(f"TORCHMPI_BED_RELAY={host}"):
+            _end(pid)
+        _run("ip", "-n", port[0], "link", "set", port[1], "master", "bridge", "up")
+        if delay:
+            self._delay(host, delay, ["parent", "1:1"] if rate else ["root"])
+
+    def _delay(self, host: str, delay: str, parent: list[str]) -> None:
+        """By the kernel, or, where it cannot, by a process between the link and the bridge."""
+        seconds = _seconds(delay)
+        command = ["tc", "-n", self._namespace(host), "qdisc", "add", "dev", "eth0", *parent, "handle", "2:"]
+        command += ["netem", "delay", delay, "limit", "20000"]
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+            return
+        switch, tap = self._namespace("switch"), f"held_{host}"
+        _run("ip", "-n", switch, "link", "set", f"to_{host}", "nomaster")
+        line = ["ip", "netns", "exec", switch, sys.executable, str(Path(__file__).parent / "relay.py")]
+        with (self.folder / f"relay_{host}").open("w") as errors:
+            relay = self._daemon([*line, f"to_{host}", tap, str(seconds)], subprocess.PIPE, errors, relay=host)
+        if relay.stdout is None or relay.stdout.readline() != b"ready\n":
+            reason = Path(errors.name).read_text().strip().rpartition("\n")[2]
+            raise BedError(f"no delay is possible here: this kernel has no netem, and the relay failed with {reason}")
+        _run("ip", "-n", switch, "link", "set", tap, "master", "bridge", "up")
 
     def link(self, host: str, is_up: bool) -> None:
         """Take the link of a host down, or up again."""
@@ -230,16 +186,48 @@ class Bed:
     def kill(self, host: str) -> None:
         """Cut the power of a host: all its processes end at once. Its address does not answer any more."""
         self.link(host, is_up=False)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.state["pids"].pop(host), signal.SIGKILL)
+        _end(self.state["pids"].pop(host))
         self._save()
+
+    def boot(self, host: str) -> None:
+        """Start a host again whose power was cut, with empty /tmp and /dev/shm."""
+        if host in self.state["pids"]:
+            raise BedError(f"{host!r} is running")
+        for leftover in ("ready", "sshd.pid"):
+            (self.folder / host / leftover).unlink(missing_ok=True)
+        self.link(host, is_up=True)
+        self._start(host)
+        self._wait_until_ready([host])
+
+    def mend(self) -> None:
+        """Give all hosts power and a link again."""
+        for host in self.hosts:
+            if host not in self.state["pids"]:
+                self.boot(host)
+            self.link(host, is_up=True)
+
+    def processes(self, host: str) -> dict[int, str]:
+        """Command lines of all processes of a host by their numbers on this machine, daemons included."""
+        inside, found = os.readlink(f"/proc/{self.state['pids'][host]}/ns/pid"), {}
+        for pid in _all_processes():
+            with contextlib.suppress(OSError):  # it has ended
+                if os.readlink(f"/proc/{pid}/ns/pid") == inside:
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        return found
+
+    def path(self, host: str, path: str) -> Path:
+        """Where this machine sees a path of a host, as "/tmp"."""
+        return Path(f"/proc/{self.state['pids'][host]}/root{path}")
 
     def down(self) -> None:
         """End all processes of the bed and remove the network and the files. What is missing already is passed over."""
-        for pid in [*self.state["pids"].values(), self.state["munge"]]:
-            if pid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + START_SECONDS
+        while (pids := self._processes(f"TORCHMPI_BED={self.name}")) and time.monotonic() < until:
+            for pid in pids:
+                _end(pid)
+            time.sleep(0.02)
+        for daemon in self._daemons:
+            daemon.communicate()
         for host in (*self.hosts, "switch"):
             for _ in range(50):
                 done = subprocess.run(["ip", "netns", "del", self._namespace(host)], capture_output=True, text=True)
@@ -251,6 +239,21 @@ class Bed:
     def _save(self) -> None:
         (self.folder / "bed.json").write_text(json.dumps(self.state))
 
+    def _daemon(self, line: list[str], out: int | IO[str], errors: IO[str], relay: str = "") -> subprocess.Popen:
+        environment = {"PATH": PATH, "HOME": "/root", "TORCHMPI_BED": self.name, "TORCHMPI_BED_RELAY": relay}
+        files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": errors}
+        self._daemons.append(subprocess.Popen(line, **files, start_new_session=True, env=environment))
+        return self._daemons[-1]
+
+    def _processes(self, variable: str) -> list[int]:
+        """Processes of this bed that have a variable, NAME=value, in their environment."""
+        wanted, found = {variable.encode(), f"TORCHMPI_BED={self.name}".encode()}, []
+        for pid in _all_processes():
+            with contextlib.suppress(OSError):  # it has ended
+                if wanted <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
+                    found.append(pid)
+        return found
+
     def _namespace(self, host: str) -> str:
         return f"{self.name}-{host}"
 
@@ -260,8 +263,8 @@ class Bed:
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(bed / key))
         lines = ["127.0.0.1 localhost", *(f"{address} {host}" for host, address in hosts.items())]
         (bed / "etc_hosts").write_text("".join(f"{line}\n" for line in lines))
-        (bed / "sshd_config").write_text(_SSHD.format(bed=bed))
-        (bed / "ssh_config").write_text(_SSH.format(bed=bed))
+        (bed / "sshd_config").write_text(bed_files.SSHD.format(bed=bed))
+        (bed / "ssh_config").write_text(bed_files.SSH.format(bed=bed))
         for host in hosts:
             (bed / host).mkdir()
             text = secrets.token_hex(16)
@@ -271,7 +274,7 @@ class Bed:
                 (bed / folder).mkdir(parents=True)
             cores = os.cpu_count() or 1
             nodes = "\n".join(f"NodeName={host} NodeAddr={host} CPUs={cores} State=UNKNOWN" for host in hosts)
-            text = _SLURM.format(bed=bed, controller=self.hosts[0], nodes=nodes)
+            text = bed_files.SLURM.format(bed=bed, controller=self.hosts[0], nodes=nodes)
             (bed / "slurm" / "slurm.conf").write_text(text)
             (bed / "slurm" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=yes\n")
 
@@ -298,38 +301,28 @@ class Bed:
         files = {"socket": "socket", "key-file": "key", "log-file": "log", "pid-file": "pid", "seed-file": "seed"}
         options = [f"--{option}={folder / file}" for option, file in files.items()]
         with (folder / "out").open("w") as out:
-            daemon = subprocess.Popen(
-                ["munged", "--foreground", "--force", *options],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-                env={"PATH": PATH},
-            )
-        self.state["munge"] = daemon.pid
-        self._save()
+            self._daemon(["munged", "--foreground", "--force", *options], out, out)
 
-    def _start(self, host: str, shares: Sequence[Path]) -> None:
+    def _start(self, host: str) -> None:
         home = self.folder / host
-        below = sorted({path.resolve() for path in shares if Path("/tmp") in path.resolve().parents})
+        shares = {Path(path).resolve() for path in self.state["shares"]}
+        below = sorted(path for path in shares if Path("/tmp") in path.parents)
         lines = []
         for path in below:
             target = shlex.quote(str(home / "tmp" / path.relative_to("/tmp")))
             lines.append(f"mkdir -p {target}; mount --rbind {shlex.quote(str(path))} {target}")
         controller = "slurmctld -c" if host == self.hosts[0] else ""
-        slurm = _SLURM_INIT.format(bed=self.folder, name=host, controller=controller) if self.state["slurm"] else ""
-        script = _INIT.format(name=host, home=home, bed=self.folder, shares="\n".join(lines), slurm=slurm)
+        slurm = (
+            bed_files.SLURM_INIT.format(bed=self.folder, name=host, controller=controller)
+            if self.state["slurm"]
+            else ""
+        )
+        script = bed_files.INIT.format(name=host, home=home, bed=self.folder, shares="\n".join(lines), slurm=slurm)
         (home / "init.sh").write_text(script)
         apart = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        line = ["ip", "netns", "exec", self._namespace(host), *apart, "bash", str(home / "init.sh")]
         with (home / "log").open("w") as log:
-            outer = subprocess.Popen(
-                ["ip", "netns", "exec", self._namespace(host), *apart, "bash", str(home / "init.sh")],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={"PATH": PATH, "HOME": "/root"},
-            )
+            outer = self._daemon(line, log, log)
         self.state["pids"][host] = self._first_process(outer, home)
         self._save()
 
@@ -343,9 +336,9 @@ class Bed:
             time.sleep(0.02)
         raise BedError(f"a host did not start: {(home / 'log').read_text().strip()}")
 
-    def _wait_until_ready(self) -> None:
+    def _wait_until_ready(self, hosts: Sequence[str]) -> None:
         until = time.monotonic() + START_SECONDS
-        for host in self.hosts:
+        for host in hosts:
             while not (self.folder / host / "ready").exists():
                 is_dead = not Path(f"/proc/{self.state['pids'][host]}").exists()
                 if is_dead or time.monotonic() > until:
@@ -353,75 +346,24 @@ class Bed:
                 time.sleep(0.05)
 
 
+def _all_processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _seconds(delay: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", delay)
+    if not found:
+        raise BedError(f"{delay!r} is no delay; write 1ms, 250us or 0.5s")
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+
+
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": PATH})
     if done.returncode:
         raise BedError(f"{shlex.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/hosts", description="Several hosts on one machine (root only).")
-    parser.add_argument("--bed", default=os.environ.get("TORCHMPI_HOSTS", "bed"), help="tells several apart")
-    commands = parser.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up", help="make the hosts nodea, nodeb, ...")
-    up.add_argument("--hosts", type=int, default=2, metavar="N")
-    up.add_argument("--rate", default=RATE, help=f"of each link, as tc takes it; '' for no limit; default {RATE}")
-    up.add_argument("--delay", default=DELAY, help="of packets that leave a host, as tc takes it: 1ms")
-    up.add_argument("--slurm", action="store_true", help="slurmctld on the first host, slurmd on all")
-    up.add_argument("--share", type=Path, action="append", default=[], help="a folder below /tmp for all hosts")
-    run = commands.add_parser("run", help="run a command on a host")
-    run.add_argument("host")
-    run.add_argument("words", nargs=argparse.REMAINDER, metavar="command")
-    shape = commands.add_parser("shape", help="give links another rate and delay")
-    shape.add_argument("--rate", default="")
-    shape.add_argument("--delay", default="")
-    for name, text in (("cut", "take the link of a host down"), ("mend", "take it up again"), ("kill", "power cut")):
-        commands.add_parser(name, help=text).add_argument("host")
-    commands.add_parser("show", help="hosts, addresses, bytes received and sent")
-    commands.add_parser("down", help="take everything away")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command ``scripts/hosts``."""
-    options = _parse(argv)
-    try:
-        if options.command == "up":
-            Bed.up(
-                options.hosts,
-                name=options.bed,
-                rate=options.rate,
-                delay=options.delay,
-                slurm=options.slurm,
-                shares=options.share,
-            )
-            return 0
-        return _command(Bed(options.bed), options)
-    except BedError as error:
-        print(f"scripts/hosts: {error}", file=sys.stderr)
-        return 2
-
-
-def _command(bed: Bed, options: argparse.Namespace) -> int:
-    if options.command == "run":
-        command = bed.command(options.host, options.words)
-        os.execvpe(command[0], command, bed.environment())
-    elif options.command == "shape":
-        for host in bed.hosts:
-            bed.shape(host, options.rate, options.delay)
-    elif options.command in ("cut", "mend"):
-        bed.link(options.host, is_up=options.command == "mend")
-    elif options.command == "kill":
-        bed.kill(options.host)
-    elif options.command == "show":
-        for host, address in bed.state["hosts"].items():
-            received, sent = bed.traffic(host)
-            print(f"{host} {address} received {received} sent {sent}{'' if host in bed.state['pids'] else ' dead'}")
-    else:
-        bed.down()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -64,3 +64,22 @@ def test_busiest_host():
 @pytest.mark.parametrize(("visible", "num"), [("0,1,3", 3), ("", 0), ("-1", 0), ("0,-1,2", 1), ("GPU-1a,GPU-2b", 2)])
 def test_gpus_that_cuda_is_told_of(visible, num):
     assert hosts.num_gpus({"CUDA_VISIBLE_DEVICES": visible}) == num
+
+
+def test_hosts_of_pbs_and_lsf(tmp_path):
+    (tmp_path / "nodes").write_text("a.x\na.x\nb.x\nb.x\nb.x\n")
+    found = (Host("a.x", 2), Host("b.x", 3))
+    assert hosts.allocated({"PBS_NODEFILE": str(tmp_path / "nodes")}) == found
+    assert hosts.allocated({"LSB_DJOB_HOSTFILE": str(tmp_path / "nodes"), "LSB_MCPU_HOSTS": "c 9"}) == found
+    assert hosts.allocated({"LSB_MCPU_HOSTS": "a.x 2 b.x 3"}) == found
+    assert hosts.allocated({"LSB_MCPU_HOSTS": "", "PBS_NODEFILE": ""}) == ()
+
+
+@pytest.mark.parametrize("name", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])
+def test_a_file_of_a_batch_system_that_cannot_be_read(tmp_path, name):
+    remedy = f"; unset {name}, or name the hosts with --hosts or --hostfile"
+    (tmp_path / "empty").touch()
+    with pytest.raises(LaunchError, match=f"^{name} .*missing: No such file or directory{remedy}$"):
+        hosts.allocated({name: str(tmp_path / "missing")})
+    with pytest.raises(LaunchError, match=f"^{name} .*empty names no host{remedy}$"):
+        hosts.allocated({name: str(tmp_path / "empty")})

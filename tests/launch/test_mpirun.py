@@ -75,9 +75,9 @@ def test_no_input_is_told_to_open_mpi():
 
 
 def test_settings():
-    assert mpirun.settings(OPENMPI, busy=False, is_root=False) == {"OMPI_MCA_osc": "^ucx"}
-    assert mpirun.settings(OPENMPI, busy=True, is_root=True) == {
-        "OMPI_MCA_osc": "^ucx",
+    always = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_links": "2"}
+    assert mpirun.settings(OPENMPI, busy=False, is_root=False) == always
+    assert mpirun.settings(OPENMPI, busy=True, is_root=True) == always | {
         "OMPI_MCA_mpi_yield_when_idle": "true",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -173,7 +173,16 @@ def test_everything_after_the_program_is_the_programs():
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["--"], ["-n", "0", "a.py"], ["-n", "x", "a.py"], ["--timeout", "0", "a.py"], ["--tim"]]
+    "argv",
+    [
+        [],
+        ["--"],
+        ["--template", "sge"],
+        ["-n", "0", "a.py"],
+        ["-n", "x", "a.py"],
+        ["--timeout", "0", "a.py"],
+        ["--tim"],
+    ],
 )
 def test_a_bad_command_line_ends_with_2(argv, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -201,6 +210,27 @@ def test_default_number_of_ranks():
     assert launcher.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2", "SLURM_NTASKS": "8"}) == 8
     assert launcher.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 3
     assert launcher.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": ""}) == launcher.binding.num_usable_cores()
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "named", "num_ranks"),
+    [
+        ([], "a\na\nb\n", "a slots=2\nb slots=1\n", 3),
+        (["-n", "2"], "a\na\nb\n", "a slots=2\nb slots=1\n", 2),
+        (["--hosts", "c:4"], "a\na\nb\n", "c slots=4\n", 4),
+        (["--hostfile", "own"], "a\na\nb\n", "d slots=5\n", 5),
+        ([], "a\na\na\n", "", 3),  # a single host is this one, which needs no ssh
+        ([], "a\n", "", 2),  # and its single line says nothing of ranks: here are 2 GPUs
+    ],
+)
+def test_hosts_of_a_batch_system(tmp_path, monkeypatch, options, nodes, named, num_ranks):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nodes").write_text(nodes)
+    (tmp_path / "own").write_text("d:5\n")
+    environment = {"PBS_NODEFILE": str(tmp_path / "nodes"), "CUDA_VISIBLE_DEVICES": "0,1"}
+    parsed = launcher.parse([*options, "a.py"])
+    chosen = launcher.plan(parsed, OPENMPI, "mpirun", tmp_path, environment)
+    assert (chosen.hostfile_text, chosen.num_ranks, bool(chosen.hostfile)) == (named, num_ranks, bool(named))
 
 
 def test_elsewhere_than_on_linux_it_says_so(monkeypatch, capfd):

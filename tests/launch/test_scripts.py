@@ -1,6 +1,7 @@
-"""The ready scripts of launch/, through the MPI of this environment."""
+"""The ready scripts, of launch/ and of ``torchmpirun --template``, through the MPI of this environment."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import mpirun
+from torchmpi_py.launch import mpirun, ready_scripts
 
 try:
     FOUND = mpirun.find("", os.environ)
@@ -78,7 +79,146 @@ def test_thread_settings_do_not_change_the_default_number_of_ranks(name):
     assert job.stdout.startswith(f"{len(os.sched_getaffinity(0))} ")  # echo takes the -n for itself
 
 
-@pytest.mark.parametrize("script", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+# Of Slurm: srun starts two ranks, without its own options; scontrol says what it was asked for.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == -* ]]; do echo "option $1"; shift; done
+exec {starter} "$@"
+"""
+SCONTROL = "#!/bin/sh\necho scontrol $*\n"
+# Rank 0 agrees with rank 1 to end, or is killed by the same signal, or fails.
+ENDS = """
+import os, signal, sys
+from mpi4py import MPI
+from torchmpi_py.errors import EndRequested
+MPI.COMM_WORLD.Barrier()
+print("rank", MPI.COMM_WORLD.rank, sys.argv[1:], flush=True)
+if sys.argv[1] == "agree":
+    MPI.Finalize()
+    raise EndRequested
+if sys.argv[1] == "kill":
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def printed(name, tmp_path):
+    """The template as a user saves it."""
+    command = [sys.executable, "-m", "torchmpi_py.launch", "--template", name]
+    script = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    path = tmp_path / f"job.{name}"
+    path.write_text(script)
+    return path
+
+
+def start(command, tmp_path, **environment):
+    """Run a template where no checkout is the folder: the package is found by its Python alone."""
+    own = {"PYTHON": sys.executable, "PYTHONPATH": str(FOLDER.parent), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    return subprocess.run(
+        command,
+        env=launcher.inherited_environment(os.environ) | own | environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(VENDOR is None or VENDOR.name not in HOST_LINE, reason="neither Open MPI nor MPICH here")
+@pytest.mark.parametrize(("how", "is_queued_again"), [("agree", True), ("kill", False), ("return", False)])
+def test_slurm_queues_again_only_what_has_saved(tmp_path, how, is_queued_again):
+    (tmp_path / "program.py").write_text(ENDS)
+    settings = mpirun.settings(VENDOR, busy=True, is_root=os.geteuid() == 0) | mpirun.library_of(VENDOR, PROGRAM)
+    starter = [PROGRAM, *mpirun.arguments(VENDOR, num_ranks=2, forward=("MPI4PY_LIBMPI", "PYTHONPATH"))]
+    for name, text in (("srun", SRUN.format(starter=shlex.join(starter))), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    settings |= {"SLURM_JOB_ID": "77", "SRUN_MPI": "pmi9", "TMPDIR": str(tmp_path)}
+    before = set(os.listdir(tmp_path))
+    job = start(["bash", printed("slurm", tmp_path), "program.py", how, "a b"], tmp_path, **settings)
+    assert "option --mpi=pmi9\n" in job.stdout
+    assert f"rank 0 ['{how}', 'a b']\n" in job.stdout
+    assert ("\nscontrol requeue 77\n" in job.stdout) is is_queued_again
+    assert (job.returncode == 0) is (how == "return")
+    assert {name for name in set(os.listdir(tmp_path)) - before if name.startswith("tmp.")} == set()
+
+
+@pytest.mark.skipif(VENDOR is None or VENDOR.name not in HOST_LINE, reason="neither Open MPI nor MPICH here")
+def test_pbs(tmp_path):
+    (tmp_path / "program.py").write_text(HELLO)
+    (tmp_path / "nodes").write_text("localhost\nlocalhost\nlocalhost\n")
+    settings = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_O_WORKDIR": str(tmp_path), "PROGRAM": "program.py a --b"}
+    (tmp_path / "torchmpirun").write_text(f'#!/bin/sh\nexec {sys.executable} -m torchmpi_py.launch "$@"\n')
+    (tmp_path / "torchmpirun").chmod(0o755)
+    job = start(["bash", printed("pbs", tmp_path)], tmp_path, OPTIONS="--log-dir logs", END_AFTER="150", **settings)
+    assert (job.returncode, job.stderr) == (0, "")
+    for rank in range(3):
+        assert (tmp_path / "logs" / f"rank-{rank}.log").read_text() == "3 ['a', '--b'] None\n"
+    job = start(["bash", printed("pbs", tmp_path)], tmp_path)
+    assert job.returncode != 0
+    assert "PROGRAM: names no program; write qsub -v PROGRAM=" in job.stderr
+
+
+def container(job, role):
+    """The container of the launcher, or of a worker."""
+    replicas = job["spec"]["mpiReplicaSpecs"][role]
+    (only,) = replicas["template"]["spec"]["containers"]
+    return only
+
+
+@pytest.mark.skipif(VENDOR is None or VENDOR.name not in HOST_LINE, reason="neither Open MPI nor MPICH here")
+def test_kubernetes(tmp_path):
+    yaml = pytest.importorskip("yaml", reason="PyYAML reads the MPIJob")
+    job = yaml.safe_load(printed("kubernetes", tmp_path).read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    assert job["spec"]["mpiImplementation"] == "OpenMPI"  # whose hostfile is `name slots=N`
+    command = container(job, "Launcher")["command"] + container(job, "Launcher")["args"]
+    assert command[:3] == ["torchmpirun", "--hostfile", "/etc/mpi/hostfile"]
+    # As the operator starts it, but for the folder of the hostfile, and with this host in place of the workers.
+    (tmp_path / "hostfile").write_text("localhost slots=2\n")
+    (tmp_path / "train.py").write_text(HELLO)
+    own = {variable["name"]: variable["value"] for variable in container(job, "Launcher")["env"]}
+    words = [str(tmp_path / "hostfile") if word == "/etc/mpi/hostfile" else word for word in command[1:]]
+    done = start([sys.executable, "-m", "torchmpi_py.launch", *words], tmp_path, **own)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "2 ['--epochs', '5'] None\n" * 2
+    worker = container(job, "Worker")
+    sshd = shutil.which(worker["command"][0])
+    if sshd is not None:  # -t: read the options and the configuration, and end
+        key = tmp_path / "key"
+        subprocess.run(["ssh-keygen", "-q", "-N", "", "-f", key], check=True, timeout=20)
+        words = [sshd, *worker["args"], "-t", "-h", key, "-f", "/dev/null"]
+        assert subprocess.run(words, capture_output=True, timeout=20, check=False).returncode == 0
+    assert worker["volumeMounts"][0]["mountPath"] == "/dev/shm"
+
+
+def test_the_image_has_what_the_job_starts(tmp_path):
+    script = printed("kubernetes", tmp_path)
+    sed = ["sed", "-n", r"s/^#| \{0,1\}//p", script]
+    assert f"{' '.join(sed[:2])} '{sed[2]}' job.yaml > Dockerfile" in script.read_text()  # as its first line says
+    dockerfile = subprocess.run(sed, capture_output=True, text=True, check=True, timeout=20).stdout
+    assert dockerfile == (ready_scripts.FOLDER / "Dockerfile").read_text()
+    steps = [line for line in dockerfile.replace("\\\n", "").splitlines() if not line.startswith("#")]
+    assert steps[0].startswith("FROM python:")
+    assert {line.split()[0] for line in steps[1:]} == {"RUN", "WORKDIR", "COPY"}
+    assert "openssh-server" in steps[1]
+    # What the image writes for ssh and sshd is configuration that they accept.
+    writes = next(line for line in steps if "StrictModes" in line).removeprefix("RUN ")
+    folder = tmp_path / "etc"
+    (folder / "sshd_config.d").mkdir(parents=True)
+    (folder / "ssh_config.d").mkdir()
+    subprocess.run(["sh", "-c", writes.replace("/etc/ssh", str(folder))], check=True, timeout=20)
+    if shutil.which("ssh"):
+        asked = ["ssh", "-F", folder / "ssh_config.d" / "job.conf", "-G", "somewhere"]
+        shown = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout
+        assert "stricthostkeychecking false" in shown
+        assert "userknownhostsfile /dev/null" in shown
+
+
+@pytest.mark.parametrize(
+    "script",
+    sorted([*FOLDER.iterdir(), ready_scripts.FOLDER / "slurm.sbatch", ready_scripts.FOLDER / "pbs.sh"]),
+    ids=lambda path: path.name,
+)
 def test_scripts_are_executable_and_parse(script):
     assert os.access(script, os.X_OK)
     subprocess.run([shutil.which("bash"), "-n", script], check=True, timeout=20)

@@ -11,7 +11,8 @@ from torchmpi_py import paramserver as ps
 from torchmpi_py.core import communicators, config
 from torchmpi_py.core.channels import Place
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
-from torchmpi_py.paramserver.remote import HEADER_TAG, Kind, ShardExchange, ShardRequest, bytes_tag, reply_tag
+from torchmpi_py.paramserver.remote import BYTES_TAG, HEADER_TAG, Kind, ShardRequest
+from torchmpi_py.paramserver.service import ShardExchange
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -156,23 +157,31 @@ def test_nobody_sees_a_shard_half_changed_by_a_slow_rule(mpi, comm):
     server.free()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=3)
 def test_a_read_does_not_wait_for_a_payload_that_does_not_come(mpi):
-    """Rank 1 announces six sends, and holds their bytes back until it has read."""
+    """Rank 1 announces six sends, and holds their bytes back until the others have read."""
     world = communicators.communicator(0).direct.mpi
     with communicators.Communicator(world.Dup(), Place(world.rank, 0), "nodes of one rank") as nodes:
-        server = ps.init(torch.zeros(2 * mpi.size()), comm=nodes)
+        count = 10_000  # of a shard: more than a message takes along
+        server = ps.init(torch.zeros(count * mpi.size()), comm=nodes)
         if mpi.rank() == 1:
             links = nodes.direct.keep(ShardExchange, ShardExchange).links
             rule = pickle.dumps(("add", {}))
-            request = ShardRequest(0, 0, int(Kind.APPLY), 8, rule)  # the first server of the communicator is number 0
+            request = ShardRequest(0, 0, int(Kind.APPLY), 4 * count, rule)  # the communicator's first server is 0
             for _ in range(6):
                 links.requests.send(tuple(request), 0, HEADER_TAG)
+        mpi.barrier()
+        if mpi.rank() != 1:
             assert not server.receive().wait(60).any()
-            for _ in range(6):
-                links.requests.Send(torch.ones(2).numpy().view("uint8"), 0, bytes_tag(0))
-            assert [links.replies.recv(source=0, tag=reply_tag(0)) for _ in range(6)] == [None] * 6
-            assert server.receive().wait()[:2].tolist() == [6, 6]
+        mpi.barrier()
+        if mpi.rank() == 1:
+            for turn in range(6):
+                payload = torch.arange(float(count)) + turn
+                links.requests.Send(payload.numpy().view("uint8"), 0, BYTES_TAG)
+            answers = [links.replies.recv(source=0, tag=HEADER_TAG) for _ in range(6)]
+            assert answers == 6 * [(None, None)]
+        mpi.barrier()
+        assert torch.equal(server.receive().wait()[:count], 6 * torch.arange(float(count)) + 15)
         server.free()
 
 

@@ -64,8 +64,8 @@ def test_the_job_ends_whatever_is_wrong_with_its_report(monkeypatch):
     monkeypatch.setattr(watchdog.abort, "abort", ended.append)
     monkeypatch.setattr(watchdog.reports, "of_node", lambda *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        watchdog.end_job(a_board(), "why")
-    assert ended == [watchdog.EXIT_CODE]
+        watchdog.end_job(a_board(), CLAIMED_DEATH, "why")
+    assert ended == [watchdog.abort.EXIT_CODE]
 
 
 def test_more_open_files_than_select_takes():

@@ -202,7 +202,7 @@ def _measured(
     task: Task,
     candidates: list[Candidate],
     notes: list[str],
-    link: wire.Link | None,
+    link: wire.Wire | None,
 ) -> Report:
     sizes = sorted({task.rounded(num_bytes) for num_bytes in sizes_of(options)})
     kinds = ["warm", "cold"] if options.buffers == "both" else [options.buffers]

@@ -15,7 +15,7 @@ from torchmpi_py.bench.buffers import BufferPlan, Rotation, TaskBuffers, format_
 from torchmpi_py.bench.candidates import WIRE, Call, Candidate, NextBuffers
 from torchmpi_py.bench.cases import Task
 from torchmpi_py.bench.results import ResultRow, make_row
-from torchmpi_py.bench.wire import Link
+from torchmpi_py.bench.wire import Wire
 from torchmpi_py.collectives.timing import interleaved, until_done
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import FlavourError, Unavailable
@@ -39,7 +39,7 @@ class Measurement:
     seconds: float
     verify: bool
     time_limit_seconds: float = math.inf
-    link: Link | None = None
+    link: Wire | None = None
     last_rows: dict[str, ResultRow] = dataclasses.field(default_factory=dict)  # by the candidate's name
 
     def drop_unable(self, num_bytes: int) -> list[str]:
@@ -92,7 +92,7 @@ class Measurement:
         self._verify(rotations, num_bytes, f"{buffers} buffers, after timing")
         return rows
 
-    def _beside_floor(self, link: Link, rows: list[ResultRow], timed: Mapping[str, _Warm | _Cold]) -> list[ResultRow]:
+    def _beside_floor(self, link: Wire, rows: list[ResultRow], timed: Mapping[str, _Warm | _Cold]) -> list[ResultRow]:
         """The rows with their ratios to the floor of the wire, and the floor's own."""
         verb, num_bytes, buffers = self.task.verb.name, rows[0].num_bytes, rows[0].buffers
         floor = link.floor_seconds(verb, num_bytes)

@@ -3,6 +3,7 @@
 In a *race* some ranks, the clients, send by one rule (or receive) and wait; in turn with that, also all at once, they
 do on private tensors of as many elements the work of the rule: ``add_``, ``copy_``, a step of ``torch.optim``. The
 other ranks sleep meanwhile. Last comes the cost of a rank that only serves: its processor time while others send.
+Between nodes, plain messages of MPI that carry the same bytes are timed before each race (``wire_messages.py``).
 
 Values are whole numbers that depend on element and rank, and repeat after ``PERIOD`` elements. Rules work element by
 element, so the values that a server must hold are computed on a *replica* of one period.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import resource
 import time
 from collections.abc import Callable
@@ -22,18 +22,19 @@ import torch
 from torch import Tensor
 
 from torchmpi_py import paramserver
-from torchmpi_py.bench import UsageError, WrongValue, cases, command_line, machine, progress_bar, results
+from torchmpi_py.bench import UsageError, WrongValue, cases, command_line, machine, progress_bar, results, wire_messages
 from torchmpi_py.bench.buffers import format_size, parse_sizes
 from torchmpi_py.bench.results import quantile
 from torchmpi_py.collectives.timing import interleaved
 from torchmpi_py.core import backoff
+from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.core.mpi_api import MPI
 
 PERIOD = 1021
 _RECEIVE = "receive"
 _MIN_TURNS, _MAX_TURNS = 5, 1000  # so few that sums of whole numbers stay exact
 _IDLE_BYTES = 1 << 20
-_FORMAT = "torchmpi_py.bench ps 1"
+_FORMAT = "torchmpi_py.bench ps 2"
 
 Local = Callable[[Tensor], Callable[[Tensor], object]]  # from a private tensor: a function that applies a payload to it
 
@@ -102,6 +103,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=positive, default=0.5, help="about so long for each size, rule and clients; default: 0.5")
     idle = "how long to watch a rank that only serves; default: 10"
     add("--idle-seconds", type=positive, default=10.0, metavar="SECONDS", help=idle)
+    queued = "how many requests a client makes before it waits for them; times are of one request; default: 1"
+    add("--queued", type=command_line.count, default=1, metavar="N", help=queued)
     command_line.add_output(parser)
 
 
@@ -119,7 +122,7 @@ def _rules(text: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRow:
-    """A race: statistics of times, each of the slowest client."""
+    """A race: statistics of times of one request, each of the slowest client."""
 
     num_bytes: int
     num_clients: int
@@ -128,6 +131,8 @@ class UpdateRow:
     p99_seconds: float
     local_median_seconds: float
     num_turns: int
+    num_queued: int
+    wire_median_seconds: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +158,7 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     shown = progress_bar.shown(
         races, lambda race: f"{format_size(race[0])} {race[2]}", rank=comm.rank, always=options.progress
     )
-    rows = [_race(comm, num_bytes, count, what, options.seconds) for num_bytes, count, what in shown]
+    rows = [_race(comm, *race, options.queued, options.seconds) for race in shown]
     idle_percent = _idle_percent(comm, options.idle_seconds)
     report = ServerReport(machine.facts(comm), rows, options.idle_seconds, idle_percent)
     results.publish(comm.rank, render(report), _FORMAT, report, options.json)
@@ -162,16 +167,21 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
 def render(report: ServerReport) -> str:
     """The report in Markdown."""
     header = ["bytes", "clients", "what", "us median", "us p99", "GB/s a client", "local us", "x local"]
-    whole = results.document(
-        "parameter server of float32", report.facts, [], header, [_cells(row) for row in report.rows]
-    )
+    if has_wire := any(row.wire_median_seconds for row in report.rows):
+        header += ["wire us", "x wire"]
+    cells = [_cells(row, has_wire) for row in report.rows]
+    num_queued = max((row.num_queued for row in report.rows), default=1)
+    queued = [f"requests made before the first is waited for: {num_queued}"] if num_queued > 1 else []
+    whole = results.document("parameter server of float32", report.facts, queued, header, cells)
     if report.idle_percent is None:
         return whole
     percent = f"while the others send for {report.idle_seconds:g} s: {results.number(report.idle_percent)} %"
     return f"{whole}\n\nProcessor time of a rank that only serves, {percent} of a core."
 
 
-def _cells(row: UpdateRow) -> list[str]:
+def _cells(row: UpdateRow, has_wire: bool) -> list[str]:
+    wire = row.wire_median_seconds
+    over_wire = [results.number(wire and wire * 1e6), results.number(wire and row.median_seconds / wire)]
     return [
         str(row.num_bytes),
         str(row.num_clients),
@@ -181,35 +191,49 @@ def _cells(row: UpdateRow) -> list[str]:
         results.number(row.num_bytes / row.median_seconds / 1e9),
         results.number(row.local_median_seconds * 1e6),
         results.number(row.median_seconds / row.local_median_seconds),
+        *(over_wire if has_wire else []),
     ]
 
 
-def _race(comm: MPI.Comm, num_bytes: int, num_clients: int, what: str, seconds: float) -> UpdateRow:
+def _race(comm: MPI.Comm, num_bytes: int, num_clients: int, what: str, num_queued: int, seconds: float) -> UpdateRow:
     """One race, on a server over all ranks whose first ``num_clients`` are the clients. WrongValue on every rank."""
     rule = RULES[what.removeprefix("send ") if what != _RECEIVE else "copy"]
     count = -(-num_bytes // torch.float32.itemsize)
     server = paramserver.init(torch.zeros(count), optimizer=rule.optimizer)
+    has_payload = what not in (_RECEIVE, "send zero")
+    wire = wire_messages.median_seconds(comm, server.bounds, num_clients, has_payload, what == _RECEIVE, seconds)
     clients = comm.Split(int(comm.rank >= num_clients))
     # The clients race; the other ranks sleep in the barrier meanwhile.
     outcome: tuple[dict[str, list[float]], str] = {}, ""
     if comm.rank < num_clients:
-        outcome = _Client(clients, server, rule, count).raced(what, seconds)
+        outcome = _Client(clients, server, rule, count, num_queued).raced(what, seconds)
     backoff.barrier(comm)
     clients.Free()
     server.free()
-    times, problem = comm.bcast(outcome)
+    times, problem = comm.bcast(outcome)  # of num_queued requests
     if problem:
         raise WrongValue(f"parameter server, {what} of {num_bytes} bytes by {num_clients} clients: {problem}")
     ours, local = times["server"], times["local"]
-    medians = quantile(ours, 0.5), quantile(ours, 0.99), quantile(local, 0.5)
-    return UpdateRow(count * torch.float32.itemsize, num_clients, what, *medians, len(ours))
+    return UpdateRow(
+        num_bytes=count * torch.float32.itemsize,
+        num_clients=num_clients,
+        what=what,
+        median_seconds=quantile(ours, 0.5) / num_queued,
+        p99_seconds=quantile(ours, 0.99) / num_queued,
+        local_median_seconds=quantile(local, 0.5) / num_queued,
+        num_turns=len(ours),
+        num_queued=num_queued,
+        wire_median_seconds=wire,
+    )
 
 
 class _Client:
     """A client of a race. Every method is collective over ``comm``, the clients."""
 
-    def __init__(self, comm: MPI.Comm, server: paramserver.ParameterServer, rule: ServerRule, count: int) -> None:
-        self.comm, self.server, self.rule = comm, server, rule
+    def __init__(
+        self, comm: MPI.Comm, server: paramserver.ParameterServer, rule: ServerRule, count: int, num_queued: int
+    ) -> None:
+        self.comm, self.server, self.rule, self.num_queued = comm, server, rule, num_queued
         self.payload, self.private, self.fetched = (torch.zeros(count) for _ in range(3))
         cases.write(self.payload, pattern(comm.rank))
         self.replica = torch.zeros(PERIOD)
@@ -223,27 +247,31 @@ class _Client:
         times = interleaved(
             self.comm,
             {
-                "server": self._receive if is_receive else self._send,
-                "local": functools.partial(local, self.payload),
+                "server": self._queue(self._ask_values if is_receive else self._ask_send),
+                "local": lambda: [local(self.payload) for _ in range(self.num_queued)],
             },
             seconds=seconds,
             min_turns=_MIN_TURNS,
-            max_turns=_MAX_TURNS,
+            max_turns=max(_MIN_TURNS, _MAX_TURNS // self.num_queued),
         )
-        num_sends = 0 if is_receive else 1 + len(times["server"])  # one of them untimed
+        num_sends = 0 if is_receive else self.num_queued * (1 + len(times["server"]))  # one turn untimed
         return times, problem or self._checked_after(num_sends)
 
-    def _send(self) -> None:
-        self.server.send(self.payload, self.rule.name, **self.rule.options).wait()
+    def _ask_send(self) -> Handle[Tensor]:
+        return self.server.send(self.payload, self.rule.name, **self.rule.options)
 
-    def _receive(self) -> None:
-        self.server.receive(self.fetched).wait()
+    def _ask_values(self) -> Handle[Tensor]:
+        return self.server.receive(self.fetched)
+
+    def _queue(self, ask: Callable[[], Handle[Tensor]]) -> Callable[[], object]:
+        """A call that makes all requests, and then waits for them."""
+        return lambda: wait_all([ask() for _ in range(self.num_queued)])
 
     def _checked_in_turns(self) -> str:
         """Client after client sends once; what is wrong then, or ""."""
         for rank in range(self.comm.size):
             if rank == self.comm.rank:
-                self._send()
+                self._ask_send().wait()
             self.comm.Barrier()
             self._repeat(pattern(rank))  # every client does on its replica what the server does
         return self._checked()
@@ -260,7 +288,7 @@ class _Client:
     def _checked(self) -> str:
         """What the first client with a wrong element finds wrong with the server's values, or ""."""
         self.comm.Barrier()
-        self._receive()
+        self._ask_values().wait()
         index = cases.first_wrong(self.fetched, self.replica, self.rule.tolerance)
         mistake = ""
         if index is not None:

@@ -77,7 +77,7 @@ def floor_bytes(verb: str, num_bytes: int, ranks_per_node: Sequence[int]) -> flo
     return num_bytes * factors[verb]
 
 
-class Link(NamedTuple):
+class Wire(NamedTuple):
     """What the floor of a call follows from; ``interface`` is that of this rank's node, "" if there is no counter."""
 
     bytes_per_second: float
@@ -107,7 +107,7 @@ class Link(NamedTuple):
         return most / num_calls / floor_bytes(verb, num_bytes, self.ranks_per_node)
 
 
-def open_link(comm: MPI.Comm, bytes_per_second: float) -> Link:
+def open_link(comm: MPI.Comm, bytes_per_second: float) -> Wire:
     """The link of a job on several nodes; measures its rate if that is MEASURED. Collective.
 
     UsageError, on every rank, if all ranks are on one node.
@@ -121,10 +121,10 @@ def open_link(comm: MPI.Comm, bytes_per_second: float) -> Link:
         bytes_per_second, how = _measured_rate(comm, nodes[0], nodes[1]), "measured"
     counted = f", counted at {interface}" if interface else ", not counted"
     fact = f"{bytes_per_second / 1e6:.4g} MB/s in each direction, {how}{counted}"
-    return Link(bytes_per_second, [len(ranks) for ranks in nodes], interface, fact)
+    return Wire(bytes_per_second, [len(ranks) for ranks in nodes], interface, fact)
 
 
-def facts(link: Link | None) -> dict[str, str]:
+def facts(link: Wire | None) -> dict[str, str]:
     """The facts about a link for the header of a report."""
     return {} if link is None else {"link": link.fact}
 

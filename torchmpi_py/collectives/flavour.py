@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -29,6 +29,9 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.memory import devices
 
 R = TypeVar("R")
+Requests = list["MPI.Request"]
+Walk = Iterator[Requests]
+"""Work in parts: what a walk yields has to be complete before the walk is resumed."""
 
 VERBS = (
     "broadcast",
@@ -54,6 +57,8 @@ class Flavour:
     devices: ClassVar[frozenset[str]]
     exchanges_headers: ClassVar[bool] = False
     """Whether its ranks compare headers (verb, dtype, sizes) before data moves, and all raise where headers differ."""
+    scatters_in_place: ClassVar[bool] = False
+    """Whether the destination of a reduce_scatter may be the rank's own slice of the source."""
 
     def missing(self, device: str) -> str:
         """Why this flavour cannot serve tensors of a device type (one of ``devices``) here, and what would help; or "".
@@ -74,6 +79,14 @@ class Flavour:
         """Start an operation without waiting for it: in the communication thread, unless a flavour has a better way."""
         return devices.submit(operation, operation.device, operation.tensors)
 
+    def walk(self, verb: str, channel: Channel, *arguments: Any) -> Walk:
+        """A verb in parts, between which the caller may do other work. By default all is done at once.
+
+        All ranks of the channel start and resume their walks in the same order.
+        """
+        getattr(self, verb)(channel, *arguments)
+        return iter(())
+
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         """Overwrite ``x`` by root's."""
         raise NotImplementedError
@@ -85,11 +98,6 @@ class Flavour:
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         """``destination`` becomes the reduction of all ``source``. The two are one tensor, or do not overlap."""
         raise NotImplementedError
-
-    def begin_allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> Callable[[], None]:
-        """Start an allreduce, and return what completes it: at once, unless a flavour can do other work meanwhile."""
-        self.allreduce(channel, source, destination, op)
-        return _nothing
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
         """``out`` becomes all ``x`` along dim 0; ``sizes`` has what each rank brings."""
@@ -132,8 +140,16 @@ class Flavour:
         raise NotImplementedError
 
 
-def _nothing() -> None:
-    """The completion of an operation that is complete already."""
+def complete(walk: Iterable[Requests]) -> None:
+    """Go through all parts of a walk."""
+    for requests in walk:
+        wait(requests)
+
+
+def wait(requests: Requests) -> None:
+    """Wait for what a walk has yielded."""
+    if requests:
+        requests[0].Waitall(requests)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -207,10 +207,10 @@ def _defaults() -> dict[Key, list[Choice]]:
                 Choice(limit, "mpi", "default: fewer meetings when small"),
                 Choice(math.inf, flavour, "default: each byte moves once, through memory"),
             ]
-    for verb in ("allreduce", "reduce", "broadcast"):
+    for verb in ("allreduce", "reduce", "broadcast", "reduce_scatter"):
         for symmetric in (False, True):
             rows[Key(verb, "nodes", symmetric)] = [
-                Choice(1 << 20, "mpi", "default: fewer messages when small"),
+                Choice(512 << 10, "mpi", "default: fewer messages when small"),
                 Choice(math.inf, "hierarchical", "default: each byte leaves a node once, not once a rank"),
             ]
     return rows | _gpu_defaults()

@@ -80,6 +80,10 @@ class Tuning:
     """Effect of an operation that takes longer than ``deadline_seconds``: "abort" ends the job, "report" lets the
     operation go on, "raise" raises CollectiveTimeout in the program that waits."""
 
+    unreachable_seconds: float = 15
+    """Time without a sign of life after which another host counts as unreachable: this is reported, and ends the job
+    (not with ``at_deadline`` "report"). 0: never."""
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

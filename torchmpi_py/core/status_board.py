@@ -165,7 +165,7 @@ class Board:
         self._strings: dict[str, int] = {}
         self.slots_of: dict[int, dict[int, int]] = {}  # own slot -> the slots of the same sequence, by local rank
         self._first_record = (self._begin + RECORDS_BEGIN) // 8
-        self.columns = self._columns()
+        self.columns = self.columns_of(self.index)
         self.next_record: Callable[[], tuple[int, tuple[int, int, int]]] = self._count_records()
         """The number of the next record, and where it is: in bytes, in words, and the word for its end."""
         self.texts: dict[tuple[Any, ...], tuple[int, int]] = {}  # the journal's: strings and checksums
@@ -182,11 +182,10 @@ class Board:
         records = itertools.cycle([(begin * 8, begin, begin + ENDED) for begin in begins])
         return zip(itertools.count(1), records, strict=False).__next__
 
-    def _columns(self) -> Any:
-        """This rank's records as an array of shape (words of a record, NUM_RECORDS)."""
-        length = NUM_RECORDS * RECORD_BYTES // 8
-        words = self.words[self._first_record : self._first_record + length]
-        return np.frombuffer(words, dtype=np.uint64).reshape(NUM_RECORDS, -1).T
+    def columns_of(self, index: int) -> Any:
+        """A rank's records as an array of shape (words of a record, NUM_RECORDS)."""
+        first, length = (self._begins[index] + RECORDS_BEGIN) // 8, NUM_RECORDS * RECORD_BYTES // 8
+        return np.frombuffer(self.words[first : first + length], dtype=np.uint64).reshape(NUM_RECORDS, -1).T
 
     def _write_header(self, world_rank: int) -> None:
         self.put(WORLD_RANK, world_rank)
@@ -237,7 +236,11 @@ class Board:
         """The communicator that has, or had last, this slot of a rank."""
         begin = self._begins[index] + GROUPS_BEGIN + slot * GROUP_BYTES
         key, _, ranks = self._text(begin, GROUP_BYTES).rpartition("|")
-        return Group(self.words[self._begins[index] // 8 + GENERATIONS_BEGIN + slot], key, ranks)
+        return Group(self.generation_of(index, slot), key, ranks)
+
+    def generation_of(self, index: int, slot: int) -> int:
+        """The generation of the communicator that has, or had last, this slot of a rank."""
+        return self.words[self._begins[index] // 8 + GENERATIONS_BEGIN + slot]
 
     def first_fingerprint(self, index: int, slot: int) -> int:
         """Where a rank's slot begins in ``words``."""
@@ -262,6 +265,17 @@ class Board:
         # One copy: the writer goes on. A record that is written meanwhile may be half the former one.
         data = self.mapping[begin : begin + NUM_RECORDS * RECORD_BYTES]
         return [self._record(index, *found) for found in sorted(RECORD.iter_unpack(data), reverse=True) if found[0]]
+
+    def latest(self, index: int) -> Record | None:
+        """The last operation of a rank, without a look at all texts; None if there was none."""
+        place = int(self.columns_of(index)[0].argmax())
+        found = RECORD.unpack_from(self.mapping, self._begins[index] + RECORDS_BEGIN + place * RECORD_BYTES)
+        return self._record(index, *found) if found[0] else None
+
+    def find_slot(self, index: int, generation: int, ranks: str) -> int | None:
+        """The slot in which a rank has the communicator of these ranks; None if it has none, or no longer."""
+        slots = (slot for slot in range(NUM_SLOTS) if self.generation_of(index, slot) == generation)
+        return next((slot for slot in slots if self.group(index, slot).ranks == ranks), None)
 
     def record(self, number: int) -> Record | None:
         """A record of this rank; None if it was overwritten."""

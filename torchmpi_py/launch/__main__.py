@@ -4,6 +4,9 @@
 
 torchmpirun finds the MPI, builds its argument list, starts every rank inside `wrap`, and ends with the exit code of the
 first rank that failed. On success it prints nothing of its own, unless ranks never met each other.
+
+Without a job, --check asks the hosts whether they can run one, --version says what is installed, and --template prints
+a script for a batch system.
 """
 
 import argparse
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, hosts, job, mpirun, terminal, variables, wrap
+from torchmpi_py.launch import binding, host_check, hosts, job, mpirun, ready_scripts, terminal, variables, wrap
 from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
 from torchmpi_py.launch.mpirun import Vendor
 from torchmpi_py.launch.terminal import Tail, say
@@ -63,21 +66,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line. Everything after the program belongs to the program."""
     parser = argparse.ArgumentParser(
         prog="torchmpirun",
-        usage="torchmpirun [-n N] [options] program.py args...\n       torchmpirun [-n N] [options] -m module args...",
+        usage="torchmpirun [-n N] [options] program.py args...\n       torchmpirun [-n N] [options] -m module args...\n"
+        "       torchmpirun --check [--hosts a,b] | --version | --template {slurm,kubernetes,pbs}",
         description="Start N ranks of a Python program through MPI.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "-n",
-        "-np",
-        dest="num_ranks",
-        type=_RANKS,
-        metavar="N",
-        help="ranks; default: the slots of the named hosts; else SLURM_NTASKS; else one per GPU; else one per core",
-    )
+    number = "ranks; default: slots of the hosts; SLURM_NTASKS; GPUs; cores"
+    add("-n", "-np", dest="num_ranks", type=_RANKS, metavar="N", help=number)
     add("--hostfile", type=Path, metavar="F", help="lines of `host`, `host:4` or `host slots=4`")
-    add("--hosts", metavar="a:2,b:2", help="the same on the command line")
+    add("--hosts", metavar="a:2,b:2", help="the same on the command line; default: those of PBS, LSF or Slurm")
     add("--bind", choices=("core", "none"), default="core", help="give each rank its own cores (default), or do not")
     add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")
     add("--timeout", type=_LIMIT, metavar="S", help="end the job after S seconds, with exit code 124")
@@ -90,12 +88,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")
     add("--mpi-args", type=shlex.split, default=[], metavar="'...'", help="options for the MPI's own starter")
     add("--dry-run", action="store_true", help="print what would be run, and run nothing")
+    add("--check", action="store_true", help="ask every host whether it has what the ranks need, and run nothing")
+    add("--version", action="store_true", help="print the versions of what a job here uses")
+    add("--template", choices=sorted(ready_scripts.PARTS), help="print a script for a batch system")
     add("-m", dest="as_module", action="store_true", help="the program is a module")
     add("program", nargs=argparse.REMAINDER, help="program and its arguments")
     options = parser.parse_args(argv)
     if options.program[:1] == ["--"]:
         del options.program[0]
-    if not options.program:
+    if not (options.program or options.check or options.version or options.template):
         parser.error("no program to run")
     return options
 
@@ -121,24 +122,32 @@ class JobPlan:
     added: dict[str, str]
     hostfile: Path | None
     hostfile_text: str
+    hosts: tuple[hosts.Host, ...]
+    forwarded: tuple[str, ...]  # variables that reach other hosts
 
 
 def default_num_ranks(named: tuple[hosts.Host, ...], environment: Mapping[str, str]) -> int:
-    """One rank per slot of the named hosts; else per task of Slurm's allocation; else per GPU; else per core."""
-    if named:
-        return sum(host.num_slots for host in named)
+    """One rank per slot of the hosts; else per task of Slurm's allocation; else per GPU; else per core."""
+    # A single line for a single host says that the host is ours, and nothing of ranks.
+    num_slots = sum(host.num_slots for host in named or hosts.allocated(environment))
+    if named or num_slots > 1:
+        return num_slots
     tasks = environment.get("SLURM_NTASKS", "")
     if tasks.isdigit() and int(tasks) > 0:
         return int(tasks)
     return hosts.num_gpus(environment) or binding.num_usable_cores()
 
 
-def _named_hosts(options: argparse.Namespace) -> tuple[hosts.Host, ...]:
+def named_hosts(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[hosts.Host, ...]:
+    """Hosts that the user names, else the hosts of a batch system's job; none: this host, or what the MPI finds."""
     if options.hosts and options.hostfile:
         raise LaunchError("--hosts and --hostfile both name the hosts; give one of them")
     if options.hosts:
         return hosts.parse_hosts(options.hosts)
-    return hosts.read_hostfile(options.hostfile) if options.hostfile else ()
+    if options.hostfile:
+        return hosts.read_hostfile(options.hostfile)
+    found = hosts.allocated(environment)
+    return found if len(found) > 1 else ()  # a single one is this host, which needs no ssh
 
 
 def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -181,10 +190,10 @@ def plan(
     attempt: int = 0,
 ) -> JobPlan:
     """The job that the options describe; its ``folder`` is only named here."""
-    named = _named_hosts(options)
+    named = named_hosts(options, environment)
     num_ranks = options.num_ranks or default_num_ranks(named, environment)
     hostfile = folder / "hostfile" if named else None
-    busy = hosts.num_ranks_on_busiest(named, num_ranks) >= binding.num_usable_cores()
+    busy = len(named) > 1 or hosts.num_ranks_on_busiest(named, num_ranks) >= binding.num_usable_cores()
     with_ssh = bool(named) and not options.launch_agent
     inherited = inherited_environment(environment)
     given = given_environment(options.env)
@@ -209,7 +218,8 @@ def plan(
         extra=tuple(options.mpi_args),
     )
     text = hosts.render(named, vendor.hostfile_line)
-    return JobPlan(num_ranks, [program, *starter, *wrapped(options, vendor)], inherited | added, added, hostfile, text)
+    command = [program, *starter, *wrapped(options, vendor)]
+    return JobPlan(num_ranks, command, inherited | added, added, hostfile, text, named, tuple(reaching))
 
 
 def check_program(program: str) -> None:
@@ -268,28 +278,80 @@ def run(options: argparse.Namespace) -> int:
         check_program(options.program[0])
     check_folder("--log-dir", options.log_dir, replaced="rank-0.log")
     check_folder("--profile", options.profile)
-    if vendor.shared_bytes and not (options.hosts or options.hostfile):
+    if vendor.shared_bytes and not named_hosts(options, os.environ):
         check_shared_memory(vendor, options.num_ranks or default_num_ranks((), os.environ))
 
-    def make(folder: Path, attempt: int, begin: float) -> Job:
-        chosen = plan(options, vendor, program, folder, os.environ, attempt)
-        if chosen.hostfile is not None:
-            chosen.hostfile.write_text(chosen.hostfile_text)
-        return Job(
-            chosen.command,
-            chosen.environment,
-            folder,
-            timeout_seconds=options.timeout,
-            begin=begin,
-            elastic=options.elastic,
-            num_ranks=chosen.num_ranks,
-            log_dir=options.log_dir,
-            failure_grace_seconds=FAILURE_GRACE_SECONDS + TRACE_SECONDS * (options.profile is not None),
-            stop_signals=vendor.stop_signals,
-            grace_seconds=options.grace,
-        )
+    made: list[Job] = []
 
-    return job.run(make, most, Tail(options.log_dir))
+    def make(folder: Path, attempt: int, begin: float) -> Job:
+        made.append(make_job(options, plan(options, vendor, program, folder, os.environ, attempt), folder, begin))
+        made[-1].stop_signals = vendor.stop_signals
+        return made[-1]
+
+    code = job.run(make, most, Tail(options.log_dir))
+    if code and made and made[-1].may_lack_something:
+        explain_start(options, vendor, program)
+    return code
+
+
+def make_job(options: argparse.Namespace, chosen: JobPlan, folder: Path, begin: float) -> Job:
+    """An attempt to run the job; what its starter reads is written into its folder."""
+    if chosen.hostfile is not None:
+        chosen.hostfile.write_text(chosen.hostfile_text)
+    return Job(
+        chosen.command,
+        chosen.environment,
+        folder,
+        timeout_seconds=options.timeout,
+        begin=begin,
+        elastic=options.elastic,
+        num_ranks=chosen.num_ranks,
+        log_dir=options.log_dir,
+        failure_grace_seconds=FAILURE_GRACE_SECONDS + TRACE_SECONDS * (options.profile is not None),
+        grace_seconds=options.grace,
+    )
+
+
+def explain_start(options: argparse.Namespace, vendor: Vendor, program: str) -> None:
+    """Say which hosts of a job on several could not run the job that has failed."""
+    asked = inquiry(options, vendor, program)
+    if len(asked.hosts) > 1:
+        for line in host_check.check(asked)[0]:
+            say(line)
+
+
+def inquiry(options: argparse.Namespace, vendor: Vendor, program: str) -> host_check.Inquiry:
+    """What to ask the hosts of the job that the options describe."""
+    chosen = plan(options, vendor, program, Path(os.devnull), os.environ)
+    files = [program] + ([] if options.as_module else [os.path.abspath(word) for word in options.program[:1]])
+    return host_check.Inquiry(
+        tuple(host.name for host in chosen.hosts) or host_check.nodes_of_allocation(os.environ),
+        chosen.environment,
+        chosen.forwarded,
+        tuple(files),
+        options.launch_agent,
+        " ".join(chosen.environment.get(name, "") for name in vendor.ssh_environment),
+    )
+
+
+def answer(options: argparse.Namespace) -> int:
+    """Print what --template, --version or --check asks for; the exit code."""
+    if options.template:
+        print(ready_scripts.text(options.template), end="")
+        return 0
+    try:
+        vendor, program = choose(options, os.environ)
+        asked, where = inquiry(options, vendor, program), program
+    except LaunchError as error:
+        if options.check:
+            raise
+        asked, where = host_check.Inquiry((), os.environ), f"no MPI: {error}"
+    if options.version:
+        print("\n".join(host_check.versions(asked, where)))
+        return 0
+    lines, text = host_check.check(asked)
+    print("\n".join(lines) or text)
+    return 2 if lines else 0
 
 
 def show(chosen: JobPlan) -> None:
@@ -305,7 +367,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not hasattr(os, "sched_getaffinity"):
             raise LaunchError("this system is not Linux, and torchmpirun works on Linux only")
-        return run(options)
+        return run(options) if options.program and not options.check else answer(options)
     except LaunchError as error:
         say(str(error))
         return 2

@@ -88,6 +88,11 @@ class Lookout:
         return len(self._watched) == self._num_ranks > 0 and not has_process
 
     @property
+    def sees_all(self) -> bool:
+        """Whether all ranks of the job have been on this host."""
+        return len(self._watched) >= self._num_ranks
+
+    @property
     def is_holding(self) -> bool:
         """Whether a rank has ended whose turn has not come."""
         return bool(self._ended)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import sys
 import time
@@ -32,6 +33,7 @@ from torchmpi_py.launch import variables
 
 OUTPUT_SECONDS = 0.3  # an abort overtakes output that the starter has not read yet, such as a traceback
 _UNKNOWN = "unknown"
+_STARTER_SECONDS = 10.0  # how long MPI_Abort itself may take
 _KILLED_SECONDS = 2.0  # how long the starter may take to kill a rank that has called MPI_Abort
 
 
@@ -232,6 +234,9 @@ def explain_alone(ranks: list[int]) -> str:
 def abort(mpi: Any, code: int) -> NoReturn:
     """End all ranks of the job by MPI_Abort; ``mpi`` is the module mpi4py.MPI, of an MPI that runs."""
     time.sleep(OUTPUT_SECONDS)
+    # Where the starter cannot be reached MPI_Abort waits for it, with Python's lock: faulthandler needs no lock.
+    with contextlib.suppress(Exception), open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(_STARTER_SECONDS, exit=True, file=os.dup(nowhere.fileno()))
     mpi.COMM_WORLD.Abort(code)
     # MPICH's returns. Its starter is about to kill this process, and may fail to end the others if this one ends first;
     # one that went on meanwhile would go through mpi.stop().

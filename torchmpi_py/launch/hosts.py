@@ -8,6 +8,7 @@ another, and everything after ``#`` is a comment::
     gamma:4             # MPICH, Intel MPI
 
 A host named several times has the sum of its slots, as `a`, `a` means two ranks in a file made by a batch system.
+PBS and LSF name such a file, or the hosts themselves, in a variable (`allocated`).
 """
 
 import os
@@ -52,16 +53,26 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return merge(parse_host(part, "--hosts") for part in text.split(","))
 
 
-def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Read a hostfile in any of the forms."""
+def read_hostfile(path: Path, option: str = "--hostfile", remedy: str = "") -> tuple[Host, ...]:
+    """Read a hostfile in any of the forms; ``option`` says in an error what has named it."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise LaunchError(f"--hostfile {path}: {error.strerror}") from error
+        raise LaunchError(f"{option} {path}: {error.strerror}{remedy}") from error
     hosts = merge(parse_host(bare, f"{path}:{number}") for number, line in enumerate(lines, 1) if (bare := _bare(line)))
     if not hosts:
-        raise LaunchError(f"--hostfile {path} names no host")
+        raise LaunchError(f"{option} {path} names no host{remedy}")
     return hosts
+
+
+def allocated(environment: Mapping[str, str]) -> tuple[Host, ...]:
+    """Hosts that PBS or LSF has given to this job; none elsewhere. Slurm's are the affair of the MPI's starter."""
+    for name in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
+        if path := environment.get(name):
+            return read_hostfile(Path(path), name, f"; unset {name}, or name the hosts with --hosts or --hostfile")
+    words = environment.get("LSB_MCPU_HOSTS", "").split()
+    pairs = zip(words[::2], words[1::2], strict=False)
+    return merge(parse_host(f"{name}:{slots}", "LSB_MCPU_HOSTS") for name, slots in pairs)
 
 
 def _bare(line: str) -> str:

@@ -46,6 +46,7 @@ FAILURE_GRACE_SECONDS = 2.5  # a rank has failed: how long the MPI may take to e
 TRACE_SECONDS = 30.0  # and how long the rank may take to write its trace before that
 MOST_FOR_ELASTIC = 3  # restarts, where the MPI has nothing for --elastic
 TIMEOUT_CODE = 124  # as timeout(1)
+STARTING_SECONDS = 60.0  # a job that fails in this time may not have come up on all hosts
 DESERTED_SECONDS = 5.0  # how long the starter of an elastic job may take when the last rank has ended
 _POLL_SECONDS = 0.05
 _OUTPUT_SECONDS = 0.2  # the starter may still have to read what the ranks have written
@@ -77,6 +78,7 @@ class Job:
     grace_seconds: float = 0.0  # for ranks that heed a signal
     reason: str = ""  # why it failed
     has_run: bool = False
+    may_lack_something: bool = False  # a start that failed, and no rank of this host said how
     was_ended: bool = False  # by a signal or the time limit
     signals: Signals = field(default_factory=Signals)
     guardian: Guardian = field(default_factory=Guardian)
@@ -96,7 +98,7 @@ class Job:
 
     def run(self) -> int:
         """Start, wait, clean up; return the exit code of the job."""
-        self.has_run = True
+        self.has_run, started = True, time.monotonic()
         stderr = terminal.relay()
         self.guardian.note(self._remains, self.stop_signals)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
@@ -114,7 +116,10 @@ class Job:
         self.guardian.note(self._remains, self.stop_signals)
         self._lookout = Lookout(self.folder, self.process.pid, self.num_ranks)
         try:
-            return self._wait()
+            code = self._wait()
+            is_young = time.monotonic() - started < STARTING_SECONDS
+            self.may_lack_something = is_young and not (self.was_ended or exit_marks.failures(self.folder))
+            return code
         finally:
             self._clean_up()
 
@@ -262,7 +267,10 @@ class Job:
             return 0
         # The deaths come first in the reason, then the first failure, then ranks that nobody else reports.
         how = [(death, death.explain(None if self.elastic else code)) for death in self._deaths]
-        reasons = [f"{death.name} {text}" for death, text in how if text]
+        among = (
+            "" if self._lookout.sees_all else ", as far as this host shows: a rank of another host may have been first"
+        )
+        reasons = [f"{death.name} {text}{among}" for death, text in how if text]
         left = [rank for rank in sorted(exit_marks.ranks_running(self.folder)) if self._has_left(rank)]
         if failures:
             first = failures[0]

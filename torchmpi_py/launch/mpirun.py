@@ -7,7 +7,8 @@ row. The rows share these decisions:
 - More ranks than slots are allowed: a laptop is where people try first.
 - With as many ranks on a host as cores, or more, a waiting rank gives its core away (`busy_environment`). On 2 cores:
   4 ranks of MPICH need 81 us instead of 2 ms for a 4-byte allreduce, and 2 ranks of Open MPI over TCP 8 us instead of
-  5 ms for a ping-pong.
+  5 ms for a ping-pong. So also with several hosts: a rank that waits for the network leaves the core to the system's
+  part of the work.
 - Options go through the environment where they can, for a user's own setting then wins.
 - The environment reaches other hosts: Open MPI gets the names of variables, the others pass everything on.
 
@@ -87,7 +88,10 @@ VENDORS = (
         elastic=("--with-ft", "ulfm"),
         no_input=("--stdin", "none"),
         interpreted=":|--?(bind-to|map-by|rank-by|runtime-options|personality|[a-z]*mca)",
-        environment={"OMPI_MCA_osc": "^ucx"},  # this component prints noise where there is no InfiniBand
+        environment={
+            "OMPI_MCA_osc": "^ucx",  # this component prints noise where there is no InfiniBand
+            "OMPI_MCA_btl_tcp_links": "2",  # one connection of two ranks does not fill both directions of a link
+        },
         busy_environment={"OMPI_MCA_mpi_yield_when_idle": "true"},
         root_environment={
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -172,7 +176,7 @@ def _offered(vendor: Vendor, options: Options, flag: str) -> Options:
 def settings(
     vendor: Vendor, *, busy: bool, is_root: bool, hostfile: Path | None = None, with_ssh: bool = False
 ) -> dict[str, str]:
-    """The variables that this vendor wants; ``busy``: as many ranks on a host as cores, or more."""
+    """The variables that this vendor wants; ``busy``: ranks fill the cores of a host, or there are several hosts."""
     wanted = dict(vendor.environment)
     if busy:
         wanted |= vendor.busy_environment

@@ -1,6 +1,7 @@
 """Runs in every rank, around the user's program: cores and threads before torch loads, the whole job's end after.
 
-    mpirun -n 4 python .../launch/wrap.py [--bind core|none] [--log-dir D] [--profile D] [--quoted] [-m] program args...
+    mpirun -n 4 python .../launch/wrap.py [--bind core|none] [--log-dir D] [--profile D] [--ended FILE] [--quoted]
+        [-m] program args...
 
 A rank that fails while the others wait for it in a collective would hang them all. So an uncaught exception, or
 sys.exit with a code that is not 0, prints its traceback once and then ends the job with MPI_Abort. A normal end just
@@ -69,6 +70,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--bind", choices=("core", "none"), default="core")
     parser.add_argument("--log-dir", type=Path)
     parser.add_argument("--profile", type=Path)
+    parser.add_argument("--ended", type=Path, metavar="FILE", help="for rank 0 to write to when the ranks agree to end")
     parser.add_argument("--quoted", action="store_true", help="program and arguments are as torchmpirun quotes them")
     parser.add_argument("-m", dest="as_module", action="store_true", help="the program is a module")
     parser.add_argument("program", nargs=argparse.REMAINDER)
@@ -210,6 +212,10 @@ def fail(error: BaseException, code: int, folder: str, rank: int, former: int | 
             tracing.save()
     if isinstance(error, (KeyboardInterrupt, SystemExit)) and exit_marks.is_left(folder, "ending"):
         _wait_to_be_killed(folder)
+    watch: Any = sys.modules.get("torchmpi_py.watch.abort")
+    if watch is not None:
+        with contextlib.suppress(BaseException):
+            watch.announce()
     end_job(code, folder)
 
 
@@ -278,6 +284,8 @@ def run_and_end(options: argparse.Namespace, folder: str, rank: int) -> None:
         if former is not None and sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()  # here a full disk is an error; when Python ends it is code 120
     except EndRequested as error:
+        if options.ended is not None and rank == 0 and os.getpid() == process_id:
+            options.ended.write_text(f"{exit_code(error)}\n")
         if os.getpid() != process_id or not exit_marks.leave(folder, f"ended-{rank}", str(exit_code(error))):
             raise
     except BaseException as error:

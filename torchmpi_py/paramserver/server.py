@@ -25,8 +25,9 @@ from torchmpi_py.core.tensors import check_tensor, flat, output_buffer
 from torchmpi_py.errors import ParameterServerError, RanksDisagree, Unavailable
 from torchmpi_py.memory.devices import HostCopy
 from torchmpi_py.paramserver import rules, shard
+from torchmpi_py.paramserver.request_thread import Answers, RequestThread, Uses
 from torchmpi_py.paramserver.shard import Shard
-from torchmpi_py.paramserver.shard_router import RequestThread, ShardRouter
+from torchmpi_py.paramserver.shard_router import ShardRouter
 
 _servers: list[ParameterServer] = []  # in the order in which they were made
 
@@ -122,12 +123,15 @@ class ParameterServer:
         payload = flat(self._checked("send", tensor)).view(-1)
         copy = HostCopy(payload) if payload.device.type != "cpu" and known.needs_payload else None
 
-        def step() -> Tensor:
+        def begin(answers: Answers) -> None:
             values = payload if copy is None else copy.to_host()
-            self.num_bytes_sent += self._router.apply(rule, known, options, values)
+            self._router.apply(rule, known, options, values, answers)
+
+        def end() -> Tensor:
+            self.num_bytes_sent += payload.nbytes if known.needs_payload else 0
             return tensor
 
-        return self._requests.submit(f"send to a parameter server, rule {rule}", step)
+        return self._requests.submit(f"send to a parameter server, rule {rule}", begin, end, Uses(self, payload))
 
     def receive(self, tensor: Tensor | None = None) -> Handle[Tensor]:
         """Fetch all shards into ``tensor`` (default: a new one on the CPU), which ``wait`` returns.
@@ -137,24 +141,29 @@ class ParameterServer:
         """
         target = torch.empty(self.shape, dtype=self.dtype, device="cpu") if tensor is None else tensor
         buffer, copy_out = output_buffer("receive", self._checked("receive", target), holds_input=False)
-        line = buffer.view(-1)
+        line = host = buffer.view(-1)
         copy = HostCopy(line) if line.device.type != "cpu" else None
 
-        def step() -> Tensor:
+        def begin(answers: Answers) -> None:
+            nonlocal host
             host = line if copy is None else copy.empty()
-            self.num_bytes_received += self._router.read(host)
+            self._router.read(host, answers)
+
+        def end() -> Tensor:
+            self.num_bytes_received += line.nbytes
             if copy is not None:
                 copy.from_host(host, copy_out)
             elif copy_out is not None:
                 copy_out()
             return target
 
-        return self._requests.submit("receive from a parameter server", step)
+        return self._requests.submit("receive from a parameter server", begin, end, Uses(self, target, True))
 
     def peek(self, target: Tensor) -> None:
         """Receive into a tensor on the CPU, wait, and leave no record: for a loop that looks again and again."""
-        step = functools.partial(self._router.read, target)
-        self._requests.submit("look at a parameter server", step, is_recorded=False).wait()
+        begin = functools.partial(self._router.read, target)
+        label = "look at a parameter server"
+        self._requests.submit(label, begin, _nothing, Uses(self, target, True), is_recorded=False).wait()
 
     def take_in(self, source: ParameterServer, rule: str = "add", **options: Any) -> Handle[None]:
         """Apply a rule to this rank's own shard with its shard of the server ``source``, which becomes zero.
@@ -171,8 +180,9 @@ class ParameterServer:
             raise ValueError(
                 "take_in: source must be another server of as many elements, the same dtype and communicator"
             )
+        label = f"step of this rank's shard, rule {rule}"
         return self._requests.submit(
-            f"step of this rank's shard, rule {rule}", lambda: self._router.take_in(source._router, known, options)
+            label, lambda answers: self._router.take_in(source._router, known, options), _nothing, Uses(self)
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,8 +191,10 @@ class ParameterServer:
         Each shard is copied between two sends. For one moment of all shards call ``mpi.barrier`` before and after.
         """
         self._check_alive("state_dict")
-        saved = self._requests.submit("save a parameter server", self._router.save).wait()
-        return shard.joined(saved, self.shape, self.dtype, self.optimizer)
+        saved = self._router.new_shards()
+        begin = functools.partial(self._router.save, saved)
+        self._requests.submit("save a parameter server", begin, _nothing, Uses(self)).wait()
+        return shard.joined(list(saved.values()), self.shape, self.dtype, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that was saved on any number of ranks. One rank calls it, and the others go on after it.
@@ -191,7 +203,8 @@ class ParameterServer:
         """
         self._check_alive("load_state_dict")
         parts = self._parted(state)
-        self._requests.submit("restore a parameter server", lambda: self._router.restore(parts)).wait()
+        begin = functools.partial(self._router.restore, parts)
+        self._requests.submit("restore a parameter server", begin, _nothing, Uses(self)).wait()
 
     def check_state(self, state: dict[str, Any]) -> None:
         """ValueError if ``load_state_dict`` would refuse the state."""
@@ -236,3 +249,7 @@ def _on_known_device(call: str, tensor: object) -> Tensor:
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{call}: the tensor is on {x.device}; give one on the CPU or a CUDA device")
     return x
+
+
+def _nothing() -> None:
+    """The result of a request that has none."""

@@ -106,14 +106,14 @@ class Wait:
         return f"{on_host - len(here)} of {on_host} ranks are missing on {others}"
 
     def _end_job(self) -> None:
-        abort.abort(watchdog.EXIT_CODE)  # where MPI is started; else the launcher ends the others when one ends
+        abort.abort(abort.EXIT_CODE)  # where MPI is started; else the launcher ends the others when one ends
         with contextlib.suppress(Exception):
-            exit_marks.record_failure(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), self._rank, watchdog.EXIT_CODE)
+            exit_marks.record_failure(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), self._rank, abort.EXIT_CODE)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         time.sleep(exit_marks.OUTPUT_SECONDS)
-        os._exit(watchdog.EXIT_CODE)
+        os._exit(abort.EXIT_CODE)
 
 
 def initialise_mpi() -> None:

@@ -10,6 +10,7 @@ symmetric memory      whether the ranks of this node can share any
 GPU table             gpus.current
 level stack           communicators.current_stack
 trace                 tracing.current
+nodes                 node_links.current, on several nodes
 watchdog              the session's own
 
 The lower rooms read these module variables; a session alone assigns them. A session is built on any communicator: the
@@ -38,7 +39,7 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.launch import variables
 from torchmpi_py.memory import gpus, symmetric
 from torchmpi_py.runtime import placement
-from torchmpi_py.watch import tracing
+from torchmpi_py.watch import node_links, tracing
 from torchmpi_py.watch.watchdog import Watchdog
 
 logger = logging.getLogger("torchmpi_py")
@@ -81,7 +82,10 @@ class Session:
         _push_levels(self.options.custom_levels, self.options.collective_levels)
         tracing.current = tracing.start(whole)
         assert status_board.current is not None, "_build_parts has built it"
-        self._watchdog = Watchdog(status_board.current, config.current)
+        # On several nodes the watchdogs talk to each other, beside MPI.
+        address = rendezvous.own_address(whole.num_nodes)
+        node_links.current, listener = node_links.introduce(whole.direct, address)
+        self._watchdog = Watchdog(status_board.current, config.current, node_links.current, listener)
 
     def location(self) -> placement.Local:
         """This rank's place on its node."""
@@ -142,6 +146,7 @@ class Session:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
+            node_links.current = None
 
 
 _current: Session | None = None  # the last session of this process, open or closed

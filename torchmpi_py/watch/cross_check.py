@@ -1,0 +1,198 @@
+"""The comparison of what ranks of different nodes call: once a second, from the boards, beside the calls themselves.
+
+On a node the ranks compare every call (``core/sequences.py``), so between nodes one rank of each node is enough: of
+each communicator that spreads over several nodes the lowest rank on the node is the *delegate*. Each second the leader
+of a node reads the fingerprints that the delegates have recorded since (``Rows``), and one hub compares those of all
+nodes (``Comparison``). The n-th operation of a communicator has the same fingerprint everywhere, or is a mismatch.
+
+A board keeps a rank's last 1024 operations. So every operation is compared up to about a thousand a second; of more
+than that, the last thousand of each second. A mismatch in an operation that ranks wait in is always found: it stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchmpi_py.core.sequences import ranks_from_text
+from torchmpi_py.core.status_board import (
+    CHECKSUM_BITS,
+    ENDED,
+    GENERATION_SHIFT,
+    HAS_LEFT,
+    IS_LAUNCH,
+    LAUNCHED,
+    NAMES,
+    NUM_GENERATIONS,
+    SEQUENCE_NUMBER_BITS,
+    STOPPING,
+    STRING_BITS,
+    WORLD_RANK,
+    Board,
+)
+
+_WAITS_NS = 1_000_000_000  # a call that takes longer waits for others
+_PLACES_KEPT = 2048  # of a communicator: a power of two, more than two boards can be apart
+_COMMUNICATORS_KEPT = 64
+
+
+class Position(NamedTuple):
+    """An operation, named alike on all nodes: its communicator's generation and ranks, and its place there.
+
+    ``place``: the fingerprint without the checksum.
+    """
+
+    generation: int
+    ranks: str
+    place: int
+
+    @property
+    def sequence_number(self) -> int:
+        """The number of the operation in its communicator, from 1."""
+        return self.place & (1 << SEQUENCE_NUMBER_BITS) - 1
+
+
+class Row(NamedTuple):
+    """What the delegate of a communicator has called since the last row; ``waits``: in the last of these calls."""
+
+    generation: int
+    ranks: str
+    delegate: int  # rank in the world
+    waits: bool
+    fingerprints: list[int]  # the newest last; never empty
+
+
+class Rows:
+    """The rows of a node, read from its board again and again."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._here = {board.get(WORLD_RANK, index) for index in board.indices}
+        self._last = dict.fromkeys(board.indices, 0)  # the number of the last record that was read
+        self._known: dict[tuple[int, int], tuple[int, str, bool]] = {}  # (index, slot) -> generation, ranks, delegates
+
+    def read(self) -> tuple[list[Row], list[int]]:
+        """The rows since the last call, and the ranks that are in ``mpi.stop()``.
+
+        Operations that were under way at the last call are read again.
+        """
+        board = self._board
+        # Who is in stop calls nothing more: the rows, which are read after that, have all of its calls.
+        stopping = [board.get(WORLD_RANK, index) for index in board.indices if board.get(HAS_LEFT, index) == STOPPING]
+        return [row for index in board.indices for row in self._of_rank(index)], stopping
+
+    def _of_rank(self, index: int) -> list[Row]:
+        board, columns = self._board, self._board.columns_of(index)
+        # 1. Two copies: a record that another process writes meanwhile differs, and is read the next time.
+        seen = columns.copy()
+        whole = (seen[:5] == columns[:5]).all(axis=0)
+        slots = (seen[NAMES] >> 2 * STRING_BITS & 0xFFFF).astype(np.int64) - 1
+        is_new = whole & (slots >= 0) & (seen[0] >= self._last[index]) & (seen[1] >> CHECKSUM_BITS > 0)
+        # 2. By communicator. The fingerprints of one that has left its slot have a smaller generation.
+        rows = []
+        for slot in np.unique(slots[is_new]).tolist():
+            generation, ranks, is_delegate = self._communicator(index, slot)
+            mine = is_new & (slots == slot) & (seen[1] >> GENERATION_SHIFT >= generation & NUM_GENERATIONS - 1)
+            if is_delegate and mine.any():
+                order = np.argsort(seen[1][mine])
+                last = seen[:, mine][:, order[-1]]
+                fingerprints = seen[1][mine][order].tolist()
+                rows.append(Row(generation, ranks, board.get(WORLD_RANK, index), _waits(last), fingerprints))
+        # 3. From the oldest operation that is new or under way: whether a rank waits is known later.
+        if whole.any():
+            self._last[index] = self._next_first(seen[:, whole])
+        return rows
+
+    def _next_first(self, seen: Any) -> int:
+        newest = int(seen[0].max())
+        under_way = (seen[ENDED] < seen[LAUNCHED]) & (seen[NAMES] & IS_LAUNCH == 0) & (seen[0] > 0)
+        return int(min([newest, *seen[0][under_way].tolist()]))
+
+    def _communicator(self, index: int, slot: int) -> tuple[int, str, bool]:
+        """(generation, ranks, whether this rank is the delegate of several nodes' ranks) of a rank's slot."""
+        board = self._board
+        known, generation = self._known.get((index, slot)), board.generation_of(index, slot)
+        if known is None or known[0] != generation:
+            ranks = board.group(index, slot).ranks
+            members = set(ranks_from_text(ranks))
+            here = members & self._here
+            delegates = bool(members - self._here) and board.get(WORLD_RANK, index) == min(here, default=-1)
+            self._known[index, slot] = known = generation, ranks, delegates
+        return known
+
+
+def _waits(last: Any) -> bool:
+    is_call = int(last[NAMES]) & IS_LAUNCH == 0 and last[ENDED] < last[LAUNCHED]
+    return bool(is_call) and time.monotonic_ns() - int(last[LAUNCHED]) > _WAITS_NS
+
+
+class Mismatch(NamedTuple):
+    """An operation that is not the same on two nodes."""
+
+    position: Position
+    nodes: tuple[int, int]
+
+
+class Desertion(NamedTuple):
+    """A delegate that waits in an operation, and one that has come to its end without the operation."""
+
+    position: Position
+    waiting: int
+    stopping: int
+
+
+class _History:
+    """The last fingerprints of a communicator, of whichever node was the first to bring each; by place."""
+
+    def __init__(self) -> None:
+        self.fingerprints = np.zeros(_PLACES_KEPT, np.uint64)
+        self.nodes = np.zeros(_PLACES_KEPT, np.int64)
+        self.last: dict[int, Row] = {}  # by node: its last row
+
+    def add(self, node: int, row: Row) -> tuple[int, int] | None:
+        """Take a row in; (place, the other node) of the first fingerprint that differs."""
+        self.last[node] = row
+        new = np.array(row.fingerprints, np.uint64)
+        places, at = new >> CHECKSUM_BITS, (new >> CHECKSUM_BITS).astype(np.int64) % _PLACES_KEPT
+        known = self.fingerprints[at]
+        differs = (known >> CHECKSUM_BITS == places) & (known != new)
+        if differs.any():
+            first = int(differs.argmax())
+            return int(places[first]), int(self.nodes[at[first]])
+        newer = known >> CHECKSUM_BITS < places
+        self.fingerprints[at[newer]], self.nodes[at[newer]] = new[newer], node
+        return None
+
+
+class Comparison:
+    """The comparison of all nodes' rows, at a hub."""
+
+    def __init__(self) -> None:
+        self._histories: OrderedDict[tuple[int, str], _History] = OrderedDict()
+        self._stopping: set[int] = set()
+
+    def add(self, node: int, rows: list[Row], stopping: list[int]) -> Mismatch | Desertion | None:
+        """Take the rows of a node in; the first trouble that they show."""
+        self._stopping.update(stopping)
+        found: Mismatch | Desertion | None = None
+        for row in rows:
+            history = self._histories.setdefault((row.generation, row.ranks), _History())
+            self._histories.move_to_end((row.generation, row.ranks))
+            differs = history.add(node, row)
+            if differs is not None:
+                place, other = differs
+                found = found or Mismatch(Position(row.generation, row.ranks, place), (other, node))
+            found = found or self._desertion(row, history)
+        while len(self._histories) > _COMMUNICATORS_KEPT:
+            self._histories.popitem(last=False)
+        return found
+
+    def _desertion(self, row: Row, history: _History) -> Desertion | None:
+        place = row.fingerprints[-1] >> CHECKSUM_BITS
+        for other in history.last.values() if row.waits else ():
+            if other.delegate in self._stopping and other.fingerprints[-1] >> CHECKSUM_BITS < place:
+                return Desertion(Position(row.generation, row.ranks, place), row.delegate, other.delegate)
+        return None

@@ -1,0 +1,216 @@
+"""Reports of a job on several nodes: a hub collects the nodes' parts, and prints one report.
+
+A rank that has something to report *claims* the report from a hub, and brings its node's part. The hub asks the other
+nodes for theirs, waits for two seconds at most, prints, and answers "printed"; claims that come meanwhile, or shortly
+after, are "held". The claimant then does what is to be done with the job. A hub that finds trouble itself begins a
+report in the same way, without a claimant.
+
+Where no hub answers a claim, the rank prints the report of its own node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchmpi_py.core.status_board import CLAIMED_ASKED, Board
+from torchmpi_py.watch import flight_recorder, node_links, reports
+from torchmpi_py.watch.cross_check import Position
+from torchmpi_py.watch.node_links import Link, Message, Nodes
+from torchmpi_py.watch.reports import NodeReport
+
+CLAIM_HOLDS_SECONDS = 30.0
+CLAIM_HOLDS_SECONDS_WHEN_ASKED = 1.0
+PARTS_SECONDS = 2.0  # a node waits for 1.5 s for the stacks of its ranks
+_VIEWS_SECONDS = 1.0
+_CLAIM_SECONDS = 6.0
+_KILLED_SECONDS = 2.0  # for a rank that finds no hub, because the job is being ended, to be ended too
+_SILENT_SECONDS = 2.5  # a leader answers each second: one that does not is not waited for
+
+Answers = dict[int, Any]
+
+
+def hold_seconds(reason: int) -> float:
+    """For how long a claim keeps others with the same reason from reporting."""
+    return CLAIM_HOLDS_SECONDS_WHEN_ASKED if reason == CLAIMED_ASKED else CLAIM_HOLDS_SECONDS
+
+
+def claim(board: Board, reason: int, report: NodeReport, number: int | None = None, *, ends: bool) -> Message | None:
+    """Have a hub print a report on the job, with ``report`` as this node's part; None if no hub answers.
+
+    ``number``: of the late operation; ``ends``: whether the job ends after the report. The answer has ``claimed``,
+    "printed" or "held", and the ``position`` of the late operation that was reported last.
+    """
+    if node_links.current is None:
+        return None
+    late = reports.waited_for(board, number)
+    question = {
+        "claim": reason,
+        "node": node_links.current.mine,
+        "heading": report.heading,
+        "part": f"{report.ranks}\n{flight_recorder.dump(board)}",
+        "position": reports.position_of(board, late),
+        "called": "" if late is None else late.what,
+        "ends": ends,
+    }
+    answer = node_links.ask(question, _CLAIM_SECONDS)
+    if answer is None:
+        time.sleep(_KILLED_SECONDS)
+    return answer
+
+
+def withdraw() -> None:
+    """Have the hubs forget that the job was about to end: it goes on."""
+    node_links.ask({"withdraw": 1}, 1.0)
+
+
+@dataclasses.dataclass
+class _Question:
+    """A question to all nodes: it is answered when ``waiting`` is empty, or the time is over."""
+
+    waiting: set[int]
+    answers: Answers
+    until: float
+    then: Callable[[Answers], None]
+
+
+@dataclasses.dataclass
+class _Report:
+    """A report that waits for parts."""
+
+    reason: int
+    heading: str
+    position: Position | None
+    ends: bool
+    parts: dict[int, str]
+    then: Callable[[], None]
+
+
+class ReportDesk:
+    """The reports of one hub. ``links``: to other nodes' leaders; ``answer``: this node's own answer to a question.
+
+    ``absence`` says why a node has not given its part. All methods are called by the thread that watches the links.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        links: dict[int, Link],
+        answer: Callable[[Message], Any],
+        absence: Callable[[int], str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._nodes, self._links, self._answer, self._absence, self._say = nodes, links, answer, absence, say
+        self._numbers = itertools.count(1)
+        self._questions: dict[int, _Question] = {}
+        self._report: _Report | None = None
+        self._claimed: dict[int, float] = {}  # reason -> when a report was printed
+        self._is_ending = False
+        self._last_position: Position | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no report is under way, and none has said that the job ends."""
+        return self._report is None and not self._is_ending
+
+    def ask_all(self, question: Message, seconds: float, then: Callable[[Answers], None], skip: int = -1) -> None:
+        """Put a question to the leaders of all nodes but one; ``then`` gets the answers of those that give one."""
+        number = next(self._numbers)
+        asked: set[int] = set()
+        now = time.monotonic()
+        for node, link in list(self._links.items()):
+            if node != skip:
+                with contextlib.suppress(OSError):  # it is found lost elsewhere
+                    link.send({"ask": number, **question})
+                    if now - link.last_heard < _SILENT_SECONDS:
+                        asked.add(node)
+        own = {} if skip == self._nodes.mine else {self._nodes.mine: self._answer(question)}
+        self._questions[number] = _Question(asked, own, now + seconds, then)
+
+    def answered(self, node: int, number: int, value: Any) -> None:
+        """Take in an answer."""
+        question = self._questions.get(number)
+        if question is not None:
+            question.answers[node] = value
+            question.waiting.discard(node)
+
+    def turn(self) -> None:
+        """Close the questions that are answered, or whose time is over."""
+        now = time.monotonic()
+        done = [number for number, each in self._questions.items() if not each.waiting or now > each.until]
+        for number in done:
+            question = self._questions.pop(number)
+            question.then(question.answers)
+
+    def handle(self, link: Link, message: Message, lost: str) -> None:
+        """Serve a rank that claims a report, or asks what others do; ``lost``: the nodes that are lost."""
+        if "claim" in message:
+            self._handle_claim(link, message)
+        elif "views" in message:
+            self.ask_all(
+                {"what": "views", "position": message["views"]},
+                _VIEWS_SECONDS,
+                lambda answers: _reply(link, {"views": [view for node in sorted(answers) for view in answers[node]]}),
+            )
+        elif "withdraw" in message:
+            self._is_ending = False
+            _reply(link, {"withdrawn": 1})
+        elif "lost" in message:
+            _reply(link, {"lost": lost})
+
+    def _handle_claim(self, link: Link, message: Message) -> None:
+        reason, node = message["claim"], message["node"]
+        if self._report is not None:
+            # The part of a node whose leader may be stopped; two ranks of a node do not claim at the same time.
+            self._report.parts.setdefault(node, message["part"])
+        recent = time.monotonic() - self._claimed.get(reason, -CLAIM_HOLDS_SECONDS) < hold_seconds(reason)
+        if not self.is_idle or recent:
+            _reply(link, {"claimed": "held", "position": self._last_position})
+            return
+        position = None if message["position"] is None else Position(*message["position"])
+
+        def printed() -> None:
+            _reply(link, {"claimed": "printed", "position": position})
+
+        parts = {node: message["part"]}
+        self.begin(reason, message["heading"], printed, position, message["called"], ends=message["ends"], parts=parts)
+
+    def begin(
+        self,
+        reason: int,
+        heading: str,
+        then: Callable[[], None],
+        position: Position | None = None,
+        called: str = "",
+        *,
+        ends: bool = True,
+        parts: dict[int, str] | None = None,
+    ) -> None:
+        """Ask for the nodes' parts, and print them; then do ``then``."""
+        parts = parts or {}
+        self._report = _Report(reason, heading, position, ends, parts, then)
+        skip = next(iter(parts), -1)
+        self.ask_all({"what": "part", "position": position, "called": called}, PARTS_SECONDS, self._print, skip)
+
+    def _print(self, answers: Answers) -> None:
+        report, self._report = self._report, None
+        assert report is not None, "begin has asked"
+        parts = {**answers, **report.parts}
+        lines = [report.heading]
+        for node in sorted(self._nodes.ranks):
+            lines += [f"{self._nodes.name(node)}:", parts[node]] if node in parts else [self._absence(node)]
+        try:
+            self._say("\n".join(lines))
+        finally:
+            self._claimed[report.reason], self._is_ending = time.monotonic(), report.ends
+            self._last_position = report.position
+            report.then()
+
+
+def _reply(link: Link, message: Message) -> None:
+    with contextlib.suppress(OSError):  # who has asked may be gone
+        link.send(message)
