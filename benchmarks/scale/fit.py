@@ -6,10 +6,12 @@ Sizes from 64 KiB on are fitted, by the median of the absolute logarithm of pred
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,13 @@ Row = dict[str, Any]
 
 
 def load(paths: list[Path]) -> list[Row]:
-    """The rows of all files, each with the rate of its links."""
+    """The rows of all files, each with the rate of its links, and whether its ranks outnumbered the cores."""
     rows = []
     for path in paths:
         stored = json.loads(path.read_text())
-        rate = parse_link(stored["facts"]["rate"])
-        rows += [row | {"rate": rate, "seconds": row["median_seconds"]} for row in stored["rows"]]
+        rate, cores = parse_link(stored["facts"]["rate"]), stored["facts"]["cores"]
+        for row in stored["rows"]:
+            rows.append(row | {"rate": rate, "seconds": row["median_seconds"], "crowded": sum(row["hosts"]) > cores})
     return rows
 
 
@@ -43,14 +46,26 @@ def error(predicted: float, measured: float) -> float:
 
 
 def fit(rows: list[Row], flavour: str) -> Parameters:
-    """The parameters of a flavour: a search that changes one at a time, in smaller and smaller steps."""
+    """The parameters of a flavour: where each rank has a core, and then, where not, the time of a step alone."""
     chosen = [row for row in rows if row["what"] == flavour and row["num_bytes"] >= LEAST_BYTES]
-    ways = [(costs(flavour, row["verb"], row["num_bytes"], row["hosts"]), row) for row in chosen]
 
-    def loss(parameters: Parameters) -> float:
-        return sum(abs(error(parameters.seconds(way, row["rate"]), row["seconds"])) for way, row in ways)
+    def loss(is_crowded: bool, parameters: Parameters) -> float:
+        there = [row for row in chosen if row["crowded"] == is_crowded]
+        return sum(abs(error(predicted(row, parameters), row["seconds"])) for row in there)
 
-    return descend(Parameters(2e-4, 0.93, 2e9), loss, Parameters(1e-6, 0.2, 1e8), Parameters(1e-1, 1.0, 1e11))
+    start, lowest, highest = (
+        Parameters(2e-4, 1e-3, 0.93, 2e9),
+        Parameters(1e-6, 1e-6, 0.2, 1e8),
+        Parameters(1, 1, 1, 1e11),
+    )
+    found = descend(start, functools.partial(loss, False), lowest, highest)
+    return descend(found, functools.partial(loss, True), *[found._replace(crowded=bound) for bound in (1e-6, 1.0)])
+
+
+def predicted(row: Row, parameters: Parameters) -> float:
+    """Seconds by the model."""
+    ways = costs(row["what"], row["verb"], row["num_bytes"], row["hosts"])
+    return parameters.seconds(ways, row["rate"], is_crowded=row["crowded"])
 
 
 def descend(start: Any, loss: Any, lowest: Any, highest: Any, step: float = 2.0, least_step: float = 1.01) -> Any:
@@ -78,19 +93,21 @@ def simulated(flavour: str, verb: str, num_bytes: int, hosts: tuple[int, ...], m
     return simulate(flavour, verb, num_bytes, hosts, machine).seconds
 
 
-def fit_machine(rows: list[Row], parameters: dict[str, Parameters]) -> Machine:
-    """The machine of the simulator: the latency that suits ring best, with ring's beta and gamma."""
+def fit_machines(rows: list[Row], of_ring: Parameters) -> dict[bool, Machine]:
+    """The simulator's machine, by whether ranks outnumber cores: the latency that suits ring best, with its gamma."""
     chosen = [row for row in rows if row["what"] == "ring" and LEAST_BYTES <= row["num_bytes"] <= 1 << 20]
-    of_ring = parameters["ring"]
+    latencies = [1e-5 * 1.4**power for power in range(18)]
 
     def machine(latency: float) -> Machine:
-        return Machine(latency_seconds=latency, memory_bytes_per_second=of_ring.gamma)
+        return Machine(latency_seconds=latency, reduce_bytes_per_second=of_ring.gamma)
 
-    def loss(latency: float) -> float:
-        return sum(abs(error(_simulated(row, machine(latency), of_ring.share), row["seconds"])) for row in chosen)
+    def loss(is_crowded: bool, latency: float) -> float:
+        there = [row for row in chosen if row["crowded"] == is_crowded]
+        return sum(abs(error(_simulated(row, machine(latency), of_ring.share), row["seconds"])) for row in there)
 
-    latencies = [1e-5 * 1.4**power for power in range(18)]
-    return machine(min(latencies, key=loss))
+    return {
+        is_crowded: machine(min(latencies, key=functools.partial(loss, is_crowded))) for is_crowded in (False, True)
+    }
 
 
 def _simulated(row: Row, machine: Machine, share: float) -> float:
@@ -98,52 +115,72 @@ def _simulated(row: Row, machine: Machine, share: float) -> float:
     return simulated(row["what"], row["verb"], row["num_bytes"], tuple(row["hosts"]), linked)
 
 
-def shape(hosts: list[int]) -> str:
+def shape(hosts: Sequence[int]) -> str:
     """As "2 x 1": hosts x ranks."""
     return f"{len(hosts)} x {hosts[0]}"
 
 
-def print_fit(rows: list[Row], parameters: dict[str, Parameters], machine: Machine) -> None:
+def print_fit(rows: list[Row], parameters: dict[str, Parameters], machines: dict[bool, Machine]) -> None:
     """Parameters, errors, and a table of measured and predicted times."""
-    cells, lines = [], []
-    for flavour in FLAVOURS:
-        chosen = [row for row in rows if row["what"] == flavour and row["num_bytes"] >= LEAST_BYTES]
-        predicted = [_predicted(row, parameters[flavour]) for row in chosen]
-        by_model = [abs(model / row["seconds"] - 1) for model, row in zip(predicted, chosen, strict=True)]
-        cells.append([flavour, number(parameters[flavour].alpha * 1e6), number(parameters[flavour].share)])
-        cells[-1] += [number(parameters[flavour].gamma / 1e9), *_summary(by_model)]
-        by_simulator = []
-        for row, model in zip(chosen, predicted, strict=True):
-            other = _simulated(row, machine, parameters["ring"].share) if flavour in SIMULATED else None
-            by_simulator += [] if other is None else [abs(other / row["seconds"] - 1)]
-            if row["num_bytes"] in SHOWN_BYTES:
-                lines.append(_line(row, model, other))
-        cells[-1] += _summary(by_simulator) if by_simulator else ["-", "-"]
-    header = ["flavour", "alpha us", "beta / link", "gamma GB/s", "median error %", "within 20 %"]
-    print(table([*header, "simulator: median error %", "within 20 %"], cells))
-    print(f"\nThe simulator's machine: {machine}\n")
-    header = ["link Mbit/s", "hosts x ranks", "verb", "flavour", "KiB", "measured ms", "model ms", "model/measured"]
-    print(table([*header, "simulator ms", "simulator/measured"], sorted(lines, key=lambda line: line[:4])))
+    cells = [
+        [name, *map(number, (one.alpha * 1e6, one.crowded * 1e6, one.share, one.gamma / 1e9))]
+        for name, one in parameters.items()
+    ]
+    print(table(["flavour", "alpha us", "crowded us", "beta / link", "gamma GB/s"], cells))
+    latencies = [number(machines[is_crowded].latency_seconds * 1e6) for is_crowded in (False, True)]
+    print(f"\nThe simulator's latency: {latencies[0]} us, crowded {latencies[1]} us\n")
+    errors, lines = collections.defaultdict(list), []
+    for row in rows:
+        if row["what"] not in FLAVOURS or row["num_bytes"] < LEAST_BYTES:
+            continue
+        by_model = predicted(row, parameters[row["what"]]) / row["seconds"]
+        by_simulator = None
+        if row["what"] in SIMULATED:
+            by_simulator = _simulated(row, machines[row["crowded"]], parameters["ring"].share) / row["seconds"]
+        kind = "ranks > cores" if row["crowded"] else "a core a rank"
+        for at_least in (64, 1024):
+            if row["num_bytes"] >= at_least << 10:
+                errors[row["what"], kind, at_least].append((by_model, by_simulator))
+        if row["num_bytes"] in SHOWN_BYTES:
+            lines.append(_line(row, by_model, by_simulator))
+    header = [
+        "flavour",
+        "bed",
+        "from KiB",
+        "model: median error %",
+        "within 20 %",
+        "simulator: median error %",
+        "within 20 % ",
+    ]
+    print(table(header, [[*map(str, key), *_summary(errors[key])] for key in sorted(errors)]))
+    header = [
+        "Mbit/s",
+        "hosts x ranks",
+        "verb",
+        "flavour",
+        "KiB",
+        "measured ms",
+        "model / measured",
+        "simulator / measured",
+    ]
+    print(f"\n{table(header, sorted(lines, key=lambda line: (int(line[0]), line[1:4], int(line[4]))))}")
 
 
-def _summary(errors: list[float]) -> list[str]:
-    within = sum(one <= 0.2 for one in errors)
-    return [number(100 * quantile(errors, 0.5)), f"{within} of {len(errors)}"]
+def _summary(ratios: list[tuple[float, float | None]]) -> list[str]:
+    cells = []
+    for column in zip(*ratios, strict=True):
+        known = [abs(ratio - 1) for ratio in column if ratio is not None]
+        within = f"{sum(one <= 0.2 for one in known)} of {len(known)}"
+        cells += [number(100 * quantile(known, 0.5)), within] if known else ["-", "-"]
+    return cells
 
 
-def _predicted(row: Row, parameters: Parameters) -> float:
-    return parameters.seconds(costs(row["what"], row["verb"], row["num_bytes"], row["hosts"]), row["rate"])
-
-
-def _line(row: Row, model: float, simulated_seconds: float | None) -> list[str]:
-    measured = row["seconds"]
+def _line(row: Row, by_model: float, by_simulator: float | None) -> list[str]:
     cells = [f"{row['rate'] * 8 / 1e6:g}", shape(row["hosts"]), row["verb"], row["what"], str(row["num_bytes"] >> 10)]
-    cells += [number(measured * 1e3), number(model * 1e3), number(model / measured)]
-    other = simulated_seconds
-    return [*cells, number(other and other * 1e3), number(other and other / measured)]
+    return [*cells, number(row["seconds"] * 1e3), number(by_model), number(by_simulator)]
 
 
-def print_predictions(parameters: dict[str, Parameters], machine: Machine, rate: float, sizes: list[int]) -> None:
+def print_predictions(parameters: dict[str, Parameters], rate: float, sizes: list[int]) -> None:
     """Allreduce on more ranks than were measured."""
     lines = []
     for hosts in ([1] * 16, [8] * 2, [1] * 128, [8] * 16, [1] * 1024, [8] * 128):
@@ -165,14 +202,14 @@ def main() -> None:
     options = parser.parse_args()
     rows = load(options.files)
     parameters = {flavour: fit(rows, flavour) for flavour in FLAVOURS}
-    machine = fit_machine(rows, parameters)
-    print_fit(rows, parameters, machine)
+    machines = fit_machines(rows, parameters["ring"])
+    print_fit(rows, parameters, machines)
     rate = max(row["rate"] for row in rows)
     print()
-    print_predictions(parameters, machine, rate, [64 << 10, 1 << 20, 16 << 20, 64 << 20])
+    print_predictions(parameters, rate, [64 << 10, 1 << 20, 16 << 20, 64 << 20])
     if options.store:
         fitted = {name: one._asdict() for name, one in parameters.items()}
-        machine = dataclasses.replace(machine, link_bytes_per_second=parameters["ring"].share * rate)
+        machine = dataclasses.replace(machines[False], link_bytes_per_second=parameters["ring"].share * rate)
         options.store.write_text(json.dumps({"flavours": fitted, "machine": dataclasses.asdict(machine)}, indent=1))
 
 

@@ -8,6 +8,7 @@ One run of ``bench compare`` for each shape of the bed and each verb: all flavou
 import argparse
 import datetime as dt
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -42,6 +43,12 @@ def measured(bed: Bed, ranks: list[int], verb: str, sizes: str, seconds: float, 
     return [{"hosts": ranks, "verb": verb} | {key: row[key] for key in kept} for row in rows]
 
 
+def store(path: Path, facts: dict, rows: list[dict]) -> None:
+    """A row a line."""
+    lines = ",\n".join(map(json.dumps, rows))
+    path.write_text(f'{{"facts": {json.dumps(facts)}, "rows": [\n{lines}\n]}}\n')
+
+
 def main() -> None:
     """Make the bed, measure, store after each run, take the bed down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -55,12 +62,17 @@ def main() -> None:
     options = parser.parse_args()
     bed = Bed.up(max(len(SHAPES[name]) for name in options.shapes), name=options.bed, rate=options.rate)
     try:
-        facts = {"rate": options.rate, "date": dt.date.today().isoformat(), "python": sys.version.split()[0]}
+        facts = {
+            "rate": options.rate,
+            "cores": os.cpu_count(),
+            "date": dt.date.today().isoformat(),
+            "python": sys.version.split()[0],
+        }
         rows = []
         for name in options.shapes:
             for verb in options.verbs:
                 rows += measured(bed, SHAPES[name], verb, options.sizes, options.seconds, options.rate)
-                options.out.write_text(json.dumps({"facts": facts, "rows": rows}, indent=0) + "\n")
+                store(options.out, facts, rows)
                 print(name, verb, len(rows), flush=True)
     finally:
         bed.down()

@@ -2,7 +2,8 @@
 
 *steps*    messages that follow one another
 *alpha*    seconds of a step, *beta* bytes a second of a link in one direction, *gamma* bytes a second of a rank's
-           memory: three numbers for each flavour, fitted (``fit.py``)
+           memory: three numbers for each flavour, fitted (``fit.py``). Where ranks outnumber the cores, as on a bed of
+           hosts that are one machine, a step waits until its rank is on a core: *crowded* takes the place of alpha
 
 S bytes (of the larger tensor of a rank), M hosts, r ranks on each, P = M r. Of a verb with two ways the faster counts.
 """
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from torchmpi_py.bench.wire import floor_bytes
 
-RING_CHUNK_BYTES = 512 << 10
+LEAST_CHUNK_BYTES, LARGEST_CHUNK_BYTES, CHUNKS_OF_A_SLICE = 64 << 10, 512 << 10, 4
 
 
 class Cost(NamedTuple):
@@ -28,14 +29,15 @@ class Parameters(NamedTuple):
     """Of a flavour; ``share`` is beta as a share of the link's rate."""
 
     alpha: float
+    crowded: float
     share: float
     gamma: float
 
-    def seconds(self, ways: Sequence[Cost], rate: float) -> float:
+    def seconds(self, ways: Sequence[Cost], rate: float, *, is_crowded: bool = False) -> float:
         """The time of the fastest way, over links of ``rate`` bytes a second."""
+        alpha = self.crowded if is_crowded else self.alpha
         return min(
-            way.steps * self.alpha + way.link_bytes / (self.share * rate) + way.copied_bytes / self.gamma
-            for way in ways
+            way.steps * alpha + way.link_bytes / (self.share * rate) + way.copied_bytes / self.gamma for way in ways
         )
 
 
@@ -60,7 +62,8 @@ def _ring(verb: str, num_bytes: int, hosts: Sequence[int]) -> list[Cost]:
 
 def _trees(size: int, num_bytes: int, copied_bytes: float) -> list[Cost]:
     """A chain, filled by its first chunks, or a binomial tree, as ``schedule.tree`` chooses."""
-    chunks, depth = max(1, -(-num_bytes // RING_CHUNK_BYTES)), (size - 1).bit_length()
+    chunk_bytes = min(max(num_bytes / CHUNKS_OF_A_SLICE, LEAST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)
+    chunks, depth = max(1, math.ceil(num_bytes / chunk_bytes)), (size - 1).bit_length()
     if chunks + size - 2 < chunks * depth:
         return [Cost(size - 1, num_bytes * (chunks + size - 2) / chunks, copied_bytes)]
     return [Cost(depth, depth * num_bytes, copied_bytes)]

@@ -155,17 +155,19 @@ def test_an_error_of_a_rank_goes_through(module):
 
 def test_the_fit_finds_the_parameters_of_times_that_follow_the_model(module, tmp_path):
     fit, model = module("fit"), module("model")
-    truth, rate = model.Parameters(3e-4, 0.8, 1.5e9), 125e6
+    truth, rate = model.Parameters(3e-4, 2e-3, 0.8, 1.5e9), 125e6
     rows = []
     for hosts in ([1, 1], [1] * 3, [1] * 4, [2, 2]):
         for verb in ("allreduce", "broadcast", "reduce_scatter", "alltoall"):
             for num_bytes in (4 * KiB, 64 * KiB, 1024 * KiB, 16384 * KiB):
-                seconds = truth.seconds(model.costs("ring", verb, num_bytes, hosts), rate)
+                ways = model.costs("ring", verb, num_bytes, hosts)
+                seconds = truth.seconds(ways, rate, is_crowded=sum(hosts) > 2)
                 row = {"hosts": hosts, "verb": verb, "what": "ring", "num_bytes": num_bytes, "median_seconds": seconds}
                 rows.append(row)
-    (tmp_path / "r.json").write_text(json.dumps({"facts": {"rate": "1gbit"}, "rows": rows}))
+    (tmp_path / "r.json").write_text(json.dumps({"facts": {"rate": "1gbit", "cores": 2}, "rows": rows}))
     found = fit.fit(fit.load([tmp_path / "r.json"]), "ring")
     assert found.alpha == pytest.approx(truth.alpha, rel=0.1)
+    assert found.crowded == pytest.approx(truth.crowded, rel=0.1)
     assert found.share == pytest.approx(truth.share, rel=0.1)
 
 
