@@ -22,7 +22,7 @@ DUMP_DIR = f"{PREFIX}DUMP_DIR"
 STARTED_PID = f"{PREFIX}STARTED_PID"
 AT_DEADLINE = ("abort", "report", "raise")
 _OTHER_NAMES = {"deadline_seconds": "DEADLINE"}
-_TEST_PREFIXES = ("FAULTS", "MODEL", "PYTORCH_SUITE", "REPEATS", "SOAK_", "STORM_", "TEST_")
+_TEST_PREFIXES = ("BED", "FAULTS", "HOSTS", "MODEL", "PYTORCH_SUITE", "REPEATS", "SOAK_", "STORM_", "TEST_")
 _READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
 
 
