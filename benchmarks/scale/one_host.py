@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 BEGIN, FILE = "SCALE_BEGIN", "SCALE_FILE"
-NUM_CALLS, NUM_WARM = 200, 10
+NUM_CALLS, NUM_WARM = 2000, 4  # over all ranks; of each
 FREE_BYTES_A_RANK = 256 << 20
 
 
@@ -30,7 +30,7 @@ def rank() -> None:
     mpi.barrier()
     started = time.time()
     x = torch.ones(1)
-    seconds = {"allreduce 4 B": _median(lambda: mpi.allreduce(x.fill_(1))), "barrier": _median(mpi.barrier)}
+    seconds = {"allreduce 4 B": _median(mpi, lambda: mpi.allreduce(x.fill_(1))), "barrier": _median(mpi, mpi.barrier)}
     here = {"main_seconds": at_main - float(os.environ[BEGIN]), "started_seconds": started - float(os.environ[BEGIN])}
     here |= {"descriptors": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
     every = mpi.allgather_object(here | _memory())
@@ -41,11 +41,11 @@ def rank() -> None:
     mpi.stop()
 
 
-def _median(call) -> float:
+def _median(mpi, call) -> float:
     times = []
     for _ in range(NUM_WARM):
         call()
-    for _ in range(NUM_CALLS):
+    for _ in range(max(20, NUM_CALLS // mpi.size())):
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
