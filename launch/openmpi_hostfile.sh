@@ -18,5 +18,5 @@ while IFS='=' read -r name _; do
 done < <(env)
 
 NP=${NP:-$slots}
-export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-false} # each host has its own cores
+export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-true} # ranks that wait for other hosts
 source "$(dirname "${BASH_SOURCE[0]}")/openmpi.sh" "$@"

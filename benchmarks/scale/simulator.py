@@ -161,7 +161,7 @@ def simulate(
 
 
 def _hierarchical() -> Flavour:
-    return hierarchical.Hierarchical({"cpu": hierarchical.Members((Inside(),), ring.Ring())})
+    return hierarchical.Hierarchical({"cpu": hierarchical.Members((Inside(),), (Inside(),), ring.Ring())})
 
 
 def _counts(verb: str, num_bytes: int, size: int) -> tuple[int, int]:

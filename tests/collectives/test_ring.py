@@ -8,9 +8,11 @@ import torch
 
 from torchmpi_py.collectives.flavours import ring
 from torchmpi_py.core import config
+from torchmpi_py.launch import variables
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
+LARGEST_HEADER = 128  # of a message of Open MPI, bytes; at least
 CHUNK_BYTES = 1024
 CHUNK = CHUNK_BYTES // 4  # elements of float32, and of whatever is reduced as float32
 DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.complex128, torch.int8]
@@ -18,6 +20,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.complex128, torch.i
 
 def name(value):
     return str(value).removeprefix("torch.")
+
+
+def test_chunks_go_without_asking():
+    """A message of Open MPI over TCP beyond the limit asks first, and the answer queues behind the data of others."""
+    limit, most = (int(variables.OPEN_MPI[f"OMPI_MCA_btl_tcp_{name}"]) for name in ("eager_limit", "max_send_size"))
+    assert ring.CHUNK_BYTES + LARGEST_HEADER <= limit <= most
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import mpirun, wrap
+from torchmpi_py.launch import mpirun, variables, wrap
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -75,7 +75,7 @@ def test_no_input_is_told_to_open_mpi():
 
 
 def test_settings():
-    always = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_links": "2"}
+    always = variables.OPEN_MPI
     assert mpirun.settings(OPENMPI, busy=False, is_root=False) == always
     assert mpirun.settings(OPENMPI, busy=True, is_root=True) == always | {
         "OMPI_MCA_mpi_yield_when_idle": "true",

@@ -24,7 +24,12 @@ FLAVOURS: tuple[Flavour, ...] = (  # the first is taken where the selector knows
     cudaipc := CudaIpc(),
     nccl := Nccl(),
     staged := Staged(inners=((shared, 32 << 10), (ring, 1 << 20), (mpi, 0)), point=mpi),
-    Hierarchical({"cpu": Members((shared, mpi), ring), "cuda": Members((cudaipc, nccl, staged), staged)}),
+    Hierarchical(
+        {
+            "cpu": Members(inners=(shared, mpi), rooted=(mpi,), outer=ring),
+            "cuda": Members(inners=(cudaipc, nccl, staged), rooted=(cudaipc, nccl, staged), outer=staged),
+        }
+    ),
     Gloo(),
 )
 BY_NAME = {flavour.name: flavour for flavour in FLAVOURS}

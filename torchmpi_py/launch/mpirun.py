@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import variables
 
 Options = tuple[str, ...]
 _SSH_OPTIONS = "-o ConnectTimeout=20"
@@ -88,10 +89,7 @@ VENDORS = (
         elastic=("--with-ft", "ulfm"),
         no_input=("--stdin", "none"),
         interpreted=":|--?(bind-to|map-by|rank-by|runtime-options|personality|[a-z]*mca)",
-        environment={
-            "OMPI_MCA_osc": "^ucx",  # this component prints noise where there is no InfiniBand
-            "OMPI_MCA_btl_tcp_links": "2",  # one connection of two ranks does not fill both directions of a link
-        },
+        environment=variables.OPEN_MPI,
         busy_environment={"OMPI_MCA_mpi_yield_when_idle": "true"},
         root_environment={
             "OMPI_ALLOW_RUN_AS_ROOT": "1",

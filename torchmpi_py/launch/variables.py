@@ -54,6 +54,14 @@ OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 NAMES = (*OF_A_RANK, ADDRESS, PORT)
 LOOPBACK = "127.0.0.1"
 
+OPEN_MPI = {
+    "OMPI_MCA_osc": "^ucx",  # this component prints noise where there is no InfiniBand
+    "OMPI_MCA_btl_tcp_links": "2",  # one connection of two ranks does not fill both directions of a link
+    "OMPI_MCA_btl_tcp_eager_limit": str(640 << 10),  # a longer message asks first, and its answer queues behind data
+    "OMPI_MCA_btl_tcp_max_send_size": str(640 << 10),  # at least as much
+}
+"""Settings of Open MPI for ranks on several hosts, and against noise; docs/decisions/020-between-nodes.md."""
+
 _TORCHRUN = "TORCHELASTIC_"
 _JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "PALS_APID")
 _MOST_ANCESTORS = 10

@@ -34,13 +34,11 @@ class Local:
 def prepare_environment() -> None:
     """Set what an MPI reads from the environment when it starts; the user's settings win. torchmpirun does the same.
 
-    A component of Open MPI's wheel that prints noise is left out. Two ranks of Open MPI that talk over TCP have two
-    connections: one does not fill both directions of a link (32 MiB each way at 1 Gbit/s: 440 ms, with two 305). Ranks
-    that fill the cores, or wait for other hosts, yield while they wait: on two cores Open MPI then reduces 1 MiB over
-    TCP in 3 ms instead of 211.
+    Ranks that fill the cores, or wait for other hosts, yield while they wait: on two cores Open MPI then reduces 1 MiB
+    over TCP in 3 ms instead of 211.
     """
-    os.environ.setdefault("OMPI_MCA_osc", "^ucx")
-    os.environ.setdefault("OMPI_MCA_btl_tcp_links", "2")
+    for name, value in variables.OPEN_MPI.items():
+        os.environ.setdefault(name, value)
     size, local_size = variables.size_in(os.environ) or 1, variables.local_size_in(os.environ) or 1
     if local_size < size or local_size >= len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "true")

@@ -46,12 +46,14 @@ PIECES_UNDER_WAY = 3
 
 
 class Members(NamedTuple):
-    """The flavours to combine: ``inners`` inside groups (the first that can serve the group), ``outer`` between them.
+    """The flavours to combine: ``inners`` inside groups, ``rooted`` there for verbs with a root, ``outer`` between them.
 
-    The last of the inners serves any group, and carries messages between two ranks.
+    Of inners and rooted ones the first that can serve the group is taken. The last one serves any group, and carries
+    messages between two ranks.
     """
 
     inners: Sequence[Flavour]
+    rooted: Sequence[Flavour]
     outer: Flavour
 
 
@@ -80,8 +82,8 @@ class Hierarchical(Flavour):
         if groups.are_single:
             outer.allreduce(groups.outer, source, destination, op)
             return
-        how, inner = kernel(x.dtype, op), self._inner(channel, x)
         form = _Sliced if groups.are_equal else _ByRoots
+        how, inner = kernel(x.dtype, op), self._inner(channel, x, with_root=not groups.are_equal)
         reduction = form(groups, inner, outer, how, channel.size)
         pieces = chunks(0, x.numel(), reduction.step(x))
         totals: dict[int, Tensor] = {}
@@ -99,23 +101,24 @@ class Hierarchical(Flavour):
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
         groups, x, out = groups_of(channel), source.view(-1), destination.view(-1)
-        how, inner, of_device = kernel(x.dtype, op), self._inner(channel, x), self.members[x.device.type]
+        how, of_device = kernel(x.dtype, op), self.members[x.device.type]
         if groups.are_single:
             of_device.outer.reduce(groups.outer, source, destination, op, root)
             return
         group, index = groups.location[root]
+        inner = self._inner(channel, x, with_root=True)
         for piece in chunks(0, x.numel(), _chain_step(x)):
             total = _own(how, x[slice(*piece)])
             inner.reduce(groups.inner, total, total, how.op, 0)
             if groups.inner.rank == 0:
                 of_device.outer.reduce(groups.roots, total, total, how.op, group)
             if index and groups.group == group:
-                _pass_on(of_device.inners[-1], groups.inner, total, 0, index)
+                _pass_on(of_device.rooted[-1], groups.inner, total, 0, index)
             if channel.rank == root:
                 out[slice(*piece)].copy_(how.result(total, channel.size, x.dtype))
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
-        groups, x, inner = groups_of(channel), x.view(-1), self._inner(channel, x)
+        groups, x, inner = groups_of(channel), x.view(-1), self._inner(channel, x, with_root=True)
         outer = self.members[x.device.type].outer
         if groups.are_single:
             outer.broadcast(groups.outer, x, root)
@@ -189,7 +192,7 @@ class Hierarchical(Flavour):
 
     def _allgather_by_roots(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
         """Allgather where the ranks bring different sizes, or groups are unequal."""
-        groups, inner = groups_of(channel), self._inner(channel, x)
+        groups, inner = groups_of(channel), self._inner(channel, x, with_root=True)
         mine = groups.members[groups.group]
         is_root = groups.inner.rank == 0
         part = x.new_empty((sum(sizes.rows[rank] for rank in mine), *x.shape[1:])) if is_root else None
@@ -206,9 +209,9 @@ class Hierarchical(Flavour):
                     parts[rank].copy_(rows)
         inner.broadcast(groups.inner, out, 0)
 
-    def _inner(self, channel: Channel, x: Tensor) -> Flavour:
+    def _inner(self, channel: Channel, x: Tensor, *, with_root: bool = False) -> Flavour:
         group, device = groups_of(channel).inner, x.device.type
-        inners = self.members[device].inners
+        inners = self.members[device].rooted if with_root else self.members[device].inners
         return next(inner for inner in inners if not inner.missing(device) and not inner.refuses(group))
 
 
@@ -389,6 +392,6 @@ def _nothing(*_chunk: int) -> None:
 
 
 def _chain_step(x: Tensor) -> int:
-    """Elements of a piece that the roots of the groups pass on."""
-    piece_bytes = config.current.gpu_cache_bytes if x.is_cuda else config.current.wire_bytes
+    """Elements of a piece that the roots of the groups pass on; while one travels, the next one is reduced inside."""
+    piece_bytes = config.current.gpu_cache_bytes if x.is_cuda else CHUNK_BYTES
     return max(1, piece_bytes // max(4, x.itemsize))
