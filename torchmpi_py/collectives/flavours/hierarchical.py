@@ -46,10 +46,10 @@ PIECES_UNDER_WAY = 3
 
 
 class Members(NamedTuple):
-    """The flavours to combine: ``inners`` inside groups, ``rooted`` there for verbs with a root, ``outer`` between them.
+    """The flavours to combine: ``inners`` and ``rooted`` inside groups, ``outer`` between them.
 
-    Of inners and rooted ones the first that can serve the group is taken. The last one serves any group, and carries
-    messages between two ranks.
+    Verbs with a root are for the rooted ones. Of several the first that can serve the group is taken. The last one
+    serves any group, and carries messages between two ranks.
     """
 
     inners: Sequence[Flavour]
