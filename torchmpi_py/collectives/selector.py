@@ -207,11 +207,19 @@ def _defaults() -> dict[Key, list[Choice]]:
                 Choice(limit, "mpi", "default: fewer meetings when small"),
                 Choice(math.inf, flavour, "default: each byte moves once, through memory"),
             ]
-    for verb in ("allreduce", "reduce", "broadcast", "reduce_scatter"):
+    between_nodes = {  # the same for several nodes
+        "allreduce": ("hierarchical", 128 << 10),
+        "broadcast": ("hierarchical", 128 << 10),
+        "reduce": ("hierarchical", 128 << 10),
+        "reduce_scatter": ("hierarchical", 256 << 10),
+        "allgather": ("hierarchical", 2 << 20),
+        "alltoall": ("ring", 4 << 20),
+    }
+    for verb, (flavour, limit) in between_nodes.items():
         for symmetric in (False, True):
             rows[Key(verb, "nodes", symmetric)] = [
-                Choice(512 << 10, "mpi", "default: fewer messages when small"),
-                Choice(math.inf, "hierarchical", "default: each byte leaves a node once, not once a rank"),
+                Choice(limit, "mpi", "default: fewer messages when small"),
+                Choice(math.inf, flavour, "default: the links between nodes stay busy in both directions"),
             ]
     return rows | _gpu_defaults()
 
