@@ -1,5 +1,6 @@
 """Keep a module the same on every rank: parameters at the start, gradients at every step, buffers where asked."""
 
+from torchmpi_py.nn import functional
 from torchmpi_py.nn.async_backward import AsyncBackward, register_async_backward
 from torchmpi_py.nn.block_sequential import Block, BlockSequential
 from torchmpi_py.nn.sync_batch_norm import SyncBatchNorm
@@ -16,6 +17,7 @@ __all__ = [
     "BlockSequential",
     "SyncBatchNorm",
     "check_with_allreduce",
+    "functional",
     "register_async_backward",
     "synchronize_buffers",
     "synchronize_gradients",

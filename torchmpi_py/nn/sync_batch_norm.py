@@ -19,7 +19,6 @@ Source: Chan, Golub, LeVeque (1983) for the combination; torch.nn.SyncBatchNorm 
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,9 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communicators
 from torchmpi_py.core.communicators import Communicator
-
-_own: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary()
-"""For each communicator its duplicate for these layers: gradients use the first during the backward pass."""
+from torchmpi_py.nn.functional import own_communicator
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -101,11 +98,7 @@ class SyncBatchNorm(_BatchNorm):
         if not communicators.is_started():
             return None
         comm = communicators.resolve(self.comm)
-        if comm.size == 1:
-            return None
-        if comm not in _own:
-            _own[comm] = communicators.beside(comm, "SyncBatchNorm")
-        return _own[comm]
+        return None if comm.size == 1 else own_communicator(comm)
 
     def _track(self, mean: Tensor, var: Tensor) -> None:
         if not self.track_running_stats:

@@ -1,0 +1,176 @@
+"""The functions of nn.functional are linear maps, and their backward passes the adjoint ones.
+
+The map is that of all ranks together: its matrix is found by unit vectors, and compared with what the backward pass
+gives for unit vectors of the results. All is float64 and whole numbers, so that the comparison is exact.
+"""
+
+import pytest
+import torch
+
+from torchmpi_py.nn import functional as F
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+
+CASES = {
+    "allreduce": lambda mpi, x: F.allreduce(x),
+    "allreduce-avg": lambda mpi, x: F.allreduce(x, "avg"),
+    "broadcast": lambda mpi, x: F.broadcast(x),
+    "broadcast-last": lambda mpi, x: F.broadcast(x, mpi.size() - 1),
+    "reduce": lambda mpi, x: F.reduce(x),
+    "reduce-last-avg": lambda mpi, x: F.reduce(x, mpi.size() - 1, "avg"),
+    "reduce_scatter": lambda mpi, x: F.reduce_scatter(x),
+    "reduce_scatter-avg": lambda mpi, x: F.reduce_scatter(x, "avg"),
+    "allgather": lambda mpi, x: F.allgather(x),
+    "allgather-uneven": lambda mpi, x: F.allgather(x[: mpi.rank()]),
+    "gather": lambda mpi, x: F.gather(x),
+    "gather-uneven-last": lambda mpi, x: F.gather(x[mpi.rank() :], mpi.size() - 1),
+    "scatter": lambda mpi, x: F.scatter(x),
+    "scatter-last": lambda mpi, x: F.scatter(x, mpi.size() - 1),
+    "alltoall": lambda mpi, x: F.alltoall(x),
+    "sendreceive": lambda mpi, x: F.sendreceive(x, (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()),
+}
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def unit(mpi, rank, shape, element):
+    """Zeros on all ranks but one, which has a one."""
+    x = torch.zeros(shape, dtype=torch.float64)
+    if rank == mpi.rank():
+        x.view(-1)[element] = 1.0
+    return x
+
+
+def counts(mpi, x):
+    return mpi.allgather(x.numel())
+
+
+@every_case
+def test_the_backward_pass_is_the_adjoint_map(mpi, case):
+    def run(x):
+        return CASES[case](mpi, x)
+
+    shape = (mpi.size(), 2)
+    num_inputs = 2 * mpi.size()
+    results = {}  # what this rank's result is for each unit vector
+    for rank in range(mpi.size()):
+        for element in range(num_inputs):
+            results[rank, element] = run(unit(mpi, rank, shape, element)).view(-1)
+    x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    y = run(x)
+    matrix = torch.stack(list(results.values()))  # rows: all inputs; columns: this rank's outputs
+    everywhere = mpi.allgather_object(matrix)
+    for rank, count in enumerate(counts(mpi, y)):
+        for element in range(count):
+            (dx,) = torch.autograd.grad(y, x, unit(mpi, rank, y.shape, element), retain_graph=True)
+            expected = everywhere[rank][mpi.rank() * num_inputs : (mpi.rank() + 1) * num_inputs, element]
+            assert torch.equal(dx.view(-1), expected), (case, rank, element)
+
+
+@every_case
+def test_gradients_of_gradients(mpi, case):
+    """With L = sum of y^2 / 2 over all ranks, dL/dx = A'A x; of this, once more, in direction v: A'A v."""
+
+    def run(x):
+        return CASES[case](mpi, x)
+
+    shape = (mpi.size(), 2)
+    x = (torch.arange(2.0 * mpi.size(), dtype=torch.float64).view(shape) + mpi.rank()).requires_grad_()
+    v = torch.arange(2.0 * mpi.size(), dtype=torch.float64).view(shape) * 3 - 4 * mpi.rank()
+    y = run(x)
+    (dx,) = torch.autograd.grad(y, x, y, create_graph=True)
+    (ddx,) = torch.autograd.grad(dx, x, v)
+    w = v.clone().requires_grad_()
+    z = run(w)
+    (expected,) = torch.autograd.grad(z, w, z.detach())
+    torch.testing.assert_close(ddx, expected, rtol=1e-12, atol=1e-12)
+
+
+@every_case
+def test_inputs_stay_and_nothing_is_followed_without_need(mpi, case):
+    x = torch.arange(2.0 * mpi.size()).view(mpi.size(), 2) + mpi.rank()
+    before = x.clone()
+    y = CASES[case](mpi, x)
+    assert not y.requires_grad
+    assert torch.equal(x, before)
+    y.zero_()
+    assert torch.equal(x, before)
+    with torch.no_grad():
+        assert not CASES[case](mpi, x.requires_grad_()).requires_grad
+
+
+def test_a_rank_without_gradients_takes_part(mpi):
+    """Only rank 0's tensor requires a gradient: the others' results are in the graph, their tensors get none."""
+    x = torch.full((3,), 2.0, requires_grad=mpi.rank() == 0)
+    y = F.broadcast(x)
+    assert y.requires_grad
+    (y * (mpi.rank() + 1)).sum().backward()
+    total = mpi.size() * (mpi.size() + 1) / 2
+    assert x.grad is None if mpi.rank() else torch.equal(x.grad, torch.full((3,), total))
+
+
+def test_a_tensor_without_dimensions_is_a_row(mpi):
+    x = torch.tensor(1.0 + mpi.rank(), requires_grad=True)
+    y = F.allgather(x)
+    assert y.tolist() == [1.0 + rank for rank in range(mpi.size())]
+    (y * (mpi.rank() + 1)).sum().backward()
+    assert x.grad.shape == ()
+    assert x.grad.item() == mpi.size() * (mpi.size() + 1) / 2
+
+
+def test_network_split_by_rows_of_the_input(mpi):
+    """Batches from all ranks meet in the middle; loss and gradients are those of one process."""
+    size, rank = mpi.size(), mpi.rank()
+    torch.manual_seed(5)
+    first, second = torch.nn.Linear(6, 4).double(), torch.nn.Linear(4 * size, 3).double()
+    data = torch.randn(size, 5, 6, dtype=torch.float64)
+    # In one process: the hidden units of all parts side by side.
+    expected = second(torch.cat([first(part) for part in data], dim=1).tanh()).square().mean()
+    wanted = torch.autograd.grad(expected, [*first.parameters(), *second.parameters()])
+    # On ranks: each has a part of the data; the whole is gathered, and all compute the same loss.
+    hidden = F.allgather(first(data[rank]).t().contiguous()).t()
+    loss = second(hidden.tanh()).square().mean() / size  # the sum of all ranks' losses is the one of the one process
+    torch.testing.assert_close(loss * size, expected)
+    got = torch.autograd.grad(loss, [*first.parameters(), *second.parameters()])
+    for mine, whole in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mpi.allreduce(mine.clone()), whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128], ids=str)
+def test_dtypes_and_strides(mpi, dtype):
+    x = torch.arange(6.0).view(2, 3).to(dtype).t().requires_grad_()
+    y = F.allreduce(x)
+    assert y.dtype == dtype
+    y.backward(torch.ones_like(y).expand_as(y))
+    assert torch.equal(x.grad, torch.full_like(x, mpi.size()))
+
+
+def test_beside_asynchronous_gradients(mpi):
+    """Gradients of a network are averaged during the backward pass in which its activations travel."""
+    import torchmpi_py.nn as mpinn
+
+    torch.manual_seed(2)
+    first, second = torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 1).double()
+    handle = mpinn.register_async_backward(torch.nn.Sequential(first, second))
+    for step in range(5):
+        x = torch.full((2, 4), 1.0 + mpi.rank() + step, dtype=torch.float64)
+        second(F.allreduce(first(x), "avg")).sum().backward()
+        handle.synchronize()
+        mean = torch.full((2, 4), 1.0 + step + (mpi.size() - 1) / 2, dtype=torch.float64)
+        weight = torch.autograd.grad(second(first(mean)).sum(), first.weight)[0]
+        torch.testing.assert_close(first.weight.grad, weight, rtol=1e-12, atol=1e-12)
+        for parameter in (*first.parameters(), *second.parameters()):
+            parameter.grad = None
+    handle.remove()
+
+
+def test_errors_name_the_value_and_the_remedy(mpi):
+    x = torch.ones(mpi.size())
+    with pytest.raises(ValueError, match=r"op 'max' has no gradient here; sum and avg have, mpi\.allreduce takes all"):
+        F.allreduce(x, "max")
+    with pytest.raises(ValueError, match=f"a rank={mpi.size()} is not a rank"):
+        F.broadcast(x, mpi.size())
+    with pytest.raises(TypeError, match=r"allreduce: x must be a torch.Tensor, not int"):
+        F.allreduce(3)
+    if mpi.size() > 1:
+        with pytest.raises(ValueError, match="cannot be split into"):
+            F.alltoall(torch.ones(mpi.size() + 1))
