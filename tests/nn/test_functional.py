@@ -174,3 +174,29 @@ def test_errors_name_the_value_and_the_remedy(mpi):
     if mpi.size() > 1:
         with pytest.raises(ValueError, match="cannot be split into"):
             F.alltoall(torch.ones(mpi.size() + 1))
+
+
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor:UserWarning")  # the compiler looks at it
+def test_compiled(mpi):
+    """A compiled function breaks its graph at the call, forward and backward; so it does at a verb."""
+
+    @torch.compile(backend="aot_eager")
+    def loss(x):
+        return (F.allreduce(x * 2) ** 2).sum()
+
+    @torch.compile(backend="eager")
+    def doubled_total(x):
+        return mpi.allreduce(x * 2) * 2
+
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(2):
+        x.grad = None
+        loss(x).backward()
+        assert x.grad.tolist() == [8.0 * mpi.size() ** 2] * 3
+    assert doubled_total(torch.ones(3)).tolist() == [4.0 * mpi.size()] * 3
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
+def test_transforms_are_refused_with_the_remedy(mpi, transform):
+    with pytest.raises(TypeError, match=r"a tensor of torch\.func .*; take torch\.autograd\.grad"):
+        transform(lambda x: F.allreduce(x).sum())(torch.ones(2))

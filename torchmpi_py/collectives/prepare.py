@@ -21,6 +21,7 @@ from torchmpi_py.collectives.flavour import Gathering, Sizes
 from torchmpi_py.collectives.numbers import Number
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.collectives.selector import selector
+from torchmpi_py.core import compiling
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.tensors import (
@@ -74,6 +75,7 @@ def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, 
 
     name = prepare.__name__.lstrip("_")
     result = str(inspect.signature(prepare).return_annotation).removeprefix("Operation[").removesuffix("]")
+    compiling.leave_alone(blocking, asynchronous)
     _present(blocking, prepare, name, result, _OF_BLOCKING)
     _present(asynchronous, prepare, f"{name}_async", f"Handle[{result}]", _OF_ASYNC)
     return blocking, asynchronous

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.core import communicators
+from torchmpi_py.core import communicators, compiling
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.tensors import check_divisible, check_rank, check_tensor
 
@@ -251,6 +251,11 @@ def _checked(verb: str, x: Tensor, comm: Communicator | None, *ranks: int) -> Co
     """The communicator to use. TypeError or ValueError for an ``x`` or ranks that the verb cannot take."""
     comm = own_communicator(comm)
     check_tensor(verb, "x", x)
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise TypeError(
+            f"nn.functional.{verb}: x is a tensor of torch.func (grad, vmap, jvp, ...), which cannot travel; take "
+            "torch.autograd.grad, with create_graph=True for higher derivatives"
+        )
     for rank in ranks:
         check_rank(verb, "a rank", rank, comm.size)
     return comm
@@ -284,3 +289,8 @@ def _filled(rows: Tensor, count: int) -> Tensor:
     """The rows, with zeros behind them up to so many; where there are none autograd still follows."""
     missing = count - rows.shape[0]
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
+
+
+compiling.leave_alone(
+    allreduce, broadcast, reduce, reduce_scatter, allgather, gather, scatter, alltoall, sendreceive, _Linear
+)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from torchmpi_py.core import communication_thread, config
+from torchmpi_py.core import communication_thread, compiling, config
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.torch_backend import call_queue, communicator_pool, monitoring, p2p, plans, torch_internals
@@ -231,5 +231,5 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             raise CommunicatorError(f"process group {self.group_name!r} was destroyed; make a new one")
 
 
-torch_internals.leave_alone(ProcessGroup, Done, PendingWork, QueuedCall, Several, Message)
+compiling.leave_alone(ProcessGroup, Done, PendingWork, QueuedCall, Several, Message)
 torch_internals.keep_join_notices()

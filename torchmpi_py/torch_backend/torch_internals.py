@@ -21,7 +21,6 @@ setup.cfg allows torch from 2.4 on. ``import torch`` runs `prepare`, so nothing 
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import functools
 import logging
@@ -29,7 +28,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -186,20 +185,6 @@ def keep_join_notices() -> None:
         return work
 
     Join.notify_join_context = staticmethod(notify)  # type: ignore[method-assign]
-
-
-def leave_alone(*classes: type) -> None:
-    """Keep the compiler out of all methods of ``classes``, and of the functions that they call."""
-    with contextlib.suppress(ImportError):  # some versions of torch lack these names
-        from torch._C._dynamo import eval_frame
-
-        module: Any = eval_frame
-        with contextlib.suppress(AttributeError):
-            skip = module._FrameAction.SKIP
-            strategy = module._FrameExecStrategy(skip, skip)
-            for method in (each for owner in classes for each in vars(owner).values()):
-                if isinstance(method, FunctionType):
-                    module.set_code_exec_strategy(method.__code__, strategy)
 
 
 def add_placeholder(group: Any, rank: int, size: int) -> None:
