@@ -198,5 +198,30 @@ def test_compiled(mpi):
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
 def test_transforms_are_refused_with_the_remedy(mpi, transform):
-    with pytest.raises(TypeError, match=r"a tensor of torch\.func .*; take torch\.autograd\.grad"):
-        transform(lambda x: F.allreduce(x).sum())(torch.ones(2))
+    other = torch.ones(2, requires_grad=True)
+    for function in (lambda x: F.allreduce(x).sum(), lambda x: (F.allreduce(other) * x).sum()):
+        with pytest.raises(TypeError, match=r"no transform of torch\.func .*; take torch\.autograd\.grad"):
+            transform(function)(torch.ones(2))
+
+
+def test_forward_mode_is_refused(mpi):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(TypeError, match="no forward-mode derivative goes through"):
+            F.allreduce(dual)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+def test_higher_derivatives_want_gradients_on_all_ranks(mpi):
+    if mpi.size() == 1:
+        pytest.skip("a rank that is alone agrees with itself")
+    x = torch.ones(3, requires_grad=mpi.rank() == 0)
+    y = F.broadcast(x)
+    with pytest.raises(mpi.RanksDisagree, match=rf"x requires a gradient on 1 of {mpi.size()} ranks"):
+        y.sum().backward(create_graph=True)
+
+
+def test_a_gradient_has_memory_of_its_own(mpi):
+    x = torch.ones(mpi.rank() + 1, requires_grad=True)
+    F.allgather(x).sum().backward()
+    assert x.grad.untyped_storage().nbytes() == x.grad.nbytes

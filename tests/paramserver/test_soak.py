@@ -4,6 +4,7 @@ Each rank draws from a generator of its own, which the others know: so every ran
 order, what a server has to hold in the end. TORCHMPI_SOAK_OPERATIONS=10000 makes so many, over all ranks.
 """
 
+import gc
 import os
 import random
 import threading
@@ -92,6 +93,7 @@ def play(comm, seed):
 
 
 def left_behind():
+    gc.collect()  # memory of tests before this one may hang in a circle of references
     time.sleep(0.2)  # a thread that was waited for is in /proc for a moment yet
     with open("/proc/self/maps") as maps:
         mappings = sum("torchmpi_py" in line for line in maps)

@@ -8,19 +8,19 @@ from typing import Any
 
 
 def leave_alone(*owners: Any) -> None:
-    """Keep the compiler out of functions, and of all methods of classes, and of what these call.
+    """Keep the compiler out of functions, and of the plain methods of classes, and of what these call.
 
-    Tried on torch 2.13; some versions lack the names.
+    Tried on torch 2.13; some versions lack the names, and compile what is called.
     """
-    with contextlib.suppress(ImportError):
+    members = [member for owner in owners for member in (vars(owner).values() if isinstance(owner, type) else [owner])]
+    functions = [member for member in members if isinstance(member, FunctionType)]
+    for function in functions:
+        vars(function)["_torchdynamo_disable"] = True  # it does not become part of its caller's graph
+    with contextlib.suppress(ImportError, AttributeError):
         from torch._C._dynamo import eval_frame
 
         module: Any = eval_frame
-        with contextlib.suppress(AttributeError):
-            skip = module._FrameAction.SKIP
-            strategy = module._FrameExecStrategy(skip, skip)
-            for owner in owners:
-                for function in vars(owner).values() if isinstance(owner, type) else [owner]:
-                    if isinstance(function, FunctionType):
-                        module.set_code_exec_strategy(function.__code__, strategy)
-                        vars(function)["_torchdynamo_disable"] = True  # nor does it become part of a caller's graph
+        skip = module._FrameAction.SKIP
+        strategy = module._FrameExecStrategy(skip, skip)
+        for function in functions:
+            module.set_code_exec_strategy(function.__code__, strategy)

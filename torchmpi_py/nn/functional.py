@@ -11,11 +11,13 @@ loss, or take ``op="avg"``. Only ops sum and avg are linear.
 
 - Every rank of ``comm`` (default: the current level) calls the same functions in the same order, forward and backward:
   every rank takes part in the backward pass of every function whose result some rank's loss depends on. Where the
-  result is only on root, the other ranks get a tensor of zeros, or of no rows; add its sum to their loss.
+  result is only on root, the other ranks get a tensor of zeros, or of no rows; add its sum to their loss. Where
+  inputs are named (``torch.autograd.grad``), all ranks name such as are reached through the same functions. Of tensors
+  on several devices in one graph autograd keeps no order: give each device a communicator of its own.
 - Gradients flow if ``x`` requires them on any rank, which the ranks find out by a reduction of a number. Whether
   gradients are enabled (``torch.no_grad``) is alike on all ranks.
-- Derivatives of derivatives are taken in the same way. They use a communicator of their own: other collectives may be
-  under way in the backward pass.
+- Derivatives of derivatives are taken in the same way if ``x`` requires a gradient on all ranks; else RanksDisagree.
+- Other collectives may be under way in the backward pass: these functions use a communicator of their own.
 
 TypeError and ValueError as from the verbs, before anything is sent; RanksDisagree and CommunicatorError as from these.
 
@@ -31,12 +33,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communicators, compiling
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.tensors import check_divisible, check_rank, check_tensor
+from torchmpi_py.errors import RanksDisagree
 
 LINEAR_OPS = ("sum", "avg")
 
@@ -225,40 +228,47 @@ class _Linear(Function):
     """A linear map of what all ranks bring. ``link`` requires a gradient where ``x`` does so on another rank alone."""
 
     @staticmethod
-    def forward(x: Tensor, link: Tensor, value: _Map, adjoint: _Map) -> Tensor:
+    def forward(x: Tensor, link: Tensor, value: _Map, adjoint: _Map, num_tracked: int, comm: Communicator) -> Tensor:
         return value(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.adjoint = inputs[-1]
+        *_, ctx.adjoint, ctx.num_tracked, ctx.comm = inputs
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and ctx.num_tracked < ctx.comm.size:
+            raise RanksDisagree(
+                f"nn.functional: x requires a gradient on {ctx.num_tracked} of {ctx.comm.size} ranks; for derivatives "
+                "of derivatives (create_graph=True) it has to on all: x.requires_grad_()"
+            )
         dx = ctx.adjoint(dy)  # on all ranks, wanted here or not
-        return dx if ctx.needs_input_grad[0] else None, None, None, None
+        return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None
 
 
 def _apply(x: Tensor, comm: Communicator, value: _Map, adjoint: _Map) -> Tensor:
     """``value(x)``, in the graph of autograd if any rank's ``x`` is. Collective."""
-    if not torch.is_grad_enabled() or not verbs.allreduce(int(x.requires_grad), op="max", comm=comm):
+    num_tracked = verbs.allreduce(int(x.requires_grad), comm=comm) if torch.is_grad_enabled() else 0
+    if not num_tracked:
         return value(x.detach())
     link = torch.empty(0, requires_grad=True)
-    y: Tensor = _Linear.apply(x, link, value, adjoint)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x, link, value, adjoint, num_tracked, comm)  # type: ignore[no-untyped-call]
     return y
 
 
 def _checked(verb: str, x: Tensor, comm: Communicator | None, *ranks: int) -> Communicator:
     """The communicator to use. TypeError or ValueError for an ``x`` or ranks that the verb cannot take."""
-    comm = own_communicator(comm)
+    given = communicators.resolve(comm)
     check_tensor(verb, "x", x)
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+    has_tangent = forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+    if torch._C._are_functorch_transforms_active() or has_tangent:
         raise TypeError(
-            f"nn.functional.{verb}: x is a tensor of torch.func (grad, vmap, jvp, ...), which cannot travel; take "
-            "torch.autograd.grad, with create_graph=True for higher derivatives"
+            f"nn.functional.{verb}: no transform of torch.func (grad, vmap, jvp, ...) and no forward-mode derivative "
+            "goes through it; take torch.autograd.grad, with create_graph=True for higher derivatives"
         )
     for rank in ranks:
-        check_rank(verb, "a rank", rank, comm.size)
-    return comm
+        check_rank(verb, "a rank", rank, given.size)
+    return own_communicator(given)
 
 
 def _check_op(verb: str, op: str) -> None:
@@ -282,7 +292,7 @@ def _all_counts(x: Tensor, comm: Communicator) -> list[int]:
 
 def _share(whole: Tensor, counts: list[int], comm: Communicator) -> Tensor:
     """This rank's rows of a tensor that has those of all ranks."""
-    return whole.narrow(0, sum(counts[: comm.rank]), counts[comm.rank])
+    return whole.narrow(0, sum(counts[: comm.rank]), counts[comm.rank]).clone()
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
@@ -291,6 +301,4 @@ def _filled(rows: Tensor, count: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
 
 
-compiling.leave_alone(
-    allreduce, broadcast, reduce, reduce_scatter, allgather, gather, scatter, alltoall, sendreceive, _Linear
-)
+compiling.leave_alone(allreduce, broadcast, reduce, reduce_scatter, allgather, gather, scatter, alltoall, sendreceive)
