@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -150,7 +151,10 @@ def test_a_communicator_of_some_ranks(mpi):
         both(mpi, "allreduce", values(torch.float32, mpi.rank(), 100), comm=comm)
         both(mpi, "broadcast", values(torch.int16, mpi.rank(), 100), comm.size - 1, comm=comm, form="_async")
         assert num_threads() > before
-    assert num_threads() == before
+    end = time.monotonic() + 10
+    while num_threads() > before and time.monotonic() < end:
+        time.sleep(0.05)  # a thread that was waited for is in /proc for a moment yet
+    assert num_threads() <= before
 
 
 @pytest.mark.mpi
