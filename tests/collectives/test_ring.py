@@ -12,7 +12,7 @@ from torchmpi_py.launch import variables
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
-LARGEST_HEADER = 128  # of a message of Open MPI, bytes; at least
+LARGEST_HEADER = 128  # of a message of Open MPI, bytes; at most
 CHUNK_BYTES = 1024
 CHUNK = CHUNK_BYTES // 4  # elements of float32, and of whatever is reduced as float32
 DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.complex128, torch.int8]

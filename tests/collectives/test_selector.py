@@ -123,7 +123,7 @@ def test_printing_says_why():
     ]
     assert "allreduce on one node, symmetric:" in lines
     at = lines.index("allreduce on several nodes:")
-    assert "both directions" in lines[at + 2]
+    assert "the links between nodes stay busy in both directions" in lines[at + 2]
     assert str(Key("reduce", "nodes", True)) == "reduce on several nodes, symmetric"
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import mpirun, variables, wrap
+from torchmpi_py.launch import mpirun, wrap
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -75,7 +75,12 @@ def test_no_input_is_told_to_open_mpi():
 
 
 def test_settings():
-    always = variables.OPEN_MPI
+    always = {
+        "OMPI_MCA_osc": "^ucx",
+        "OMPI_MCA_btl_tcp_links": "2",
+        "OMPI_MCA_btl_tcp_eager_limit": "655360",
+        "OMPI_MCA_btl_tcp_max_send_size": "655360",
+    }
     assert mpirun.settings(OPENMPI, busy=False, is_root=False) == always
     assert mpirun.settings(OPENMPI, busy=True, is_root=True) == always | {
         "OMPI_MCA_mpi_yield_when_idle": "true",

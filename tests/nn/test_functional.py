@@ -167,7 +167,7 @@ def test_errors_name_the_value_and_the_remedy(mpi):
     x = torch.ones(mpi.size())
     with pytest.raises(ValueError, match=r"op 'max' has no gradient here; sum and avg have, mpi\.allreduce takes all"):
         F.allreduce(x, "max")
-    with pytest.raises(ValueError, match=f"a rank={mpi.size()} is not a rank"):
+    with pytest.raises(ValueError, match=f"root={mpi.size()} is not a rank"):
         F.broadcast(x, mpi.size())
     with pytest.raises(TypeError, match=r"allreduce: x must be a torch.Tensor, not int"):
         F.allreduce(3)

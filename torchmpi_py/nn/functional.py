@@ -77,7 +77,7 @@ def broadcast(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> 
 
     Adjoint: dx_root = sum_s dy_s, a reduce; zero on the other ranks.
     """
-    comm = _checked("broadcast", x, comm, root)
+    comm = _checked("broadcast", x, comm, root=root)
     return _broadcast(x, root, comm)
 
 
@@ -94,7 +94,7 @@ def reduce(x: Tensor, root: int = 0, op: str = "sum", *, comm: Communicator | No
     Adjoint: dx_r = dy_root, a broadcast; with "avg" both are divided by P.
     """
     _check_op("reduce", op)
-    comm = _checked("reduce", x, comm, root)
+    comm = _checked("reduce", x, comm, root=root)
     return _reduce(x, root, op, comm)
 
 
@@ -116,8 +116,7 @@ def reduce_scatter(x: Tensor, op: str = "sum", *, comm: Communicator | None = No
     by P.
     """
     _check_op("reduce_scatter", op)
-    comm = _checked("reduce_scatter", x, comm)
-    check_divisible("reduce_scatter", x, comm.size)
+    comm = _checked("reduce_scatter", x, comm, splits=True)
     return _reduce_scatter(x, op, comm)
 
 
@@ -153,7 +152,7 @@ def gather(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> Ten
     Their dim-0 sizes may differ. Adjoint: dx_r = dy_root[rows of rank r], a scatter where all bring as many rows, else
     a broadcast.
     """
-    comm = _checked("gather", x, comm, root)
+    comm = _checked("gather", x, comm, root=root)
     return _gather(_rows(x), root, _all_counts(x, comm), comm)
 
 
@@ -176,8 +175,7 @@ def scatter(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> Te
 
     The others' ``x`` has the same shape and dtype. Adjoint: dx_root = (dy_0, dy_1, ...), a gather; zero on the others.
     """
-    comm = _checked("scatter", x, comm, root)
-    check_divisible("scatter", x, comm.size)
+    comm = _checked("scatter", x, comm, splits=True, root=root)
     return _scatter(x, root, comm)
 
 
@@ -194,8 +192,7 @@ def alltoall(x: Tensor, *, comm: Communicator | None = None) -> Tensor:
 
     Adjoint: dx_s[r] = dy_r[s], an alltoall.
     """
-    comm = _checked("alltoall", x, comm)
-    check_divisible("alltoall", x, comm.size)
+    comm = _checked("alltoall", x, comm, splits=True)
     return _alltoall(x, comm)
 
 
@@ -211,7 +208,7 @@ def sendreceive(x: Tensor, source: int, destination: int, *, comm: Communicator 
 
     Every rank is the source of one rank and the destination of one. Adjoint: dx_r = dy_destination, the other way.
     """
-    comm = _checked("sendreceive", x, comm, source, destination)
+    comm = _checked("sendreceive", x, comm, source=source, destination=destination)
     return _sendreceive(x, source, destination, comm)
 
 
@@ -256,8 +253,11 @@ def _apply(x: Tensor, comm: Communicator, value: _Map, adjoint: _Map) -> Tensor:
     return y
 
 
-def _checked(verb: str, x: Tensor, comm: Communicator | None, *ranks: int) -> Communicator:
-    """The communicator to use. TypeError or ValueError for an ``x`` or ranks that the verb cannot take."""
+def _checked(verb: str, x: Tensor, comm: Communicator | None, *, splits: bool = False, **ranks: int) -> Communicator:
+    """The communicator to use. TypeError or ValueError, before it is made, for what the verb cannot take.
+
+    ``splits``: the verb cuts ``x`` into equal slices.
+    """
     given = communicators.resolve(comm)
     check_tensor(verb, "x", x)
     has_tangent = forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
@@ -266,8 +266,10 @@ def _checked(verb: str, x: Tensor, comm: Communicator | None, *ranks: int) -> Co
             f"nn.functional.{verb}: no transform of torch.func (grad, vmap, jvp, ...) and no forward-mode derivative "
             "goes through it; take torch.autograd.grad, with create_graph=True for higher derivatives"
         )
-    for rank in ranks:
-        check_rank(verb, "a rank", rank, given.size)
+    for name, rank in ranks.items():
+        check_rank(verb, name, rank, given.size)
+    if splits:
+        check_divisible(verb, x, given.size)
     return own_communicator(given)
 
 

@@ -231,5 +231,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             raise CommunicatorError(f"process group {self.group_name!r} was destroyed; make a new one")
 
 
+# A compiled function may call collectives from C++, which come back to Python here: the compiler would follow them.
 compiling.leave_alone(ProcessGroup, Done, PendingWork, QueuedCall, Several, Message)
 torch_internals.keep_join_notices()

@@ -13,8 +13,6 @@ setup.cfg allows torch from 2.4 on. ``import torch`` runs `prepare`, so nothing 
   left is made in Python and handed over to C++. C++ asks a ``Work`` that is written in Python only as long as its
   Python object lives; afterwards ``wait()`` is the one of the C++ class, which waits for ever. So the work is kept here
   until the next one. (C++ keeps the objects of the calls that it makes itself.)
-- torch.compile leaves this backend's classes alone. A compiled function may call collectives from C++, which come back
-  to Python here; the compiler would follow them, and give up over what it finds.
 - C++ wants a backend of its own in a process group, and asks it for devices and names. It gets a placeholder, which
   raises if a collective reaches it.
 """
