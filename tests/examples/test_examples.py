@@ -74,6 +74,17 @@ def test_two_ranks_learn_the_digits():
 
 
 @needs_launcher
+def test_split_layers_train_as_one_process(tmp_path, alone):
+    command = [TORCHMPIRUN, "-n", 4, EXAMPLES / "mnist_modelparallel.py", "--ranks-per-group", 2]
+    output = run(*command, "--epochs", 3, "--save", tmp_path / "4.pt")
+    assert f"accuracy {result(alone[0])[1]:.2f} %" in output
+    split = torch.load(tmp_path / "4.pt")
+    plain = torch.load(alone[1])
+    torch.save(dict(zip(plain, split.values(), strict=True)), tmp_path / "plain.pt")  # 6.0.weight is 6.weight there
+    assert_close(tmp_path / "plain.pt", alone[1])
+
+
+@needs_launcher
 @pytest.mark.parametrize("how", [[], ["--asynchronous"]])
 def test_four_ranks_train_as_one_process(tmp_path, alone, how):
     loss, accuracy = result(allreduce(4, "--epochs", 3, "--save", tmp_path / "4.pt", *how))

@@ -90,6 +90,10 @@ class Communicator:
     def __exit__(self, *_: object) -> None:
         self.free()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        """Itself: a copy of what uses a communicator uses the same one."""
+        return self
+
     def __repr__(self) -> str:
         state = ", freed" if self.is_free else ""
         return f"<Communicator {self.key!r}: rank {self.rank} of {self.size}, {_nodes(self.num_nodes)}{state}>"
@@ -236,6 +240,14 @@ def beside(comm: Communicator, key: str) -> Communicator:
     """Another communicator of the ranks of ``comm``, with its own order of operations. Collective over ``comm``."""
     used = stack()
     made = journal.run_together(key, comm, lambda: Communicator(comm.direct.mpi.Dup(), used.place, key))
+    used.others.append(made)
+    return made
+
+
+def divide(comm: Communicator, color: int, key: str) -> Communicator:
+    """A communicator of the ranks of ``comm`` that give one ``color``, in their order. Collective over ``comm``."""
+    used = stack()
+    made = journal.run_together("divide", comm, lambda: Communicator(comm.direct.mpi.Split(color), used.place, key))
     used.others.append(made)
     return made
 

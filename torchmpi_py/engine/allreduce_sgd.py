@@ -34,7 +34,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from torchmpi_py import nn
-from torchmpi_py.collectives.check import check_all_with_allreduce
 from torchmpi_py.collectives.verbs import allgather_object
 from torchmpi_py.core import communicators, ulfm
 from torchmpi_py.engine import loaders
@@ -43,7 +42,8 @@ from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
-from torchmpi_py.nn.synchronize import average_gradients_of
+from torchmpi_py.nn.split_parameters import any_split
+from torchmpi_py.nn.synchronize import average_gradients_of, check_replicas
 from torchmpi_py.runtime import process, survivors
 
 
@@ -301,7 +301,7 @@ class Replicas:
 
     def check(self) -> None:
         """RanksDisagree if the parameters differ between ranks. Buffers may, until the end: each has its batches."""
-        check_all_with_allreduce(dict(self.module.named_parameters()))
+        check_replicas(dict(self.module.named_parameters()))
 
     def close(self) -> None:
         """Undo the registration."""
@@ -333,6 +333,11 @@ def _check_elastic(state: State) -> None:
         )
     if not iterator.follows_place:
         raise ValueError("the DatasetIterator was given rank= and size=, which change when a rank dies: give none")
+    if any_split(state.parameters()):
+        raise ValueError(
+            "a parameter is split over ranks, and the survivors of a death would lack the dead rank's part: start the "
+            "job without --elastic, and resume from a checkpoint"
+        )
     if communicators.resolve(None).size < communicators.stack().levels[0].size:
         raise ValueError(
             "in an elastic job train at a level of the whole world: after a death the levels are made anew, and groups "

@@ -25,6 +25,7 @@ from torchmpi_py.engine import outcomes, samples
 from torchmpi_py.engine.checkpoint import Checkpoints, Collected, check_collected
 from torchmpi_py.engine.state import Hook, Hooks, State
 from torchmpi_py.errors import EndRequested
+from torchmpi_py.nn.optimizer_state import load_whole_state, whole_state
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -189,7 +190,7 @@ class Saving:
         parts = {
             **{name: module.state_dict() for name, module in state._named_modules().items()},
             "outside": [tensor.detach() for tensor in state._parameters_of_optimizer_alone()],
-            "optimizer": None if state.optimizer is None else state.optimizer.state_dict(),
+            "optimizer": None if state.optimizer is None else whole_state(state.optimizer),
             "epoch": state.epoch,
             "maxepoch": {"asked": self.asked, "now": state.maxepoch},
             "t": state.t,
@@ -222,7 +223,7 @@ class Saving:
         if (state.optimizer is None) != (parts["optimizer"] is None):
             raise ValueError("one of them has no optimizer (lr=0)")
         if state.optimizer is not None:
-            state.optimizer.load_state_dict(parts["optimizer"])
+            load_whole_state(state.optimizer, parts["optimizer"])
         for name, part in self.stateful.items():
             if name not in parts["stateful"]:
                 raise ValueError(f"it holds nothing of stateful[{name!r}]")

@@ -1,8 +1,15 @@
-"""Keep a module the same on every rank: parameters at the start, gradients at every step, buffers where asked."""
+"""Modules over ranks: kept the same on every one, split over several, or with collectives that autograd follows."""
 
 from torchmpi_py.nn import functional
 from torchmpi_py.nn.async_backward import AsyncBackward, register_async_backward
 from torchmpi_py.nn.block_sequential import Block, BlockSequential
+from torchmpi_py.nn.parallel import (
+    ColumnParallelLinear,
+    ModelParallel,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
+from torchmpi_py.nn.parts import parallel_cross_entropy
 from torchmpi_py.nn.sync_batch_norm import SyncBatchNorm
 from torchmpi_py.nn.synchronize import (
     check_with_allreduce,
@@ -15,9 +22,14 @@ __all__ = [
     "AsyncBackward",
     "Block",
     "BlockSequential",
+    "ColumnParallelLinear",
+    "ModelParallel",
+    "ParallelEmbedding",
+    "RowParallelLinear",
     "SyncBatchNorm",
     "check_with_allreduce",
     "functional",
+    "parallel_cross_entropy",
     "register_async_backward",
     "synchronize_buffers",
     "synchronize_gradients",

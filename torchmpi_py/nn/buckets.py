@@ -14,7 +14,7 @@ reduction of a byte per parameter finds out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import gpus
 from torchmpi_py.memory.symmetric import find, symmetric_empty
 from torchmpi_py.nn.first_batches import FirstBatches
+from torchmpi_py.nn.split_parameters import any_split, replicas_of, split_of
 
 T = TypeVar("T", bound=Tensor)
 _ALIGNMENT = 512  # bytes: no two buckets share a cache line; as torch aligns memory on GPUs
@@ -36,14 +37,18 @@ _ALIGNMENT = 512  # bytes: no two buckets share a cache line; as torch aligns me
 class Bucket:
     """Parameters of one dtype and device, and the flat memory for their gradients.
 
-    ``publishes``: the reduction may read the one gradient where backward has left it, without a copy into the bucket.
+    ``comm``: the ranks that hold the same parameters. ``publishes``: the reduction may read the one gradient where
+    backward has left it, without a copy into the bucket.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], flat: Tensor, comm: Communicator) -> None:
         self.parameters = list(parameters)
         self.comm = comm
         self.flat = flat
-        self.publishes = len(self.parameters) == 1 and comm.num_nodes == 1 and find(flat) is not None
+        split = split_of(self.parameters[0])
+        self.num_parts = 1 if split is None else split.comm.size
+        is_lone = len(self.parameters) == 1 and self.num_parts == 1
+        self.publishes = is_lone and comm.num_nodes == 1 and find(flat) is not None
         parts = torch.split(self.flat, [p.numel() for p in parameters])
         self._views = {p: _shaped(part, p) for p, part in zip(parameters, parts, strict=True)}
 
@@ -72,13 +77,13 @@ class Bucket:
 
     def launch(self, op: str) -> Handle[Tensor]:
         """Start the reduction of all gradients of the bucket; those that are not in it are inserted now."""
-        return verbs.allreduce_async(self._input(), out=self.flat, op=op, comm=self.comm)
+        return verbs.allreduce_async(self._input(op), out=self.flat, op=op, comm=self.comm)
 
     def reduce(self, op: str) -> None:
         """Reduce all gradients of the bucket. Collective."""
-        verbs.allreduce(self._input(), out=self.flat, op=op, comm=self.comm)
+        verbs.allreduce(self._input(op), out=self.flat, op=op, comm=self.comm)
 
-    def _input(self) -> Tensor:
+    def _input(self, op: str) -> Tensor:
         """The values to reduce, flat: the bucket itself, or the one gradient that is reduced into it."""
         gradient, view = self.parameters[0].grad, self._views[self.parameters[0]]
         # A lone gradient in the layout of its view is read where it is; the result lands in the bucket.
@@ -93,6 +98,8 @@ class Bucket:
             return gradient.detach().view(-1)
         for parameter in self.parameters:
             self.insert(parameter)
+        if op == "sum" and self.num_parts > 1:
+            self.flat.mul_(self.num_parts)  # each of the ranks that share a whole counts, as with unsplit parameters
         return self.flat
 
 
@@ -110,9 +117,9 @@ class Buckets:
     ) -> None:
         self.parameters = list(parameters)
         self.comm = comm
-        self.first_batches = FirstBatches(comm)
-        runs = _runs(list(reversed(parameters)), groups)
-        self.all = [Bucket(run, flat, comm) for run, flat in zip(runs, flat_memory(runs, comm), strict=True)]
+        self.first_batches = FirstBatches(comm, alike=any_split(parameters))
+        runs = _runs(list(reversed(parameters)), groups, comm)
+        self.all = _made(runs, comm)
         self.index_of = {p: index for index, bucket in enumerate(self.all) for p in bucket.parameters}
 
     def fit(self, parameters: Sequence[torch.nn.Parameter], comm: Communicator) -> bool:
@@ -160,15 +167,15 @@ class Buckets:
         self.drop_unused_gradients(verbs.allreduce(flags, op="max", comm=self.comm))
 
 
-def grouped(tensors: Iterable[T]) -> Iterator[list[T]]:
-    """Groups of tensors of one dtype and device, in order: a large one alone, small ones up to ``fuse_bytes``."""
+def grouped(tensors: Iterable[T], key: Callable[[T], Hashable] = lambda x: None) -> Iterator[list[T]]:
+    """Groups of tensors of one dtype, device and ``key``, in order: a large one alone, others up to ``fuse_bytes``."""
     tuning = config.current
-    open_groups: dict[tuple[torch.dtype, torch.device], list[T]] = {}
+    open_groups: dict[Hashable, list[T]] = {}
     for x in tensors:
         if x.nbytes >= tuning.alone_bytes:
             yield [x]
             continue
-        group = open_groups.setdefault((x.dtype, x.device), [])
+        group = open_groups.setdefault((x.dtype, x.device, key(x)), [])
         if group and sum(y.nbytes for y in group) + x.nbytes > tuning.fuse_bytes:
             yield list(group)
             group.clear()
@@ -177,18 +184,35 @@ def grouped(tensors: Iterable[T]) -> Iterator[list[T]]:
 
 
 def _runs(
-    parameters: list[torch.nn.Parameter], groups: Iterable[Sequence[torch.nn.Parameter]]
+    parameters: list[torch.nn.Parameter], groups: Iterable[Sequence[torch.nn.Parameter]], comm: Communicator
 ) -> list[list[torch.nn.Parameter]]:
-    """The parameters of each bucket, ordered by the last one in each: a bucket is complete when that one is."""
+    """The parameters of each bucket, ordered by the last one in each: a bucket is complete when that one is.
+
+    Those of a bucket have the same replicas, and ``groups`` with split parameters do not count.
+    """
     runs: list[list[torch.nn.Parameter]] = []
     in_groups: set[torch.nn.Parameter] = set()
     for group in groups:
-        runs.append([p for p in group if p not in in_groups])  # blocks may share parameters
-        in_groups |= set(group)
+        if not any_split(group):
+            runs.append([p for p in group if p not in in_groups])  # blocks may share parameters
+            in_groups |= set(group)
     runs = [run for run in runs if run]
-    runs += grouped(p for p in parameters if p not in in_groups)
+    runs += grouped((p for p in parameters if p not in in_groups), lambda p: replicas_of(p, comm))
     position = {p: index for index, p in enumerate(parameters)}
     return sorted(runs, key=lambda run: max(position[p] for p in run))
+
+
+def _made(runs: list[list[torch.nn.Parameter]], comm: Communicator) -> list[Bucket]:
+    """The buckets of these runs, in their order. Those with the same replicas share memory, symmetric among these."""
+    runs_of: dict[Communicator, list[list[torch.nn.Parameter]]] = {}
+    for run in runs:
+        runs_of.setdefault(replicas_of(run[0], comm), []).append(run)
+    made = {
+        run[0]: Bucket(run, flat, replicas)
+        for replicas, equal in runs_of.items()
+        for run, flat in zip(equal, flat_memory(equal, replicas), strict=True)
+    }
+    return [made[run[0]] for run in runs]
 
 
 def flat_memory(runs: list[list[torch.nn.Parameter]], comm: Communicator) -> list[Tensor]:

@@ -35,11 +35,14 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 class FirstBatches:
-    """The data of this rank's first backward passes. All ranks of ``comm`` make the same passes."""
+    """The data of this rank's first backward passes. All ranks of ``comm`` make the same passes.
 
-    def __init__(self, comm: Communicator) -> None:
+    alike: whether ranks may have the same data, as those do that share split parameters; then nothing is compared.
+    """
+
+    def __init__(self, comm: Communicator, *, alike: bool = False) -> None:
         self.comm = comm
-        self._passes_left = _NUM_PASSES if comm.size > 1 else 0
+        self._passes_left = _NUM_PASSES if comm.size > 1 and not alike else 0
         self._of_passes: list[bytes] = []
         self._batch: bytes | None = None  # of the pass under way
         self._gradients: list[bytes] = []

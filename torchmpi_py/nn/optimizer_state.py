@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torchmpi_py.collectives.check import digest_of
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_rank
 from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.nn.split_parameters import Split, any_split, split_of
 from torchmpi_py.nn.synchronize import fused
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
@@ -39,12 +40,43 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
         return
     state = _broadcast(optimizer, root, comm)
     if comm.rank != root:
-        optimizer.load_state_dict(state)
+        load_whole_state(optimizer, state)
     if differing := _differing(optimizer, comm):
         raise RanksDisagree(
             f"{type(optimizer).__name__}.load_state_dict has not taken the state of rank {root} as it is, on rank "
             f"{', '.join(map(str, differing))}: load it on every rank"
         )
+
+
+def whole_state(optimizer: Any) -> Any:
+    """``optimizer.state_dict()``, in which what belongs to split parameters is whole, as of a plain network.
+
+    Collective where a parameter is split: moments and the like, of the shape of their parameter, are gathered.
+    """
+    return _converted(optimizer, optimizer.state_dict(), Split.whole_of, from_whole=False)
+
+
+def load_whole_state(optimizer: Any, state: Any) -> None:
+    """``optimizer.load_state_dict`` of a state that ``whole_state`` gave; each rank takes its parts."""
+    optimizer.load_state_dict(_converted(optimizer, state, Split.part_of, from_whole=True))
+
+
+def _converted(optimizer: Any, state: Any, convert: Callable[[Split, Tensor], Tensor], *, from_whole: bool) -> Any:
+    """An optimizer's state, with ``convert`` applied to what has the shape of a split parameter."""
+    parameters = [p for group in _groups(optimizer) for p in group["params"]]
+    if not any_split(parameters):
+        return state
+    entries = dict(state["state"])
+    for index in sorted(entries):  # torch numbers the parameters in the order of the groups
+        split = split_of(parameters[index])
+        if split is None:
+            continue
+        shape = split.whole_shape(parameters[index]) if from_whole else parameters[index].shape
+        entries[index] = {
+            name: convert(split, x) if isinstance(x, Tensor) and x.shape == shape else x
+            for name, x in entries[index].items()
+        }
+    return {**state, "state": entries}
 
 
 class _Stand(NamedTuple):
@@ -67,7 +99,7 @@ class _Missing:
 def _differing(optimizer: Any, comm: Communicator) -> list[int]:
     """The ranks with another state than rank 0. Collective; RanksDisagree if kinds or groups differ."""
     sizes = [len(group["params"]) for group in _groups(optimizer)]
-    content = repr([(name, _content(leaf)) for name, leaf in _entries(optimizer.state_dict(), "")])
+    content = repr([(name, _content(leaf)) for name, leaf in _entries(whole_state(optimizer), "")])
     digest = hashlib.blake2b(content.encode(), digest_size=16).digest()
     stands = verbs.allgather_object(_Stand(type(optimizer).__qualname__, sizes, digest), comm=comm)
     if any(stand[:2] != stands[0][:2] for stand in stands):
@@ -99,7 +131,9 @@ def _content(leaf: Any) -> Any:
 
 def _broadcast(optimizer: Any, root: int, comm: Communicator) -> Any:
     """Root's state, its tensors on this rank's devices. Collective."""
-    state = optimizer.state_dict() if comm.rank == root else None
+    state = whole_state(optimizer)
+    if comm.rank != root:
+        state = None
     bare = tree_map_only(Tensor, lambda x: _Missing(x.shape, x.dtype, x.device.type), state)
     bare = verbs.broadcast_object(bare, root, comm=comm)
     if comm.rank != root:

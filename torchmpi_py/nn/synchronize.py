@@ -15,9 +15,12 @@ from torch.nn.parameter import is_lazy
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.check import check_all_with_allreduce, differing
-from torchmpi_py.core.communicators import resolve
+from torchmpi_py.collectives.verbs import allgather_object
+from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_tensor
+from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.buckets import Buckets, grouped
+from torchmpi_py.nn.split_parameters import by_replicas
 
 _buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
 reduced_in_backward: WeakSet[Buckets] = WeakSet()  # of register_async_backward
@@ -33,15 +36,16 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> No
     named = dict([*module.named_parameters(), *module.named_buffers()])
     for name, x in named.items():
         check_tensor("synchronize_parameters", name, x)
-    _make_equal([x.detach() for x in named.values()], average)
+    for replicas, equal in by_replicas(named, resolve(None)):
+        _make_equal([x.detach() for x in equal.values()], average, replicas)
 
 
-def _make_equal(tensors: Sequence[Tensor], average: bool) -> None:
-    """Give all ranks rank 0's tensors, or with ``average`` the mean of those that have one."""
+def _make_equal(tensors: Sequence[Tensor], average: bool, comm: Communicator) -> None:
+    """Give all ranks of ``comm`` rank 0's tensors, or with ``average`` the mean of those that have one."""
     averaged = [x for x in tensors if average and (x.is_floating_point() or x.is_complex())]
     copied = [x for x in tensors if not average or not (x.is_floating_point() or x.is_complex())]
-    fused(averaged, lambda flat: verbs.allreduce(flat, op="avg"))
-    fused(copied, lambda flat: verbs.broadcast(flat, 0))
+    fused(averaged, lambda flat: verbs.allreduce(flat, op="avg", comm=comm))
+    fused(copied, lambda flat: verbs.broadcast(flat, 0, comm=comm))
 
 
 def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"] = "average") -> None:
@@ -56,7 +60,8 @@ def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"]
     buffers = {name: buffer for name, buffer in module.named_buffers() if not is_lazy(buffer)}
     if not buffers or resolve(None).size == 1:
         return
-    _make_equal([buffers[name].detach() for name in differing(buffers, resolve(None))], how == "average")
+    comm = resolve(None)
+    _make_equal([buffers[name].detach() for name in differing(buffers, comm)], how == "average", comm)
 
 
 def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None:
@@ -84,7 +89,21 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
     ``synchronize_parameters`` and ``synchronize_buffers`` make them equal.
     """
     buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
-    check_all_with_allreduce({**dict(module.named_parameters()), **buffers})
+    check_replicas({**dict(module.named_parameters()), **buffers})
+
+
+def check_replicas(named: Mapping[str, Tensor]) -> None:
+    """RanksDisagree, on every rank, unless replicas hold the same bits. Collective."""
+    comm = resolve(None)
+    (_, everywhere), *groups = by_replicas(named, comm)
+    if not groups:
+        check_all_with_allreduce(everywhere, comm=comm)
+        return
+    found = [everywhere and differing(everywhere, comm), *(differing(parts, replicas) for replicas, parts in groups)]
+    names = allgather_object(sorted({name for each in found for name in each}), comm=comm)
+    if any(names):
+        told = "; ".join(f"{', '.join(own)} (seen by rank {rank})" for rank, own in enumerate(names) if own)
+        raise RanksDisagree(f"not the same bits on all replicas: {told}")._of_call("check_with_allreduce", comm)
 
 
 def buckets_of(module: torch.nn.Module) -> Buckets:
