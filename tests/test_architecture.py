@@ -20,6 +20,7 @@ ROOMS = [
     ["collectives"],
     ["runtime"],
     ["nn"],
+    ["optim"],
     ["engine", "paramserver", "torch_backend"],
     ["bench"],
 ]

@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # for editors and type checkers
         nn as nn,
     )
     from torchmpi_py import (
+        optim as optim,
+    )
+    from torchmpi_py import (
         paramserver as paramserver,
     )
     from torchmpi_py.collectives.autotune import (
@@ -184,6 +187,9 @@ if TYPE_CHECKING:  # for editors and type checkers
     from torchmpi_py.memory.symmetric import (
         symmetric_empty as symmetric_empty,
     )
+    from torchmpi_py.optim.joining import (
+        join as join,
+    )
     from torchmpi_py.runtime.process import (
         barrier as barrier,
     )
@@ -280,6 +286,7 @@ _HOMES = {
         "Unimplemented",
     ],
     "memory.symmetric": ["symmetric_empty"],
+    "optim.joining": ["join"],
     "runtime.process": [
         "barrier",
         "device",
@@ -297,7 +304,7 @@ _HOMES = {
     "runtime.survivors": ["catch_up", "elastic"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("engine", "nn", "paramserver")
+_MODULES = ("engine", "nn", "optim", "paramserver")
 
 __all__ = sorted([*_HOME_OF, *_MODULES])
 

@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 
 from torchmpi_py import nn as mpinn
 from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator, resume
+from torchmpi_py.nn.compression import BF16
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -34,7 +35,7 @@ def made(comm):
     return torch.nn.Sequential(*below, torch.nn.Sequential(*head))
 
 
-def trained(comm, *, asynchronous=False, killed_at=None, **options):
+def trained(comm, *, asynchronous=False, killed_at=None, compression=None, **options):
     """The network's state after training."""
     torch.manual_seed(0)
     resume.completed.clear()  # as if in a process of its own
@@ -46,7 +47,7 @@ def trained(comm, *, asynchronous=False, killed_at=None, **options):
         if state.t == killed_at:
             raise Killed
 
-    engine = AllReduceSGDEngine(asynchronous=asynchronous, debug=True)
+    engine = AllReduceSGDEngine(asynchronous=asynchronous, debug=True, compression=compression)
     engine.hooks.on_update = on_update
     try:
         engine.train(
@@ -78,6 +79,15 @@ def comm(mpi):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_training_is_that_of_the_unsplit_network(mpi, comm, asynchronous):
     assert_equal(trained(comm, asynchronous=asynchronous), trained(None))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_gradients_may_be_compressed(mpi, comm, asynchronous):
+    """Replicas have the same bits (``debug`` looks), which are near those of uncompressed training."""
+    found, exact = trained(comm, asynchronous=asynchronous, compression=BF16()), trained(None)
+    for name, value in exact.items():
+        assert (found[name] - value).norm() < 0.05 * value.norm(), name
+    assert mpi.size() < 3 or any(not torch.equal(found[name], value) for name, value in exact.items())
 
 
 def test_checkpoints_hold_whole_parameters_and_moments(mpi, comm, folder):

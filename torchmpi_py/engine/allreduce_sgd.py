@@ -41,6 +41,7 @@ from torchmpi_py.engine.iterators import DatasetIterator
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
+from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
 from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.nn.synchronize import average_gradients_of, check_replicas
@@ -64,6 +65,7 @@ class AllReduceSGDEngine(SGDEngine):
     dynamicnetwork: look before each forward pass whether hooks have changed the set of trained parameters (on all ranks
         alike); if so broadcast parameters and buffers and register gradients again.
     debug: before each forward pass, check that all ranks hold the same parameters; RanksDisagree if not.
+    compression: of the gradients that travel, such as ``optim.compression.BF16()``; None: they go as they are.
     buffers: how buffers that differ between ranks (BatchNorm's statistics are of each rank's batches) become equal
         before a test and at the end of training: "average" (whole numbers: rank 0's), "root": rank 0's, or "leave".
     """
@@ -78,8 +80,10 @@ class AllReduceSGDEngine(SGDEngine):
         dynamicnetwork: bool = True,
         debug: bool = False,
         buffers: Literal["average", "root", "leave"] = "average",
+        compression: Compression | None = None,
     ) -> None:
         super().__init__()
+        check_compression(compression)
         if buffers not in ("average", "root", "leave"):
             raise ValueError(f"buffers={buffers!r}: give 'average', 'root' or 'leave'")
         self.usegpu = usegpu
@@ -88,6 +92,7 @@ class AllReduceSGDEngine(SGDEngine):
         self.dynamicnetwork = dynamicnetwork
         self.debug = debug
         self.buffers = buffers
+        self.compression = compression
         self._replicas: Replicas | None = None  # of the train() in progress; None with one rank
 
     @contextmanager
@@ -171,7 +176,7 @@ class AllReduceSGDEngine(SGDEngine):
         enclosing, self._replicas = self._replicas, None  # a hook may train another network with this engine
         try:
             if process.size() > 1:
-                self._replicas = Replicas(state, self.asynchronous)
+                self._replicas = Replicas(state, self.asynchronous, self.compression)
                 self._replicas.follow()
             yield
         finally:
@@ -244,9 +249,10 @@ class Replicas:
     A copy is parameters and buffers of network and criterion, and the parameters that only the optimizer holds.
     """
 
-    def __init__(self, state: State, asynchronous: bool) -> None:
+    def __init__(self, state: State, asynchronous: bool, compression: Compression | None) -> None:
         self.state = state
         self.asynchronous = asynchronous
+        self.compression = compression
         self.module: torch.nn.Module = torch.nn.ModuleDict()
         self.trained: list[torch.nn.Parameter] | None = None  # when last broadcast
         self.registration: nn.AsyncBackward | None = None
@@ -267,7 +273,7 @@ class Replicas:
                 raise
         if process.size() == 1:
             return None
-        successor = Replicas(self.state, self.asynchronous)
+        successor = Replicas(self.state, self.asynchronous, self.compression)
         if self._trains_the_same():
             successor._register()
         else:
@@ -280,7 +286,7 @@ class Replicas:
     def _register(self) -> None:
         self.module = as_one_module(self.state)
         if self.asynchronous:
-            self.registration = nn.register_async_backward(self.module)
+            self.registration = nn.register_async_backward(self.module, compression=self.compression)
         self.trained = self.state.parameters()
 
     def set_batch(self) -> None:
@@ -293,7 +299,7 @@ class Replicas:
         if self.registration is not None:
             self.registration.synchronize()
         else:
-            average_gradients_of(self.module, self._batch())
+            average_gradients_of(self.module, self._batch(), self.compression)
 
     def _batch(self) -> Any:
         """The batch, to compare with other ranks'; None for the stand-in of a rank without samples."""

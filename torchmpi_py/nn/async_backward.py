@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from types import FrameType
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.core.communicators import resolve
+from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.nn.block_sequential import BlockSequential
 from torchmpi_py.nn.buckets import Buckets
+from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.synchronize import check_dense, check_unregistered, reduced_in_backward, trainable
 
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # autograd calls Function.backward here
@@ -37,27 +38,41 @@ class AsyncBackward:
     True a backward pass consists of several, and raises RuntimeError unless one of them reaches all the parameters.
     """
 
-    def __init__(self, module: torch.nn.Module, *, frequency: int = 1, average: bool = True) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        frequency: int = 1,
+        average: bool = True,
+        compression: Compression | None = None,
+        comm: Communicator | None = None,
+        only: Container[torch.nn.Parameter] | None = None,
+    ) -> None:
         if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
             raise ValueError(f"frequency={frequency!r}: give a whole number of backward passes, at least 1")
+        check_compression(compression)
         self.frequency = frequency
         self.op = "avg" if average else "sum"
-        parameters = trainable(module)
+        parameters = {name: p for name, p in trainable(module).items() if only is None or p in only}
         _remove_registrations_of_former_sessions()
         check_unregistered("register_async_backward", parameters)
         self.names = {p: name for name, p in parameters.items()}
-        self._buckets = Buckets(list(self.names), resolve(None), _blocks(module))
+        self.buckets = Buckets(list(self.names), resolve(comm), _blocks(module), compression)
+        self.before_pass: Callable[[], None] = lambda: None  # called when a pass begins; may raise
+        self.on_reduction: Callable[[], None] = lambda: None  # called at the end of a pass that reduces
+        self._only = only
         self._lock = threading.Lock()
-        self._passes = 0  # complete ones since the last reduction
+        self.num_passes = 0  # complete ones since the last reduction
         self._pass_id = -1  # autograd's number for the backward pass under way
         self._end: Callable[[], object | None] = lambda: None  # its callback, as long as that pass is under way
-        self._num_ready = [0] * len(self._buckets.all)  # complete gradients of each bucket
-        self._handles: list[Handle[Tensor]] = []  # of the buckets launched, in their order
+        self._num_ready = [0] * len(self.buckets.all)  # complete gradients of each bucket
+        self._num_launched = 0  # buckets, in their order
+        self._handles: list[Handle[Any]] = []  # of what was launched
         self._has_gradient_anywhere: Handle[Tensor] | None = None  # from the end of a pass to synchronize
         self._module = weakref.ref(module)
         self._hooks = _hooked(self.names, weakref.WeakMethod(self._on_gradient))
         _registered.setdefault(module, []).append(self)
-        reduced_in_backward.add(self._buckets)
+        reduced_in_backward.add(self.buckets)
 
     def synchronize(self) -> None:
         """Wait until the gradients of the last backward pass are reduced. Collective.
@@ -67,13 +82,27 @@ class AsyncBackward:
         if self._has_gradient_anywhere is None:
             return
         handles, has_gradient_anywhere = self._handles, self._has_gradient_anywhere
-        self._passes, self._handles, self._has_gradient_anywhere = 0, [], None
+        self.num_passes, self._num_launched, self._handles, self._has_gradient_anywhere = 0, 0, [], None
         wait_all([*handles, has_gradient_anywhere])
-        self._buckets.drop_unused_gradients(has_gradient_anywhere.wait())
+        self.buckets.finish(self.op, has_gradient_anywhere.wait())
+
+    def reduce_now(self) -> None:
+        """Reduce the gradients as they are, after no backward pass or fewer than ``frequency``. Collective.
+
+        It meets the reduction that a backward pass of another rank has begun. Where all ranks have run out of data, it
+        does nothing.
+        """
+        self._start_reduction()
+        wait_all(self._handles)
+        if self.buckets.joining is not None and self.buckets.joining.is_over:
+            self._handles = []
+            return
+        self._end_reduction()
+        self.synchronize()
 
     def look(self, batch: Any | None) -> None:
         """Set the batch of the next backward pass, which is compared with those of other ranks (``first_batches``)."""
-        self._buckets.first_batches.set_batch(batch)
+        self.buckets.first_batches.set_batch(batch)
 
     def remove(self) -> None:
         """Wait for the reductions under way, and remove the hooks from the module."""
@@ -83,7 +112,7 @@ class AsyncBackward:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-            reduced_in_backward.discard(self._buckets)
+            reduced_in_backward.discard(self.buckets)
             if (module := self._module()) is not None and self in _registered.get(module, []):
                 _registered[module].remove(self)
 
@@ -93,11 +122,11 @@ class AsyncBackward:
             check_dense(self.names[parameter], parameter)
             if self._pass_id != torch._C._current_graph_task_id():
                 self._begin_pass()
-            if self._passes + 1 < self.frequency:
+            if self.num_passes + 1 < self.frequency:
                 return
-            self._buckets.first_batches.add_gradient(parameter)
-            index = self._buckets.index_of[parameter]
-            bucket = self._buckets.all[index]
+            self.buckets.first_batches.add_gradient(parameter)
+            index = self.buckets.index_of[parameter]
+            bucket = self.buckets.all[index]
             if not bucket.publishes:
                 bucket.insert(parameter)
             self._num_ready[index] += 1
@@ -106,9 +135,11 @@ class AsyncBackward:
     def _begin_pass(self) -> None:
         """The first gradient of a backward pass is complete: check, and have autograd call ``_end_pass``."""
         self._check_order()
+        self.before_pass()
         self._check_parameters()
         wait_all(self._handles)  # none, unless the last pass broke off
-        self._handles, self._num_ready = [], [0] * len(self._buckets.all)
+        if self.num_passes + 1 == self.frequency:
+            self._start_reduction()
         self._pass_id = torch._C._current_graph_task_id()
         end = functools.partial(self._end_pass)  # autograd has it until the pass ends or breaks off
         self._end = weakref.ref(end)
@@ -134,13 +165,17 @@ class AsyncBackward:
         """RuntimeError if the module has other parameters than at its registration."""
         module = self._module()
         named = () if module is None else module.named_parameters()
-        unknown = [name for name, p in named if p.requires_grad and p not in self.names]
+        unknown = [
+            name
+            for name, p in named
+            if p.requires_grad and p not in self.names and (self._only is None or p in self._only)
+        ]
         if unknown:
             raise RuntimeError(
                 f"{', '.join(unknown)}: new or trainable only since register_async_backward, so that nobody would "
                 "average it; remove() the registration, and register again"
             )
-        if not all(bucket.fits(bucket.parameters) for bucket in self._buckets.all):
+        if not all(bucket.fits(bucket.parameters) for bucket in self.buckets.all):
             raise RuntimeError(
                 "parameters have another shape, dtype or device than at register_async_backward; remove() the "
                 "registration, and register again"
@@ -149,41 +184,59 @@ class AsyncBackward:
     def _end_pass(self) -> None:
         """All gradients of a pass are complete: launch the remaining buckets, and the reduction of the flags."""
         self._pass_id = -1
-        self._passes += 1
-        if self._passes < self.frequency:
-            return
-        flags = self._buckets.has_gradient_here()  # before the buckets give every parameter a gradient
+        self.num_passes += 1
+        if self.num_passes == self.frequency:
+            self._end_reduction()
+            self.on_reduction()
+
+    def _start_reduction(self) -> None:
+        """Nothing is launched yet but, where ranks may run out of data, the number of those that have some."""
+        self._num_launched, self._num_ready = 0, [0] * len(self.buckets.all)
+        self._handles = self.buckets.announce(self.op)
+
+    def _end_reduction(self) -> None:
+        """Launch the buckets that are not launched yet, and the reduction of the flags."""
+        flags = self.buckets.has_gradient_here()  # before the buckets give every parameter a gradient
         self._launch(only_ready=False)
-        self._has_gradient_anywhere = verbs.allreduce_async(flags, op="max", comm=self._buckets.comm)
+        self._has_gradient_anywhere = verbs.allreduce_async(flags, op="max", comm=self.buckets.comm)
 
     def _launch(self, *, only_ready: bool) -> None:
         """Launch the next buckets, in order; with ``only_ready`` up to the first incomplete one."""
-        for bucket in self._buckets.all[len(self._handles) :]:
-            if only_ready and self._num_ready[len(self._handles)] < len(bucket.parameters):
+        for bucket in self.buckets.all[self._num_launched :]:
+            if only_ready and self._num_ready[self._num_launched] < len(bucket.parameters):
                 return
-            self._handles.append(bucket.launch(self.op))
+            self._handles += bucket.launch(self.op)
+            self._num_launched += 1
 
 
 _registered: weakref.WeakKeyDictionary[torch.nn.Module, list[AsyncBackward]] = weakref.WeakKeyDictionary()
 
 
-def register_async_backward(module: torch.nn.Module, *, frequency: int = 1, average: bool = True) -> AsyncBackward:
+def register_async_backward(
+    module: torch.nn.Module, *, frequency: int = 1, average: bool = True, compression: Compression | None = None
+) -> AsyncBackward:
     """Reduce gradients while ``backward`` is still computing others.
 
     Every ``frequency``-th backward pass launches the allreduce of each bucket of gradients (each block, in a
     BlockSequential) when its gradients are complete; the passes between accumulate. ``p.grad`` becomes a view of a flat
     buffer that the next reduction overwrites: clone what you want to keep, save or send. Call ``synchronize()`` on the
     result after each ``backward()``, before the optimizer; ``remove()`` ends it. Every rank registers the same module
-    and runs the same number of backward passes. ValueError for parameters that are registered already, with this module
-    or another.
+    and runs the same number of backward passes. ``compression``: of what travels, as ``optim.compression.BF16()``.
+    ValueError for parameters that are registered already, with this module or another.
     """
-    return AsyncBackward(module, frequency=frequency, average=average)
+    return AsyncBackward(module, frequency=frequency, average=average, compression=compression)
+
+
+def registered_with(module: torch.nn.Module) -> AsyncBackward | None:
+    """The registration of a module."""
+    registrations = _registered.get(module, [])
+    return registrations[-1] if registrations else None
 
 
 def _remove_registrations_of_former_sessions() -> None:
     """Remove the registrations whose communicator ``mpi.stop`` has freed."""
     for registered in [each for several in _registered.values() for each in several]:
-        if registered._buckets.comm.is_free:
+        if registered.buckets.comm.is_free:
             registered.remove()
 
 

@@ -15,7 +15,7 @@ reduction of a byte per parameter finds out.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +23,11 @@ from torch import Tensor
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import config
 from torchmpi_py.core.communicators import Communicator
-from torchmpi_py.core.handles import Handle
+from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import gpus
 from torchmpi_py.memory.symmetric import find, symmetric_empty
+from torchmpi_py.nn.compression import Compression, Compressor
 from torchmpi_py.nn.first_batches import FirstBatches
 from torchmpi_py.nn.split_parameters import any_split, replicas_of, split_of
 
@@ -41,13 +42,22 @@ class Bucket:
     backward has left it, without a copy into the bucket.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], flat: Tensor, comm: Communicator) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        flat: Tensor,
+        comm: Communicator,
+        compression: Compression | None = None,
+    ) -> None:
         self.parameters = list(parameters)
         self.comm = comm
         self.flat = flat
         split = split_of(self.parameters[0])
         self.num_parts = 1 if split is None else split.comm.size
-        is_lone = len(self.parameters) == 1 and self.num_parts == 1
+        self.compressor: Compressor | None = None
+        if compression is not None and comm.size > 1:
+            self.compressor = compression.compressor(flat, [p.shape for p in parameters], comm)
+        is_lone = len(self.parameters) == 1 and self.num_parts == 1 and self.compressor is None
         self.publishes = is_lone and comm.num_nodes == 1 and find(flat) is not None
         parts = torch.split(self.flat, [p.numel() for p in parameters])
         self._views = {p: _shaped(part, p) for p, part in zip(parameters, parts, strict=True)}
@@ -75,13 +85,24 @@ class Bucket:
             return
         parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
 
-    def launch(self, op: str) -> Handle[Tensor]:
+    def launch(self, op: str) -> list[Handle[Any]]:
         """Start the reduction of all gradients of the bucket; those that are not in it are inserted now."""
-        return verbs.allreduce_async(self._input(op), out=self.flat, op=op, comm=self.comm)
+        x = self._input(op)
+        if self.compressor is not None:
+            return self.compressor.launch(op)
+        return [verbs.allreduce_async(x, out=self.flat, op=op, comm=self.comm)]
+
+    def finish(self, op: str) -> None:
+        """Once what was launched is done: the reduced gradients lie in the bucket. Collective."""
+        if self.compressor is not None:
+            self.compressor.finish(op)
 
     def reduce(self, op: str) -> None:
-        """Reduce all gradients of the bucket. Collective."""
-        verbs.allreduce(self._input(op), out=self.flat, op=op, comm=self.comm)
+        """Reduce all gradients of the bucket; ``finish`` is still to be called. Collective."""
+        if self.compressor is None:
+            verbs.allreduce(self._input(op), out=self.flat, op=op, comm=self.comm)
+        else:
+            wait_all(self.launch(op))
 
     def _input(self, op: str) -> Tensor:
         """The values to reduce, flat: the bucket itself, or the one gradient that is reduced into it."""
@@ -103,6 +124,39 @@ class Bucket:
         return self.flat
 
 
+class Joining:
+    """How many of P ranks still have data, counted in each reduction; the others bring zeros. See ``mpi.join``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.has_data = True  # on this rank
+        self.num_steps = 0  # with data here
+        self.counts = torch.zeros(2, dtype=torch.int64, device="cpu")  # of ranks with data; of those that want sums
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no rank has data any more."""
+        return not self.has_data and int(self.counts[0]) == 0
+
+    @property
+    def op(self) -> str:
+        """The reduction that the ranks with data have begun."""
+        return "sum" if self.counts[1] else "avg"
+
+    def counts_here(self, op: str) -> Tensor:
+        """This rank's, to be summed in place."""
+        self.num_steps += self.has_data
+        self.counts[0], self.counts[1] = self.has_data, self.has_data and op == "sum"
+        return self.counts
+
+    def weigh(self, op: str, reduced: Iterable[Tensor]) -> None:
+        """Make averages over P ranks those over the ranks that have data."""
+        num_present = int(self.counts[0])
+        if op == "avg" and 0 < num_present < self.size:
+            for flat in reduced:
+                flat *= self.size / num_present
+
+
 class Buckets:
     """The buckets of some parameters, in the order of their reduction. Making them is collective over ``comm``.
 
@@ -114,12 +168,15 @@ class Buckets:
         parameters: Sequence[torch.nn.Parameter],
         comm: Communicator,
         groups: Iterable[Sequence[torch.nn.Parameter]] = (),
+        compression: Compression | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.comm = comm
         self.first_batches = FirstBatches(comm, alike=any_split(parameters))
         runs = _runs(list(reversed(parameters)), groups, comm)
-        self.all = _made(runs, comm)
+        self.compression = compression
+        self.joining: Joining | None = None  # while ranks may run out of data one by one
+        self.all = _made(runs, comm, compression)
         self.index_of = {p: index for index, bucket in enumerate(self.all) for p in bucket.parameters}
 
     def fit(self, parameters: Sequence[torch.nn.Parameter], comm: Communicator) -> bool:
@@ -158,13 +215,35 @@ class Buckets:
                 parameter.grad = None
         self.first_batches.warn_of_equal(digests)
 
-    def reduce(self, op: str) -> None:
-        """Reduce all gradients, and drop those that no rank has. Collective."""
+    def announce(self, op: str) -> list[Handle[Any]]:
+        """Before a reduction: where ranks run out of data one by one, count those that have some. Collective."""
+        if self.joining is None:
+            return []
+        return [verbs.allreduce_async(self.joining.counts_here(op), comm=self.comm)]
+
+    def finish(self, op: str, has_gradient_anywhere: Tensor) -> None:
+        """Once what was launched is done: the buckets hold reduced gradients, none of them unused. Collective."""
+        for bucket in self.all:
+            bucket.finish(op)
+        if self.joining is not None:
+            self.joining.weigh(op, [bucket.flat for bucket in self.all])
+        self.drop_unused_gradients(has_gradient_anywhere)
+
+    def reduce(self, op: str = "avg") -> None:
+        """Reduce all gradients, and drop those that no rank has. Collective.
+
+        A rank that has run out of data takes the op of the others, and does nothing where all have.
+        """
         self.first_batches.add_gradients(self.parameters)
+        wait_all(self.announce(op))
+        if self.joining is not None and not self.joining.has_data:
+            if self.joining.is_over:
+                return
+            op = self.joining.op
         flags = self.has_gradient_here()  # before the buckets give every parameter a gradient
         for bucket in self.all:
             bucket.reduce(op)
-        self.drop_unused_gradients(verbs.allreduce(flags, op="max", comm=self.comm))
+        self.finish(op, verbs.allreduce(flags, op="max", comm=self.comm))
 
 
 def grouped(tensors: Iterable[T], key: Callable[[T], Hashable] = lambda x: None) -> Iterator[list[T]]:
@@ -202,13 +281,13 @@ def _runs(
     return sorted(runs, key=lambda run: max(position[p] for p in run))
 
 
-def _made(runs: list[list[torch.nn.Parameter]], comm: Communicator) -> list[Bucket]:
+def _made(runs: list[list[torch.nn.Parameter]], comm: Communicator, compression: Compression | None) -> list[Bucket]:
     """The buckets of these runs, in their order. Those with the same replicas share memory, symmetric among these."""
     runs_of: dict[Communicator, list[list[torch.nn.Parameter]]] = {}
     for run in runs:
         runs_of.setdefault(replicas_of(run[0], comm), []).append(run)
     made = {
-        run[0]: Bucket(run, flat, replicas)
+        run[0]: Bucket(run, flat, replicas, compression)
         for replicas, equal in runs_of.items()
         for run, flat in zip(equal, flat_memory(equal, replicas), strict=True)
     }

@@ -20,6 +20,7 @@ from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_tensor
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.buckets import Buckets, grouped
+from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.split_parameters import by_replicas
 
 _buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
@@ -75,9 +76,9 @@ def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None
     buckets_of(module).reduce("avg" if average else "sum")
 
 
-def average_gradients_of(module: torch.nn.Module, batch: Any | None) -> None:
+def average_gradients_of(module: torch.nn.Module, batch: Any | None, compression: Compression | None = None) -> None:
     """Like ``synchronize_gradients``; the batch is compared with those of other ranks (``first_batches``)."""
-    buckets = buckets_of(module)
+    buckets = buckets_of(module, compression)
     buckets.first_batches.set_batch(batch)
     buckets.reduce("avg")
 
@@ -92,9 +93,9 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
     check_replicas({**dict(module.named_parameters()), **buffers})
 
 
-def check_replicas(named: Mapping[str, Tensor]) -> None:
+def check_replicas(named: Mapping[str, Tensor], comm: Communicator | None = None) -> None:
     """RanksDisagree, on every rank, unless replicas hold the same bits. Collective."""
-    comm = resolve(None)
+    comm = resolve(comm)
     (_, everywhere), *groups = by_replicas(named, comm)
     if not groups:
         check_all_with_allreduce(everywhere, comm=comm)
@@ -106,14 +107,14 @@ def check_replicas(named: Mapping[str, Tensor]) -> None:
         raise RanksDisagree(f"not the same bits on all replicas: {told}")._of_call("check_with_allreduce", comm)
 
 
-def buckets_of(module: torch.nn.Module) -> Buckets:
+def buckets_of(module: torch.nn.Module, compression: Compression | None = None) -> Buckets:
     """The buckets of a module in ``synchronize_gradients``; collective where they have to be made."""
     named, comm = trainable(module), resolve(None)
     check_unregistered("synchronize_gradients", named)
     parameters = list(named.values())
     buckets = _buckets.get(module)
-    if buckets is None or not buckets.fit(parameters, comm):
-        buckets = _buckets[module] = Buckets(parameters, comm)
+    if buckets is None or buckets.compression is not compression or not buckets.fit(parameters, comm):
+        buckets = _buckets[module] = Buckets(parameters, comm, compression=compression)
     return buckets
 
 

@@ -1,0 +1,294 @@
+"""Compression of gradients on the wire: fewer bytes, at the price of digits.
+
+A compression is given to ``nn.register_async_backward``, ``optim.DistributedOptimizer`` or the engine, alike on all
+ranks, and reduces each bucket of floating-point gradients in its way; other buckets go as they are. The result is the
+same, bit for bit, on all ranks. With n elements of b bytes in a bucket and P ranks, in place of the 2 n b (P-1)/P bytes
+that an allreduce sends and receives on each rank:
+
+==============  ==========================  =============================================================
+``BF16()``      n x 2 bytes by allreduce    16 bits with the range of float32
+``FP16()``      n x 2 bytes by allreduce    16 bits, scaled into their range; float32 where they overflow
+``TopK(r)``     r n x (4 + b) x P bytes     the largest share r of each rank's elements, by allgather
+``RandomK(r)``  r n x b bytes by allreduce  a share r drawn anew in each step, the same on all ranks
+``PowerSGD(k)``  k (rows + columns) x b      matrices as products of rank k, by two allreduces
+==============  ==========================  =============================================================
+
+What TopK, RandomK and PowerSGD leave out is added to the next step's gradients (error feedback), so it is late, not
+lost. float16 and bfloat16 gradients go by BF16 and FP16 as they are. ``torch.distributed``'s own hooks compress for
+DistributedDataParallel, over the backend "torchmpi" too.
+
+Sources: Seide et al., 1-Bit SGD (2014), for error feedback; Stich et al., Sparsified SGD with memory (2018); Vogels et
+al., PowerSGD (2019).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives import verbs
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.handles import Handle
+
+_MOST_FLOAT16 = 65504.0
+_HEADROOM = 64.0  # a step's gradients may be so many times larger than the last step's before they overflow
+
+
+class Compressor:
+    """What a compression keeps for one bucket. ``flat``: the bucket; ``shapes``: of the gradients in it, in order.
+
+    ``launch`` starts what can be started; once its handles are done, ``finish`` puts the result into ``flat``. Both are
+    collective over ``comm``.
+    """
+
+    def __init__(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> None:
+        self.flat = flat
+        self.shapes = list(shapes)
+        self.comm = comm
+
+    def launch(self, op: str) -> list[Handle[Any]]:
+        """Start to reduce ``flat`` by ``op``, sum or avg."""
+        raise NotImplementedError
+
+    def finish(self, op: str) -> None:
+        """Put what was reduced into ``flat``."""
+        raise NotImplementedError
+
+
+class Compression:
+    """Base of the compressions: what makes the compressors of buckets."""
+
+    def compressor(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> Compressor | None:
+        """A compressor for a bucket; None for one that goes as it is."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({options})"
+
+
+class BF16(Compression):
+    """16 bits on the wire, 8 of them of precision, with the range of float32; sums accumulate in float32."""
+
+    def compressor(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> Compressor | None:
+        """For float32 and float64."""
+        return _BF16(flat, shapes, comm) if flat.dtype in (torch.float32, torch.float64) else None
+
+
+class _BF16(Compressor):
+    def __init__(self, *of_bucket: Any) -> None:
+        super().__init__(*of_bucket)
+        self.wire = torch.empty_like(self.flat, dtype=torch.bfloat16)
+
+    def launch(self, op: str) -> list[Handle[Any]]:
+        self.wire.copy_(self.flat)
+        return [verbs.allreduce_async(self.wire, op=op, comm=self.comm)]
+
+    def finish(self, op: str) -> None:
+        self.flat.copy_(self.wire)
+
+
+class FP16(Compression):
+    """16 bits on the wire, 11 of them of precision. Gradients are scaled, by a power of 2, into the range of float16.
+
+    The scale follows from the result of the step before. Where a result overflows all the same, the ranks reduce that
+    bucket again as it is.
+    """
+
+    def compressor(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> Compressor | None:
+        """For float32 and float64."""
+        return _FP16(flat, shapes, comm) if flat.dtype in (torch.float32, torch.float64) else None
+
+
+class _FP16(Compressor):
+    def __init__(self, *of_bucket: Any) -> None:
+        super().__init__(*of_bucket)
+        self.wire = torch.empty_like(self.flat, dtype=torch.float16)
+        self.scale = 1.0
+
+    def launch(self, op: str) -> list[Handle[Any]]:
+        torch.mul(self.flat, self.scale, out=self.wire)
+        return [verbs.allreduce_async(self.wire, op=op, comm=self.comm)]
+
+    def finish(self, op: str) -> None:
+        # The result is the same on all ranks, so all take the same way.
+        if math.isfinite(float(torch.linalg.vector_norm(self.wire, math.inf))):
+            self.flat.copy_(self.wire).mul_(1 / self.scale)
+        else:
+            verbs.allreduce(self.flat, op=op, comm=self.comm)
+        largest = float(torch.linalg.vector_norm(self.flat, math.inf))
+        if math.isfinite(largest) and largest > 0:
+            self.scale = 2.0 ** math.floor(math.log2(_MOST_FLOAT16 / _HEADROOM / largest))
+
+
+class TopK(Compression):
+    """The ``ratio`` of elements that are largest by amount, of each rank; the others wait for the next step."""
+
+    def __init__(self, ratio: float = 0.01) -> None:
+        self.ratio = _checked_ratio("TopK", ratio)
+
+    def compressor(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> Compressor | None:
+        """For buckets of floating-point numbers."""
+        return _TopK(self.ratio, flat, shapes, comm) if flat.is_floating_point() and flat.numel() else None
+
+
+class _Sparse(Compressor):
+    """What it leaves out of ``flat`` stays in ``left``, and is added in the next step."""
+
+    def __init__(self, ratio: float, *of_bucket: Any) -> None:
+        super().__init__(*of_bucket)
+        self.count = max(1, round(ratio * self.flat.numel()))
+        self.left = torch.zeros_like(self.flat)
+
+    def _take(self, indices: Tensor) -> Tensor:
+        """The elements at these indices; they are no longer left."""
+        taken = self.left[indices]
+        self.left[indices] = 0
+        return taken
+
+
+class _TopK(_Sparse):
+    def launch(self, op: str) -> list[Handle[Any]]:
+        self.left += self.flat
+        indices = torch.topk(self.left.abs(), self.count, sorted=False).indices
+        dtype = torch.int32 if self.flat.numel() < 2**31 else torch.int64
+        self.handles = [
+            verbs.allgather_async(indices.to(dtype), comm=self.comm),
+            verbs.allgather_async(self._take(indices), comm=self.comm),
+        ]
+        return self.handles
+
+    def finish(self, op: str) -> None:
+        indices, values = (handle.wait() for handle in self.handles)
+        self.flat.zero_()
+        # Rank by rank: a rank's indices differ from each other, so that the order of additions is the same everywhere.
+        for index, value in zip(indices.split(self.count), values.split(self.count), strict=True):
+            self.flat.index_add_(0, index, value)
+        if op == "avg":
+            self.flat /= self.comm.size
+
+
+class RandomK(Compression):
+    """A ``ratio`` of elements, drawn again in each step and the same on all ranks; the others wait for their turn."""
+
+    def __init__(self, ratio: float = 0.01, seed: int = 0) -> None:
+        self.ratio = _checked_ratio("RandomK", ratio)
+        self.seed = seed
+
+    def compressor(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> Compressor | None:
+        """For buckets of floating-point numbers."""
+        if not (flat.is_floating_point() and flat.numel()):
+            return None
+        return _RandomK(self.seed, self.ratio, flat, shapes, comm)
+
+
+class _RandomK(_Sparse):
+    def __init__(self, seed: int, *of_bucket: Any) -> None:
+        super().__init__(*of_bucket)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def launch(self, op: str) -> list[Handle[Any]]:
+        self.left += self.flat
+        drawn = torch.randperm(self.flat.numel(), generator=self.generator)[: self.count]
+        self.indices = drawn.to(self.flat.device)
+        self.wire = self._take(self.indices)
+        return [verbs.allreduce_async(self.wire, op=op, comm=self.comm)]
+
+    def finish(self, op: str) -> None:
+        self.flat.zero_()
+        self.flat[self.indices] = self.wire
+
+
+class PowerSGD(Compression):
+    """Each gradient of at least two dimensions as a product of two matrices of rank ``rank``, where that is smaller."""
+
+    def __init__(self, rank: int = 1, seed: int = 0) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"PowerSGD: rank={rank!r}: give a whole number, at least 1")
+        self.rank = rank
+        self.seed = seed
+
+    def compressor(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> Compressor | None:
+        """For buckets of float32 or float64 with such a gradient."""
+        if flat.dtype not in (torch.float32, torch.float64):
+            return None
+        made = _PowerSGD(self.rank, self.seed, flat, shapes, comm)
+        return made if made.matrices else None
+
+
+class _PowerSGD(Compressor):
+    """For a matrix M: P = M Q, averaged over the ranks and made orthogonal; Q = M^T P, averaged; M becomes P Q^T.
+
+    Q of a step is where the next one begins, so that P comes to span what the gradients have in common.
+    """
+
+    def __init__(self, rank: int, seed: int, *of_bucket: Any) -> None:
+        super().__init__(*of_bucket)
+        self.rank = rank
+        self.generator = torch.Generator().manual_seed(seed)
+        self.left = torch.zeros_like(self.flat)
+        self.matrices: list[Tensor] = []  # parts of the bucket
+        self.others: list[Tensor] = []  # parts that go as they are
+        self.left_of_others: list[Tensor] = []
+        counts = [shape.numel() for shape in self.shapes]
+        lefts = torch.split(self.left, counts)
+        for part, left, shape in zip(torch.split(self.flat, counts), lefts, self.shapes, strict=True):
+            rows = shape[0] if len(shape) > 1 else 0
+            if rows and rank * (rows + part.numel() // rows) < part.numel():
+                self.matrices.append(part.view(rows, -1))
+            else:
+                self.others.append(part)
+                self.left_of_others.append(left)
+        self.qs = self._drawn()
+
+    def _drawn(self) -> list[Tensor]:
+        shapes = [(matrix.shape[1], self.rank) for matrix in self.matrices]
+        return [torch.randn(shape, generator=self.generator).to(self.flat) for shape in shapes]
+
+    def launch(self, op: str) -> list[Handle[Any]]:
+        self.flat += self.left
+        self.left.copy_(self.flat)
+        products = [matrix @ q for matrix, q in zip(self.matrices, self.qs, strict=True)]
+        self.wire = torch.cat([x.reshape(-1) for x in (*products, *self.others)])
+        return [verbs.allreduce_async(self.wire, op="avg", comm=self.comm)]
+
+    def finish(self, op: str) -> None:
+        counts = [self.rank * matrix.shape[0] for matrix in self.matrices] + [part.numel() for part in self.others]
+        reduced = torch.split(self.wire, counts)
+        ps = [torch.linalg.qr(product.view(-1, self.rank)).Q for product in reduced[: len(self.matrices)]]
+        wire = torch.cat([(matrix.T @ p).reshape(-1) for matrix, p in zip(self.matrices, ps, strict=True)])
+        verbs.allreduce(wire, op="avg", comm=self.comm)
+        parts = torch.split(wire, [q.numel() for q in self.qs])
+        self.qs = [part.view_as(q) for part, q in zip(parts, self.qs, strict=True)]
+        for matrix, p, q in zip(self.matrices, ps, self.qs, strict=True):
+            torch.mm(p, q.T, out=matrix)
+        for part, average in zip(self.others, reduced[len(self.matrices) :], strict=True):
+            part.copy_(average)
+        self._keep_what_is_left(wire)
+        if op == "sum":
+            self.flat *= self.comm.size
+
+    def _keep_what_is_left(self, wire: Tensor) -> None:
+        """What the result lacks of this rank's gradients. A step that overflowed leaves nothing."""
+        self.left -= self.flat
+        for left in self.left_of_others:
+            left.zero_()
+        if not math.isfinite(float(torch.linalg.vector_norm(wire, math.inf))):  # the same on all ranks
+            self.left.zero_()
+            self.qs = self._drawn()
+
+
+def _checked_ratio(name: str, ratio: float) -> float:
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+        raise ValueError(f"{name}: ratio={ratio!r}: give a share of the elements, above 0 and at most 1")
+    return float(ratio)
+
+
+def check_compression(compression: object) -> None:
+    """TypeError unless it is a compression, or None."""
+    if compression is not None and not isinstance(compression, Compression):
+        raise TypeError(f"compression={compression!r}: give an object such as optim.compression.BF16(), or None")

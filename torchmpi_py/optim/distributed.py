@@ -1,0 +1,210 @@
+"""An optimizer whose gradients are averages over the ranks: one line for a script with a loop of its own.
+
+Gradients travel during the backward pass, in the buckets of ``nn.register_async_backward``, and ``backward()`` returns
+when they are there: what is read, clipped or unscaled between ``backward()`` and ``step()`` is the average. So
+``synchronize`` and ``skip_synchronize``, which scripts for Horovod have around clipping, have nothing left to do; a
+rank that had no backward pass, or fewer than the others, meets their reduction in ``step`` (or ``synchronize``).
+
+Source: Horovod's DistributedOptimizer (Sergeev and Del Balso, 2018) for the names; decision 021 for when it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives import verbs
+from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.nn.async_backward import AsyncBackward
+from torchmpi_py.nn.compression import Compression
+from torchmpi_py.nn.synchronize import check_replicas, trainable
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """``optimizer``, with gradients averaged over the ranks of ``comm`` (default: the current level).
+
+    Everything else is the optimizer's: ``param_groups``, ``state``, ``state_dict``, hooks, schedulers, GradScaler.
+    Every rank makes it alike, and calls ``step`` equally often (``mpi.join``, if some run out of data earlier).
+
+    optimizer: any torch optimizer of parameters of ``module``. Its type decides what an update is.
+    module: holds the parameters; those that are not in the optimizer are left alone.
+    backward_passes_per_step: gradients of so many passes are added up, and reduced in the last one.
+    compression: of what travels, such as ``optim.compression.BF16()``; None: as it is.
+    average: mean over the ranks; False: sum.
+
+    Making it, ``step`` and, with gradients that are not reduced yet, ``synchronize`` are collective. Parameters start
+    equal on all ranks (``nn.synchronize_parameters``), which the first step checks.
+
+    Raises on every rank: RanksDisagree where the ranks' parameters differ in name, shape or dtype, or by the first step
+    in value; ValueError where the optimizer has parameters that ``module`` has not, where another registration reduces
+    them already, or where backward_passes_per_step is no whole number above 0; TypeError for another compression.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        module: torch.nn.Module,
+        *,
+        backward_passes_per_step: int = 1,
+        compression: Compression | None = None,
+        average: bool = True,
+        comm: Communicator | None = None,
+    ) -> None:
+        # Not Optimizer.__init__: what it would make is the optimizer's own.
+        self.optimizer = optimizer
+        self.module = module
+        self.backward_passes_per_step = backward_passes_per_step
+        self.comm = resolve(comm)
+        self._options: dict[str, Any] = {"average": average, "compression": compression}
+        self._is_checked = False  # whether parameters have been compared
+        self._is_reduced = False  # whether p.grad are averages, which no step has used
+        self._is_in_closure = False
+        self._register()
+
+    def _register(self) -> None:
+        _check_parameters(self.optimizer, self.module, self.comm)
+        self.reduction = AsyncBackward(
+            self.module,
+            frequency=self.backward_passes_per_step,
+            comm=self.comm,
+            only={p for group in self.optimizer.param_groups for p in group["params"]},
+            **self._options,
+        )
+        self.reduction.before_pass = self._check_pass
+        self.reduction.on_reduction = self._wait
+
+    _step_supports_amp_scaling = False  # GradScaler unscales the averages, which have been read by then
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not made yet, or a copy in the making
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a DistributedOptimizer cannot be copied or pickled; keep its state_dict()")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters by the averages; first reduce what is not reduced yet. Collective.
+
+        closure: as torch's; a rank's loss becomes the mean over the ranks, so that line searches decide alike.
+        """
+        try:
+            if closure is not None:
+                return self.optimizer.step(lambda: self._evaluated(closure))
+            self.synchronize()
+            self.check_equal()
+            return self.optimizer.step()
+        finally:
+            self._is_reduced = False
+
+    def synchronize(self) -> None:
+        """Reduce gradients that are not reduced yet, as after no backward pass, or fewer than on other ranks."""
+        if not self._is_reduced:
+            self.reduction.reduce_now()
+            self._is_reduced = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Around ``step()``, after ``synchronize()`` and clipping, in scripts for Horovod. It changes nothing here."""
+        yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
+        if self.reduction.num_passes:
+            raise RuntimeError(
+                f"zero_grad() after {self.reduction.num_passes} of {self.backward_passes_per_step} backward passes of "
+                "a step would lose their gradients; call it after step()"
+            )
+        self._is_reduced = False
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, for parameters of the module, as when layers are unfrozen. Collective."""
+        self.optimizer.add_param_group(param_group)
+        self.remove()
+        self._is_checked = False
+        self._register()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: that of the optimizer, the same on every rank."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; every rank loads the same."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def remove(self) -> None:
+        """End the averaging: the optimizer alone goes on."""
+        self.reduction.remove()
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self.synchronize()
+        self.check_equal()
+        if isinstance(loss, Tensor):
+            return verbs.allreduce(loss.detach(), out=torch.empty_like(loss), op="avg", comm=self.comm)
+        return loss if loss is None else verbs.allreduce(float(loss), op="avg", comm=self.comm)
+
+    def _wait(self) -> None:
+        """At the end of the backward pass: gradients become averages."""
+        self.reduction.synchronize()
+        self._is_reduced = True
+
+    def _check_pass(self) -> None:
+        if self._is_reduced:
+            raise RuntimeError(
+                "backward() ran again before step(): it would add to gradients that are averages already. Accumulate "
+                "with backward_passes_per_step=..., or call zero_grad() first. Where a pass for another optimizer has "
+                "reached these parameters (as a GAN's), set requires_grad_(False) on them for that pass; activation "
+                "checkpointing needs checkpoint(..., use_reentrant=False)"
+            )
+
+    def check_equal(self) -> None:
+        """Once: RanksDisagree, on all ranks, unless all train the same. After a reduction, where all come."""
+        if not self._is_checked:
+            self._is_checked = True
+            check_replicas({name: p for p, name in self.reduction.names.items()}, self.comm)
+
+
+def _check_parameters(optimizer: Any, module: torch.nn.Module, comm: Communicator) -> None:
+    """ValueError or RanksDisagree, on all ranks, unless the optimizer's parameters are some of the module's."""
+    known = {p: name for name, p in module.named_parameters()}
+    names = [known.get(p) for group in optimizer.param_groups for p in group["params"]]
+    table = [(name, *_summary(p)) for name, p in trainable(module).items()]
+    stands: Sequence[tuple[int, list[Any], list[Any]]] = verbs.allgather_object(
+        (names.count(None), [name for name in names if name is not None], table), comm=comm
+    )
+    unknown = {rank: count for rank, (count, *_) in enumerate(stands) if count}
+    if unknown:
+        raise ValueError(
+            "the optimizer has parameters that the module has not: "
+            + ", ".join(f"{count} on rank {rank}" for rank, count in unknown.items())
+            + f" (it has {len(names)} on this one). Make it of this module's parameters, before the module is wrapped "
+            "or copied, as torch.optim.SGD(module.parameters(), ...)"
+        )
+    for rank, (_, *stand) in enumerate(stands):
+        for ours, theirs in zip(stands[0][1:], stand, strict=True):
+            if ours != theirs:
+                here, there = _first_difference(ours, theirs)
+                raise RanksDisagree(
+                    f"the ranks do not train the same parameters: rank 0 has {here}, rank {rank} has {there}"
+                )
+
+
+def _summary(p: Tensor) -> tuple[Any, ...]:
+    return tuple(p.shape), str(p.dtype), p.device.type
+
+
+def _first_difference(ours: list[Any], theirs: list[Any]) -> tuple[Any, Any]:
+    """The first entries that differ; "nothing more" past the end of the shorter list."""
+    ends = ["nothing more"] * abs(len(ours) - len(theirs))
+    ours, theirs = ours + ends[: len(theirs) - len(ours)], theirs + ends[: len(ours) - len(theirs)]
+    return next((x, y) for x, y in zip(ours, theirs, strict=False) if x != y)

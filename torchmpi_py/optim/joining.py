@@ -1,0 +1,102 @@
+"""Ranks that run out of data one by one: those that have none left take part in the reductions of the others.
+
+Each reduction of gradients begins with a count of the ranks that have data. A rank that has left its loop repeats:
+take part in the count; if any rank has data, bring zeros to its reduction; else leave. Averages are over the ranks that
+have data. At the end all ranks get parameters, buffers and optimizer state of a rank that came farthest.
+
+Source: the semantics of torch.distributed.algorithms.Join, which has no way for an optimizer over MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from torchmpi_py.collectives import verbs
+from torchmpi_py.nn.async_backward import AsyncBackward, registered_with
+from torchmpi_py.nn.buckets import Buckets, Joining
+from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
+from torchmpi_py.nn.split_parameters import any_split
+from torchmpi_py.nn.synchronize import buckets_of, fused
+from torchmpi_py.optim.distributed import DistributedOptimizer
+
+
+class _Reducer(Protocol):
+    """What reduces the gradients of a step: a registration, or the buckets of ``synchronize_gradients``."""
+
+    buckets: Buckets
+
+    def reduce_now(self) -> None:
+        """As a rank with data does, with the gradients that are there; nothing if no rank has data."""
+
+
+class _Synchronous:
+    def __init__(self, buckets: Buckets) -> None:
+        self.buckets = buckets
+
+    def reduce_now(self) -> None:
+        self.buckets.reduce()
+
+
+@contextmanager
+def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer) -> Iterator[None]:
+    """A training loop that some ranks leave earlier than others, for they have fewer batches. Collective.
+
+    ::
+
+        with mpi.join(optimizer):
+            for x, y in batches_of_this_rank:  # as many as there are, or none
+                optimizer.zero_grad()
+                criterion(network(x), y).backward()
+                optimizer.step()
+
+    module_or_optimizer: a DistributedOptimizer; or a module whose gradients ``register_async_backward`` or
+    ``synchronize_gradients`` reduces, once a step. Gradients are averages over the ranks that still have data (sums,
+    where sums are asked for). A rank that leaves the loop waits here until all have; then all get parameters, buffers
+    and the optimizer's state of the rank that made the most steps (the lowest such). An optimizer that join is not
+    given, and learning-rate schedules, stay as each rank has left them.
+
+    No other collective may be called in the loop (no SyncBatchNorm, no metrics over ranks, no closure for ``step``),
+    for ranks that have left do not call it. An error in the loop is raised as it is. TypeError for anything else,
+    ValueError for a module with split parameters.
+    """
+    optimizer = module_or_optimizer if isinstance(module_or_optimizer, DistributedOptimizer) else None
+    module: Any = module_or_optimizer if optimizer is None else optimizer.module
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"join: give a module or an optim.DistributedOptimizer, not a {type(module).__name__}")
+    reduction = _reduction_of(module) if optimizer is None else optimizer.reduction
+    buckets = reduction.buckets
+    if any_split(buckets.parameters):
+        raise ValueError("join: a parameter is split over ranks, which all have to compute with it in every step")
+    if optimizer is not None:
+        optimizer.check_equal()
+    joining = buckets.joining = Joining(buckets.comm.size)
+    try:
+        yield
+        _go_on_without_data(reduction, joining)
+    finally:
+        buckets.joining = None
+    steps = verbs.allgather_object(joining.num_steps, comm=buckets.comm)
+    root = steps.index(max(steps))
+    tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]
+    fused(tensors, lambda flat: verbs.broadcast(flat, root, comm=buckets.comm))
+    if optimizer is not None:
+        broadcast_optimizer_state(optimizer.optimizer, root, comm=buckets.comm)
+
+
+def _reduction_of(module: torch.nn.Module) -> _Reducer:
+    registration: AsyncBackward | None = registered_with(module)
+    return _Synchronous(buckets_of(module)) if registration is None else registration
+
+
+def _go_on_without_data(reduction: _Reducer, joining: Joining) -> None:
+    joining.has_data = False
+    while True:
+        for parameter in reduction.buckets.parameters:
+            parameter.grad = None
+        reduction.reduce_now()
+        if joining.is_over:
+            return
