@@ -47,6 +47,7 @@ class AsyncBackward:
         compression: Compression | None = None,
         comm: Communicator | None = None,
         only: Container[torch.nn.Parameter] | None = None,
+        buckets: Buckets | None = None,
     ) -> None:
         if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
             raise ValueError(f"frequency={frequency!r}: give a whole number of backward passes, at least 1")
@@ -57,7 +58,9 @@ class AsyncBackward:
         _remove_registrations_of_former_sessions()
         check_unregistered("register_async_backward", parameters)
         self.names = {p: name for name, p in parameters.items()}
-        self.buckets = Buckets(list(self.names), resolve(comm), _blocks(module), compression)
+        self.buckets = (
+            Buckets(list(self.names), resolve(comm), _blocks(module), compression) if buckets is None else buckets
+        )
         self.before_pass: Callable[[], None] = lambda: None  # called when a pass begins; may raise
         self.on_reduction: Callable[[], None] = lambda: None  # called at the end of a pass that reduces
         self._only = only

@@ -60,7 +60,7 @@ class Bucket:
         is_lone = len(self.parameters) == 1 and self.num_parts == 1 and self.compressor is None
         self.publishes = is_lone and comm.num_nodes == 1 and find(flat) is not None
         parts = torch.split(self.flat, [p.numel() for p in parameters])
-        self._views = {p: _shaped(part, p) for p, part in zip(parameters, parts, strict=True)}
+        self._views = {p: shaped(part, p) for p, part in zip(parameters, parts, strict=True)}
 
     def fits(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether these parameters have the shapes, dtype and device for which the bucket was made."""
@@ -173,11 +173,23 @@ class Buckets:
         self.parameters = list(parameters)
         self.comm = comm
         self.first_batches = FirstBatches(comm, alike=any_split(parameters))
-        runs = _runs(list(reversed(parameters)), groups, comm)
         self.compression = compression
         self.joining: Joining | None = None  # while ranks may run out of data one by one
-        self.all = _made(runs, comm, compression)
+        self.all = self.made(groups)
         self.index_of = {p: index for index, bucket in enumerate(self.all) for p in bucket.parameters}
+
+    def made(self, groups: Iterable[Sequence[torch.nn.Parameter]]) -> list[Bucket]:
+        """New buckets, in their order. Those with the same replicas share memory, symmetric among these."""
+        runs = runs_of(self.parameters, groups, lambda p: replicas_of(p, self.comm))
+        by_replicas: dict[Communicator, list[list[torch.nn.Parameter]]] = {}
+        for run in runs:
+            by_replicas.setdefault(replicas_of(run[0], self.comm), []).append(run)
+        made = {
+            run[0]: Bucket(run, flat, replicas, self.compression)
+            for replicas, equal in by_replicas.items()
+            for run, flat in zip(equal, flat_memory(equal, replicas), strict=True)
+        }
+        return [made[run[0]] for run in runs]
 
     def fit(self, parameters: Sequence[torch.nn.Parameter], comm: Communicator) -> bool:
         """Whether these buckets serve these parameters; if so they do from now on.
@@ -262,13 +274,17 @@ def grouped(tensors: Iterable[T], key: Callable[[T], Hashable] = lambda x: None)
     yield from (group for group in open_groups.values() if group)
 
 
-def _runs(
-    parameters: list[torch.nn.Parameter], groups: Iterable[Sequence[torch.nn.Parameter]], comm: Communicator
+def runs_of(
+    parameters: Sequence[torch.nn.Parameter],
+    groups: Iterable[Sequence[torch.nn.Parameter]],
+    key: Callable[[torch.nn.Parameter], Hashable],
 ) -> list[list[torch.nn.Parameter]]:
-    """The parameters of each bucket, ordered by the last one in each: a bucket is complete when that one is.
+    """The parameters of each bucket, from the last to the first, as backward comes to them.
 
-    Those of a bucket have the same replicas, and ``groups`` with split parameters do not count.
+    Buckets are ordered by the last one in each, with which they are complete. Those of a bucket have the same ``key``;
+    ``groups`` with split parameters do not count.
     """
+    parameters = list(reversed(parameters))
     runs: list[list[torch.nn.Parameter]] = []
     in_groups: set[torch.nn.Parameter] = set()
     for group in groups:
@@ -276,27 +292,20 @@ def _runs(
             runs.append([p for p in group if p not in in_groups])  # blocks may share parameters
             in_groups |= set(group)
     runs = [run for run in runs if run]
-    runs += grouped((p for p in parameters if p not in in_groups), lambda p: replicas_of(p, comm))
+    runs += grouped((p for p in parameters if p not in in_groups), key)
     position = {p: index for index, p in enumerate(parameters)}
     return sorted(runs, key=lambda run: max(position[p] for p in run))
 
 
-def _made(runs: list[list[torch.nn.Parameter]], comm: Communicator, compression: Compression | None) -> list[Bucket]:
-    """The buckets of these runs, in their order. Those with the same replicas share memory, symmetric among these."""
-    runs_of: dict[Communicator, list[list[torch.nn.Parameter]]] = {}
-    for run in runs:
-        runs_of.setdefault(replicas_of(run[0], comm), []).append(run)
-    made = {
-        run[0]: Bucket(run, flat, replicas, compression)
-        for replicas, equal in runs_of.items()
-        for run, flat in zip(equal, flat_memory(equal, replicas), strict=True)
-    }
-    return [made[run[0]] for run in runs]
+def flat_memory(
+    runs: list[list[torch.nn.Parameter]], comm: Communicator, counts: list[int] | None = None
+) -> list[Tensor]:
+    """A flat tensor of zeros for each run of parameters; on one device, all in one symmetric tensor, if possible.
 
-
-def flat_memory(runs: list[list[torch.nn.Parameter]], comm: Communicator) -> list[Tensor]:
-    """A flat tensor of zeros for each run of parameters; on one device, all in one symmetric tensor, if possible."""
-    counts = [sum(p.numel() for p in run) for run in runs]
+    counts: the elements of each; default: those of its parameters.
+    """
+    if counts is None:
+        counts = [sum(p.numel() for p in run) for run in runs]
     num_bytes = [
         -(-count * run[0].itemsize // _ALIGNMENT) * _ALIGNMENT for count, run in zip(counts, runs, strict=True)
     ]
@@ -312,7 +321,7 @@ def flat_memory(runs: list[list[torch.nn.Parameter]], comm: Communicator) -> lis
     return [torch.zeros(n, dtype=run[0].dtype, device=run[0].device) for n, run in zip(counts, runs, strict=True)]
 
 
-def _shaped(part: Tensor, parameter: torch.nn.Parameter) -> Tensor:
+def shaped(part: Tensor, parameter: torch.nn.Parameter) -> Tensor:
     """A part of flat memory in the shape of a parameter, and in its layout where that leaves no gaps."""
     plain = parameter.detach()
     is_dense = plain.numel() == 0 or torch.empty_like(plain).stride() == plain.stride()

@@ -1,0 +1,348 @@
+"""An optimizer whose state is divided among the ranks: each parameter, or slice of a bucket, is updated by one rank.
+
+1. Backward reduces each bucket of gradients to the owners of its parts, while other gradients are computed.
+2. ``step`` updates what this rank owns, bucket by bucket, with a plain torch optimizer, and
+3. brings the updated parameters to all ranks, while later buckets are updated.
+
+Data on the wire: as much as with plain averaging. State on each rank: 1/P of it. Sources: ``sharded_buckets``.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import math
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives import verbs
+from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.core.handles import Handle, wait_all
+from torchmpi_py.core.tensors import check_rank
+from torchmpi_py.nn.async_backward import AsyncBackward
+from torchmpi_py.nn.buckets import shaped
+from torchmpi_py.nn.split_parameters import any_split
+from torchmpi_py.nn.synchronize import check_replicas
+from torchmpi_py.optim.sharded_buckets import ShardedBucket, ShardedBuckets
+
+_ELEMENTWISE = {  # every element of a parameter is treated alike, whatever the others are
+    getattr(torch.optim, name)
+    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905
+}
+
+Placement = Literal["size", "round_robin", "hash"] | Callable[[int, torch.nn.Parameter], int]
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """``optimizer_class(parameters, **defaults)``, with its state divided among the ranks of ``comm``.
+
+    Gradients are averaged during the backward pass, so that plain loops stay as they are; ``p.grad`` is None after it,
+    for each rank has only what it owns: clip with ``clip_grad_norm_`` of this object. Parameters become views of flat
+    memory. Every rank makes the optimizer alike, and runs as many backward passes and calls ``step`` as often.
+
+    parameters: as torch's; parameters equal on all ranks, which the first step checks, not split, on one device.
+    optimizer_class: a class of torch optimizers without closures (not LBFGS).
+    placement: who updates what. "size": equal slices, where the class treats every element alike (SGD, Adam, AdamW and
+        others of torch.optim); with any other class whole parameters, the largest first to the rank with the least.
+        "round_robin", "hash" (of its number): whole parameters. A function of (number of the parameter, parameter):
+        the rank that owns it.
+    average: mean over the ranks; False: sum.
+    backward_passes_per_step: gradients of so many passes are added up, and reduced in the last one.
+
+    A parameter without a gradient counts as zero, where torch would leave it as it is. ``state_dict`` is that of the
+    plain optimizer, the same on every rank and for any number of ranks; it is collective. ``load_state_dict`` takes it.
+    ``param_groups`` hold what this rank updates; schedulers and GradScaler work with them.
+
+    Raises TypeError or ValueError for what is not as above, RanksDisagree by the first step where parameters differ.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        placement: Placement = "size",
+        comm: Communicator | None = None,
+        average: bool = True,
+        backward_passes_per_step: int = 1,
+        **defaults: Any,
+    ) -> None:
+        # Not Optimizer.__init__: what it would make is the optimizer's own.
+        if optimizer_class is torch.optim.LBFGS:
+            raise TypeError("ShardedOptimizer: LBFGS needs closures and all gradients; take optim.DistributedOptimizer")
+        self.comm = resolve(comm)
+        groups = _groups(parameters)
+        self._parameters = [p for group in groups for p in group["params"]]
+        _check_parameters(self._parameters)
+        self._groups = [group["params"] for group in groups]
+        group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
+        owner_of = _owners(self._parameters, placement, optimizer_class, self.comm.size)
+        trained = [p for p in self._parameters if p.requires_grad]
+        buckets = ShardedBuckets(trained, self.comm, group_of, owner_of)
+        self._buckets: list[ShardedBucket] = buckets.all  # type: ignore[assignment]
+        for index, group in enumerate(groups):
+            group["params"] = [shard for bucket in self._buckets if bucket.group == index for shard in bucket.shards]
+        # GradScaler wants a gradient on every rank; this one belongs to no bucket, so that no step updates it.
+        self._stand_in = torch.nn.Parameter(torch.zeros(1, device=self._parameters[0].device))
+        if not any(group["params"] for group in groups):
+            groups[0]["params"] = [self._stand_in]
+        self.optimizer = optimizer_class(groups, **defaults)
+        self._module = torch.nn.ParameterList(trained)
+        self.reduction = AsyncBackward(
+            self._module, frequency=backward_passes_per_step, average=average, comm=self.comm, buckets=buckets
+        )
+        self.reduction.before_pass = self._check_pass
+        self.reduction.on_reduction = self._wait
+        self._is_checked = False  # whether parameters have been compared
+        self._is_reduced = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not made yet
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a ShardedOptimizer cannot be copied or pickled; keep its state_dict()")
+
+    _step_supports_amp_scaling = False  # GradScaler unscales gradients before step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update what this rank owns, and bring the parameters to all ranks. Collective.
+
+        closure: evaluated once, before the update.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._is_reduced:
+            self.reduction.reduce_now()
+            self._share_overflow()
+        if not self._is_checked:
+            self._is_checked = True
+            check_replicas(dict(self._module.named_parameters()), self.comm)
+        handles: list[Handle[Any]] = []
+        for bucket in self._buckets:
+            if bucket.shards:
+                self._update(bucket)
+            handles += bucket.spread()
+        wait_all(handles)
+        self._is_reduced = False
+        return loss
+
+    def _update(self, bucket: ShardedBucket) -> None:
+        """The optimizer's step, for one bucket alone."""
+        groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [{**groups[bucket.group], "params": bucket.shards}]
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = groups
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm. Collective.
+
+        As ``torch.nn.utils.clip_grad_norm_``, between the backward pass and ``step``.
+        """
+        here = self._gradients_here()
+        norms = [torch.linalg.vector_norm(gradient, norm_type).double().cpu() for gradient in here]
+        local = (
+            torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.double)
+        )
+        if math.isinf(norm_type):
+            norm = verbs.allreduce(local, op="max", comm=self.comm)
+        else:
+            norm = verbs.allreduce(local**norm_type, comm=self.comm) ** (1 / norm_type)
+        factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        for gradient in here:
+            gradient *= factor
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
+        if self.reduction.num_passes:
+            raise RuntimeError(
+                f"zero_grad() after {self.reduction.num_passes} of {self.reduction.frequency} backward passes of a "
+                "step would lose their gradients; call it after step()"
+            )
+        self._is_reduced = False
+        for p in self._parameters:
+            p.grad = None
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """TypeError: state is divided when the optimizer is made."""
+        raise TypeError("a ShardedOptimizer takes no more parameters; make another one, with its state_dict()")
+
+    def remove(self) -> None:
+        """End the reductions."""
+        self.reduction.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the plain optimizer, on every rank. Collective."""
+        number_of = {p: number for number, p in enumerate(self._parameters)}
+        state: dict[int, dict[str, Any]] = {}
+        for bucket in self._buckets:
+            for p, entries in zip(bucket.parameters, self._states_of(bucket), strict=True):
+                if entries:
+                    state[number_of[p]] = entries
+        groups = [
+            {**group, "params": [number_of[p] for p in members]}
+            for group, members in zip(self.optimizer.param_groups, self._groups, strict=True)
+        ]
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def _states_of(self, bucket: ShardedBucket) -> list[dict[str, Any]]:
+        """The optimizer's state of each parameter of a bucket. Collective."""
+        if bucket.owner is not None:
+            here = [self.optimizer.state.get(p, {}) for p in bucket.parameters]
+            states: list[dict[str, Any]] = verbs.broadcast_object(here, bucket.owner, comm=self.comm)
+            return states
+        (shard,) = bucket.shards
+        states = [{} for _ in bucket.parameters]
+        for name, value in self.optimizer.state.get(shard, {}).items():
+            if isinstance(value, Tensor) and value.shape == shard.shape:
+                whole = bucket.split(verbs.allgather(value, comm=self.comm))
+                values: list[Any] = [shaped(x, p).clone() for x, p in zip(whole, bucket.parameters, strict=True)]
+            else:
+                values = [value.clone() if isinstance(value, Tensor) else value for _ in bucket.parameters]
+            for entries, of_parameter in zip(states, values, strict=True):
+                entries[name] = of_parameter
+        return states
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of a plain optimizer of these parameters, or of this class on any number of ranks."""
+        groups, members = state_dict["param_groups"], [len(group) for group in self._groups]
+        if [len(group["params"]) for group in groups] != members:
+            raise ValueError(
+                f"the state has groups of {[len(group['params']) for group in groups]} parameters, this optimizer of "
+                f"{members}"
+            )
+        number_of = dict(zip(self._parameters, (n for group in groups for n in group["params"]), strict=True))
+        state: dict[int, dict[str, Any]] = {}
+        shards = [shard for group in self.optimizer.param_groups for shard in group["params"]]
+        bucket_of = {shard: bucket for bucket in self._buckets for shard in bucket.shards}
+        for index, shard in enumerate(shards):
+            if shard is self._stand_in:
+                continue
+            bucket = bucket_of[shard]
+            saved = {p: state_dict["state"].get(number_of[p], {}) for p in bucket.parameters}
+            entries = _slice_of(bucket, list(saved.values())) if bucket.owner is None else saved[shard]
+            if entries:
+                state[index] = copy.deepcopy(entries)  # torch would share tensors with it
+        counts = iter(range(len(shards)))
+        own_groups = [
+            {**group, "params": [next(counts) for _ in own["params"]]}
+            for group, own in zip(groups, self.optimizer.param_groups, strict=True)
+        ]
+        self.optimizer.load_state_dict({"state": state, "param_groups": own_groups})
+
+    def _wait(self) -> None:
+        """At the end of the backward pass: each rank has the gradients that it owns."""
+        self.reduction.synchronize()
+        self._is_reduced = True
+        self._share_overflow()
+
+    def _gradients_here(self) -> list[Tensor]:
+        """The reduced gradients that this rank owns."""
+        gradients = [shard.grad for bucket in self._buckets for shard in bucket.shards]
+        return [x for x in gradients if x is not None and x.numel()]
+
+    def _share_overflow(self) -> None:
+        """Where a rank has a gradient that is not finite, all get one: GradScaler skips a step on all ranks or none."""
+        here = self._gradients_here()
+        is_finite = all(math.isfinite(float(torch.linalg.vector_norm(x, math.inf))) for x in here)
+        self._stand_in.grad = torch.zeros_like(self._stand_in)
+        if verbs.allreduce(int(is_finite), op="min", comm=self.comm) == 0 and is_finite:
+            (here[0] if here else self._stand_in.grad).view(-1)[:1] = math.nan
+
+    def _check_pass(self) -> None:
+        if self._is_reduced:
+            raise RuntimeError(
+                "backward() ran again before step(): accumulate with backward_passes_per_step=..., or call zero_grad() "
+                "first; activation checkpointing needs checkpoint(..., use_reentrant=False)"
+            )
+        if not all(bucket.is_in_place() for bucket in self._buckets):
+            raise RuntimeError(
+                "parameters have other memory than when the ShardedOptimizer was made, as after module.to(...): make "
+                "the optimizer after that"
+            )
+
+
+def _slice_of(bucket: ShardedBucket, saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """This rank's slice of the state of a bucket's parameters."""
+    entries: dict[str, Any] = {}
+    shard = bucket.shards[0]
+    names = [name for name in saved[0] if all(name in of_parameter for of_parameter in saved)]
+    for name in names:
+        values = [of_parameter[name] for of_parameter in saved]
+        if not all(
+            isinstance(x, Tensor) and x.shape == p.shape for x, p in zip(values, bucket.parameters, strict=True)
+        ):
+            entries[name] = values[0]
+            continue
+        whole = torch.zeros(bucket.values.numel(), dtype=values[0].dtype)
+        for part, p, value in zip(bucket.split(whole), bucket.parameters, values, strict=True):
+            shaped(part, p).copy_(value)
+        begin = bucket.comm.rank * shard.numel()
+        entries[name] = whole[begin : begin + shard.numel()].clone()
+    return entries
+
+
+def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """Groups of parameters, as torch's optimizers take them: copies."""
+    given = list(parameters)
+    groups = [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
+    for group in groups:
+        params = group["params"]
+        group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        group["params"] = [p[1] if isinstance(p, tuple) else p for p in group["params"]]  # named_parameters()
+    return groups
+
+
+def _check_parameters(parameters: list[Any]) -> None:
+    if not parameters:
+        raise ValueError("ShardedOptimizer: no parameters; give module.parameters()")
+    for number, p in enumerate(parameters):
+        if not isinstance(p, torch.nn.Parameter):
+            raise TypeError(f"ShardedOptimizer: parameter {number} is a {type(p).__name__}; give torch.nn.Parameters")
+    if len(set(parameters)) < len(parameters):
+        raise ValueError("ShardedOptimizer: a parameter is given twice")
+    if any_split(parameters):
+        raise ValueError("ShardedOptimizer: a parameter is split over ranks already; give these to another optimizer")
+
+
+def _owners(
+    parameters: list[torch.nn.Parameter], placement: Placement, optimizer_class: Any, size: int
+) -> dict[torch.nn.Parameter, int] | None:
+    """The owner of each parameter; None for slices."""
+    if placement == "size":
+        return None if optimizer_class in _ELEMENTWISE else _balanced(parameters, size)
+    if placement == "round_robin":
+        return {p: number % size for number, p in enumerate(parameters)}
+    if placement == "hash":
+        return {p: zlib.crc32(str(number).encode()) % size for number, p in enumerate(parameters)}
+    if callable(placement):
+        return {
+            p: check_rank("ShardedOptimizer", f"placement's owner of parameter {number}", placement(number, p), size)
+            for number, p in enumerate(parameters)
+        }
+    raise ValueError(f"placement={placement!r}: give 'size', 'round_robin', 'hash', or a function")
+
+
+def _balanced(parameters: list[torch.nn.Parameter], size: int) -> dict[torch.nn.Parameter, int]:
+    """The largest parameters first, each to the rank that has the fewest elements."""
+    ranks = [(0, rank) for rank in range(size)]
+    owners = {}
+    for p in sorted(parameters, key=lambda p: -p.numel()):
+        elements, rank = heapq.heappop(ranks)
+        owners[p] = rank
+        heapq.heappush(ranks, (elements + p.numel(), rank))
+    return owners

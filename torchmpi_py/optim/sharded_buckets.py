@@ -1,0 +1,142 @@
+"""Buckets of which each rank updates a part: gradients are reduced to the owner of each part, parameters come from it.
+
+A bucket holds parameters and their gradients in two flat tensors; ``p.data`` are views of the first. Its parts:
+
+- *slices*: P equal parts, whatever parameter they belong to. reduce_scatter gives a rank the gradients of its slice,
+  allgather brings the updated slices together: S (P-1)/P elements each way, as much as one allreduce. For optimizers
+  that treat every element alike.
+- *whole*: the bucket has one owner, which updates its parameters: reduce, then broadcast.
+
+Sources: PaddlePaddle's reduce, update, broadcast; Rajbhandari et al., ZeRO (2020), stage 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives import verbs
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.handles import Handle
+from torchmpi_py.nn.buckets import Bucket, Buckets, flat_memory, runs_of, shaped
+
+
+class ShardedBucket(Bucket):
+    """Parameters of one group of the optimizer, and their memory.
+
+    owner: the rank that updates all of it; None: each rank updates its slice. ``shards``: what this rank updates, with
+    gradients once a reduction is finished.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        memory: Tensor,
+        comm: Communicator,
+        group: int,
+        owner: int | None,
+    ) -> None:
+        self.values, gradients = memory.chunk(2)
+        num_elements = sum(p.numel() for p in parameters)
+        super().__init__(parameters, gradients[:num_elements], comm)
+        self.padded = gradients  # with zeros, so that there are P equal slices
+        self.publishes = False
+        self.group = group
+        self.owner = owner
+        self._filled: set[torch.nn.Parameter] = set()  # whose gradients are in the bucket
+        self.views = [shaped(part, p) for part, p in zip(self.split(self.values), parameters, strict=True)]
+        with torch.no_grad():
+            for p, view in zip(parameters, self.views, strict=True):
+                view.copy_(p)
+                p.data = view
+        self.shards: list[torch.nn.Parameter] = []
+        if owner is None:
+            size = memory.numel() // 2 // comm.size
+            own = self.values[comm.rank * size : (comm.rank + 1) * size]
+            self.shards = [torch.nn.Parameter(own)]
+            self.reduced = torch.empty_like(own)
+        elif owner == comm.rank:
+            self.shards = list(parameters)
+
+    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """The parts of the parameters, of a flat tensor of the bucket's values; padding is left out."""
+        counts = [p.numel() for p in self.parameters]
+        return torch.split(flat[: sum(counts)], counts)
+
+    def insert(self, parameter: torch.nn.Parameter) -> None:
+        """Move a gradient into the bucket; zero for None. ``p.grad`` becomes None: its owner alone will have it."""
+        if parameter in self._filled and parameter.grad is None:
+            return
+        view = self._views[parameter]
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            view.copy_(parameter.grad.detach())
+        parameter.grad = None
+        self._filled.add(parameter)
+
+    def launch(self, op: str) -> list[Handle[Any]]:
+        """Start the reduction of the gradients to their owners."""
+        for parameter in self.parameters:
+            self.insert(parameter)
+        if self.owner is None:
+            return [verbs.reduce_scatter_async(self.padded, out=self.reduced, op=op, comm=self.comm)]
+        return [verbs.reduce_async(self.flat, self.owner, op=op, comm=self.comm)]
+
+    def finish(self, op: str) -> None:
+        """Once that is done: ``shards`` have their gradients."""
+        self._filled.clear()
+        if self.owner is None:
+            self.shards[0].grad = self.reduced
+        else:
+            for shard in self.shards:
+                shard.grad = self._views[shard].detach()
+
+    def spread(self) -> list[Handle[Any]]:
+        """Start to bring the updated parameters to all ranks."""
+        for shard in self.shards:
+            shard.grad = None
+        if self.owner is None:
+            return [verbs.allgather_async(self.shards[0].detach(), out=self.values, comm=self.comm)]
+        return [verbs.broadcast_async(self.values, self.owner, comm=self.comm)]
+
+    def is_in_place(self) -> bool:
+        """Whether the parameters are still the bucket's memory."""
+        return all(p.data_ptr() == view.data_ptr() for p, view in zip(self.parameters, self.views, strict=True))
+
+
+class ShardedBuckets(Buckets):
+    """The buckets of a ShardedOptimizer. Making them is collective over ``comm``.
+
+    group_of: the optimizer's group of each parameter; owner_of: the owner of each; None in place of it: slices.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        comm: Communicator,
+        group_of: dict[torch.nn.Parameter, int],
+        owner_of: dict[torch.nn.Parameter, int] | None,
+    ) -> None:
+        self.group_of = group_of
+        self.owner_of = owner_of
+        super().__init__(parameters, comm)
+
+    def made(self, groups: Iterable[Sequence[torch.nn.Parameter]]) -> list[Bucket]:
+        """New buckets, each of one group of the optimizer and one owner."""
+        owners = self.owner_of or {}
+        runs = runs_of(self.parameters, groups, lambda p: (self.group_of[p], owners.get(p)))
+        padding = self.comm.size if self.owner_of is None else 1
+        counts = [-(-sum(p.numel() for p in run) // padding) * padding for run in runs]
+        memory = flat_memory(runs, self.comm, [2 * count for count in counts])
+        return [
+            ShardedBucket(run, flat, self.comm, self.group_of[run[0]], owners.get(run[0]))
+            for run, flat in zip(runs, memory, strict=True)
+        ]
+
+    def has_gradient_here(self) -> Tensor:
+        """Digests of the first batches alone: gradients have left their parameters by now; missing ones are zero."""
+        return self.first_batches.append_digests(torch.ones(len(self.parameters), dtype=torch.uint8, device="cpu"))
