@@ -74,6 +74,16 @@ def test_two_ranks_learn_the_digits():
 
 
 @needs_launcher
+@pytest.mark.parametrize(
+    "how", [["--compression", "powersgd"], ["--sharded", "--clip", 1.0]], ids=["joined", "sharded"]
+)
+def test_a_loop_of_ones_own(how):
+    """On 3 ranks, of which some have a batch more."""
+    output = run(TORCHMPIRUN, "-n", 3, EXAMPLES / "digits_own_loop.py", "--epochs", 3, *how)
+    assert float(re.search(r"accuracy ([\d.]+) %", output)[1]) > 85
+
+
+@needs_launcher
 def test_split_layers_train_as_one_process(tmp_path, alone):
     command = [TORCHMPIRUN, "-n", 4, EXAMPLES / "mnist_modelparallel.py", "--ranks-per-group", 2]
     output = run(*command, "--epochs", 3, "--save", tmp_path / "4.pt")
