@@ -228,6 +228,27 @@ def test_a_rank_without_a_backward_pass_and_a_layer_that_is_not_used(mpi, sharde
     assert torch.equal(before["unused"].weight, module["unused"].weight)
 
 
+def test_a_backward_pass_that_broke_off(mpi, sharded):
+    """What it left behind does not count in the next one, which uses another layer."""
+    module = torch.nn.ModuleDict({"first": torch.nn.Linear(3, 3), "second": torch.nn.Linear(3, 3)})
+    mpinn.synchronize_parameters(module)
+    before = copy.deepcopy(module)
+    ours = sharded(module.parameters(), torch.optim.SGD, lr=1.0)
+
+    def fail(gradient):
+        raise ZeroDivisionError
+
+    x = 2 * torch.ones(1, 3, requires_grad=True)
+    x.register_hook(fail)  # after the gradients of the layer
+    with pytest.raises(ZeroDivisionError):
+        module["first"](x).sum().backward()
+    ours.zero_grad()
+    module["second"](torch.ones(1, 3)).sum().backward()
+    ours.step()
+    assert torch.equal(module["first"].weight, before["first"].weight)
+    assert not torch.equal(module["second"].weight, before["second"].weight)
+
+
 def test_frozen_parameters_and_named_ones(mpi, sharded):
     module, alone = network(), network()
     for m in (module, alone):

@@ -11,7 +11,8 @@ those of the whole layer in one process; nothing has to be divided by P.
   ``load_state_dict`` takes it, and communicates nothing. So checkpoints do not depend on P. Where parameters stay on
   ranks (``keep_vars=True``, an optimizer's state), they are this rank's part.
 - ``nn.synchronize_parameters``, the reductions of gradients, and the engine leave each part to the ranks that hold it,
-  its replicas: with one group of ranks there are none, with several (data-parallel groups) one in each.
+  its replicas: with one group of ranks there are none, with several (data-parallel groups) one in each. Torch's
+  DistributedDataParallel does not know of parts: give it a process group of the replicas.
 - What runs between split layers has to be the same on every rank: dropout there needs the same seed.
 
 What carries activations between whole and split: ``parts``. Source: Krizhevsky, One weird trick (2014); Shoeybi et al.,

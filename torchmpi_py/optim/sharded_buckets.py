@@ -137,6 +137,12 @@ class ShardedBuckets(Buckets):
             for run, flat in zip(runs, memory, strict=True)
         ]
 
+    def announce(self, op: str) -> list[Handle[Any]]:
+        """Before a reduction: what a backward pass that broke off has left in the buckets does not count."""
+        for bucket in self.all:
+            bucket._filled.clear()  # type: ignore[attr-defined]
+        return super().announce(op)
+
     def has_gradient_here(self) -> Tensor:
         """Digests of the first batches alone: gradients have left their parameters by now; missing ones are zero."""
         return self.first_batches.append_digests(torch.ones(len(self.parameters), dtype=torch.uint8, device="cpu"))
