@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from torchmpi_py import errors
+from torchmpi_py import errors, optim
 from torchmpi_py import nn as mpinn
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
@@ -224,6 +224,15 @@ def test_ranks_with_other_seeds_share_what_is_whole(mpi):
     mpi.check_with_allreduce(split.bias, "bias")
 
 
+def test_assigned_states_stay_split(mpi):
+    layer = made(mpinn.ColumnParallelLinear, IN, OUT)
+    torch.manual_seed(5)
+    other = torch.nn.Linear(IN, OUT)
+    layer.load_state_dict(other.state_dict(), assign=True)
+    mpinn.synchronize_parameters(layer)
+    assert torch.equal(layer.to_linear().weight, other.weight)
+
+
 class Hybrid(torch.nn.Module):
     """Convolutions, then two linear layers; those split over ``comm``, if given."""
 
@@ -277,6 +286,40 @@ def test_a_hybrid_network_trains_as_in_one_process(mpi, ranks_per_group, reducti
         mpinn.check_with_allreduce(network)
         if registration is not None:
             registration.remove()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_counts_all_parts(mpi, norm_type):
+    network, plain = made(lambda: Hybrid(mpi.communicator())), Hybrid()
+    x, y = torch.randn(3, 1, 5, 5, generator=torch.Generator().manual_seed(1)), torch.tensor([1, 2, 3])
+    for m in (network, plain):
+        cross_entropy(m(x), y).backward()
+    mpinn.synchronize_gradients(network)
+    norm = mpinn.clip_grad_norm_(network.parameters(), 0.1, norm_type)
+    torch.testing.assert_close(norm.float(), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type))
+    torch.testing.assert_close(network.conv[0].weight.grad, plain.conv[0].weight.grad)
+    torch.testing.assert_close(network.head[2].bias.grad, plain.head[2].bias.grad)
+
+
+@pytest.mark.parametrize("how", ["synchronous", "optimizer"])
+def test_a_part_that_overflows_skips_the_step_on_all_ranks(mpi, how):
+    network = Hybrid(mpi.communicator())
+    before = copy.deepcopy(network.state_dict())
+    sgd = torch.optim.SGD(network.parameters(), 1.0)
+    optimizer = optim.DistributedOptimizer(sgd, network) if how == "optimizer" else sgd
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    loss = cross_entropy(network(torch.ones(2, 1, 5, 5)), torch.tensor([0, 1]))
+    if mpi.rank() == 0:
+        loss = loss + network.head[0].weight[0, 0] * float("inf")
+    scaler.scale(loss).backward()
+    if how == "synchronous":
+        mpinn.synchronize_gradients(network)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    if how == "optimizer":
+        optimizer.remove()
 
 
 def test_replicas_of_a_part_are_kept_equal(mpi):

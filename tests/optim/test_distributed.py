@@ -1,12 +1,15 @@
 """Loops of users with DistributedOptimizer: what P ranks get from their shares is what one process gets from all."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from torch.nn.functional import mse_loss
 
 from torchmpi_py import errors, optim
+from torchmpi_py import nn as mpinn
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -228,6 +231,47 @@ def test_two_networks(mpi, distributed):
             optimizers[0].step()
         results.append(torch.nn.ModuleList([first, second]))
     assert_close(*results)
+
+
+def test_it_goes_with_its_module(mpi):
+    module = network()
+    made = optim.DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.1), module)
+    weights = [weakref.ref(made), weakref.ref(module), weakref.ref(module[0].weight)]
+    other = network()
+    made = optim.ShardedOptimizer(other.parameters(), torch.optim.SGD)
+    weights += [weakref.ref(made), weakref.ref(other), weakref.ref(other[0].weight)]
+    del made, module, other
+    gc.collect()
+    assert [weight() for weight in weights] == [None] * 6
+
+
+def test_a_skipped_step_whose_gradients_the_module_drops(mpi, pair, distributed):
+    """``module.zero_grad()`` in place of the optimizer's, with a step between that GradScaler skips."""
+    module, _ = pair
+    ours = distributed(torch.optim.SGD(module.parameters(), 0.1), module)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        module.zero_grad()
+        scaler.scale(loss_here(mpi, module, step) * (float("inf") if step == 1 else 1)).backward()
+        scaler.step(ours)
+        scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+def test_blocks_of_which_some_are_not_optimized(mpi, distributed):
+    module = mpinn.BlockSequential(2, torch.nn.Linear(6, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    mpinn.synchronize_parameters(module)
+    ours = distributed(torch.optim.SGD(module[2].parameters(), 0.1), module)
+    loss_here(mpi, module, 0).backward()
+    ours.step()
+    mpinn.check_with_allreduce(module)
+
+
+def test_split_layers_of_unequal_parts(mpi, distributed):
+    module = mpinn.ColumnParallelLinear(6, 7)
+    ours = distributed(torch.optim.SGD(module.parameters(), 0.1), module)
+    module(torch.ones(2, 6)).sum().backward()
+    ours.step()
 
 
 def test_wrong_orders(mpi, pair, distributed):

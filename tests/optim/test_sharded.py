@@ -261,6 +261,54 @@ def test_frozen_parameters_and_named_ones(mpi, sharded):
     assert ours.state_dict()["state"].keys() == theirs.state_dict()["state"].keys()
 
 
+def test_a_state_that_lacks_some_parameters(mpi, sharded):
+    """As of a layer that was not used yet: it counts as zero; numbers of steps that differ cannot share a slice."""
+    module, alone = network(), network()
+    theirs = torch.optim.Adam(alone.parameters())
+    alone[4].requires_grad_(False)
+    trained(mpi, alone, theirs, range(2))
+    ours = sharded(module.parameters(), torch.optim.Adam)
+    ours.load_state_dict(theirs.state_dict())
+    state, expected = ours.state_dict()["state"], theirs.state_dict()["state"]
+    for number, entries in expected.items():
+        assert torch.equal(state[number]["exp_avg"], entries["exp_avg"])
+        assert state[number]["step"] == entries["step"] == 2
+    alone[4].requires_grad_(True)
+    trained(mpi, alone, theirs, range(2, 3))
+    with pytest.raises(ValueError, match=r"step is .*round_robin"):
+        ours.load_state_dict(theirs.state_dict())
+    apart = sharded(network().parameters(), torch.optim.Adam, placement="round_robin")
+    apart.load_state_dict(theirs.state_dict())
+    assert apart.state_dict()["state"][5]["step"] == 1
+
+
+class Counting(torch.optim.SGD):
+    """An SGD that keeps something in its groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_in_its_groups(mpi, sharded):
+    module = network()
+    ours = sharded(module.parameters(), Counting, lr=0.1, placement=lambda number, p: 0)
+    trained(mpi, module, ours, range(3), mpi.rank())
+    if mpi.rank() == 0:
+        assert ours.param_groups[0]["calls"] == 3 * len(ours._buckets)
+
+
+def test_a_layer_that_thaws_is_told_of(mpi, sharded):
+    module = network()
+    module[2].requires_grad_(False)
+    ours = sharded(module.parameters(), torch.optim.SGD)
+    module[2].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="parameter 2 has become trainable"):
+        loss_of(mpi, module, 0, mpi.rank()).backward()
+    ours.zero_grad()
+
+
 def test_bad_input(mpi, sharded):
     module = network()
     for parameters, error, message in (

@@ -3,6 +3,7 @@
 from torchmpi_py.nn import functional
 from torchmpi_py.nn.async_backward import AsyncBackward, register_async_backward
 from torchmpi_py.nn.block_sequential import Block, BlockSequential
+from torchmpi_py.nn.clipping import clip_grad_norm_
 from torchmpi_py.nn.parallel import (
     ColumnParallelLinear,
     ModelParallel,
@@ -28,6 +29,7 @@ __all__ = [
     "RowParallelLinear",
     "SyncBatchNorm",
     "check_with_allreduce",
+    "clip_grad_norm_",
     "functional",
     "parallel_cross_entropy",
     "register_async_backward",

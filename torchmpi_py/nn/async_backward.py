@@ -59,10 +59,12 @@ class AsyncBackward:
         check_unregistered("register_async_backward", parameters)
         self.names = {p: name for name, p in parameters.items()}
         self.buckets = (
-            Buckets(list(self.names), resolve(comm), _blocks(module), compression) if buckets is None else buckets
+            Buckets(list(self.names), resolve(comm), _blocks(module, self.names), compression)
+            if buckets is None
+            else buckets
         )
-        self.before_pass: Callable[[], None] = lambda: None  # called when a pass begins; may raise
-        self.on_reduction: Callable[[], None] = lambda: None  # called at the end of a pass that reduces
+        self._before_pass: Callable[[], Callable[[], None] | None] = lambda: None
+        self._on_reduction: Callable[[], Callable[[], None] | None] = lambda: None
         self._only = only
         self._lock = threading.Lock()
         self.num_passes = 0  # complete ones since the last reduction
@@ -76,6 +78,10 @@ class AsyncBackward:
         self._hooks = _hooked(self.names, weakref.WeakMethod(self._on_gradient))
         _registered.setdefault(module, []).append(self)
         reduced_in_backward.add(self.buckets)
+
+    def call_back(self, *, before_pass: Callable[[], None], on_reduction: Callable[[], None]) -> None:
+        """Have methods called, as long as their object lives: before a pass, and at the end of one that reduces."""
+        self._before_pass, self._on_reduction = weakref.WeakMethod(before_pass), weakref.WeakMethod(on_reduction)
 
     def synchronize(self) -> None:
         """Wait until the gradients of the last backward pass are reduced. Collective.
@@ -98,7 +104,7 @@ class AsyncBackward:
         self._start_reduction()
         wait_all(self._handles)
         if self.buckets.joining is not None and self.buckets.joining.is_over:
-            self._handles = []
+            self.num_passes, self._handles = 0, []
             return
         self._end_reduction()
         self.synchronize()
@@ -138,7 +144,8 @@ class AsyncBackward:
     def _begin_pass(self) -> None:
         """The first gradient of a backward pass is complete: check, and have autograd call ``_end_pass``."""
         self._check_order()
-        self.before_pass()
+        if (before_pass := self._before_pass()) is not None:
+            before_pass()
         self._check_parameters()
         wait_all(self._handles)  # none, unless the last pass broke off
         if self.num_passes + 1 == self.frequency:
@@ -190,7 +197,8 @@ class AsyncBackward:
         self.num_passes += 1
         if self.num_passes == self.frequency:
             self._end_reduction()
-            self.on_reduction()
+            if (on_reduction := self._on_reduction()) is not None:
+                on_reduction()
 
     def _start_reduction(self) -> None:
         """Nothing is launched yet but, where ranks may run out of data, the number of those that have some."""
@@ -258,10 +266,10 @@ def _hooked(
     return [p.register_post_accumulate_grad_hook(hook) for p in parameters]  # type: ignore[no-untyped-call]
 
 
-def _blocks(module: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
-    """The parameters of the blocks of all BlockSequentials inside that are trained as a whole."""
+def _blocks(module: torch.nn.Module, reduced: Container[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """The parameters of the blocks of all BlockSequentials inside that are reduced as a whole."""
     blocks = [block.parameters for m in module.modules() if isinstance(m, BlockSequential) for block in m.blocks]
-    return [parameters for parameters in blocks if parameters and all(p.requires_grad for p in parameters)]
+    return [parameters for parameters in blocks if parameters and all(p in reduced for p in parameters)]
 
 
 def _is_in_function_backward() -> bool:

@@ -85,6 +85,11 @@ class Bucket:
             return
         parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
 
+    def holds_gradient(self) -> bool:
+        """Whether the gradient of one of its parameters lies in it."""
+        held = ((p.grad, view) for p, view in self._views.items())
+        return any(gradient is not None and gradient.data_ptr() == view.data_ptr() for gradient, view in held)
+
     def launch(self, op: str) -> list[Handle[Any]]:
         """Start the reduction of all gradients of the bucket; those that are not in it are inserted now."""
         x = self._input(op)
@@ -227,6 +232,10 @@ class Buckets:
                 parameter.grad = None
         self.first_batches.warn_of_equal(digests)
 
+    def hold_gradients(self) -> bool:
+        """Whether a parameter's gradient lies in its bucket."""
+        return any(bucket.holds_gradient() for bucket in self.all)
+
     def announce(self, op: str) -> list[Handle[Any]]:
         """Before a reduction: where ranks run out of data one by one, count those that have some. Collective."""
         if self.joining is None:
@@ -237,9 +246,17 @@ class Buckets:
         """Once what was launched is done: the buckets hold reduced gradients, none of them unused. Collective."""
         for bucket in self.all:
             bucket.finish(op)
+        if any_split(self.parameters):
+            self._share_overflow()
         if self.joining is not None:
             self.joining.weigh(op, [bucket.flat for bucket in self.all])
         self.drop_unused_gradients(has_gradient_anywhere)
+
+    def _share_overflow(self) -> None:
+        """Where a rank's part of a gradient is not finite, all ranks get one that is not: GradScaler skips on all."""
+        is_finite = all(bool(bucket.flat.isfinite().all()) for bucket in self.all if bucket.num_parts > 1)
+        if verbs.allreduce(int(is_finite), op="min", comm=self.comm) == 0 and is_finite:
+            next(bucket.flat for bucket in self.all if bucket.flat.numel())[:1] = float("nan")
 
     def reduce(self, op: str = "avg") -> None:
         """Reduce all gradients, and drop those that no rank has. Collective.

@@ -14,8 +14,9 @@ that an allreduce sends and receives on each rank:
 ==============  ==========================  =============================================================
 
 What TopK, RandomK and PowerSGD leave out is added to the next step's gradients (error feedback), so it is late, not
-lost. float16 and bfloat16 gradients go by BF16 and FP16 as they are. ``torch.distributed``'s own hooks compress for
-DistributedDataParallel, over the backend "torchmpi" too.
+lost; where a GradScaler changes its scale, it is in the scale of its own step. float16 and bfloat16
+gradients go by BF16 and FP16 as they are. ``torch.distributed``'s own hooks compress for DistributedDataParallel, over
+the backend "torchmpi" too.
 
 Sources: Seide et al., 1-Bit SGD (2014), for error feedback; Stich et al., Sparsified SGD with memory (2018); Vogels et
 al., PowerSGD (2019).
@@ -116,7 +117,7 @@ class _FP16(Compressor):
 
     def finish(self, op: str) -> None:
         # The result is the same on all ranks, so all take the same way.
-        if math.isfinite(float(torch.linalg.vector_norm(self.wire, math.inf))):
+        if _is_finite(self.wire):
             self.flat.copy_(self.wire).mul_(1 / self.scale)
         else:
             verbs.allreduce(self.flat, op=op, comm=self.comm)
@@ -150,6 +151,11 @@ class _Sparse(Compressor):
         self.left[indices] = 0
         return taken
 
+    def _forget_overflow(self, result: Tensor) -> None:
+        """After a step whose result is not finite, on all ranks, no such element is left."""
+        if not _is_finite(result):
+            self.left.nan_to_num_(0.0, 0.0, 0.0)
+
 
 class _TopK(_Sparse):
     def launch(self, op: str) -> list[Handle[Any]]:
@@ -170,6 +176,7 @@ class _TopK(_Sparse):
             self.flat.index_add_(0, index, value)
         if op == "avg":
             self.flat /= self.comm.size
+        self._forget_overflow(self.flat)
 
 
 class RandomK(Compression):
@@ -195,12 +202,16 @@ class _RandomK(_Sparse):
         self.left += self.flat
         drawn = torch.randperm(self.flat.numel(), generator=self.generator)[: self.count]
         self.indices = drawn.to(self.flat.device)
-        self.wire = self._take(self.indices)
+        overflow = self.flat.new_zeros(1) if _is_finite(self.flat) else self.flat.new_full((1,), math.nan)
+        self.wire = torch.cat([self._take(self.indices), overflow])  # of all elements, drawn or not
         return [verbs.allreduce_async(self.wire, op=op, comm=self.comm)]
 
     def finish(self, op: str) -> None:
         self.flat.zero_()
-        self.flat[self.indices] = self.wire
+        self.flat[self.indices] = self.wire[:-1]
+        if not _is_finite(self.wire):
+            self.flat[0] = math.nan
+        self._forget_overflow(self.wire)
 
 
 class PowerSGD(Compression):
@@ -277,9 +288,13 @@ class _PowerSGD(Compressor):
         self.left -= self.flat
         for left in self.left_of_others:
             left.zero_()
-        if not math.isfinite(float(torch.linalg.vector_norm(wire, math.inf))):  # the same on all ranks
+        if not _is_finite(wire):  # the same on all ranks
             self.left.zero_()
             self.qs = self._drawn()
+
+
+def _is_finite(x: Tensor) -> bool:
+    return math.isfinite(float(torch.linalg.vector_norm(x, math.inf)))
 
 
 def _checked_ratio(name: str, ratio: float) -> float:

@@ -99,6 +99,7 @@ class _Missing:
 def _differing(optimizer: Any, comm: Communicator) -> list[int]:
     """The ranks with another state than rank 0. Collective; RanksDisagree if kinds or groups differ."""
     sizes = [len(group["params"]) for group in _groups(optimizer)]
+    _check_parts(optimizer, comm)
     content = repr([(name, _content(leaf)) for name, leaf in _entries(whole_state(optimizer), "")])
     digest = hashlib.blake2b(content.encode(), digest_size=16).digest()
     stands = verbs.allgather_object(_Stand(type(optimizer).__qualname__, sizes, digest), comm=comm)
@@ -106,6 +107,22 @@ def _differing(optimizer: Any, comm: Communicator) -> list[int]:
         named = "; ".join(f"rank {rank}: {stand.kind} of {stand.num_parameters}" for rank, stand in enumerate(stands))
         raise RanksDisagree(f"the ranks' optimizers differ in kind, or in the parameters of their groups: {named}")
     return [rank for rank, stand in enumerate(stands) if stand != stands[0]]
+
+
+def _check_parts(optimizer: Any, comm: Communicator) -> None:
+    """RanksDisagree, on all ranks, unless all hold parts of the same state, which they are about to gather."""
+    parameters = [p for group in _groups(optimizer) for p in group["params"]]
+    if not any_split(parameters):
+        return
+    state = getattr(optimizer, "state", {})
+    held = [(number, sorted(state.get(p, {}))) for number, p in enumerate(parameters) if split_of(p) is not None]
+    stands = verbs.allgather_object(held, comm=comm)
+    for rank, stand in enumerate(stands):
+        if stand != stands[0]:
+            raise RanksDisagree(
+                f"the ranks hold other states of split parameters: rank 0 {stands[0]}, rank {rank} {stand} (number of "
+                "the parameter, names of what is kept); load the whole state on every rank"
+            )
 
 
 def _entries(content: Any, name: str) -> Iterator[tuple[str, Any]]:

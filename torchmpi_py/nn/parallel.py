@@ -100,8 +100,10 @@ class SplitLayer(torch.nn.Module):
                 del parts[prefix + name]
                 strict = False  # not missing
                 continue
-            parts[prefix + name] = split.part_of(whole)
+            parts[prefix + name] = split.part_of(whole).clone()
         super()._load_from_state_dict(parts, prefix, local_metadata, strict, *lists)
+        for name, split in self._splits.items():
+            mark(getattr(self, name), split)  # load_state_dict(assign=True) makes other parameters
 
 
 class _SplitLinear(SplitLayer):
@@ -308,8 +310,8 @@ class ModelParallel(torch.nn.Sequential):
     its own rows of the result; rows may differ between ranks. Backward returns to each rank the gradients of its
     activations. Gradients inside are the *mean* over the k ranks' losses, so that averaging all gradients over all
     ranks (``synchronize_gradients``, ``register_async_backward``, the engine) gives those of the mean of all losses:
-    the user's loop stays that of data-parallel training. Both passes are collective over ``comm``. Parameters have the
-    names that they have in a Sequential of the plain layers.
+    the user's loop stays that of data-parallel training, but for ``nn.clip_grad_norm_`` in place of torch's. Both
+    passes are collective over ``comm``. Parameters have the names that they have in a Sequential of the plain layers.
 
     The layers treat samples one by one: BatchNorm inside would see k batches.
     Source: Krizhevsky, One weird trick (2014).

@@ -22,6 +22,7 @@ from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.compression import Compression
+from torchmpi_py.nn.split_parameters import split_of
 from torchmpi_py.nn.synchronize import check_replicas, trainable
 
 
@@ -37,8 +38,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     compression: of what travels, such as ``optim.compression.BF16()``; None: as it is.
     average: mean over the ranks; False: sum.
 
-    Making it, ``step`` and, with gradients that are not reduced yet, ``synchronize`` are collective. Parameters start
-    equal on all ranks (``nn.synchronize_parameters``), which the first step checks.
+    Networks with split layers: clip with ``nn.clip_grad_norm_``. ``remove()`` ends the averaging. Making it, ``step``
+    and, with gradients that are not reduced yet, ``synchronize`` are collective. Parameters start equal on all ranks
+    (``nn.synchronize_parameters``), which the first step checks.
 
     Raises on every rank: RanksDisagree where the ranks' parameters differ in name, shape or dtype, or by the first step
     in value; ValueError where the optimizer has parameters that ``module`` has not, where another registration reduces
@@ -75,8 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             only={p for group in self.optimizer.param_groups for p in group["params"]},
             **self._options,
         )
-        self.reduction.before_pass = self._check_pass
-        self.reduction.on_reduction = self._wait
+        self.reduction.call_back(before_pass=self._check_pass, on_reduction=self._wait)
 
     _step_supports_amp_scaling = False  # GradScaler unscales the averages, which have been read by then
 
@@ -142,7 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def remove(self) -> None:
-        """End the averaging: the optimizer alone goes on."""
+        """End the averaging; only ``optimizer``, which this one was made of, can go on."""
         self.reduction.remove()
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
@@ -159,10 +160,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_reduced = True
 
     def _check_pass(self) -> None:
-        if self._is_reduced:
+        if self._is_reduced and self.reduction.buckets.hold_gradients():
             raise RuntimeError(
                 "backward() ran again before step(): it would add to gradients that are averages already. Accumulate "
-                "with backward_passes_per_step=..., or call zero_grad() first. Where a pass for another optimizer has "
+                "with backward_passes_per_step=..., or zero_grad() of this optimizer. Where a pass for another has "
                 "reached these parameters (as a GAN's), set requires_grad_(False) on them for that pass; activation "
                 "checkpointing needs checkpoint(..., use_reentrant=False)"
             )
@@ -200,7 +201,8 @@ def _check_parameters(optimizer: Any, module: torch.nn.Module, comm: Communicato
 
 
 def _summary(p: Tensor) -> tuple[Any, ...]:
-    return tuple(p.shape), str(p.dtype), p.device.type
+    split = split_of(p)
+    return tuple(p.shape if split is None else split.whole_shape(p)), str(p.dtype), p.device.type
 
 
 def _first_difference(ours: list[Any], theirs: list[Any]) -> tuple[Any, Any]:

@@ -42,22 +42,24 @@ class _Synchronous:
 
 
 @contextmanager
-def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer) -> Iterator[None]:
+def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful: Any) -> Iterator[None]:
     """A training loop that some ranks leave earlier than others, for they have fewer batches. Collective.
 
     ::
 
-        with mpi.join(optimizer):
+        with mpi.join(optimizer, scheduler):
             for x, y in batches_of_this_rank:  # as many as there are, or none
                 optimizer.zero_grad()
                 criterion(network(x), y).backward()
                 optimizer.step()
+                scheduler.step()
 
     module_or_optimizer: a DistributedOptimizer; or a module whose gradients ``register_async_backward`` or
     ``synchronize_gradients`` reduces, once a step. Gradients are averages over the ranks that still have data (sums,
     where sums are asked for). A rank that leaves the loop waits here until all have; then all get parameters, buffers
-    and the optimizer's state of the rank that made the most steps (the lowest such). An optimizer that join is not
-    given, and learning-rate schedules, stay as each rank has left them.
+    and the optimizer's state of the rank that made the most steps (the lowest such). stateful: what else changes in a
+    step, and has to be equal afterwards: a scheduler, a GradScaler, with a module its optimizer. Each has
+    ``state_dict`` and ``load_state_dict``. Passes after the last whole step (``backward_passes_per_step``) are dropped.
 
     No other collective may be called in the loop (no SyncBatchNorm, no metrics over ranks, no closure for ``step``),
     for ranks that have left do not call it. An error in the loop is raised as it is. TypeError for anything else,
@@ -85,6 +87,10 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer) -> Iterato
     fused(tensors, lambda flat: verbs.broadcast(flat, root, comm=buckets.comm))
     if optimizer is not None:
         broadcast_optimizer_state(optimizer.optimizer, root, comm=buckets.comm)
+    for each in stateful:
+        state = verbs.broadcast_object(each.state_dict(), root, comm=buckets.comm)
+        if buckets.comm.rank != root:
+            each.load_state_dict(state)
 
 
 def _reduction_of(module: torch.nn.Module) -> _Reducer:

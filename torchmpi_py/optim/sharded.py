@@ -25,6 +25,7 @@ from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.core.tensors import check_rank
 from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.buckets import shaped
+from torchmpi_py.nn.clipping import combined, norm_of, scale_to
 from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.nn.synchronize import check_replicas
 from torchmpi_py.optim.sharded_buckets import ShardedBucket, ShardedBuckets
@@ -40,9 +41,11 @@ Placement = Literal["size", "round_robin", "hash"] | Callable[[int, torch.nn.Par
 class ShardedOptimizer(torch.optim.Optimizer):
     """``optimizer_class(parameters, **defaults)``, with its state divided among the ranks of ``comm``.
 
-    Gradients are averaged during the backward pass, so that plain loops stay as they are; ``p.grad`` is None after it,
-    for each rank has only what it owns: clip with ``clip_grad_norm_`` of this object. Parameters become views of flat
-    memory. Every rank makes the optimizer alike, and runs as many backward passes and calls ``step`` as often.
+    Gradients are averaged during the backward pass, so that plain loops stay as they are. Afterwards each rank has
+    those that it owns, and elsewhere ``p.grad`` is None: clip with ``clip_grad_norm_`` of this object, and drop them
+    with its ``zero_grad``. Parameters become views of flat memory, which ``torch.save`` would store whole: save clones.
+    The class's step hooks run once for each bucket. Every rank makes the optimizer alike, and runs as many backward
+    passes and calls ``step`` as often. ``remove()`` ends it.
 
     parameters: as torch's; parameters equal on all ranks, which the first step checks, not split, on one device.
     optimizer_class: a class of torch optimizers without closures (not LBFGS).
@@ -95,8 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.reduction = AsyncBackward(
             self._module, frequency=backward_passes_per_step, average=average, comm=self.comm, buckets=buckets
         )
-        self.reduction.before_pass = self._check_pass
-        self.reduction.on_reduction = self._wait
+        self.reduction.call_back(before_pass=self._check_pass, on_reduction=self._wait)
         self._is_checked = False  # whether parameters have been compared
         self._is_reduced = False
 
@@ -140,11 +142,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update(self, bucket: ShardedBucket) -> None:
         """The optimizer's step, for one bucket alone."""
         groups = self.optimizer.param_groups
-        self.optimizer.param_groups = [{**groups[bucket.group], "params": bucket.shards}]
+        group = {**groups[bucket.group], "params": bucket.shards}
+        self.optimizer.param_groups = [group]
         try:
             self.optimizer.step()
         finally:
             self.optimizer.param_groups = groups
+            del group["params"]
+            groups[bucket.group].update(group)  # some optimizers count there
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; returns the norm. Collective.
@@ -152,17 +157,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         As ``torch.nn.utils.clip_grad_norm_``, between the backward pass and ``step``.
         """
         here = self._gradients_here()
-        norms = [torch.linalg.vector_norm(gradient, norm_type).double().cpu() for gradient in here]
-        local = (
-            torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.double)
-        )
-        if math.isinf(norm_type):
-            norm = verbs.allreduce(local, op="max", comm=self.comm)
-        else:
-            norm = verbs.allreduce(local**norm_type, comm=self.comm) ** (1 / norm_type)
-        factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        for gradient in here:
-            gradient *= factor
+        norm = combined(norm_of(here, norm_type), norm_type, self.comm)
+        scale_to(norm, max_norm, here)
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -266,8 +262,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_pass(self) -> None:
         if self._is_reduced:
             raise RuntimeError(
-                "backward() ran again before step(): accumulate with backward_passes_per_step=..., or call zero_grad() "
-                "first; activation checkpointing needs checkpoint(..., use_reentrant=False)"
+                "backward() ran again before step(): accumulate with backward_passes_per_step=..., or drop the "
+                "gradients, as of a step that GradScaler skips, by zero_grad() of this optimizer; "
+                "activation checkpointing needs checkpoint(..., use_reentrant=False)"
+            )
+        trained = self.reduction.names
+        if late := [number for number, p in enumerate(self._parameters) if p.requires_grad and p not in trained]:
+            raise RuntimeError(
+                f"parameter {late[0]} has become trainable since the ShardedOptimizer was made, which would not update "
+                "it: make another one, with its state_dict()"
             )
         if not all(bucket.is_in_place() for bucket in self._buckets):
             raise RuntimeError(
@@ -280,17 +283,21 @@ def _slice_of(bucket: ShardedBucket, saved: list[dict[str, Any]]) -> dict[str, A
     """This rank's slice of the state of a bucket's parameters."""
     entries: dict[str, Any] = {}
     shard = bucket.shards[0]
-    names = [name for name in saved[0] if all(name in of_parameter for of_parameter in saved)]
-    for name in names:
-        values = [of_parameter[name] for of_parameter in saved]
-        if not all(
-            isinstance(x, Tensor) and x.shape == p.shape for x, p in zip(values, bucket.parameters, strict=True)
-        ):
-            entries[name] = values[0]
+    for name in dict.fromkeys(name for of_parameter in saved for name in of_parameter):
+        values = {p: entry[name] for p, entry in zip(bucket.parameters, saved, strict=True) if name in entry}
+        first = next(iter(values.values()))
+        if not all(isinstance(x, Tensor) and x.shape == p.shape for p, x in values.items()):
+            if others := [x for x in values.values() if x != first]:
+                raise ValueError(
+                    f"the state's {name} is {first} for one parameter and {others[0]} for another, which share a "
+                    "slice: take placement='round_robin', which keeps parameters apart"
+                )
+            entries[name] = first
             continue
-        whole = torch.zeros(bucket.values.numel(), dtype=values[0].dtype)
-        for part, p, value in zip(bucket.split(whole), bucket.parameters, values, strict=True):
-            shaped(part, p).copy_(value)
+        whole = torch.zeros(bucket.values.numel(), dtype=first.dtype)  # zero for a parameter that has no state yet
+        for part, p in zip(bucket.split(whole), bucket.parameters, strict=True):
+            if p in values:
+                shaped(part, p).copy_(values[p])
         begin = bucket.comm.rank * shard.numel()
         entries[name] = whole[begin : begin + shard.numel()].clone()
     return entries

@@ -134,6 +134,45 @@ def test_compressed_and_accumulated(mpi):
     optimizer.remove()
 
 
+def test_schedulers_and_scalers_end_alike(mpi):
+    counts = COUNTS["falling"]
+    module = network()
+    optimizer = optim.DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.1), module)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    with torchmpi_py.join(optimizer, schedule, scaler):
+        for step in range(counts[mpi.rank()]):
+            x, y = batch(mpi.rank(), step)
+            optimizer.zero_grad()
+            scaler.scale(mse_loss(module(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+    assert schedule.last_epoch == max(counts[: mpi.size()])
+    mpi.check_with_allreduce(scaler.get_scale())
+    mpi.check_with_allreduce(optimizer.param_groups[0]["lr"])
+    optimizer.remove()
+
+
+def test_passes_after_the_last_step_are_dropped(mpi):
+    module = torch.nn.Linear(6, 2)
+    mpinn.synchronize_parameters(module)
+    optimizer = optim.DistributedOptimizer(
+        torch.optim.SGD(module.parameters(), 0.1), module, backward_passes_per_step=2
+    )
+    for _ in range(2):
+        with torchmpi_py.join(optimizer):
+            optimizer.zero_grad()
+            for step in range(3):
+                x, y = batch(mpi.rank(), step)
+                mse_loss(module(x), y).backward()
+                if step == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    mpinn.check_with_allreduce(module)
+    optimizer.remove()
+
+
 def test_errors(mpi):
     with pytest.raises(TypeError, match="not a SGD"), torchmpi_py.join(stepped(network().parameters())):
         pass
