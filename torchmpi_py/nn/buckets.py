@@ -27,7 +27,7 @@ from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import gpus
 from torchmpi_py.memory.symmetric import find, symmetric_empty
-from torchmpi_py.nn.compression import Compression, Compressor
+from torchmpi_py.nn.compression import Compression, Compressor, is_finite
 from torchmpi_py.nn.first_batches import FirstBatches
 from torchmpi_py.nn.split_parameters import any_split, replicas_of, split_of
 
@@ -254,8 +254,8 @@ class Buckets:
 
     def _share_overflow(self) -> None:
         """Where a rank's part of a gradient is not finite, all ranks get one that is not: GradScaler skips on all."""
-        is_finite = all(bool(bucket.flat.isfinite().all()) for bucket in self.all if bucket.num_parts > 1)
-        if verbs.allreduce(int(is_finite), op="min", comm=self.comm) == 0 and is_finite:
+        is_finite_here = all(is_finite(bucket.flat) for bucket in self.all if bucket.num_parts > 1)
+        if verbs.allreduce(int(is_finite_here), op="min", comm=self.comm) == 0 and is_finite_here:
             next(bucket.flat for bucket in self.all if bucket.flat.numel())[:1] = float("nan")
 
     def reduce(self, op: str = "avg") -> None:

@@ -9,7 +9,7 @@ that an allreduce sends and receives on each rank:
 ``BF16()``      n x 2 bytes by allreduce    16 bits with the range of float32
 ``FP16()``      n x 2 bytes by allreduce    16 bits, scaled into their range; float32 where they overflow
 ``TopK(r)``     r n x (4 + b) x P bytes     the largest share r of each rank's elements, by allgather
-``RandomK(r)``  r n x b bytes by allreduce  a share r drawn anew in each step, the same on all ranks
+``RandomK(r)``  r n x b bytes by allreduce  a share r drawn in each step, the same on all ranks
 ``PowerSGD(k)``  k (rows + columns) x b      matrices as products of rank k, by two allreduces
 ==============  ==========================  =============================================================
 
@@ -117,7 +117,7 @@ class _FP16(Compressor):
 
     def finish(self, op: str) -> None:
         # The result is the same on all ranks, so all take the same way.
-        if _is_finite(self.wire):
+        if is_finite(self.wire):
             self.flat.copy_(self.wire).mul_(1 / self.scale)
         else:
             verbs.allreduce(self.flat, op=op, comm=self.comm)
@@ -153,7 +153,7 @@ class _Sparse(Compressor):
 
     def _forget_overflow(self, result: Tensor) -> None:
         """After a step whose result is not finite, on all ranks, no such element is left."""
-        if not _is_finite(result):
+        if not is_finite(result):
             self.left.nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -202,14 +202,14 @@ class _RandomK(_Sparse):
         self.left += self.flat
         drawn = torch.randperm(self.flat.numel(), generator=self.generator)[: self.count]
         self.indices = drawn.to(self.flat.device)
-        overflow = self.flat.new_zeros(1) if _is_finite(self.flat) else self.flat.new_full((1,), math.nan)
+        overflow = self.flat.new_zeros(1) if is_finite(self.flat) else self.flat.new_full((1,), math.nan)
         self.wire = torch.cat([self._take(self.indices), overflow])  # of all elements, drawn or not
         return [verbs.allreduce_async(self.wire, op=op, comm=self.comm)]
 
     def finish(self, op: str) -> None:
         self.flat.zero_()
         self.flat[self.indices] = self.wire[:-1]
-        if not _is_finite(self.wire):
+        if not is_finite(self.wire):
             self.flat[0] = math.nan
         self._forget_overflow(self.wire)
 
@@ -288,12 +288,13 @@ class _PowerSGD(Compressor):
         self.left -= self.flat
         for left in self.left_of_others:
             left.zero_()
-        if not _is_finite(wire):  # the same on all ranks
+        if not is_finite(wire):  # the same on all ranks
             self.left.zero_()
             self.qs = self._drawn()
 
 
-def _is_finite(x: Tensor) -> bool:
+def is_finite(x: Tensor) -> bool:
+    """Whether all elements are, at the price of one reading."""
     return math.isfinite(float(torch.linalg.vector_norm(x, math.inf)))
 
 

@@ -75,6 +75,10 @@ class SplitLayer(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark()
+
+    def _mark(self) -> None:
+        """Say of the parameters how they are split: copies do not know."""
         for name, split in self._splits.items():
             mark(getattr(self, name), split)
 
@@ -102,8 +106,7 @@ class SplitLayer(torch.nn.Module):
                 continue
             parts[prefix + name] = split.part_of(whole).clone()
         super()._load_from_state_dict(parts, prefix, local_metadata, strict, *lists)
-        for name, split in self._splits.items():
-            mark(getattr(self, name), split)  # load_state_dict(assign=True) makes other parameters
+        self._mark()  # load_state_dict(assign=True) makes other parameters
 
 
 class _SplitLinear(SplitLayer):

@@ -103,8 +103,8 @@ def check_replicas(named: Mapping[str, Tensor], comm: Communicator | None = None
     found = [everywhere and differing(everywhere, comm), *(differing(parts, replicas) for replicas, parts in groups)]
     names = allgather_object(sorted({name for each in found for name in each}), comm=comm)
     if any(names):
-        told = "; ".join(f"{', '.join(own)} (seen by rank {rank})" for rank, own in enumerate(names) if own)
-        raise RanksDisagree(f"not the same bits on all replicas: {told}")._of_call("check_with_allreduce", comm)
+        lists = "; ".join(f"{', '.join(own)} (seen by rank {rank})" for rank, own in enumerate(names) if own)
+        raise RanksDisagree(f"not the same bits on all replicas: {lists}")._of_call("check_with_allreduce", comm)
 
 
 def buckets_of(module: torch.nn.Module, compression: Compression | None = None) -> Buckets:

@@ -23,10 +23,11 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.split_parameters import split_of
-from torchmpi_py.nn.synchronize import check_replicas, trainable
+from torchmpi_py.nn.synchronize import trainable
+from torchmpi_py.optim.wrapper import OptimizerWrapper
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(OptimizerWrapper):
     """``optimizer``, with gradients averaged over the ranks of ``comm`` (default: the current level).
 
     Everything else is the optimizer's: ``param_groups``, ``state``, ``state_dict``, hooks, schedulers, GradScaler.
@@ -57,15 +58,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         average: bool = True,
         comm: Communicator | None = None,
     ) -> None:
-        # Not Optimizer.__init__: what it would make is the optimizer's own.
+        super().__init__()
         self.optimizer = optimizer
         self.module = module
         self.backward_passes_per_step = backward_passes_per_step
         self.comm = resolve(comm)
         self._options: dict[str, Any] = {"average": average, "compression": compression}
-        self._is_checked = False  # whether parameters have been compared
-        self._is_reduced = False  # whether p.grad are averages, which no step has used
-        self._is_in_closure = False
         self._register()
 
     def _register(self) -> None:
@@ -78,19 +76,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             **self._options,
         )
         self.reduction.call_back(before_pass=self._check_pass, on_reduction=self._wait)
-
-    _step_supports_amp_scaling = False  # GradScaler unscales the averages, which have been read by then
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not made yet, or a copy in the making
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"DistributedOptimizer({self.optimizer!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a DistributedOptimizer cannot be copied or pickled; keep its state_dict()")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters by the averages; first reduce what is not reduced yet. Collective.
@@ -117,16 +102,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Around ``step()``, after ``synchronize()`` and clipping, in scripts for Horovod. It changes nothing here."""
         yield
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
-        if self.reduction.num_passes:
-            raise RuntimeError(
-                f"zero_grad() after {self.reduction.num_passes} of {self.backward_passes_per_step} backward passes of "
-                "a step would lose their gradients; call it after step()"
-            )
-        self._is_reduced = False
-        self.optimizer.zero_grad(set_to_none)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, for parameters of the module, as when layers are unfrozen. Collective."""
         self.optimizer.add_param_group(param_group)
@@ -141,10 +116,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; every rank loads the same."""
         self.optimizer.load_state_dict(state_dict)
-
-    def remove(self) -> None:
-        """End the averaging; only ``optimizer``, which this one was made of, can go on."""
-        self.reduction.remove()
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
@@ -167,12 +138,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "reached these parameters (as a GAN's), set requires_grad_(False) on them for that pass; activation "
                 "checkpointing needs checkpoint(..., use_reentrant=False)"
             )
-
-    def check_equal(self) -> None:
-        """Once: RanksDisagree, on all ranks, unless all train the same. After a reduction, where all come."""
-        if not self._is_checked:
-            self._is_checked = True
-            check_replicas({name: p for p, name in self.reduction.names.items()}, self.comm)
 
 
 def _check_parameters(optimizer: Any, module: torch.nn.Module, comm: Communicator) -> None:

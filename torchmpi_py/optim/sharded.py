@@ -26,9 +26,10 @@ from torchmpi_py.core.tensors import check_rank
 from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.buckets import shaped
 from torchmpi_py.nn.clipping import combined, norm_of, scale_to
+from torchmpi_py.nn.compression import is_finite
 from torchmpi_py.nn.split_parameters import any_split
-from torchmpi_py.nn.synchronize import check_replicas
 from torchmpi_py.optim.sharded_buckets import ShardedBucket, ShardedBuckets
+from torchmpi_py.optim.wrapper import OptimizerWrapper
 
 _ELEMENTWISE = {  # every element of a parameter is treated alike, whatever the others are
     getattr(torch.optim, name)
@@ -38,7 +39,7 @@ _ELEMENTWISE = {  # every element of a parameter is treated alike, whatever the 
 Placement = Literal["size", "round_robin", "hash"] | Callable[[int, torch.nn.Parameter], int]
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(OptimizerWrapper):
     """``optimizer_class(parameters, **defaults)``, with its state divided among the ranks of ``comm``.
 
     Gradients are averaged during the backward pass, so that plain loops stay as they are. Afterwards each rank has
@@ -74,7 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: int = 1,
         **defaults: Any,
     ) -> None:
-        # Not Optimizer.__init__: what it would make is the optimizer's own.
+        super().__init__()
         if optimizer_class is torch.optim.LBFGS:
             raise TypeError("ShardedOptimizer: LBFGS needs closures and all gradients; take optim.DistributedOptimizer")
         self.comm = resolve(comm)
@@ -99,21 +100,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._module, frequency=backward_passes_per_step, average=average, comm=self.comm, buckets=buckets
         )
         self.reduction.call_back(before_pass=self._check_pass, on_reduction=self._wait)
-        self._is_checked = False  # whether parameters have been compared
-        self._is_reduced = False
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not made yet
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"ShardedOptimizer({self.optimizer!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a ShardedOptimizer cannot be copied or pickled; keep its state_dict()")
-
-    _step_supports_amp_scaling = False  # GradScaler unscales gradients before step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update what this rank owns, and bring the parameters to all ranks. Collective.
@@ -127,9 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self._is_reduced:
             self.reduction.reduce_now()
             self._share_overflow()
-        if not self._is_checked:
-            self._is_checked = True
-            check_replicas(dict(self._module.named_parameters()), self.comm)
+        self.check_equal()
         handles: list[Handle[Any]] = []
         for bucket in self._buckets:
             if bucket.shards:
@@ -163,23 +147,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
-        if self.reduction.num_passes:
-            raise RuntimeError(
-                f"zero_grad() after {self.reduction.num_passes} of {self.reduction.frequency} backward passes of a "
-                "step would lose their gradients; call it after step()"
-            )
-        self._is_reduced = False
+        super().zero_grad(set_to_none)
         for p in self._parameters:
             p.grad = None
-        self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """TypeError: state is divided when the optimizer is made."""
         raise TypeError("a ShardedOptimizer takes no more parameters; make another one, with its state_dict()")
-
-    def remove(self) -> None:
-        """End the reductions."""
-        self.reduction.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """That of the plain optimizer, on every rank. Collective."""
@@ -254,9 +228,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _share_overflow(self) -> None:
         """Where a rank has a gradient that is not finite, all get one: GradScaler skips a step on all ranks or none."""
         here = self._gradients_here()
-        is_finite = all(math.isfinite(float(torch.linalg.vector_norm(x, math.inf))) for x in here)
+        is_finite_here = all(is_finite(x) for x in here)
         self._stand_in.grad = torch.zeros_like(self._stand_in)
-        if verbs.allreduce(int(is_finite), op="min", comm=self.comm) == 0 and is_finite:
+        if verbs.allreduce(int(is_finite_here), op="min", comm=self.comm) == 0 and is_finite_here:
             (here[0] if here else self._stand_in.grad).view(-1)[:1] = math.nan
 
     def _check_pass(self) -> None:

@@ -1,0 +1,56 @@
+"""What optimizers that reduce gradients have in common: they pass for the torch optimizer that they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.nn.async_backward import AsyncBackward
+from torchmpi_py.nn.synchronize import check_replicas
+
+
+class OptimizerWrapper(torch.optim.Optimizer):
+    """An optimizer around ``optimizer``, whose attributes are its own; gradients are reduced when backward returns."""
+
+    optimizer: torch.optim.Optimizer
+    reduction: AsyncBackward
+    comm: Communicator
+    _step_supports_amp_scaling = False  # GradScaler unscales reduced gradients, which have been read by then
+
+    def __init__(self) -> None:
+        # Not Optimizer.__init__: what it would make is the optimizer's own.
+        self._is_checked = False  # whether parameters have been compared
+        self._is_reduced = False  # whether there are reduced gradients, which no step has used
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not made yet, or a copy in the making
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; keep its state_dict()")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
+        if self.reduction.num_passes:
+            raise RuntimeError(
+                f"zero_grad() after {self.reduction.num_passes} of {self.reduction.frequency} backward passes of a "
+                "step would lose their gradients; call it after step()"
+            )
+        self._is_reduced = False
+        self.optimizer.zero_grad(set_to_none)
+
+    def check_equal(self) -> None:
+        """Once: RanksDisagree, on all ranks, unless all train the same. After a reduction, where all come."""
+        if not self._is_checked:
+            self._is_checked = True
+            check_replicas({name: p for p, name in self.reduction.names.items()}, self.comm)
+
+    def remove(self) -> None:
+        """End the reductions; only a plain optimizer can go on."""
+        self.reduction.remove()
