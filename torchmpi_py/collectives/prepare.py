@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.collectives import numbers
+from torchmpi_py.collectives.arrays import ArrayCall
 from torchmpi_py.collectives.flavour import Gathering, Sizes
 from torchmpi_py.collectives.numbers import Number
 from torchmpi_py.collectives.operation import Operation
@@ -63,17 +64,27 @@ R = TypeVar("R")
 
 
 def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, R], Callable[P, Handle[R]]]:
-    """(blocking, asynchronous) form of the verb that ``prepare`` prepares."""
+    """(blocking, asynchronous) form of the verb that ``prepare`` prepares. An ``x`` may be an array, an ``obj`` is not.
+
+    Tensors take the short way: every call of a verb passes here.
+    """
+    name = prepare.__name__.lstrip("_")
+    takes_arrays = "x" in inspect.signature(prepare).parameters
 
     @functools.wraps(prepare)
     def blocking(*args: P.args, **kwargs: P.kwargs) -> R:
-        return prepare(*args, **kwargs).run()
+        if not takes_arrays or (args and isinstance(args[0], Tensor)):
+            return prepare(*args, **kwargs).run()
+        call = ArrayCall(name, args, kwargs)
+        return call.result(prepare(*call.args, **call.kwargs).run())  # type: ignore[no-any-return]
 
     @functools.wraps(prepare)
     def asynchronous(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:
-        return prepare(*args, **kwargs).launch()
+        if not takes_arrays or (args and isinstance(args[0], Tensor)):
+            return prepare(*args, **kwargs).launch()
+        call = ArrayCall(name, args, kwargs)
+        return call.handle(prepare(*call.args, **call.kwargs).launch())
 
-    name = prepare.__name__.lstrip("_")
     result = str(inspect.signature(prepare).return_annotation).removeprefix("Operation[").removesuffix("]")
     compiling.leave_alone(blocking, asynchronous)
     _present(blocking, prepare, name, result, _OF_BLOCKING)
@@ -127,7 +138,7 @@ def gather_operation(
     comm: Communicator,
     flavour: str | None,
     x: Tensor,
-    out: Tensor | None,
+    out: object,
     arguments: tuple[Any, ...],
     conclude: Callable[[Any], Any],
 ) -> Operation[Any]:
@@ -209,7 +220,7 @@ def no_out(verb: str, out: object) -> None:
 
 
 def resolve_output(
-    verb: str, x: Tensor, out: Tensor | None, shape: Sequence[int] | None = None
+    verb: str, x: Tensor, out: object, shape: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
     """(source, buffer, target, copy_out) for a result of ``shape`` (default: x's) in ``out``, or in ``x`` itself.
 
@@ -223,25 +234,23 @@ def resolve_output(
     return copy_if_overlapping(flat(x), buffer), buffer, target, copy_out
 
 
-def slice_out(verb: str, x: Tensor, out: Tensor | None, size: int) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
+def slice_out(verb: str, x: Tensor, out: object, size: int) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
     """(source, buffer, target, copy_out) for a result that is one of ``size`` slices of ``x``; new without ``out``."""
     check_divisible(verb, x, size)
     shape = (x.shape[0] // size, *x.shape[1:])
     return resolve_output(verb, x, x.new_empty(shape, requires_grad=False) if out is None else out, shape)
 
 
-def gathered(
-    verb: str, given: object, out: Tensor | None
-) -> tuple[Tensor, Tensor | None, Callable[[Tensor | None], Any]]:
+def gathered(verb: str, given: object, out: object) -> tuple[Tensor, Tensor | None, Callable[[Tensor | None], Any]]:
     """(source, buffer or None, conclude) for a result whose shape is known after the ranks exchange their sizes."""
     x = check_tensor(verb, "x", given)
     source = flat(x if x.dim() else x.reshape(1))
     if out is None:
         return source, None, lambda got: got
-    check_out(verb, out, x, None)
-    buffer, copy_out = output_buffer(verb, out, holds_input=False)
+    target = check_out(verb, out, x, None)
+    buffer, copy_out = output_buffer(verb, target, holds_input=False)
 
-    return copy_if_overlapping(source, buffer), buffer, functools.partial(_result, out, copy_out)
+    return copy_if_overlapping(source, buffer), buffer, functools.partial(_result, target, copy_out)
 
 
 def copy_if_overlapping(x: Tensor, buffer: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ at once a Handle whose ``wait()`` returns it. What holds for all:
   float32. All ranks get the same bits. Gradients do not flow through a verb.
 - ``x`` is overwritten, unless ``out=`` is given or the result has another shape. Until an asynchronous operation is
   complete its tensors must not be touched.
+- ``x`` may be a numpy or cupy array, whose memory is used as it is; then the result is an array of that kind, and so is
+  ``out``. What holds for tensors holds for arrays; other ranks may pass tensors. A read-only array is only sent.
 - ``x`` may be a number: then the result is a number (``allgather``, ``gather``: a list of them). Numbers follow
   Python's rules; an int and a float may meet.
 - ``op`` is one of sum, avg, prod, min, max, band, bor, bxor, land, lor. NaN wins in min and max. ``avg`` of integers,
@@ -33,6 +35,7 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.collectives import numbers
+from torchmpi_py.collectives.arrays import NumpyArray
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.collectives.prepare import (
     blocking_and_async,
@@ -59,7 +62,8 @@ from torchmpi_py.core.tensors import (
     output_buffer,
 )
 
-T = TypeVar("T", bound=Tensor | numbers.Number)
+A = TypeVar("A", bound=Tensor | NumpyArray)
+T = TypeVar("T", bound=Tensor | NumpyArray | numbers.Number)
 
 
 def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
@@ -75,7 +79,12 @@ def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour
 
 
 def _allreduce(
-    x: T, *, out: Tensor | None = None, op: str = "sum", comm: Communicator | None = None, flavour: str | None = None
+    x: T,
+    *,
+    out: Tensor | NumpyArray | None = None,
+    op: str = "sum",
+    comm: Communicator | None = None,
+    flavour: str | None = None,
 ) -> Operation[T]:
     """Reduce the ``x`` of all ranks with ``op``; every rank gets the result, in ``out`` if given, else in ``x``.
 
@@ -94,7 +103,7 @@ def _reduce(
     x: T,
     root: int = 0,
     *,
-    out: Tensor | None = None,
+    out: Tensor | NumpyArray | None = None,
     op: str = "sum",
     comm: Communicator | None = None,
     flavour: str | None = None,
@@ -119,7 +128,7 @@ def _reduce(
 
 
 def _allgather(
-    x: T, *, out: Tensor | None = None, comm: Communicator | None = None, flavour: str | None = None
+    x: T, *, out: Tensor | NumpyArray | None = None, comm: Communicator | None = None, flavour: str | None = None
 ) -> Operation[Any]:
     """Concatenate the ``x`` of all ranks along dim 0, in rank order; dim-0 sizes may differ, 0 included.
 
@@ -135,7 +144,12 @@ def _allgather(
 
 
 def _gather(
-    x: T, root: int = 0, *, out: Tensor | None = None, comm: Communicator | None = None, flavour: str | None = None
+    x: T,
+    root: int = 0,
+    *,
+    out: Tensor | NumpyArray | None = None,
+    comm: Communicator | None = None,
+    flavour: str | None = None,
 ) -> Operation[Any]:
     """Concatenate the ``x`` of all ranks along dim 0, in rank order, on ``root``; dim-0 sizes may differ, 0 included.
 
@@ -156,31 +170,32 @@ def _gather(
 
 
 def _reduce_scatter(
-    x: Tensor,
+    x: A,
     *,
-    out: Tensor | None = None,
+    out: Tensor | NumpyArray | None = None,
     op: str = "sum",
     comm: Communicator | None = None,
     flavour: str | None = None,
-) -> Operation[Tensor]:
+) -> Operation[A]:
     """Reduce the ``x`` of all ranks with ``op``; rank r gets slice r, of ``size`` equal slices along dim 0.
 
     Returns ``out``, of shape (x.shape[0] / size, ...), or a new tensor.
     """
     comm = resolve(comm)
-    check_op("reduce_scatter", op, check_tensor("reduce_scatter", "x", x).dtype)
-    source, buffer, target, copy_out = slice_out("reduce_scatter", x, out, comm.size)
-    return tensor_operation("reduce_scatter", comm, flavour, x, (source, buffer, op), target, copy_out)
+    tensor = check_tensor("reduce_scatter", "x", x)
+    check_op("reduce_scatter", op, tensor.dtype)
+    source, buffer, target, copy_out = slice_out("reduce_scatter", tensor, out, comm.size)
+    return tensor_operation("reduce_scatter", comm, flavour, tensor, (source, buffer, op), target, copy_out)
 
 
 def _scatter(
-    x: Tensor,
+    x: A,
     root: int = 0,
     *,
-    out: Tensor | None = None,
+    out: Tensor | NumpyArray | None = None,
     comm: Communicator | None = None,
     flavour: str | None = None,
-) -> Operation[Tensor]:
+) -> Operation[A]:
     """Rank r gets slice r, of ``size`` equal slices along dim 0, of root's ``x``.
 
     The other ranks pass an ``x`` of the same shape and dtype, whose values do not matter. Returns ``out``, of shape
@@ -188,23 +203,25 @@ def _scatter(
     """
     comm = resolve(comm)
     root = check_rank("scatter", "root", root, comm.size)
-    source, buffer, target, copy_out = slice_out("scatter", check_tensor("scatter", "x", x), out, comm.size)
-    return tensor_operation("scatter", comm, flavour, x, (source, buffer, root), target, copy_out)
+    tensor = check_tensor("scatter", "x", x)
+    source, buffer, target, copy_out = slice_out("scatter", tensor, out, comm.size)
+    return tensor_operation("scatter", comm, flavour, tensor, (source, buffer, root), target, copy_out)
 
 
 def _alltoall(
-    x: Tensor, *, out: Tensor | None = None, comm: Communicator | None = None, flavour: str | None = None
-) -> Operation[Tensor]:
+    x: A, *, out: Tensor | NumpyArray | None = None, comm: Communicator | None = None, flavour: str | None = None
+) -> Operation[A]:
     """Slice s of the result is this rank's slice of rank s's ``x``, of ``size`` equal slices along dim 0.
 
     Returns ``out``, of the shape of ``x``, or ``x`` itself, which is overwritten then.
     """
     comm = resolve(comm)
-    check_divisible("alltoall", check_tensor("alltoall", "x", x), comm.size)
-    source, buffer, target, copy_out = resolve_output("alltoall", x, out)
+    tensor = check_tensor("alltoall", "x", x)
+    check_divisible("alltoall", tensor, comm.size)
+    source, buffer, target, copy_out = resolve_output("alltoall", tensor, out)
     if source.data_ptr() == buffer.data_ptr():
         source = source.clone()
-    return tensor_operation("alltoall", comm, flavour, x, (source, buffer), target, copy_out)
+    return tensor_operation("alltoall", comm, flavour, tensor, (source, buffer), target, copy_out)
 
 
 def _sendreceive(

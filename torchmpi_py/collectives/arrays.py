@@ -1,0 +1,136 @@
+"""numpy and cupy arrays in verbs: a tensor on the array's memory stands in for each, and the result is an array.
+
+numpy's arrays become tensors by ``torch.from_numpy``, cupy's by DLPack; neither copies. DLPack also orders streams:
+torch's current stream waits for what cupy's holds at the call, and cupy's for the result, in the thread that waits.
+cupy is never imported here: where there is a cupy array, the program has done so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from torchmpi_py.core.handles import Handle
+
+NumpyArray = np.ndarray[Any, Any]
+
+_WRITE_INTO_X = frozenset({"broadcast", "sendreceive", "recv"})
+_WRITE_INTO_X_WITHOUT_OUT = frozenset({"allreduce", "reduce", "alltoall"})
+
+
+class ArrayHandle(Handle[Any]):
+    """The handle of an operation on tensors that stand in for arrays; ``wait()`` returns the array."""
+
+    def __init__(self, handle: Handle[Any], to_array: Callable[[Any], Any]) -> None:
+        self._handle = handle
+        self._to_array = to_array
+        self._arrays: list[Any] = []  # the result, once there is one: every wait returns the same
+
+    def wait(self, timeout_seconds: float | None = None) -> Any:
+        result = self._handle.wait(timeout_seconds)
+        if not self._arrays:
+            self._arrays.append(self._to_array(result))
+        return self._arrays[0]
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+    def synchronize(self) -> None:
+        self._handle.synchronize()
+
+    def is_settled(self) -> bool:
+        return self._handle.is_settled()
+
+    def who_is_late(self) -> str:
+        return self._handle.who_is_late()
+
+    def expect(self) -> None:
+        self._handle.expect()
+
+    def give_up(self) -> None:
+        self._handle.give_up()
+
+    def _complete(self, timeout_seconds: float | None) -> bool:
+        return self._handle._complete(timeout_seconds)
+
+    def __repr__(self) -> str:
+        return repr(self._handle)
+
+
+class ArrayCall:
+    """The arguments of a call of ``verb``, with tensors in place of arrays; other arguments are left as they are."""
+
+    def __init__(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        x = args[0] if args else kwargs.get("x")
+        self._library = _library_of(x)
+        self._arrays: list[tuple[Tensor, Any]] = []
+        if self._library is None:
+            return
+        out = kwargs.get("out")
+        is_written = verb in _WRITE_INTO_X or (verb in _WRITE_INTO_X_WITHOUT_OUT and out is None)
+        tensor = self._tensor(verb, "x", x, is_written)
+        if args:
+            self.args = (tensor, *args[1:])
+        else:
+            self.kwargs = {**kwargs, "x": tensor}
+        if out is not None:
+            if _library_of(out) is not self._library:
+                kind = f"{type(x).__module__}.{type(x).__name__}"
+                raise TypeError(f"{verb}: x is a {kind}, so out must be one too, not {type(out).__name__}")
+            self.kwargs = {**self.kwargs, "out": tensor if out is x else self._tensor(verb, "out", out, True)}
+
+    def _tensor(self, verb: str, name: str, array: Any, is_written: bool) -> Tensor:
+        tensor = _on_numpy(verb, name, array, is_written) if self._library is np else from_dlpack(array)
+        self._arrays.append((tensor, array))
+        return tensor
+
+    def result(self, result: Any) -> Any:
+        """The verb's result: for a tensor that stands in for an array, that array; for another tensor, a new array."""
+        if self._library is None or not isinstance(result, Tensor):
+            return result
+        new = result.numpy() if self._library is np else self._library.from_dlpack(result)  # orders cupy's stream
+        return next((array for tensor, array in self._arrays if tensor is result), new)
+
+    def handle(self, handle: Handle[Any]) -> Handle[Any]:
+        """A handle whose ``wait()`` returns ``result`` of what ``handle`` returns."""
+        return handle if self._library is None else ArrayHandle(handle, self.result)
+
+
+def _library_of(x: object) -> Any:
+    """The module numpy or cupy, if ``x`` is an array of it; else None."""
+    if isinstance(x, np.ndarray):
+        return np
+    cupy: Any = sys.modules.get("cupy")
+    return cupy if cupy is not None and isinstance(x, cupy.ndarray) else None
+
+
+def _on_numpy(verb: str, name: str, array: NumpyArray, is_written: bool) -> Tensor:
+    """A tensor on the memory of ``array``; on a copy if that is read-only, which ValueError refuses if it is written.
+
+    TypeError for dtypes that torch lacks, for byte orders of other machines, negative strides, and masked arrays.
+    """
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{verb}: {name} is a masked array; pass {name}.data and {name}.mask, each in a call of its own"
+        )
+    if not array.flags.writeable:
+        if is_written:
+            raise ValueError(f"{verb}: {name} is a read-only numpy array, which cannot be written; pass {name}.copy()")
+        array = array.copy()  # torch would warn
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        remedy = f"{name}.astype(...)" if isinstance(error, TypeError) else f"np.ascontiguousarray({name})"
+        if not array.dtype.isnative:
+            remedy = f'{name}.astype({name}.dtype.newbyteorder("="))'
+        raise TypeError(
+            f"{verb}: {name} is a numpy array of {array.dtype} and strides {array.strides}, which no tensor can stand "
+            f"in for: {str(error).rstrip('.')}. Pass {remedy}"
+        ) from None
