@@ -38,13 +38,14 @@ from torchmpi_py.collectives.verbs import allgather_object
 from torchmpi_py.core import communicators, ulfm
 from torchmpi_py.engine import loaders
 from torchmpi_py.engine.iterators import DatasetIterator
-from torchmpi_py.engine.sgd import SGDEngine
+from torchmpi_py.engine.sgd import OptimizerLike, SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
 from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
 from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.nn.synchronize import average_gradients_of, check_replicas
+from torchmpi_py.optim.sharded import ShardedOptimizer
 from torchmpi_py.runtime import process, survivors
 
 
@@ -66,6 +67,11 @@ class AllReduceSGDEngine(SGDEngine):
         alike); if so broadcast parameters and buffers and register gradients again.
     debug: before each forward pass, check that all ranks hold the same parameters; RanksDisagree if not.
     compression: of the gradients that travel, such as ``optim.compression.BF16()``; None: they go as they are.
+    sharded: divide the optimizer's state among the ranks: ``state.optimizer`` is an ``optim.ShardedOptimizer``, without
+        ``compression``. Gradients are reduced during the backward pass, asynchronous or not, and ``p.grad`` is None in
+        ``hooks.on_backward``; clip by ``state.optimizer.clip_grad_norm_``. An optimizer that was made before ``train``
+        gets its whole state back at the end (none, if an error ends training); the state of one that a function makes,
+        or ``lr``, stays divided.
     buffers: how buffers that differ between ranks (BatchNorm's statistics are of each rank's batches) become equal
         before a test and at the end of training: "average" (whole numbers: rank 0's), "root": rank 0's, or "leave".
     """
@@ -81,9 +87,14 @@ class AllReduceSGDEngine(SGDEngine):
         debug: bool = False,
         buffers: Literal["average", "root", "leave"] = "average",
         compression: Compression | None = None,
+        sharded: bool = False,
     ) -> None:
         super().__init__()
         check_compression(compression)
+        if sharded and compression is not None:
+            raise ValueError(
+                f"sharded=True takes no compression={compression!r}: gradients go to their owners as they are"
+            )
         if buffers not in ("average", "root", "leave"):
             raise ValueError(f"buffers={buffers!r}: give 'average', 'root' or 'leave'")
         self.usegpu = usegpu
@@ -93,6 +104,7 @@ class AllReduceSGDEngine(SGDEngine):
         self.debug = debug
         self.buffers = buffers
         self.compression = compression
+        self.sharded = sharded
         self._replicas: Replicas | None = None  # of the train() in progress; None with one rank
 
     @contextmanager
@@ -106,7 +118,7 @@ class AllReduceSGDEngine(SGDEngine):
                 state.iterator.take_place()
             state.iterator.check_place()
         if state.training and ulfm.is_elastic():
-            _check_elastic(state)
+            _check_elastic(state, self.sharded)
         with self._on_gpu(state):
             if state.training:
                 with self._replicated(state):
@@ -176,13 +188,33 @@ class AllReduceSGDEngine(SGDEngine):
         enclosing, self._replicas = self._replicas, None  # a hook may train another network with this engine
         try:
             if process.size() > 1:
-                self._replicas = Replicas(state, self.asynchronous, self.compression)
+                self._replicas = Replicas(state, self.asynchronous and not self.sharded, self.compression)
                 self._replicas.follow()
             yield
         finally:
             if self._replicas is not None:
                 self._replicas.close()
             self._replicas = enclosing
+            if state._sharded is not None:
+                state._sharded.remove()
+                if state._gets_state_back and state.optimizer is state._sharded:  # an error has ended training
+                    state._sharded.optimizer.state.clear()
+
+    def make_optimizer(
+        self, state: State, lr: float | None, optimizer: OptimizerLike | None
+    ) -> torch.optim.Optimizer | None:
+        """As in ``SGDEngine``; with ``sharded`` its state is divided. Collective."""
+        made = super().make_optimizer(state, lr, optimizer)
+        if made is None or self.sharded == isinstance(made, ShardedOptimizer):
+            return made
+        if not self.sharded:
+            raise ValueError(
+                "optimizer is a ShardedOptimizer, which reduces gradients itself: give the engine sharded=True"
+            )
+        broadcast_optimizer_state(made)
+        state._sharded = ShardedOptimizer.from_optimizer(made)
+        state._gets_state_back = made is optimizer
+        return state._sharded
 
     def set_mode(self, state: State) -> None:
         """As in ``SGDEngine``; then, for a test, make the buffers equal.
@@ -226,8 +258,10 @@ class AllReduceSGDEngine(SGDEngine):
             survivors.confirm()
 
     def finish(self, state: State) -> None:
-        """Make the buffers equal, also if a rank dies meanwhile."""
+        """Give a sharded optimizer of the user's its state back; make the buffers equal, also if a rank dies."""
         super().finish(state)
+        if state._sharded is not None and state._gets_state_back:
+            state.optimizer = state._sharded.to_optimizer()
         while True:
             with survivors.elastic() as attempt:
                 self._synchronize_buffers(state)
@@ -291,15 +325,20 @@ class Replicas:
 
     def set_batch(self) -> None:
         """Before the backward pass: tell the registration its batch."""
-        if self.registration is not None:
-            self.registration.look(self._batch())
+        if (reduction := self._in_backward()) is not None:
+            reduction.look(self._batch())
 
     def average_gradients(self) -> None:
         """Every gradient becomes its mean over the ranks."""
-        if self.registration is not None:
-            self.registration.synchronize()
+        if (reduction := self._in_backward()) is not None:
+            reduction.synchronize()
         else:
             average_gradients_of(self.module, self._batch(), self.compression)
+
+    def _in_backward(self) -> nn.AsyncBackward | None:
+        """What reduces gradients during the backward pass: the registration, or that of a sharded optimizer."""
+        optimizer = self.state.optimizer
+        return optimizer.reduction if isinstance(optimizer, ShardedOptimizer) else self.registration
 
     def _batch(self) -> Any:
         """The batch, to compare with other ranks'; None for the stand-in of a rank without samples."""
@@ -328,7 +367,7 @@ def as_one_module(state: State) -> torch.nn.Module:
     return torch.nn.ModuleDict({**state._named_modules(), "optimizer": torch.nn.ParameterList(outside)})
 
 
-def _check_elastic(state: State) -> None:
+def _check_elastic(state: State, sharded: bool) -> None:
     """TypeError or ValueError if the survivors of a death could not go on without a restart."""
     iterator: Any = state.iterator
     if not hasattr(iterator, "take_place"):
@@ -339,9 +378,10 @@ def _check_elastic(state: State) -> None:
         )
     if not iterator.follows_place:
         raise ValueError("the DatasetIterator was given rank= and size=, which change when a rank dies: give none")
-    if any_split(state.parameters()):
+    if sharded or any_split(state.parameters()):
+        what = "the optimizer's state is divided among" if sharded else "a parameter is split over"
         raise ValueError(
-            "a parameter is split over ranks, and the survivors of a death would lack the dead rank's part: start the "
+            f"{what} the ranks, and the survivors of a death would lack the dead rank's part: start the "
             "job without --elastic, and resume from a checkpoint"
         )
     if communicators.resolve(None).size < communicators.stack().levels[0].size:

@@ -37,17 +37,6 @@ def check_one_given(lr: float | None, optimizer: OptimizerLike | None) -> None:
         )
 
 
-def make_optimizer(state: State, lr: float | None, optimizer: OptimizerLike | None) -> torch.optim.Optimizer | None:
-    """The optimizer that ``lr`` or ``optimizer`` stands for, or None; made when the parameters are on their device."""
-    if lr is not None:
-        return torch.optim.SGD(state.parameters(), lr=lr) if lr != 0 else None
-    if hasattr(optimizer, "step") and not isinstance(optimizer, type):
-        return _checked(optimizer)
-    if callable(optimizer):
-        return _checked(optimizer(state.parameters()))
-    raise TypeError(f"optimizer={optimizer!r} is neither a torch optimizer nor a function from parameters to one")
-
-
 def _checked(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer; a TypeError if its ``step`` needs a closure, which the loop does not give."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -114,7 +103,7 @@ class SGDEngine:
         samples.check_repeatable(iterator, maxepoch)
         run_hooks = hooks_of_run(self.hooks, checkpoint, every, keep, stateful, self.steps_together)
         with self.session(state), run_hooks as hooks, self._calling(hooks):
-            state.optimizer = make_optimizer(state, lr, optimizer)
+            state.optimizer = self.make_optimizer(state, lr, optimizer)
             self.set_mode(state)
             hooks.on_start(state)
             while state.epoch < state.maxepoch:
@@ -179,6 +168,18 @@ class SGDEngine:
             yield
         finally:
             self._run_hooks = enclosing
+
+    def make_optimizer(
+        self, state: State, lr: float | None, optimizer: OptimizerLike | None
+    ) -> torch.optim.Optimizer | None:
+        """The optimizer that ``lr`` or ``optimizer`` stands for, or None; the parameters are on their device by now."""
+        if lr is not None:
+            return torch.optim.SGD(state.parameters(), lr=lr) if lr != 0 else None
+        if hasattr(optimizer, "step") and not isinstance(optimizer, type):
+            return _checked(optimizer)
+        if callable(optimizer):
+            return _checked(optimizer(state.parameters()))
+        raise TypeError(f"optimizer={optimizer!r} is neither a torch optimizer nor a function from parameters to one")
 
     def epoch(self, state: State) -> AbstractContextManager[bool | None]:
         """The bracket around an epoch, or the rest of one; it may swallow an error: the loop goes on from the state."""

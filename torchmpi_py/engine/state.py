@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from torchmpi_py.optim.sharded import ShardedOptimizer
+
 
 @dataclass(eq=False)
 class State:
@@ -30,6 +32,8 @@ class State:
     num_samples: int = 0  # in this batch; 0: this rank had none left and computes on a stand-in of weight 0
     next_position: int = 0  # where the step after this one begins
     epoch_random: dict[str, Any] | None = field(default=None, repr=False)  # random generators as the epoch began
+    _sharded: ShardedOptimizer | None = field(default=None, repr=False)  # made by the engine, for this run
+    _gets_state_back: bool = False  # whether its optimizer is the user's
     _cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, repr=False)  # where backward resumes
 
     def modules(self) -> list[torch.nn.Module]:
@@ -43,9 +47,14 @@ class State:
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters of network, criterion and optimizer that take a gradient, each once."""
-        groups = [] if self.optimizer is None else [group["params"] for group in self.optimizer.param_groups]
-        holders = [*(module.parameters() for module in self.modules()), *groups]
+        holders = [*(module.parameters() for module in self.modules()), *self._groups()]
         return list(dict.fromkeys(p for holder in holders for p in holder if p.requires_grad))
+
+    def _groups(self) -> list[list[torch.nn.Parameter]]:
+        """The parameters of the optimizer's groups; those of a ShardedOptimizer hold shards in their place."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            return [self.optimizer.parameters]
+        return [] if self.optimizer is None else [group["params"] for group in self.optimizer.param_groups]
 
     def _parameters_of_optimizer_alone(self) -> list[torch.nn.Parameter]:
         """The parameters that are in no module."""

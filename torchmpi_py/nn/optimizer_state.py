@@ -98,9 +98,11 @@ class _Missing:
 
 def _differing(optimizer: Any, comm: Communicator) -> list[int]:
     """The ranks with another state than rank 0. Collective; RanksDisagree if kinds or groups differ."""
-    sizes = [len(group["params"]) for group in _groups(optimizer)]
     _check_parts(optimizer, comm)
-    content = repr([(name, _content(leaf)) for name, leaf in _entries(whole_state(optimizer), "")])
+    state = whole_state(optimizer)
+    # Not the groups of the optimizer: those of a ShardedOptimizer hold what the rank updates.
+    sizes = [len(group["params"]) for group in (state.get("param_groups", []) if isinstance(state, dict) else [])]
+    content = repr([(name, _content(leaf)) for name, leaf in _entries(state, "")])
     digest = hashlib.blake2b(content.encode(), digest_size=16).digest()
     stands = verbs.allgather_object(_Stand(type(optimizer).__qualname__, sizes, digest), comm=comm)
     if any(stand[:2] != stands[0][:2] for stand in stands):

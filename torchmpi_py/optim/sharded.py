@@ -59,7 +59,8 @@ class ShardedOptimizer(OptimizerWrapper):
 
     A parameter without a gradient counts as zero, where torch would leave it as it is. ``state_dict`` is that of the
     plain optimizer, the same on every rank and for any number of ranks; it is collective. ``load_state_dict`` takes it.
-    ``param_groups`` hold what this rank updates; schedulers and GradScaler work with them.
+    ``param_groups`` hold what this rank updates; schedulers and GradScaler work with them. ``parameters`` are the whole
+    ones. ``from_optimizer`` takes an optimizer that is there already.
 
     Raises TypeError or ValueError for what is not as above, RanksDisagree by the first step where parameters differ.
     """
@@ -75,31 +76,71 @@ class ShardedOptimizer(OptimizerWrapper):
         backward_passes_per_step: int = 1,
         **defaults: Any,
     ) -> None:
-        super().__init__()
-        if optimizer_class is torch.optim.LBFGS:
-            raise TypeError("ShardedOptimizer: LBFGS needs closures and all gradients; take optim.DistributedOptimizer")
-        self.comm = resolve(comm)
         groups = _groups(parameters)
-        self._parameters = [p for group in groups for p in group["params"]]
-        _check_parameters(self._parameters)
-        self._groups = [group["params"] for group in groups]
-        group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
-        owner_of = _owners(self._parameters, placement, optimizer_class, self.comm.size)
-        trained = [p for p in self._parameters if p.requires_grad]
+        _check_parameters([p for group in groups for p in group["params"]], optimizer_class)
+        self._divide(optimizer_class(groups, **defaults), placement, comm, average, backward_passes_per_step)
+
+    @classmethod
+    def from_optimizer(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        *,
+        placement: Placement = "size",
+        comm: Communicator | None = None,
+        average: bool = True,
+        backward_passes_per_step: int = 1,
+    ) -> ShardedOptimizer:
+        """A sharded optimizer that uses ``optimizer``, with its groups and its state, which all ranks have alike.
+
+        Schedulers of ``optimizer`` go on working. ``to_optimizer`` gives it its parameters back. Collective.
+        """
+        sharded = cls.__new__(cls)
+        _check_parameters([p for group in optimizer.param_groups for p in group["params"]], type(optimizer))
+        sharded._divide(optimizer, placement, comm, average, backward_passes_per_step)
+        return sharded
+
+    def to_optimizer(self) -> torch.optim.Optimizer:
+        """End the sharding; the plain optimizer, with the whole parameters and the whole state. Collective."""
+        state = self.state_dict()
+        self.remove()
+        self.optimizer.state.clear()
+        self.optimizer.load_state_dict(state)
+        return self.optimizer
+
+    def _divide(
+        self,
+        optimizer: torch.optim.Optimizer,
+        placement: Placement,
+        comm: Communicator | None,
+        average: bool,
+        backward_passes_per_step: int,
+    ) -> None:
+        """Let ``optimizer`` hold this rank's shards in place of its parameters."""
+        super().__init__()
+        self.comm = resolve(comm)
+        state = optimizer.state_dict()
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.parameters = [p for members in self._groups for p in members]
+        group_of = {p: index for index, members in enumerate(self._groups) for p in members}
+        owner_of = _owners(self.parameters, placement, type(optimizer), self.comm.size)
+        trained = [p for p in self.parameters if p.requires_grad]
         buckets = ShardedBuckets(trained, self.comm, group_of, owner_of)
         self._buckets: list[ShardedBucket] = buckets.all  # type: ignore[assignment]
-        for index, group in enumerate(groups):
-            group["params"] = [shard for bucket in self._buckets if bucket.group == index for shard in bucket.shards]
-        # GradScaler wants a gradient on every rank; this one belongs to no bucket, so that no step updates it.
-        self._stand_in = torch.nn.Parameter(torch.zeros(1, device=self._parameters[0].device))
-        if not any(group["params"] for group in groups):
-            groups[0]["params"] = [self._stand_in]
-        self.optimizer = optimizer_class(groups, **defaults)
         self._module = torch.nn.ParameterList(trained)
         self.reduction = AsyncBackward(
             self._module, frequency=backward_passes_per_step, average=average, comm=self.comm, buckets=buckets
         )
         self.reduction.call_back(before_pass=self._check_pass, on_reduction=self._wait)
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = [shard for bucket in self._buckets if bucket.group == index for shard in bucket.shards]
+        # GradScaler wants a gradient on every rank; this one belongs to no bucket, so that no step updates it.
+        self._stand_in = torch.nn.Parameter(torch.zeros(1, device=self.parameters[0].device))
+        if not any(group["params"] for group in optimizer.param_groups):
+            optimizer.param_groups[0]["params"] = [self._stand_in]
+        self.optimizer = optimizer
+        self.optimizer.state.clear()
+        if state["state"]:
+            self.load_state_dict(state)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update what this rank owns, and bring the parameters to all ranks. Collective.
@@ -148,8 +189,19 @@ class ShardedOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
         super().zero_grad(set_to_none)
-        for p in self._parameters:
+        for p in self.parameters:
             p.grad = None
+
+    def remove(self) -> None:
+        """End the reductions; the parameters get memory of their own, and the plain optimizer holds them again.
+
+        ``state_dict`` of this object can still be asked.
+        """
+        super().remove()
+        for bucket in self._buckets:
+            bucket.leave()
+        for group, members in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group["params"] = members
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """TypeError: state is divided when the optimizer is made."""
@@ -157,7 +209,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """That of the plain optimizer, on every rank. Collective."""
-        number_of = {p: number for number, p in enumerate(self._parameters)}
+        number_of = {p: number for number, p in enumerate(self.parameters)}
         state: dict[int, dict[str, Any]] = {}
         for bucket in self._buckets:
             for p, entries in zip(bucket.parameters, self._states_of(bucket), strict=True):
@@ -195,7 +247,7 @@ class ShardedOptimizer(OptimizerWrapper):
                 f"the state has groups of {[len(group['params']) for group in groups]} parameters, this optimizer of "
                 f"{members}"
             )
-        number_of = dict(zip(self._parameters, (n for group in groups for n in group["params"]), strict=True))
+        number_of = dict(zip(self.parameters, (n for group in groups for n in group["params"]), strict=True))
         state: dict[int, dict[str, Any]] = {}
         shards = [shard for group in self.optimizer.param_groups for shard in group["params"]]
         bucket_of = {shard: bucket for bucket in self._buckets for shard in bucket.shards}
@@ -241,7 +293,7 @@ class ShardedOptimizer(OptimizerWrapper):
                 "activation checkpointing needs checkpoint(..., use_reentrant=False)"
             )
         trained = self.reduction.names
-        if late := [number for number, p in enumerate(self._parameters) if p.requires_grad and p not in trained]:
+        if late := [number for number, p in enumerate(self.parameters) if p.requires_grad and p not in trained]:
             raise RuntimeError(
                 f"parameter {late[0]} has become trainable since the ShardedOptimizer was made, which would not update "
                 "it: make another one, with its state_dict()"
@@ -288,7 +340,9 @@ def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
     return groups
 
 
-def _check_parameters(parameters: list[Any]) -> None:
+def _check_parameters(parameters: list[Any], optimizer_class: type[torch.optim.Optimizer]) -> None:
+    if optimizer_class is torch.optim.LBFGS:
+        raise TypeError("ShardedOptimizer: LBFGS needs closures and all gradients; take optim.DistributedOptimizer")
     if not parameters:
         raise ValueError("ShardedOptimizer: no parameters; give module.parameters()")
     for number, p in enumerate(parameters):

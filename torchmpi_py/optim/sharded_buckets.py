@@ -103,6 +103,12 @@ class ShardedBucket(Bucket):
             return [verbs.allgather_async(self.shards[0].detach(), out=self.values, comm=self.comm)]
         return [verbs.broadcast_async(self.values, self.owner, comm=self.comm)]
 
+    def leave(self) -> None:
+        """Give the parameters memory of their own."""
+        for p, view in zip(self.parameters, self.views, strict=True):
+            if p.data_ptr() == view.data_ptr():
+                p.data = view.clone()
+
     def is_in_place(self) -> bool:
         """Whether the parameters are still the bucket's memory."""
         return all(p.data_ptr() == view.data_ptr() for p, view in zip(self.parameters, self.views, strict=True))
