@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,35 +25,29 @@ from torchmpi_py import nn as mpinn
 from torchmpi_py.bench import WrongValue, command_line, machine, progress_bar, results, wire
 from torchmpi_py.bench.candidates import process_groups
 from torchmpi_py.bench.results import quantile
+from torchmpi_py.bench.trainers import (
+    DDP,
+    DDP_TORCHMPI,
+    NONE,
+    OPTIMIZERS,
+    SEED,
+    WAYS,
+    Sample,
+    Trainer,
+    make_network,
+    trainers,
+)
 from torchmpi_py.collectives.timing import interleaved, order, until_done
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.engine import AllReduceSGDEngine
 from torchmpi_py.memory import devices
 
-NONE, DDP = "no communication", "DDP on gloo"
-DDP_TORCHMPI, DDP_HOOK = "DDP on torchmpi", "DDP on torchmpi, hook"
 CALL = "synchronize_gradients, the call"
 REDUCTION = "the same with gradients in their buckets: the reduction alone"
 FLOOR = "max(compute, wire)"
 COPY = "a copy of as many bytes, all ranks at once"
-SEED, LEARNING_RATE = 1111, 0.01
 STEPS_PER_RUN = 3
 _FORMAT = "torchmpi_py.bench step 1"
-
-Sample = tuple[torch.Tensor, torch.Tensor]
-Done = Callable[[], None]
-Train = Callable[[Sequence[Sample], Done], None]
-MakeTrain = Callable[[torch.nn.Module], Train]
 _CPU = torch.device("cpu")
-
-
-@dataclasses.dataclass(frozen=True)
-class Trainer:
-    """``train(samples, done)`` takes one step per sample. Collective, but for NONE."""
-
-    name: str
-    network: torch.nn.Module
-    train: Train
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +58,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_device(parser)
     add("--batch", type=command_line.count, default=32, help="samples a rank; default: 32")
     add("--steps", type=command_line.count, default=25, help="timed steps of each way; default: 25")
+    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
+    ways = "average: DDP, nn, the engine (default); sharded: the optimizer's state divided; compressed: fewer bytes"
+    add("--ways", type=_ways, default="average", help=f"kinds of trainers, separated by commas; {ways}")
     command_line.add_link(parser)
     command_line.add_output(parser)
+
+
+@command_line.with_message
+def _ways(text: str) -> list[str]:
+    if unknown := [way for way in text.split(",") if way not in WAYS]:
+        raise ValueError(f"{unknown[0]!r}: give some of {', '.join(WAYS)}")
+    return text.split(",")
 
 
 @command_line.with_message
@@ -90,6 +92,7 @@ class StepReport:
     median_seconds: dict[str, float]
     parts_seconds: dict[str, float]
     device: str = "cpu"
+    optimizer: str = "sgd"
     wire_seconds: float | None = None  # the floor of an allreduce of all gradients, where the link is known
 
     @property
@@ -112,17 +115,28 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     device = mpi.device()
     link = None if options.link is None else wire.open_link(comm, options.link)
     with process_groups(comm, with_torchmpi=True) as groups:
-        made = trainers(options.layers, with_ddp=not groups.no_gloo, torchmpi=groups.torchmpi, device=device)
+        made = trainers(
+            options.layers,
+            with_ddp=not groups.no_gloo,
+            torchmpi=groups.torchmpi,
+            device=device,
+            ways=options.ways,
+            optimizer=options.optimizer,
+        )
         reasons = {DDP: groups.no_gloo, DDP_TORCHMPI: groups.no_torchmpi}
         notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
         samples = make_samples(options.layers, options.batch, STEPS_PER_RUN + 1, comm.rank, device)
         seconds = _measured(comm, made, samples, options)
     num_steps = len(seconds[NONE])
     medians = {name: quantile(times, 0.5) for name, times in seconds.items()}
-    parts = measure_parts(comm, options.layers, samples[0], min(options.steps, 15))
+    parts = {}
+    if "average" in options.ways:
+        parts = measure_parts(comm, options.layers, samples[0], min(options.steps, 15))
     facts = machine.facts(comm, device) | wire.facts(link)
     on_wire = None if link is None else link.floor_seconds("allreduce", _gradient_bytes(made[0].network))
-    report = StepReport(options.layers, options.batch, num_steps, facts, notes, medians, parts, device.type, on_wire)
+    report = StepReport(
+        options.layers, options.batch, num_steps, facts, notes, medians, parts, device.type, options.optimizer, on_wire
+    )
     results.publish(comm.rank, render(report), _FORMAT, report, options.json)
 
 
@@ -130,7 +144,8 @@ def render(report: StepReport) -> str:
     """The report in Markdown."""
     layers = "-".join(map(str, report.layers))
     where = "" if report.device == "cpu" else f" on {report.device}"
-    title = f"a training step{where}: layers {layers}, batches of {report.batch} a rank, {report.num_steps} steps"
+    batches = f"{report.optimizer}, batches of {report.batch} a rank"
+    title = f"a training step{where}: layers {layers}, {batches}, {report.num_steps} steps"
     header = ["what", "step ms", "added ms", "x DDP's added"]
     rows = [_row(report, name) for name in report.median_seconds]
     floor = report.floor_seconds
@@ -200,8 +215,8 @@ def _slowest(comm: MPI.Comm, seconds: Sequence[float]) -> list[float]:
 
 
 def _check_alike(made: Sequence[Trainer]) -> None:
-    """Raise WrongValue unless all trainers that average have the same parameters, up to rounding."""
-    first, *others = [trainer for trainer in made if trainer.name != NONE]
+    """Raise WrongValue unless all trainers that average all bits have the same parameters, up to rounding."""
+    first, *others = [trainer for trainer in made if trainer.name != NONE and trainer.is_exact] or made[:1]
     for other in others:
         for (name, x), y in zip(first.network.named_parameters(), other.network.parameters(), strict=True):
             if not torch.allclose(x, y, rtol=1e-3, atol=1e-5):
@@ -210,37 +225,6 @@ def _check_alike(made: Sequence[Trainer]) -> None:
 
 def _ignored() -> None:
     """The end of an untimed step."""
-
-
-def trainers(
-    layers: Sequence[int], *, with_ddp: bool, torchmpi: Any = None, device: torch.device = _CPU
-) -> list[Trainer]:
-    """All trainers, each with a network of its own from the same seed, on ``device``.
-
-    ``with_ddp``: DDP on torch's default process group. ``torchmpi``: a group of this package's backend, for DDP too.
-    """
-    on_torchmpi = functools.partial(_ddp, group=torchmpi)
-    hooked = functools.partial(on_torchmpi, with_hook=True)
-    makers: list[tuple[str, MakeTrain]] = [
-        (NONE, _alone),
-        *([(DDP, _ddp)] if with_ddp else []),
-        *([] if torchmpi is None else [(DDP_TORCHMPI, on_torchmpi), (DDP_HOOK, hooked)]),
-        ("synchronize_gradients", _synchronized),
-        ("register_async_backward", _async_backward),
-        ("engine", lambda network: _engine(network, asynchronous=False)),
-        ("engine, asynchronous", lambda network: _engine(network, asynchronous=True)),
-    ]
-    networks = [make_network(layers).to(device) for _ in makers]
-    return [Trainer(name, network, make(network)) for (name, make), network in zip(makers, networks, strict=True)]
-
-
-def make_network(layers: Sequence[int]) -> torch.nn.Module:
-    """A multilayer perceptron, the same for each call and on each rank."""
-    torch.manual_seed(SEED)
-    parts: list[torch.nn.Module] = []
-    for inputs, outputs in itertools.pairwise(layers):
-        parts += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
-    return torch.nn.Sequential(*parts[:-1])
 
 
 def make_samples(
@@ -255,62 +239,6 @@ def make_samples(
         )
         for _ in range(num_steps)
     ]
-
-
-def _loop(
-    network: torch.nn.Module, forward: Callable[[torch.Tensor], Any], after_backward: Callable[[], None]
-) -> Train:
-    """A hand-written loop."""
-    criterion = torch.nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
-
-    def train(samples: Sequence[Sample], done: Done) -> None:
-        for x, y in samples:
-            optimizer.zero_grad()
-            criterion(forward(x), y).backward()
-            after_backward()
-            optimizer.step()
-            done()
-
-    return train
-
-
-def _alone(network: torch.nn.Module) -> Train:
-    return _loop(network, network, _nothing)
-
-
-def _ddp(network: torch.nn.Module, group: Any = None, *, with_hook: bool = False) -> Train:
-    """DDP on the default process group or on ``group``; ``with_hook``: the hook that reduces in symmetric memory."""
-    ddp: Any = torch.nn.parallel.DistributedDataParallel(network, process_group=group)
-    if with_hook:
-        from torchmpi_py import torch_backend
-
-        ddp.register_comm_hook(group, torch_backend.average)
-    return _loop(network, ddp, _nothing)
-
-
-def _synchronized(network: torch.nn.Module) -> Train:
-    return _loop(network, network, lambda: mpinn.synchronize_gradients(network))
-
-
-def _async_backward(network: torch.nn.Module) -> Train:
-    return _loop(network, network, mpinn.register_async_backward(network).synchronize)
-
-
-def _engine(network: torch.nn.Module, *, asynchronous: bool) -> Train:
-    """The engine's loop; a step ends with the last hook."""
-    on_gpu = next(network.parameters()).is_cuda
-    engine = AllReduceSGDEngine(usegpu=on_gpu, asynchronous=asynchronous)
-
-    def train(samples: Sequence[Sample], done: Done) -> None:
-        engine.hooks.on_update = lambda state: done()
-        engine.train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=samples, lr=LEARNING_RATE)
-
-    return train
-
-
-def _nothing() -> None:
-    """Nothing to do after the backward pass."""
 
 
 def measure_parts(comm: MPI.Comm, layers: list[int], sample: Sample, num_turns: int) -> dict[str, float]:

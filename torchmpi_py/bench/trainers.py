@@ -1,0 +1,218 @@
+"""The trainers of the command ``step``: ways to train one network on all ranks.
+
+Each is a function that takes one step per sample of an ongoing training and calls ``done`` after each one. Those of one
+kind of ``WAYS`` stand together; "average" and "sharded" all give the same parameters, up to rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from torchmpi_py import nn as mpinn
+from torchmpi_py import optim
+from torchmpi_py.engine import AllReduceSGDEngine
+
+NONE, DDP = "no communication", "DDP on gloo"
+DDP_TORCHMPI, DDP_HOOK = "DDP on torchmpi", "DDP on torchmpi, hook"
+WAYS = ("average", "sharded", "compressed")
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.01}),
+    "momentum": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.001}),
+}
+SEED = 1111
+
+Sample = tuple[torch.Tensor, torch.Tensor]
+Done = Callable[[], None]
+Train = Callable[[Sequence[Sample], Done], None]
+MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+MakeTrain = Callable[[torch.nn.Module], Train]
+_CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """``train(samples, done)`` takes one step per sample. Collective, but for NONE.
+
+    is_exact: whether its parameters are those of plain averaging, up to rounding.
+    """
+
+    name: str
+    network: torch.nn.Module
+    train: Train
+    is_exact: bool = True
+
+
+def trainers(
+    layers: Sequence[int],
+    *,
+    with_ddp: bool,
+    torchmpi: Any = None,
+    device: torch.device = _CPU,
+    ways: Sequence[str] = WAYS[:1],
+    optimizer: str = "sgd",
+) -> list[Trainer]:
+    """NONE, DDP and all trainers of ``ways``, each with a network of its own from the same seed, on ``device``.
+
+    ``with_ddp``: DDP on torch's default process group. ``torchmpi``: a group of this package's backend, for DDP too.
+    """
+    optimizer_class, options = OPTIMIZERS[optimizer]
+    plain = functools.partial(optimizer_class, **options)
+    makers: list[tuple[str, MakeTrain, bool]] = [(NONE, lambda network: _loop(network, network, plain), True)]
+    if with_ddp:
+        makers.append((DDP, functools.partial(_ddp, plain=plain), True))
+    if "average" in ways:
+        makers += [(name, make, True) for name, make in _averaging(plain, torchmpi)]
+    if "sharded" in ways:
+        makers += [(name, make, True) for name, make in _sharded(optimizer_class, options, with_ddp)]
+    if "compressed" in ways:
+        makers += [(name, make, False) for name, make in _compressed(plain, with_ddp)]
+    networks = [make_network(layers).to(device) for _ in makers]
+    return [
+        Trainer(name, network, make(network), is_exact)
+        for (name, make, is_exact), network in zip(makers, networks, strict=True)
+    ]
+
+
+def make_network(layers: Sequence[int]) -> torch.nn.Module:
+    """A multilayer perceptron, the same for each call and on each rank."""
+    torch.manual_seed(SEED)
+    parts: list[torch.nn.Module] = []
+    for inputs, outputs in itertools.pairwise(layers):
+        parts += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
+    return torch.nn.Sequential(*parts[:-1])
+
+
+def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[tuple[str, MakeTrain]]:
+    on_torchmpi = functools.partial(_ddp, plain=plain, group=torchmpi)
+    return [
+        *([] if torchmpi is None else [(DDP_TORCHMPI, on_torchmpi)]),
+        *([] if torchmpi is None else [(DDP_HOOK, functools.partial(on_torchmpi, hook=(torchmpi, _average())))]),
+        ("synchronize_gradients", lambda network: _synchronized(network, plain)),
+        ("register_async_backward", lambda network: _async_backward(network, plain)),
+        ("engine", lambda network: _engine(network, plain)),
+        ("engine, asynchronous", lambda network: _engine(network, plain, asynchronous=True)),
+    ]
+
+
+def _sharded(optimizer_class: Any, options: dict[str, Any], with_ddp: bool) -> list[tuple[str, MakeTrain]]:
+    """ShardedOptimizer, beside plain averaging by DistributedOptimizer and torch's ZeroRedundancyOptimizer."""
+    plain = functools.partial(optimizer_class, **options)
+
+    def zero(parameters: Iterable[Any]) -> Any:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(parameters, optimizer_class, parameters_as_bucket_view=True, **options)
+
+    def sharded(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        return optim.ShardedOptimizer(parameters, optimizer_class, **options)
+
+    return [
+        *([(f"{DDP}, ZeroRedundancyOptimizer", functools.partial(_ddp, plain=zero))] if with_ddp else []),
+        ("DistributedOptimizer", lambda network: _distributed(network, plain)),
+        ("ShardedOptimizer", lambda network: _loop(network, network, sharded)),
+        ("engine, sharded", lambda network: _engine(network, plain, sharded=True)),
+    ]
+
+
+def _compressed(plain: MakeOptimizer, with_ddp: bool) -> list[tuple[str, MakeTrain]]:
+    """DistributedOptimizer with each compression, beside DDP with torch's hooks."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    def power_sgd(network: torch.nn.Module) -> Train:
+        state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        return _ddp(network, plain, hook=(state, powerSGD_hook))
+
+    compressions = {
+        "None": None,
+        "BF16()": optim.compression.BF16(),
+        "FP16()": optim.compression.FP16(),
+        "TopK(0.01)": optim.compression.TopK(0.01),
+        "RandomK(0.01)": optim.compression.RandomK(0.01),
+        "PowerSGD(2)": optim.compression.PowerSGD(2),
+    }
+    return [
+        *(
+            [(f"{DDP}, fp16_compress_hook", lambda network: _ddp(network, plain, hook=(None, fp16_compress_hook)))]
+            * with_ddp
+        ),
+        *([(f"{DDP}, powerSGD_hook of rank 2", power_sgd)] * with_ddp),
+        *(
+            (f"compression={name}", functools.partial(_distributed, plain=plain, compression=compression))
+            for name, compression in compressions.items()
+        ),
+    ]
+
+
+def _loop(
+    network: torch.nn.Module,
+    forward: Callable[[torch.Tensor], Any],
+    make_optimizer: MakeOptimizer,
+    after_backward: Callable[[], object] = lambda: None,
+) -> Train:
+    """A hand-written loop."""
+    criterion = torch.nn.CrossEntropyLoss()
+    optimizer = make_optimizer(network.parameters())
+
+    def train(samples: Sequence[Sample], done: Done) -> None:
+        for x, y in samples:
+            optimizer.zero_grad()
+            criterion(forward(x), y).backward()
+            after_backward()
+            optimizer.step()
+            done()
+
+    return train
+
+
+def _ddp(
+    network: torch.nn.Module, plain: MakeOptimizer, group: Any = None, hook: tuple[Any, Any] | None = None
+) -> Train:
+    """DDP on the default process group or on ``group``; ``hook``: (state, hook) for its communication."""
+    ddp: Any = torch.nn.parallel.DistributedDataParallel(network, process_group=group)
+    if hook is not None:
+        ddp.register_comm_hook(*hook)
+    return _loop(network, ddp, plain)
+
+
+def _average() -> Any:
+    """The hook that reduces in symmetric memory; imported where torch has torch.distributed."""
+    from torchmpi_py import torch_backend
+
+    return torch_backend.average
+
+
+def _synchronized(network: torch.nn.Module, plain: MakeOptimizer) -> Train:
+    return _loop(network, network, plain, lambda: mpinn.synchronize_gradients(network))
+
+
+def _async_backward(network: torch.nn.Module, plain: MakeOptimizer) -> Train:
+    return _loop(network, network, plain, mpinn.register_async_backward(network).synchronize)
+
+
+def _distributed(network: torch.nn.Module, plain: MakeOptimizer, compression: Any = None) -> Train:
+    return _loop(
+        network,
+        network,
+        lambda parameters: optim.DistributedOptimizer(plain(parameters), network, compression=compression),
+    )
+
+
+def _engine(network: torch.nn.Module, plain: MakeOptimizer, **options: Any) -> Train:
+    """The engine's loop; a step ends with the last hook."""
+    on_gpu = next(network.parameters()).is_cuda
+    engine = AllReduceSGDEngine(usegpu=on_gpu, **options)
+    optimizer = plain(network.parameters())
+
+    def train(samples: Sequence[Sample], done: Done) -> None:
+        engine.hooks.on_update = lambda state: done()
+        engine.train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=samples, optimizer=optimizer)
+
+    return train
