@@ -84,6 +84,15 @@ def test_a_loop_of_ones_own(how):
 
 
 @needs_launcher
+def test_a_pipeline_trains_as_one_process(tmp_path):
+    for num_ranks in (1, 3):
+        command = [TORCHMPIRUN, "-n", num_ranks, EXAMPLES / "digits_pipeline.py", "--epochs", 1, "--micro-batches", 3]
+        output = run(*command, "--save", tmp_path / f"{num_ranks}.pt")
+        assert float(re.search(r"accuracy ([\d.]+) %", output)[1]) > 30
+    assert_close(tmp_path / "3.pt", tmp_path / "1.pt")
+
+
+@needs_launcher
 def test_split_layers_train_as_one_process(tmp_path, alone):
     command = [TORCHMPIRUN, "-n", 4, EXAMPLES / "mnist_modelparallel.py", "--ranks-per-group", 2]
     output = run(*command, "--epochs", 3, "--save", tmp_path / "4.pt")

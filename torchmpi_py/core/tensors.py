@@ -47,11 +47,15 @@ def check_op(verb: str, op: str, dtype: torch.dtype) -> None:
 
 def check_rank(verb: str, what: str, value: int, size: int) -> int:
     """``value`` as a rank of a communicator of ``size`` ranks."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    try:
+        rank = operator.index(value)
+    except (TypeError, ValueError):  # an array or a tensor has the method, and mostly no index
+        rank = None
+    if rank is None or isinstance(value, bool):
         raise TypeError(f"{verb}: {what} must be a rank (an int), not {value!r}")
-    if not 0 <= value < size:
+    if not 0 <= rank < size:
         raise ValueError(f"{verb}: {what}={value} is not a rank of this communicator; ranks are 0 to {size - 1}")
-    return operator.index(value)
+    return rank
 
 
 def check_tensor(verb: str, name: str, x: object) -> Tensor:

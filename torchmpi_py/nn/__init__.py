@@ -11,6 +11,7 @@ from torchmpi_py.nn.parallel import (
     RowParallelLinear,
 )
 from torchmpi_py.nn.parts import parallel_cross_entropy
+from torchmpi_py.nn.point_to_point import recv, send
 from torchmpi_py.nn.sync_batch_norm import SyncBatchNorm
 from torchmpi_py.nn.synchronize import (
     check_with_allreduce,
@@ -32,7 +33,9 @@ __all__ = [
     "clip_grad_norm_",
     "functional",
     "parallel_cross_entropy",
+    "recv",
     "register_async_backward",
+    "send",
     "synchronize_buffers",
     "synchronize_gradients",
     "synchronize_parameters",
