@@ -181,6 +181,7 @@ def test_optional_dependencies_are_met_in_one_file():
             "collectives/flavours/rendezvous.py",
             "collectives/flavours/torch_group.py",
             "bench/candidates.py",
+            "bench/trainers.py",
             *(f"torch_backend/{path.name}" for path in (PACKAGE / "torch_backend").glob("*.py")),
         },
         "sklearn": set(),

@@ -128,11 +128,17 @@ def test_split(mpi):
     comm.free()
     assert "freed" in repr(comm)
     some = mpi.split(None if rank == 0 else 7)
-    assert (some is None) == (rank == 0)
-    if some is not None:
-        with some:
+    assert bool(some) == (rank > 0)
+    with some:
+        if some:
             assert some.size == size - 1
             assert mpi.allreduce(1, comm=some) == size - 1
+        else:
+            for call in (mpi.allreduce, mpi.broadcast_async, mpi.allgather_object):  # not the current level
+                with pytest.raises(ValueError, match=r"which is in no group.*if comm:"):
+                    call(torch.ones(2), comm=some)
+            assert "color None" in repr(some)
+            some.free()
     for bad in (-1, True, "red"):
         with pytest.raises(ValueError, match="color must be a whole number"):
             mpi.split(bad)

@@ -46,7 +46,7 @@ class Storm:
         made = {"mpi": {0: storm_actors.Group(mpi, world, world)}, "dist": {}}
         for index, ranks in enumerate(in_mpi[1:], 1):
             comm = mpi.split(0 if me in ranks else None)
-            if comm is not None:
+            if comm:
                 made["mpi"][index] = storm_actors.Group(mpi, comm, comm)
         for index, ranks in enumerate(in_dist):
             pg = dist.new_group(ranks)

@@ -163,6 +163,8 @@ class Operation(Work[R]):
         if ulfm.is_death(error):
             return ulfm.died(str(self), self.comm.direct.mpi, error)
         is_mpis = isinstance(error, MPI.Exception)
+        if is_mpis and self.entry is not None:
+            journal.break_off(self.entry)
         if differ:
             explained: Exception = RanksDisagree(f"{self}: the ranks call different operations: {sides}")
         elif died := reports.deaths(_DEATH_SECONDS):

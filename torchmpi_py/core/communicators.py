@@ -58,15 +58,24 @@ class Communicator:
         self.is_stuck = False  # in an operation that was given up: MPI still uses it, so it cannot be freed
         self.plans: dict[Any, Any] = {}  # the selector's, for this communicator
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a call has failed here that other ranks may have carried out; later ones are refused."""
+        return any(sequence.is_broken for sequence in self.sequences)
+
     def free(self) -> None:
         """Wait for the operations under way, and free the communicator's resources. Collective over the group.
 
-        CommunicatorError for a level: ``stop`` alone frees levels.
+        After a call that differed between ranks nothing is waited for, and MPI keeps its part. CommunicatorError for a
+        level: ``stop`` alone frees levels.
         """
         if self.outer is not None:
             raise CommunicatorError(f"{self!r} is a level; levels live until mpi.stop()")
         if not self.is_free:
             stack()  # NotStarted in a forked child
+            if self.is_broken:
+                self._release(is_lost=True)
+                return
             communication_thread.current().drain()
             if self.direct.is_in_use:
                 raise CommunicatorError(f"{self!r} cannot be freed: a thread is in a collective there")
@@ -76,7 +85,7 @@ class Communicator:
         """Free all resources. Collective, unless the communicator ``is_lost``: one of its ranks has died."""
         if not self.is_free:
             self.is_free = True
-            is_lost = is_lost or self.is_stuck or self.direct.is_in_use  # a thread there still needs the memory
+            is_lost = is_lost or self.is_broken or self.is_stuck or self.direct.is_in_use  # a thread needs the memory
             if self.outer is not None:
                 self.outer._release(is_lost=is_lost)
             for channel in (self.background, self.direct):
@@ -154,11 +163,32 @@ def is_started() -> bool:
     return current_stack is not None
 
 
+class NoCommunicator:
+    """What ``split`` gives to a rank that stays out: false, and an error as ``comm=``, which None would not be."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def free(self) -> None:
+        """There is nothing to free."""
+
+    def __enter__(self) -> NoCommunicator:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """There is nothing to free."""
+
+    def __repr__(self) -> str:
+        return "<NoCommunicator: this rank gave mpi.split the color None>"
+
+
 def resolve(comm: Communicator | None) -> Communicator:
-    """``comm``, or the current level. NotStarted, TypeError or CommunicatorError if it cannot be used."""
+    """``comm``, or the current level. NotStarted, ValueError, TypeError or CommunicatorError if it cannot be used."""
     if comm is None:
         return current_stack.current if current_stack is not None else stack().current
     stack()
+    if isinstance(comm, NoCommunicator):
+        raise ValueError(f"comm={comm!r}, which is in no group: make the call on the other ranks alone, `if comm:`")
     if not isinstance(comm, Communicator):
         raise TypeError(f"comm={comm!r} is not a torchmpi_py communicator; make one with mpi.split or mpi.communicator")
     if comm.is_free:
@@ -216,24 +246,25 @@ def communicator(level: int | None = None) -> Communicator:
     return stack().current if level is None else stack().level(level)
 
 
-def split(color: int | None, key: int = 0) -> Communicator | None:
+def split(color: int | None, key: int = 0) -> Communicator:
     """A communicator of the ranks that give the same ``color``, in the order of ``key`` (then of rank).
 
-    Collective over the current level; ``color=None`` takes part and gets None. Pass the result as ``comm=``.
+    Collective over the current level. Pass the result as ``comm=``. A rank with ``color=None`` takes part and stays
+    out: its result is false, and an error as ``comm=``.
     """
     if color is not None and (isinstance(color, bool) or not hasattr(color, "__index__") or color < 0):
         raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
     used = stack()
     used.others = [other for other in used.others if not other.is_free]
 
-    def make() -> Communicator | None:
+    def make() -> Communicator | NoCommunicator:
         group: Any = used.current.direct.mpi.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if color is None else Communicator(group, used.place, f"split {color}")
+        return NoCommunicator() if color is None else Communicator(group, used.place, f"split {color}")
 
     made = journal.run_together("split", used.current, make)
-    if made is not None:
+    if isinstance(made, Communicator):
         used.others.append(made)
-    return made
+    return made  # type: ignore[return-value]  # a NoCommunicator stands for an error where it is used
 
 
 def beside(comm: Communicator, key: str) -> Communicator:

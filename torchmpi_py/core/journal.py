@@ -4,9 +4,8 @@ Every call pays for the journal, so the steps of ``record`` and ``end`` stand in
 on the board (``status_board.py``), and two looks at the neighbour's fingerprint (``sequences.py``). Texts and checksum
 of a call are kept by its place in the program. ``python -m torchmpi_py.bench watch`` measures the cost.
 
-An operation is *under way* while a call carries it out (the record has begun, and has not ended), or waits for it
-(``backoff.active``); a launched operation without a wait is not. A future counts as a wait from its request on, for the
-wait itself is out of sight. ``watch/watchdog.py`` looks at the oldest operation under way.
+An operation is *under way* while a call carries it out (begun, and not ended), or waits for it (``backoff.active``; a
+future counts as a wait from its request on). ``watch/watchdog.py`` looks at the oldest operation under way.
 """
 
 from __future__ import annotations
@@ -149,6 +148,8 @@ def record(operation: Recorded, thread_role: int, is_launch: bool = False, frame
         # Nothing to compare: the neighbour's word is one of the blank slot, which equals this fingerprint, 0.
         pack(used.mapping, begin_byte, number, 0, now, operation.num_bytes, names | IS_LAUNCH * is_launch)
         return number, word, end_word, sequence.blank, 0, None
+    if sequence.is_broken:
+        raise sequences.refused(operation.name, operation.comm)
     fingerprint, (mine, neighbours) = sequence.next_fingerprint()
     fingerprint |= checksum
     if is_launch:
@@ -162,6 +163,7 @@ def record(operation: Recorded, thread_role: int, is_launch: bool = False, frame
     # A neighbour that is behind, or ahead, has another sequence number there: no difference.
     if theirs != fingerprint and theirs ^ fingerprint < _NEXT and not operation.flavour.exchanges_headers:
         fail(entry)
+        sequence.is_broken = True  # the neighbour is in an operation of this number, which this rank never enters
         raise RanksDisagree(_difference(number))._of_call(operation.name, operation.comm)
     return entry
 
@@ -195,8 +197,7 @@ def run_while_others_work(name: str, comm: RecordedGroup, step: Callable[[], R])
     """``step()``, as by ``run_together``, where ranks that train asynchronously wait for each other.
 
     The fastest rank may wait there for hours. So the deadline counts only while no missing rank of this node calls
-    anything, as a rank that trains does; it does not count at all where ranks of other nodes may be missing, for they
-    cannot be seen.
+    anything, as a rank that trains does; where ranks of other nodes, which cannot be seen, may be missing it never does.
     """
     # A launch does not age: the entry in ``unhurried`` decides whether this operation does.
     entry = record(Plain(name, comm, (name,)), DIRECT, True)
@@ -234,7 +235,14 @@ def end(entry: Entry) -> None:
         words[end_word] = monotonic_ns()
     theirs = words[neighbours]  # the second look: the first one may have come before the neighbour
     if theirs != fingerprint and theirs ^ fingerprint < _NEXT:
+        break_off(entry)
         raise RanksDisagree(_difference(number))
+
+
+def break_off(entry: Entry) -> None:
+    """Refuse all later operations of the sequence: the ranks may not have carried out this one alike."""
+    if entry[5] is not None:
+        entry[5].is_broken = True
 
 
 def _is_in_place(words: memoryview, word: int, number: int) -> bool:

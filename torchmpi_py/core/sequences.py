@@ -38,6 +38,7 @@ from torchmpi_py.core.status_board import (
     BoardSlot,
     Record,
 )
+from torchmpi_py.errors import CommunicatorError
 
 logger = logging.getLogger("torchmpi_py")
 _MOST_NAMED = 4
@@ -64,6 +65,7 @@ class CallSequence:
     def __init__(self, rank: int, places: Ranks[Place], offers: Ranks[SlotOffer], thread_role: int, key: str) -> None:
         slots = [offer.slots[thread_role] for offer in offers]
         self.neighbour: int | None = None  # its rank
+        self.is_broken = False  # since an operation differed, or broke off: later ones would meet wrong ones
         self.slot = slots[rank]
         self.index = -1 if self.slot is None else self.slot.number
         self._board = used = status_board.current
@@ -118,6 +120,14 @@ class CallSequence:
             self._board.slots_of.pop(self.slot.number, None)
             self._board.release_slot(self.slot)
         self.slot = self.neighbour = None
+
+
+def refused(name: str, comm: object) -> CommunicatorError:
+    """The error of a call on a communicator whose sequence is broken."""
+    return CommunicatorError(
+        f"{name}: an earlier call on {comm!r} failed on this rank, where other ranks may have gone on: what they call "
+        "can no longer be matched there. End the job, and mend the first error"
+    )._of_call(name, comm)
 
 
 @functools.cache
