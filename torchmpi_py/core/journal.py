@@ -197,7 +197,7 @@ def run_while_others_work(name: str, comm: RecordedGroup, step: Callable[[], R])
     """``step()``, as by ``run_together``, where ranks that train asynchronously wait for each other.
 
     The fastest rank may wait there for hours. So the deadline counts only while no missing rank of this node calls
-    anything, as a rank that trains does; where ranks of other nodes, which cannot be seen, may be missing it never does.
+    anything, as a rank that trains does; never where ranks of other nodes, which cannot be seen, may be missing.
     """
     # A launch does not age: the entry in ``unhurried`` decides whether this operation does.
     entry = record(Plain(name, comm, (name,)), DIRECT, True)
