@@ -71,10 +71,10 @@ def test_a_caught_mismatch_leads_to_no_wrong_number(tmp_path, kind, num_ranks, w
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run(
-        [TORCHMPIRUN, "-n", str(num_ranks), "--env", "TORCHMPI_DEADLINE_SECONDS=3", program, kind, where],
+        [TORCHMPIRUN, "-n", str(num_ranks), "--env", "TORCHMPI_DEADLINE_SECONDS=40", program, kind, where],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=120,
         stdin=subprocess.DEVNULL,
     )
     printed = done.stdout + done.stderr
