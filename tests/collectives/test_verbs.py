@@ -479,6 +479,38 @@ def test_lazy_conjugation_and_negation(mpi):
     torch.testing.assert_close(mpi.allreduce(z.conj().imag, out=torch.empty(4)), total.conj().imag)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_no_gradient_goes_through_what_a_verb_has_written(mpi, form):
+    """It would be that of a verb that changes nothing. Values may be averaged for a log all the same."""
+
+    def called(verb, *args, **kwargs):
+        if form == "asynchronous":
+            return getattr(mpi, f"{verb}_async")(*args, **kwargs).wait()
+        return getattr(mpi, verb)(*args, **kwargs)
+
+    weight = torch.ones(4, requires_grad=True)
+    for verb, args in (("allreduce", ()), ("broadcast", (0,)), ("sendreceive", (mpi.rank(), mpi.rank()))):
+        for view in (lambda x: x, lambda x: x[1:3], lambda x: x.reshape(2, 2).t()):
+            x = view(weight * 2)
+            result = called(verb, x, *args)
+            with pytest.raises(RuntimeError, match=rf"that {verb} has overwritten.*nn\.functional\.{verb}"):
+                (result**2).sum().backward()
+            assert weight.grad is None
+    out = weight * 3
+    called("allreduce", torch.ones(4), out=out)
+    with pytest.raises(RuntimeError, match="has overwritten"):
+        out.sum().backward()
+    loss = (weight * 2).sum()
+    loss.backward()
+    assert called("allreduce", loss).item() == 8 * mpi.size()
+    assert weight.grad.tolist() == [2.0] * 4
+    assert called("allreduce", weight).requires_grad  # a leaf: parameters are broadcast and averaged
+    with torch.no_grad():
+        assert called("allreduce", torch.ones(4, requires_grad=True) * 2)[0] == 2 * mpi.size()
+    with pytest.raises(ValueError, match=r"part of autograd's graph; pass x.detach\(\)"):
+        called("allreduce", (weight * 2).unbind()[0])
+
+
 def test_long_messages_travel_in_pieces(mpi, monkeypatch):
     """With messages of at most 1000 bytes every verb takes the path of tensors beyond 2^31 bytes."""
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from torchmpi_py import optim
 from torchmpi_py.core import config
 from torchmpi_py.errors import RanksDisagree
 
@@ -63,6 +64,25 @@ def test_buffers(mpi, mpinn, monkeypatch, how, fuse_bytes):
     assert torch.equal(net[0].weight, weight)
     mpinn.synchronize_buffers(torch.nn.Linear(2, 2))
     mpinn.synchronize_buffers(torch.nn.LazyBatchNorm1d())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "synchronize_parameters",
+        "synchronize_buffers",
+        "synchronize_gradients",
+        "check_with_allreduce",
+        "register_async_backward",
+    ],
+)
+def test_parameters_in_place_of_the_module(mpi, mpinn, function):
+    network = torch.nn.Linear(3, 2)
+    for wrong in (network.named_parameters(), network.state_dict(), list(network.parameters())):
+        with pytest.raises(TypeError, match=f"give the module itself.*{type(wrong).__name__} is none"):
+            getattr(mpinn, function)(wrong)
+    with pytest.raises(TypeError, match="DistributedOptimizer: give the module itself"):
+        optim.DistributedOptimizer(torch.optim.SGD(network.parameters()), network.named_parameters())
 
 
 def test_another_way_to_bring_buffers_together_is_refused(mpi, mpinn):

@@ -17,11 +17,9 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from torchmpi_py.core.handles import Handle
+from torchmpi_py.core.tensors import writes_into_x
 
 NumpyArray = np.ndarray[Any, Any]
-
-_WRITE_INTO_X = frozenset({"broadcast", "sendreceive", "recv"})
-_WRITE_INTO_X_WITHOUT_OUT = frozenset({"allreduce", "reduce", "alltoall"})
 
 
 class ArrayHandle(Handle[Any]):
@@ -74,8 +72,7 @@ class ArrayCall:
         if self._library is None:
             return
         out = kwargs.get("out")
-        is_written = verb in _WRITE_INTO_X or (verb in _WRITE_INTO_X_WITHOUT_OUT and out is None)
-        tensor = self._tensor(verb, "x", x, is_written)
+        tensor = self._tensor(verb, "x", x, writes_into_x(verb, out))
         if args:
             self.args = (tensor, *args[1:])
         else:

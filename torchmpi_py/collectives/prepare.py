@@ -31,6 +31,7 @@ from torchmpi_py.core.tensors import (
     check_known_op,
     check_out,
     check_tensor,
+    cut_off,
     flat,
     output_buffer,
 )
@@ -64,26 +65,34 @@ R = TypeVar("R")
 
 
 def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, R], Callable[P, Handle[R]]]:
-    """(blocking, asynchronous) form of the verb that ``prepare`` prepares. An ``x`` may be an array, an ``obj`` is not.
+    """(blocking, asynchronous) form of the verb that ``prepare`` prepares.
 
-    Tensors take the short way: every call of a verb passes here.
+    An ``x`` may be an array, an ``obj`` is sent as it is. Tensors take the short way: every call of a verb passes here.
     """
     name = prepare.__name__.lstrip("_")
-    takes_arrays = "x" in inspect.signature(prepare).parameters
+    takes_tensors = "x" in inspect.signature(prepare).parameters
 
     @functools.wraps(prepare)
     def blocking(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not takes_arrays or (args and isinstance(args[0], Tensor)):
-            return prepare(*args, **kwargs).run()
-        call = ArrayCall(name, args, kwargs)
-        return call.result(prepare(*call.args, **call.kwargs).run())  # type: ignore[no-any-return]
+        if takes_tensors:
+            x: Any = args[0] if args else kwargs.get("x")
+            if not isinstance(x, Tensor):
+                call = ArrayCall(name, args, kwargs)
+                return call.result(prepare(*call.args, **call.kwargs).run())  # type: ignore[no-any-return]
+            if x.requires_grad or "out" in kwargs:
+                cut_off(name, x, kwargs.get("out"))
+        return prepare(*args, **kwargs).run()
 
     @functools.wraps(prepare)
     def asynchronous(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:
-        if not takes_arrays or (args and isinstance(args[0], Tensor)):
-            return prepare(*args, **kwargs).launch()
-        call = ArrayCall(name, args, kwargs)
-        return call.handle(prepare(*call.args, **call.kwargs).launch())
+        if takes_tensors:
+            x: Any = args[0] if args else kwargs.get("x")
+            if not isinstance(x, Tensor):
+                call = ArrayCall(name, args, kwargs)
+                return call.handle(prepare(*call.args, **call.kwargs).launch())
+            if x.requires_grad or "out" in kwargs:
+                cut_off(name, x, kwargs.get("out"))
+        return prepare(*args, **kwargs).launch()
 
     result = str(inspect.signature(prepare).return_annotation).removeprefix("Operation[").removesuffix("]")
     compiling.leave_alone(blocking, asynchronous)

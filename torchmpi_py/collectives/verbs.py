@@ -9,7 +9,8 @@ at once a Handle whose ``wait()`` returns it. What holds for all:
   come in the same order across all communicators. RanksDisagree where ranks of one node call different verbs, or with
   other sizes, dtypes, op or root: on the rank that comes later, or on all when the operation is over.
 - Tensors may be of any dtype, strided, transposed, of size 0, or larger than 2^31 elements. 16-bit floats accumulate in
-  float32. All ranks get the same bits. Gradients do not flow through a verb.
+  float32. All ranks get the same bits. No gradient goes through a verb: ``backward`` through
+  what a verb has written is a RuntimeError (``nn.functional`` has verbs with gradients).
 - ``x`` is overwritten, unless ``out=`` is given or the result has another shape. Until an asynchronous operation is
   complete its tensors must not be touched.
 - ``x`` may be a numpy or cupy array, whose memory is used as it is; then the result is an array of that kind, and so is

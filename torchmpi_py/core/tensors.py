@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ _FLOAT_OPS = ("sum", "avg", "prod", "min", "max")
 _COMPLEX_OPS = ("sum", "avg", "prod")
 _INTEGER_OPS = ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
 _STRIDED = torch.strided
+_WRITE_INTO_X = frozenset({"broadcast", "sendreceive", "recv"})
+_WRITE_INTO_X_WITHOUT_OUT = frozenset({"allreduce", "reduce", "alltoall"})
 
 
 def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
@@ -158,3 +161,42 @@ def output_buffer(verb: str, target: Tensor, *, holds_input: bool) -> tuple[Tens
         plain.copy_(buffer)
 
     return buffer, copy_out
+
+
+class _Overwritten(torch.autograd.Function):
+    """In the graph of autograd, in place of how a tensor came about: no gradient goes through what a verb has written.
+
+    Without it the gradient would pass as if the verb had changed nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, verb: str) -> Tensor:
+        ctx.verb = verb
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"backward() through a tensor that {ctx.verb} has overwritten, which has no gradient: take "
+            f"torchmpi_py.nn.{'recv' if ctx.verb == 'recv' else f'functional.{ctx.verb}'}, or pass x.detach()"
+        )
+
+
+def writes_into_x(verb: str, out: object) -> bool:
+    """Whether a verb that is given this ``out`` writes its result into ``x``, on some rank."""
+    return verb in _WRITE_INTO_X or (out is None and verb in _WRITE_INTO_X_WITHOUT_OUT)
+
+
+def cut_off(verb: str, x: Tensor, out: object) -> None:
+    """Let ``backward`` through what a verb is about to write be an error, if that is part of autograd's graph.
+
+    ValueError where torch allows nothing in place.
+    """
+    target = x if writes_into_x(verb, out) else out
+    if not isinstance(target, Tensor) or not torch.is_grad_enabled() or target.grad_fn is None:
+        return
+    try:
+        _Overwritten.apply(target, verb)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ValueError(f"{verb}: the tensor is part of autograd's graph; pass x.detach(). {error}") from None

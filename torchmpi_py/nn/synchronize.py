@@ -34,6 +34,7 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> No
     Buffers of whole numbers (such as counters) come from rank 0 in both cases. The module must have the same parameters
     and buffers, of the same shapes, on every rank.
     """
+    check_module("synchronize_parameters", module)
     named = dict([*module.named_parameters(), *module.named_buffers()])
     for name, x in named.items():
         check_tensor("synchronize_parameters", name, x)
@@ -58,6 +59,7 @@ def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"]
     """
     if how not in ("average", "root"):
         raise ValueError(f"how={how!r}: give 'average' or 'root'")
+    check_module("synchronize_buffers", module)
     buffers = {name: buffer for name, buffer in module.named_buffers() if not is_lazy(buffer)}
     if not buffers or resolve(None).size == 1:
         return
@@ -89,6 +91,7 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
     Raises RanksDisagree on every rank, with the names of those that differ and the ranks that differ from most others.
     ``synchronize_parameters`` and ``synchronize_buffers`` make them equal.
     """
+    check_module("check_with_allreduce", module)
     buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
     check_replicas({**dict(module.named_parameters()), **buffers})
 
@@ -118,8 +121,15 @@ def buckets_of(module: torch.nn.Module, compression: Compression | None = None) 
     return buckets
 
 
+def check_module(what: str, module: object) -> None:
+    """TypeError for parameters, or a state_dict, in place of a module."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"{what}: give the module itself, not its parameters or state: {type(module).__name__} is none")
+
+
 def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters that take a gradient, by name; a TypeError for a DTensor, or a sparse gradient."""
+    check_module("reducing gradients", module)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for name, parameter in parameters.items():
         if type(parameter) is not torch.nn.Parameter:

@@ -23,7 +23,7 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.split_parameters import split_of
-from torchmpi_py.nn.synchronize import trainable
+from torchmpi_py.nn.synchronize import check_module, trainable
 from torchmpi_py.optim.wrapper import OptimizerWrapper
 
 
@@ -59,6 +59,7 @@ class DistributedOptimizer(OptimizerWrapper):
         comm: Communicator | None = None,
     ) -> None:
         super().__init__()
+        check_module("DistributedOptimizer", module)
         self.optimizer = optimizer
         self.module = module
         self.backward_passes_per_step = backward_passes_per_step
