@@ -334,3 +334,34 @@ def test_over_a_group_of_ranks(mpi, pair, distributed, split):
         theirs.step()
         assert_close(module, alone)
         ours.remove()
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_sparse_gradients_made_dense(mpi, distributed, num_passes):
+    """Ranks look up other rows; some rows are looked up by none."""
+    torch.manual_seed(1)
+    module = torch.nn.Embedding(11, 3, sparse=True)
+    alone = torch.nn.Embedding.from_pretrained(module.weight.detach().clone(), freeze=False)
+    ours = distributed(
+        torch.optim.SGD(module.parameters(), 0.1, momentum=0.9),
+        module,
+        sparse_as_dense=True,
+        backward_passes_per_step=num_passes,
+    )
+    theirs = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        for part in range(num_passes):
+            rows = [torch.tensor([(rank + step + part) % 7, rank % 3]) for rank in range(mpi.size())]
+            (module(rows[mpi.rank()]) ** 2).sum().backward()
+            (alone(torch.cat(rows)) ** 2).sum().div(mpi.size()).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+    assert_close(module, alone)
+
+
+def test_sparse_gradients_name_the_remedy(mpi, distributed):
+    module = torch.nn.Embedding(4, 2, sparse=True)
+    distributed(torch.optim.SGD(module.parameters(), 0.1), module)
+    with pytest.raises(TypeError, match="sparse_as_dense=True"):
+        module(torch.tensor([1])).sum().backward()

@@ -48,6 +48,7 @@ class AsyncBackward:
         comm: Communicator | None = None,
         only: Container[torch.nn.Parameter] | None = None,
         buckets: Buckets | None = None,
+        sparse_as_dense: bool = False,
     ) -> None:
         if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
             raise ValueError(f"frequency={frequency!r}: give a whole number of backward passes, at least 1")
@@ -66,6 +67,7 @@ class AsyncBackward:
         self._before_pass: Callable[[], Callable[[], None] | None] = lambda: None
         self._on_reduction: Callable[[], Callable[[], None] | None] = lambda: None
         self._only = only
+        self._sparse_as_dense = sparse_as_dense
         self._lock = threading.Lock()
         self.num_passes = 0  # complete ones since the last reduction
         self._pass_id = -1  # autograd's number for the backward pass under way
@@ -128,6 +130,8 @@ class AsyncBackward:
     def _on_gradient(self, parameter: Any) -> None:
         """The hook: a gradient is complete. Insert it into its bucket, and launch the buckets that are complete."""
         with self._lock:  # autograd has a thread per device
+            if self._sparse_as_dense and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
             check_dense(self.names[parameter], parameter)
             if self._pass_id != torch._C._current_graph_task_id():
                 self._begin_pass()

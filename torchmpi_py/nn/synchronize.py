@@ -143,7 +143,7 @@ def check_dense(name: str, parameter: torch.nn.Parameter) -> None:
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
         raise TypeError(
             f"the gradient of {name} is {parameter.grad.layout}; only dense gradients can be reduced. "
-            "Build the layer with sparse=False"
+            "Build the layer with sparse=False, or give DistributedOptimizer sparse_as_dense=True"
         )
 
 

@@ -38,6 +38,7 @@ class DistributedOptimizer(OptimizerWrapper):
     backward_passes_per_step: gradients of so many passes are added up, and reduced in the last one.
     compression: of what travels, such as ``optim.compression.BF16()``; None: as it is.
     average: mean over the ranks; False: sum.
+    sparse_as_dense: make sparse gradients (``Embedding(sparse=True)``) dense, and reduce them so; else a TypeError.
 
     Networks with split layers: clip with ``nn.clip_grad_norm_``. ``remove()`` ends the averaging. Making it, ``step``
     and, with gradients that are not reduced yet, ``synchronize`` are collective. Parameters start equal on all ranks
@@ -56,6 +57,7 @@ class DistributedOptimizer(OptimizerWrapper):
         backward_passes_per_step: int = 1,
         compression: Compression | None = None,
         average: bool = True,
+        sparse_as_dense: bool = False,
         comm: Communicator | None = None,
     ) -> None:
         super().__init__()
@@ -64,7 +66,11 @@ class DistributedOptimizer(OptimizerWrapper):
         self.module = module
         self.backward_passes_per_step = backward_passes_per_step
         self.comm = resolve(comm)
-        self._options: dict[str, Any] = {"average": average, "compression": compression}
+        self._options: dict[str, Any] = {
+            "average": average,
+            "compression": compression,
+            "sparse_as_dense": sparse_as_dense,
+        }
         self._register()
 
     def _register(self) -> None:
