@@ -507,6 +507,14 @@ def test_no_gradient_goes_through_what_a_verb_has_written(mpi, form):
     assert called("allreduce", weight).requires_grad  # a leaf: parameters are broadcast and averaged
     with torch.no_grad():
         assert called("allreduce", torch.ones(4, requires_grad=True) * 2)[0] == 2 * mpi.size()
+    x = torch.ones(4, requires_grad=True) * 2
+    with pytest.raises(ValueError, match="op 'mean' is unknown"):
+        called("allreduce", x, op="mean")
+    x.sum().backward()  # nothing was written
+    for view in (lambda p: p.view(-1), lambda p: p[0], lambda p: p.chunk(2)[1]):
+        parameter = torch.nn.Parameter(torch.ones(4, 2))
+        called("allreduce", view(parameter))  # of a parameter
+        parameter.sum().backward()
     with pytest.raises(ValueError, match=r"part of autograd's graph; pass x.detach\(\)"):
         called("allreduce", (weight * 2).unbind()[0])
 

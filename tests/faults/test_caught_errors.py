@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.skipif(bool(harness.MISSING)
 TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
 
 PROGRAM = """
-import sys, torch, torchmpi_py as mpi
+import pickle, sys, torch, torchmpi_py as mpi
 
 mpi.start()
 rank, size = mpi.rank(), mpi.size()
@@ -30,6 +30,8 @@ def mismatch():
     elif kind == "verb":
         x = torch.ones(400)
         mpi.broadcast(x, 0, comm=comm) if odd else mpi.allreduce(x, comm=comm)
+    elif kind == "object":
+        mpi.broadcast_object((lambda: 1) if odd else None, size - 1, comm=comm)
     elif odd:  # kind is "barrier"
         mpi.barrier(comm)
     else:
@@ -39,7 +41,7 @@ def mismatch():
 def attempt(call):
     try:
         return call()
-    except mpi.TorchMPIError as error:
+    except (mpi.TorchMPIError, AttributeError, pickle.PicklingError) as error:
         print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
 
 
@@ -65,6 +67,7 @@ print(f"rank {rank}: at its end", flush=True)
         ("launch", 2, "world"),
         ("verb", 3, "group"),
         ("barrier", 2, "group"),
+        ("object", 3, "world"),
     ],
 )
 def test_a_caught_mismatch_leads_to_no_wrong_number(tmp_path, kind, num_ranks, where):
@@ -80,4 +83,5 @@ def test_a_caught_mismatch_leads_to_no_wrong_number(tmp_path, kind, num_ranks, w
     printed = done.stdout + done.stderr
     assert "WRONG" not in printed, printed
     assert done.returncode != 0, printed
-    assert "RanksDisagree: " in printed, printed  # raised, or in the report of a rank that ends the job
+    first = "pickle" if kind == "object" else "RanksDisagree: "  # raised, or in the report of a rank that ends the job
+    assert first in printed, printed

@@ -145,3 +145,19 @@ def test_wrong_arguments(mpi):
         mpinn.send([1.0], 0)
     with pytest.raises(ValueError, match="plain dtypes"):
         mpinn.send(torch.ones(2).to(torch.float8_e5m2), 0)
+
+
+def test_layers_may_work_in_place_on_what_has_come(mpi):
+    x = torch.tensor([-1.0, 2.0], requires_grad=True)
+    link = mpinn.send(x * 1, (mpi.rank() + 1) % mpi.size())
+    y = torch.nn.ReLU(inplace=True)(mpinn.recv((mpi.rank() - 1) % mpi.size()))
+    (y.sum() + link).backward()
+    assert x.grad.tolist() == [0.0, 1.0]
+
+
+def test_complex_activations(mpi):
+    x = torch.tensor([1 + 2j], requires_grad=True)
+    link = mpinn.send(x * 1, (mpi.rank() + 1) % mpi.size())
+    got = mpinn.recv((mpi.rank() - 1) % mpi.size())
+    (got.abs().sum() ** 2 + link).backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())

@@ -101,6 +101,46 @@ def test_topk_takes_the_largest(mpi):
     torch.testing.assert_close(reduced(made, gradient(mpi.rank()), "sum").flatten(), expected)
 
 
+@pytest.mark.parametrize("kind", ["normal", "alike", "in order", "with NaN"])
+def test_topk_of_many_elements(mpi, kind):
+    """What a sample calls large is only a hint; also where elements are alike, or the sample sees none of the large."""
+    x = {
+        "normal": torch.randn(700_001, generator=torch.Generator().manual_seed(3)),
+        "alike": torch.ones(700_001),
+        "in order": torch.arange(700_001.0).roll(5),
+        "with NaN": torch.ones(700_001).index_fill_(0, torch.tensor([7, 600_000]), math.nan),
+    }[kind]
+    made = compressor(mpi, compression.TopK(0.01), torch.zeros(700_001))
+    found = reduced(made, x, "avg")
+    count = 7000
+    assert (found != 0).sum() == count
+    if kind == "with NaN":
+        assert found[[7, 600_000]].isnan().all()
+    else:
+        torch.testing.assert_close(found.abs().sort().values[-count:], x.abs().sort().values[-count:])
+
+
+def test_topk_where_the_sample_misses_what_is_large(mpi):
+    x = torch.zeros(700_001)
+    x[1::10][:9000] = torch.arange(9000.0) + 1  # every tenth element; a sample takes multiples of its step
+    found = reduced(compressor(mpi, compression.TopK(0.01), torch.zeros(700_001)), x)
+    torch.testing.assert_close(found[found != 0].sort().values, torch.arange(2000.0, 9000.0) + 1)
+
+
+def test_randomk_of_many_elements(mpi):
+    """Each element has its turn; as many as there should be, the same on all ranks."""
+    made = compressor(mpi, compression.RandomK(0.05), torch.zeros(20_000))
+    chosen = torch.zeros(20_000)
+    for _ in range(200):
+        found = reduced(made, torch.ones(20_000))
+        assert (found != 0).sum() == 1000
+        chosen += found != 0
+    mpi.check_with_allreduce(chosen)
+    assert abs(chosen[:10_000].sum() - 100_000) < 1500  # five standard deviations
+    assert (chosen == 0).sum() < 20
+    assert chosen.max() < 35
+
+
 def test_powersgd_of_what_has_so_small_a_rank_is_exact(mpi):
     """A matrix of rank 2, the same on all ranks, with a bias that goes as it is."""
     a, b = gradient(0, shape=(12, 2)), gradient(1, shape=(2, 10))

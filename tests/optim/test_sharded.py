@@ -348,3 +348,70 @@ def test_parameters_that_differ(mpi, sharded):
     loss_of(mpi, module, 0, mpi.rank()).backward()
     with pytest.raises(errors.RanksDisagree, match="1 "):
         ours.step()
+
+
+def test_a_state_that_cannot_be_divided_leaves_the_optimizer_as_it_was(mpi):
+    """Parameters of one bucket with other numbers of steps; whole parameters have owners, and can be divided."""
+    module = network()
+    optimizer = torch.optim.Adam(list(module.parameters())[:2], lr=0.01)
+    for _ in range(2):
+        loss_of(mpi, module, 0).backward()
+        optimizer.step()
+        if len(optimizer.param_groups[0]["params"]) == 2:
+            optimizer.param_groups[0]["params"] += list(module.parameters())[2:]
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="placement='round_robin'"):
+        optim.ShardedOptimizer.from_optimizer(optimizer)
+    assert optimizer.param_groups[0]["params"] == list(module.parameters())
+    after = optimizer.state_dict()
+    assert str(before) == str(after)
+    divided = optim.ShardedOptimizer.from_optimizer(optimizer, placement="round_robin")
+    assert str(divided.state_dict()) == str(before)
+    assert divided.to_optimizer() is optimizer
+    assert str(optimizer.state_dict()) == str(before)
+
+
+def test_parameters_that_are_numbers(mpi):
+    """Their state has no dimensions, as the number of steps has none."""
+    module = torch.nn.ParameterList([torch.nn.Parameter(torch.tensor(float(k))) for k in range(3)])
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    alone = copy.deepcopy(module)
+    plain = torch.optim.Adam(alone.parameters(), lr=0.1)
+    for _ in range(2):
+        divided = optim.ShardedOptimizer.from_optimizer(optimizer)
+        for _ in range(2):
+            for parameters, each in ((module, divided), (alone, plain)):
+                sum((p - 5) ** 2 for p in parameters).backward()
+                each.step()
+                each.zero_grad()
+        divided.to_optimizer()
+    for p, q in zip(module, alone, strict=True):
+        torch.testing.assert_close(p, q)
+    assert str(optimizer.state_dict()["param_groups"]) == str(plain.state_dict()["param_groups"])
+
+
+def test_frozen_parameters_keep_their_state(mpi):
+    module = network()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    loss_of(mpi, module, 0).backward()
+    optimizer.step()
+    module[0].requires_grad_(False)
+    before = copy.deepcopy(optimizer.state_dict())
+    divided = optim.ShardedOptimizer.from_optimizer(optimizer)
+    assert str(divided.state_dict()) == str(before)
+    divided.to_optimizer()
+    assert str(optimizer.state_dict()) == str(before)
+
+
+@pytest.mark.parametrize("placement", ["size", "round_robin"])
+def test_a_state_that_one_rank_alone_has_loaded(mpi, sharded, placement):
+    if mpi.size() == 1:
+        pytest.skip("one rank is all ranks")
+    module = network()
+    optimizer = sharded(module.parameters(), torch.optim.Adam, lr=0.01, placement=placement)
+    state = optimizer.state_dict()
+    if mpi.rank() == 0:
+        optimizer.load_state_dict(state)
+    for call in (optimizer.state_dict, lambda: optim.broadcast_optimizer_state(optimizer)):
+        with pytest.raises(errors.RanksDisagree, match="every rank loads the same"):
+            call()

@@ -17,11 +17,12 @@ from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, Work
 from torchmpi_py.core.journal import Method
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.errors import CommunicatorError, RankDied, RanksDisagree, TorchMPIError
+from torchmpi_py.errors import CommunicatorError, FlavourError, RankDied, RanksDisagree, TorchMPIError, Unavailable
 from torchmpi_py.watch import reports, tracing
 from torchmpi_py.watch.tracing import POSTED
 
 R = TypeVar("R")
+_RAISED_BY_ALL = (RanksDisagree, Unavailable, FlavourError, ValueError, TypeError)  # by flavours, on all ranks alike
 _DEATH_SECONDS = 0.3
 _MESSAGES = frozenset({"send", "recv", "sendreceive"})  # of which several may be under way in a channel
 
@@ -58,7 +59,7 @@ class Operation(Work[R]):
         CommunicatorError, in this call and all that follow on the channel, if another thread is in a collective there.
         """
         channel = self.comm.background if in_background else self.comm.direct
-        entry, trace, begin = self.entry, tracing.current, 0
+        entry, trace, begin, is_done = self.entry, tracing.current, 0, False
         was_recorded = entry is not None
         # One collective at a time on a channel: the ranks could not know the order of two.
         is_collective, me = self.name not in _MESSAGES, get_ident()
@@ -78,16 +79,14 @@ class Operation(Work[R]):
                 if trace is not None:
                     begin = trace.begin(self)
                 returned = getattr(self.flavour, self.method)(channel, *self.arguments)
+                is_done = True
                 if was_recorded:
                     journal.end_launched(entry)
                 else:
                     journal.end(entry)
                 return self.target if self.conclude is None else self.conclude(returned)  # type: ignore[return-value]
-            except (RuntimeError, CommunicatorError, RanksDisagree) as error:
-                raise self.explain(error)  # noqa: B904 - it carries its cause
-            except BaseException:
-                journal.fail(entry)
-                raise
+            except BaseException as error:
+                raise self._ended_by(error, entry, is_done)  # noqa: B904 - it carries its cause
             finally:
                 if trace is not None:
                     trace.end(self, channel.thread_role, begin)
@@ -97,6 +96,16 @@ class Operation(Work[R]):
         finally:
             if is_collective and channel.user == me:
                 channel.user = NOBODY
+
+    def _ended_by(self, error: BaseException, entry: journal.Entry, is_done: bool) -> BaseException:
+        """The error to raise for one in ``run``; ``is_done``: the flavour had returned, as on the other ranks."""
+        is_of_all = isinstance(error, _RAISED_BY_ALL) and not self.name.endswith("_object")  # pickle's are of one rank
+        if not is_done and not is_of_all:
+            journal.break_off(entry)
+        if isinstance(error, (RuntimeError, CommunicatorError, RanksDisagree)):
+            return self.explain(error)
+        journal.fail(entry)
+        return error
 
     def _refused(self, channel: Channel, me: int) -> CommunicatorError:
         """The error where another thread is in a collective of the channel, or a signal's handler calls a verb."""

@@ -80,7 +80,9 @@ def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, 
                 call = ArrayCall(name, args, kwargs)
                 return call.result(prepare(*call.args, **call.kwargs).run())  # type: ignore[no-any-return]
             if x.requires_grad or "out" in kwargs:
+                operation = prepare(*args, **kwargs)
                 cut_off(name, x, kwargs.get("out"))
+                return operation.run()
         return prepare(*args, **kwargs).run()
 
     @functools.wraps(prepare)
@@ -91,7 +93,9 @@ def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, 
                 call = ArrayCall(name, args, kwargs)
                 return call.handle(prepare(*call.args, **call.kwargs).launch())
             if x.requires_grad or "out" in kwargs:
+                operation = prepare(*args, **kwargs)
                 cut_off(name, x, kwargs.get("out"))
+                return operation.launch()
         return prepare(*args, **kwargs).launch()
 
     result = str(inspect.signature(prepare).return_annotation).removeprefix("Operation[").removesuffix("]")

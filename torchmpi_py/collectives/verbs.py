@@ -14,7 +14,8 @@ at once a Handle whose ``wait()`` returns it. What holds for all:
 - ``x`` is overwritten, unless ``out=`` is given or the result has another shape. Until an asynchronous operation is
   complete its tensors must not be touched.
 - ``x`` may be a numpy or cupy array, whose memory is used as it is; then the result is an array of that kind, and so is
-  ``out``. What holds for tensors holds for arrays; other ranks may pass tensors. A read-only array is only sent.
+  ``out``. What holds for tensors holds for arrays; other ranks may pass tensors. A read-only array is an
+  error where the verb overwrites ``x`` on any rank.
 - ``x`` may be a number: then the result is a number (``allgather``, ``gather``: a list of them). Numbers follow
   Python's rules; an int and a float may meet.
 - ``op`` is one of sum, avg, prod, min, max, band, bor, bxor, land, lor. NaN wins in min and max. ``avg`` of integers,

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from torchmpi_py.core import backoff, sequences, status_board
 from torchmpi_py.core.channels import DIRECT
+from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.sequences import CallSequence
 from torchmpi_py.core.status_board import (
     BEGUN,
@@ -128,8 +129,7 @@ class Plain:
 def record(operation: Recorded, thread_role: int, is_launch: bool = False, frame: FrameType | None = None) -> Entry:
     """Record an operation that begins now, or is launched; ``frame``: the caller's, unless it is the verb's caller.
 
-    RanksDisagree if the neighbour is known to call another operation, unless the flavour's ranks exchange headers, and
-    find out together.
+    RanksDisagree if the neighbour calls another operation, unless the flavour's ranks find that out by their headers.
     """
     used = status_board.current
     assert used is not None, "operations are recorded between start and stop"
@@ -202,8 +202,7 @@ def run_while_others_work(name: str, comm: RecordedGroup, step: Callable[[], R])
     # A launch does not age: the entry in ``unhurried`` decides whether this operation does.
     entry = record(Plain(name, comm, (name,)), DIRECT, True)
     begin(entry)
-    wait = object()
-    backoff.unhurried[wait] = entry[0], comm.size
+    backoff.unhurried[wait := object()] = entry[0], comm.size
     try:
         return _until_over(entry, step)
     finally:
@@ -213,7 +212,9 @@ def run_while_others_work(name: str, comm: RecordedGroup, step: Callable[[], R])
 def _until_over(entry: Entry, step: Callable[[], R]) -> R:
     try:
         returned = step()
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, MPI.Exception):  # other errors are agreed on
+            break_off(entry)
         fail(entry)
         raise
     end_launched(entry)
@@ -262,9 +263,8 @@ def end_launched(entry: Entry) -> None:
 
 def fail(entry: Entry) -> None:
     """Record the failure of an operation that has not ended."""
-    number, word, end_word, *_ = entry
-    used = status_board.current
-    if used is None:
+    number, word, end_word = entry[:3]
+    if (used := status_board.current) is None:
         return
     evicted_open.pop(number, None)
     # Not where the record is another's, nor where ``end`` has found a difference: that operation has ended.

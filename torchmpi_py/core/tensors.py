@@ -191,12 +191,15 @@ def writes_into_x(verb: str, out: object) -> bool:
 def cut_off(verb: str, x: Tensor, out: object) -> None:
     """Let ``backward`` through what a verb is about to write be an error, if that is part of autograd's graph.
 
-    ValueError where torch allows nothing in place.
+    On all ranks alike, also where a verb writes on its root alone. ValueError where torch allows nothing in place.
     """
     target = x if writes_into_x(verb, out) else out
-    if not isinstance(target, Tensor) or not torch.is_grad_enabled() or target.grad_fn is None:
+    if not isinstance(target, Tensor) or not target.requires_grad or not torch.is_grad_enabled():
         return
     try:
-        _Overwritten.apply(target, verb)  # type: ignore[no-untyped-call]
+        # A parameter, or a view of one: its new values are what is wanted.
+        is_leaf = target._base.is_leaf if target._base is not None else target.is_leaf
+        if not is_leaf:
+            _Overwritten.apply(target, verb)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise ValueError(f"{verb}: the tensor is part of autograd's graph; pass x.detach(). {error}") from None

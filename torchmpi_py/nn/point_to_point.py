@@ -132,7 +132,7 @@ def recv(source: int, *, comm: Communicator | None = None) -> Tensor:
     if not (needs_gradient and torch.is_grad_enabled()):
         return x
     anchor = torch.empty(0, requires_grad=True)
-    y: Tensor = _Received.apply(x, anchor, peer, number)  # type: ignore[no-untyped-call]
+    y: Tensor = _Received.apply(anchor, [x], peer, number)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -142,7 +142,7 @@ class _Sent(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, peer: Peer, number: int) -> Tensor:
         ctx.peer, ctx.number, ctx.shape, ctx.dtype = peer, number, x.shape, x.dtype
-        return x.new_zeros((), dtype=x.dtype)
+        return torch.zeros((), device=x.device)
 
     @staticmethod
     @once_differentiable
@@ -154,9 +154,9 @@ class _Received(Function):
     """From nothing to an activation that has come; backward, its gradient goes back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, peer: Peer, number: int) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, activation: list[Tensor], peer: Peer, number: int) -> Tensor:
         ctx.peer, ctx.number = peer, number
-        return x.view_as(x)
+        return activation[0]  # in a list: no input, and no view of one, so that a layer may work in place
 
     @staticmethod
     @once_differentiable

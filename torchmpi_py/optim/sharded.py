@@ -10,11 +10,9 @@ Data on the wire: as much as with plain averaging. State on each rank: 1/P of it
 from __future__ import annotations
 
 import copy
-import heapq
 import math
-import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,21 +20,17 @@ from torch import Tensor
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
-from torchmpi_py.core.tensors import check_rank
+from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.buckets import shaped
 from torchmpi_py.nn.clipping import combined, norm_of, scale_to
 from torchmpi_py.nn.compression import is_finite
 from torchmpi_py.nn.split_parameters import any_split
+from torchmpi_py.optim.owners import Placement, owners
 from torchmpi_py.optim.sharded_buckets import ShardedBucket, ShardedBuckets
 from torchmpi_py.optim.wrapper import OptimizerWrapper
 
-_ELEMENTWISE = {  # every element of a parameter is treated alike, whatever the others are
-    getattr(torch.optim, name)
-    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905
-}
-
-Placement = Literal["size", "round_robin", "hash"] | Callable[[int, torch.nn.Parameter], int]
+_OF_A_PARAMETER = {"step", "eta", "mu", "mu_product"}  # one number, also where the parameter itself is one
 
 
 class ShardedOptimizer(OptimizerWrapper):
@@ -58,7 +52,8 @@ class ShardedOptimizer(OptimizerWrapper):
     backward_passes_per_step: gradients of so many passes are added up, and reduced in the last one.
 
     A parameter without a gradient counts as zero, where torch would leave it as it is. ``state_dict`` is that of the
-    plain optimizer, the same on every rank and for any number of ranks; it is collective. ``load_state_dict`` takes it.
+    plain optimizer, the same on every rank and for any number of ranks; it is collective. ``load_state_dict`` takes it,
+    on every rank. With slices, parameters of one bucket share the number of steps.
     ``param_groups`` hold what this rank updates; schedulers and GradScaler work with them. ``parameters`` are the whole
     ones. ``from_optimizer`` takes an optimizer that is there already.
 
@@ -118,11 +113,13 @@ class ShardedOptimizer(OptimizerWrapper):
         """Let ``optimizer`` hold this rank's shards in place of its parameters."""
         super().__init__()
         self.comm = resolve(comm)
+        self._num_loads = 0
+        self._state_of_untrained: dict[torch.nn.Parameter, dict[str, Any]] = {}  # frozen: no rank updates them
         state = optimizer.state_dict()
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self.parameters = [p for members in self._groups for p in members]
         group_of = {p: index for index, members in enumerate(self._groups) for p in members}
-        owner_of = _owners(self.parameters, placement, type(optimizer), self.comm.size)
+        owner_of = owners(self.parameters, placement, type(optimizer), self.comm.size)
         trained = [p for p in self.parameters if p.requires_grad]
         buckets = ShardedBuckets(trained, self.comm, group_of, owner_of)
         self._buckets: list[ShardedBucket] = buckets.all  # type: ignore[assignment]
@@ -140,7 +137,13 @@ class ShardedOptimizer(OptimizerWrapper):
         self.optimizer = optimizer
         self.optimizer.state.clear()
         if state["state"]:
-            self.load_state_dict(state)
+            try:
+                self.load_state_dict(state)
+            except BaseException:  # leave the optimizer as it was
+                self.remove()
+                self.optimizer.state.clear()
+                self.optimizer.load_state_dict(state)
+                raise
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update what this rank owns, and bring the parameters to all ranks. Collective.
@@ -208,9 +211,13 @@ class ShardedOptimizer(OptimizerWrapper):
         raise TypeError("a ShardedOptimizer takes no more parameters; make another one, with its state_dict()")
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the plain optimizer, on every rank. Collective."""
+        """That of the plain optimizer, on every rank. Collective. RanksDisagree if some ranks alone have loaded one."""
+        if len(set(verbs.allgather(self._num_loads, comm=self.comm))) > 1:
+            raise RanksDisagree(
+                "ShardedOptimizer: load_state_dict was not called on all ranks; every rank loads the same"
+            )
         number_of = {p: number for number, p in enumerate(self.parameters)}
-        state: dict[int, dict[str, Any]] = {}
+        state = {number_of[p]: copy.deepcopy(entries) for p, entries in self._state_of_untrained.items()}
         for bucket in self._buckets:
             for p, entries in zip(bucket.parameters, self._states_of(bucket), strict=True):
                 if entries:
@@ -248,6 +255,13 @@ class ShardedOptimizer(OptimizerWrapper):
                 f"{members}"
             )
         number_of = dict(zip(self.parameters, (n for group in groups for n in group["params"]), strict=True))
+        self._num_loads += 1
+        trained = {p for bucket in self._buckets for p in bucket.parameters}
+        self._state_of_untrained = {
+            p: copy.deepcopy(state_dict["state"][number])
+            for p, number in number_of.items()
+            if p not in trained and number in state_dict["state"]
+        }
         state: dict[int, dict[str, Any]] = {}
         shards = [shard for group in self.optimizer.param_groups for shard in group["params"]]
         bucket_of = {shard: bucket for bucket in self._buckets for shard in bucket.shards}
@@ -312,7 +326,8 @@ def _slice_of(bucket: ShardedBucket, saved: list[dict[str, Any]]) -> dict[str, A
     for name in dict.fromkeys(name for of_parameter in saved for name in of_parameter):
         values = {p: entry[name] for p, entry in zip(bucket.parameters, saved, strict=True) if name in entry}
         first = next(iter(values.values()))
-        if not all(isinstance(x, Tensor) and x.shape == p.shape for p, x in values.items()):
+        has_shape = all(isinstance(x, Tensor) and x.shape == p.shape for p, x in values.items())
+        if not has_shape or name in _OF_A_PARAMETER:
             if others := [x for x in values.values() if x != first]:
                 raise ValueError(
                     f"the state's {name} is {first} for one parameter and {others[0]} for another, which share a "
@@ -352,32 +367,3 @@ def _check_parameters(parameters: list[Any], optimizer_class: type[torch.optim.O
         raise ValueError("ShardedOptimizer: a parameter is given twice")
     if any_split(parameters):
         raise ValueError("ShardedOptimizer: a parameter is split over ranks already; give these to another optimizer")
-
-
-def _owners(
-    parameters: list[torch.nn.Parameter], placement: Placement, optimizer_class: Any, size: int
-) -> dict[torch.nn.Parameter, int] | None:
-    """The owner of each parameter; None for slices."""
-    if placement == "size":
-        return None if optimizer_class in _ELEMENTWISE else _balanced(parameters, size)
-    if placement == "round_robin":
-        return {p: number % size for number, p in enumerate(parameters)}
-    if placement == "hash":
-        return {p: zlib.crc32(str(number).encode()) % size for number, p in enumerate(parameters)}
-    if callable(placement):
-        return {
-            p: check_rank("ShardedOptimizer", f"placement's owner of parameter {number}", placement(number, p), size)
-            for number, p in enumerate(parameters)
-        }
-    raise ValueError(f"placement={placement!r}: give 'size', 'round_robin', 'hash', or a function")
-
-
-def _balanced(parameters: list[torch.nn.Parameter], size: int) -> dict[torch.nn.Parameter, int]:
-    """The largest parameters first, each to the rank that has the fewest elements."""
-    ranks = [(0, rank) for rank in range(size)]
-    owners = {}
-    for p in sorted(parameters, key=lambda p: -p.numel()):
-        elements, rank = heapq.heappop(ranks)
-        owners[p] = rank
-        heapq.heappush(ranks, (elements + p.numel(), rank))
-    return owners

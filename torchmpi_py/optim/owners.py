@@ -1,0 +1,48 @@
+"""Which rank of a ShardedOptimizer updates what."""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from torchmpi_py.core.tensors import check_rank
+
+_ELEMENTWISE = {  # every element of a parameter is treated alike, whatever the others are
+    getattr(torch.optim, name)
+    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905
+}
+
+Placement = Literal["size", "round_robin", "hash"] | Callable[[int, torch.nn.Parameter], int]
+
+
+def owners(
+    parameters: list[torch.nn.Parameter], placement: Placement, optimizer_class: Any, size: int
+) -> dict[torch.nn.Parameter, int] | None:
+    """The owner of each parameter; None for slices."""
+    if placement == "size":
+        return None if optimizer_class in _ELEMENTWISE else _balanced(parameters, size)
+    if placement == "round_robin":
+        return {p: number % size for number, p in enumerate(parameters)}
+    if placement == "hash":
+        return {p: zlib.crc32(str(number).encode()) % size for number, p in enumerate(parameters)}
+    if callable(placement):
+        return {
+            p: check_rank("ShardedOptimizer", f"placement's owner of parameter {number}", placement(number, p), size)
+            for number, p in enumerate(parameters)
+        }
+    raise ValueError(f"placement={placement!r}: give 'size', 'round_robin', 'hash', or a function")
+
+
+def _balanced(parameters: list[torch.nn.Parameter], size: int) -> dict[torch.nn.Parameter, int]:
+    """The largest parameters first, each to the rank that has the fewest elements."""
+    ranks = [(0, rank) for rank in range(size)]
+    owners = {}
+    for p in sorted(parameters, key=lambda p: -p.numel()):
+        elements, rank = heapq.heappop(ranks)
+        owners[p] = rank
+        heapq.heappush(ranks, (elements + p.numel(), rank))
+    return owners
