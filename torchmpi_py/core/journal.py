@@ -243,7 +243,7 @@ def end(entry: Entry) -> None:
 def break_off(entry: Entry) -> None:
     """Refuse all later operations of the sequence: the ranks may not have carried out this one alike."""
     if entry[5] is not None:
-        entry[5].is_broken = True
+        entry[5].is_broken = not entry[5].is_alone
 
 
 def _is_in_place(words: memoryview, word: int, number: int) -> bool:

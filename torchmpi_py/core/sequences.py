@@ -65,6 +65,7 @@ class CallSequence:
     def __init__(self, rank: int, places: Ranks[Place], offers: Ranks[SlotOffer], thread_role: int, key: str) -> None:
         slots = [offer.slots[thread_role] for offer in offers]
         self.neighbour: int | None = None  # its rank
+        self.is_alone = len(places) == 1
         self.is_broken = False  # since an operation differed, or broke off: later ones would meet wrong ones
         self.slot = slots[rank]
         self.index = -1 if self.slot is None else self.slot.number
