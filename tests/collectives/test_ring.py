@@ -196,3 +196,22 @@ def test_scratch_is_bounded(mpi, small_chunks, monkeypatch):
         assert len(pool.unused) <= 2 * ring.ROUNDS_UNDER_WAY
         assert all(room.nbytes == CHUNK_BYTES for room in pool.unused)
     assert len(pools) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bytes_that_are_sent(mpi, monkeypatch, dtype):
+    """Of 16-bit floats, partial sums alone travel as float32: with two ranks there are none on the way."""
+    size, count = mpi.size(), 6000 * mpi.size()
+    sent, post = [], ring.post
+
+    def counted(comm, step, given, received):
+        sent.append(len(given))
+        return post(comm, step, given, received)
+
+    monkeypatch.setattr(ring, "post", counted)
+    x = torch.ones(count).to(dtype)
+    mpi.allreduce(x, flavour="ring")
+    assert (x == size).all()
+    own, partial = dtype.itemsize, max(4, dtype.itemsize)
+    of_a_slice = own + (size - 2) * partial + (size - 1) * own if size > 1 else 0  # from rank to rank, twice around
+    assert mpi.allreduce(sum(sent)) == count * of_a_slice

@@ -14,7 +14,8 @@ reduce          S             the same, upwards. By way of reduce_scatter the ro
 gather, scatter S/P           directly, all of it to or from the root
 
 in chunks of up to CHUNK_BYTES, and in no message longer than ``Tuning.message_bytes``. 16-bit floats are added as
-float32 and travel as float32 until the sum is complete (``reductions.py``), which doubles the bytes of that half.
+float32, and partial sums travel as float32 (``reductions.py``), which doubles the bytes of that half; but not in its
+first step around the ring, where each rank sends values of its own, nor with two ranks, where there is no other step.
 
 The total of an element is computed by one rank, in an order that the plan fixes, and passed on unchanged: all ranks get
 the same bits, and so do two runs. Beside the tensors a reduction takes 2 * ROUNDS_UNDER_WAY * CHUNK_BYTES of memory
@@ -114,7 +115,7 @@ def _allreduce(channel: Channel, source: Tensor, destination: Tensor, op: str) -
 
     def around_twice(pieces: list[Bounds]) -> Walk:
         # Once around the ring every rank adds to each chunk, until its owner has the total ...
-        yield from reduction.walk(schedule.reduce_scatter(me, pieces), _part(out, pieces[me]))
+        yield from reduction.walk(schedule.reduce_scatter(me, pieces), _part(out, pieces[me]), is_ring=True)
         # ... and once more every rank passes the totals on, as bytes.
         in_bytes = [(begin * x.itemsize, end * x.itemsize) for begin, end in pieces]
         yield from copies.walk(schedule.allgather(me, in_bytes))
@@ -131,7 +132,7 @@ def _reduce_scatter(channel: Channel, source: Tensor, destination: Tensor, op: s
 
     def around(pieces: list[Bounds]) -> Walk:
         begin, end = pieces[me]
-        return reduction.walk(schedule.reduce_scatter(me, pieces), out[begin - before : end - before])
+        return reduction.walk(schedule.reduce_scatter(me, pieces), out[begin - before : end - before], is_ring=True)
 
     return map(around, schedule.rounds(bounds, reduction.step(bounds)))
 
@@ -203,8 +204,10 @@ class _Reduction:
         itemsize, longest = self.how.dtype.itemsize, max(end - begin for begin, end in bounds)
         return max(1, _chunk_bytes(longest * itemsize) // itemsize)
 
-    def walk(self, steps: Sequence[Step], target: Tensor | None) -> Walk:
+    def walk(self, steps: Sequence[Step], target: Tensor | None, *, is_ring: bool = False) -> Walk:
         """One round. With ``target``, the last message completes the reduction of these elements, written there.
+
+        ``is_ring``: in the first step all ranks send values of their own, as they are if that is shorter.
 
         Two buffers take turns: this rank adds its values to a message where the message has arrived, and sends the
         result from there while the next message arrives in the other buffer.
@@ -216,11 +219,14 @@ class _Reduction:
         def mine(bounds: Bounds) -> Tensor:
             return partial if bounds == held else how.partial(_part(self.x, bounds))
 
+        as_it_is = is_ring and self.x.itemsize < how.dtype.itemsize
         for step in steps:
             # Post both messages: the partial result (in the first step this rank's own values), and the next one.
             begin, end = step.received
-            given, came = mine(step.sent), incoming[: (end - begin) * how.dtype.itemsize].view(how.dtype)
+            given, dtype = (_part(self.x, step.sent), self.x.dtype) if as_it_is else (mine(step.sent), how.dtype)
+            came = incoming[: (end - begin) * dtype.itemsize].view(dtype)
             yield post(self.comm, step, mpi_buffers.raw(given)[0], mpi_buffers.raw(came)[0])
+            came, as_it_is = how.partial(came) if as_it_is else came, False
             # Both are complete: add this rank's values to what came, in the last step right into the target.
             if end > begin:
                 out = plain_target if plain_target is not None and step is steps[-1] else came
