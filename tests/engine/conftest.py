@@ -1,8 +1,16 @@
 import contextlib
+import os
 
 import pytest
 
 from torchmpi_py.engine import checkpoint_files
+
+
+@pytest.fixture
+def folder(mpi, tmp_path, monkeypatch):
+    """Rank 0's, on a disk that need not be waited for."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    return mpi.broadcast_object(tmp_path)
 
 
 @pytest.fixture

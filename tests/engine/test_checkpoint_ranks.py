@@ -18,13 +18,6 @@ class Killed(Exception):
     """Stands for a kill, in between steps, on all ranks."""
 
 
-@pytest.fixture
-def folder(mpi, tmp_path, monkeypatch):
-    """Rank 0's, on a disk that need not be waited for."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    return mpi.broadcast_object(tmp_path)
-
-
 def samples():
     generator = torch.Generator().manual_seed(7)
     return TensorDataset(torch.randn(83, 6, generator=generator), torch.arange(83) % 3)

@@ -1,7 +1,5 @@
 """The engine with an optimizer whose state is divided: what it gives is what the plain optimizer gives."""
 
-import os
-
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -15,13 +13,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 class Killed(Exception):
     """Stands for a kill, in between steps, on all ranks."""
-
-
-@pytest.fixture
-def folder(mpi, tmp_path, monkeypatch):
-    """Rank 0's, on a disk that need not be waited for."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    return mpi.broadcast_object(tmp_path)
 
 
 def adam(parameters):

@@ -60,7 +60,7 @@ from torchmpi_py.core.tensors import (
     check_rank,
     check_tensor,
     flat,
-    is_flat,
+    flat_copy,
     output_buffer,
 )
 
@@ -243,7 +243,7 @@ def _sendreceive(
             "sendreceive", comm, flavour, (sent, got, source, destination), lambda _: numbers.from_record(got)
         )
     tensor = check_tensor("sendreceive", "x", x)
-    sent = flat(tensor).clone() if is_flat(tensor) else flat(tensor)
+    sent = flat_copy(tensor)
     buffer, copy_out = output_buffer("sendreceive", tensor, holds_input=False)
     return tensor_operation("sendreceive", comm, flavour, sent, (sent, buffer, source, destination), tensor, copy_out)
 

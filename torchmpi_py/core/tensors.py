@@ -136,6 +136,11 @@ def flat(x: Tensor) -> Tensor:
     return x if is_flat(x) else x.resolve_conj().resolve_neg().contiguous()
 
 
+def flat_copy(x: Tensor) -> Tensor:
+    """``flat(x)`` in memory of its own, which the program does not change."""
+    return flat(x).clone() if is_flat(x) else flat(x)
+
+
 def check_writable(verb: str, x: Tensor) -> None:
     """ValueError for a destination whose elements share memory (an expanded tensor)."""
     if any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True)):

@@ -22,7 +22,7 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core import compiling
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle
-from torchmpi_py.core.tensors import check_rank, check_tensor, flat
+from torchmpi_py.core.tensors import check_rank, check_tensor, flat_copy
 from torchmpi_py.nn.functional import own_communicator
 from torchmpi_py.runtime import process
 
@@ -62,7 +62,7 @@ class Peer:
         fields = [kind, number, _DTYPES.index(x.dtype), needs_gradient, x.is_cuda, x.dim(), *x.shape]
         header[: len(fields)] = torch.tensor(fields, dtype=torch.int64)
         self.under_way = [handle for handle in self.under_way if not handle.done()]
-        for part in (header, flat(x).clone()):  # the program may change x
+        for part in (header, flat_copy(x)):  # the program may change x
             self.under_way.append(verbs.send_async(part, self.rank, comm=self.comm))
 
     def take(self) -> None:
@@ -141,7 +141,7 @@ class _Sent(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peer: Peer, number: int) -> Tensor:
-        ctx.peer, ctx.number, ctx.shape, ctx.dtype = peer, number, x.shape, x.dtype
+        ctx.peer, ctx.number = peer, number
         return torch.zeros((), device=x.device)
 
     @staticmethod
