@@ -22,6 +22,7 @@ COMPRESSIONS = {
     "bf16": optim.compression.BF16,
     "fp16": optim.compression.FP16,
     "topk": lambda: optim.compression.TopK(0.05),
+    "randomk": lambda: optim.compression.RandomK(0.05),
     "powersgd": lambda: optim.compression.PowerSGD(2),
 }
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -47,11 +48,12 @@ loader = DataLoader(own, options.batch, shuffle=True, generator=torch.Generator(
 
 network = digits_data.conv_net(image_size=train_set.tensors[0].shape[-1])
 mpinn.synchronize_parameters(network)
+adam = torch.optim.Adam(network.parameters(), lr=options.lr)
+compression = COMPRESSIONS[options.compression]()
 if options.sharded:
-    optimizer = optim.ShardedOptimizer(network.parameters(), torch.optim.Adam, lr=options.lr)
+    optimizer = optim.ShardedOptimizer.from_optimizer(adam, compression=compression)
 else:
-    adam = torch.optim.Adam(network.parameters(), lr=options.lr)
-    optimizer = optim.DistributedOptimizer(adam, network, compression=COMPRESSIONS[options.compression]())
+    optimizer = optim.DistributedOptimizer(adam, network, compression=compression)
 
 
 def train_epoch():

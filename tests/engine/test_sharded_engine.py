@@ -31,12 +31,12 @@ def network():
     return torch.nn.Sequential(torch.nn.Linear(6, 17), torch.nn.LayerNorm(17), torch.nn.Tanh(), torch.nn.Linear(17, 3))
 
 
-def train(module, hooks=None, *, sharded=True, asynchronous=False, maxepoch=2, **options):
+def train(module, hooks=None, *, sharded=True, asynchronous=False, compression=None, maxepoch=2, **options):
     """The state after training, with 83 samples that no number of ranks divides."""
     resume.completed.clear()  # as if in a process of its own
     generator = torch.Generator().manual_seed(7)
     samples = TensorDataset(torch.randn(83, 6, generator=generator), torch.arange(83) % 3)
-    engine = AllReduceSGDEngine(sharded=sharded, asynchronous=asynchronous, debug=True)
+    engine = AllReduceSGDEngine(sharded=sharded, asynchronous=asynchronous, compression=compression, debug=True)
     for name, hook in (hooks or {}).items():
         setattr(engine.hooks, name, hook)
     return engine.train(
@@ -178,11 +178,22 @@ def test_an_error_in_a_hook_ends_the_sharding(mpi):
     train(module, maxepoch=1, **OPTIMIZERS["lr"])  # nothing is registered any more
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_compressed_gradients(mpi, asynchronous):
+    """Parameters near those of plain training, and not the same: 16 bits have travelled."""
+    plain, divided = network(), network()
+    train(plain, sharded=False, **OPTIMIZERS["lr"])
+    train(divided, asynchronous=asynchronous, compression=BF16(), **OPTIMIZERS["lr"])
+    assert_equal(divided.state_dict(), plain.state_dict(), 5e-3)
+    is_equal = all(torch.equal(p, q) for p, q in zip(divided.parameters(), plain.parameters(), strict=True))
+    assert not is_equal or mpi.size() == 1
+
+
 def test_what_does_not_go_together(mpi):
-    with pytest.raises(ValueError, match=r"sharded=True takes no compression=BF16\(\)"):
-        AllReduceSGDEngine(sharded=True, compression=BF16())
     module = network()
     optimizer = optim.ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="give the engine sharded=True"):
         train(module, sharded=False, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"give it compression=BF16\(\), not the engine"):
+        train(module, optimizer=optimizer, compression=BF16())
     optimizer.remove()

@@ -67,8 +67,8 @@ class AllReduceSGDEngine(SGDEngine):
         alike); if so broadcast parameters and buffers and register gradients again.
     debug: before each forward pass, check that all ranks hold the same parameters; RanksDisagree if not.
     compression: of the gradients that travel, such as ``optim.compression.BF16()``; None: they go as they are.
-    sharded: divide the optimizer's state among the ranks: ``state.optimizer`` is an ``optim.ShardedOptimizer``, without
-        ``compression``. Gradients are reduced during the backward pass, asynchronous or not, and ``p.grad`` is None in
+    sharded: divide the optimizer's state among the ranks: ``state.optimizer`` is an ``optim.ShardedOptimizer``.
+        Gradients are reduced during the backward pass, asynchronous or not, and ``p.grad`` is None in
         ``hooks.on_backward``; clip by ``state.optimizer.clip_grad_norm_``. An optimizer that was made before ``train``
         gets its whole state back at the end (none, if an error ends training); the state of one that a function makes,
         or ``lr``, stays divided.
@@ -91,10 +91,6 @@ class AllReduceSGDEngine(SGDEngine):
     ) -> None:
         super().__init__()
         check_compression(compression)
-        if sharded and compression is not None:
-            raise ValueError(
-                f"sharded=True takes no compression={compression!r}: gradients go to their owners as they are"
-            )
         if buffers not in ("average", "root", "leave"):
             raise ValueError(f"buffers={buffers!r}: give 'average', 'root' or 'leave'")
         self.usegpu = usegpu
@@ -205,14 +201,13 @@ class AllReduceSGDEngine(SGDEngine):
     ) -> torch.optim.Optimizer | None:
         """As in ``SGDEngine``; with ``sharded`` its state is divided. Collective."""
         made = super().make_optimizer(state, lr, optimizer)
-        if made is None or self.sharded == isinstance(made, ShardedOptimizer):
+        if isinstance(made, ShardedOptimizer):
+            _check_sharded(made, self.sharded, self.compression)
             return made
-        if not self.sharded:
-            raise ValueError(
-                "optimizer is a ShardedOptimizer, which reduces gradients itself: give the engine sharded=True"
-            )
+        if made is None or not self.sharded:
+            return made
         broadcast_optimizer_state(made)
-        state._sharded = ShardedOptimizer.from_optimizer(made)
+        state._sharded = ShardedOptimizer.from_optimizer(made, compression=self.compression)
         state._gets_state_back = made is optimizer
         return state._sharded
 
@@ -365,6 +360,15 @@ def as_one_module(state: State) -> torch.nn.Module:
                 "several ranks: make it a torch.nn.Parameter"
             )
     return torch.nn.ModuleDict({**state._named_modules(), "optimizer": torch.nn.ParameterList(outside)})
+
+
+def _check_sharded(optimizer: ShardedOptimizer, sharded: bool, compression: Compression | None) -> None:
+    """ValueError unless the engine leaves the gradients to a sharded optimizer of the user's."""
+    reduces = "optimizer is a ShardedOptimizer, which reduces gradients itself:"
+    if not sharded:
+        raise ValueError(f"{reduces} give the engine sharded=True")
+    if compression not in (None, optimizer.compression):
+        raise ValueError(f"{reduces} give it compression={compression!r}, not the engine")
 
 
 def _check_elastic(state: State, sharded: bool) -> None:

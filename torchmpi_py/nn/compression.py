@@ -1,9 +1,9 @@
 """Compression of gradients on the wire: fewer bytes, at the price of digits.
 
-A compression is given to ``nn.register_async_backward``, ``optim.DistributedOptimizer`` or the engine, alike on all
-ranks, and reduces each bucket of floating-point gradients in its way; other buckets go as they are. The result is the
-same, bit for bit, on all ranks. With n elements of b bytes in a bucket and P ranks, in place of the 2 n b (P-1)/P bytes
-that an allreduce sends and receives on each rank:
+A compression is given to ``nn.register_async_backward``, an optimizer of ``optim`` or the engine, alike on all ranks,
+and reduces each bucket of floating-point gradients in its way; other buckets go as they are. The result is the same,
+bit for bit, on all ranks. With n elements of b bytes in a bucket and P ranks, in place of the 2 n b (P-1)/P bytes that
+an allreduce sends and receives on each rank:
 
 ==============  ==========================  =============================================================
 ``BF16()``      n x 2 bytes by allreduce    16 bits with the range of float32
@@ -37,20 +37,49 @@ from torchmpi_py.core.handles import Handle
 
 _MOST_FLOAT16 = 65504.0
 _SAMPLE = 65536  # elements
+_LEAST_FLOAT16 = 2.0**-10  # the largest amount below which other elements would lose digits
 _HEADROOM = 64.0  # a step's gradients may be so many times larger than the last step's before they overflow
+
+
+class Destination:
+    """Where reduced gradients are wanted: on all ranks. See ``optim.sharded_buckets`` for others."""
+
+    is_everywhere = True
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def reduce_async(self, x: Tensor, op: str) -> Handle[Tensor]:
+        """Start to reduce ``x``, which may be overwritten. The result: what is wanted on this rank. Collective."""
+        return verbs.allreduce_async(x, op=op, comm=self.comm)
+
+    def result(self, handle: Handle[Tensor]) -> Tensor:
+        """What is wanted on this rank of what ``reduce_async`` has reduced."""
+        return handle.wait()
+
+    def part(self, flat: Tensor) -> Tensor:
+        """The part of a bucket that is wanted on this rank."""
+        return flat
 
 
 class Compressor:
     """What a compression keeps for one bucket. ``flat``: the bucket; ``shapes``: of the gradients in it, in order.
 
-    ``launch`` starts what can be started; once its handles are done, ``finish`` puts the result into ``flat``. Both are
-    collective over ``comm``.
+    ``launch`` starts what can be started; once its handles are done, ``finish`` puts the result into ``flat``, at least
+    where it is wanted (``destination``; default: everywhere). Both are collective over ``comm``.
     """
 
-    def __init__(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> None:
+    def __init__(
+        self,
+        flat: Tensor,
+        shapes: Sequence[torch.Size],
+        comm: Communicator,
+        destination: Destination | None = None,
+    ) -> None:
         self.flat = flat
         self.shapes = list(shapes)
         self.comm = comm
+        self.destination = destination or Destination(comm)
 
     def launch(self, op: str) -> list[Handle[Any]]:
         """Start to reduce ``flat`` by ``op``, sum or avg."""
@@ -64,8 +93,8 @@ class Compressor:
 class Compression:
     """Base of the compressions: what makes the compressors of buckets."""
 
-    def compressor(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> Compressor | None:
-        """A compressor for a bucket; None for one that goes as it is."""
+    def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
+        """A compressor for a bucket, with the arguments of ``Compressor``; None for one that goes as it is."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -76,55 +105,75 @@ class Compression:
 class BF16(Compression):
     """16 bits on the wire, 8 of them of precision, with the range of float32; sums accumulate in float32."""
 
-    def compressor(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> Compressor | None:
+    def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
         """For float32 and float64."""
-        return _BF16(flat, shapes, comm) if flat.dtype in (torch.float32, torch.float64) else None
+        return _BF16(flat, *of_bucket) if flat.dtype in (torch.float32, torch.float64) else None
 
 
-class _BF16(Compressor):
+class _Half(Compressor):
+    """Gradients travel as 16 bits, of ``dtype``."""
+
+    dtype: torch.dtype
+
     def __init__(self, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
-        self.wire = torch.empty_like(self.flat, dtype=torch.bfloat16)
+        self.wire = torch.empty_like(self.flat, dtype=self.dtype)
+        self.part = self.destination.part(self.flat)
 
     def launch(self, op: str) -> list[Handle[Any]]:
         self.wire.copy_(self.flat)
-        return [verbs.allreduce_async(self.wire, op=op, comm=self.comm)]
+        return self._start(op)
+
+    def _start(self, op: str) -> list[Handle[Any]]:
+        self.handle = self.destination.reduce_async(self.wire, op)
+        return [self.handle]
 
     def finish(self, op: str) -> None:
-        self.flat.copy_(self.wire)
+        self.part.copy_(self.destination.result(self.handle))
+
+
+class _BF16(_Half):
+    dtype = torch.bfloat16
 
 
 class FP16(Compression):
     """16 bits on the wire, 11 of them of precision. Gradients are scaled, by a power of 2, into the range of float16.
 
-    The scale follows from the result of the step before. Where a result overflows all the same, the ranks reduce that
-    bucket again as it is.
+    The scale follows from the result of the step before. Where a result overflows all the same, or is too small for
+    float16, the ranks reduce that bucket again as it is.
     """
 
-    def compressor(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> Compressor | None:
+    def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
         """For float32 and float64."""
-        return _FP16(flat, shapes, comm) if flat.dtype in (torch.float32, torch.float64) else None
+        return _FP16(flat, *of_bucket) if flat.dtype in (torch.float32, torch.float64) else None
 
 
-class _FP16(Compressor):
-    def __init__(self, *of_bucket: Any) -> None:
-        super().__init__(*of_bucket)
-        self.wire = torch.empty_like(self.flat, dtype=torch.float16)
-        self.scale = 1.0
+class _FP16(_Half):
+    dtype = torch.float16
+    scale = 1.0
 
     def launch(self, op: str) -> list[Handle[Any]]:
         torch.mul(self.flat, self.scale, out=self.wire)
-        return [verbs.allreduce_async(self.wire, op=op, comm=self.comm)]
+        return self._start(op)
 
     def finish(self, op: str) -> None:
-        # The result is the same on all ranks, so all take the same way.
-        if is_finite(self.wire):
-            self.flat.copy_(self.wire).mul_(1 / self.scale)
+        largest = self._largest_anywhere(self.destination.result(self.handle))
+        if _LEAST_FLOAT16 <= largest < math.inf:
+            super().finish(op)
+            self.part.mul_(1 / self.scale)
+            largest /= self.scale
         else:
-            verbs.allreduce(self.flat, op=op, comm=self.comm)
-        largest = _largest_amount(self.flat)
-        if math.isfinite(largest) and largest > 0:
+            self.part.copy_(self.destination.result(self.destination.reduce_async(self.flat, op)))
+            largest = self._largest_anywhere(self.part)
+        if 0 < largest < math.inf:
             self.scale = 2.0 ** math.floor(math.log2(_MOST_FLOAT16 / _HEADROOM / largest))
+
+    def _largest_anywhere(self, part: Tensor) -> float:
+        """Of the parts of all ranks, so that all take the same way."""
+        largest = _largest_amount(part)
+        if self.destination.is_everywhere:
+            return largest
+        return float(verbs.allreduce(math.inf if math.isnan(largest) else largest, op="max", comm=self.comm))
 
 
 class TopK(Compression):
@@ -133,9 +182,9 @@ class TopK(Compression):
     def __init__(self, ratio: float = 0.01) -> None:
         self.ratio = _checked_ratio("TopK", ratio)
 
-    def compressor(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> Compressor | None:
+    def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
         """For buckets of floating-point numbers."""
-        return _TopK(self.ratio, flat, shapes, comm) if flat.is_floating_point() and flat.numel() else None
+        return _TopK(self.ratio, flat, *of_bucket) if flat.is_floating_point() and flat.numel() else None
 
 
 class _Sparse(Compressor):
@@ -214,11 +263,11 @@ class RandomK(Compression):
         self.ratio = _checked_ratio("RandomK", ratio)
         self.seed = seed
 
-    def compressor(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> Compressor | None:
+    def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
         """For buckets of floating-point numbers."""
         if not (flat.is_floating_point() and flat.numel()):
             return None
-        return _RandomK(self.seed, self.ratio, flat, shapes, comm)
+        return _RandomK(self.seed, self.ratio, flat, *of_bucket)
 
 
 class _RandomK(_Sparse):
@@ -250,11 +299,11 @@ class PowerSGD(Compression):
         self.rank = rank
         self.seed = seed
 
-    def compressor(self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator) -> Compressor | None:
+    def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
         """For buckets of float32 or float64 with such a gradient."""
         if flat.dtype not in (torch.float32, torch.float64):
             return None
-        made = _PowerSGD(self.rank, self.seed, flat, shapes, comm)
+        made = _PowerSGD(self.rank, self.seed, flat, *of_bucket)
         return made if made.matrices else None
 
 

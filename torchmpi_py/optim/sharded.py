@@ -24,7 +24,7 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.buckets import shaped
 from torchmpi_py.nn.clipping import combined, norm_of, scale_to
-from torchmpi_py.nn.compression import is_finite
+from torchmpi_py.nn.compression import Compression, check_compression, is_finite
 from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.optim.owners import Placement, owners
 from torchmpi_py.optim.sharded_buckets import ShardedBucket, ShardedBuckets
@@ -50,6 +50,7 @@ class ShardedOptimizer(OptimizerWrapper):
         the rank that owns it.
     average: mean over the ranks; False: sum.
     backward_passes_per_step: gradients of so many passes are added up, and reduced in the last one.
+    compression: of gradients on their way to the owners; updated parameters travel as they are.
 
     A parameter without a gradient counts as zero, where torch would leave it as it is. ``state_dict`` is that of the
     plain optimizer, the same on every rank and for any number of ranks; it is collective. ``load_state_dict`` takes it,
@@ -69,11 +70,14 @@ class ShardedOptimizer(OptimizerWrapper):
         comm: Communicator | None = None,
         average: bool = True,
         backward_passes_per_step: int = 1,
+        compression: Compression | None = None,
         **defaults: Any,
     ) -> None:
         groups = _groups(parameters)
         _check_parameters([p for group in groups for p in group["params"]], optimizer_class)
-        self._divide(optimizer_class(groups, **defaults), placement, comm, average, backward_passes_per_step)
+        self._divide(
+            optimizer_class(groups, **defaults), placement, comm, average, backward_passes_per_step, compression
+        )
 
     @classmethod
     def from_optimizer(
@@ -84,6 +88,7 @@ class ShardedOptimizer(OptimizerWrapper):
         comm: Communicator | None = None,
         average: bool = True,
         backward_passes_per_step: int = 1,
+        compression: Compression | None = None,
     ) -> ShardedOptimizer:
         """A sharded optimizer that uses ``optimizer``, with its groups and its state, which all ranks have alike.
 
@@ -91,7 +96,7 @@ class ShardedOptimizer(OptimizerWrapper):
         """
         sharded = cls.__new__(cls)
         _check_parameters([p for group in optimizer.param_groups for p in group["params"]], type(optimizer))
-        sharded._divide(optimizer, placement, comm, average, backward_passes_per_step)
+        sharded._divide(optimizer, placement, comm, average, backward_passes_per_step, compression)
         return sharded
 
     def to_optimizer(self) -> torch.optim.Optimizer:
@@ -109,10 +114,13 @@ class ShardedOptimizer(OptimizerWrapper):
         comm: Communicator | None,
         average: bool,
         backward_passes_per_step: int,
+        compression: Compression | None,
     ) -> None:
         """Let ``optimizer`` hold this rank's shards in place of its parameters."""
         super().__init__()
+        check_compression(compression)
         self.comm = resolve(comm)
+        self.compression = compression
         self._num_loads = 0
         self._state_of_untrained: dict[torch.nn.Parameter, dict[str, Any]] = {}  # frozen: no rank updates them
         state = optimizer.state_dict()
@@ -121,7 +129,7 @@ class ShardedOptimizer(OptimizerWrapper):
         group_of = {p: index for index, members in enumerate(self._groups) for p in members}
         owner_of = owners(self.parameters, placement, type(optimizer), self.comm.size)
         trained = [p for p in self.parameters if p.requires_grad]
-        buckets = ShardedBuckets(trained, self.comm, group_of, owner_of)
+        buckets = ShardedBuckets(trained, self.comm, group_of, owner_of, compression)
         self._buckets: list[ShardedBucket] = buckets.all  # type: ignore[assignment]
         self._module = torch.nn.ParameterList(trained)
         self.reduction = AsyncBackward(

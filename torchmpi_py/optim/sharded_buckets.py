@@ -7,6 +7,8 @@ A bucket holds parameters and their gradients in two flat tensors; ``p.data`` ar
   that treat every element alike.
 - *whole*: the bucket has one owner, which updates its parameters: reduce, then broadcast.
 
+Compressed gradients of 16 bits travel in the same ways; what TopK, RandomK and PowerSGD send, all ranks get.
+
 Sources: PaddlePaddle's reduce, update, broadcast; Rajbhandari et al., ZeRO (2020), stage 1.
 """
 
@@ -22,6 +24,38 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.nn.buckets import Bucket, Buckets, flat_memory, runs_of, shaped
+from torchmpi_py.nn.compression import Compression, Destination
+
+
+class Slices(Destination):
+    """Of reduced gradients each rank wants its slice."""
+
+    is_everywhere = False
+
+    def reduce_async(self, x: Tensor, op: str) -> Handle[Tensor]:
+        return verbs.reduce_scatter_async(x, op=op, comm=self.comm)
+
+    def part(self, flat: Tensor) -> Tensor:
+        return flat.chunk(self.comm.size)[self.comm.rank]
+
+
+class Owner(Destination):
+    """One rank wants all the reduced gradients."""
+
+    is_everywhere = False
+
+    def __init__(self, owner: int, comm: Communicator) -> None:
+        super().__init__(comm)
+        self.owner = owner
+
+    def reduce_async(self, x: Tensor, op: str) -> Handle[Tensor]:
+        return verbs.reduce_async(x, self.owner, op=op, comm=self.comm)
+
+    def result(self, handle: Handle[Tensor]) -> Tensor:
+        return self.part(handle.wait())
+
+    def part(self, flat: Tensor) -> Tensor:
+        return flat if self.comm.rank == self.owner else flat[:0]
 
 
 class ShardedBucket(Bucket):
@@ -38,6 +72,7 @@ class ShardedBucket(Bucket):
         comm: Communicator,
         group: int,
         owner: int | None,
+        compression: Compression | None,
     ) -> None:
         self.values, gradients = memory.chunk(2)
         num_elements = sum(p.numel() for p in parameters)
@@ -46,6 +81,11 @@ class ShardedBucket(Bucket):
         self.publishes = False
         self.group = group
         self.owner = owner
+        if compression is not None and comm.size > 1:
+            padding = torch.Size([gradients.numel() - num_elements])
+            shapes = [p.shape for p in parameters] + [padding] * (padding.numel() > 0)
+            destination = Slices(comm) if owner is None else Owner(owner, comm)
+            self.compressor = compression.compressor(gradients, shapes, comm, destination)
         self._filled: set[torch.nn.Parameter] = set()  # whose gradients are in the bucket
         self.views = [shaped(part, p) for part, p in zip(self.split(self.values), parameters, strict=True)]
         with torch.no_grad():
@@ -54,10 +94,9 @@ class ShardedBucket(Bucket):
                 p.data = view
         self.shards: list[torch.nn.Parameter] = []
         if owner is None:
-            size = memory.numel() // 2 // comm.size
-            own = self.values[comm.rank * size : (comm.rank + 1) * size]
+            own = Slices(comm).part(self.values)
             self.shards = [torch.nn.Parameter(own)]
-            self.reduced = torch.empty_like(own)
+            self.reduced = torch.empty_like(own) if self.compressor is None else Slices(comm).part(self.padded)
         elif owner == comm.rank:
             self.shards = list(parameters)
 
@@ -82,12 +121,15 @@ class ShardedBucket(Bucket):
         """Start the reduction of the gradients to their owners."""
         for parameter in self.parameters:
             self.insert(parameter)
+        if self.compressor is not None:
+            return self.compressor.launch(op)
         if self.owner is None:
             return [verbs.reduce_scatter_async(self.padded, out=self.reduced, op=op, comm=self.comm)]
         return [verbs.reduce_async(self.flat, self.owner, op=op, comm=self.comm)]
 
     def finish(self, op: str) -> None:
         """Once that is done: ``shards`` have their gradients."""
+        super().finish(op)
         self._filled.clear()
         if self.owner is None:
             self.shards[0].grad = self.reduced
@@ -126,10 +168,11 @@ class ShardedBuckets(Buckets):
         comm: Communicator,
         group_of: dict[torch.nn.Parameter, int],
         owner_of: dict[torch.nn.Parameter, int] | None,
+        compression: Compression | None,
     ) -> None:
         self.group_of = group_of
         self.owner_of = owner_of
-        super().__init__(parameters, comm)
+        super().__init__(parameters, comm, compression=compression)
 
     def made(self, groups: Iterable[Sequence[torch.nn.Parameter]]) -> list[Bucket]:
         """New buckets, each of one group of the optimizer and one owner."""
@@ -139,7 +182,7 @@ class ShardedBuckets(Buckets):
         counts = [-(-sum(p.numel() for p in run) // padding) * padding for run in runs]
         memory = flat_memory(runs, self.comm, [2 * count for count in counts])
         return [
-            ShardedBucket(run, flat, self.comm, self.group_of[run[0]], owners.get(run[0]))
+            ShardedBucket(run, flat, self.comm, self.group_of[run[0]], owners.get(run[0]), self.compression)
             for run, flat in zip(runs, memory, strict=True)
         ]
 
