@@ -128,9 +128,31 @@ def test_gradients_that_are_missing(mpi, mpinn):
     assert net["frozen"].grad is None
 
 
-def test_sparse_gradients_are_refused(mpi, mpinn):
-    net = torch.nn.Embedding(4, 2, sparse=True)
-    net(torch.tensor([1])).sum().backward()
+def test_sparse_gradients(mpi, mpinn):
+    """Each rank looks up two rows, one of them the same everywhere; the last layer has no gradient on some ranks."""
+    net = torch.nn.ModuleList([torch.nn.Embedding(7, 2, sparse=True), torch.nn.Linear(2, 1)])
+    net.append(torch.nn.EmbeddingBag(5, 3, mode="sum", sparse=True))
+    for average in (True, False):
+        net[0](torch.tensor([mpi.rank(), 6])).sum().backward()
+        if mpi.rank() == 0:
+            net[2](torch.tensor([[1, 1, 4]])).sum().backward()
+        mpinn.synchronize_gradients(net, average)
+        scale = mpi.size() if average else 1
+        expected = torch.zeros(7, 2)
+        expected[: mpi.size()] += 1 / scale
+        expected[6] += mpi.size() / scale
+        assert net[0].weight.grad.is_sparse
+        assert net[0].weight.grad._nnz() == len(expected.sum(1).nonzero())
+        torch.testing.assert_close(net[0].weight.grad.to_dense(), expected)
+        bag = torch.tensor([0.0, 2, 0, 0, 1])[:, None].expand(5, 3) / scale
+        torch.testing.assert_close(net[2].weight.grad.to_dense(), bag)
+        assert net[1].weight.grad is None
+        net.zero_grad()
+
+
+def test_sparse_gradients_of_other_layers_are_refused(mpi, mpinn):
+    net = torch.nn.Embedding(4, 2)
+    net.weight.grad = torch.eye(4)[:, :2].to_sparse()
     with pytest.raises(TypeError, match=r"gradient of weight is torch.sparse_coo.*sparse=False"):
         mpinn.synchronize_gradients(net)
 

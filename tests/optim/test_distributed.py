@@ -337,31 +337,82 @@ def test_over_a_group_of_ranks(mpi, pair, distributed, split):
 
 
 @pytest.mark.parametrize("num_passes", [1, 2])
-def test_sparse_gradients_made_dense(mpi, distributed, num_passes):
-    """Ranks look up other rows; some rows are looked up by none."""
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by torch's Adagrad
+@pytest.mark.parametrize("as_dense", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
+def test_sparse_gradients(mpi, distributed, make, as_dense, num_passes):
+    """Ranks look up other rows; some rows are looked up by none. The weight of the second layer is used twice."""
     torch.manual_seed(1)
-    module = torch.nn.Embedding(11, 3, sparse=True)
-    alone = torch.nn.Embedding.from_pretrained(module.weight.detach().clone(), freeze=False)
+    is_sparse = make is torch.optim.SparseAdam
+    if is_sparse and as_dense:
+        pytest.skip("SparseAdam takes sparse gradients alone")
+    module = torch.nn.ModuleList([torch.nn.Embedding(11, 3, sparse=True), torch.nn.Embedding(5, 3, sparse=True)])
+    alone = copy.deepcopy(module)
+    for embedding in alone:
+        embedding.sparse = is_sparse
     ours = distributed(
-        torch.optim.SGD(module.parameters(), 0.1, momentum=0.9),
+        make(module.parameters(), 0.1),
         module,
-        sparse_as_dense=True,
+        sparse_as_dense=as_dense,
         backward_passes_per_step=num_passes,
     )
-    theirs = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+    theirs = make(alone.parameters(), 0.1)
     for step in range(3):
         for part in range(num_passes):
             rows = [torch.tensor([(rank + step + part) % 7, rank % 3]) for rank in range(mpi.size())]
-            (module(rows[mpi.rank()]) ** 2).sum().backward()
-            (alone(torch.cat(rows)) ** 2).sum().div(mpi.size()).backward()
+            for m, indices, scale in ((module, rows[mpi.rank()], 1), (alone, torch.cat(rows), mpi.size())):
+                loss = (m[0](indices) ** 2).sum() + (m[1](indices % 5) * m[1](indices % 2)).sum()
+                loss.div(scale).backward()
+        if not as_dense:
+            assert all(p.grad.is_sparse for p in module.parameters())
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad(set_to_none=step != 1)
     assert_close(module, alone)
+    mpinn.check_with_allreduce(module)
 
 
-def test_sparse_gradients_name_the_remedy(mpi, distributed):
-    module = torch.nn.Embedding(4, 2, sparse=True)
-    distributed(torch.optim.SGD(module.parameters(), 0.1), module)
+def test_sparse_gradients_where_a_rank_has_none(mpi, distributed):
+    """Its rows count as zero; with join the mean is over the ranks that have data."""
+    module = torch.nn.Embedding(6, 2, sparse=True)
+    mpinn.synchronize_parameters(module)
+    before = module.weight.detach().clone()
+    ours = distributed(torch.optim.SGD(module.parameters(), 1.0), module)
+    if mpi.rank() == 0:
+        module(torch.tensor([2])).sum().backward()
+    ours.step()
+    expected = torch.zeros(6, 2)
+    expected[2] = 1 / mpi.size()
+    torch.testing.assert_close(before - module.weight, expected)
+    before = module.weight.detach().clone()
+    with mpi.join(ours):
+        for _ in range(1 + (mpi.rank() == 0)):
+            ours.zero_grad()
+            module(torch.tensor([mpi.rank()])).sum().backward()
+            ours.step()
+    expected = torch.zeros(6, 2)
+    expected[: mpi.size()] = 1 / mpi.size()
+    expected[0] += 1
+    torch.testing.assert_close(before - module.weight, expected)
+
+
+def test_a_weight_that_is_an_output_layer_too(mpi, distributed):
+    """Its gradient is dense, as that of tied weights is."""
+    torch.manual_seed(1)
+    module = torch.nn.Embedding(6, 2, sparse=True)
+    alone = copy.deepcopy(module)
+    ours = distributed(torch.optim.SGD(module.parameters(), 0.5), module)
+    theirs = torch.optim.SGD(alone.parameters(), 0.5)
+    for m, indices, optimizer in ((module, [mpi.rank()], ours), (alone, range(mpi.size()), theirs)):
+        (m(torch.tensor(list(indices))) @ m.weight.T).pow(2).sum().div(len(indices)).backward()
+        optimizer.step()
+    assert_close(module, alone)
+
+
+def test_sparse_gradients_of_other_layers_name_the_remedy(mpi, distributed):
+    module = torch.nn.Embedding(4, 2)
+    ours = distributed(torch.optim.SGD(module.parameters(), 0.1), module)
+    module.sparse = True
     with pytest.raises(TypeError, match="sparse_as_dense=True"):
         module(torch.tensor([1])).sum().backward()
+    ours.zero_grad()

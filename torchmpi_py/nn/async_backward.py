@@ -22,6 +22,7 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.nn.block_sequential import BlockSequential
+from torchmpi_py.nn.bucket import sparse_parameters
 from torchmpi_py.nn.buckets import Buckets
 from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.synchronize import check_dense, check_unregistered, reduced_in_backward, trainable
@@ -60,7 +61,13 @@ class AsyncBackward:
         check_unregistered("register_async_backward", parameters)
         self.names = {p: name for name, p in parameters.items()}
         self.buckets = (
-            Buckets(list(self.names), resolve(comm), _blocks(module, self.names), compression)
+            Buckets(
+                list(self.names),
+                resolve(comm),
+                _blocks(module, self.names),
+                compression,
+                () if sparse_as_dense else sparse_parameters(module),
+            )
             if buckets is None
             else buckets
         )
@@ -132,7 +139,8 @@ class AsyncBackward:
         with self._lock:  # autograd has a thread per device
             if self._sparse_as_dense and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-            check_dense(self.names[parameter], parameter)
+            if parameter not in self.buckets.sparse:
+                check_dense(self.names[parameter], parameter)
             if self._pass_id != torch._C._current_graph_task_id():
                 self._begin_pass()
             if self.num_passes + 1 < self.frequency:

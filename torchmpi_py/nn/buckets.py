@@ -14,7 +14,7 @@ reduction of a byte per parameter finds out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,107 +26,14 @@ from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import gpus
-from torchmpi_py.memory.symmetric import find, symmetric_empty
-from torchmpi_py.nn.compression import Compression, Compressor, is_finite
+from torchmpi_py.memory.symmetric import symmetric_empty
+from torchmpi_py.nn.bucket import Bucket, SparseBucket
+from torchmpi_py.nn.compression import Compression, is_finite
 from torchmpi_py.nn.first_batches import FirstBatches
-from torchmpi_py.nn.split_parameters import any_split, replicas_of, split_of
+from torchmpi_py.nn.split_parameters import any_split, replicas_of
 
 T = TypeVar("T", bound=Tensor)
 _ALIGNMENT = 512  # bytes: no two buckets share a cache line; as torch aligns memory on GPUs
-
-
-class Bucket:
-    """Parameters of one dtype and device, and the flat memory for their gradients.
-
-    ``comm``: the ranks that hold the same parameters. ``publishes``: the reduction may read the one gradient where
-    backward has left it, without a copy into the bucket.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        flat: Tensor,
-        comm: Communicator,
-        compression: Compression | None = None,
-    ) -> None:
-        self.parameters = list(parameters)
-        self.comm = comm
-        self.flat = flat
-        split = split_of(self.parameters[0])
-        self.num_parts = 1 if split is None else split.comm.size
-        self.compressor: Compressor | None = None
-        if compression is not None and comm.size > 1:
-            self.compressor = compression.compressor(flat, [p.shape for p in parameters], comm)
-        is_lone = len(self.parameters) == 1 and self.num_parts == 1 and self.compressor is None
-        self.publishes = is_lone and comm.num_nodes == 1 and find(flat) is not None
-        parts = torch.split(self.flat, [p.numel() for p in parameters])
-        self._views = {p: shaped(part, p) for p, part in zip(parameters, parts, strict=True)}
-
-    def fits(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether these parameters have the shapes, dtype and device for which the bucket was made."""
-        return all(
-            p.shape == view.shape and p.dtype == view.dtype and p.device == view.device
-            for p, view in zip(parameters, self._views.values(), strict=True)
-        )
-
-    def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Serve other parameters, which fit, in place of the present ones."""
-        self.parameters = list(parameters)
-        self._views = dict(zip(parameters, self._views.values(), strict=True))
-
-    def insert(self, parameter: torch.nn.Parameter) -> None:
-        """Copy a gradient into the bucket, unless it lies there; zero for None. ``p.grad`` becomes a view."""
-        view = self._views[parameter]
-        if parameter.grad is None:
-            view.zero_()
-        elif parameter.grad.data_ptr() != view.data_ptr() or parameter.grad.stride() != view.stride():
-            view.copy_(parameter.grad.detach())
-        else:
-            return
-        parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
-
-    def holds_gradient(self) -> bool:
-        """Whether the gradient of one of its parameters lies in it."""
-        held = ((p.grad, view) for p, view in self._views.items())
-        return any(gradient is not None and gradient.data_ptr() == view.data_ptr() for gradient, view in held)
-
-    def launch(self, op: str) -> list[Handle[Any]]:
-        """Start the reduction of all gradients of the bucket; those that are not in it are inserted now."""
-        x = self._input(op)
-        if self.compressor is not None:
-            return self.compressor.launch(op)
-        return [verbs.allreduce_async(x, out=self.flat, op=op, comm=self.comm)]
-
-    def finish(self, op: str) -> None:
-        """Once what was launched is done: the reduced gradients lie in the bucket. Collective."""
-        if self.compressor is not None:
-            self.compressor.finish(op)
-
-    def reduce(self, op: str) -> None:
-        """Reduce all gradients of the bucket; ``finish`` is still to be called. Collective."""
-        if self.compressor is None:
-            verbs.allreduce(self._input(op), out=self.flat, op=op, comm=self.comm)
-        else:
-            wait_all(self.launch(op))
-
-    def _input(self, op: str) -> Tensor:
-        """The values to reduce, flat: the bucket itself, or the one gradient that is reduced into it."""
-        gradient, view = self.parameters[0].grad, self._views[self.parameters[0]]
-        # A lone gradient in the layout of its view is read where it is; the result lands in the bucket.
-        if (
-            self.publishes
-            and gradient is not None
-            and gradient.data_ptr() != view.data_ptr()
-            and gradient.stride() == view.stride()
-            and gradient.is_contiguous()
-        ):
-            self.parameters[0].grad = view.detach()
-            return gradient.detach().view(-1)
-        for parameter in self.parameters:
-            self.insert(parameter)
-        if op == "sum" and self.num_parts > 1:
-            self.flat.mul_(self.num_parts)  # each of the ranks that share a whole counts, as with unsplit parameters
-        return self.flat
 
 
 class Joining:
@@ -166,6 +73,7 @@ class Buckets:
     """The buckets of some parameters, in the order of their reduction. Making them is collective over ``comm``.
 
     groups: parameters that share a bucket whatever their size; the parameters in no group are grouped by size.
+    sparse: parameters whose gradients are sparse, and stay so.
     """
 
     def __init__(
@@ -174,9 +82,11 @@ class Buckets:
         comm: Communicator,
         groups: Iterable[Sequence[torch.nn.Parameter]] = (),
         compression: Compression | None = None,
+        sparse: Container[torch.nn.Parameter] = (),
     ) -> None:
         self.parameters = list(parameters)
         self.comm = comm
+        self.sparse = {p for p in parameters if p in sparse}
         self.first_batches = FirstBatches(comm, alike=any_split(parameters))
         self.compression = compression
         self.joining: Joining | None = None  # while ranks may run out of data one by one
@@ -185,11 +95,14 @@ class Buckets:
 
     def made(self, groups: Iterable[Sequence[torch.nn.Parameter]]) -> list[Bucket]:
         """New buckets, in their order. Those with the same replicas share memory, symmetric among these."""
-        runs = runs_of(self.parameters, groups, lambda p: replicas_of(p, self.comm))
+        groups = [group for group in groups if self.sparse.isdisjoint(group)]
+        runs = runs_of(self.parameters, groups, lambda p: (replicas_of(p, self.comm), p if p in self.sparse else None))
         by_replicas: dict[Communicator, list[list[torch.nn.Parameter]]] = {}
         for run in runs:
-            by_replicas.setdefault(replicas_of(run[0], self.comm), []).append(run)
-        made = {
+            if run[0] not in self.sparse:
+                by_replicas.setdefault(replicas_of(run[0], self.comm), []).append(run)
+        made: dict[torch.nn.Parameter, Bucket] = {p: SparseBucket(p, replicas_of(p, self.comm)) for p in self.sparse}
+        made |= {
             run[0]: Bucket(run, flat, replicas, self.compression)
             for replicas, equal in by_replicas.items()
             for run, flat in zip(equal, flat_memory(equal, replicas), strict=True)
@@ -213,6 +126,7 @@ class Buckets:
             for bucket, members in zip(self.all, followers, strict=True):
                 bucket.adopt(members)
             self.parameters = list(parameters)
+            self.sparse = {successor[p] for p in self.sparse}
             self.index_of = {p: index for index, bucket in enumerate(self.all) for p in bucket.parameters}
         return True
 
@@ -336,10 +250,3 @@ def flat_memory(
         except Unavailable:
             pass  # the same on every rank; other flavours do not need it
     return [torch.zeros(n, dtype=run[0].dtype, device=run[0].device) for n, run in zip(counts, runs, strict=True)]
-
-
-def shaped(part: Tensor, parameter: torch.nn.Parameter) -> Tensor:
-    """A part of flat memory in the shape of a parameter, and in its layout where that leaves no gaps."""
-    plain = parameter.detach()
-    is_dense = plain.numel() == 0 or torch.empty_like(plain).stride() == plain.stride()
-    return part.as_strided(plain.shape, plain.stride()) if is_dense else part.view(plain.shape)

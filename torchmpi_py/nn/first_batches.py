@@ -61,7 +61,8 @@ class FirstBatches:
     def add_gradient(self, parameter: torch.nn.Parameter) -> None:
         """Add a gradient that is not reduced yet to those of the pass, if its batch is unknown. Zeros do not count."""
         if self._passes_left and self._batch is None and parameter.grad is not None:
-            head = parameter.grad.detach().reshape(-1)[:_HEAD]
+            gradient = parameter.grad.detach()
+            head = (gradient._values() if gradient.is_sparse else gradient).reshape(-1)[:_HEAD]
             if head.any():
                 self._gradients.append(short_digest(head))
 

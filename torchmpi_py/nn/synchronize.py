@@ -19,6 +19,7 @@ from torchmpi_py.collectives.verbs import allgather_object
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_tensor
 from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.nn.bucket import sparse_parameters
 from torchmpi_py.nn.buckets import Buckets, grouped
 from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.split_parameters import by_replicas
@@ -117,7 +118,9 @@ def buckets_of(module: torch.nn.Module, compression: Compression | None = None) 
     parameters = list(named.values())
     buckets = _buckets.get(module)
     if buckets is None or buckets.compression is not compression or not buckets.fit(parameters, comm):
-        buckets = _buckets[module] = Buckets(parameters, comm, compression=compression)
+        buckets = _buckets[module] = Buckets(
+            parameters, comm, compression=compression, sparse=sparse_parameters(module)
+        )
     return buckets
 
 
@@ -128,13 +131,15 @@ def check_module(what: str, module: object) -> None:
 
 
 def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that take a gradient, by name; a TypeError for a DTensor, or a sparse gradient."""
+    """The parameters that take a gradient, by name; a TypeError for a DTensor, or an unexpected sparse gradient."""
     check_module("reducing gradients", module)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    sparse = sparse_parameters(module)
     for name, parameter in parameters.items():
         if type(parameter) is not torch.nn.Parameter:
             check_tensor("reducing gradients", name, parameter)
-        check_dense(name, parameter)
+        if parameter not in sparse:
+            check_dense(name, parameter)
     return parameters
 
 
@@ -142,8 +147,9 @@ def check_dense(name: str, parameter: torch.nn.Parameter) -> None:
     """A TypeError for a sparse gradient."""
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
         raise TypeError(
-            f"the gradient of {name} is {parameter.grad.layout}; only dense gradients can be reduced. "
-            "Build the layer with sparse=False, or give DistributedOptimizer sparse_as_dense=True"
+            f"the gradient of {name} is {parameter.grad.layout}; only Embedding and EmbeddingBag may have sparse "
+            "ones, without ShardedOptimizer. Build the layer with sparse=False, or give DistributedOptimizer "
+            "sparse_as_dense=True"
         )
 
 

@@ -38,7 +38,8 @@ class DistributedOptimizer(OptimizerWrapper):
     backward_passes_per_step: gradients of so many passes are added up, and reduced in the last one.
     compression: of what travels, such as ``optim.compression.BF16()``; None: as it is.
     average: mean over the ranks; False: sum.
-    sparse_as_dense: make sparse gradients (``Embedding(sparse=True)``) dense, and reduce them so; else a TypeError.
+    sparse_as_dense: make sparse gradients (``Embedding(sparse=True)``) dense, and reduce them so; else the ranks gather
+        each other's rows, and gradients stay sparse.
 
     Networks with split layers: clip with ``nn.clip_grad_norm_``. ``remove()`` ends the averaging. Making it, ``step``
     and, with gradients that are not reduced yet, ``synchronize`` are collective. Parameters start equal on all ranks

@@ -22,7 +22,7 @@ from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import AsyncBackward
-from torchmpi_py.nn.buckets import shaped
+from torchmpi_py.nn.bucket import shaped
 from torchmpi_py.nn.clipping import combined, norm_of, scale_to
 from torchmpi_py.nn.compression import Compression, check_compression, is_finite
 from torchmpi_py.nn.split_parameters import any_split

@@ -23,7 +23,8 @@ from torch import Tensor
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle
-from torchmpi_py.nn.buckets import Bucket, Buckets, flat_memory, runs_of, shaped
+from torchmpi_py.nn.bucket import Bucket, shaped
+from torchmpi_py.nn.buckets import Buckets, flat_memory, runs_of
 from torchmpi_py.nn.compression import Compression, Destination
 
 

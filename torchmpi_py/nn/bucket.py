@@ -1,0 +1,186 @@
+"""One bucket of gradients: dense ones, reduced at once in flat memory, or a sparse one, whose rows are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives import verbs
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.handles import Handle, wait_all
+from torchmpi_py.memory.symmetric import find
+from torchmpi_py.nn.compression import Compression, Compressor
+from torchmpi_py.nn.split_parameters import split_of
+
+
+class Bucket:
+    """Parameters of one dtype and device, and the flat memory for their gradients.
+
+    ``comm``: the ranks that hold the same parameters. ``publishes``: the reduction may read the one gradient where
+    backward has left it, without a copy into the bucket.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        flat: Tensor,
+        comm: Communicator,
+        compression: Compression | None = None,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.comm = comm
+        self.flat = flat
+        split = split_of(self.parameters[0])
+        self.num_parts = 1 if split is None else split.comm.size
+        self.compressor: Compressor | None = None
+        if compression is not None and comm.size > 1:
+            self.compressor = compression.compressor(flat, [p.shape for p in parameters], comm)
+        is_lone = len(self.parameters) == 1 and self.num_parts == 1 and self.compressor is None
+        self.publishes = is_lone and comm.num_nodes == 1 and find(flat) is not None
+        parts = torch.split(self.flat, [p.numel() for p in parameters])
+        self._views = {p: shaped(part, p) for p, part in zip(parameters, parts, strict=True)}
+
+    def fits(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether these parameters have the shapes, dtype and device for which the bucket was made."""
+        return all(
+            p.shape == view.shape and p.dtype == view.dtype and p.device == view.device
+            for p, view in zip(parameters, self._views.values(), strict=True)
+        )
+
+    def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Serve other parameters, which fit, in place of the present ones."""
+        self.parameters = list(parameters)
+        self._views = dict(zip(parameters, self._views.values(), strict=True))
+
+    def insert(self, parameter: torch.nn.Parameter) -> None:
+        """Copy a gradient into the bucket, unless it lies there; zero for None. ``p.grad`` becomes a view."""
+        view = self._views[parameter]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad.data_ptr() != view.data_ptr() or parameter.grad.stride() != view.stride():
+            view.copy_(parameter.grad.detach())
+        else:
+            return
+        parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
+
+    def holds_gradient(self) -> bool:
+        """Whether the gradient of one of its parameters lies in it."""
+        held = ((p.grad, view) for p, view in self._views.items())
+        return any(gradient is not None and gradient.data_ptr() == view.data_ptr() for gradient, view in held)
+
+    def launch(self, op: str) -> list[Handle[Any]]:
+        """Start the reduction of all gradients of the bucket; those that are not in it are inserted now."""
+        x = self._input(op)
+        if self.compressor is not None:
+            return self.compressor.launch(op)
+        return [verbs.allreduce_async(x, out=self.flat, op=op, comm=self.comm)]
+
+    def finish(self, op: str) -> None:
+        """Once what was launched is done: the reduced gradients lie in the bucket. Collective."""
+        if self.compressor is not None:
+            self.compressor.finish(op)
+
+    def reduce(self, op: str) -> None:
+        """Reduce all gradients of the bucket; ``finish`` is still to be called. Collective."""
+        if self.compressor is None:
+            verbs.allreduce(self._input(op), out=self.flat, op=op, comm=self.comm)
+        else:
+            wait_all(self.launch(op))
+
+    def _input(self, op: str) -> Tensor:
+        """The values to reduce, flat: the bucket itself, or the one gradient that is reduced into it."""
+        gradient, view = self.parameters[0].grad, self._views[self.parameters[0]]
+        # A lone gradient in the layout of its view is read where it is; the result lands in the bucket.
+        if (
+            self.publishes
+            and gradient is not None
+            and gradient.data_ptr() != view.data_ptr()
+            and gradient.stride() == view.stride()
+            and gradient.is_contiguous()
+        ):
+            self.parameters[0].grad = view.detach()
+            return gradient.detach().view(-1)
+        for parameter in self.parameters:
+            self.insert(parameter)
+        if op == "sum" and self.num_parts > 1:
+            self.flat.mul_(self.num_parts)  # each of the ranks that share a whole counts, as with unsplit parameters
+        return self.flat
+
+
+class SparseBucket(Bucket):
+    """One parameter whose gradients are sparse, such as the weight of an ``Embedding(sparse=True)``.
+
+    All ranks gather the rows of all, so that the reduced gradient is sparse too, with the bytes of the rows alone.
+    """
+
+    def __init__(self, parameter: torch.nn.Parameter, comm: Communicator) -> None:
+        self.parameters = [parameter]
+        self.comm = comm
+        self.num_parts = 1
+        self.compressor = None
+        self.publishes = True
+        self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)  # the reduced rows
+        self._shape = parameter.shape
+        self._result: Tensor | None = None
+        self._handles: list[Handle[Any]] = []
+
+    def fits(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        (p,) = parameters
+        return p.shape == self._shape and p.dtype == self.flat.dtype and p.device == self.flat.device
+
+    def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+
+    def insert(self, parameter: torch.nn.Parameter) -> None:
+        """Nothing: the gradient stays where it is."""
+
+    def holds_gradient(self) -> bool:
+        return self._result is not None and self.parameters[0].grad is self._result
+
+    def launch(self, op: str) -> list[Handle[Any]]:
+        gradient = self.parameters[0].grad
+        if gradient is None:
+            gradient = torch.sparse_coo_tensor(
+                torch.empty(1, 0, dtype=torch.int64, device=self.flat.device),
+                self.flat.new_empty(0, *self._shape[1:]),
+                self._shape,
+                check_invariants=False,
+            )
+        elif gradient.layout is torch.strided:  # the weight is used by another layer too
+            gradient = gradient.to_sparse(1)
+        gradient = gradient.detach().coalesce()
+        self._handles = [
+            verbs.allgather_async(gradient.indices().t().contiguous(), comm=self.comm),
+            verbs.allgather_async(gradient.values(), comm=self.comm),
+        ]
+        return self._handles
+
+    def finish(self, op: str) -> None:
+        indices, values = (handle.wait() for handle in self._handles)
+        total = torch.sparse_coo_tensor(indices.t(), values, self._shape, check_invariants=False).coalesce()
+        self.flat = total.values()
+        if op == "avg":
+            self.flat /= self.comm.size
+        self._handles, self._result = [], total
+        self.parameters[0].grad = total
+
+    def reduce(self, op: str) -> None:
+        wait_all(self.launch(op))
+
+
+def sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Those whose gradients are sparse."""
+    embeddings = [
+        m for m in module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and m.sparse
+    ]
+    return {m.weight for m in embeddings if isinstance(m.weight, torch.nn.Parameter)}
+
+
+def shaped(part: Tensor, parameter: torch.nn.Parameter) -> Tensor:
+    """A part of flat memory in the shape of a parameter, and in its layout where that leaves no gaps."""
+    plain = parameter.detach()
+    is_dense = plain.numel() == 0 or torch.empty_like(plain).stride() == plain.stride()
+    return part.as_strided(plain.shape, plain.stride()) if is_dense else part.view(plain.shape)
