@@ -83,15 +83,28 @@ def broadcast(p, x, root):
     check(x, p.values(root, x.numel()))
 
 
-def gather(p, x, root):
+def gather(p, x, root, out=None):
     sizes = Sizes.equal(x, p.size)
-    out = torch.empty(p.size * x.numel())
+    out = torch.empty(p.size * x.numel()) if out is None else out
     if root is None:
         p.flavour.allgather(p.channel, p.fill(x), out, sizes)
     else:
         p.flavour.gather(p.channel, p.fill(x), out if p.rank == root else None, root, sizes)
     if root in (None, p.rank):
         check(out, torch.cat([p.values(rank, x.numel()) for rank in range(p.size)]))
+
+
+def small_allgather(p, giver):
+    """It begins without a meeting. One rank alone gives something: as much as a slot has room for."""
+    counts = [p.chunk if rank == giver else 0 for rank in range(p.size)]
+    x, out = p.fill(torch.empty(counts[p.rank])), torch.empty(p.chunk)
+    p.flavour.allgather(p.channel, x, out, Sizes(counts, [4 * count for count in counts], [0] * p.size))
+    check(out, p.values(giver, p.chunk))
+
+
+def allgather_in_place(p, out):
+    count = out.numel() // p.size
+    gather(p, out[p.rank * count :][:count], None, out[: p.size * count])
 
 
 def alltoall(p, x):
@@ -114,6 +127,9 @@ SYMMETRIC = {
     "reduce": lambda p: reduce(p, p.symmetric(), 1),
     "reduce_scatter": lambda p: reduce_scatter(p, p.symmetric()),
     "broadcast": lambda p: broadcast(p, p.symmetric(), 1),
+    "allgather": lambda p: gather(p, p.symmetric(), None),
+    "allgather in place": lambda p: allgather_in_place(p, p.memory.view(torch.float32)),
+    "gather": lambda p: gather(p, p.symmetric(), 1),
     "alltoall": lambda p: alltoall(p, p.symmetric()),
     "scatter": lambda p: scatter(p, p.symmetric(), 1),
 }
@@ -131,6 +147,8 @@ STAGED = {
     }.items()
     for chunks in (1, 2, 3)
 }
+STAGED["allgather, from the first"] = lambda p: small_allgather(p, 0)
+STAGED["allgather, from the last"] = lambda p: small_allgather(p, p.size - 1)
 VERBS = SYMMETRIC | STAGED
 
 

@@ -45,6 +45,9 @@ def check(place):
             assert torch.equal(mpi.allreduce(x, flavour="hierarchical"), total)
             assert torch.equal(mpi.allreduce_async(place(inputs[me]), flavour="hierarchical").wait(), total)
             assert torch.equal(mpi.allgather(place(inputs[me]), flavour="hierarchical"), torch.cat(inputs))
+            whole = torch.full((size * count,), 3, dtype=dtype)
+            own = whole[me * count : (me + 1) * count].copy_(inputs[me])  # the input lies in its place
+            assert torch.equal(mpi.allgather(own, out=whole, flavour="hierarchical"), torch.cat(inputs))
             for root in range(size):
                 got = mpi.broadcast(place(inputs[me]), root, flavour="hierarchical")
                 assert torch.equal(got, inputs[root])
@@ -52,6 +55,9 @@ def check(place):
                 assert torch.equal(got, total if me == root else inputs[me])
         parts = [values(rank, (rank * 5) % 7, dtype) for rank in range(size)]
         assert torch.equal(mpi.allgather(place(parts[me]), flavour="hierarchical"), torch.cat(parts))
+        whole = torch.full((sum(map(len, parts)),), 3, dtype=dtype)
+        own = whole.split(list(map(len, parts)))[me].copy_(parts[me])
+        assert torch.equal(mpi.allgather(own, out=whole, flavour="hierarchical"), torch.cat(parts))
 
 check(torch.clone)
 pool = mpi.symmetric_empty(100003, dtype=torch.int64).view(torch.uint8)

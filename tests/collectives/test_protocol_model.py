@@ -21,7 +21,7 @@ ALL = os.environ.get("TORCHMPI_MODEL") == "all"
 SIZES = [2, 3]
 CASES = [(name, size) for name in VERBS for size in SIZES if ALL or size == 2 or "3 chunks" not in name]
 SOME = list(VERBS) if ALL else [*SYMMETRIC, *(name for name in STAGED if "2 chunks" in name)]
-FOLLOWERS = ["allreduce", "allgather, 1 chunks"]
+FOLLOWERS = ["allreduce", "allgather, from the first", "allgather, from the last"]
 """What comes after an operation, and would overwrite what it has left too early: records and tensors; slots."""
 
 
@@ -59,7 +59,7 @@ def test_a_verb_and_each_other(monkeypatch, size):
 def is_expendable(name, number, total):
     """Whether what comes later makes up for a barrier of an operation: the last one, where slots are as they should be.
 
-    The last chunk leaves the *in* slots that a gather, which begins without a meeting, fills first only where the
+    The last chunk leaves the *in* slots that a small gather, which begins without a meeting, fills first only where the
     number of chunks is odd; what begins with a meeting has a barrier there. Nobody but an allreduce or a reduce, which
     meet first, fills *out* slots.
     """

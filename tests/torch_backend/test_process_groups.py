@@ -138,10 +138,11 @@ def test_gather_into_one_tensor(group, done):
         out = torch.empty(shape)
         done(dist.all_gather_single, out, of(rank, 6).view(2, 3))
         assert torch.equal(out.view(right.shape), right)
-    whole = torch.full((size, 6), -9.0)  # in place, as FSDP2 does: the input is this rank's part of the output
-    whole[rank] = of(rank, 6)
-    done(dist.all_gather_single, whole, whole[rank])
-    assert torch.equal(whole.view(right.shape), right)
+    for count in (6, 300_000):  # in place, as FSDP2 does: the input is this rank's part of the output
+        whole = torch.full((size, count), -9.0)
+        whole[rank] = of(rank, count)
+        done(dist.all_gather_single, whole, whole[rank])
+        assert torch.equal(whole, torch.stack([of(other, count) for other in range(size)]))
     columns = torch.empty(6, size).t()  # not contiguous
     done(dist.all_gather_single, columns, of(rank, 6))
     assert torch.equal(columns, right.view(size, 6))

@@ -25,6 +25,7 @@ from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.core.tensors import copy_if_overlapping
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.memory import devices
 
@@ -211,6 +212,7 @@ class Gathering:
         sizes = exchange_sizes(channel.mpi, x, out)
         shape = sizes.output_shape("allgather", x, out, writers=range(channel.size))
         result = x.new_empty(shape) if out is None else out
+        x = copy_if_overlapping(x, result, sizes.split(result)[channel.rank])
         self.choose(sum(sizes.num_bytes)).allgather(channel, x, result, sizes)
         return result
 
@@ -219,6 +221,8 @@ class Gathering:
         sizes = exchange_sizes(channel.mpi, x, out)
         shape = sizes.output_shape("gather", x, out, writers=(root,))
         result = None if channel.rank != root else x.new_empty(shape) if out is None else out
+        if result is not None:
+            x = copy_if_overlapping(x, result, sizes.split(result)[root])
         self.choose(sum(sizes.num_bytes)).gather(channel, x, result, root, sizes)
         return result
 

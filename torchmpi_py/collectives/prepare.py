@@ -31,6 +31,7 @@ from torchmpi_py.core.tensors import (
     check_known_op,
     check_out,
     check_tensor,
+    copy_if_overlapping,
     cut_off,
     flat,
     output_buffer,
@@ -244,7 +245,7 @@ def resolve_output(
         return buffer, buffer, x, copy_out
     target = check_out(verb, out, x, x.shape if shape is None else shape)
     buffer, copy_out = output_buffer(verb, target, holds_input=False)
-    return copy_if_overlapping(flat(x), buffer), buffer, target, copy_out
+    return copy_if_overlapping(flat(x), buffer, buffer), buffer, target, copy_out
 
 
 def slice_out(verb: str, x: Tensor, out: object, size: int) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
@@ -262,16 +263,7 @@ def gathered(verb: str, given: object, out: object) -> tuple[Tensor, Tensor | No
         return source, None, lambda got: got
     target = check_out(verb, out, x, None)
     buffer, copy_out = output_buffer(verb, target, holds_input=False)
-
-    return copy_if_overlapping(source, buffer), buffer, functools.partial(_result, target, copy_out)
-
-
-def copy_if_overlapping(x: Tensor, buffer: Tensor) -> Tensor:
-    """``x``; a copy if ``x`` and ``buffer`` overlap without being the same memory, which MPI forbids."""
-    begin, start = x.data_ptr(), buffer.data_ptr()
-    overlap = begin < start + buffer.nbytes and start < begin + x.nbytes
-    is_same = begin == start and x.nbytes == buffer.nbytes
-    return x.clone() if overlap and not is_same else x
+    return source, buffer, functools.partial(_result, target, copy_out)
 
 
 def _result(target: Tensor, copy_out: Finish | None, _: object) -> Tensor:

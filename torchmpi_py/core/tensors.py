@@ -208,3 +208,17 @@ def cut_off(verb: str, x: Tensor, out: object) -> None:
             _Overwritten.apply(target, verb)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise ValueError(f"{verb}: the tensor is part of autograd's graph; pass x.detach(). {error}") from None
+
+
+def copy_if_overlapping(x: Tensor, buffer: Tensor, place: Tensor | None = None) -> Tensor:
+    """``x``; a copy if it overlaps ``buffer``, which MPI forbids, and is not the memory of ``place``."""
+    begin, start = x.data_ptr(), buffer.data_ptr()
+    overlap = begin < start + buffer.nbytes and start < begin + x.nbytes
+    is_in_place = place is not None and begin == place.data_ptr() and x.nbytes == place.nbytes
+    return x.clone() if overlap and not is_in_place else x
+
+
+def copy_to(destination: Tensor, source: Tensor) -> None:
+    """Copy, unless both are the same memory."""
+    if destination.data_ptr() != source.data_ptr():
+        destination.copy_(source)

@@ -19,10 +19,17 @@ from torch import Tensor
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.flavour import Sizes
 from torchmpi_py.collectives.operation import Operation
-from torchmpi_py.collectives.prepare import builder, copy_if_overlapping
+from torchmpi_py.collectives.prepare import builder
 from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core.communicators import Communicator, resolve
-from torchmpi_py.core.tensors import check_divisible, check_parts, check_tensor, flat, output_buffer
+from torchmpi_py.core.tensors import (
+    check_divisible,
+    check_parts,
+    check_tensor,
+    copy_if_overlapping,
+    flat,
+    output_buffer,
+)
 from torchmpi_py.torch_backend.call_queue import Call
 from torchmpi_py.torch_backend.extra_operations import ExtraOperations
 from torchmpi_py.torch_backend.torch_internals import REDUCTIONS
@@ -224,9 +231,9 @@ def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> C
         _check_whole("all_gather", "output", output, "input", x, comm.size)
         buffer, copy_out = output_buffer("all_gather", output, holds_input=False)
         whole = buffer.view(-1)
-        operations.append(
-            _gathering(comm, copy_if_overlapping(flat(x).view(-1), whole), whole, [x.numel()] * comm.size)
-        )
+        slot = whole[comm.rank * x.numel() :][: x.numel()]
+        source = copy_if_overlapping(flat(x).view(-1), whole, slot)  # FSDP gives the slot
+        operations.append(_gathering(comm, source, whole, [x.numel()] * comm.size))
         finishes.append(copy_out)
     return operations, list(outputs), _one_after_another(finishes)
 

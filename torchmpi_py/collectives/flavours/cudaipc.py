@@ -40,6 +40,7 @@ from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.core import config
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.tensors import copy_to
 from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import devices, gpus, symmetric
 from torchmpi_py.memory.cuda_ipc import DONE, READY, peer_events
@@ -82,8 +83,8 @@ class CudaIpc(Flavour):
                 x.numel(),
                 work,
                 home=out,
-                fill=lambda shown, begin, end: _copy(shown, x[:, begin:end]),
-                drain=lambda shown, begin, end: _copy(out[:, begin:end], shown),
+                fill=lambda shown, begin, end: copy_to(shown, x[:, begin:end]),
+                drain=lambda shown, begin, end: copy_to(out[:, begin:end], shown),
             )
         )
 
@@ -164,14 +165,8 @@ def _showing(what: str, x: Tensor, work: object, *, shows: bool = True) -> IpcEx
     """The exchange of a verb whose ranks only read; with ``shows`` False this rank has nothing that others read."""
     exchange = IpcExchange(what, x, x.numel(), x.shape[0], x.shape[1], work, home=x)  # type: ignore[arg-type]
     if shows:
-        exchange.fill = lambda shown, begin, end: _copy(shown, x[:, begin:end])
+        exchange.fill = lambda shown, begin, end: copy_to(shown, x[:, begin:end])
     return exchange
-
-
-def _copy(destination: Tensor, source: Tensor) -> None:
-    """Copy, unless both are the same memory."""
-    if destination.data_ptr() != source.data_ptr():
-        destination.copy_(source)
 
 
 def _group(channel: Channel, x: Tensor) -> IpcGroup:

@@ -18,6 +18,7 @@ from torchmpi_py.collectives import mpi_buffers
 from torchmpi_py.collectives.flavour import Sizes
 from torchmpi_py.core import config
 from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.core.tensors import copy_if_overlapping, copy_to
 from torchmpi_py.errors import RanksDisagree
 
 Step = tuple[str, tuple[Any, ...]]  # the name of the MPI call, its arguments
@@ -204,9 +205,11 @@ def allgather(comm: MPI.Comm, x: Tensor, out: Tensor, sizes: Sizes) -> Steps:
     if out.nbytes > config.current.message_bytes:
         for root, part in enumerate(sizes.split(out)):
             if root == comm.rank:
-                part.copy_(x)
+                copy_to(part, x)
             yield from broadcast(comm, part, root)
-    elif sizes.are_equal:
+        return
+    x = copy_if_overlapping(x, out)  # MPI would have to know of all ranks that they are in place
+    if sizes.are_equal:
         yield "Allgather", (mpi_buffers.raw(x), mpi_buffers.raw(out))
     else:
         yield "Allgatherv", (mpi_buffers.raw(x), [*mpi_buffers.raw(out)[:1], sizes.num_bytes, mpi_buffers.raw(out)[1]])
@@ -216,12 +219,13 @@ def gather(comm: MPI.Comm, x: Tensor, out: Tensor | None, root: int, sizes: Size
     """Gatherv; large: messages to root."""
     if sum(sizes.num_bytes) <= config.current.message_bytes:
         spec = None if out is None else [mpi_buffers.raw(out)[0], sizes.num_bytes, mpi_buffers.raw(out)[1]]
+        x = x if out is None else copy_if_overlapping(x, out)
         yield "Gatherv", (mpi_buffers.raw(x), spec, root)
     elif out is None:
         yield from send(comm, x, root, INTERNAL)
     else:
         for rank, part in enumerate(sizes.split(out)):
             if rank == root:
-                part.copy_(x)
+                copy_to(part, x)
             else:
                 yield from recv(comm, part, rank, INTERNAL)

@@ -3,7 +3,7 @@
 The channel has a segment of shared memory that no other channel uses: two communicators, or two threads, at work at
 the same time never write where the other reads. Each rank's part of the segment holds its *header* and four *slots*.
 
-Every operation begins with an exchange of headers (but gathers, whose ranks have exchanged their sizes before):
+Every operation begins with an exchange of headers (but small gathers, whose ranks have exchanged their sizes):
 
 1. each rank writes into its header what it is about to do, with which sizes, and where its tensors lie if they are
    symmetric
@@ -122,13 +122,17 @@ class NodeGroup:
             self.prepared.clear()
         self.prepared[key] = prepared
 
-    def views(self, x: Tensor, offsets: Sequence[int]) -> list[Tensor]:
-        """Views of the symmetric tensors of all ranks, with dtype and size of ``x``; views keep no memory alive."""
+    def views(self, x: Tensor, offsets: Sequence[int], counts: Sequence[int] | None = None) -> list[Tensor]:
+        """Views of the symmetric tensors of all ranks, with dtype of ``x`` and its size, or counts of their own.
+
+        Views keep no memory alive.
+        """
+        counts = [x.numel()] * self.size if counts is None else counts
         found = symmetric.find(x)
         assert found is not None, "all ranks met with symmetric tensors"
         return [
-            found[0].view(local, x.dtype, x.numel(), offset)
-            for local, offset in zip(self._indices, offsets, strict=True)
+            found[0].view(local, x.dtype, count, offset)
+            for local, offset, count in zip(self._indices, offsets, counts, strict=True)
         ]
 
     def given(self, rank: int, chunk: int, dtype: torch.dtype, count: int) -> Tensor:

@@ -44,6 +44,7 @@ from torchmpi_py.collectives.reductions import kernel
 from torchmpi_py.core import config
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.core.tensors import copy_to
 
 CHUNK_BYTES = 512 << 10
 """Largest chunk. A message costs 10 us beside its bytes, more through TCP, where 128 KiB would take half as long again
@@ -154,7 +155,7 @@ def _broadcast(channel: Channel, x: Tensor, root: int) -> Iterable[Walk]:
 
 
 def _allgather(channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> Iterable[Walk]:
-    sizes.split(out)[channel.rank].copy_(x)  # the others' parts come around the ring, and are sent on from ``out``
+    copy_to(sizes.split(out)[channel.rank], x)  # the others' parts come around the ring, and are sent on from ``out``
     rounds = schedule.rounds(_in_order(sizes.num_bytes), _chunk_bytes(max(sizes.num_bytes)))
     return _Copies(channel, out, out).walks(schedule.allgather(channel.rank, pieces) for pieces in rounds)
 

@@ -17,6 +17,7 @@ from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.core import config
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.tensors import copy_to
 from torchmpi_py.memory import symmetric
 
 
@@ -149,7 +150,16 @@ def _gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, sizes: Sizes
     x = x.view(-1)
     counts = [num_bytes // x.itemsize for num_bytes in sizes.num_bytes]
     flat = None if parts is None else [part.view(-1) for part in parts]
-    staging.gather(node, x, flat, counts)
+    headers = None
+    if sum(sizes.num_bytes) > node.chunk_bytes:  # smaller ones are copied in less time than headers take
+        headers = node.exchange_headers("a gather", x, count=sum(counts))
+    if headers is None or headers.read is None:
+        staging.gather(node, x, flat, counts)
+        return
+    if flat is not None:
+        for part, view in zip(flat, node.views(x, headers.read, counts), strict=True):
+            copy_to(part, view)
+    node.barrier()
 
 
 def _node(channel: Channel) -> NodeGroup:

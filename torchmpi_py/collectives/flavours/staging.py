@@ -18,6 +18,7 @@ from torch import Tensor
 from torchmpi_py.collectives.flavours.node_group import NodeGroup
 from torchmpi_py.collectives.flavours.schedule import chunks, pipeline, slices
 from torchmpi_py.collectives.reductions import Kernel
+from torchmpi_py.core.tensors import copy_to
 
 
 def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | None = None) -> None:
@@ -93,7 +94,7 @@ def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[
         for rank, part in enumerate(parts or []):
             piece = part[k * step : (k + 1) * step]
             own = x[k * step : (k + 1) * step] if rank == node.rank else node.given(rank, k, x.dtype, piece.numel())
-            piece.copy_(own)
+            copy_to(piece, own)
 
     pipeline(num_chunks, [copy_in, copy_out], node.barrier)
 
