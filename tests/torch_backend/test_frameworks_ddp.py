@@ -40,6 +40,40 @@ def test_the_hook_average(mpi, how):
     regression.assert_equal(trained(mpi, hook=torch_backend.average, **how), regression.trained_alone())
 
 
+@pytest.mark.parametrize("how", [{}, {"bucket_cap_mb": 1e-3}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize(
+    ("compression", "tolerance"),
+    [("TopK(1.0)", 1e-9), ("RandomK(1.0)", 1e-9), ("FP16()", 1e-3), ("BF16()", 1e-2), ("PowerSGD(1)", None)],
+)
+def test_the_hook_compressed(mpi, compression, tolerance, how):
+    """Where all elements are taken nothing is left out."""
+    from torchmpi_py import torch_backend
+    from torchmpi_py.optim import compression as compressions
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, 0.1)
+
+    name, _, options = compression.partition("(")
+    made = getattr(compressions, name)(*(float(x) if "." in x else int(x) for x in [options[:-1]] if x))
+    found, exact = trained(mpi, hook=torch_backend.compressed(made), optimizer=sgd, **how), None
+    exact = regression.trained_alone(optimizer=sgd)
+    for key, value in found.items():
+        if tolerance is not None:
+            torch.testing.assert_close(value, exact[key], rtol=tolerance, atol=tolerance)
+    is_equal = all(torch.allclose(value, exact[key], rtol=1e-9, atol=1e-9) for key, value in found.items())
+    assert is_equal == (tolerance == 1e-9 or mpi.size() == 1)
+
+
+def test_what_the_hook_compressed_takes(mpi):
+    from torchmpi_py import torch_backend
+    from torchmpi_py.optim import compression
+
+    with pytest.raises(TypeError, match="'bf16' is no compression"):
+        torch_backend.compressed("bf16")
+    with pytest.raises(TypeError, match="is not a process group of backend torchmpi"):
+        torch_backend.compressed(compression.BF16(), group="gloo")
+
+
 def test_rank_0_has_the_parameters_and_buffers(mpi):
     torch.manual_seed(mpi.rank())
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))

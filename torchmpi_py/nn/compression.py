@@ -15,8 +15,7 @@ an allreduce sends and receives on each rank:
 
 What TopK, RandomK and PowerSGD leave out is added to the next step's gradients (error feedback), so it is late, not
 lost; where a GradScaler changes its scale, it is in the scale of its own step. float16 and bfloat16
-gradients go by BF16 and FP16 as they are. ``torch.distributed``'s own hooks compress for DistributedDataParallel, over
-the backend "torchmpi" too.
+gradients go by BF16 and FP16 as they are. ``torch_backend.compressed`` is for DistributedDataParallel.
 
 Sources: Seide et al., 1-Bit SGD (2014), for error feedback; Stich et al., Sparsified SGD with memory (2018); Vogels et
 al., PowerSGD (2019).

@@ -22,7 +22,7 @@ from torchmpi_py.collectives.prepare import builder
 from torchmpi_py.torch_backend import torch_internals
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
+    from torch._C._distributed_c10d import GradBucket as GradBucket
 else:
     GradBucket = distributed.GradBucket
 _allreduce = builder(verbs.allreduce)
@@ -34,11 +34,7 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     ``state``: the process group, of this backend, that the module was given; None: the default one. Sums of 16-bit
     gradients accumulate in float32. Every rank must register it.
     """
-    group: Any = distributed.group.WORLD if state is None else state
-    if group is None:
-        raise RuntimeError("average: there is no default process group (any more); call init_process_group first")
-    if not torch_internals.is_group(group):
-        raise TypeError(f"average: {group!r} is not a process group of backend torchmpi; give one as the hook's state")
+    group = torch_internals.group_of_hook("average", state)
     x = bucket.buffer()
     memory = _memory(group, bucket.parameters(), x)
     target = x if memory is None else memory

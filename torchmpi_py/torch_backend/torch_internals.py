@@ -114,6 +114,16 @@ def is_group(group: Any) -> bool:
     return isinstance(group, distributed.ProcessGroup) and group.name() == NAME
 
 
+def group_of_hook(hook: str, given: Any) -> Any:
+    """The process group for a hook of DDP; None: the default one. RuntimeError or TypeError if it is none of ours."""
+    group = distributed.group.WORLD if given is None else given
+    if group is None:
+        raise RuntimeError(f"{hook}: there is no default process group (any more); call init_process_group first")
+    if not is_group(group):
+        raise TypeError(f"{hook}: {group!r} is not a process group of backend torchmpi; give the one of the module")
+    return group
+
+
 def _names(backend: str) -> set[str]:
     """The backends that torch would make a group of, given a name, device strings, or nothing."""
     if backend == _UNNAMED:

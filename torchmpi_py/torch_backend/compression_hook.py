@@ -1,0 +1,94 @@
+"""Compressed gradients for DistributedDataParallel: ``ddp.register_comm_hook(None, torch_backend.compressed(...))``.
+
+Buckets are launched as DDP hands them over, while other gradients are computed, and finished in the same order with the
+last one: what a compression still has to agree on then is collective, and must not depend on which bucket is first.
+"""
+
+from collections.abc import Callable  # DDP looks at the hook's annotations: they must be types, and not strings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives import verbs
+from torchmpi_py.core import communicators
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.handles import Handle, wait_all
+from torchmpi_py.nn.compression import Compression, Compressor
+from torchmpi_py.torch_backend import torch_internals
+from torchmpi_py.torch_backend.ddp_hook import GradBucket
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+
+class Launched(NamedTuple):
+    """A bucket whose reduction has begun."""
+
+    flat: Tensor
+    compressor: Compressor | None
+    handles: list[Handle[Any]]
+    future: torch.futures.Future[Tensor]
+
+
+class CompressedBuckets:
+    """The buckets of one module, by number; each with its compressor and the parameters it was made for."""
+
+    def __init__(self, compression: Compression, comm: Communicator) -> None:
+        self.compression = compression
+        self.comm = comm
+        self._kept: dict[int, tuple[list[Tensor], Tensor, Compressor | None]] = {}
+        self._launched: list[Launched] = []
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Start the reduction of a bucket; of the last one: finish all."""
+        x = bucket.buffer()
+        flat, compressor = self._compressor(bucket, x)
+        flat.copy_(x)
+        if compressor is None:
+            handles: list[Handle[Any]] = [verbs.allreduce_async(flat, op="avg", comm=self.comm)]
+        else:
+            handles = compressor.launch("avg")
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[x.device] if x.is_cuda else None)
+        self._launched.append(Launched(flat, compressor, handles, future))
+        if bucket.is_last():
+            self._finish()
+        return future
+
+    def _compressor(self, bucket: GradBucket, x: Tensor) -> tuple[Tensor, Compressor | None]:
+        """Memory of the bucket's own, for DDP may change that of its buckets on some ranks, and the compressor."""
+        members = bucket.parameters()
+        parameters, flat, compressor = self._kept.get(bucket.index(), ([], x, None))
+        if len(parameters) != len(members) or any(p is not q for p, q in zip(parameters, members, strict=True)):
+            flat = torch.empty_like(x)
+            if self.comm.size > 1:
+                compressor = self.compression.compressor(flat, [p.shape for p in members], self.comm)
+            self._kept[bucket.index()] = members, flat, compressor
+        return flat, compressor
+
+    def _finish(self) -> None:
+        launched, self._launched = self._launched, []
+        wait_all([handle for each in launched for handle in each.handles])
+        for each in launched:
+            if each.compressor is not None:
+                each.compressor.finish("avg")
+            each.future.set_result(each.flat)
+
+
+def compressed(compression: Compression, group: Any = None) -> Hook:
+    """A communication hook for one module in DDP: the mean of gradients that travel compressed.
+
+    compression: such as ``optim.compression.PowerSGD(2)``. group: the process group, of this backend, that the module
+    was given; None: the default one. Collective over the group, with the same compression on all ranks. What a
+    compression leaves out is lost when DDP arranges the parameters in other buckets, after the first step.
+
+    Raises TypeError for another compression or group, RuntimeError without a default group.
+    """
+    if not isinstance(compression, Compression):
+        raise TypeError(f"compressed: {compression!r} is no compression; give one such as optim.compression.BF16()")
+    group = torch_internals.group_of_hook("compressed", group)
+    buckets = CompressedBuckets(compression, communicators.beside(group.comm, "compressed"))
+
+    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return buckets.reduce(bucket)
+
+    return hook
