@@ -22,7 +22,7 @@ COMPRESSIONS = {
     "bf16": optim.compression.BF16,
     "fp16": optim.compression.FP16,
     "topk": lambda: optim.compression.TopK(0.05),
-    "randomk": lambda: optim.compression.RandomK(0.05),
+    "randomk": lambda: optim.compression.RandomK(0.25),
     "powersgd": lambda: optim.compression.PowerSGD(2),
 }
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

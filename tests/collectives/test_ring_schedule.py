@@ -4,6 +4,8 @@ Element j of rank r holds 2^r + j * 2^40, so that a sum tells which ranks are in
 """
 
 import collections
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -322,3 +324,28 @@ def test_turns(lengths, limit):
         seen = [event[1:] for event in log if event[0] == what]
         assert sorted(seen) == [(number, at) for number, length in enumerate(lengths) for at in range(length)]
     assert all(log[log.index(("complete", *event[1:])) - 1] == event for event in log if event[0] == "waited")
+
+
+@pytest.mark.parametrize("where", ["in the caller", "in a round"])
+def test_an_error_gives_no_memory_back(monkeypatch, where):
+    """MPI may still write into that of the messages that other rounds have posted."""
+    monkeypatch.setattr(plan, "broken_off", [])
+    buffers = [np.zeros(3) for _ in range(3)]
+    alive = [weakref.ref(buffer) for buffer in buffers]
+
+    def walk(buffer):
+        yield buffer
+        if where == "in a round":
+            raise ZeroDivisionError
+        yield buffer
+
+    def go():
+        for number, _ in enumerate(plan.in_turns((walk(buffers.pop(0)) for _ in range(3)), 3)):
+            if where == "in the caller" and number == 1:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        go()
+    gc.collect()
+    kept = [ref() is not None for ref in alive]
+    assert kept == [where == "in the caller", True, True]  # a round that an error has ended had got its messages

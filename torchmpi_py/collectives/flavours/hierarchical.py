@@ -28,7 +28,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchmpi_py.collectives.flavour import Flavour, Requests, Sizes, Walk, wait
-from torchmpi_py.collectives.flavours.schedule import chunks, pipeline
+from torchmpi_py.collectives.flavours.schedule import broken_off, chunks, pipeline
 from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.core import communicators, config
 from torchmpi_py.core.channels import Channel
@@ -232,8 +232,9 @@ class _UnderWay:
     def finish(self, number: int) -> None:
         """Resume all walks by turns, the oldest first, until this one has ended."""
         while any(number == other for other, _, _ in self._walks):
-            resumed, walk, requests = self._walks.popleft()
+            resumed, walk, requests = self._walks[0]
             wait(requests)
+            self._walks.popleft()
             self.start(resumed, walk)
 
 
@@ -248,7 +249,11 @@ def _overlap(num_pieces: int, begin: Callable[[int], Walk], end: Callable[[int],
         between_groups.finish(k)
         end(k)
 
-    pipeline(num_pieces, [start, *[_nothing] * (PIECES_UNDER_WAY - 1), finish], _nothing)
+    try:
+        pipeline(num_pieces, [start, *[_nothing] * (PIECES_UNDER_WAY - 1), finish], _nothing)
+    except BaseException:
+        broken_off.append(between_groups)
+        raise
 
 
 class _Sliced:

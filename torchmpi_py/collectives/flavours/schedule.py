@@ -28,6 +28,8 @@ ALIGNMENT = 64  # elements: two ranks never write into one cache line
 
 Bounds = tuple[int, int]  # begin, end
 NOTHING: Bounds = (0, 0)
+broken_off: list[object] = []
+"""What errors have left of rounds under way: MPI may still write into their memory, which must not be given back."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -170,11 +172,16 @@ def in_turns(rounds: Iterable[Iterator[T]], limit: int) -> Iterator[T]:
     """
     waiting = iter(rounds)
     active: collections.deque[tuple[Iterator[T], T]] = collections.deque()
-    while True:
-        while len(active) < limit and (one := next(waiting, None)) is not None:
-            active.extend((one, wanted) for wanted in itertools.islice(one, 1))
-        if not active:
-            return
-        one, wanted = active.popleft()
-        yield wanted
-        active.extend((one, following) for following in itertools.islice(one, 1))
+    try:
+        while True:
+            while len(active) < limit and (one := next(waiting, None)) is not None:
+                active.extend((one, wanted) for wanted in itertools.islice(one, 1))
+            if not active:
+                return
+            one, wanted = active[0]
+            yield wanted
+            active.popleft()
+            active.extend((one, following) for following in itertools.islice(one, 1))
+    except BaseException:  # GeneratorExit too: an error where the caller waits
+        broken_off.append(active)
+        raise
