@@ -1,15 +1,24 @@
-"""Around an optimizer: gradients that are averaged, compressed or missing on some ranks; state that all ranks share."""
+"""Around an optimizer: averages of gradients or parameters, state that ranks share, large batches."""
 
 from torchmpi_py.nn import compression
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
 from torchmpi_py.optim.distributed import DistributedOptimizer
+from torchmpi_py.optim.gossip import Gossip
 from torchmpi_py.optim.joining import join
+from torchmpi_py.optim.local_sgd import LocalSGD
+from torchmpi_py.optim.schedules import large_batch
 from torchmpi_py.optim.sharded import ShardedOptimizer
+from torchmpi_py.optim.trust_ratio import LAMB, LARS
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "DistributedOptimizer",
+    "Gossip",
+    "LocalSGD",
     "ShardedOptimizer",
     "broadcast_optimizer_state",
     "compression",
     "join",
+    "large_batch",
 ]

@@ -24,10 +24,10 @@ from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.split_parameters import split_of
 from torchmpi_py.nn.synchronize import check_module, trainable
-from torchmpi_py.optim.wrapper import OptimizerWrapper
+from torchmpi_py.optim.wrapper import ReducingOptimizer
 
 
-class DistributedOptimizer(OptimizerWrapper):
+class DistributedOptimizer(ReducingOptimizer):
     """``optimizer``, with gradients averaged over the ranks of ``comm`` (default: the current level).
 
     Everything else is the optimizer's: ``param_groups``, ``state``, ``state_dict``, hooks, schedulers, GradScaler.
@@ -112,18 +112,10 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, for parameters of the module, as when layers are unfrozen. Collective."""
-        self.optimizer.add_param_group(param_group)
+        super().add_param_group(param_group)
         self.remove()
         self._is_checked = False
         self._register()
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's: that of the optimizer, the same on every rank."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; every rank loads the same."""
-        self.optimizer.load_state_dict(state_dict)
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         loss = closure()

@@ -28,12 +28,12 @@ from torchmpi_py.nn.compression import Compression, check_compression, is_finite
 from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.optim.owners import Placement, owners
 from torchmpi_py.optim.sharded_buckets import ShardedBucket, ShardedBuckets
-from torchmpi_py.optim.wrapper import OptimizerWrapper
+from torchmpi_py.optim.wrapper import ReducingOptimizer, evaluated
 
 _OF_A_PARAMETER = {"step", "eta", "mu", "mu_product"}  # one number, also where the parameter itself is one
 
 
-class ShardedOptimizer(OptimizerWrapper):
+class ShardedOptimizer(ReducingOptimizer):
     """``optimizer_class(parameters, **defaults)``, with its state divided among the ranks of ``comm``.
 
     Gradients are averaged during the backward pass, so that plain loops stay as they are. Afterwards each rank has
@@ -158,10 +158,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
         closure: evaluated once, before the update.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         if not self._is_reduced:
             self.reduction.reduce_now()
             self._share_overflow()

@@ -1,7 +1,8 @@
-"""What optimizers that reduce gradients have in common: they pass for the torch optimizer that they hold."""
+"""Optimizers around an optimizer: they pass for the torch optimizer that they hold."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,17 +13,21 @@ from torchmpi_py.nn.synchronize import check_replicas
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """An optimizer around ``optimizer``, whose attributes are its own; gradients are reduced when backward returns."""
+    """An optimizer around ``optimizer``, whose groups, state and other attributes are its own."""
 
     optimizer: torch.optim.Optimizer
-    reduction: AsyncBackward
-    comm: Communicator
-    _step_supports_amp_scaling = False  # GradScaler unscales reduced gradients, which have been read by then
 
     def __init__(self) -> None:
-        # Not Optimizer.__init__: what it would make is the optimizer's own.
-        self._is_checked = False  # whether parameters have been compared
-        self._is_reduced = False  # whether there are reduced gradients, which no step has used
+        """Not Optimizer.__init__: what it would make is the optimizer's own. A subclass sets ``optimizer``."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not made yet, or a copy in the making
@@ -36,6 +41,35 @@ class OptimizerWrapper(torch.optim.Optimizer):
         raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; keep its state_dict()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: that of the optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's."""
+        self.optimizer.load_state_dict(state_dict)
+
+
+class ReducingOptimizer(OptimizerWrapper):
+    """One that reduces gradients: they are there when ``backward()`` returns."""
+
+    reduction: AsyncBackward
+    comm: Communicator
+    _step_supports_amp_scaling = False  # GradScaler unscales reduced gradients, which have been read by then
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_checked = False  # whether parameters have been compared
+        self._is_reduced = False  # whether there are reduced gradients, which no step has used
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
         if self.reduction.num_passes:
             raise RuntimeError(
@@ -43,7 +77,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
                 "step would lose their gradients; call it after step()"
             )
         self._is_reduced = False
-        self.optimizer.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
 
     def check_equal(self) -> None:
         """Once: RanksDisagree, on all ranks, unless all train the same. After a reduction, where all come."""
@@ -54,3 +88,11 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def remove(self) -> None:
         """End the reductions; only a plain optimizer can go on."""
         self.reduction.remove()
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss of a closure that is evaluated once, with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

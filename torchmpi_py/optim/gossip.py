@@ -1,0 +1,131 @@
+"""Averages with partners instead of all ranks: no rank waits for more than two others.
+
+After each step a rank's parameters become a weighted mean of its own and its partners'. The weights are symmetric, and
+those of a rank sum to 1: so the average over all ranks stays what it is, and what sets the ranks apart shrinks in each
+step, on the ring at least by the factor (1 + 2 cos(2 pi / P)) / 3 of P ranks.
+
+Sources: Boyd et al., Randomized Gossip Algorithms (2006); Lian et al., Can Decentralized Algorithms Outperform
+Centralized Algorithms? (2017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives import verbs
+from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.core.handles import Handle, wait_all
+from torchmpi_py.nn.split_parameters import any_split
+from torchmpi_py.nn.synchronize import fused
+from torchmpi_py.optim.wrapper import OptimizerWrapper, evaluated
+
+
+class Gossip(OptimizerWrapper):
+    """``optimizer``, on each rank for itself; after each step parameters become a mean with those of partners.
+
+    Any torch optimizer will do; its state stays each rank's own. Gradients are not reduced. Parameters start equal on
+    all ranks (``nn.synchronize_parameters``); every rank takes the same number of steps. ``average`` makes parameters
+    equal, as before an evaluation or a checkpoint, and is collective.
+
+    partners: "ring": the two neighbours in rank order, each with the weight 1/3. "random": in each step one other rank,
+    drawn from ``seed``, with the weight 1/2; of an odd number of ranks one has none.
+    asynchronous: partners get what a rank has after a step while the next one is computed, and the difference between
+    the two is added after that: the average over all ranks stays what it is. Nobody waits for a partner that is at most
+    a step behind.
+
+    ``finish`` waits for what is under way, and ``average`` and ``state_dict`` do so first. Raises ValueError for other
+    partners, or split parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        partners: Literal["ring", "random"] = "ring",
+        *,
+        asynchronous: bool = False,
+        seed: int = 0,
+        comm: Communicator | None = None,
+    ) -> None:
+        super().__init__()
+        if partners not in ("ring", "random"):
+            raise ValueError(f"Gossip: partners={partners!r}: give 'ring' or 'random'")
+        self.optimizer, self.partners, self.asynchronous = optimizer, partners, asynchronous
+        if any_split(self._parameters()):
+            raise ValueError("Gossip: a parameter is split over ranks, which have to take each step together")
+        self.comm = resolve(comm)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._under_way: list[_Exchange] = []
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's step, and the mean with partners. closure: evaluated once, before."""
+        loss = evaluated(closure)
+        self.optimizer.step()
+        self.finish()
+        ranks, weight = self._drawn()
+        if ranks:
+            self._under_way = [_Exchange(tensors, ranks, weight, self.comm) for tensors in self._by_dtype()]
+        if not self.asynchronous:
+            self.finish()
+        return loss
+
+    def finish(self) -> None:
+        """Wait for what partners have sent, and take it in."""
+        under_way, self._under_way = self._under_way, []
+        for exchange in under_way:
+            exchange.finish()
+
+    def average(self) -> None:
+        """Make parameters the average over all ranks. Collective."""
+        self.finish()
+        tensors = [p.detach() for p in self._parameters()]
+        fused(tensors, lambda flat: verbs.allreduce(flat, op="avg", comm=self.comm))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, this rank's own."""
+        self.finish()
+        return super().state_dict()
+
+    def _drawn(self) -> tuple[list[tuple[int, int]], float]:
+        """Whom to receive from and send to, and the weight of each that comes."""
+        rank, size = self.comm.rank, self.comm.size
+        if self.partners == "random" or size == 2:
+            order: list[int] = torch.randperm(size, generator=self._generator).tolist()
+            place = order.index(rank)
+            partner = order[place ^ 1] if place ^ 1 < size else rank
+            return [(partner, partner)] if partner != rank else [], 0.5
+        before, after = (rank - 1) % size, (rank + 1) % size
+        return [(before, after), (after, before)] if size > 1 else [], 1 / 3
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _by_dtype(self) -> list[list[Tensor]]:
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for p in self._parameters():
+            kinds.setdefault((p.dtype, p.device), []).append(p.detach())
+        return list(kinds.values())
+
+
+class _Exchange:
+    """What this rank has, on its way to its partners, and what comes from them."""
+
+    def __init__(self, tensors: list[Tensor], ranks: list[tuple[int, int]], weight: float, comm: Communicator) -> None:
+        self.tensors, self.weight = tensors, weight
+        self.given = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self.came = [self.given.clone() for _ in ranks]
+        self.handles: list[Handle[Any]] = [
+            verbs.sendreceive_async(x, source, destination, comm=comm)
+            for x, (source, destination) in zip(self.came, ranks, strict=True)
+        ]
+
+    def finish(self) -> None:
+        """Add the weighted differences."""
+        wait_all(self.handles)
+        difference = torch.stack([x - self.given for x in self.came]).sum(0) * self.weight
+        changes = torch.split(difference, [tensor.numel() for tensor in self.tensors])
+        for tensor, change in zip(self.tensors, changes, strict=True):
+            tensor += change.view_as(tensor)

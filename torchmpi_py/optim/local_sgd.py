@@ -1,0 +1,147 @@
+"""Fewer messages: ranks take steps of their own, and average their parameters now and then.
+
+Sources: Stich, Local SGD Converges Fast and Communicates Little (2019); Lin et al., Don't Use Large Mini-Batches, Use
+Local SGD (2020), for post-local and hierarchical averaging; Wang et al., SlowMo (2020), algorithm 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives import verbs
+from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.nn.split_parameters import any_split
+from torchmpi_py.nn.synchronize import fused
+from torchmpi_py.optim.wrapper import OptimizerWrapper, evaluated
+
+
+class LocalSGD(OptimizerWrapper):
+    """``optimizer``, on each rank for itself; after every ``period``-th step parameters become their average.
+
+    Any torch optimizer will do; its state stays each rank's own. Gradients are not reduced. Parameters start equal on
+    all ranks (``nn.synchronize_parameters``); every rank takes the same number of steps, which are collective.
+    ``average`` makes parameters equal in between, as before an evaluation or a checkpoint.
+
+    period: steps between averages over ``comm`` (default: the current level). Or a mapping from communicators to
+        periods, for hierarchical averaging: ``{node: 4, world: 32}``. Each is a multiple of the shorter ones, and the
+        longest is that of all ranks; of averages that are due together, the one over most ranks is taken.
+    start: until so many steps have been made, parameters are averaged over all ranks in each (post-local SGD).
+    slow_momentum, slow_lr: b and a of SlowMo. After an average over all ranks u becomes b u + (x0 - x) / lr, where x0
+        is what the last one made, x the average and lr the group's learning rate; and parameters become x0 - a lr u.
+
+    ``state_dict`` is the optimizer's, this rank's own, with "local_sgd" beside it. Raises ValueError for another period
+    or start, or split parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        period: int | Mapping[Communicator, int] = 8,
+        *,
+        start: int = 0,
+        slow_momentum: float = 0.0,
+        slow_lr: float = 1.0,
+        comm: Communicator | None = None,
+    ) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.periods = _checked(period, comm)
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise ValueError(f"LocalSGD: start={start!r}: give a whole number of steps, 0 or more")
+        if not 0 <= slow_momentum < 1 or not slow_lr > 0:
+            raise ValueError(
+                f"LocalSGD: slow_momentum={slow_momentum!r}, slow_lr={slow_lr!r}: give a share below 1, and a number "
+                "above 0"
+            )
+        if any_split(self._parameters()):
+            raise ValueError("LocalSGD: a parameter is split over ranks, which have to take each step together")
+        self.start, self.slow_momentum, self.slow_lr = start, slow_momentum, slow_lr
+        self.num_steps = 0
+        self._slow: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of each parameter x0 and u
+        if slow_momentum or slow_lr != 1:
+            self._slow = {p: (p.detach().clone(), torch.zeros_like(p)) for p in self._parameters()}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's step, and an average if one is due. closure: evaluated once, before."""
+        loss = evaluated(closure)
+        self.optimizer.step()
+        self.num_steps += 1
+        everywhere = next(reversed(self.periods))
+        due = [comm for comm, period in self.periods.items() if self.num_steps % period == 0]
+        if self.num_steps <= self.start:
+            self._average_over(everywhere)
+            for p, (before, _) in self._slow.items():
+                before.copy_(p.detach())
+        elif everywhere in due:
+            self.average()
+        elif due:
+            self._average_over(due[-1])
+        return loss
+
+    def average(self) -> None:
+        """Make parameters the average over all ranks now, with slow momentum. Collective."""
+        self._average_over(next(reversed(self.periods)))
+        self._take_slow_step()
+
+    def _average_over(self, comm: Communicator) -> None:
+        tensors = [p.detach() for p in self._parameters()]
+        fused(tensors, lambda flat: verbs.allreduce(flat, op="avg", comm=comm))
+
+    @torch.no_grad()
+    def _take_slow_step(self) -> None:
+        for group in self.param_groups if self._slow else ():
+            for p in group["params"]:
+                before, momentum = self._slow[p]
+                momentum.mul_(self.slow_momentum).add_((before - p) / group["lr"])
+                before.sub_(self.slow_lr * group["lr"] * momentum)
+                p.copy_(before)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, on every rank."""
+        super().add_param_group(param_group)
+        if self._slow:
+            for p in self._parameters():
+                self._slow.setdefault(p, (p.detach().clone(), torch.zeros_like(p)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, and under "local_sgd" the number of steps and, of each parameter, x0 and u."""
+        slow = [self._slow[p] for p in self._parameters()] if self._slow else []
+        return {**super().state_dict(), "local_sgd": {"num_steps": self.num_steps, "slow": slow}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what ``state_dict`` has given, or the state of the optimizer alone."""
+        own = state_dict.get("local_sgd", {"num_steps": 0, "slow": []})
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "local_sgd"})
+        self.num_steps = own["num_steps"]
+        for p, saved in zip(self._parameters(), own["slow"], strict=False):
+            for kept, value in zip(self._slow.get(p, ()), saved, strict=False):
+                kept.copy_(value)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+
+def _checked(period: int | Mapping[Communicator, int], comm: Communicator | None) -> dict[Communicator, int]:
+    """The periods, the longest last."""
+    periods = dict(period) if isinstance(period, Mapping) else {resolve(comm): period}
+    if not periods or any(isinstance(p, bool) or not isinstance(p, int) or p < 1 for p in periods.values()):
+        raise ValueError(
+            f"LocalSGD: period={period!r}: give a whole number of steps, at least 1, or some by communicator"
+        )
+    if isinstance(period, Mapping) and comm is not None:
+        raise ValueError("LocalSGD: give comm=, or communicators with a period each, not both")
+    in_order = dict(sorted(periods.items(), key=lambda item: item[1]))
+    lengths = list(in_order.values())
+    if any(longer % shorter for shorter, longer in itertools.pairwise(lengths)):
+        raise ValueError(f"LocalSGD: periods {lengths}: give multiples, each of the shorter ones, such as 4 and 32")
+    sizes = [each.size for each in in_order]
+    if sizes != sorted(sizes):
+        raise ValueError(
+            f"LocalSGD: communicators of {sizes} ranks have periods {lengths}: the more ranks, the longer the period"
+        )
+    return in_order
