@@ -28,7 +28,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchmpi_py.collectives.flavour import Flavour, Requests, Sizes, Walk, wait
-from torchmpi_py.collectives.flavours.schedule import broken_off, chunks, pipeline
+from torchmpi_py.collectives.flavours.schedule import chunks, kept_from, pipeline
 from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.core import communicators, config
 from torchmpi_py.core.channels import Channel
@@ -249,11 +249,8 @@ def _overlap(num_pieces: int, begin: Callable[[int], Walk], end: Callable[[int],
         between_groups.finish(k)
         end(k)
 
-    try:
+    with kept_from(between_groups):
         pipeline(num_pieces, [start, *[_nothing] * (PIECES_UNDER_WAY - 1), finish], _nothing)
-    except BaseException:
-        broken_off.append(between_groups)
-        raise
 
 
 class _Sliced:

@@ -21,6 +21,7 @@ import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -28,8 +29,7 @@ ALIGNMENT = 64  # elements: two ranks never write into one cache line
 
 Bounds = tuple[int, int]  # begin, end
 NOTHING: Bounds = (0, 0)
-broken_off: list[object] = []
-"""What errors have left of rounds under way: MPI may still write into their memory, which must not be given back."""
+broken_off: list[object] = []  # what errors have left of messages under way
 
 
 @functools.lru_cache(maxsize=1024)
@@ -163,6 +163,16 @@ def reversed_in_time(steps: Sequence[Step]) -> list[Step]:
     return [Step(s.source, s.received, s.to, s.sent) for s in reversed(steps)]
 
 
+@contextmanager
+def kept_from(under_way: object) -> Iterator[None]:
+    """If an error, or GeneratorExit, ends the work, never give back what is under way: MPI may still write there."""
+    try:
+        yield
+    except BaseException:
+        broken_off.append(under_way)
+        raise
+
+
 def in_turns(rounds: Iterable[Iterator[T]], limit: int) -> Iterator[T]:
     """Advance up to ``limit`` iterators at a time, by turns, the oldest first; when one ends, the next one begins.
 
@@ -172,7 +182,7 @@ def in_turns(rounds: Iterable[Iterator[T]], limit: int) -> Iterator[T]:
     """
     waiting = iter(rounds)
     active: collections.deque[tuple[Iterator[T], T]] = collections.deque()
-    try:
+    with kept_from(active):
         while True:
             while len(active) < limit and (one := next(waiting, None)) is not None:
                 active.extend((one, wanted) for wanted in itertools.islice(one, 1))
@@ -182,6 +192,3 @@ def in_turns(rounds: Iterable[Iterator[T]], limit: int) -> Iterator[T]:
             yield wanted
             active.popleft()
             active.extend((one, following) for following in itertools.islice(one, 1))
-    except BaseException:  # GeneratorExit too: an error where the caller waits
-        broken_off.append(active)
-        raise
