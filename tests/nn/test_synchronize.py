@@ -150,6 +150,25 @@ def test_sparse_gradients(mpi, mpinn):
         net.zero_grad()
 
 
+def test_a_layer_whose_gradients_become_sparse_or_dense(mpi, mpinn):
+    net = torch.nn.Embedding(5, 2)
+    for is_sparse in (False, True, False):
+        net.sparse = is_sparse
+        net.zero_grad()
+        net(torch.tensor([mpi.rank() % 5])).sum().backward()
+        mpinn.synchronize_gradients(net)
+        assert net.weight.grad.is_sparse == is_sparse
+        torch.testing.assert_close(net.weight.grad.to_dense().sum(), torch.tensor(2.0))
+
+
+def test_sparse_gradients_are_clipped(mpi, mpinn):
+    net = torch.nn.Embedding(5, 2, sparse=True)
+    net(torch.tensor([1, 1, 3])).sum().backward()
+    norm = mpinn.clip_grad_norm_(net.parameters(), 1.0)
+    torch.testing.assert_close(norm.float(), torch.tensor(10.0**0.5))
+    torch.testing.assert_close(net.weight.grad.to_dense().norm(), torch.tensor(1.0))
+
+
 def test_sparse_gradients_of_other_layers_are_refused(mpi, mpinn):
     net = torch.nn.Embedding(4, 2)
     net.weight.grad = torch.eye(4)[:, :2].to_sparse()

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
+from torchmpi_py import errors, optim
 from torchmpi_py import nn as mpinn
-from torchmpi_py import optim
 from torchmpi_py.collectives import verbs
 from torchmpi_py.optim import compression
 
@@ -65,7 +65,7 @@ def test_16_bits(mpi, name, op):
 
 def test_the_range_of_float16_is_guarded(mpi):
     """Values that would overflow, or vanish, in float16: the first ones go uncompressed, later ones are scaled."""
-    for sizes in ([1e9, 1e9, 1e-9, 1e-9, 1e-9, 1e9], [1e-9, 1e-9, 0.0, 0.0, 1e-9, 1e-20, 1.0]):
+    for sizes in ([1e9, 1e9, 1e-9, 1e-9, 1e-9, 1e9], [1e-9, 1e-9, 0.0, 0.0, 1e-9, 1e-20, 1.0], [1e-38, 1e-38, 1.0]):
         made = compressor(mpi, compression.FP16(), torch.zeros(120))
         for size in sizes:
             exact = sum(gradient(rank).double() for rank in range(mpi.size())) / mpi.size() * size
@@ -172,6 +172,22 @@ def test_a_step_that_overflows_leaves_nothing_behind(mpi, name):
         assert torch.isfinite(reduced(made, gradient(mpi.rank(), step))).all()
 
 
+def test_gradients_of_tiny_doubles(mpi):
+    made = compressor(mpi, compression.FP16(), torch.zeros(120, dtype=torch.float64))
+    for size in (1e-307, 1e-307, 1.0):
+        exact = sum(gradient(rank).double() for rank in range(mpi.size())) / mpi.size() * size
+        found = reduced(made, gradient(mpi.rank()).double() * size)
+        torch.testing.assert_close(found / size, exact / size, rtol=0.01, atol=0.01)
+
+
+def test_other_ratios_on_other_ranks(mpi):
+    if mpi.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    made = compressor(mpi, compression.TopK(0.1 * (1 + (mpi.rank() == 0))), torch.zeros(120))
+    with pytest.raises(errors.RanksDisagree, match=r"TopK: this rank takes .* of a bucket, all ranks together"):
+        reduced(made, gradient(mpi.rank()))
+
+
 @pytest.fixture
 def sent(monkeypatch):
     """The bytes that reductions and gathers are given."""
@@ -181,7 +197,7 @@ def sent(monkeypatch):
         plain = getattr(verbs, verb)
 
         def counting(x, *args, **options):
-            counted.append(x.nbytes)
+            counted.append(getattr(x, "nbytes", 0))
             return plain(x, *args, **options)
 
         return counting
@@ -207,6 +223,12 @@ def test_bytes_on_the_wire(mpi, sent, made, num_bytes):
     reduced(compressor_of_bucket, gradient(mpi.rank(), shape=(100, 80)))
     reduced(compressor_of_bucket, gradient(mpi.rank(), 1, shape=(100, 80)))
     assert sum(sent) == 2 * num_bytes
+
+
+def test_a_bucket_of_zeros_is_not_sent_twice(mpi, sent):
+    made = compressor(mpi, compression.FP16(), torch.zeros(8000))
+    reduced(made, torch.zeros(8000))
+    assert sum(sent) == 2 * 8000
 
 
 @every_one

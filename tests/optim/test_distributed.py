@@ -396,17 +396,55 @@ def test_sparse_gradients_where_a_rank_has_none(mpi, distributed):
     torch.testing.assert_close(before - module.weight, expected)
 
 
-def test_a_weight_that_is_an_output_layer_too(mpi, distributed):
-    """Its gradient is dense, as that of tied weights is."""
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_a_weight_that_is_an_output_layer_too(mpi, distributed, make):
+    """Its gradient is dense, as that of tied weights is in torch; also in a step without the output layer."""
     torch.manual_seed(1)
     module = torch.nn.Embedding(6, 2, sparse=True)
     alone = copy.deepcopy(module)
-    ours = distributed(torch.optim.SGD(module.parameters(), 0.5), module)
-    theirs = torch.optim.SGD(alone.parameters(), 0.5)
-    for m, indices, optimizer in ((module, [mpi.rank()], ours), (alone, range(mpi.size()), theirs)):
-        (m(torch.tensor(list(indices))) @ m.weight.T).pow(2).sum().div(len(indices)).backward()
-        optimizer.step()
+    alone.sparse = False
+    ours = distributed(make(module.parameters(), 0.1), module)
+    theirs = make(alone.parameters(), 0.1)
+    for step in range(4):
+        for m, ranks, optimizer in ((module, [mpi.rank()], ours), (alone, range(mpi.size()), theirs)):
+            optimizer.zero_grad()
+            x = m(torch.tensor([rank + step % 2 for rank in ranks]))
+            (x if step == 2 else x @ m.weight.T).pow(2).sum().div(len(ranks)).backward()
+            optimizer.step()
     assert_close(module, alone)
+    ours.zero_grad()
+    module(torch.tensor([0])).sum().backward()
+    with pytest.raises(RuntimeError, match="ran again before step"):
+        (module(torch.tensor([0])) @ module.weight.T).sum().backward()
+    ours.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sparse_gradients_of_16_bits_are_added_in_float32(mpi, distributed, dtype):
+    """No overflow where the mean has none, and no digits lost but in the result."""
+    module = torch.nn.Embedding(4, 2, sparse=True, dtype=dtype)
+    ours = distributed(torch.optim.SGD(module.parameters(), 1.0), module)
+    largest = 40000.0 if dtype == torch.float16 else 1.0
+    (module(torch.tensor([1])) * torch.tensor(largest, dtype=dtype)).sum().backward()
+    assert module.weight.grad.dtype == dtype
+    assert module.weight.grad.to_dense()[1].tolist() == [torch.tensor(largest, dtype=dtype).item()] * 2
+    ours.zero_grad()
+    (module(torch.tensor([1])) * (1.0 + mpi.rank() * 2.0**-7)).sum().backward()
+    mean = torch.tensor(1 + (mpi.size() - 1) / 2 * 2.0**-7).to(dtype)
+    assert module.weight.grad.to_dense()[1].tolist() == [mean.item()] * 2
+
+
+def test_sparse_gradients_that_were_there_before(mpi):
+    """Of a backward pass before the optimizer was made."""
+    for as_dense in (False, True):
+        module = torch.nn.Embedding(5, 2, sparse=True)
+        mpinn.synchronize_parameters(module)
+        module(torch.tensor([mpi.rank() % 5])).sum().backward()
+        ours = optim.DistributedOptimizer(torch.optim.SGD(module.parameters(), 1.0), module, sparse_as_dense=as_dense)
+        before = module.weight.detach().clone()
+        ours.step()
+        assert torch.allclose((before - module.weight).sum(), torch.tensor(2.0))
+        ours.remove()
 
 
 def test_sparse_gradients_of_other_layers_name_the_remedy(mpi, distributed):

@@ -74,6 +74,32 @@ def test_what_the_hook_compressed_takes(mpi):
         torch_backend.compressed(compression.BF16(), group="gloo")
 
 
+def test_a_hook_that_does_not_suit(mpi):
+    """A state that is another group, a second module, sparse gradients: an error that names the remedy."""
+    from torchmpi_py import torch_backend
+    from torchmpi_py.optim import compression
+
+    def backward(network, hook, state=None, group=None):
+        ddp = DistributedDataParallel(network, process_group=group)
+        ddp.register_comm_hook(state, hook)
+        ddp(torch.tensor([[1, 2]])).sum().backward()
+
+    def network(sparse=False):
+        return torch.nn.Embedding(4, 2, sparse=sparse)
+
+    mine, _ = dist.new_subgroups(1)
+    with pytest.raises(ValueError, match=r"make it with compressed.*group="):
+        backward(network(), torch_backend.compressed(compression.BF16()), mine, mine)
+    backward(network(), torch_backend.compressed(compression.BF16(), mine), mine, mine)
+    hook = torch_backend.compressed(compression.TopK(0.5))
+    backward(network(), hook)
+    with pytest.raises(RuntimeError, match="serves one module"):
+        backward(network(), hook)
+    for hook in (torch_backend.average, torch_backend.compressed(compression.BF16())):
+        with pytest.raises(TypeError, match=r"sparse gradients.*sparse=False"):
+            backward(network(sparse=True), hook)
+
+
 def test_rank_0_has_the_parameters_and_buffers(mpi):
     torch.manual_seed(mpi.rank())
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))

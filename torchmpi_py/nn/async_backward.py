@@ -137,10 +137,7 @@ class AsyncBackward:
     def _on_gradient(self, parameter: Any) -> None:
         """The hook: a gradient is complete. Insert it into its bucket, and launch the buckets that are complete."""
         with self._lock:  # autograd has a thread per device
-            if self._sparse_as_dense and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
-            if parameter not in self.buckets.sparse:
-                check_dense(self.names[parameter], parameter)
+            self._check_layout(parameter)
             if self._pass_id != torch._C._current_graph_task_id():
                 self._begin_pass()
             if self.num_passes + 1 < self.frequency:
@@ -152,6 +149,13 @@ class AsyncBackward:
                 bucket.insert(parameter)
             self._num_ready[index] += 1
             self._launch(only_ready=True)
+
+    def _check_layout(self, parameter: torch.nn.Parameter) -> None:
+        """A sparse gradient becomes dense where that is asked for; elsewhere it is a TypeError, or stays."""
+        if self._sparse_as_dense and parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        if parameter not in self.buckets.sparse:
+            check_dense(self.names[parameter], parameter)
 
     def _begin_pass(self) -> None:
         """The first gradient of a backward pass is complete: check, and have autograd call ``_end_pass``."""
@@ -215,6 +219,8 @@ class AsyncBackward:
     def _start_reduction(self) -> None:
         """Nothing is launched yet but, where ranks may run out of data, the number of those that have some."""
         self._num_launched, self._num_ready = 0, [0] * len(self.buckets.all)
+        for parameter in self.names:  # gradients that were there before the registration
+            self._check_layout(parameter)
         self._handles = self.buckets.announce(self.op)
 
     def _end_reduction(self) -> None:

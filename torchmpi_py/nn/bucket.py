@@ -114,6 +114,8 @@ class SparseBucket(Bucket):
     """One parameter whose gradients are sparse, such as the weight of an ``Embedding(sparse=True)``.
 
     All ranks gather the rows of all, so that the reduced gradient is sparse too, with the bytes of the rows alone.
+    Where another layer uses the weight too, its gradient is dense; from the first time that it is on any rank it is
+    reduced as a dense one on all.
     """
 
     def __init__(self, parameter: torch.nn.Parameter, comm: Communicator) -> None:
@@ -122,8 +124,9 @@ class SparseBucket(Bucket):
         self.num_parts = 1
         self.compressor = None
         self.publishes = True
-        self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)  # the reduced rows
+        self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)  # the reduced values
         self._shape = parameter.shape
+        self._is_dense = False
         self._result: Tensor | None = None
         self._handles: list[Handle[Any]] = []
 
@@ -142,33 +145,50 @@ class SparseBucket(Bucket):
 
     def launch(self, op: str) -> list[Handle[Any]]:
         gradient = self.parameters[0].grad
-        if gradient is None:
-            gradient = torch.sparse_coo_tensor(
-                torch.empty(1, 0, dtype=torch.int64, device=self.flat.device),
-                self.flat.new_empty(0, *self._shape[1:]),
-                self._shape,
-                check_invariants=False,
-            )
-        elif gradient.layout is torch.strided:  # the weight is used by another layer too
-            gradient = gradient.to_sparse(1)
-        gradient = gradient.detach().coalesce()
+        if self._is_dense:
+            dense = self.flat.new_zeros(self._shape) if gradient is None else gradient.detach().to_dense()
+            self._handles = [verbs.allreduce_async(dense.contiguous(), op=op, comm=self.comm)]
+            return self._handles
+        rows, values = torch.empty(0, dtype=torch.int64, device=self.flat.device), self.flat.new_empty(0)
+        if gradient is not None:
+            sparse = gradient.detach().to_sparse(1) if gradient.layout is torch.strided else gradient.detach()
+            total = self._added(sparse._indices(), sparse._values())
+            rows, values = total.indices()[0], total.values().to(self.flat.dtype)
+            if gradient.layout is torch.strided:  # which a row past the last one tells the others
+                rows = torch.cat([rows, rows.new_tensor([self._shape[0]])])
+                values = torch.cat([values, values.new_zeros(1, *self._shape[1:])])
         self._handles = [
-            verbs.allgather_async(gradient.indices().t().contiguous(), comm=self.comm),
-            verbs.allgather_async(gradient.values(), comm=self.comm),
+            verbs.allgather_async(rows, comm=self.comm),
+            verbs.allgather_async(values.reshape(-1, *self._shape[1:]), comm=self.comm),
         ]
         return self._handles
 
     def finish(self, op: str) -> None:
-        indices, values = (handle.wait() for handle in self._handles)
-        total = torch.sparse_coo_tensor(indices.t(), values, self._shape, check_invariants=False).coalesce()
-        self.flat = total.values()
-        if op == "avg":
-            self.flat /= self.comm.size
-        self._handles, self._result = [], total
-        self.parameters[0].grad = total
+        (p,) = self.parameters
+        if self._is_dense:
+            (handle,) = self._handles
+            self._result = handle.wait()
+            self.flat = self._result.view(-1)
+        else:
+            rows, values = (handle.wait() for handle in self._handles)
+            is_row = rows < self._shape[0]
+            self._is_dense = not bool(is_row.all())
+            total = self._added(rows[is_row][None], values[is_row])
+            if op == "avg":
+                total.values().div_(self.comm.size)
+            total = total.to(self.flat.dtype)
+            self._result = total.to_dense() if self._is_dense else total.coalesce()
+            self.flat = self._result.view(-1) if self._is_dense else self._result.values()
+        self._handles = []
+        p.grad = self._result
 
     def reduce(self, op: str) -> None:
         wait_all(self.launch(op))
+
+    def _added(self, indices: Tensor, values: Tensor) -> Tensor:
+        """A coalesced tensor; values of equal rows are added, those of 16 bits in float32."""
+        values = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+        return torch.sparse_coo_tensor(indices, values, self._shape, check_invariants=False).coalesce()
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:

@@ -28,7 +28,8 @@ from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import gpus
 from torchmpi_py.memory.symmetric import symmetric_empty
 from torchmpi_py.nn.bucket import Bucket, SparseBucket
-from torchmpi_py.nn.compression import Compression, is_finite
+from torchmpi_py.nn.compression import Compression
+from torchmpi_py.nn.elements import is_finite
 from torchmpi_py.nn.first_batches import FirstBatches
 from torchmpi_py.nn.split_parameters import any_split, replicas_of
 
@@ -109,13 +110,17 @@ class Buckets:
         }
         return [made[run[0]] for run in runs]
 
-    def fit(self, parameters: Sequence[torch.nn.Parameter], comm: Communicator) -> bool:
+    def fit(
+        self, parameters: Sequence[torch.nn.Parameter], comm: Communicator, sparse: Container[torch.nn.Parameter] = ()
+    ) -> bool:
         """Whether these buckets serve these parameters; if so they do from now on.
 
         Only shapes, dtypes and devices count: a rank whose parameters are other objects than before (it loaded them,
         say) must not be the only one to make new buckets.
         """
         if comm is not self.comm or len(parameters) != len(self.parameters):
+            return False
+        if [p in sparse for p in parameters] != [p in self.sparse for p in self.parameters]:
             return False
         # Parameter by parameter, in order: which ones have become which.
         successor = dict(zip(self.parameters, parameters, strict=True))

@@ -33,10 +33,12 @@ from torch import Tensor
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle
+from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.nn.elements import draw_indices, indices_of_largest, is_finite, largest_amount
 
 _MOST_FLOAT16 = 65504.0
-_SAMPLE = 65536  # elements
 _LEAST_FLOAT16 = 2.0**-10  # the largest amount below which other elements would lose digits
+_MOST_EXPONENT = 126  # of a scale that float32 has
 _HEADROOM = 64.0  # a step's gradients may be so many times larger than the last step's before they overflow
 
 
@@ -161,15 +163,18 @@ class _FP16(_Half):
             super().finish(op)
             self.part.mul_(1 / self.scale)
             largest /= self.scale
+        elif largest == 0 and verbs.allreduce(largest_amount(self.flat), op="max", comm=self.comm) == 0:
+            self.part.zero_()
         else:
             self.part.copy_(self.destination.result(self.destination.reduce_async(self.flat, op)))
             largest = self._largest_anywhere(self.part)
         if 0 < largest < math.inf:
-            self.scale = 2.0 ** math.floor(math.log2(_MOST_FLOAT16 / _HEADROOM / largest))
+            exponent = math.floor(math.log2(_MOST_FLOAT16 / _HEADROOM) - math.log2(largest))
+            self.scale = 2.0 ** min(exponent, _MOST_EXPONENT)
 
     def _largest_anywhere(self, part: Tensor) -> float:
         """Of the parts of all ranks, so that all take the same way."""
-        largest = _largest_amount(part)
+        largest = largest_amount(part)
         if self.destination.is_everywhere:
             return largest
         return float(verbs.allreduce(math.inf if math.isnan(largest) else largest, op="max", comm=self.comm))
@@ -209,7 +214,7 @@ class _Sparse(Compressor):
 class _TopK(_Sparse):
     def launch(self, op: str) -> list[Handle[Any]]:
         self.left += self.flat
-        indices = _largest(self.left.abs(), self.count)
+        indices = indices_of_largest(self.left.abs(), self.count)
         dtype = torch.int32 if self.flat.numel() < 2**31 else torch.int64
         self.handles = [
             verbs.allgather_async(indices.to(dtype), comm=self.comm),
@@ -219,6 +224,11 @@ class _TopK(_Sparse):
 
     def finish(self, op: str) -> None:
         indices, values = (handle.wait() for handle in self.handles)
+        if values.numel() != self.count * self.comm.size:
+            raise RanksDisagree(
+                f"TopK: this rank takes {self.count} elements of a bucket, all ranks together {values.numel()}: give "
+                "all ranks the same ratio"
+            )
         self.flat.zero_()
         # Rank by rank: a rank's indices differ from each other, so that the order of additions is the same everywhere.
         for index, value in zip(indices.split(self.count), values.split(self.count), strict=True):
@@ -226,33 +236,6 @@ class _TopK(_Sparse):
         if op == "avg":
             self.flat /= self.comm.size
         self._forget_overflow(self.flat)
-
-
-def _largest(x: Tensor, count: int) -> Tensor:
-    """The indices of the ``count`` largest elements, in any order; NaN counts as the largest.
-
-    A sample says what is large, so that ``topk``, which is slow, looks at few elements.
-    """
-    step = x.numel() // _SAMPLE
-    if step > 1:
-        sample = x[::step]
-        expected = count * sample.numel() // x.numel()
-        threshold = torch.topk(sample, min(sample.numel(), expected + expected // 4 + 16), sorted=False).values.min()
-        found = (x < threshold).logical_not_().nonzero().view(-1)
-        if found.numel() >= count:
-            return found[torch.topk(x[found], count, sorted=False).indices]
-    return torch.topk(x, count, sorted=False).indices
-
-
-def _drawn(total: int, count: int, generator: torch.Generator) -> Tensor:
-    """``count`` different numbers below ``total``, of which each is as likely."""
-    if count > total // 8:
-        return torch.randperm(total, generator=generator)[:count]
-    drawn = torch.empty(0, dtype=torch.int64)
-    while drawn.numel() < count:
-        more = torch.randint(total, (count + count // 8 + 16,), generator=generator)
-        drawn = torch.unique(torch.cat([drawn, more]))
-    return drawn[torch.randperm(drawn.numel(), generator=generator)[:count]]
 
 
 class RandomK(Compression):
@@ -276,7 +259,7 @@ class _RandomK(_Sparse):
 
     def launch(self, op: str) -> list[Handle[Any]]:
         self.left += self.flat
-        self.indices = _drawn(self.flat.numel(), self.count, self.generator).to(self.flat.device)
+        self.indices = draw_indices(self.flat.numel(), self.count, self.generator).to(self.flat.device)
         overflow = self.flat.new_zeros(1) if is_finite(self.flat) else self.flat.new_full((1,), math.nan)
         self.wire = torch.cat([self._take(self.indices), overflow])  # of all elements, drawn or not
         return [verbs.allreduce_async(self.wire, op=op, comm=self.comm)]
@@ -367,19 +350,6 @@ class _PowerSGD(Compressor):
         if not is_finite(wire):  # the same on all ranks
             self.left.zero_()
             self.qs = self._drawn()
-
-
-def is_finite(x: Tensor) -> bool:
-    """Whether all elements are, at the price of one reading."""
-    return math.isfinite(_largest_amount(torch.view_as_real(x) if x.is_complex() else x))
-
-
-def _largest_amount(x: Tensor) -> float:
-    """The maximum norm; NaN if there is one. On the CPU a vector norm takes seventeen times as long."""
-    if not x.numel():
-        return 0.0
-    ends = torch.aminmax(x)
-    return float(torch.maximum(-ends.min, ends.max))
 
 
 def _checked_ratio(name: str, ratio: float) -> float:

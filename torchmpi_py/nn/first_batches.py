@@ -62,9 +62,10 @@ class FirstBatches:
         """Add a gradient that is not reduced yet to those of the pass, if its batch is unknown. Zeros do not count."""
         if self._passes_left and self._batch is None and parameter.grad is not None:
             gradient = parameter.grad.detach()
-            head = (gradient._values() if gradient.is_sparse else gradient).reshape(-1)[:_HEAD]
-            if head.any():
-                self._gradients.append(short_digest(head))
+            parts = [gradient._values(), gradient._indices()] if gradient.is_sparse else [gradient]
+            heads = [part.reshape(-1)[:_HEAD] for part in parts]
+            if heads[0].any():
+                self._gradients.append(short_digest(heads))
 
     def append_digests(self, flags: Tensor) -> Tensor:
         """End a pass. The flags, to be reduced by ``max``; in the last pass that counts with a slot for each rank."""

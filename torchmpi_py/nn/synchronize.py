@@ -117,10 +117,9 @@ def buckets_of(module: torch.nn.Module, compression: Compression | None = None) 
     check_unregistered("synchronize_gradients", named)
     parameters = list(named.values())
     buckets = _buckets.get(module)
-    if buckets is None or buckets.compression is not compression or not buckets.fit(parameters, comm):
-        buckets = _buckets[module] = Buckets(
-            parameters, comm, compression=compression, sparse=sparse_parameters(module)
-        )
+    sparse = sparse_parameters(module)
+    if buckets is None or buckets.compression is not compression or not buckets.fit(parameters, comm, sparse):
+        buckets = _buckets[module] = Buckets(parameters, comm, compression=compression, sparse=sparse)
     return buckets
 
 

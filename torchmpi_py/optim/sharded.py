@@ -24,7 +24,8 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.bucket import shaped
 from torchmpi_py.nn.clipping import combined, norm_of, scale_to
-from torchmpi_py.nn.compression import Compression, check_compression, is_finite
+from torchmpi_py.nn.compression import Compression, check_compression
+from torchmpi_py.nn.elements import is_finite
 from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.optim.owners import Placement, owners
 from torchmpi_py.optim.sharded_buckets import ShardedBucket, ShardedBuckets

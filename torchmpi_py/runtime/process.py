@@ -57,18 +57,18 @@ def start(
     options = sessions.StartOptions(
         device, with_ipc_groups, custom_communicator_init, with_cartesian_communicator, collective_communicator, tuning
     )
-    _start(options, arrival.Wait("mpi.start()", tuning.deadline_seconds, tuning.at_deadline))
+    _start(options, arrival.Wait("mpi.start()", arrival.limit_of(tuning), tuning.at_deadline))
 
 
 def start_for_group(tuning: config.Tuning, timeout_seconds: float) -> None:
     """Start for ``init_process_group``: as ``start``, with a GPU if there is one. Collective.
 
-    The job ends if not all ranks have called it after ``timeout_seconds`` (0: never), or the deadline if the deadline
+    The job ends if not all ranks have called it after ``timeout_seconds`` (0: never), or the limit of ``start`` if that
     is shorter.
     """
     _check_startable()
     device = placement.cuda_device() if torch.cuda.is_available() else torch.device("cpu")
-    limits = [seconds for seconds in (timeout_seconds, tuning.deadline_seconds) if seconds > 0]
+    limits = [seconds for seconds in (timeout_seconds, arrival.limit_of(tuning)) if seconds > 0]
     wait = arrival.Wait("init_process_group", min(limits, default=0), tuning.at_deadline)
     _start(sessions.StartOptions(device, True, None, False, None, tuning), wait)
 

@@ -37,11 +37,13 @@ class CompressedBuckets:
         self.compression = compression
         self.comm = comm
         self._kept: dict[int, tuple[list[Tensor], Tensor, Compressor | None]] = {}
+        self._module: list[Tensor] = []  # all its parameters, from the first backward pass
+        self._is_known = False
         self._launched: list[Launched] = []
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start the reduction of a bucket; of the last one: finish all."""
-        x = bucket.buffer()
+        x = torch_internals.check_bucket("compressed", bucket.buffer())
         flat, compressor = self._compressor(bucket, x)
         flat.copy_(x)
         if compressor is None:
@@ -51,6 +53,7 @@ class CompressedBuckets:
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[x.device] if x.is_cuda else None)
         self._launched.append(Launched(flat, compressor, handles, future))
         if bucket.is_last():
+            self._is_known = True
             self._finish()
         return future
 
@@ -59,6 +62,10 @@ class CompressedBuckets:
         members = bucket.parameters()
         parameters, flat, compressor = self._kept.get(bucket.index(), ([], x, None))
         if len(parameters) != len(members) or any(p is not q for p, q in zip(parameters, members, strict=True)):
+            if not self._is_known:
+                self._module += members
+            elif any(all(p is not q for q in self._module) for p in members):
+                raise RuntimeError("a hook made by compressed(...) serves one module; make another one for this module")
             flat = torch.empty_like(x)
             if self.comm.size > 1:
                 compressor = self.compression.compressor(flat, [p.shape for p in members], self.comm)
@@ -78,10 +85,12 @@ def compressed(compression: Compression, group: Any = None) -> Hook:
     """A communication hook for one module in DDP: the mean of gradients that travel compressed.
 
     compression: such as ``optim.compression.PowerSGD(2)``. group: the process group, of this backend, that the module
-    was given; None: the default one. Collective over the group, with the same compression on all ranks. What a
-    compression leaves out is lost when DDP arranges the parameters in other buckets, after the first step.
+    was given; None: the default one. Collective over the group, with the same compression on all ranks. The hook's
+    state, its first argument, is None or the group. What a compression leaves out is lost when DDP arranges the
+    parameters in other buckets, after the first step.
 
-    Raises TypeError for another compression or group, RuntimeError without a default group.
+    Raises TypeError for another compression or group, RuntimeError without a default group. The hook raises ValueError
+    for another state, RuntimeError with a second module, TypeError for sparse gradients.
     """
     if not isinstance(compression, Compression):
         raise TypeError(f"compressed: {compression!r} is no compression; give one such as optim.compression.BF16()")
@@ -89,6 +98,11 @@ def compressed(compression: Compression, group: Any = None) -> Hook:
     buckets = CompressedBuckets(compression, communicators.beside(group.comm, "compressed"))
 
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if state is not None and state is not group:
+            raise ValueError(
+                f"compressed: the hook's state is {state!r}, but it was made for {group!r}; make it with "
+                "compressed(..., group=) of the module's group, and register it with None"
+            )
         return buckets.reduce(bucket)
 
     return hook

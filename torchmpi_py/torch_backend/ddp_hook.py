@@ -35,7 +35,7 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     gradients accumulate in float32. Every rank must register it.
     """
     group = torch_internals.group_of_hook("average", state)
-    x = bucket.buffer()
+    x = torch_internals.check_bucket("average", bucket.buffer())
     memory = _memory(group, bucket.parameters(), x)
     target = x if memory is None else memory
     work = group.carry_out(([_allreduce(x, out=target, op="avg", comm=group.comm)], [target], None))

@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
@@ -122,6 +122,16 @@ def group_of_hook(hook: str, given: Any) -> Any:
     if not is_group(group):
         raise TypeError(f"{hook}: {group!r} is not a process group of backend torchmpi; give the one of the module")
     return group
+
+
+def check_bucket(hook: str, x: Tensor) -> Tensor:
+    """The gradients of a bucket of DDP; TypeError if they are sparse."""
+    if x.is_sparse:
+        raise TypeError(
+            f"{hook}: a bucket has sparse gradients. Build the layer with sparse=False, or register no hook with DDP: "
+            "without one sparse gradients stay sparse"
+        )
+    return x
 
 
 def _names(backend: str) -> set[str]:

@@ -96,7 +96,7 @@ class Ring(Flavour):
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
         if out is not None:
-            sizes.split(out)[root].copy_(x)
+            copy_to(sizes.split(out)[root], x)
         plan = schedule.gather(channel.rank, root, _in_order(sizes.num_bytes), _chunk_bytes(max(sizes.num_bytes)))
         _run(_Copies(channel, x, x if out is None else out).walks(plan))
 
