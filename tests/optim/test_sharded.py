@@ -299,6 +299,27 @@ def test_what_an_optimizer_keeps_in_its_groups(mpi, sharded):
         assert ours.param_groups[0]["calls"] == 3 * len(ours._buckets)
 
 
+@pytest.mark.parametrize("placement", ["size", "round_robin"])
+def test_sparse_gradients_made_dense(mpi, sharded, placement):
+    torch.manual_seed(1)
+    module = torch.nn.Embedding(11, 3, sparse=True)
+    alone = torch.nn.Embedding.from_pretrained(module.weight.detach().clone(), freeze=False)
+    ours = sharded(module.parameters(), torch.optim.Adam, placement=placement, sparse_as_dense=True)
+    theirs = torch.optim.Adam(alone.parameters())
+    for step in range(3):
+        rows = [torch.tensor([(rank + step) % 7, rank % 3]) for rank in range(mpi.size())]
+        (module(rows[mpi.rank()]) ** 2).sum().backward()
+        (alone(torch.cat(rows)) ** 2).sum().div(mpi.size()).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(module, alone, 1e-5)
+    plain = torch.nn.Embedding(4, 2, sparse=True)
+    sharded(plain.parameters(), torch.optim.SGD)
+    with pytest.raises(TypeError, match="ShardedOptimizer sparse_as_dense=True"):
+        plain(torch.tensor([1])).sum().backward()
+
+
 def test_a_layer_that_thaws_is_told_of(mpi, sharded):
     module = network()
     module[2].requires_grad_(False)

@@ -147,8 +147,8 @@ def check_dense(name: str, parameter: torch.nn.Parameter) -> None:
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
         raise TypeError(
             f"the gradient of {name} is {parameter.grad.layout}; only Embedding and EmbeddingBag may have sparse "
-            "ones, without ShardedOptimizer. Build the layer with sparse=False, or give DistributedOptimizer "
-            "sparse_as_dense=True"
+            "ones, without ShardedOptimizer. Build the layer with sparse=False, or give the DistributedOptimizer or "
+            "ShardedOptimizer sparse_as_dense=True"
         )
 
 

@@ -52,6 +52,7 @@ class ShardedOptimizer(ReducingOptimizer):
     average: mean over the ranks; False: sum.
     backward_passes_per_step: gradients of so many passes are added up, and reduced in the last one.
     compression: of gradients on their way to the owners; updated parameters travel as they are.
+    sparse_as_dense: make sparse gradients (``Embedding(sparse=True)``) dense; else they are a TypeError.
 
     A parameter without a gradient counts as zero, where torch would leave it as it is. ``state_dict`` is that of the
     plain optimizer, the same on every rank and for any number of ranks; it is collective. ``load_state_dict`` takes it,
@@ -72,13 +73,13 @@ class ShardedOptimizer(ReducingOptimizer):
         average: bool = True,
         backward_passes_per_step: int = 1,
         compression: Compression | None = None,
+        sparse_as_dense: bool = False,
         **defaults: Any,
     ) -> None:
         groups = _groups(parameters)
         _check_parameters([p for group in groups for p in group["params"]], optimizer_class)
-        self._divide(
-            optimizer_class(groups, **defaults), placement, comm, average, backward_passes_per_step, compression
-        )
+        how = {"average": average, "frequency": backward_passes_per_step, "sparse_as_dense": sparse_as_dense}
+        self._divide(optimizer_class(groups, **defaults), placement, comm, compression, how)
 
     @classmethod
     def from_optimizer(
@@ -90,6 +91,7 @@ class ShardedOptimizer(ReducingOptimizer):
         average: bool = True,
         backward_passes_per_step: int = 1,
         compression: Compression | None = None,
+        sparse_as_dense: bool = False,
     ) -> ShardedOptimizer:
         """A sharded optimizer that uses ``optimizer``, with its groups and its state, which all ranks have alike.
 
@@ -97,7 +99,8 @@ class ShardedOptimizer(ReducingOptimizer):
         """
         sharded = cls.__new__(cls)
         _check_parameters([p for group in optimizer.param_groups for p in group["params"]], type(optimizer))
-        sharded._divide(optimizer, placement, comm, average, backward_passes_per_step, compression)
+        how = {"average": average, "frequency": backward_passes_per_step, "sparse_as_dense": sparse_as_dense}
+        sharded._divide(optimizer, placement, comm, compression, how)
         return sharded
 
     def to_optimizer(self) -> torch.optim.Optimizer:
@@ -113,11 +116,10 @@ class ShardedOptimizer(ReducingOptimizer):
         optimizer: torch.optim.Optimizer,
         placement: Placement,
         comm: Communicator | None,
-        average: bool,
-        backward_passes_per_step: int,
         compression: Compression | None,
+        how: dict[str, Any],
     ) -> None:
-        """Let ``optimizer`` hold this rank's shards in place of its parameters."""
+        """Let ``optimizer`` hold this rank's shards in place of its parameters. ``how``: gradients are reduced."""
         super().__init__()
         check_compression(compression)
         self.comm = resolve(comm)
@@ -133,9 +135,7 @@ class ShardedOptimizer(ReducingOptimizer):
         buckets = ShardedBuckets(trained, self.comm, group_of, owner_of, compression)
         self._buckets: list[ShardedBucket] = buckets.all  # type: ignore[assignment]
         self._module = torch.nn.ParameterList(trained)
-        self.reduction = AsyncBackward(
-            self._module, frequency=backward_passes_per_step, average=average, comm=self.comm, buckets=buckets
-        )
+        self.reduction = AsyncBackward(self._module, comm=self.comm, buckets=buckets, **how)
         self.reduction.call_back(before_pass=self._check_pass, on_reduction=self._wait)
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [shard for bucket in self._buckets if bucket.group == index for shard in bucket.shards]
