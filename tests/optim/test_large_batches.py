@@ -134,6 +134,26 @@ def test_zeros_are_not_scaled(make):
     assert [w.mean().item() for w in weights] == [-0.5, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("make", [lambda o: optim.LARS(o, 0.1), optim.LAMB], ids=["LARS", "LAMB"])
+def test_with_grad_scaler(make, fused):
+    """Also around an optimizer that could unscale by itself."""
+    module, other = network(), network()
+    ours, theirs = (make(torch.optim.Adam(m.parameters(), 0.01, fused=fused)) for m in (module, other))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        scaler.scale(module(x).pow(2).mean()).backward()
+        scaler.step(ours)
+        scaler.update()
+        other(x).pow(2).mean().backward()
+        theirs.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+    for p, q in zip(module.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("make", [lambda o: optim.LARS(o, 0.1), optim.LAMB], ids=["LARS", "LAMB"])
 @pytest.mark.parametrize("how", ["averaged", "sharded"])
 def test_with_many_ranks(mpi, make, how):

@@ -133,6 +133,36 @@ def test_slow_momentum_by_its_formula(mpi, slow_momentum, slow_lr, start):
             ours.load_state_dict(state)
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+def test_an_overflow_on_one_rank(mpi, unscales):
+    """GradScaler leaves out its update; the other ranks take theirs, and all meet for the average."""
+    module, all_ranks = network(), Simulated(mpi.size(), momentum)
+    ours = optim.LocalSGD(momentum(module.parameters()), 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(6):
+        overflows = step == 2
+        generator = torch.Generator().manual_seed(100 * step + mpi.rank())
+        x, y = (torch.randn(5, n, generator=generator, dtype=torch.float64) for n in (7, 2))
+        ours.zero_grad()
+        loss = mse_loss(module(x), y)
+        if overflows and mpi.rank() == 0:
+            loss = loss + module[0].weight[0, 0] * float("inf")
+        scaler.scale(loss).backward()
+        if unscales:
+            scaler.unscale_(ours)
+        scaler.step(ours)
+        scaler.update()
+        left_out = values(all_ranks.modules[0]), copy.deepcopy(all_ranks.optimizers[0].state_dict())
+        all_ranks.step(step)
+        if overflows:
+            put(all_ranks.modules[0], left_out[0])
+            all_ranks.optimizers[0].load_state_dict(left_out[1])
+        if (step + 1) % 2 == 0:
+            all_ranks.average(range(mpi.size()))
+        torch.testing.assert_close(values(module), values(all_ranks.modules[mpi.rank()]), rtol=1e-9, atol=1e-9)
+    assert scaler.get_scale() == (512.0 if mpi.rank() == 0 else 1024.0)
+
+
 def test_bad_input(mpi):
     optimizer = momentum(network().parameters())
     world = mpi.communicator()

@@ -21,10 +21,10 @@ from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.nn.synchronize import fused
-from torchmpi_py.optim.wrapper import OptimizerWrapper, evaluated
+from torchmpi_py.optim.wrapper import LocalOptimizer, evaluated
 
 
-class Gossip(OptimizerWrapper):
+class Gossip(LocalOptimizer):
     """``optimizer``, on each rank for itself; after each step parameters become a mean with those of partners.
 
     Any torch optimizer will do; its state stays each rank's own. Gradients are not reduced. Parameters start equal on
@@ -54,7 +54,7 @@ class Gossip(OptimizerWrapper):
         if partners not in ("ring", "random"):
             raise ValueError(f"Gossip: partners={partners!r}: give 'ring' or 'random'")
         self.optimizer, self.partners, self.asynchronous = optimizer, partners, asynchronous
-        if any_split(self._parameters()):
+        if any_split(self.parameters()):
             raise ValueError("Gossip: a parameter is split over ranks, which have to take each step together")
         self.comm = resolve(comm)
         self._generator = torch.Generator().manual_seed(seed)
@@ -63,7 +63,7 @@ class Gossip(OptimizerWrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, and the mean with partners. closure: evaluated once, before."""
         loss = evaluated(closure)
-        self.optimizer.step()
+        self.take_own_step()
         self.finish()
         ranks, weight = self._drawn()
         if ranks:
@@ -81,7 +81,7 @@ class Gossip(OptimizerWrapper):
     def average(self) -> None:
         """Make parameters the average over all ranks. Collective."""
         self.finish()
-        tensors = [p.detach() for p in self._parameters()]
+        tensors = [p.detach() for p in self.parameters()]
         fused(tensors, lambda flat: verbs.allreduce(flat, op="avg", comm=self.comm))
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,12 +100,9 @@ class Gossip(OptimizerWrapper):
         before, after = (rank - 1) % size, (rank + 1) % size
         return [(before, after), (after, before)] if size > 1 else [], 1 / 3
 
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _by_dtype(self) -> list[list[Tensor]]:
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for p in self._parameters():
+        for p in self.parameters():
             kinds.setdefault((p.dtype, p.device), []).append(p.detach())
         return list(kinds.values())
 

@@ -17,10 +17,10 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.nn.synchronize import fused
-from torchmpi_py.optim.wrapper import OptimizerWrapper, evaluated
+from torchmpi_py.optim.wrapper import LocalOptimizer, evaluated
 
 
-class LocalSGD(OptimizerWrapper):
+class LocalSGD(LocalOptimizer):
     """``optimizer``, on each rank for itself; after every ``period``-th step parameters become their average.
 
     Any torch optimizer will do; its state stays each rank's own. Gradients are not reduced. Parameters start equal on
@@ -58,18 +58,18 @@ class LocalSGD(OptimizerWrapper):
                 f"LocalSGD: slow_momentum={slow_momentum!r}, slow_lr={slow_lr!r}: give a share below 1, and a number "
                 "above 0"
             )
-        if any_split(self._parameters()):
+        if any_split(self.parameters()):
             raise ValueError("LocalSGD: a parameter is split over ranks, which have to take each step together")
         self.start, self.slow_momentum, self.slow_lr = start, slow_momentum, slow_lr
         self.num_steps = 0
         self._slow: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of each parameter x0 and u
         if slow_momentum or slow_lr != 1:
-            self._slow = {p: (p.detach().clone(), torch.zeros_like(p)) for p in self._parameters()}
+            self._slow = {p: (p.detach().clone(), torch.zeros_like(p)) for p in self.parameters()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, and an average if one is due. closure: evaluated once, before."""
         loss = evaluated(closure)
-        self.optimizer.step()
+        self.take_own_step()
         self.num_steps += 1
         everywhere = next(reversed(self.periods))
         due = [comm for comm, period in self.periods.items() if self.num_steps % period == 0]
@@ -89,7 +89,7 @@ class LocalSGD(OptimizerWrapper):
         self._take_slow_step()
 
     def _average_over(self, comm: Communicator) -> None:
-        tensors = [p.detach() for p in self._parameters()]
+        tensors = [p.detach() for p in self.parameters()]
         fused(tensors, lambda flat: verbs.allreduce(flat, op="avg", comm=comm))
 
     @torch.no_grad()
@@ -105,12 +105,12 @@ class LocalSGD(OptimizerWrapper):
         """As torch's, on every rank."""
         super().add_param_group(param_group)
         if self._slow:
-            for p in self._parameters():
+            for p in self.parameters():
                 self._slow.setdefault(p, (p.detach().clone(), torch.zeros_like(p)))
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, and under "local_sgd" the number of steps and, of each parameter, x0 and u."""
-        slow = [self._slow[p] for p in self._parameters()] if self._slow else []
+        slow = [self._slow[p] for p in self.parameters()] if self._slow else []
         return {**super().state_dict(), "local_sgd": {"num_steps": self.num_steps, "slow": slow}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -118,12 +118,9 @@ class LocalSGD(OptimizerWrapper):
         own = state_dict.get("local_sgd", {"num_steps": 0, "slow": []})
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "local_sgd"})
         self.num_steps = own["num_steps"]
-        for p, saved in zip(self._parameters(), own["slow"], strict=False):
+        for p, saved in zip(self.parameters(), own["slow"], strict=False):
             for kept, value in zip(self._slow.get(p, ()), saved, strict=False):
                 kept.copy_(value)
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
 
 def _checked(period: int | Mapping[Communicator, int], comm: Communicator | None) -> dict[Communicator, int]:

@@ -16,6 +16,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     """An optimizer around ``optimizer``, whose groups, state and other attributes are its own."""
 
     optimizer: torch.optim.Optimizer
+    _step_supports_amp_scaling = False  # GradScaler unscales gradients before ``step``, whatever the optimizer can do
 
     def __init__(self) -> None:
         """Not Optimizer.__init__: what it would make is the optimizer's own. A subclass sets ``optimizer``."""
@@ -62,7 +63,6 @@ class ReducingOptimizer(OptimizerWrapper):
 
     reduction: AsyncBackward
     comm: Communicator
-    _step_supports_amp_scaling = False  # GradScaler unscales reduced gradients, which have been read by then
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,6 +88,31 @@ class ReducingOptimizer(OptimizerWrapper):
     def remove(self) -> None:
         """End the reductions; only a plain optimizer can go on."""
         self.reduction.remove()
+
+
+class LocalOptimizer(OptimizerWrapper):
+    """One whose ranks take steps of their own, and equally many.
+
+    A rank on which GradScaler finds an overflow leaves out the update alone.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler calls ``step`` in any case, and says what it has found
+
+    @torch.no_grad()
+    def take_own_step(self) -> None:
+        """The optimizer's step."""
+        found = vars(self)  # what GradScaler sets for this step
+        if float(found.get("found_inf", 0.0)) > 0:
+            return
+        if (scale := found.get("grad_scale")) is not None:
+            for p in self.parameters():
+                if p.grad is not None:
+                    p.grad.div_(scale.to(p.grad.device))
+        self.optimizer.step()
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Those of all groups."""
+        return [p for group in self.param_groups for p in group["params"]]
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
