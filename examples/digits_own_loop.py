@@ -1,7 +1,9 @@
-"""Digit recognition by a loop of one's own: an optimizer with averaged gradients, or with divided state.
+"""Digit recognition by a loop of one's own: averaged gradients, divided state, or parameters averaged now and then.
 
     torchmpirun -n 4 examples/digits_own_loop.py
     torchmpirun -n 4 examples/digits_own_loop.py --sharded --clip 1.0
+    torchmpirun -n 4 examples/digits_own_loop.py --local-steps 8
+    torchmpirun -n 4 examples/digits_own_loop.py --gossip ring
 
 Every rank has the samples whose number leaves its rank as the remainder: some have one batch more, and nobody waits.
 """
@@ -34,6 +36,8 @@ parser.add_argument("--lr", type=float, default=0.002)
 parser.add_argument("--clip", type=float, help="largest norm of the gradients")
 parser.add_argument("--compression", choices=COMPRESSIONS, default="none")
 parser.add_argument("--sharded", action="store_true", help="divide Adam's state among the ranks")
+parser.add_argument("--local-steps", type=int, help="steps of each rank's own between averages of parameters")
+parser.add_argument("--gossip", choices=["ring", "random"], help="average parameters with partners, after each step")
 options = parser.parse_args()
 
 if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets it: cores / ranks
@@ -42,7 +46,8 @@ if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets it: cores / ranks
 mpi.start()
 torch.manual_seed(options.seed)
 train_set, test_set = digits_data.load(options.data)
-count = len(train_set) // mpi.size() * mpi.size() if options.sharded else len(train_set)
+averages = not (options.sharded or options.local_steps or options.gossip)
+count = len(train_set) if averages else len(train_set) // mpi.size() * mpi.size()
 own = Subset(train_set, range(mpi.rank(), count, mpi.size()))
 loader = DataLoader(own, options.batch, shuffle=True, generator=torch.Generator().manual_seed(mpi.rank()))
 
@@ -52,6 +57,10 @@ adam = torch.optim.Adam(network.parameters(), lr=options.lr)
 compression = COMPRESSIONS[options.compression]()
 if options.sharded:
     optimizer = optim.ShardedOptimizer.from_optimizer(adam, compression=compression)
+elif options.local_steps:
+    optimizer = optim.LocalSGD(adam, options.local_steps)
+elif options.gossip:
+    optimizer = optim.Gossip(adam, options.gossip)
 else:
     optimizer = optim.DistributedOptimizer(adam, network, compression=compression)
 
@@ -69,11 +78,13 @@ def train_epoch():
 
 
 for _ in range(options.epochs):
-    if options.sharded:
-        train_epoch()
-    else:
+    if averages:
         with mpi.join(optimizer):  # some ranks have a batch more
             train_epoch()
+    else:
+        train_epoch()
+if options.local_steps or options.gossip:
+    optimizer.average()
 
 mpinn.check_with_allreduce(network)
 if mpi.rank() == 0:

@@ -75,7 +75,9 @@ def test_two_ranks_learn_the_digits():
 
 @needs_launcher
 @pytest.mark.parametrize(
-    "how", [["--compression", "powersgd"], ["--sharded", "--clip", 1.0]], ids=["joined", "sharded"]
+    "how",
+    [["--compression", "powersgd"], ["--sharded", "--clip", 1.0], ["--local-steps", 4], ["--gossip", "ring"]],
+    ids=["joined", "sharded", "local", "gossip"],
 )
 def test_a_loop_of_ones_own(how):
     """On 3 ranks, of which some have a batch more."""
