@@ -75,6 +75,8 @@ class AsyncBackward:
         self._on_reduction: Callable[[], Callable[[], None] | None] = lambda: None
         self._only = only
         self._sparse_as_dense = sparse_as_dense
+        for parameter in self.names:  # gradients that are there already
+            self._check_layout(parameter)
         self._lock = threading.Lock()
         self.num_passes = 0  # complete ones since the last reduction
         self._pass_id = -1  # autograd's number for the backward pass under way
@@ -219,8 +221,6 @@ class AsyncBackward:
     def _start_reduction(self) -> None:
         """Nothing is launched yet but, where ranks may run out of data, the number of those that have some."""
         self._num_launched, self._num_ready = 0, [0] * len(self.buckets.all)
-        for parameter in self.names:  # gradients that were there before the registration
-            self._check_layout(parameter)
         self._handles = self.buckets.announce(self.op)
 
     def _end_reduction(self) -> None:

@@ -19,8 +19,7 @@ from torch import Tensor
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
-from torchmpi_py.nn.split_parameters import any_split
-from torchmpi_py.nn.synchronize import fused
+from torchmpi_py.nn.buckets import grouped
 from torchmpi_py.optim.wrapper import LocalOptimizer, evaluated
 
 
@@ -50,12 +49,10 @@ class Gossip(LocalOptimizer):
         seed: int = 0,
         comm: Communicator | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer)
         if partners not in ("ring", "random"):
             raise ValueError(f"Gossip: partners={partners!r}: give 'ring' or 'random'")
-        self.optimizer, self.partners, self.asynchronous = optimizer, partners, asynchronous
-        if any_split(self.parameters()):
-            raise ValueError("Gossip: a parameter is split over ranks, which have to take each step together")
+        self.partners, self.asynchronous = partners, asynchronous
         self.comm = resolve(comm)
         self._generator = torch.Generator().manual_seed(seed)
         self._under_way: list[_Exchange] = []
@@ -67,7 +64,8 @@ class Gossip(LocalOptimizer):
         self.finish()
         ranks, weight = self._drawn()
         if ranks:
-            self._under_way = [_Exchange(tensors, ranks, weight, self.comm) for tensors in self._by_dtype()]
+            groups = grouped(p.detach() for p in self.parameters())
+            self._under_way = [_Exchange(tensors, ranks, weight, self.comm) for tensors in groups]
         if not self.asynchronous:
             self.finish()
         return loss
@@ -81,8 +79,7 @@ class Gossip(LocalOptimizer):
     def average(self) -> None:
         """Make parameters the average over all ranks. Collective."""
         self.finish()
-        tensors = [p.detach() for p in self.parameters()]
-        fused(tensors, lambda flat: verbs.allreduce(flat, op="avg", comm=self.comm))
+        self.average_over(self.comm)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, this rank's own."""
@@ -99,12 +96,6 @@ class Gossip(LocalOptimizer):
             return [(partner, partner)] if partner != rank else [], 0.5
         before, after = (rank - 1) % size, (rank + 1) % size
         return [(before, after), (after, before)] if size > 1 else [], 1 / 3
-
-    def _by_dtype(self) -> list[list[Tensor]]:
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for p in self.parameters():
-            kinds.setdefault((p.dtype, p.device), []).append(p.detach())
-        return list(kinds.values())
 
 
 class _Exchange:

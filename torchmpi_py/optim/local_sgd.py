@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
-from torchmpi_py.nn.split_parameters import any_split
-from torchmpi_py.nn.synchronize import fused
 from torchmpi_py.optim.wrapper import LocalOptimizer, evaluated
 
 
@@ -48,8 +45,7 @@ class LocalSGD(LocalOptimizer):
         slow_lr: float = 1.0,
         comm: Communicator | None = None,
     ) -> None:
-        super().__init__()
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.periods = _checked(period, comm)
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise ValueError(f"LocalSGD: start={start!r}: give a whole number of steps, 0 or more")
@@ -58,8 +54,6 @@ class LocalSGD(LocalOptimizer):
                 f"LocalSGD: slow_momentum={slow_momentum!r}, slow_lr={slow_lr!r}: give a share below 1, and a number "
                 "above 0"
             )
-        if any_split(self.parameters()):
-            raise ValueError("LocalSGD: a parameter is split over ranks, which have to take each step together")
         self.start, self.slow_momentum, self.slow_lr = start, slow_momentum, slow_lr
         self.num_steps = 0
         self._slow: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of each parameter x0 and u
@@ -74,23 +68,19 @@ class LocalSGD(LocalOptimizer):
         everywhere = next(reversed(self.periods))
         due = [comm for comm, period in self.periods.items() if self.num_steps % period == 0]
         if self.num_steps <= self.start:
-            self._average_over(everywhere)
+            self.average_over(everywhere)
             for p, (before, _) in self._slow.items():
                 before.copy_(p.detach())
         elif everywhere in due:
             self.average()
         elif due:
-            self._average_over(due[-1])
+            self.average_over(due[-1])
         return loss
 
     def average(self) -> None:
         """Make parameters the average over all ranks now, with slow momentum. Collective."""
-        self._average_over(next(reversed(self.periods)))
+        self.average_over(next(reversed(self.periods)))
         self._take_slow_step()
-
-    def _average_over(self, comm: Communicator) -> None:
-        tensors = [p.detach() for p in self.parameters()]
-        fused(tensors, lambda flat: verbs.allreduce(flat, op="avg", comm=comm))
 
     @torch.no_grad()
     def _take_slow_step(self) -> None:

@@ -33,8 +33,14 @@ class Slices(Destination):
 
     is_everywhere = False
 
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm)
+        self._reduced: dict[torch.dtype, Tensor] = {}  # kept: new memory costs more than the reduction
+
     def reduce_async(self, x: Tensor, op: str) -> Handle[Tensor]:
-        return verbs.reduce_scatter_async(x, op=op, comm=self.comm)
+        if x.dtype not in self._reduced:
+            self._reduced[x.dtype] = x.new_empty(x.numel() // self.comm.size)
+        return verbs.reduce_scatter_async(x, out=self._reduced[x.dtype], op=op, comm=self.comm)
 
     def part(self, flat: Tensor) -> Tensor:
         return flat.chunk(self.comm.size)[self.comm.rank]
@@ -82,11 +88,11 @@ class ShardedBucket(Bucket):
         self.publishes = False
         self.group = group
         self.owner = owner
+        self._destination = Slices(comm) if owner is None else Owner(owner, comm)
         if compression is not None and comm.size > 1:
             padding = torch.Size([gradients.numel() - num_elements])
             shapes = [p.shape for p in parameters] + [padding] * (padding.numel() > 0)
-            destination = Slices(comm) if owner is None else Owner(owner, comm)
-            self.compressor = compression.compressor(gradients, shapes, comm, destination)
+            self.compressor = compression.compressor(gradients, shapes, comm, self._destination)
         self._filled: set[torch.nn.Parameter] = set()  # whose gradients are in the bucket
         self.views = [shaped(part, p) for part, p in zip(self.split(self.values), parameters, strict=True)]
         with torch.no_grad():
@@ -95,9 +101,7 @@ class ShardedBucket(Bucket):
                 p.data = view
         self.shards: list[torch.nn.Parameter] = []
         if owner is None:
-            own = Slices(comm).part(self.values)
-            self.shards = [torch.nn.Parameter(own)]
-            self.reduced = torch.empty_like(own) if self.compressor is None else Slices(comm).part(self.padded)
+            self.shards = [torch.nn.Parameter(self._destination.part(self.values))]
         elif owner == comm.rank:
             self.shards = list(parameters)
 
@@ -124,16 +128,16 @@ class ShardedBucket(Bucket):
             self.insert(parameter)
         if self.compressor is not None:
             return self.compressor.launch(op)
-        if self.owner is None:
-            return [verbs.reduce_scatter_async(self.padded, out=self.reduced, op=op, comm=self.comm)]
-        return [verbs.reduce_async(self.flat, self.owner, op=op, comm=self.comm)]
+        self._handle = self._destination.reduce_async(self.padded, op)
+        return [self._handle]
 
     def finish(self, op: str) -> None:
         """Once that is done: ``shards`` have their gradients."""
         super().finish(op)
         self._filled.clear()
         if self.owner is None:
-            self.shards[0].grad = self.reduced
+            is_compressed, destination = self.compressor is not None, self._destination
+            self.shards[0].grad = destination.part(self.padded) if is_compressed else destination.result(self._handle)
         else:
             for shard in self.shards:
                 shard.grad = self._views[shard].detach()

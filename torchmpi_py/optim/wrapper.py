@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.nn.async_backward import AsyncBackward
-from torchmpi_py.nn.synchronize import check_replicas
+from torchmpi_py.nn.split_parameters import any_split
+from torchmpi_py.nn.synchronize import check_replicas, fused
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
@@ -98,6 +100,13 @@ class LocalOptimizer(OptimizerWrapper):
 
     _step_supports_amp_scaling = True  # GradScaler calls ``step`` in any case, and says what it has found
 
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        if any_split(self.parameters()):
+            name = type(self).__name__
+            raise ValueError(f"{name}: a parameter is split over ranks, which have to take each step together")
+
     @torch.no_grad()
     def take_own_step(self) -> None:
         """The optimizer's step."""
@@ -109,6 +118,10 @@ class LocalOptimizer(OptimizerWrapper):
                 if p.grad is not None:
                     p.grad.div_(scale.to(p.grad.device))
         self.optimizer.step()
+
+    def average_over(self, comm: Communicator) -> None:
+        """Make parameters their average over the ranks of ``comm``. Collective."""
+        fused([p.detach() for p in self.parameters()], lambda flat: verbs.allreduce(flat, op="avg", comm=comm))
 
     def parameters(self) -> list[torch.Tensor]:
         """Those of all groups."""
