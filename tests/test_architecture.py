@@ -21,7 +21,7 @@ ROOMS = [
     ["runtime"],
     ["nn"],
     ["optim"],
-    ["engine", "paramserver", "torch_backend"],
+    ["engine", "paramserver", "sweeps", "torch_backend"],
     ["bench"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}

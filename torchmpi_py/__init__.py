@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # for editors and type checkers
     from torchmpi_py import (
         paramserver as paramserver,
     )
+    from torchmpi_py import (
+        sweeps as sweeps,
+    )
     from torchmpi_py.collectives.autotune import (
         autotune as autotune,
     )
@@ -190,6 +193,12 @@ if TYPE_CHECKING:  # for editors and type checkers
     from torchmpi_py.optim.joining import (
         join as join,
     )
+    from torchmpi_py.runtime.chief import (
+        is_chief as is_chief,
+    )
+    from torchmpi_py.runtime.chief import (
+        summary_writer as summary_writer,
+    )
     from torchmpi_py.runtime.process import (
         barrier as barrier,
     )
@@ -231,6 +240,12 @@ if TYPE_CHECKING:  # for editors and type checkers
     )
     from torchmpi_py.runtime.survivors import (
         elastic as elastic,
+    )
+    from torchmpi_py.sweeps.early_stopping import (
+        report as report,
+    )
+    from torchmpi_py.sweeps.experiments import (
+        experiments as experiments,
     )
 
 __version__ = "0.1.0"
@@ -287,6 +302,7 @@ _HOMES = {
     ],
     "memory.symmetric": ["symmetric_empty"],
     "optim.joining": ["join"],
+    "runtime.chief": ["is_chief", "summary_writer"],
     "runtime.process": [
         "barrier",
         "device",
@@ -302,9 +318,11 @@ _HOMES = {
         "stop",
     ],
     "runtime.survivors": ["catch_up", "elastic"],
+    "sweeps.early_stopping": ["report"],
+    "sweeps.experiments": ["experiments"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("engine", "nn", "optim", "paramserver")
+_MODULES = ("engine", "nn", "optim", "paramserver", "sweeps")
 
 __all__ = sorted([*_HOME_OF, *_MODULES])
 

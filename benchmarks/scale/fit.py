@@ -19,8 +19,9 @@ from engine import Machine
 from model import Parameters, costs
 from simulator import simulate
 
-from torchmpi_py.bench.results import number, quantile, table
+from torchmpi_py.bench.results import number, quantile
 from torchmpi_py.bench.wire import floor_bytes, parse_link
+from torchmpi_py.core.text_tables import table
 
 LEAST_BYTES = 64 << 10
 FLAVOURS = ("mpi", "ring", "hierarchical", "gloo")

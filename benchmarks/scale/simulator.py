@@ -31,12 +31,13 @@ from torch import Tensor  # noqa: E402
 from torchmpi_py.bench import wire  # noqa: E402
 from torchmpi_py.bench.buffers import parse_sizes  # noqa: E402
 from torchmpi_py.bench.cases import ROOT, VERBS  # noqa: E402
-from torchmpi_py.bench.results import number, table  # noqa: E402
+from torchmpi_py.bench.results import number  # noqa: E402
 from torchmpi_py.collectives import mpi_buffers, reductions  # noqa: E402
 from torchmpi_py.collectives.flavour import Flavour, Sizes  # noqa: E402
 from torchmpi_py.collectives.flavours import hierarchical, ring  # noqa: E402
 from torchmpi_py.core import communicators  # noqa: E402
 from torchmpi_py.core.channels import DIRECT, Channel, Place  # noqa: E402
+from torchmpi_py.core.text_tables import table  # noqa: E402
 
 ITEM_BYTES = 4  # float32
 

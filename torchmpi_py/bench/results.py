@@ -13,6 +13,7 @@ from typing import Any
 from torchmpi_py.bench import UsageError
 from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, GLOO, HOST_COPY, LIMITS, RAW_MPI, WIRE
 from torchmpi_py.bench.cases import VERBS
+from torchmpi_py.core import text_tables
 from torchmpi_py.core.mpi_api import MPI
 
 COLLECTIVE = "torchmpi_py.bench collective 1"
@@ -136,23 +137,13 @@ def document(
 ) -> str:
     """A title, facts as a list, a table, and the notes below the table."""
     listed = [f"- {name}: {fact}" for name, fact in facts.items()]
-    parts = [f"# {title}", "\n".join(listed), table(header, rows), "\n".join(f"Note: {note}." for note in notes)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with padded columns, aligned on the right where all cells are numbers."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    is_number = [all(_is_number(row[index]) for row in rows) for index in range(len(header))]
-    rule = ["-" * (width - 1) + ":" if right else "-" * width for width, right in zip(widths, is_number, strict=True)]
-    lines = [
-        [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, is_number, strict=True)
-        ]
-        for row in (header, *rows)
+    parts = [
+        f"# {title}",
+        "\n".join(listed),
+        text_tables.table(header, rows),
+        "\n".join(f"Note: {note}." for note in notes),
     ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
+    return "\n\n".join(part for part in parts if part)
 
 
 def number(value: float | None) -> str:
@@ -162,10 +153,6 @@ def number(value: float | None) -> str:
     rounded = float(f"{value:.3g}")
     exponent = math.floor(math.log10(abs(rounded))) if rounded else 0
     return f"{value:.{max(0, min(5, 2 - exponent))}f}"
-
-
-def _is_number(cell: str) -> bool:
-    return cell.replace(".", "", 1).replace("-", "", 1).isdigit() or cell == "-"
 
 
 def _cells(report: Report) -> tuple[list[str], list[list[str]]]:

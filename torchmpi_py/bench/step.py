@@ -38,6 +38,7 @@ from torchmpi_py.bench.trainers import (
     trainers,
 )
 from torchmpi_py.collectives.timing import interleaved, order, until_done
+from torchmpi_py.core import text_tables
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.memory import devices
 
@@ -155,7 +156,7 @@ def render(report: StepReport) -> str:
         rows.append([FLOOR, results.number(floor * 1e3), "-", "-", "1.00"])
     parts = [[name, results.number(seconds * 1e3)] for name, seconds in report.parts_seconds.items()]
     whole = results.document(title, report.facts, report.notes, header, rows)
-    return f"{whole}\n\n{results.table(['part', 'ms'], parts)}" if parts else whole
+    return f"{whole}\n\n{text_tables.table(['part', 'ms'], parts)}" if parts else whole
 
 
 def _row(report: StepReport, name: str) -> list[str]:

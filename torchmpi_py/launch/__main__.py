@@ -20,7 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, host_check, hosts, job, mpirun, ready_scripts, terminal, variables, wrap
+from torchmpi_py.launch import (
+    binding,
+    group_jobs,
+    host_check,
+    hosts,
+    job,
+    mpirun,
+    ready_scripts,
+    terminal,
+    variables,
+    wrap,
+)
 from torchmpi_py.launch.job import FAILURE_GRACE_SECONDS, TRACE_SECONDS, Job
 from torchmpi_py.launch.mpirun import Vendor
 from torchmpi_py.launch.terminal import Tail, say
@@ -28,7 +39,7 @@ from torchmpi_py.launch.terminal import Tail, say
 # What the ranks must not inherit: the place of this process in another job, and the variable by which a started process
 # forbids MPI to its children.
 _DROPPED = ("PMIX_", "PMI_", "OMPI_COMM_", "OMPI_ARGV", "OMPI_COMMAND", "PRTE_LAUNCHED", "HYDI_", "MPI_LOCAL")
-_DROPPED_WHOLE = ("TORCHMPI_STARTED_PID",)
+_DROPPED_WHOLE = ("TORCHMPI_STARTED_PID", group_jobs.VARIABLE)
 _KEPT = ("PMIX_MCA_",)
 # What must reach the ranks on other hosts, besides what --env gives.
 _FORWARDED = (
@@ -81,6 +92,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--timeout", type=_LIMIT, metavar="S", help="end the job after S seconds, with exit code 124")
     add("--grace", type=_GRACE, default=30.0, metavar="S", help="time for ranks that heed Ctrl-C or SIGTERM (30 s)")
     add("--max-restarts", type=_RESTARTS, metavar="N", help="start the job again when it fails, at most N times")
+    add("--groups", type=_RANKS, metavar="G", help="G jobs of N/G ranks, which share the experiments of the program")
+    add("--group", type=group_jobs.read, help=argparse.SUPPRESS)  # torchmpirun's own, for one of them
     add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
     add("--mpi", choices=[vendor.name for vendor in mpirun.VENDORS], default="", help="default: the one that is found")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in every rank; repeatable")
@@ -259,6 +272,19 @@ def check_shared_memory(vendor: Vendor, num_ranks: int, folder: str = "/dev/shm"
         )
 
 
+def run_groups(options: argparse.Namespace, words: list[str]) -> int:
+    """Start a job for each group of ranks; the exit code. ``words`` is the command line."""
+    named = named_hosts(options, os.environ)
+    nodes = host_check.nodes_of_allocation(os.environ)
+    if not named and len(nodes) > 1:
+        hint = ",".join(f"{node}:SLOTS" for node in nodes)
+        raise LaunchError(f"--groups on several nodes of Slurm: name the nodes and their slots, --hosts {hint}")
+    if not options.as_module:
+        check_program(options.program[0])
+    num_ranks = options.num_ranks or default_num_ranks(named, os.environ)
+    return group_jobs.run(options, words, num_ranks, named)
+
+
 def run(options: argparse.Namespace) -> int:
     """Start the job, again if it fails, or print it; its exit code."""
     vendor, program = choose(options, os.environ)
@@ -289,6 +315,8 @@ def run(options: argparse.Namespace) -> int:
         return made[-1]
 
     code = job.run(make, most, Tail(options.log_dir))
+    if code and made and options.group is not None:
+        options.group.record_end(made[-1].reason)
     if code and made and made[-1].may_lack_something:
         explain_start(options, vendor, program)
     return code
@@ -363,11 +391,16 @@ def show(chosen: JobPlan) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command `torchmpirun`."""
-    options = parse(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    options = parse(words)
+    if options.group is not None:
+        group_jobs.apply(options.group, options)
     try:
         if not hasattr(os, "sched_getaffinity"):
             raise LaunchError("this system is not Linux, and torchmpirun works on Linux only")
-        return answer(options) if options.check or options.version or options.template else run(options)
+        if options.check or options.version or options.template:
+            return answer(options)
+        return run_groups(options, words) if options.groups else run(options)
     except LaunchError as error:
         say(str(error))
         return 2

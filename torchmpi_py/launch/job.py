@@ -56,8 +56,8 @@ _QUIET_SECONDS = 2.0  # ranks that end later than that after a signal are waited
 _prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
 
 
-def _die_with_parent() -> None:
-    """In the starter, before it is executed: have the kernel end it if torchmpirun is killed without a chance to."""
+def die_with_parent() -> None:
+    """In a starter, before it is executed: have the kernel end it if torchmpirun is killed without a chance to."""
     _prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
@@ -108,7 +108,7 @@ class Job:
             stdin=terminal.starter_input(),
             stderr=stderr,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         if stderr is not None:
             os.close(stderr)

@@ -19,9 +19,10 @@ world, or the ranks of it that are left when others have died (``survivors.py``)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -172,6 +173,21 @@ def current() -> Session:
     communicators.stack()
     assert _current is not None, "a session is open"
     return _current
+
+
+@contextlib.contextmanager
+def narrowed(group: MPI.Comm) -> Iterator[Stack]:
+    """Within the block ``group`` is the world, level 0 of a stack of its own. Collective over ``group``.
+
+    The stack is the caller's to free.
+    """
+    outer = communicators.stack()
+    communicators.current_stack = Stack(group, outer.place, outer.want_cartesian)
+    try:
+        _push_levels(None, None)
+        yield communicators.current_stack
+    finally:
+        communicators.current_stack = outer
 
 
 def check_tuning(world: MPI.Comm, tuning: config.Tuning) -> None:

@@ -1,0 +1,204 @@
+"""Experiments on groups of the ranks of one job: values, errors, levels, early stopping, wrong arguments."""
+
+import os
+
+import pytest
+import torch
+
+from torchmpi_py import nn as mpinn
+from torchmpi_py import paramserver as ps
+from torchmpi_py import sweeps
+from torchmpi_py.optim import DistributedOptimizer
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def folder(mpi, tmp_path):
+    """The same on all ranks."""
+    return mpi.broadcast_object(str(tmp_path / "sweep"))
+
+
+def group_sizes(size):
+    return [number for number in range(1, size + 1) if size % number == 0]
+
+
+def sweep(mpi, folder, configurations, train, **options):
+    return mpi.experiments(configurations, train, directory=folder, progress=False, **options)
+
+
+def test_a_group_is_the_world_of_its_experiment(mpi, folder):
+    for k in group_sizes(mpi.size()):
+
+        def train(configuration, k=k):
+            assert (mpi.size(), mpi.communicator(0).size, mpi.communicator().key) == (k, k, "global")
+            levels = mpi.communicator_names()
+            own = torch.arange(5.0) + 10 * mpi.rank() + configuration["a"]
+            total = mpi.allreduce(own.clone())
+            assert torch.equal(total, k * (torch.arange(5.0) + configuration["a"]) + 10 * sum(range(k)))
+            with mpi.split(mpi.rank() % 2) as half:
+                assert mpi.allreduce(1, comm=half) == len(range(mpi.rank() % 2, k, 2))
+            mpi.push_communicator("more")
+            assert mpi.communicator_names() != levels
+            server = ps.init(torch.zeros(7))  # level 0
+            server.send(torch.ones(7), rule="add").wait()
+            mpi.barrier()
+            assert torch.equal(server.receive(torch.empty(7)).wait(), torch.full((7,), float(k)))
+            return {"sum": total.sum().item(), "is_chief": mpi.is_chief()}
+
+        before = mpi.communicator_names()
+        grid = {"a": [0.5, 1.5, 2.5], "b": ["x", "y"]}
+        results = sweep(mpi, folder, grid, train, ranks_per_experiment=k, resume=False)
+        assert mpi.communicator_names() == before
+        assert [row.configuration for row in results] == [{"a": a, "b": b} for a in grid["a"] for b in grid["b"]]
+        for row in results:
+            assert row.state == "finished", row.error
+            expected = k * (10 + 5 * row.configuration["a"]) + 50 * sum(range(k))
+            assert row.value == {"sum": expected, "is_chief": True}
+        assert mpi.allreduce(1) == mpi.size()
+
+
+def test_errors_leave_nothing_behind(mpi, folder):
+    """Ranks raise at different calls, with operations under way; the experiments after that are right."""
+    for k in group_sizes(mpi.size()):
+
+        def train(number):
+            for step in range(mpi.rank() + 1 if number % 2 else 3):
+                mpi.allgather_object(step) if number % 2 == 0 else mpi.split(0)
+            if number % 2:
+                raise KeyError(f"at rank {mpi.rank()}")
+            module = torch.nn.Linear(300, 300)
+            optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module)
+            module(torch.full((2, 300), mpi.rank() + 1.0)).sum().backward()
+            optimizer.step()
+            mpinn.check_with_allreduce(module)
+            return number
+
+        def all_raise_alike(number):
+            if number % 2:
+                handle = mpi.allreduce_async(torch.ones(100_000))
+                assert handle is not None
+                raise KeyError("with an operation under way")
+            return train(number)
+
+        results = sweep(mpi, folder, range(6), all_raise_alike, ranks_per_experiment=k, resume=False)
+        assert [row.state for row in results] == ["finished", "failed"] * 3
+        assert all("with an operation under way" in row.error for row in results[1::2])
+        if k == 1:
+            results = sweep(mpi, folder, range(6), train, ranks_per_experiment=k, resume=False)
+            assert [row.error for row in results] == ["", "KeyError: 'at rank 0'"] * 3
+
+
+def test_a_rank_that_raises_while_the_others_finish_is_named(mpi, folder):
+    if mpi.size() == 1:
+        pytest.skip("needs another rank")
+
+    def train(number):
+        if number == 1 and mpi.rank() == 1:
+            raise OSError("the disk of this host is full")
+        return number
+
+    results = sweep(mpi, folder, range(4), train, ranks_per_experiment=mpi.size())
+    assert [row.value for row in results] == [0, None, 2, 3]
+    assert results[1].error == "rank 1: OSError: the disk of this host is full"
+
+
+def test_output_goes_to_a_log_of_each_experiment(mpi, folder):
+    def train(number):
+        print("printed by", number)  # noqa: T201
+        os.write(2, f"written by {number}\n".encode())
+        return number
+
+    for row in sweep(mpi, folder, range(5), train, ranks_per_experiment=mpi.size()):
+        with open(row.log) as log:
+            text = log.read()
+        assert text.count(f"printed by {row.number}\n") == text.count(f"written by {row.number}\n") == mpi.size()
+
+
+def test_stopped_early(mpi, folder):
+    """Successive halving by two: of experiments one after the other those go on that are among the better half."""
+    steps = {}
+
+    def train(rate):
+        for epoch in range(1, 9):
+            steps[rate] = epoch
+            mpi.report(rate * epoch, step=epoch)
+        return "to the end"
+
+    rates = [4, 3, 5, 1]
+    stop = sweeps.successive_halving(first_step=2, factor=2)
+    results = sweep(mpi, folder, rates, train, ranks_per_experiment=mpi.size(), stop=stop)
+    assert [(row.state, row.value) for row in results] == [
+        ("finished", "to the end"),
+        ("stopped", 6.0),  # of 8 and 6 at step 2 one goes on
+        ("finished", "to the end"),
+        ("stopped", 2.0),
+    ]
+    assert steps == {4: 8, 3: 2, 5: 8, 1: 2}
+    assert mpi.report(1.0) is None  # outside of an experiment
+
+
+def test_a_stop_function_that_raises_fails_the_experiment_on_all_ranks(mpi, folder):
+    def train(number):
+        mpi.report(number if number != 2 else "two")
+
+    def stop(own, others):
+        assert len(others) == len({1, 2} & set(range(len(others) + 1)))
+        if own[1] == 1.0:
+            raise ZeroDivisionError("in stop")
+        return False
+
+    results = sweep(mpi, folder, range(3), train, ranks_per_experiment=mpi.size(), stop=stop)
+    assert [row.state for row in results] == ["finished", "failed", "failed"]
+    assert results[1].error == "ValueError: report(1): ZeroDivisionError: in stop"
+    assert "could not convert string to float: 'two'" in results[2].error
+
+
+def test_seeds_and_values_do_not_depend_on_the_groups(mpi, folder):
+    found = []
+    for k in group_sizes(mpi.size()):
+        results = sweep(mpi, folder, range(4), lambda _: torch.rand(3), ranks_per_experiment=k, seed=7, resume=False)
+        assert [row.seed for row in results] == [7, 8, 9, 10]
+        found.append(torch.stack([row.value for row in results]))
+    assert all(torch.equal(found[0], other) for other in found)
+    assert len(found[0].unique()) == found[0].numel()
+
+
+def test_a_finished_sweep_begins_anew_and_a_value_that_cannot_be_kept_is_an_error(mpi, folder):
+    calls = []
+
+    def train(number):
+        calls.append(number)
+        return (lambda: None) if number == 1 else number
+
+    for turn in (1, 2):
+        results = sweep(mpi, folder, range(3), train, ranks_per_experiment=mpi.size())
+        assert calls == list(range(3)) * turn
+        assert [row.state for row in results] == ["finished", "failed", "finished"]
+        assert "cannot be pickled" in results[1].error
+
+
+def test_wrong_arguments(mpi, folder):
+    with pytest.raises(
+        ValueError, match=f"ranks_per_experiment={mpi.size() + 1} does not divide the {mpi.size()} rank"
+    ):
+        sweep(mpi, folder, [1], abs, ranks_per_experiment=mpi.size() + 1)
+    with pytest.raises(ValueError, match="there are no configurations"):
+        sweep(mpi, folder, [], abs)
+    with pytest.raises(ValueError, match="cannot be listed: TypeError: 'int' object is not iterable"):
+        sweep(mpi, folder, 5, abs)
+
+    def listing():
+        yield 1
+        raise RuntimeError("no more")
+
+    with pytest.raises(ValueError, match="cannot be listed: RuntimeError: no more"):
+        sweep(mpi, folder, listing(), abs)
+    with pytest.raises(ValueError, match="the sweep cannot begin: NotADirectoryError"):
+        sweep(mpi, os.devnull + "/folder", [1], abs)
+
+    def nested(_):
+        return sweep(mpi, folder, [1], abs)
+
+    results = sweep(mpi, folder, [1], nested, ranks_per_experiment=mpi.size())
+    assert results[0].error == ("ValueError: mpi.experiments was called in an experiment; experiments cannot be nested")

@@ -1,0 +1,139 @@
+"""The folder of a sweep, the table of its results, and the rule by which experiments are stopped."""
+
+import csv
+import math
+import multiprocessing
+
+import pytest
+
+from torchmpi_py.errors import TorchMPIError
+from torchmpi_py.sweeps import ledger as ledgers
+from torchmpi_py.sweeps import successive_halving
+from torchmpi_py.sweeps.ledger import Ledger
+from torchmpi_py.sweeps.outcome import FAILED, FINISHED, Experiment, Results
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def row(number, value, configuration=None, state=FINISHED, error=""):
+    return Experiment(number, configuration or {"lr": 0.1 * number}, state, value, error, 1.5, 0.0, number, 0, "log")
+
+
+def prepared(folder, token="a", group=0, configurations=range(6), **options):
+    ledger = Ledger(folder, token, group)
+    ledger.prepare(list(configurations), 0, **{"resume": True, **options})
+    return ledger
+
+
+def claim_all(folder, group, found):
+    ledger = Ledger(folder, "a", group)
+    ledger.join()
+    while (number := ledger.claim()) is not None:
+        found.put((group, number))
+
+
+def test_each_experiment_is_claimed_once(tmp_path):
+    prepared(tmp_path, configurations=range(300))
+    found = multiprocessing.Queue()
+    groups = [multiprocessing.Process(target=claim_all, args=(tmp_path, group, found)) for group in range(4)]
+    for each in groups:
+        each.start()
+    claimed = [found.get(timeout=50)[1] for _ in range(300)]
+    for each in groups:
+        each.join()
+    assert sorted(claimed) == list(range(300))
+    assert found.empty()
+
+
+def test_what_was_under_way_is_run_again_in_another_run_and_abandoned_in_this_one(tmp_path):
+    first = prepared(tmp_path)
+    assert [first.claim() for _ in range(3)] == [0, 1, 2]
+    first.end(row(0, 1.0))
+    first.end(row(2, 1.0))
+    again = Ledger(tmp_path, "a", 0)
+    assert again.prepare(list(range(6)), 0, resume=True) == 0  # the same run: this group was started again
+    assert [number for number, _ in again.abandoned()] == [1]
+    assert Ledger(tmp_path, "a", 1).abandoned() == []
+    assert again.claim() == 3
+    later = Ledger(tmp_path, "b", 0)
+    assert later.prepare(list(range(6)), 0, resume=True) == 2
+    assert later.abandoned() == []
+    assert [later.claim() for _ in range(5)] == [1, 3, 4, 5, None]
+
+
+def test_reports_of_an_experiment_that_is_run_again_are_gone(tmp_path):
+    first = prepared(tmp_path)
+    first.claim()
+    first.add_report(0, 1, 0.5)
+    first.log(0).write_text("printed")
+    second = prepared(tmp_path, "b")
+    assert second.reports() == {0: {1: 0.5}}
+    second.claim()
+    assert second.reports() == {}
+    assert not second.log(0).exists()
+
+
+def test_another_sweep_is_refused_until_the_first_is_complete(tmp_path):
+    first = prepared(tmp_path, configurations=[{"lr": 1}, {"lr": 2}])
+    with pytest.raises(ValueError, match=r"configuration 1 was \{'lr': 2\}, and is \{'lr': 3\}; resume=False begins"):
+        prepared(tmp_path, "b", configurations=[{"lr": 1}, {"lr": 3}])
+    with pytest.raises(ValueError, match="unfinished sweep of 2 configurations with seed=0, and this one has 1 "):
+        prepared(tmp_path, "b", configurations=[{"lr": 1}])
+    for number in range(2):
+        first.end(row(number, 1.0))
+    assert prepared(tmp_path, "c", configurations=["another"]).num_ended() == 0
+    assert prepared(tmp_path, "d", configurations=[1, 2, 3], resume=False).claim() == 0
+    assert not list(tmp_path.glob("*-c"))
+
+
+def test_who_joins_waits_for_the_chief(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledgers, "PREPARED_SECONDS", 0.3)
+    with pytest.raises(TorchMPIError, match=r"no sweep was prepared in .* the same on all hosts"):
+        Ledger(tmp_path, "a", 1).join()
+
+
+def test_table_and_csv(tmp_path):
+    results = Results(
+        [
+            row(0, {"accuracy": 0.5, "lr": 7}),
+            row(1, {"accuracy": math.nan}, state=FINISHED),
+            row(2, None, configuration="plain", state=FAILED, error="ValueError: bad\nvalue, of course"),
+            row(3, 12.0),
+        ]
+    )
+    results.to_csv(tmp_path / "results.csv")
+    with open(tmp_path / "results.csv", newline="") as file:
+        read = list(csv.DictReader(file))
+    assert read[0]["accuracy"] == "0.5"
+    assert (read[0]["lr"], read[0]["value.lr"]) == ("0.0", "7")
+    assert (read[2]["configuration"], read[2]["error"]) == ("plain", "ValueError: bad\nvalue, of course")
+    assert read[3]["value"] == "12.0"
+    lines = str(results).splitlines()
+    assert len(lines) == 6
+    assert len({len(line) for line in lines}) == 1
+    assert str(Results()) == "no experiments"
+
+
+def test_best():
+    results = Results([row(0, {"loss": 3.0}), row(1, {"loss": 1.0}), row(2, None, state=FAILED)])
+    assert results.best("loss").number == 0
+    assert results.best("loss", largest=False).number == 1
+    assert results.best(lambda value: -value["loss"]).number == 1
+    with pytest.raises(ValueError, match="none of 1 experiments has a value"):
+        Results(results[2:]).best()
+
+
+def test_successive_halving():
+    stop = successive_halving(first_step=2, factor=3)
+    others = [{2: 0.1 * i, 6: 0.1 * i} for i in range(5)]  # 0 .. 0.4
+    assert not stop({1: 0.0}, others)
+    assert not stop({2: 0.35}, others)  # the second of six, and two go on
+    assert stop({2: 0.25}, others)
+    assert not stop({2: 0.25, 3: 0.0}, others)  # no rung
+    assert stop({2: 0.5, 6: 0.25}, others)
+    assert not stop({18: -5.0}, others)  # the first to come there
+    assert stop({2: math.nan}, others)
+    assert not stop({2: 0.35}, [{2: math.nan}, *others])
+    assert successive_halving(2, 3, largest=False)({2: 0.35}, others)
+    with pytest.raises(ValueError, match="factor=1"):
+        successive_halving(factor=1)

@@ -1,0 +1,220 @@
+"""Groups of ranks, each a job of its own: ``torchmpirun -n 8 --groups 4 sweep.py``.
+
+torchmpirun starts itself once for each group, with the group's part of the ranks, and with its part of the hosts or of
+this host's cores and GPUs. The groups share experiments (`sweeps`). A group whose job fails with an experiment under
+way is started again, and goes on with the next one: a rank that is killed costs one experiment. Rank 0 of a group
+leaves a mark in torchmpirun's folder when it takes an experiment. A group that fails twice without one would fail for
+ever, and ends the others.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import binding, exit_marks, hosts
+from torchmpi_py.launch.hosts import Host
+from torchmpi_py.launch.job import TIMEOUT_CODE, die_with_parent
+from torchmpi_py.launch.signals import Signals
+from torchmpi_py.launch.terminal import say
+
+VARIABLE = "TORCHMPIRUN_GROUP"
+_MARK, _REASON = "experiment", "reason"
+_MOST_IDLE_FAILURES = 2  # in a row, without an experiment; on another host rank 0 leaves no mark
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class GroupOfRanks:
+    """A group's part of a job, as torchmpirun gives it to itself and to the group's ranks."""
+
+    index: int
+    count: int
+    token: str  # the same for all groups that one torchmpirun has started
+    folder: str  # where marks go; on torchmpirun's host alone
+    num_ranks: int = 0
+    hosts: str = ""  # as --hosts has it; "": this host
+    shares_host: bool = False  # shares cores with another group
+    cores: tuple[int, ...] = ()  # this host's; none: all
+    gpus: str = ""  # for CUDA_VISIBLE_DEVICES; "": as it is
+    last_end: str = ""  # how this group's former job failed
+    ends_at: float | None = None  # by the system's monotonic clock
+
+    def record_experiment(self) -> None:
+        """Leave that an experiment is under way."""
+        exit_marks.leave(self.folder, f"{_MARK}-{self.index}")
+
+    def record_end(self, reason: str) -> None:
+        """Leave why the group's job failed."""
+        exit_marks.leave(self.folder, f"{_REASON}-{self.index}", reason)
+
+
+def read(text: str) -> GroupOfRanks:
+    """The group in a text that torchmpirun has written."""
+    return GroupOfRanks(**json.loads(text))
+
+
+def group_in(environment: Mapping[str, str]) -> GroupOfRanks | None:
+    """The group that this rank belongs to; None without ``--groups``."""
+    return read(environment[VARIABLE]) if environment.get(VARIABLE) else None
+
+
+def apply(group: GroupOfRanks, options: argparse.Namespace) -> None:
+    """Turn the options of all groups into those of one."""
+    options.groups, options.num_ranks = None, group.num_ranks
+    if group.ends_at is not None:
+        options.timeout = max(_POLL_SECONDS, group.ends_at - time.monotonic())
+    if group.hosts:
+        options.hosts, options.hostfile = group.hosts, None
+    if group.shares_host:  # nobody divides the host's cores between the groups
+        options.bind = "none"
+        options.env = [f"{name}=1" for name in binding.THREAD_VARIABLES if name not in os.environ] + options.env
+    for name in ("log_dir", "profile"):
+        if getattr(options, name) is not None:
+            setattr(options, name, getattr(options, name) / f"group-{group.index}")
+    options.env = [*options.env, f"{VARIABLE}={json.dumps(asdict(group), separators=(',', ':'))}"]
+
+
+def divide(
+    count: int, num_ranks: int, named: Sequence[Host], environment: Mapping[str, str], folder: str
+) -> list[GroupOfRanks]:
+    """The groups of a job. LaunchError where its ranks cannot be divided."""
+    if num_ranks % count:
+        raise LaunchError(f"--groups {count} does not divide {num_ranks} ranks; give -n a multiple of {count}")
+    size, token = num_ranks // count, uuid.uuid4().hex
+    slots = [host.name for host in named for _ in range(host.num_slots)]
+    if named and len(slots) < num_ranks:
+        raise LaunchError(f"--groups: {num_ranks} ranks need as many slots, and the hosts have {len(slots)}")
+    cores = () if named else binding.allowed_cores()
+    is_crowded = not named and len(cores) < count
+    num_gpus = 0 if named else hosts.num_gpus(environment)
+    groups = []
+    for index in range(count):
+        own = slots[index * size : (index + 1) * size]
+        others = slots[: index * size] + slots[(index + 1) * size : num_ranks]
+        part = () if is_crowded else cores[len(cores) * index // count : len(cores) * (index + 1) // count]
+        groups.append(
+            GroupOfRanks(
+                index,
+                count,
+                token,
+                folder,
+                size,
+                ",".join(f"{host.name}:{host.num_slots}" for host in hosts.merge(map(Host, own))),
+                shares_host=is_crowded or bool(set(own) & set(others)),
+                cores=part,
+                gpus=_gpus(range(index * size, (index + 1) * size), num_gpus, environment),
+            )
+        )
+    return groups
+
+
+def _gpus(ranks: range, num_gpus: int, environment: Mapping[str, str]) -> str:
+    """The GPUs that the ranks would have in one job with all others."""
+    if not num_gpus:
+        return ""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",")[:num_gpus] if visible else [str(gpu) for gpu in range(num_gpus)]
+    return ",".join(dict.fromkeys(names[rank % num_gpus] for rank in ranks))
+
+
+@dataclass
+class _GroupJob:
+    """The torchmpirun of one group, started again as often as experiments end it."""
+
+    group: GroupOfRanks
+    words: Sequence[str]  # the command line for all groups
+    num_idle_failures: int = 0
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        for mark in (_MARK, _REASON):
+            self._path(mark).unlink(missing_ok=True)
+        visible = {"CUDA_VISIBLE_DEVICES": self.group.gpus} if self.group.gpus else {}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torchmpi_py.launch", "--group", json.dumps(asdict(self.group)), *self.words],
+            env={**os.environ, **visible},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=self._prepare,
+        )
+
+    def _path(self, mark: str) -> Path:
+        return Path(self.group.folder) / f"{mark}-{self.group.index}"
+
+    def _prepare(self) -> None:
+        """In the new process, before it is executed."""
+        die_with_parent()
+        if self.group.cores:
+            os.sched_setaffinity(0, self.group.cores)
+
+    def code(self) -> int | None:
+        """Exit code of the job; None while it runs."""
+        code = self.process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def can_go_on(self, code: int) -> bool:
+        """Whether a failed job is to be started again, because of its experiments."""
+        self.num_idle_failures = 0 if self._path(_MARK).exists() else self.num_idle_failures + 1
+        reason = self._path(_REASON).read_text() if self._path(_REASON).exists() else ""
+        self.group = replace(self.group, last_end=reason or f"its job ended with exit code {code}")
+        return self.num_idle_failures < _MOST_IDLE_FAILURES and code not in (2, TIMEOUT_CODE)
+
+
+def run(options: argparse.Namespace, words: Sequence[str], num_ranks: int, named: Sequence[Host]) -> int:
+    """Run the groups' jobs to their end; the exit code of the first that fails for good, else 0.
+
+    ``words`` is the command line of this torchmpirun.
+    """
+    if options.max_restarts is not None or options.elastic:
+        given = "--elastic" if options.elastic else "--max-restarts"
+        raise LaunchError(f"--groups starts a group that fails again by itself; leave out {given}")
+    ends_at = None if options.timeout is None else time.monotonic() + options.timeout
+    with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder, Signals() as signals:
+        groups = divide(options.groups, num_ranks, named, os.environ, folder)
+        return _wait([_GroupJob(replace(group, ends_at=ends_at), words) for group in groups], signals)
+
+
+def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
+    """Start failed groups again, and end all when one cannot go on, or a signal asks for it; the exit code."""
+    running, code, num_sent = list(jobs), 0, 0
+    while running:
+        time.sleep(_POLL_SECONDS)
+        signals.look_at_parent()
+        if len(signals.ending) > num_sent:
+            num_sent = len(signals.ending)
+            _send(running, signals.ending[-1])
+        for job in list(running):
+            ended = job.code()
+            if ended is None:
+                continue
+            is_ending = bool(signals.ending or code)
+            if ended and not is_ending and job.can_go_on(ended):
+                say(f"group {job.group.index} failed with exit code {ended}; it is started again for what is left")
+                job.start()
+                continue
+            running.remove(job)
+            if ended and not is_ending:
+                code = ended
+                others = ", which ends the others" if running else ""
+                say(f"group {job.group.index} failed outside of an experiment, with exit code {ended}{others}")
+                _send(running, signal.SIGTERM)
+    return 128 + signals.ending[0] if signals.ending else code
+
+
+def _send(jobs: Sequence[_GroupJob], signum: int) -> None:
+    for job in jobs:
+        with contextlib.suppress(ProcessLookupError):
+            job.process.send_signal(signum)

@@ -1,0 +1,48 @@
+"""The chief: the one rank that writes what must be written once (distributed TensorFlow's word)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torchmpi_py.launch import group_jobs
+from torchmpi_py.runtime import process
+
+is_in_experiment = False
+"""Whether this process is in an experiment of a sweep; `sweeps.experiments` alone assigns it."""
+
+
+def is_chief() -> bool:
+    """Whether this rank is the one that writes logs, summaries and checkpoints: rank 0 of the current level.
+
+    In an experiment (``mpi.experiments``) that is rank 0 of the group. Outside of experiments, under ``torchmpirun
+    --groups``, only the first group has a chief. NotStarted before ``mpi.start()``.
+    """
+    group = group_jobs.group_in(os.environ)
+    return process.rank() == 0 and (is_in_experiment or group is None or group.index == 0)
+
+
+def summary_writer(log_dir: str | None = None, **options: Any) -> Any:
+    """TensorBoard's writer on the chief, and on other ranks an object whose methods do nothing. No communication.
+
+    ``log_dir`` and ``options`` are those of ``torch.utils.tensorboard.SummaryWriter``. ImportError on every rank if
+    TensorBoard is not installed.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(log_dir, **options) if is_chief() else _SilentWriter()
+
+
+class _SilentWriter:
+    """A summary writer of a rank that writes nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_args, **_kwargs: None
+
+    def __enter__(self) -> _SilentWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """There is nothing to close."""

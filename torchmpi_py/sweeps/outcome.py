@@ -1,0 +1,96 @@
+"""How experiments ended: one row each, as a table to print, as CSV, and the best of them."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torchmpi_py.core import text_tables
+
+FINISHED: Literal["finished"] = "finished"
+STOPPED: Literal["stopped"] = "stopped"
+FAILED: Literal["failed"] = "failed"
+_MOST_CHARACTERS = 60  # of a cell in the printed table
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One configuration and how it ended.
+
+    ``number``: its place among the configurations, from 0. ``state``: "finished", "stopped" (early) or "failed".
+    ``value``: what ``train_fn`` returned on rank 0 of the group; of a stopped one the last value reported; None of a
+    failed one. ``seconds``: how long it took; ``began``: when, in seconds since 1970. ``group``: which group of ranks
+    ran it. ``log``: the file with its output.
+    """
+
+    number: int
+    configuration: Any
+    state: Literal["finished", "stopped", "failed"]
+    value: Any
+    error: str
+    seconds: float
+    began: float
+    seed: int
+    group: int
+    log: str
+
+    def cells(self) -> dict[str, Any]:
+        """The row of this experiment, by column: keys of configuration and value that are mappings are columns."""
+        row: dict[str, Any] = {"number": self.number, "state": self.state}
+        for name, content in (("configuration", self.configuration), ("value", self.value)):
+            parts = content if isinstance(content, Mapping) else {} if content is None else {name: content}
+            for key, part in parts.items():
+                row[f"{name}.{key}" if str(key) in row or str(key) in _COLUMNS else str(key)] = part
+        last = (round(self.seconds, 3), self.group, self.seed, self.error)
+        return row | dict(zip(_COLUMNS, last, strict=True))
+
+
+_COLUMNS = ("seconds", "group", "seed", "error")
+
+
+class Results(tuple[Experiment, ...]):
+    """All experiments of a sweep, by number; ``str`` is a table with a line for each."""
+
+    def best(self, key: str | Callable[[Any], float] | None = None, *, largest: bool = True) -> Experiment:
+        """The experiment with the largest value (or the smallest), stopped ones included.
+
+        ``key``: what of the value counts: a key of a mapping, or a function; None: the value itself. ValueError if
+        every experiment has failed.
+        """
+        rows = [row for row in self if row.state != FAILED]
+        if not rows:
+            raise ValueError(f"none of {len(self)} experiments has a value: all have failed")
+
+        def amount(row: Experiment) -> float:
+            return float(key(row.value) if callable(key) else row.value if key is None else row.value[key])
+
+        return (max if largest else min)(rows, key=amount)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write all rows to a file; a file that is there is replaced at once."""
+        part = Path(f"{path}.{os.getpid()}.part")
+        with open(part, "w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns(), restval="")
+            writer.writeheader()
+            writer.writerows(row.cells() for row in self)
+        part.replace(path)
+
+    def _columns(self) -> list[str]:
+        """The columns of all rows; error is the last."""
+        names = dict.fromkeys(name for row in self for name in row.cells())
+        return [name for name in names if name not in _COLUMNS] + [name for name in _COLUMNS if name in names]
+
+    def __str__(self) -> str:
+        columns = self._columns()
+        rows = [[_shown(row.cells().get(name, "")) for name in columns] for row in self]
+        return text_tables.table(columns, rows) if rows else "no experiments"
+
+
+def _shown(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str("" if value is None else value)
+    text = " ".join(text.split())
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
