@@ -4,7 +4,7 @@ import pytest
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import mpirun, wrap
+from torchmpi_py.launch import hosts, mpirun, wrap
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -209,12 +209,12 @@ def test_arguments_are_quoted_where_a_starter_would_interpret_them():
 
 
 def test_default_number_of_ranks():
-    named = launcher.hosts.parse_hosts("a:3,b:2")
-    assert launcher.default_num_ranks(named, {"CUDA_VISIBLE_DEVICES": "0"}) == 5
-    assert launcher.default_num_ranks(named, {"SLURM_NTASKS": "4"}) == 5
-    assert launcher.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2", "SLURM_NTASKS": "8"}) == 8
-    assert launcher.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 3
-    assert launcher.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": ""}) == launcher.binding.num_usable_cores()
+    named = hosts.parse_hosts("a:3,b:2")
+    assert hosts.default_num_ranks(named, {"CUDA_VISIBLE_DEVICES": "0"}) == 5
+    assert hosts.default_num_ranks(named, {"SLURM_NTASKS": "4"}) == 5
+    assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2", "SLURM_NTASKS": "8"}) == 8
+    assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 3
+    assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": ""}) == launcher.binding.num_usable_cores()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ def test_a_group_that_is_killed_goes_on_with_the_next_experiment(tmp_path, num_g
     assert found[5][5] > 0
     assert "it is started again for what is left" in done.stderr
     assert "a bad configuration" in (tmp_path / "sweep" / "0003.log").read_text()
-    assert done.stdout.count("\n") == 1, done.stdout  # what experiments print is in their logs
+    assert "on rank 0" not in done.stdout  # what experiments print is in their logs
+    assert f"experiment 4 on rank 0 of {4 // num_groups}\n" in (tmp_path / "sweep" / "0004.log").read_text()
 
 
 def test_no_group_is_idle_while_there_is_work(tmp_path):

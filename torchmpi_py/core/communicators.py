@@ -111,7 +111,8 @@ class Communicator:
 class Stack:
     """The levels of a started process, the current level, and the span."""
 
-    def __init__(self, world: MPI.Comm, place: Place, want_cartesian: bool) -> None:
+    def __init__(self, world: MPI.Comm, place: Place, want_cartesian: bool, outer: Stack | None = None) -> None:
+        self.outer = outer  # that of the whole job, where this one is a group's, for an experiment
         self.place = place
         self.want_cartesian = want_cartesian
         self.levels = [Communicator(world.Dup(), place, "global")]

@@ -139,30 +139,6 @@ class JobPlan:
     forwarded: tuple[str, ...]  # variables that reach other hosts
 
 
-def default_num_ranks(named: tuple[hosts.Host, ...], environment: Mapping[str, str]) -> int:
-    """One rank per slot of the hosts; else per task of Slurm's allocation; else per GPU; else per core."""
-    # A single line for a single host says that the host is ours, and nothing of ranks.
-    num_slots = sum(host.num_slots for host in named or hosts.allocated(environment))
-    if named or num_slots > 1:
-        return num_slots
-    tasks = environment.get("SLURM_NTASKS", "")
-    if tasks.isdigit() and int(tasks) > 0:
-        return int(tasks)
-    return hosts.num_gpus(environment) or binding.num_usable_cores()
-
-
-def named_hosts(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[hosts.Host, ...]:
-    """Hosts that the user names, else the hosts of a batch system's job; none: this host, or what the MPI finds."""
-    if options.hosts and options.hostfile:
-        raise LaunchError("--hosts and --hostfile both name the hosts; give one of them")
-    if options.hosts:
-        return hosts.parse_hosts(options.hosts)
-    if options.hostfile:
-        return hosts.read_hostfile(options.hostfile)
-    found = hosts.allocated(environment)
-    return found if len(found) > 1 else ()  # a single one is this host, which needs no ssh
-
-
 def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without what would confuse the ranks."""
     return {
@@ -203,8 +179,8 @@ def plan(
     attempt: int = 0,
 ) -> JobPlan:
     """The job that the options describe; its ``folder`` is only named here."""
-    named = named_hosts(options, environment)
-    num_ranks = options.num_ranks or default_num_ranks(named, environment)
+    named = hosts.named_hosts(options, environment)
+    num_ranks = options.num_ranks or hosts.default_num_ranks(named, environment)
     hostfile = folder / "hostfile" if named else None
     busy = len(named) > 1 or hosts.num_ranks_on_busiest(named, num_ranks) >= binding.num_usable_cores()
     with_ssh = bool(named) and not options.launch_agent
@@ -272,19 +248,6 @@ def check_shared_memory(vendor: Vendor, num_ranks: int, folder: str = "/dev/shm"
         )
 
 
-def run_groups(options: argparse.Namespace, words: list[str]) -> int:
-    """Start a job for each group of ranks; the exit code. ``words`` is the command line."""
-    named = named_hosts(options, os.environ)
-    nodes = host_check.nodes_of_allocation(os.environ)
-    if not named and len(nodes) > 1:
-        hint = ",".join(f"{node}:SLOTS" for node in nodes)
-        raise LaunchError(f"--groups on several nodes of Slurm: name the nodes and their slots, --hosts {hint}")
-    if not options.as_module:
-        check_program(options.program[0])
-    num_ranks = options.num_ranks or default_num_ranks(named, os.environ)
-    return group_jobs.run(options, words, num_ranks, named)
-
-
 def run(options: argparse.Namespace) -> int:
     """Start the job, again if it fails, or print it; its exit code."""
     vendor, program = choose(options, os.environ)
@@ -300,12 +263,10 @@ def run(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
             show(plan(options, vendor, program, Path(folder), os.environ))
         return 0
-    if not options.as_module:
-        check_program(options.program[0])
     check_folder("--log-dir", options.log_dir, replaced="rank-0.log")
     check_folder("--profile", options.profile)
-    if vendor.shared_bytes and not named_hosts(options, os.environ):
-        check_shared_memory(vendor, options.num_ranks or default_num_ranks((), os.environ))
+    if vendor.shared_bytes and not hosts.named_hosts(options, os.environ):
+        check_shared_memory(vendor, options.num_ranks or hosts.default_num_ranks((), os.environ))
 
     made: list[Job] = []
 
@@ -400,7 +361,9 @@ def main(argv: list[str] | None = None) -> int:
             raise LaunchError("this system is not Linux, and torchmpirun works on Linux only")
         if options.check or options.version or options.template:
             return answer(options)
-        return run_groups(options, words) if options.groups else run(options)
+        if not (options.as_module or options.dry_run):
+            check_program(options.program[0])
+        return group_jobs.run(options, words) if options.groups else run(options)
     except LaunchError as error:
         say(str(error))
         return 2

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, exit_marks, hosts
+from torchmpi_py.launch import binding, exit_marks, host_check, hosts
 from torchmpi_py.launch.hosts import Host
 from torchmpi_py.launch.job import TIMEOUT_CODE, die_with_parent
 from torchmpi_py.launch.signals import Signals
@@ -173,7 +173,7 @@ class _GroupJob:
         return self.num_idle_failures < _MOST_IDLE_FAILURES and code not in (2, TIMEOUT_CODE)
 
 
-def run(options: argparse.Namespace, words: Sequence[str], num_ranks: int, named: Sequence[Host]) -> int:
+def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Run the groups' jobs to their end; the exit code of the first that fails for good, else 0.
 
     ``words`` is the command line of this torchmpirun.
@@ -181,6 +181,12 @@ def run(options: argparse.Namespace, words: Sequence[str], num_ranks: int, named
     if options.max_restarts is not None or options.elastic:
         given = "--elastic" if options.elastic else "--max-restarts"
         raise LaunchError(f"--groups starts a group that fails again by itself; leave out {given}")
+    named = hosts.named_hosts(options, os.environ)
+    nodes = host_check.nodes_of_allocation(os.environ)
+    if not named and len(nodes) > 1:
+        hint = ",".join(f"{node}:SLOTS" for node in nodes)
+        raise LaunchError(f"--groups on several nodes of Slurm: name the nodes and their slots, --hosts {hint}")
+    num_ranks = options.num_ranks or hosts.default_num_ranks(named, os.environ)
     ends_at = None if options.timeout is None else time.monotonic() + options.timeout
     with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder, Signals() as signals:
         groups = divide(options.groups, num_ranks, named, os.environ, folder)

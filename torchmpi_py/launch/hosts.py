@@ -11,6 +11,7 @@ A host named several times has the sum of its slots, as `a`, `a` means two ranks
 PBS and LSF name such a file, or the hosts themselves, in a variable (`allocated`).
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import binding
 
 _FORM = re.compile(
     r"""(?P<name> \[[0-9A-Fa-f:.]+\] | [A-Za-z0-9_][\w.-]*(?:@[\w.-]+)? )   # a name, or an IPv6 address in brackets
@@ -129,3 +131,27 @@ def _num_gpus_listed() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in listing.splitlines())
+
+
+def default_num_ranks(named: tuple[Host, ...], environment: Mapping[str, str]) -> int:
+    """One rank per slot of the hosts; else per task of Slurm's allocation; else per GPU; else per core."""
+    # A single line for a single host says that the host is ours, and nothing of ranks.
+    num_slots = sum(host.num_slots for host in named or allocated(environment))
+    if named or num_slots > 1:
+        return num_slots
+    tasks = environment.get("SLURM_NTASKS", "")
+    if tasks.isdigit() and int(tasks) > 0:
+        return int(tasks)
+    return num_gpus(environment) or binding.num_usable_cores()
+
+
+def named_hosts(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Host, ...]:
+    """Hosts that the user names, else the hosts of a batch system's job; none: this host, or what the MPI finds."""
+    if options.hosts and options.hostfile:
+        raise LaunchError("--hosts and --hostfile both name the hosts; give one of them")
+    if options.hosts:
+        return parse_hosts(options.hosts)
+    if options.hostfile:
+        return read_hostfile(options.hostfile)
+    found = allocated(environment)
+    return found if len(found) > 1 else ()  # a single one is this host, which needs no ssh

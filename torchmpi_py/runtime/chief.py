@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from torchmpi_py.core import communicators
 from torchmpi_py.launch import group_jobs
 from torchmpi_py.runtime import process
 
-is_in_experiment = False
-"""Whether this process is in an experiment of a sweep; `sweeps.experiments` alone assigns it."""
+
+def is_in_experiment() -> bool:
+    """Whether this process is in an experiment of a sweep, where its group is the world."""
+    return communicators.stack().outer is not None
 
 
 def is_chief() -> bool:
@@ -19,7 +22,7 @@ def is_chief() -> bool:
     --groups``, only the first group has a chief. NotStarted before ``mpi.start()``.
     """
     group = group_jobs.group_in(os.environ)
-    return process.rank() == 0 and (is_in_experiment or group is None or group.index == 0)
+    return process.rank() == 0 and (is_in_experiment() or group is None or group.index == 0)
 
 
 def summary_writer(log_dir: str | None = None, **options: Any) -> Any:

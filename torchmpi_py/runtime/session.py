@@ -182,7 +182,7 @@ def narrowed(group: MPI.Comm) -> Iterator[Stack]:
     The stack is the caller's to free.
     """
     outer = communicators.stack()
-    communicators.current_stack = Stack(group, outer.place, outer.want_cartesian)
+    communicators.current_stack = Stack(group, outer.place, outer.want_cartesian, outer)
     try:
         _push_levels(None, None)
         yield communicators.current_stack

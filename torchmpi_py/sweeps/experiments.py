@@ -99,7 +99,7 @@ def experiments(
 
 def _group_size(wanted: int | None, place: group_jobs.GroupOfRanks | None) -> int:
     """Ranks of a group. ValueError if they do not divide the ranks that there are."""
-    if chief.is_in_experiment:
+    if chief.is_in_experiment():
         raise ValueError("mpi.experiments was called in an experiment; experiments cannot be nested")
     size = process.size() if wanted is None and place else 1 if wanted is None else wanted
     if not isinstance(size, int) or size < 1 or process.size() % size:
@@ -227,7 +227,7 @@ class _Group:
     def _outcome(self, running: Running) -> tuple[Any, Any, str]:
         """State, value and error of the experiment on this rank."""
         _seed(self.ledger.seed + running.number)
-        early_stopping.current, chief.is_in_experiment = running, True
+        early_stopping.current = running
         try:
             return FINISHED, self.train_fn(self.ledger.configurations[running.number]), ""
         except ExperimentStopped:
@@ -238,7 +238,7 @@ class _Group:
             traceback.print_exc()
             return FAILED, None, _described(error)
         finally:
-            early_stopping.current, chief.is_in_experiment = None, False
+            early_stopping.current = None
 
     def _exchanged(self, error: str) -> list[str] | None:
         """The errors of all ranks; None where this rank has failed, and others have not come for `OTHERS_SECONDS`."""

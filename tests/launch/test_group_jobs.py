@@ -1,0 +1,98 @@
+"""How ranks, hosts, cores and GPUs are divided between groups of ranks."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import binding, group_jobs, hosts
+from torchmpi_py.launch.__main__ import parse
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def divide(count, num_ranks, named="", environment=None):
+    return group_jobs.divide(count, num_ranks, hosts.parse_hosts(named) if named else (), environment or {}, "folder")
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 1), (3, 2), (4, 4)])
+def test_cores_of_this_host(monkeypatch, count, size):
+    for num_cores in range(1, 40):
+        monkeypatch.setattr(binding, "allowed_cores", lambda number=num_cores: tuple(range(0, 2 * number, 2)))
+        groups = divide(count, count * size, environment={"CUDA_VISIBLE_DEVICES": ""})
+        assert [(group.index, group.count, group.num_ranks) for group in groups] == [
+            (index, count, size) for index in range(count)
+        ]
+        assert len({group.token for group in groups}) == 1
+        if num_cores < count:
+            assert all(group.shares_host and group.cores == () for group in groups)
+        else:
+            assert [core for group in groups for core in group.cores] == list(range(0, 2 * num_cores, 2))
+            assert not any(group.shares_host for group in groups)
+
+
+def test_gpus_of_this_host():
+    for visible, expected in (
+        ("0,1,2,3", ["0,1", "2,3"]),
+        ("7,GPU-b", ["7,GPU-b"] * 2),
+        ("5", ["5", "5"]),
+        ("", [""] * 2),
+    ):
+        assert [group.gpus for group in divide(2, 4, environment={"CUDA_VISIBLE_DEVICES": visible})] == expected
+    assert [each.gpus for each in divide(4, 4, environment={"CUDA_VISIBLE_DEVICES": "0,1,2"})] == ["0", "1", "2", "0"]
+
+
+def test_hosts():
+    groups = divide(3, 6, "a:3,b:2,c:1")
+    assert [(group.hosts, group.shares_host) for group in groups] == [
+        ("a:2", True),
+        ("a:1,b:1", True),
+        ("b:1,c:1", True),
+    ]
+    assert [(group.hosts, group.shares_host) for group in divide(2, 8, "a:4,b:4")] == [("a:4", False), ("b:4", False)]
+    assert [group.hosts for group in divide(2, 4, "a:4,b:4")] == ["a:2", "a:2"]
+    with pytest.raises(LaunchError, match="6 ranks need as many slots, and the hosts have 4"):
+        divide(2, 6, "a:4")
+    with pytest.raises(LaunchError, match="--groups 4 does not divide 6 ranks; give -n a multiple of 4"):
+        divide(4, 6)
+
+
+def test_the_options_of_a_group(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    group = divide(2, 8, "a:2,b:6")[1]
+    words = [
+        "--groups",
+        "2",
+        "-n",
+        "8",
+        "--hosts",
+        "a:2,b:6",
+        "--log-dir",
+        "logs",
+        "--timeout",
+        "9",
+        "x.py",
+        "--groups",
+    ]
+    text = json.dumps({**vars(group), "ends_at": 0.0})
+    options = parse(["--group", text, *words])
+    group_jobs.apply(options.group, options)
+    assert (options.groups, options.num_ranks, options.hosts, options.bind) == (None, 4, "b:4", "none")
+    assert (options.log_dir, options.program) == (Path("logs/group-1"), ["x.py", "--groups"])
+    assert 0 < options.timeout < 1  # the time is over
+    assert "OMP_NUM_THREADS=1" in options.env
+    variable = dict(each.split("=", 1) for each in options.env)[group_jobs.VARIABLE]
+    assert group_jobs.group_in({group_jobs.VARIABLE: variable}).index == 1
+    assert group_jobs.group_in({}) is None
+
+
+def test_marks_of_a_group(tmp_path):
+    group = group_jobs.GroupOfRanks(1, 2, "token", str(tmp_path))
+    group.record_experiment()
+    group.record_end("rank 0 was killed by signal 9")
+    assert sorted(os.listdir(tmp_path)) == ["experiment-1", "reason-1"]
+    group_jobs.GroupOfRanks(1, 2, "token", "/nowhere").record_experiment()  # on another host there is no such folder
+    assert isinstance(parse(["x.py"]), argparse.Namespace)
