@@ -148,3 +148,13 @@ def test_missing_and_broken_files_are_named(tmp_path):
     assert "train-images-idx3-ubyte.gz" in sequential("--data", tmp_path, fails=True)
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\x09short")
     assert "is not an idx file" in sequential("--data", tmp_path, fails=True)
+
+
+@needs_launcher
+def test_sweep(tmp_path):
+    options = ("--epochs", 2, "--lr", 0.1, 0.2, "--momentum", 0.0, "--directory", tmp_path / "sweep")
+    output = run(TORCHMPIRUN, "-n", 2, "--groups", 2, EXAMPLES / "digits_sweep.py", *options)
+    ((best, accuracy),) = re.findall(r"the best of 2: \{'lr': ([\d.]+), 'momentum': 0.0\}, accuracy ([\d.]+) %", output)
+    assert best in ("0.1", "0.2")
+    assert float(accuracy) > 20
+    assert "epoch 1: accuracy" in (tmp_path / "sweep" / "0000.log").read_text()

@@ -115,12 +115,14 @@ def test_table_and_csv(tmp_path):
 
 
 def test_best():
-    results = Results([row(0, {"loss": 3.0}), row(1, {"loss": 1.0}), row(2, None, state=FAILED)])
-    assert results.best("loss").number == 0
-    assert results.best("loss", largest=False).number == 1
-    assert results.best(lambda value: -value["loss"]).number == 1
-    with pytest.raises(ValueError, match="none of 1 experiments has a value"):
-        Results(results[2:]).best()
+    losses = [math.nan, 3.0, 1.0]
+    results = Results([*(row(i, {"loss": loss}) for i, loss in enumerate(losses)), row(3, None, state=FAILED)])
+    assert results.best("loss").number == 1
+    assert results.best("loss", largest=False).number == 2
+    assert results.best(lambda value: -value["loss"]).number == 2
+    for none in (results[:1], results[3:]):
+        with pytest.raises(ValueError, match="none of 1 experiments has a value that can be compared"):
+            Results(none).best("loss")
 
 
 def test_successive_halving():

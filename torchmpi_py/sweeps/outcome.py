@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -58,17 +59,18 @@ class Results(tuple[Experiment, ...]):
     def best(self, key: str | Callable[[Any], float] | None = None, *, largest: bool = True) -> Experiment:
         """The experiment with the largest value (or the smallest), stopped ones included.
 
-        ``key``: what of the value counts: a key of a mapping, or a function; None: the value itself. ValueError if
-        every experiment has failed.
+        ``key``: what of the value counts: a key of a mapping, or a function; None: the value itself. NaN is no value.
+        ValueError if there is none.
         """
-        rows = [row for row in self if row.state != FAILED]
-        if not rows:
-            raise ValueError(f"none of {len(self)} experiments has a value: all have failed")
 
         def amount(row: Experiment) -> float:
             return float(key(row.value) if callable(key) else row.value if key is None else row.value[key])
 
-        return (max if largest else min)(rows, key=amount)
+        amounts = [(amount(row), row) for row in self if row.state != FAILED and row.value is not None]
+        comparable = [pair for pair in amounts if not math.isnan(pair[0])]
+        if not comparable:
+            raise ValueError(f"none of {len(self)} experiments has a value that can be compared")
+        return (max if largest else min)(comparable, key=lambda pair: pair[0])[1]
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to a file; a file that is there is replaced at once."""
