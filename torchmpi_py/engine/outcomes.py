@@ -64,7 +64,7 @@ def of_all(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ..
         kind = kinds.pop() if len(kinds) == 1 else None
         return CheckpointError(f"{what}: {said}") if kind is None else kind(said)
 
-    exchange = _exchanged if size() > 1 else _alone
+    exchange = exchanged if size() > 1 else _alone
     return agree.gather_results(exchange, work, (Exception,), describe, failed)
 
 
@@ -85,7 +85,7 @@ def soon(attempt: Callable[[], T], error: type[Exception], within_seconds: float
         time.sleep(0.1)
 
 
-def _exchanged(mine: T) -> list[T]:
+def exchanged(mine: T) -> list[T]:
     """What all ranks have brought. As ``allgather_object``, but it may take as long as it wants."""
     comm = communicators.resolve(None)
     return journal.run_together("checkpoint", comm, lambda: _gathered(comm.direct.mpi, mine), is_patient=True)

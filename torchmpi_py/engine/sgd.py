@@ -12,6 +12,7 @@ that is called after it. The engine does not know of ranks, devices, clocks or l
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,9 +22,10 @@ from typing import Any, Literal, cast
 import torch
 from torch.utils._pytree import tree_map_only
 
-from torchmpi_py.engine import samples
+from torchmpi_py.engine import evaluation, samples
+from torchmpi_py.engine.evaluation import Evaluator
 from torchmpi_py.engine.resume import RunHooks, Stateful, hooks_of_run
-from torchmpi_py.engine.state import Hooks, State
+from torchmpi_py.engine.state import Hooks, State, modes_restored
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -74,6 +76,7 @@ class SGDEngine:
         every: int | Literal["epoch"] = "epoch",
         keep: int = 3,
         stateful: Mapping[str, Stateful] | None = None,
+        evaluator: Evaluator | None = None,
     ) -> State:
         """Train for ``maxepoch`` epochs and return the last state.
 
@@ -94,10 +97,18 @@ class SGDEngine:
         after the step where steps are collective (``AllReduceSGDEngine``, or a world of one), else at the next save.
         See docs/checkpoints.md.
 
+        ``evaluator(network, epoch)`` is called on a rank of its own, the last one, while the others train (`evaluation`
+        says how); here, and with one rank, after each epoch. ``state.evaluations`` has what it returned, by epoch.
+
         Raises ValueError or TypeError for an ambiguous optimizer, TypeError for one that needs a closure (LBFGS), for
         an iterator that can be run through only once (a generator) with ``maxepoch`` > 1, and for a sample that is not
         (input, target).
         """
+        if evaluator is not None:
+            again: dict[str, Any] = {"lr": lr, "optimizer": optimizer, "maxepoch": maxepoch, "checkpoint": checkpoint}
+            train = functools.partial(self.train, every=every, keep=keep, stateful=stateful, **again)
+            state = State(network, criterion, iterator, maxepoch=maxepoch)
+            return evaluation.train_and_evaluate(train, self.hooks, state, evaluator, beside=self.steps_together)
         state = State(network, criterion, iterator, training=True, maxepoch=maxepoch)
         check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
@@ -140,7 +151,7 @@ class SGDEngine:
         The hooks are those of training (``state.training`` tells them apart); each module's mode is restored.
         """
         state = State(network, criterion, iterator, training=False)
-        with self.session(state), torch.no_grad(), _modes_restored(state):
+        with self.session(state), torch.no_grad(), modes_restored(state):
             self.set_mode(state)
             self.hooks.on_start(state)
             for sample in self.samples(state):
@@ -273,14 +284,3 @@ class SGDEngine:
 
     def finish(self, state: State) -> None:
         """The last action of training, after the last checkpoint and before ``hooks.on_end``: none here."""
-
-
-@contextmanager
-def _modes_restored(state: State) -> Iterator[None]:
-    """The bracket after which every module has its mode again; some may be in evaluation mode during training."""
-    modes = [(module, module.training) for part in state.modules() for module in part.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ class State:
     is_ending_epoch: bool = False  # the epoch is counted, and on_end_epoch is not yet complete
     training: bool = False
     maxepoch: int = 1
+    evaluations: dict[int, Any] = field(default_factory=dict)  # what train(evaluator=) gave, by epochs completed
     weight: float = 1.0  # of this batch in a mean over ranks: the loss is scaled by it for the backward pass only
     num_samples: int = 0  # in this batch; 0: this rank had none left and computes on a stand-in of weight 0
     next_position: int = 0  # where the step after this one begins
@@ -84,3 +86,14 @@ class Hooks:
     on_end_epoch: Hook = _nothing  # state.epoch counts this epoch
     on_end: Hook = _nothing
     on_recovery: Hook = _nothing  # ranks have died (torchmpirun --elastic); rank and size are new, the epoch goes on
+
+
+@contextmanager
+def modes_restored(state: State) -> Iterator[None]:
+    """The bracket after which every module has its mode again; some may be in evaluation mode during training."""
+    modes = [(module, module.training) for part in state.modules() for module in part.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
