@@ -37,7 +37,7 @@ from torchmpi_py import nn
 from torchmpi_py.collectives.verbs import allgather_object
 from torchmpi_py.core import communicators, ulfm
 from torchmpi_py.engine import loaders
-from torchmpi_py.engine.iterators import DatasetIterator
+from torchmpi_py.engine.batches import BatchIterator
 from torchmpi_py.engine.sgd import OptimizerLike, SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
@@ -109,10 +109,10 @@ class AllReduceSGDEngine(SGDEngine):
         if not process.is_started():
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
         state.iterator = loaders.divided(state.iterator)
-        if isinstance(state.iterator, DatasetIterator):
+        if isinstance(state.iterator, BatchIterator):
             if ulfm.has_lost_ranks():
                 state.iterator.take_place()
-            state.iterator.check_place()
+            state.iterator.check_alike()
         if state.training and ulfm.is_elastic():
             _check_elastic(state, self.sharded)
         with self._on_gpu(state):
@@ -168,7 +168,7 @@ class AllReduceSGDEngine(SGDEngine):
         _check_device()
         for module in state.modules():
             module.to(process.device())
-        iterator = state.iterator if isinstance(state.iterator, DatasetIterator) else None
+        iterator = state.iterator if isinstance(state.iterator, BatchIterator) else None
         given = None if iterator is None else iterator.device
         try:
             if iterator is not None and given is None:
