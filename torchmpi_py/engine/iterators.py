@@ -134,10 +134,11 @@ class DatasetIterator(BatchIterator):
         return full + (rest > 0 and not self.drop_last)
 
     def _facts(self) -> dict[str, Any]:
-        sizes = [len(part) for part in self.dataset.datasets] if isinstance(self.dataset, Sources) else None
         names = ("batch_size", "shuffle", "seed", "drop_last")
-        facts = {"number of samples": len(self.dataset), "sizes of sources": sizes}
-        return facts | {name: getattr(self, name) for name in names}
+        facts: dict[str, Any] = {"number of samples": len(self.dataset)} | {name: getattr(self, name) for name in names}
+        if isinstance(self.dataset, Sources):
+            facts["sizes of sources"] = [len(source.dataset) for source in self.dataset.sources]
+        return facts
 
     def set_position(self, position: int) -> None:
         """As in ``BatchIterator``; ValueError beyond the end of the epoch."""

@@ -96,7 +96,7 @@ class Source:
     ) -> None:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise TypeError(f"Source: dataset is a {type(dataset).__name__}; it must have a length and be indexed")
-        self.dataset = dataset
+        self.dataset: Any = dataset
         self.prefetch = at_least(0, "prefetch", prefetch)
         self.num_workers = at_least(0, "num_workers", num_workers)
         self._pieces: list[list[int]] = []  # of the epoch under way: the indices of each batch that has some

@@ -218,16 +218,17 @@ class StreamIterator(BatchIterator):
         return hashlib.blake2b("\n".join(names).encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
     def _facts(self) -> dict[str, Any]:
-        names = ("files", "batch_size", "shuffle", "seed", "num_workers", "epoch", "_first")
+        names = ("files", "batch_size", "shuffle", "seed", "num_workers", "epoch")
         number = len(self.stream.files) if isinstance(self.stream, Shards) else None
-        return {"number of files": number} | {name: getattr(self, name) for name in names}
+        facts = {"number of files": number} | {name: getattr(self, name) for name in names}
+        return facts | {"position": self._first}
 
     def set_position(self, position: int) -> None:
         """Let the next iteration begin at the place of ``load_state_dict``, at 0, or after one of the last two steps.
 
         ValueError for another place.
         """
-        if self._loaded is None and position in self._reached:
+        if self._epoch_under_way == self.epoch and position in self._reached:
             self._loaded = self._state(position)
         if position not in (0, self._loaded["position"] if self._loaded else 0):
             raise ValueError(
