@@ -53,7 +53,7 @@ class AllReduceSGDEngine(SGDEngine):
     """Train one copy of the network per rank; all copies are equal at every step.
 
     Every rank of the current communicator calls ``train`` and ``test`` alike, with iterators that give the same number
-    of samples (``DatasetIterator`` does; a DataLoader that torch orders is divided among the ranks, see ``loaders``).
+    of batches (``DatasetIterator`` and ``StreamIterator`` do; a DataLoader that torch orders is divided among the ranks, see ``loaders``).
     With one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``, and ValueError for ``usegpu`` in a
     session without GPUs, or for a ``DatasetIterator`` whose rank and size were taken before ``mpi.start()``, or at
     another level.
@@ -377,8 +377,8 @@ def _check_elastic(state: State, sharded: bool) -> None:
     if not hasattr(iterator, "take_place"):
         raise TypeError(
             f"iterator is a {type(iterator).__name__}, which cannot share the rest of an epoch out among the "
-            "survivors of a death: give a DatasetIterator or a DataLoader without a sampler, or start the job without "
-            "--elastic"
+            "survivors of a death: give a DatasetIterator, a StreamIterator or a DataLoader without a sampler, or "
+            "start the job without --elastic"
         )
     if not iterator.follows_place:
         raise ValueError("the DatasetIterator was given rank= and size=, which change when a rank dies: give none")

@@ -43,7 +43,7 @@ def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
     if not hasattr(dataset, "__len__"):
         raise TypeError(
             f"shard: dataset is a {type(dataset).__name__} without a length, so that it has no indices to share "
-            "out; let its __iter__ give every mpi.size()-th sample, from mpi.rank() on"
+            "out; give it to an engine.StreamIterator"
         )
     if len(dataset) == 0:
         raise ValueError("shard: the dataset is empty: there is nothing to share out")
