@@ -79,8 +79,8 @@ def test_batches_are_those_of_the_datasets_behind_each_other(mpi):
 
 def test_each_source_has_a_thread_of_its_own(mpi):
     parts = datasets()
-    list(DatasetIterator([Source(part) for part in parts], 8, prefetch=0))
-    list(DatasetIterator(parts[0], 8, prefetch=0))  # a single dataset: the thread that iterates
+    list(DatasetIterator([Source(part) for part in parts], 4, prefetch=0, rank=0, size=1))
+    list(DatasetIterator(parts[0], 4, prefetch=0, rank=0, size=1))  # a single dataset: the thread that iterates
     threads = [part.threads for part in parts]
     assert len(threads[0] - {threading.get_ident()}) == 1
     assert threading.get_ident() in threads[0]
@@ -294,10 +294,13 @@ def test_a_source_that_raises_is_named(mpi, options):
     assert "torchmpi_py prefetch" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_leaving_early_ends_all_threads(mpi):
-    for _ in DatasetIterator(sources(), 2):
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_leaving_early_ends_all_threads(mpi, num_workers):
+    iterator = DatasetIterator(sources(num_workers), 2)
+    for _ in iterator:
         break
     assert "torchmpi_py prefetch" not in [thread.name for thread in threading.enumerate()]
+    assert sorted(epoch_of(mpi, iterator)) == list(range(TOTAL))
 
 
 def test_nonsense_is_refused(mpi):

@@ -53,10 +53,10 @@ class AllReduceSGDEngine(SGDEngine):
     """Train one copy of the network per rank; all copies are equal at every step.
 
     Every rank of the current communicator calls ``train`` and ``test`` alike, with iterators that give the same number
-    of batches (``DatasetIterator`` and ``StreamIterator`` do; a DataLoader that torch orders is divided among the ranks, see ``loaders``).
-    With one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``, and ValueError for ``usegpu`` in a
-    session without GPUs, or for a ``DatasetIterator`` whose rank and size were taken before ``mpi.start()``, or at
-    another level.
+    of batches (``DatasetIterator`` and ``StreamIterator`` do; a DataLoader that torch orders is divided, see
+    ``loaders``). With one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``, and ValueError for
+    ``usegpu`` in a session without GPUs, for an iterator whose rank and size were taken before ``mpi.start()`` or at
+    another level, and, on all ranks, for one that iterates over something else on another rank.
 
     usegpu: network, criterion and samples are moved to ``mpi.device()``; the batches of a ``DatasetIterator`` ahead of
         their use, from pinned memory, while the step before is computed.

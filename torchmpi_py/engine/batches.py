@@ -60,7 +60,7 @@ class BatchIterator(ABC):
             name = type(self).__name__
             raise ValueError(
                 f"the {name} was made for rank {self.rank} of {self.size}, but this is rank {rank} of {size}: "
-                "make it after mpi.start(), at the level at which it is used (or give it rank= and size=)"
+                "make it after mpi.start(), at the level at which it is used"
             )
 
     def check_alike(self) -> None:
