@@ -6,7 +6,9 @@ from torchmpi_py.engine.iterators import DatasetIterator
 from torchmpi_py.engine.meters import Accuracy, Average, show_progress
 from torchmpi_py.engine.resume import EndRequests
 from torchmpi_py.engine.sgd import SGDEngine
+from torchmpi_py.engine.sources import Source
 from torchmpi_py.engine.state import Hooks, State
+from torchmpi_py.engine.streams import Shards, StreamIterator, read_tar
 
 __all__ = [
     "Accuracy",
@@ -18,6 +20,10 @@ __all__ = [
     "EndRequests",
     "Hooks",
     "SGDEngine",
+    "Shards",
+    "Source",
     "State",
+    "StreamIterator",
+    "read_tar",
     "show_progress",
 ]

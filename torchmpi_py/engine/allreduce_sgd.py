@@ -37,7 +37,7 @@ from torchmpi_py import nn
 from torchmpi_py.collectives.verbs import allgather_object
 from torchmpi_py.core import communicators, ulfm
 from torchmpi_py.engine import loaders
-from torchmpi_py.engine.iterators import DatasetIterator
+from torchmpi_py.engine.batches import BatchIterator
 from torchmpi_py.engine.sgd import OptimizerLike, SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
@@ -53,10 +53,10 @@ class AllReduceSGDEngine(SGDEngine):
     """Train one copy of the network per rank; all copies are equal at every step.
 
     Every rank of the current communicator calls ``train`` and ``test`` alike, with iterators that give the same number
-    of samples (``DatasetIterator`` does; a DataLoader that torch orders is divided among the ranks, see ``loaders``).
-    With one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``, and ValueError for ``usegpu`` in a
-    session without GPUs, or for a ``DatasetIterator`` whose rank and size were taken before ``mpi.start()``, or at
-    another level.
+    of batches (``DatasetIterator`` and ``StreamIterator`` do; a DataLoader that torch orders is divided, see
+    ``loaders``). With one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``, and ValueError for
+    ``usegpu`` in a session without GPUs, for an iterator whose rank and size were taken before ``mpi.start()`` or at
+    another level, and, on all ranks, for one that iterates over something else on another rank.
 
     usegpu: network, criterion and samples are moved to ``mpi.device()``; the batches of a ``DatasetIterator`` ahead of
         their use, from pinned memory, while the step before is computed.
@@ -109,10 +109,10 @@ class AllReduceSGDEngine(SGDEngine):
         if not process.is_started():
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
         state.iterator = loaders.divided(state.iterator)
-        if isinstance(state.iterator, DatasetIterator):
+        if isinstance(state.iterator, BatchIterator):
             if ulfm.has_lost_ranks():
                 state.iterator.take_place()
-            state.iterator.check_place()
+            state.iterator.check_alike()
         if state.training and ulfm.is_elastic():
             _check_elastic(state, self.sharded)
         with self._on_gpu(state):
@@ -168,7 +168,7 @@ class AllReduceSGDEngine(SGDEngine):
         _check_device()
         for module in state.modules():
             module.to(process.device())
-        iterator = state.iterator if isinstance(state.iterator, DatasetIterator) else None
+        iterator = state.iterator if isinstance(state.iterator, BatchIterator) else None
         given = None if iterator is None else iterator.device
         try:
             if iterator is not None and given is None:
@@ -377,8 +377,8 @@ def _check_elastic(state: State, sharded: bool) -> None:
     if not hasattr(iterator, "take_place"):
         raise TypeError(
             f"iterator is a {type(iterator).__name__}, which cannot share the rest of an epoch out among the "
-            "survivors of a death: give a DatasetIterator or a DataLoader without a sampler, or start the job without "
-            "--elastic"
+            "survivors of a death: give a DatasetIterator, a StreamIterator or a DataLoader without a sampler, or "
+            "start the job without --elastic"
         )
     if not iterator.follows_place:
         raise ValueError("the DatasetIterator was given rank= and size=, which change when a rank dies: give none")

@@ -21,7 +21,7 @@ import torch
 from torchmpi_py.core import backoff, communication_thread, communicators, ulfm
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.engine import outcomes
-from torchmpi_py.engine.iterators import DatasetIterator
+from torchmpi_py.engine.batches import BatchIterator
 from torchmpi_py.engine.state import Hooks, State, modes_restored
 from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.runtime import process
@@ -81,7 +81,7 @@ def _check_iterator(iterator: Any) -> None:
         raise ValueError("evaluator= has a rank of its own, which torchmpirun --elastic cannot replace: leave out one")
     sampler = getattr(iterator, "sampler", None)
     parts = getattr(sampler, "num_replicas", None)
-    if isinstance(iterator, DatasetIterator):
+    if isinstance(iterator, BatchIterator):
         parts = None if iterator.follows_place else iterator.size
     if parts is not None and parts != process.size() - 1:
         raise ValueError(
@@ -131,7 +131,7 @@ def _evaluated(evaluator: Evaluator, state: State) -> Any:
 def _train_for(comm: MPI.Comm, evaluator: int, train: Callable[..., State], hooks: Hooks, state: State) -> State:
     """Train, and send the evaluator what it can take; at the end the last parameters."""
     is_sender = comm.rank == 0
-    if isinstance(state.iterator, DatasetIterator):
+    if isinstance(state.iterator, BatchIterator):
         state.iterator.take_place()
 
     def send_if_ready(now: State) -> None:

@@ -14,13 +14,13 @@ import logging
 from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import ulfm
 from torchmpi_py.engine import samples
+from torchmpi_py.engine.batches import check_equal
 from torchmpi_py.engine.iterators import DatasetIterator
 from torchmpi_py.nn.first_batches import short_digest
 from torchmpi_py.runtime import process
@@ -43,7 +43,7 @@ def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
     if not hasattr(dataset, "__len__"):
         raise TypeError(
             f"shard: dataset is a {type(dataset).__name__} without a length, so that it has no indices to share "
-            "out; let its __iter__ give every mpi.size()-th sample, from mpi.rank() on"
+            "out; give it to an engine.StreamIterator"
         )
     if len(dataset) == 0:
         raise ValueError("shard: the dataset is empty: there is nothing to share out")
@@ -78,10 +78,8 @@ def divided(iterator: Any) -> Any:
             "a DataLoader with batch_size=None gives every rank the same samples, and cannot be divided: give it "
             "sampler=mpi.shard(dataset)"
         )
-    for name in ("batch_size", "shuffle", "drop_last"):
-        values = [getattr(offer, name) for offer in offers]
-        if any(value != values[0] for value in values):
-            raise ValueError(f"the ranks' DataLoaders differ: {name} is {values}; give all ranks the same one")
+    names = ("batch_size", "shuffle", "drop_last")
+    check_equal("DataLoaders", [{name: getattr(offer, name) for name in names} for offer in offers])
     return DividedLoader(iterator, shuffle=offers[0].shuffle, seed=offers[0].seed)
 
 
@@ -100,12 +98,8 @@ class DividedLoader(DatasetIterator):
         self._pieces: list[list[int]] = []
         self.loader = DataLoader(batch_sampler=self._pieces, generator=self._generator, **_kept(loader))
 
-    def __iter__(self) -> Iterator[Any]:
-        place = np.random.SeedSequence((self.seed, self.epoch, self._first, self.rank))
-        self._generator.manual_seed(int(place.generate_state(1)[0]))
-        return super().__iter__()
-
     def _loaded(self, pieces: list[torch.Tensor]) -> Generator[Any, None, None]:
+        self._generator.manual_seed(self._seed_of_workers())
         self._pieces[:] = [piece.tolist() for piece in pieces]
         yield from self.loader
 

@@ -202,6 +202,7 @@ class Saving:
             "buffers": {name: _kept_buffers(module) for name, module in modules},
             "position": state.position,
             "order": samples.order_of(state.iterator),
+            "iterator": samples.place_of(state.iterator),
             "generators": samples.generator_states(state.iterator),
             "epoch_random": state.epoch_random,
             "loss": state.loss.detach().cpu().clone() if isinstance(state.loss, torch.Tensor) else None,
@@ -228,6 +229,7 @@ class Saving:
             if name not in parts["stateful"]:
                 raise ValueError(f"it holds nothing of stateful[{name!r}]")
             part.load_state_dict(parts["stateful"][name])
+        samples.restore_place(state.iterator, parts)
         state.epoch, state.position, state.t = parts["epoch"], parts["position"], parts["t"]
         state.epoch_random = parts["epoch_random"]
         if parts["loss"] is not None:

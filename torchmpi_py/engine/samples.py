@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from torchmpi_py.engine import outcomes
+from torchmpi_py.engine.batches import BatchIterator
 from torchmpi_py.engine.state import State
 
 
@@ -52,33 +53,33 @@ def check_repeatable(iterator: Iterable[Any], maxepoch: int) -> None:
 def of_epoch(state: State) -> Iterator[Any]:
     """The samples of ``state.epoch`` from ``state.position`` on.
 
-    An iterator without ``set_position`` begins its epoch again, and the samples before the position are skipped. It may
-    shuffle by random generators, global or its own: it begins with their states at the begin of the epoch, and the
-    states of now come back afterwards.
+    An iterator without ``set_position`` begins its epoch again, and the samples before the position are skipped. It, or
+    its sampler, may shuffle by random generators, global or its own: it begins with their states at the begin of the
+    epoch, and the states of now come back afterwards.
     """
     iterator = state.iterator
     samplers = [getattr(iterator, name, None) for name in ("sampler", "batch_sampler")]
     for holder in (iterator, *samplers):
         getattr(holder, "set_epoch", _ignore)(state.epoch)
-    if hasattr(iterator, "set_position"):
-        if state.position > 0:
-            iterator.set_position(state.position)
-        return iter(iterator)
     if state.position > 0:
-        return _skipped(state)
-    if state.training:
+        return _resumed(state)
+    if state.training and (samplers[0] is not None or not hasattr(iterator, "set_position")):
         state.epoch_random = {"global": random_states(), "iterator": generator_states(iterator)}
     return iter(iterator)
 
 
-def _skipped(state: State) -> Iterator[Any]:
+def _resumed(state: State) -> Iterator[Any]:
     now, own_now = random_states(), generator_states(state.iterator)
     if state.epoch_random is not None:
         restore_random_states(state.epoch_random["global"])
         restore_generators(state.iterator, state.epoch_random["iterator"])
-    samples = iter(state.iterator)
-    for _ in range(state.position):
-        next(samples, None)
+    if hasattr(state.iterator, "set_position"):
+        state.iterator.set_position(state.position)
+        samples = iter(state.iterator)
+    else:
+        samples = iter(state.iterator)
+        for _ in range(state.position):
+            next(samples, None)
     restore_random_states(now)
     restore_generators(state.iterator, own_now)
     return samples
@@ -91,7 +92,7 @@ def _ignore(epoch: int) -> None:
 def order_of(iterator: Any) -> dict[str, Any]:
     """What the order of samples follows from, as far as it is known; also the batches, where places count batches."""
     if hasattr(iterator, "set_position"):
-        attributes = {"samples": "total", "seed": "seed", "shuffle": "shuffle"}
+        attributes = {"samples": "total", "files": "files", "seed": "seed", "shuffle": "shuffle"}
         order = {word: getattr(iterator, name, None) for word, name in attributes.items()}
         ranks = getattr(iterator, "size", None)
         order["ranks"] = None if ranks == outcomes.size() else ranks  # each rank may have a dataset of its own
@@ -124,6 +125,17 @@ def check_place(iterator: Any, order: dict[str, Any], position: int, size: int) 
             f"the checkpoint is in the middle of an epoch over {_described(order)}; "
             f"this is another order: {_described(now)}"
         )
+
+
+def place_of(iterator: Any) -> dict[str, Any] | None:
+    """What besides the position says where in its epoch the iterator is; None for one that knows nothing of ranks."""
+    return iterator.state_dict() if isinstance(iterator, BatchIterator) else None
+
+
+def restore_place(iterator: Any, parts: dict[str, Any]) -> None:
+    """Let the next epoch of the iterator go on at the place in a checkpoint, if that is in the middle of one."""
+    if parts["position"] > 0 and parts.get("iterator") is not None and isinstance(iterator, BatchIterator):
+        iterator.load_state_dict(parts["iterator"])
 
 
 def _length(sized: Any) -> int | None:

@@ -1,0 +1,364 @@
+"""Streams divided over ranks and workers: every sample once, also where ranks have unequal numbers of them."""
+
+import io
+import logging
+import tarfile
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from torchmpi_py.engine import (
+    AllReduceSGDEngine,
+    Average,
+    DatasetIterator,
+    SGDEngine,
+    Shards,
+    StreamIterator,
+    read_tar,
+    resume,
+)
+from torchmpi_py.engine.streams import Reached, Rest, dealt, left
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more workers than cores
+]
+SIZES = (11, 1, 0, 23, 6, 9, 2)  # samples of each file
+TOTAL = sum(SIZES)
+WAYS = ["files", "iterable"]
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w") as archive:
+        for name, content in members:
+            header = tarfile.TarInfo(name)
+            header.size = len(content)
+            archive.addfile(header, io.BytesIO(content))
+
+
+@pytest.fixture
+def pattern(mpi, folder):
+    """Of tar files, each with so many samples; the first digit of a number is that of its file."""
+    if mpi.rank() == 0:
+        numbers = iter(range(TOTAL))
+        for file, size in enumerate(SIZES):
+            mine = [next(numbers) for _ in range(size)]
+            write_tar(folder / f"data-{file}.tar", [(f"{n:04}.{e}", str(n).encode()) for n in mine for e in ("x", "y")])
+    mpi.barrier()
+    return f"{folder}/data-*.tar"
+
+
+def sample_of(number):
+    return torch.tensor([number % 7, number % 3, 1.0], dtype=torch.float64), torch.tensor([float(number)]).double()
+
+
+def read(path):
+    for sample in read_tar(path):
+        assert sample["x"] == sample["y"]
+        yield sample_of(int(sample["x"]))
+
+
+class Stream(IterableDataset):
+    """All samples, wherever it is iterated; ``fail_at``: none from there on."""
+
+    def __init__(self, total=TOTAL, fail_at=None):
+        self.total, self.fail_at = total, fail_at
+
+    def __iter__(self):
+        for number in range(self.total):
+            if number == self.fail_at:
+                raise LookupError(f"no number {number}")
+            yield sample_of(number)
+
+
+def stream(way, pattern):
+    return Shards(pattern, read) if way == "files" else Stream()
+
+
+def numbers_of(iterator, batch):
+    return batch[1][: iterator.num_samples, 0].int().tolist()
+
+
+def together(mpi, mine):
+    return [number for part in mpi.allgather_object(mine) for number in part]
+
+
+def epoch_of(mpi, iterator):
+    return together(mpi, [number for batch in iterator for number in numbers_of(iterator, batch)])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_sample_once_in_an_epoch(mpi, pattern, way, num_workers):
+    iterator = StreamIterator(stream(way, pattern), 3, num_workers=num_workers, seed=4)
+    epochs = [epoch_of(mpi, iterator) for _ in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(TOTAL))] * 3
+    assert iterator.position == TOTAL
+    assert (epochs[0] != epochs[1]) == (way == "files")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_each_file_is_read_by_one_reader_alone(mpi, pattern, num_workers):
+    iterator = StreamIterator(Shards(pattern, read), 1, num_workers=num_workers)
+    mine = [number for batch in iterator for number in numbers_of(iterator, batch)]
+    starts = [sum(SIZES[:file]) for file in range(len(SIZES))]
+    files = [{number for number in mine if start <= number < start + size} for start, size in zip(starts, SIZES)]  # noqa: B905
+    assert all(len(got) in (0, size) for got, size in zip(files, SIZES, strict=True))
+
+
+def test_every_rank_takes_the_same_steps_with_weights_of_a_mean(mpi, pattern):
+    iterator = StreamIterator(Shards(pattern, read), 4)
+    rows = [(iterator.num_samples, iterator.weight, iterator.position, len(batch[0])) for batch in iterator]
+    position = 0
+    for ranks in zip(*mpi.allgather_object(rows), strict=True):
+        count = sum(row[0] for row in ranks)
+        position += count
+        assert {row[2] for row in ranks} == {position}
+        assert [row[1] for row in ranks] == [row[0] * mpi.size() / count for row in ranks]
+        assert all(row[3] > 0 for row in ranks)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_rest_of_an_epoch(mpi, pattern, way, num_workers):
+    """On the same number of ranks, and on fewer with other workers, twice."""
+
+    def some(iterator):
+        batches = iter(iterator)
+        used = [n for _ in range(2) for n in numbers_of(iterator, next(batches))]
+        state = iterator.state_dict()
+        batches.close()
+        return together(mpi, used), state
+
+    used, state = some(StreamIterator(stream(way, pattern), 3, num_workers=num_workers, seed=2))
+    assert len(used) == state["position"] > 0
+
+    def resumed(num_workers):
+        iterator = StreamIterator(stream(way, pattern), 2, num_workers=num_workers, seed=2)
+        iterator.load_state_dict(state)
+        assert iterator.state_dict() == state
+        return iterator
+
+    assert sorted(used + epoch_of(mpi, resumed(num_workers))) == list(range(TOTAL))
+    few = (mpi.size() + 1) // 2
+    is_few, level, rest = mpi.rank() < few, mpi.push_communicator(mpi.rank() < few), []
+    with mpi.at(level):
+        if is_few:
+            rest = epoch_of(mpi, resumed(2 - num_workers))
+    assert sorted(used + mpi.broadcast_object(rest)) == list(range(TOTAL))
+    if len(used) < TOTAL // 2:
+        more, state = some(resumed(num_workers))
+        last = resumed(num_workers)
+        assert sorted(used + more + epoch_of(mpi, last)) == list(range(TOTAL))
+        assert sorted(epoch_of(mpi, last)) == list(range(TOTAL))  # the next epoch is whole
+
+
+@pytest.mark.parametrize("num_readers", range(1, 12))
+def test_what_is_left_is_what_was_not_read(num_readers):
+    """Pure arithmetic: readers that stop anywhere, whose rests are dealt to others, which stop as well."""
+    generator = torch.Generator().manual_seed(num_readers)
+
+    def drawn(below):
+        return int(torch.randint(below, (), generator=generator))
+
+    for _ in range(30):
+        rests, seen = [Rest(piece, 0) for piece in range(len(SIZES))], []
+        for readers in (num_readers, 1 + drawn(9), 1 + drawn(9), 1):
+            reached, is_last = [], readers == 1
+            for reader in range(readers):
+                place, stop = Reached(0, 0), TOTAL if is_last else drawn(TOTAL)
+                for number, (piece, used) in enumerate(dealt(rests, reader, readers)):
+                    for at in range(used, SIZES[piece]):
+                        if stop:
+                            stop, place = stop - 1, Reached(number, at + 1)
+                            seen.append((piece, at))
+                reached.append(place)
+            rests = left(rests, reached)
+            if is_last:
+                break
+        assert len(seen) == len(set(seen))
+        remaining = {(piece, at) for piece, used in rests for at in range(used, SIZES[piece])}
+        assert sorted(seen + list(remaining)) == [(p, at) for p, size in enumerate(SIZES) for at in range(size)]
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 1).double()
+
+
+def trained(engine, iterator, net=None, **options):
+    net = net or network()
+    state = engine.train(
+        network=net, criterion=torch.nn.MSELoss(), iterator=iterator, lr=1e-4, **{"maxepoch": 2, **options}
+    )
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), state
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("num_workers", "asynchronous"), [(0, False), (0, True), (2, True)])
+def test_training_is_that_of_one_process_on_the_same_global_batches(mpi, pattern, way, num_workers, asynchronous):
+    batches = []
+    engine = AllReduceSGDEngine(asynchronous=asynchronous)
+    engine.hooks.on_sample = lambda state: batches.append(
+        [column[: state.num_samples].tolist() for column in state.sample]
+    )
+    mine, state = trained(engine, StreamIterator(stream(way, pattern), 3, num_workers=num_workers))
+    assert state.t == len(batches)
+    everyone = mpi.allgather_object(batches)
+    merged = [[[x for rank in everyone for x in rank[t][column]] for column in (0, 1)] for t in range(state.t)]
+    alone = [tuple(torch.tensor(column, dtype=torch.float64) for column in batch) for batch in merged]
+    assert sum(len(x) for x, _ in alone) == 2 * TOTAL
+    one, _ = trained(SGDEngine(), alone, maxepoch=1)
+    torch.testing.assert_close(mine, one, rtol=1e-9, atol=1e-9)
+
+
+def test_a_test_counts_each_sample_once(mpi, pattern):
+    net, loss, engine = network(), Average(), AllReduceSGDEngine()
+    engine.hooks.on_forward_criterion = lambda state: loss.add(state.loss, state.num_samples)
+    engine.test(network=net, criterion=torch.nn.MSELoss(), iterator=StreamIterator(Shards(pattern, read), 4))
+    inputs, targets = (torch.stack(column) for column in zip(*Stream(), strict=True))
+    assert loss.reduced() == pytest.approx(torch.nn.functional.mse_loss(net(inputs), targets).item())
+
+
+class Killed(Exception):
+    """Stands for a kill, in between steps, on all ranks."""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_in_the_middle_of_an_epoch(mpi, pattern, folder, way, num_workers):
+    """Resumed on the same ranks, and then on fewer: each epoch uses every sample once."""
+    used = []
+
+    def run(killed_at, num_workers):
+        def on_update(state):
+            used.append((state.epoch, together(mpi, state.sample[1][: state.num_samples, 0].int().tolist())))
+            if state.t == killed_at:
+                raise Killed
+
+        resume.completed.clear()
+        engine = AllReduceSGDEngine()
+        engine.hooks.on_update = on_update
+        iterator = StreamIterator(stream(way, pattern), 2, num_workers=num_workers, seed=1)
+        trained(engine, iterator, checkpoint=folder / "runs", every=1)
+
+    for killed_at in (2, 4):
+        with pytest.raises(Killed):
+            run(killed_at, num_workers)
+        used.pop()  # it was not saved
+    few = (mpi.size() + 1) // 2
+    is_few, level = mpi.rank() < few, mpi.push_communicator(mpi.rank() < few)
+    with mpi.at(level):
+        if is_few:
+            run(None, 2 - num_workers)
+    used = mpi.broadcast_object(used)
+    for epoch in (0, 1):
+        assert sorted(number for e, numbers in used if e == epoch for number in numbers) == list(range(TOTAL))
+
+
+def test_a_checkpoint_of_other_files_is_refused(mpi, pattern, folder):
+    engine = AllReduceSGDEngine()
+
+    def on_update(state):
+        if state.t == 2:
+            raise Killed
+
+    engine.hooks.on_update = on_update
+    options = {"checkpoint": folder / "runs", "every": 1}
+    with pytest.raises(Killed):
+        trained(engine, StreamIterator(Shards(pattern, read), 1), **options)
+    fewer = Shards(pattern.replace("*", "[3-6]"), read)
+    resume.completed.clear()
+    with pytest.raises(ValueError, match=r"in the middle of an epoch over files .*; this is another order: files"):
+        trained(engine, StreamIterator(fewer, 1), **options)
+    with pytest.raises(ValueError, match="position=2: a stream goes on from a state alone"):
+        StreamIterator(fewer, 1).set_position(2)
+    with pytest.raises(ValueError, match="of a stream of other files"):
+        StreamIterator(fewer, 1).load_state_dict(StreamIterator(Shards(pattern), 1).state_dict())
+
+
+@pytest.mark.parametrize("way", ["one file", "one sample"])
+def test_readers_without_anything_to_read(mpi, pattern, way, caplog):
+    caplog.set_level(logging.WARNING, "torchmpi_py")
+    one = Shards(pattern.replace("*", "3"), read) if way == "one file" else Stream(1)
+    iterator = StreamIterator(one, 2, num_workers=2)
+    for _ in range(2):
+        assert len(epoch_of(mpi, iterator)) == (23 if way == "one file" else 1)
+    trained(AllReduceSGDEngine(), iterator)
+    expected = f"1 files for {2 * mpi.size()} readers ({mpi.size()} ranks, num_workers=2)"
+    assert [record.getMessage()[: len(expected)] for record in caplog.records] == [expected] * 2 * (
+        mpi.rank() == 0 and way == "one file"
+    )
+
+
+def test_an_empty_stream_has_no_steps(mpi):
+    assert list(StreamIterator(Stream(0), 2)) == []
+
+
+def test_a_stand_in_is_not_what_the_loop_has_made_of_a_batch(mpi, pattern):
+    """0 times what a batch becomes when it is scaled in every step would not be 0."""
+    engine = AllReduceSGDEngine()
+    engine.hooks.on_sample = lambda state: state.sample[0].mul_(1e200)
+    net = network()
+    iterator = StreamIterator(Shards(pattern, read), 2)
+    engine.train(network=net, criterion=lambda o, t: (o * 1e-200).mean(), iterator=iterator, lr=1e-3)
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"num_workers": 1}])
+def test_what_raises_on_one_rank_is_raised_on_all(mpi, pattern, options):
+    last = mpi.size() - 1
+    fails = Stream(TOTAL, fail_at=20 if mpi.rank() == last else None)
+    with pytest.raises(RuntimeError, match=rf"(?s)the stream cannot be read: rank {last}: LookupError: .*no number 20"):
+        list(StreamIterator(fails, 1, **options))
+
+
+def test_a_damaged_file_is_named(mpi, pattern, folder):
+    if mpi.rank() == 0:
+        path = folder / "data-3.tar"
+        path.write_bytes(path.read_bytes()[:7000])
+    mpi.barrier()
+    with pytest.raises(RuntimeError, match=r"(?s)rank \d: RuntimeError: .*data-3.tar: "):
+        list(StreamIterator(Shards(pattern, read), 2))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_streams_that_differ_are_refused_on_all_ranks(mpi, pattern):
+    files = Shards(pattern).files
+    mine = files[:-1] if mpi.rank() == 1 else files
+    with pytest.raises(ValueError, match=r"StreamIterators differ: number of files is \[7, 6.*\]"):
+        iter(StreamIterator(Shards(mine), 2))
+    for name, value in (("batch_size", 3 + mpi.rank()), ("seed", mpi.rank()), ("num_workers", mpi.rank() % 2)):
+        with pytest.raises(ValueError, match=rf"{name} is \["):
+            iter(StreamIterator(Shards(files), **{"batch_size": 2, name: value}))
+    iterator = StreamIterator(Shards(files, read), 2)
+    with pytest.raises(ValueError, match="was made for rank"), mpi.at(mpi.push_communicator(mpi.rank())):
+        iter(iterator)
+
+
+def test_tar_files(mpi, tmp_path):
+    path = tmp_path / "some.tar"
+    write_tar(path, [("a/01.seg.png", b"1"), ("a/01.cls", b"2"), ("b/01.cls", b"3"), ("README", b"4")])
+    assert list(read_tar(path)) == [
+        {"__key__": "a/01", "seg.png": b"1", "cls": b"2"},
+        {"__key__": "b/01", "cls": b"3"},
+        {"__key__": "README", "": b"4"},
+    ]
+    assert len(list(Shards([path, path]))) == 6
+    write_tar(path, [("01.cls", b"1"), ("01.cls", b"2")])
+    with pytest.raises(ValueError, match=r"01.cls occurs twice"):
+        list(read_tar(path))
+
+
+def test_nonsense_is_refused(mpi, tmp_path):
+    with pytest.raises(ValueError, match="there is no such file"):
+        Shards(f"{tmp_path}/*.tar")
+    with pytest.raises(TypeError, match="stream is a list"):
+        StreamIterator([1], 2)
+    with pytest.raises(TypeError, match="a stream goes into a StreamIterator"):
+        DatasetIterator(Stream(), 2)
+    for name in ("batch_size", "seed", "prefetch", "num_workers"):
+        with pytest.raises(ValueError, match=f"{name}=-1"):
+            StreamIterator(Stream(), **{"batch_size": 1, name: -1})

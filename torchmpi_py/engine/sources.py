@@ -1,0 +1,189 @@
+"""Sources: datasets that are read together, each ahead of its use, at its own pace and by readers of its own.
+
+An epoch goes through all sources in one order: the indices of a source follow those of the source before, as in torch's
+ConcatDataset. A batch holds samples of any of them. Every source reads its samples of the next batches in a thread, or
+in worker processes, so that a slow database works ahead while files are read, and does not hold them up before its
+own queue is empty.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+
+T = TypeVar("T")
+
+_END = object()  # behind the last item of a queue
+
+
+def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
+    """The same items; a daemon thread computes up to ``depth`` of them ahead, 0: no thread.
+
+    Closing the generator ends the thread: at once, or when the item under construction is done. An exception from
+    ``items`` is raised here, in its place in the sequence, with its own traceback.
+    """
+    if depth == 0:
+        yield from items
+        return
+    ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
+    stopped = threading.Event()
+    thread = threading.Thread(target=_fill, args=(items, ready, stopped), name="torchmpi_py prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not _END:
+            if isinstance(item, _Raised):
+                raise item.error
+            yield item
+    finally:
+        stopped.set()
+        # The thread puts at most one item after the event is set: an emptied queue has room for it.
+        while not ready.empty():
+            ready.get_nowait()
+        thread.join()
+
+
+class _Raised(NamedTuple):
+    error: BaseException
+
+
+def _fill(items: Iterable[Any], ready: queue.Queue[Any], stopped: threading.Event) -> None:
+    try:
+        for item in items:
+            ready.put(item)
+            if stopped.is_set():
+                return
+        ready.put(_END)
+    except BaseException as error:  # raised again in the loop that uses the items
+        ready.put(_Raised(error))
+
+
+def items_of(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    """The samples; in one call if the dataset offers that (torch's own protocol for batched fetching)."""
+    if callable(getattr(dataset, "__getitems__", None)):
+        return list(dataset.__getitems__(indices))
+    return [dataset[index] for index in indices]
+
+
+class Source:
+    """One of several datasets of a ``DatasetIterator``, and how it is read.
+
+    dataset: has a length and is indexed by integers. prefetch: the number of batches whose samples are read ahead (0:
+    inline, without a thread; with workers: for each of them). num_workers: processes that read, as those of torch's
+    DataLoader, each with its copy of the dataset; 0: one thread of this process. multiprocessing_context: how they are
+    started, as in torch ("fork", "spawn", "forkserver"; None: Python's default). They are started at the first epoch,
+    by the thread that iterates, and kept.
+
+    A database is opened by its reader, at the first sample, and not where the dataset is made: an open LMDB environment
+    can be neither pickled nor taken along by a fork. Raises TypeError for a dataset without length and indexing,
+    ValueError for an empty one and for numbers below 0.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        prefetch: int = 2,
+        num_workers: int = 0,
+        multiprocessing_context: Any = None,
+    ) -> None:
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise TypeError(f"Source: dataset is a {type(dataset).__name__}; it must have a length and be indexed")
+        self.dataset: Any = dataset
+        self.prefetch = at_least(0, "prefetch", prefetch)
+        self.num_workers = at_least(0, "num_workers", num_workers)
+        self._pieces: list[list[int]] = []  # of the epoch under way: the indices of each batch that has some
+        self._generator = torch.Generator()
+        self._loader: DataLoader[Any] | None = None
+        if num_workers > 0:
+            self._loader = DataLoader(
+                dataset,
+                batch_sampler=self._pieces,
+                num_workers=num_workers,
+                prefetch_factor=max(1, prefetch),
+                collate_fn=list,
+                generator=self._generator,
+                multiprocessing_context=multiprocessing_context,
+                persistent_workers=True,
+            )
+
+    def read(self, pieces: list[list[int]], seed: int) -> Generator[list[Any], None, None]:
+        """The samples of each piece, in turn, read ahead. The thread or the workers begin here."""
+        if self._loader is None:
+            # An item in front, so that the thread begins now, and not when the first sample is asked for.
+            reader = prefetched(chain([[]], (items_of(self.dataset, piece) for piece in pieces)), self.prefetch)
+            next(reader)
+            return reader
+        self._pieces[:] = pieces
+        self._generator.manual_seed(seed)
+        return _each(iter(self._loader))
+
+
+class Sources(ConcatDataset[Any]):
+    """Several datasets as one, of which each batch is read by all sources at the same time."""
+
+    def __init__(self, sources: Sequence[Source | Dataset[Any]]) -> None:
+        self.sources = [each if isinstance(each, Source) else Source(each) for each in sources]
+        for number, source in enumerate(self.sources):
+            if len(source.dataset) == 0:
+                raise ValueError(f"{self.name(number)} is empty: leave it out, or look where its samples are")
+        super().__init__([source.dataset for source in self.sources])
+
+    def name(self, number: int) -> str:
+        """The source in an error: "source 1 (ImageFolder)"."""
+        return f"source {number} ({type(self.sources[number].dataset).__name__})"
+
+    def read(self, pieces: list[torch.Tensor], seed: int) -> Generator[list[Any], None, None]:
+        """The samples of each piece of the epoch's order, in turn. The readers begin here; closing ends them.
+
+        RuntimeError, with the number of the source, where a source raises.
+        """
+        indices = [piece.numpy() for piece in pieces]
+        owners = [np.searchsorted(self.cumulative_sizes, piece, "right") for piece in indices]
+        starts = [0, *self.cumulative_sizes]
+
+        def of_source(number: int) -> list[list[int]]:
+            found = [piece[owner == number] for piece, owner in zip(indices, owners, strict=True)]
+            return [(piece - starts[number]).tolist() for piece in found if len(piece)]
+
+        # Processes first: a fork in the presence of threads that hold locks is a trap.
+        by_processes_first = sorted(range(len(self.sources)), key=lambda number: -self.sources[number].num_workers)
+        readers = {number: self.sources[number].read(of_source(number), seed + number) for number in by_processes_first}
+        return self._merged(owners, [readers[number] for number in range(len(readers))])
+
+    def _merged(
+        self, owners: list[np.ndarray[Any, Any]], readers: list[Generator[list[Any], None, None]]
+    ) -> Generator[list[Any], None, None]:
+        with ExitStack() as stack:
+            named = [stack.enter_context(closing(self._named(n, reader))) for n, reader in enumerate(readers)]
+            for owner in owners:
+                parts = {number: iter(next(named[number])) for number in np.unique(owner)}
+                yield [next(parts[number]) for number in owner]
+
+    def _named(self, number: int, reader: Generator[list[Any], None, None]) -> Generator[list[Any], None, None]:
+        with closing(reader):
+            try:
+                yield from reader
+            except Exception as error:
+                text = f"{self.name(number)} cannot be read: {type(error).__name__}: {error}"
+                raise RuntimeError(text) from error
+
+
+def _each(items: Iterator[T]) -> Generator[T, None, None]:
+    yield from items
+
+
+def at_least(least: int, name: str, value: int) -> int:
+    """The value. TypeError if it is no integer, ValueError if it is below ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} must be an integer")
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")
+    return value
