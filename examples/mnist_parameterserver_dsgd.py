@@ -50,8 +50,8 @@ engine.train(
     maxepoch=options.epochs,
 )
 
-mpinn.check_with_allreduce(network)
 accuracy = curve.end()
+mpinn.check_with_allreduce(network)
 if mpi.rank() == 0:
     print(f"parameters are bit-identical on all {mpi.size()} ranks")
     print(f"accuracy {100 * accuracy:.2f} %")

@@ -69,8 +69,8 @@ with mpi.at(level):  # the engine averages over the ranks of the current level: 
 # The result is the centre, when all ranks are done.
 update.take_result()
 
-mpinn.check_with_allreduce(network)
 accuracy = curve.end()
+mpinn.check_with_allreduce(network)
 if mpi.rank() == 0:
     moved = (parameters_to_vector(network.parameters()) - seeded).norm().item()
     print(f"{update.num_workers} workers, the first of {members} ranks")

@@ -32,6 +32,7 @@ engine.train(
     maxepoch=options.epochs,
 )
 mpi.barrier()
+accuracy = curve.end()
 
 mpinn.check_with_allreduce(network)
 bias = network[-1].bias.detach()
@@ -39,7 +40,6 @@ if mpi.rank() == mpi.size() - 1:
     bias += 1  # which all ranks see, and which changes no decision
 mpi.barrier()
 mpinn.check_with_allreduce(network)
-accuracy = curve.end()
 if mpi.rank() == 0:
     print(f"accuracy {100 * accuracy:.2f} % with the weights that all ranks share")
 mpi.stop()

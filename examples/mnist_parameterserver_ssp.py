@@ -60,8 +60,8 @@ engine.train(
 # The result is what the server holds when all ranks are done.
 update.take_result()
 
-mpinn.check_with_allreduce(network)
 accuracy = curve.end()
+mpinn.check_with_allreduce(network)
 largest_lead = mpi.allreduce(largest_lead, op="max")
 if mpi.rank() == 0:
     print(f"accuracy {100 * accuracy:.2f} % with the server's parameters")

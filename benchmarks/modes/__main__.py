@@ -16,24 +16,29 @@ import dataclasses
 import datetime as dt
 import json
 import os
+import resource
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import page
 from table import MODES, TWIN, Mode
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 COUNTED = Path(__file__).with_name("counted.py")
+FIRST_SEED = 1111
+TIME_LIMIT_SECONDS = 300
 FORMAT = "benchmarks/modes 2"
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training: mode ("" with ``command`` for a twin), and after each epoch and at the end seconds and accuracy."""
+    """One training of a mode or a twin: after each epoch and at the end, seconds and accuracy."""
 
     mode: str
     seed: int
@@ -44,24 +49,42 @@ class Run:
 
 
 def main() -> int:
-    """Run all, write the results; 1 if a mode is further from its twin than it may be."""
+    """Run all, write the results; 1 if a command failed, or a mode is further from its twin than it may be."""
     options = parse(sys.argv[1:])
     begin, facts = time.monotonic(), page.facts()
-    twins = sorted({mode.twin for mode in options.modes})
-    with tempfile.TemporaryDirectory() as folder:
-        runs = []
-        for seed in range(1111, 1111 + options.seeds):
-            runs += [run_twin(twin, seed, options, Path(folder)) for twin in twins]
-            runs += [run(mode, seed, 0.0, options, Path(folder)) for mode in options.modes]
-        if options.pause:
-            runs += [run(mode, 1111, options.pause, options, Path(folder)) for mode in options.modes]
+    runs, planned = [], list(schedule(options))
+    for name, command, seed, pause in planned:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                runs.append(run(name, command, seed, pause, options, Path(folder)))
+            except subprocess.SubprocessError as error:
+                print(f"{error}\n{getattr(error, 'stdout', '')}", file=sys.stderr, flush=True)
+            except KeyboardInterrupt:
+                print("interrupted: what is there is written", file=sys.stderr)
+                break
+    done = {one.mode for one in runs if not one.pause_seconds}
     report = page.Report(
         settings={name: getattr(options, name) for name in ("ranks", "epochs", "seeds", "batch", "pause")},
-        facts=facts | {"load at the end": page.facts()["load"], "minutes": f"{(time.monotonic() - begin) / 60:.1f}"},
-        modes=[dataclasses.asdict(mode) for mode in options.modes],
+        facts=facts
+        | {"load at the end": page.facts()["load"], "runs": f"{len(runs)} of {len(planned)}"}
+        | minutes_since(begin),
+        modes=[dataclasses.asdict(mode) for mode in options.modes if {mode.name, page.twin_name(mode.twin)} <= done],
         runs=[dataclasses.asdict(one) for one in runs],
     )
-    return publish(report, options)
+    publish(report, options)
+    far = [row.name for row in page.rows(report) if abs(row.gain) > page.LARGEST_GAIN]
+    if far:
+        print(f"more than {page.LARGEST_GAIN} points from the twin: {', '.join(far)}", file=sys.stderr)
+    return 1 if far or len(runs) < len(planned) else 0
+
+
+def minutes_since(begin: float) -> dict[str, str]:
+    """How long all took, and the cores' time in it, which is the same beside other jobs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "minutes": f"{(time.monotonic() - begin) / 60:.1f}",
+        "minutes of cores": f"{(used.ru_utime + used.ru_stime) / 60:.1f}",
+    }
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -91,43 +114,41 @@ def modes_by_name(text: str) -> list[Mode]:
     return [known[name] for name in text.split(",")]
 
 
-def run_twin(twin: str, seed: int, options: argparse.Namespace, folder: Path) -> Run:
-    """A training in one process."""
-    command = [sys.executable, str(ROOT / "examples" / TWIN), *shlex.split(twin)]
-    return measured(f"twin {twin}".rstrip(), command, seed, 0.0, options, folder)
+def schedule(options: argparse.Namespace) -> Iterator[tuple[str, list[str], int, float]]:
+    """(name, command, seed, pause) of each run: even ones seed by seed, then the paused ones. The twins come first."""
+    for seed in range(FIRST_SEED, FIRST_SEED + options.seeds):
+        for twin in sorted({mode.twin for mode in options.modes}):
+            yield page.twin_name(twin), [sys.executable, f"{EXAMPLES / TWIN}", *shlex.split(twin)], seed, 0.0
+        for mode in options.modes:
+            yield mode.name, launched(mode, options.ranks), seed, 0.0
+    for mode in options.modes if options.pause else ():
+        yield mode.name, launched(mode, options.ranks), FIRST_SEED, options.pause
 
 
-def run(mode: Mode, seed: int, pause: float, options: argparse.Namespace, folder: Path) -> Run:
-    """A training of a mode."""
-    launcher = [str(Path(sys.executable).with_name("torchmpirun")), "-n", str(options.ranks), str(COUNTED), str(folder)]
-    words = shlex.split(mode.options.replace("runs", str(folder / f"{mode.name}-{seed}-{pause}")))
-    command = [*launcher, str(ROOT / "examples" / mode.program), *words]
-    return measured(mode.name, command, seed, pause, options, folder)
+def launched(mode: Mode, num_ranks: int) -> list[str]:
+    """The command of a mode, whose ranks count bytes and leave them in the working directory."""
+    torchmpirun = Path(sys.executable).with_name("torchmpirun")
+    command = [torchmpirun, "-n", num_ranks, COUNTED, EXAMPLES / mode.program, *shlex.split(mode.options)]
+    return [str(word) for word in command]
 
 
-def measured(name: str, command: list[str], seed: int, pause: float, options: argparse.Namespace, folder: Path) -> Run:
-    """Run a command, and read what it has left in ``folder``. SystemExit, with its output, if it fails."""
-    curve = folder / "curve.json"
-    for left in folder.glob("bytes-*"):
-        left.unlink()
-    common = f"--epochs {options.epochs} --batch {options.batch} --seed {seed} --pause {pause} --curve {curve}"
+def run(name: str, command: list[str], seed: int, pause: float, options: argparse.Namespace, folder: Path) -> Run:
+    """Run a command in ``folder``, and read what it leaves there. SubprocessError if it fails."""
+    common = f"--epochs {options.epochs} --batch {options.batch} --seed {seed} --pause {pause} --curve curve.json"
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *common.split()], env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-        timeout=300,
+    subprocess.run(
+        [*command, *common.split()], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, check=True, timeout=TIME_LIMIT_SECONDS,
     )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(command)} failed:\n{done.stdout}{done.stderr}")
-    points = json.loads(curve.read_text())
-    sent = [json.loads(left.read_text()) for left in folder.glob("bytes-*")]
-    num_bytes = sum(sum(one.values()) for one in sent) / options.ranks
+    points = json.loads((folder / "curve.json").read_text())
+    num_bytes = sum(json.loads(file.read_text()) for file in folder.glob("bytes-*")) / options.ranks
     print(f"{name:24} seed {seed}, {points['seconds'][-1]:6.2f} s, {100 * points['accuracy'][-1]:6.2f} %", flush=True)
     return Run(name, seed, pause, points["seconds"], points["accuracy"], num_bytes)
 
 
-def publish(report: page.Report, options: argparse.Namespace) -> int:
-    """Write the results; 1 if a mode is further from its twin than it may be."""
+def publish(report: page.Report, options: argparse.Namespace) -> None:
+    """Store the report and the picture, show the table, and put it into the page if there is one."""
     name = f"modes_{options.ranks}ranks_{dt.datetime.now(dt.timezone.utc):%Y%m%d}"
     options.out.mkdir(parents=True, exist_ok=True)
     stored = {"format": FORMAT} | dataclasses.asdict(report)
@@ -137,10 +158,6 @@ def publish(report: page.Report, options: argparse.Namespace) -> int:
     if options.docs:
         page.insert(report, options.docs, options.out / f"{name}.png")
     print(page.table(report))
-    far = [row.name for row in page.rows(report) if abs(row.gain) > page.LARGEST_GAIN]
-    if far:
-        print(f"more than {page.LARGEST_GAIN} points from the twin: {', '.join(far)}", file=sys.stderr)
-    return 1 if far else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""A program on this rank, and the bytes that this rank sends: torchmpirun -n 4 counted.py FOLDER PROGRAM OPTIONS...
+"""A program on this rank, and the bytes that this rank sends: torchmpirun -n 4 counted.py PROGRAM OPTIONS...
 
 Bytes are those of the algorithm, whatever memory they pass through: of a collective the least that ranks send for it,
-mean over the ranks; of a parameter server what goes to or comes from the shards of other ranks. The counter stands
+mean over the ranks; of a parameter server what goes to or comes from the shards of other ranks. Each rank leaves their
+sum in the working directory, in a file ``bytes-RANK-...``. The counter stands
 where a trace (``torchmpirun --profile``) would be recorded, and costs about a microsecond per operation. The clocks of
 bounded staleness are not counted, nor what the launcher and the watchdog send.
 """
@@ -46,12 +47,11 @@ SENT_BY_EACH = {
 class Counter:
     """What takes the place of a trace between ``start`` and ``stop``; written by ``stop``."""
 
-    folder = Path()
     servers: list[ParameterServer] = []
     numbers = itertools.count()
 
     def __init__(self, world: Communicator) -> None:
-        self.file = self.folder / f"bytes-{world.rank}-{next(self.numbers)}"
+        self.file = Path(f"bytes-{world.rank}-{next(self.numbers)}").absolute()
         self.num_ranks = world.size
         self.sent: list[float] = []  # several threads append
 
@@ -72,13 +72,12 @@ class Counter:
         """Store the sum. A server that spans ``num_ranks`` has but one part of what is exchanged on this rank."""
         exchanged = sum(server.num_bytes_sent + server.num_bytes_received for server in self.servers)
         through_servers = exchanged * (self.num_ranks - 1) / self.num_ranks
-        self.file.write_text(json.dumps({"verbs": sum(self.sent), "servers": through_servers}))
+        self.file.write_text(json.dumps(sum(self.sent) + through_servers))
 
 
 def main() -> None:
     """Run the program of the command line."""
-    folder, program, *words = sys.argv[1:]
-    Counter.folder = Path(folder)
+    program, *words = sys.argv[1:]
     make = ParameterServer.__init__
 
     def remembered(server: ParameterServer, *arguments: Any) -> None:

@@ -61,7 +61,7 @@ def rows(report: Report) -> list[Row]:
 def _row(report: Report, mode: Mapping[str, str]) -> Row:
     even, paused = report.of(mode["name"]), report.of(mode["name"], paused=True)
     accuracy = 100 * statistics.mean(run["accuracy"][-1] for run in even)
-    twin = 100 * statistics.mean(run["accuracy"][-1] for run in report.of(twin_of(mode)))
+    twin = 100 * statistics.mean(run["accuracy"][-1] for run in report.of(twin_name(mode["twin"])))
     command = f"torchmpirun -n {report.settings['ranks']} examples/{mode['program']} {mode['options']}".rstrip()
     return Row(
         mode["name"],
@@ -75,9 +75,9 @@ def _row(report: Report, mode: Mapping[str, str]) -> Row:
     )
 
 
-def twin_of(mode: Mapping[str, str]) -> str:
-    """The name under which the runs of a mode's twin are stored."""
-    return f"twin {mode['twin']}".rstrip()
+def twin_name(options: str) -> str:
+    """The name under which the runs of the twin with these options are stored."""
+    return f"twin {options}".rstrip()
 
 
 def table(report: Report) -> str:
@@ -115,7 +115,8 @@ def insert(report: Report, docs: Path, picture: Path) -> None:
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     shown = f"![accuracy against seconds]({os.path.relpath(picture, docs.parent)})"
-    docs.write_text(f"{before}{BEGIN}{table(report)}\n\n{shown}\n{END}{after}")
+    told = ", ".join(f"{name}: {fact}" for name, fact in (report.facts | _told(report.settings)).items())
+    docs.write_text(f"{before}{BEGIN}{table(report)}\n\nOf this run: {told}.\n\n{shown}\n{END}{after}")
 
 
 def draw(report: Report, file: Path) -> None:
@@ -128,7 +129,7 @@ def draw(report: Report, file: Path) -> None:
     panels = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False).flatten()
     for panel, mode in zip(panels, report.modes, strict=False):
         for name, paused, style in (
-            (twin_of(mode), False, {"color": "0.7", "label": "one process"}),
+            (twin_name(mode["twin"]), False, {"color": "0.7", "label": "one process"}),
             (mode["name"], False, {"color": "C0", "label": "even"}),
             (mode["name"], True, {"color": "C3", "linestyle": "--", "label": "the last rank pauses"}),
         ):
