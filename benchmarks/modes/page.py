@@ -140,6 +140,7 @@ def draw(report: Report, file: Path) -> None:
     for panel in panels[len(report.modes) :]:
         panel.set_visible(False)
     panels[0].set_ylim(50, 100)
+    panels[0].set_xscale("log")  # on all, as they share it
     figure.supxlabel("seconds of training")
     figure.supylabel("accuracy on the test set, %")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
