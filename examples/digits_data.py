@@ -1,15 +1,41 @@
-"""What the examples share: the data sets, a small network for them, and how well it does.
+"""What the examples share: options, the data sets, a small network for them, and how well it does over time.
 
 The digits come with scikit-learn: 1797 images of 8 x 8 pixels. With a directory, MNIST is read from it: the four idx
 files under their own names, plain or gzipped.
 """
 
+import argparse
 import gzip
+import json
 import math
+import os
 import pathlib
+import time
 
 import torch
 from torch.utils.data import TensorDataset
+
+
+def parser(description):
+    """The options of every example; an example adds its own."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--data", help="directory of MNIST's idx files; default: scikit-learn's digits")
+    options.add_argument("--epochs", type=int, default=25)
+    options.add_argument("--seed", type=int, default=1111)
+    options.add_argument("--batch", type=int, default=60, help="samples per step, over all ranks; rounded up")
+    options.add_argument("--lr", type=float, default=0.1)
+    options.add_argument("--pause", type=float, default=0.0, help="seconds that the last rank sleeps in every step")
+    options.add_argument("--curve", help="file for seconds and accuracy after each epoch, as JSON")
+    return options
+
+
+def prepare(options):
+    """(training set, test set, network) for these options; the network is the same on every rank."""
+    if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets it: cores / ranks
+        torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
+    train_set, test_set = load(options.data)
+    return train_set, test_set, conv_net(image_size=train_set.tensors[0].shape[-1])
 
 
 def load(directory=None):
@@ -72,3 +98,53 @@ def accuracy(network, test_set):
     images, labels = test_set.tensors
     with torch.no_grad():
         return (network(images).argmax(1) == labels).double().mean().item()
+
+
+class Curve:
+    """Accuracy over time, on every rank: for ``--curve``, which rank 0 writes. ``--pause`` acts here too.
+
+    Seconds count from the first step, without those that the tests after each epoch take. A network that is divided
+    among the ranks brings an ``evaluate`` of its own, which all of them call.
+    """
+
+    def __init__(self, options, network, test_set, evaluate=accuracy):
+        self.file, self.network, self.test_set, self.evaluate = options.curve, network, test_set, evaluate
+        rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.is_writer = rank == 0
+        self.pause = options.pause if rank == num_ranks - 1 else 0.0
+        self.begin = None
+        self.points = []
+
+    def follow(self, engine):
+        """Watch the training of an engine."""
+        engine.hooks.on_sample = lambda state: state.training and self.step()
+        engine.hooks.on_end_epoch = lambda state: self.end_epoch()
+
+    def steps(self, batches):
+        """The batches of an epoch, for a loop of one's own."""
+        for batch in batches:
+            self.step()
+            yield batch
+        self.end_epoch()
+
+    def step(self):
+        """A step begins."""
+        if self.begin is None:
+            self.begin = time.perf_counter()
+        time.sleep(self.pause)
+
+    def end_epoch(self):
+        """Test what there is after an epoch, if it is to be written."""
+        if self.file:
+            seconds = time.perf_counter() - self.begin
+            self.points.append((seconds, self.evaluate(self.network, self.test_set)))
+            self.begin = time.perf_counter() - seconds
+
+    def end(self):
+        """The accuracy of the result."""
+        seconds = time.perf_counter() - self.begin
+        result = self.evaluate(self.network, self.test_set)
+        if self.file and self.is_writer:
+            seconds, accuracies = zip(*self.points, (seconds, result), strict=True)
+            pathlib.Path(self.file).write_text(json.dumps({"seconds": seconds, "accuracy": accuracies}))
+        return result

@@ -1,15 +1,11 @@
-"""Digit recognition by a loop of one's own: averaged gradients, divided state, or parameters averaged now and then.
+"""Digit recognition by a loop of one's own: any torch optimizer, with averaged gradients or divided state.
 
     torchmpirun -n 4 examples/digits_own_loop.py
-    torchmpirun -n 4 examples/digits_own_loop.py --sharded --clip 1.0
-    torchmpirun -n 4 examples/digits_own_loop.py --local-steps 8
-    torchmpirun -n 4 examples/digits_own_loop.py --gossip ring
+    torchmpirun -n 4 examples/digits_own_loop.py --compression powersgd
+    torchmpirun -n 4 examples/digits_own_loop.py --sharded --placement round_robin --clip 1.0
 
 Every rank has the samples whose number leaves its rank as the remainder: some have one batch more, and nobody waits.
 """
-
-import argparse
-import os
 
 import digits_data
 import torch
@@ -27,47 +23,34 @@ COMPRESSIONS = {
     "randomk": lambda: optim.compression.RandomK(0.25),
     "powersgd": lambda: optim.compression.PowerSGD(2),
 }
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--data", help="directory of MNIST's idx files; default: scikit-learn's digits")
-parser.add_argument("--epochs", type=int, default=10)
-parser.add_argument("--seed", type=int, default=1111)
-parser.add_argument("--batch", type=int, default=15, help="samples per step and rank")
-parser.add_argument("--lr", type=float, default=0.002)
+parser = digits_data.parser(__doc__)
+parser.set_defaults(lr=0.002)  # Adam's
 parser.add_argument("--clip", type=float, help="largest norm of the gradients")
 parser.add_argument("--compression", choices=COMPRESSIONS, default="none")
 parser.add_argument("--sharded", action="store_true", help="divide Adam's state among the ranks")
-parser.add_argument("--local-steps", type=int, help="steps of each rank's own between averages of parameters")
-parser.add_argument("--gossip", choices=["ring", "random"], help="average parameters with partners, after each step")
+parser.add_argument("--placement", choices=["size", "round_robin", "hash"], default="size", help="who owns what")
 options = parser.parse_args()
 
-if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets it: cores / ranks
-    torch.set_num_threads(1)
-
 mpi.start()
-torch.manual_seed(options.seed)
-train_set, test_set = digits_data.load(options.data)
-averages = not (options.sharded or options.local_steps or options.gossip)
-count = len(train_set) if averages else len(train_set) // mpi.size() * mpi.size()
+train_set, test_set, network = digits_data.prepare(options)
+count = len(train_set) // mpi.size() * mpi.size() if options.sharded else len(train_set)
 own = Subset(train_set, range(mpi.rank(), count, mpi.size()))
-loader = DataLoader(own, options.batch, shuffle=True, generator=torch.Generator().manual_seed(mpi.rank()))
+generator = torch.Generator().manual_seed(options.seed + mpi.rank())
+loader = DataLoader(own, -(-options.batch // mpi.size()), shuffle=True, generator=generator)
 
-network = digits_data.conv_net(image_size=train_set.tensors[0].shape[-1])
 mpinn.synchronize_parameters(network)
 adam = torch.optim.Adam(network.parameters(), lr=options.lr)
 compression = COMPRESSIONS[options.compression]()
 if options.sharded:
-    optimizer = optim.ShardedOptimizer.from_optimizer(adam, compression=compression)
-elif options.local_steps:
-    optimizer = optim.LocalSGD(adam, options.local_steps)
-elif options.gossip:
-    optimizer = optim.Gossip(adam, options.gossip)
+    optimizer = optim.ShardedOptimizer.from_optimizer(adam, placement=options.placement, compression=compression)
 else:
     optimizer = optim.DistributedOptimizer(adam, network, compression=compression)
+curve = digits_data.Curve(options, network, test_set)
 
 
 def train_epoch():
     """One pass over this rank's samples."""
-    for images, labels in loader:
+    for images, labels in curve.steps(loader):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(network(images), labels).backward()
         if options.clip and options.sharded:
@@ -78,15 +61,14 @@ def train_epoch():
 
 
 for _ in range(options.epochs):
-    if averages:
+    if options.sharded:
+        train_epoch()
+    else:
         with mpi.join(optimizer):  # some ranks have a batch more
             train_epoch()
-    else:
-        train_epoch()
-if options.local_steps or options.gossip:
-    optimizer.average()
 
+accuracy = curve.end()
 mpinn.check_with_allreduce(network)
 if mpi.rank() == 0:
-    print(f"accuracy {100 * digits_data.accuracy(network, test_set):.2f} %")
+    print(f"accuracy {100 * accuracy:.2f} %")
 mpi.stop()

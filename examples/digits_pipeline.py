@@ -7,9 +7,6 @@ stage works on one micro-batch, others work on the next. Gradients go the other 
 whole batch, so that any number of stages trains as one process does.
 """
 
-import argparse
-import os
-
 import digits_data
 import torch
 from torch.utils.data import DataLoader
@@ -17,23 +14,13 @@ from torch.utils.data import DataLoader
 import torchmpi_py as mpi
 from torchmpi_py import nn as mpinn
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--data", help="directory of MNIST's idx files; default: scikit-learn's digits")
-parser.add_argument("--epochs", type=int, default=25)
-parser.add_argument("--seed", type=int, default=1111)
-parser.add_argument("--batch", type=int, default=60, help="samples per step")
+parser = digits_data.parser(__doc__)
 parser.add_argument("--micro-batches", type=int, default=4, help="parts of a batch that are under way at once")
-parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--save", help="file for the final parameters, whole")
 options = parser.parse_args()
 
-if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets it: cores / ranks
-    torch.set_num_threads(1)
-
 mpi.start()
-torch.manual_seed(options.seed)
-train_set, test_set = digits_data.load(options.data)
-network = digits_data.conv_net(image_size=train_set.tensors[0].shape[-1])
+train_set, test_set, network = digits_data.prepare(options)
 if mpi.size() > len(network):
     raise SystemExit(f"{mpi.size()} ranks, but the network has {len(network)} layers: start fewer ranks")
 bounds = [len(network) * rank // mpi.size() for rank in range(mpi.size() + 1)]
@@ -46,11 +33,24 @@ def forward(images):
     return stage(images if is_first else mpinn.recv(mpi.rank() - 1))
 
 
+@torch.no_grad()
+def accuracy(stage, test_set):
+    """The share that the network recognizes, which the last rank finds and all return."""
+    images, labels = test_set.tensors
+    outputs = forward(images)
+    if is_last:
+        return mpi.broadcast((outputs.argmax(1) == labels).double().mean().item(), mpi.size() - 1)
+    mpinn.send(outputs, mpi.rank() + 1)
+    return mpi.broadcast(0.0, mpi.size() - 1)
+
+
 parameters = list(stage.parameters())  # some stages have none
 optimizer = torch.optim.SGD(parameters, lr=options.lr) if parameters else None
+curve = digits_data.Curve(options, stage, test_set, accuracy)
 generator = torch.Generator().manual_seed(options.seed)  # the same order on all ranks
+batches = DataLoader(train_set, options.batch, shuffle=True, generator=generator)
 for _ in range(options.epochs):
-    for images, labels in DataLoader(train_set, options.batch, shuffle=True, generator=generator):
+    for images, labels in curve.steps(batches):
         stage.zero_grad()
         ends = []
         parts = zip(images.chunk(options.micro_batches), labels.chunk(options.micro_batches), strict=True)
@@ -67,13 +67,9 @@ for _ in range(options.epochs):
         if optimizer is not None:
             optimizer.step()
 
-with torch.no_grad():
-    images, labels = test_set.tensors
-    outputs = forward(images)
-    if is_last:
-        print(f"accuracy {100 * (outputs.argmax(1) == labels).double().mean().item():.2f} %")
-    else:
-        mpinn.send(outputs, mpi.rank() + 1)
+result = curve.end()
+if mpi.rank() == 0:
+    print(f"accuracy {100 * result:.2f} %")
 states = mpi.allgather_object(stage.state_dict())
 if options.save and mpi.rank() == 0:
     torch.save({key: value for state in states for key, value in state.items()}, options.save)

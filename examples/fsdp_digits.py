@@ -1,13 +1,10 @@
 """Digit recognition with torch's FSDP2 over MPI: each rank keeps its share of parameters and optimizer state.
 
-    torchmpirun -n 2 examples/fsdp_digits.py --steps 100 --save runs/100
-    torchmpirun -n 3 examples/fsdp_digits.py --steps 300 --load runs/100
+    torchmpirun -n 2 examples/fsdp_digits.py --epochs 5 --save runs/5
+    torchmpirun -n 3 examples/fsdp_digits.py --epochs 15 --load runs/5
 
 The second job goes on where the first one ended, on another number of ranks.
 """
-
-import argparse
-import itertools
 
 import digits_data
 import torch
@@ -20,11 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import torchmpi_py.torch_backend  # noqa: F401  (the backend "torchmpi")
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--steps", type=int, default=300, help="up to this one")
-parser.add_argument("--batch", type=int, default=60, help="samples per step, over all ranks")
-parser.add_argument("--lr", type=float, default=0.1)
-parser.add_argument("--seed", type=int, default=1111)
+parser = digits_data.parser(__doc__)
 parser.add_argument("--backend", default="torchmpi")
 parser.add_argument("--save", help="folder for a checkpoint of the end, to which every rank writes its share")
 parser.add_argument("--load", help="folder with a checkpoint to go on from")
@@ -34,9 +27,7 @@ dist.init_process_group(options.backend)
 rank, num_ranks = dist.get_rank(), dist.get_world_size()
 mesh = init_device_mesh("cpu", (num_ranks,))
 
-torch.manual_seed(options.seed)  # the same parameters on every rank, of which it keeps its share
-train_set, test_set = digits_data.load()
-model = digits_data.conv_net(image_size=8)
+train_set, test_set, model = digits_data.prepare(options)  # all parameters on every rank, of which it keeps its share
 for layer in model:
     if list(layer.parameters()):
         fully_shard(layer, mesh=mesh)  # gathered when it is used, and let go of after that
@@ -44,10 +35,10 @@ fully_shard(model, mesh=mesh)
 optimizer = torch.optim.SGD(model.parameters(), options.lr, momentum=0.5)
 
 
-def state(step):
+def state(epochs):
     """What a checkpoint holds."""
     network, optimizer_state = get_state_dict(model, optimizer)
-    return {"network": network, "optimizer": optimizer_state, "step": step}
+    return {"network": network, "optimizer": optimizer_state, "epochs": epochs}
 
 
 first = 0
@@ -55,27 +46,22 @@ if options.load:
     saved = state(0)
     dcp.load(saved, checkpoint_id=options.load)
     set_state_dict(model, optimizer, model_state_dict=saved["network"], optim_state_dict=saved["optimizer"])
-    first = saved["step"]
+    first = saved["epochs"]
 
 sampler = DistributedSampler(train_set, seed=options.seed, drop_last=True)
 loader = DataLoader(train_set, options.batch // num_ranks, sampler=sampler, drop_last=True)
 
+curve = digits_data.Curve(options, model, test_set)  # every rank takes part in tests, as layers are gathered
+for epoch in range(first, options.epochs):
+    sampler.set_epoch(epoch)
+    for images, labels in curve.steps(loader):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
 
-def batches():
-    """Epoch after epoch."""
-    for epoch in itertools.count():
-        sampler.set_epoch(epoch)
-        yield from loader
-
-
-for images, labels in itertools.islice(batches(), first, options.steps):
-    optimizer.zero_grad()
-    torch.nn.functional.cross_entropy(model(images), labels).backward()
-    optimizer.step()
-
-accuracy = digits_data.accuracy(model, test_set)  # every rank takes part, as layers are gathered
+accuracy = curve.end()
 if rank == 0:
-    print(f"{num_ranks} ranks, steps {first} to {options.steps}: test accuracy {100 * accuracy:.2f} %")
+    print(f"{num_ranks} ranks, epochs {first} to {options.epochs}: test accuracy {100 * accuracy:.2f} %")
 if options.save:
-    dcp.save(state(options.steps), checkpoint_id=options.save)
+    dcp.save(state(options.epochs), checkpoint_id=options.save)
 dist.destroy_process_group()

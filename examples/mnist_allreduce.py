@@ -6,9 +6,6 @@ The batch is split over the ranks, so that any number of them takes the same ste
 that cannot be split evenly is rounded up.
 """
 
-import argparse
-import os
-
 import digits_data
 import torch
 
@@ -16,15 +13,10 @@ import torchmpi_py as mpi
 from torchmpi_py import nn as mpinn
 from torchmpi_py.engine import Accuracy, AllReduceSGDEngine, Average, DatasetIterator, show_progress
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--data", help="directory of MNIST's idx files; default: scikit-learn's digits")
-parser.add_argument("--epochs", type=int, default=25)
-parser.add_argument("--seed", type=int, default=1111)
-parser.add_argument(
-    "--batch", type=int, default=60, help="samples per step, over all ranks; rounded up to a multiple of their number"
-)
-parser.add_argument("--lr", type=float, default=0.1)
+parser = digits_data.parser(__doc__)
 parser.add_argument("--asynchronous", action="store_true", help="average gradients during the backward pass")
+parser.add_argument("--sharded", action="store_true", help="divide the optimizer's state among the ranks")
+parser.add_argument("--flavour", help="how an allreduce goes, such as ring; default: the selector's choice")
 parser.add_argument("--usegpu", action="store_true", help="one GPU per rank")
 parser.add_argument("--progress", action="store_true", help="show a bar on rank 0")
 parser.add_argument("--save", help="file for the final parameters")
@@ -33,9 +25,6 @@ parser.add_argument(
 )
 options = parser.parse_args()
 
-if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets it: cores / ranks
-    torch.set_num_threads(1)
-
 mpi.start(with_cuda=options.usegpu)
 batch_size = -(-options.batch // mpi.size())
 if mpi.rank() == 0 and batch_size * mpi.size() != options.batch:
@@ -43,23 +32,14 @@ if mpi.rank() == 0 and batch_size * mpi.size() != options.batch:
         f"batch of {options.batch} rounded up to {batch_size * mpi.size()}, {batch_size} on each of {mpi.size()} ranks"
     )
 
-torch.manual_seed(options.seed)
-train_set, test_set = digits_data.load(options.data)
-network = digits_data.conv_net(image_size=train_set.tensors[0].shape[-1])
+train_set, test_set, network = digits_data.prepare(options)
 criterion = torch.nn.CrossEntropyLoss()
 
-engine = AllReduceSGDEngine(usegpu=options.usegpu, asynchronous=options.asynchronous)
-loss, accuracy = Average(), Accuracy()
-
-
-def measure(state):
-    """Count what is tested, not what is trained on."""
-    if not state.training:
-        loss.add(state.loss, state.num_samples)
-        accuracy.add(state.output, state.sample[1], state.num_samples)
-
-
-engine.hooks.on_forward_criterion = measure
+engine = AllReduceSGDEngine(usegpu=options.usegpu, asynchronous=options.asynchronous, sharded=options.sharded)
+curve = digits_data.Curve(options, network, test_set)
+curve.follow(engine)
+if options.flavour:
+    mpi.selector["allreduce"] = options.flavour
 if options.progress:
     show_progress(engine)
 
@@ -71,6 +51,18 @@ engine.train(
     maxepoch=options.epochs,
     checkpoint=options.checkpoint,
 )
+curve.end()
+
+loss, accuracy = Average(), Accuracy()
+
+
+def measure(state):
+    """Count what is tested."""
+    loss.add(state.loss, state.num_samples)
+    accuracy.add(state.output, state.sample[1], state.num_samples)
+
+
+engine.hooks.on_forward_criterion = measure
 engine.test(network=network, criterion=criterion, iterator=DatasetIterator(test_set, batch_size, shuffle=False))
 
 final_loss, final_accuracy = loss.reduced(), accuracy.reduced()

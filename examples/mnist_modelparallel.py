@@ -7,9 +7,6 @@ each computes with its part of the linear layers for all of them, and gets back 
 of one rank this is mnist_allreduce.py; any grouping takes the same steps as one process (mnist_sequential.py).
 """
 
-import argparse
-import os
-
 import digits_data
 import torch
 
@@ -17,20 +14,10 @@ import torchmpi_py as mpi
 from torchmpi_py import nn as mpinn
 from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--data", help="directory of MNIST's idx files; default: scikit-learn's digits")
+parser = digits_data.parser(__doc__)
 parser.add_argument("--ranks-per-group", type=int, help="ranks that share the linear layers; default: all")
-parser.add_argument("--epochs", type=int, default=25)
-parser.add_argument("--seed", type=int, default=1111)
-parser.add_argument(
-    "--batch", type=int, default=60, help="samples per step, over all ranks; a multiple of their number"
-)
-parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--save", help="file for the final parameters, whole")
 options = parser.parse_args()
-
-if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets it: cores / ranks
-    torch.set_num_threads(1)
 
 mpi.start()
 ranks_per_group = options.ranks_per_group or mpi.size()
@@ -42,9 +29,8 @@ for name, total, count in (
         parser.error(f"{name}: {total} cannot be divided by {count}")
 group = mpi.split(mpi.rank() // ranks_per_group)
 
-torch.manual_seed(options.seed)
-train_set, test_set = digits_data.load(options.data)
-*convolutions, first, relu, last = digits_data.conv_net(image_size=train_set.tensors[0].shape[-1])
+train_set, test_set, network = digits_data.prepare(options)
+*convolutions, first, relu, last = network
 head = mpinn.ModelParallel(
     mpinn.ColumnParallelLinear.from_linear(first, comm=group, gather_output=False),
     relu,
@@ -53,7 +39,10 @@ head = mpinn.ModelParallel(
 )
 network = torch.nn.Sequential(*convolutions, head)
 
-AllReduceSGDEngine(asynchronous=True).train(
+engine = AllReduceSGDEngine(asynchronous=True)
+curve = digits_data.Curve(options, network, test_set)
+curve.follow(engine)
+engine.train(
     network=network,
     criterion=torch.nn.CrossEntropyLoss(),
     iterator=DatasetIterator(train_set, options.batch // mpi.size(), seed=options.seed),
@@ -62,7 +51,7 @@ AllReduceSGDEngine(asynchronous=True).train(
 )
 
 mpinn.check_with_allreduce(network)  # each part is equal on the ranks that hold it
-accuracy = mpi.allreduce(digits_data.accuracy(network, test_set), op="avg")  # all ranks compute it together
+accuracy = mpi.allreduce(curve.end(), op="avg")  # all ranks compute it together
 here = sum(p.numel() for p in head.parameters())
 whole = sum(p.numel() for layer in (first, last) for p in layer.parameters())
 state = network.state_dict()  # collective: the whole parameters

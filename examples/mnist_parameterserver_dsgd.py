@@ -7,9 +7,6 @@ gradients, receive the sum, divide. It takes the same steps as mnist_allreduce.p
 barrier mean; allreduce does the same faster.
 """
 
-import argparse
-import os
-
 import digits_data
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -19,22 +16,10 @@ from torchmpi_py import nn as mpinn
 from torchmpi_py import paramserver as ps
 from torchmpi_py.engine import DatasetIterator, SGDEngine
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--data", help="directory of MNIST's idx files; default: scikit-learn's digits")
-parser.add_argument("--epochs", type=int, default=25)
-parser.add_argument("--seed", type=int, default=1111)
-parser.add_argument("--batch", type=int, default=60, help="samples per step, over all ranks; rounded up")
-parser.add_argument("--lr", type=float, default=0.1)
-parser.add_argument("--at-least", type=float, default=0.95, help="the accuracy that must be reached")
-options = parser.parse_args()
-
-if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets it: cores / ranks
-    torch.set_num_threads(1)
+options = digits_data.parser(__doc__).parse_args()
 
 mpi.start()
-torch.manual_seed(options.seed)
-train_set, test_set = digits_data.load(options.data)
-network = digits_data.conv_net(image_size=train_set.tensors[0].shape[-1])
+train_set, test_set, network = digits_data.prepare(options)
 mpinn.synchronize_parameters(network)
 server = ps.init(parameters_to_vector(network.parameters()).detach())
 
@@ -54,6 +39,8 @@ def average_gradients(state):
 
 
 engine = SGDEngine()
+curve = digits_data.Curve(options, network, test_set)
+curve.follow(engine)
 engine.hooks.on_backward = average_gradients
 engine.train(
     network=network,
@@ -63,10 +50,9 @@ engine.train(
     maxepoch=options.epochs,
 )
 
+accuracy = curve.end()
 mpinn.check_with_allreduce(network)
-accuracy = digits_data.accuracy(network, test_set)
 if mpi.rank() == 0:
     print(f"parameters are bit-identical on all {mpi.size()} ranks")
     print(f"accuracy {100 * accuracy:.2f} %")
-assert accuracy >= options.at_least, f"accuracy {accuracy}, but {options.at_least} was to be reached"
 mpi.stop()

@@ -6,9 +6,6 @@ The weights lie in memory that all ranks share, and every rank's optimizer chang
 do. Nothing is sent, and nobody waits. Runs are not reproducible to the bit: who comes when is chance.
 """
 
-import argparse
-import os
-
 import digits_data
 import torch
 
@@ -17,26 +14,16 @@ from torchmpi_py import nn as mpinn
 from torchmpi_py import paramserver as ps
 from torchmpi_py.engine import DatasetIterator, SGDEngine
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--data", help="directory of MNIST's idx files; default: scikit-learn's digits")
-parser.add_argument("--epochs", type=int, default=25)
-parser.add_argument("--seed", type=int, default=1111)
-parser.add_argument("--batch", type=int, default=60, help="samples per step, over all ranks; rounded up")
-parser.add_argument("--lr", type=float, default=0.1, help="divided by the number of ranks")
-parser.add_argument("--at-least", type=float, default=0.95, help="the accuracy that must be reached")
-options = parser.parse_args()
-
-if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets it: cores / ranks
-    torch.set_num_threads(1)
+options = digits_data.parser(__doc__).parse_args()
 
 mpi.start()
-torch.manual_seed(options.seed)
-train_set, test_set = digits_data.load(options.data)
-network = digits_data.conv_net(image_size=train_set.tensors[0].shape[-1])
+train_set, test_set, network = digits_data.prepare(options)
 
 hogwild = ps.Hogwild(network)  # rank 0's values, on all ranks
 
 engine = SGDEngine()
+curve = digits_data.Curve(options, network, test_set)
+curve.follow(engine)
 engine.train(
     network=network,
     criterion=torch.nn.CrossEntropyLoss(),
@@ -45,6 +32,7 @@ engine.train(
     maxepoch=options.epochs,
 )
 mpi.barrier()
+accuracy = curve.end()
 
 mpinn.check_with_allreduce(network)
 bias = network[-1].bias.detach()
@@ -52,8 +40,6 @@ if mpi.rank() == mpi.size() - 1:
     bias += 1  # which all ranks see, and which changes no decision
 mpi.barrier()
 mpinn.check_with_allreduce(network)
-accuracy = digits_data.accuracy(network, test_set)
 if mpi.rank() == 0:
     print(f"accuracy {100 * accuracy:.2f} % with the weights that all ranks share")
-assert accuracy >= options.at_least, f"accuracy {accuracy}, but {options.at_least} was to be reached"
 mpi.stop()

@@ -1,193 +1,164 @@
-"""The modes of distribution trained on the same digits: accuracy, time and bytes for the same number of samples.
+"""One table of all modes of distribution: each mode's program in ``examples/``, beside its twin in one process.
 
-    torchmpirun -n 4 benchmarks/modes/__main__.py --seeds 5 --slow-rank
+    python benchmarks/modes                     # all of docs/modes.md: table, picture, dated results
+    python benchmarks/modes --modes easgd,hogwild --seeds 1 --epochs 5 --out build     # some, elsewhere
 
-Each mode starts from the same network, seed by seed, and reads the same batches: the batches of one process, cut into a
-share for each rank. The modes take turns. Tested is the result of the mode: the server's values where there is a
-server, the average of local SGD, the common copy of Hogwild. The digits need scikit-learn.
+Every program is run as its users run it, by torchmpirun, with the same options: epochs, samples per step, seed. Modes
+take turns, seed by seed; then each runs once with a last rank that sleeps in every step. Accuracy is that of the mode's
+result on the test set, seconds are those of training, without the start of processes and without the tests after each
+epoch, and bytes are counted on each rank (``counted.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
+import datetime as dt
+import json
+import os
+import resource
+import shlex
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
-import slow_rank
-import torch
-from modes import MODES, Mode, accuracy_percent, digits, make_network
+import page
+from table import MODES, TWIN, Mode
 
-import torchmpi_py as mpi
-from torchmpi_py.bench import command_line, machine, progress_bar, results
-from torchmpi_py.bench.results import quantile
-from torchmpi_py.collectives.timing import order
-from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.engine import DatasetIterator
-
-BASELINE = "allreduce"
-FORMAT = "torchmpi_py.bench modes 1"
-NOTES = [
-    "MB are what a rank sends and receives, mean over the ranks: for servers what it exchanges with other ranks' "
-    "shards and they with its own, without the clocks of ssp; for an allreduce the least that it takes, 4 (n-1)/n of "
-    "the parameters. On one node all of it goes through shared memory",
-]
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+COUNTED = Path(__file__).with_name("counted.py")
+FIRST_SEED = 1111
+TIME_LIMIT_SECONDS = 600  # of one training, beside whatever else the machine does
+FORMAT = "benchmarks/modes 2"
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training: accuracy in percent, seconds from the first step to the result, and bytes of a rank."""
+    """One training of a mode or a twin: after each epoch and at the end, seconds and accuracy."""
 
     mode: str
     seed: int
-    accuracy: float
-    seconds: float
-    num_bytes: float
+    pause_seconds: float
+    seconds: list[float]
+    accuracy: list[float]  # shares of the test set
+    num_bytes: float  # sent by a rank, mean over the ranks
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """All runs, their settings, and the effect of a slow rank if ``--slow-rank`` was given."""
-
-    epochs: int
-    batch: int
-    num_samples: int
-    settings: dict[str, str]
-    facts: dict[str, str]
-    notes: list[str]
-    runs: list[Run]
-    slow: slow_rank.SlowReport | None
-
-    def of(self, mode: str) -> list[Run]:
-        """The runs of a mode, seed by seed."""
-        return sorted((run for run in self.runs if run.mode == mode), key=lambda run: run.seed)
-
-    def gain(self, mode: str) -> float | None:
-        """Mean accuracy less the baseline's with the same seeds, in percent points; None without the baseline."""
-        pairs = zip(self.of(mode), self.of(BASELINE), strict=False)
-        differences = [run.accuracy - other.accuracy for run, other in pairs]
-        return statistics.mean(differences) if differences else None
-
-
-def main() -> None:
-    """Measure, print on rank 0, and store. UsageError, on every rank, for mistakes and without scikit-learn."""
+def main() -> int:
+    """Run all, write the results; 1 if a command failed, or a mode is further from its twin than it may be."""
     options = parse(sys.argv[1:])
-    mpi.start()
-    comm = MPI.COMM_WORLD.Dup()
-    results.check_outputs(comm, options.json)
-    machine.limit_threads()
-    chosen = {name: dataclasses.replace(MODES[name], lr=MODES[name].lr * options.lr_factor) for name in options.modes}
-    runs = trained(comm, chosen, options)
-    slow = slow_rank.measure(comm, options) if options.slow_rank else None
-    settings = {name: mode.settings for name, mode in chosen.items()}
-    num_samples = options.epochs * len(digits()[0])
-    report = Report(options.epochs, options.batch, num_samples, settings, machine.facts(comm), NOTES, runs, slow)
-    results.publish(comm.rank, render(report), FORMAT, report, options.json)
-    mpi.stop()
+    begin, facts = time.monotonic(), page.facts()
+    runs, planned = [], list(schedule(options))
+    for name, command, seed, pause in planned:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                runs.append(run(name, command, seed, pause, options, Path(folder)))
+            except subprocess.SubprocessError as error:
+                print(f"{error}\n{getattr(error, 'stdout', '')}", file=sys.stderr, flush=True)
+            except KeyboardInterrupt:
+                print("interrupted: what is there is written", file=sys.stderr)
+                break
+    done = {one.mode for one in runs if not one.pause_seconds}
+    report = page.Report(
+        settings={name: getattr(options, name) for name in ("ranks", "epochs", "seeds", "batch", "pause")},
+        facts=facts
+        | {"load at the end": page.facts()["load"], "runs": f"{len(runs)} of {len(planned)}"}
+        | minutes_since(begin),
+        modes=[dataclasses.asdict(mode) for mode in options.modes if {mode.name, page.twin_name(mode.twin)} <= done],
+        runs=[dataclasses.asdict(one) for one in runs],
+    )
+    publish(report, options)
+    far = [row.name for row in page.rows(report) if abs(row.gain) > page.LARGEST_GAIN]
+    if far:
+        print(f"more than {page.LARGEST_GAIN} points from the twin: {', '.join(far)}", file=sys.stderr)
+    return 1 if far or len(runs) < len(planned) else 0
 
 
-@command_line.with_message
-def whole_number(text: str) -> int:
-    """A whole number from 0."""
-    if not text.isdecimal():
-        raise ValueError(f"{text!r} is not a whole number from 0")
-    return int(text)
+def minutes_since(begin: float) -> dict[str, str]:
+    """How long all took, and the cores' time in it, which is the same beside other jobs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "minutes": f"{(time.monotonic() - begin) / 60:.1f}",
+        "minutes of cores": f"{(used.ru_utime + used.ru_stime) / 60:.1f}",
+    }
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """The options. UsageError for mistakes."""
-    count, positive = command_line.count, command_line.positive
-    parser = command_line.Parser(prog="benchmarks/modes", description=__doc__.splitlines()[0])
+    """The options."""
+    parser = argparse.ArgumentParser(prog="benchmarks/modes", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--modes", type=mode_names, default=list(MODES), metavar="a,b", help="default: all")
-    add("--epochs", type=count, default=25, help="default: 25")
-    add("--batch", type=count, default=60, help="samples a step, over all ranks; default: 60")
-    add("--seeds", type=count, default=3, help="how many trainings of each mode; default: 3")
-    add("--first-seed", type=whole_number, default=0, metavar="SEED", help="default: 0")
-    add("--lr-factor", type=positive, default=1.0, metavar="F", help="on all learning rates; default: 1")
-    add("--slow-rank", action="store_true", help="then let the last rank be slower, and see what the others get done")
-    add("--slow-factor", type=positive, default=10.0, metavar="F", help="how much longer it pauses; default: 10")
-    add("--step-seconds", type=positive, default=0.01, metavar="SECONDS", help="the others' pause; default: 0.01")
-    add("--slow-seconds", type=positive, default=5.0, metavar="SECONDS", help="of each such run; default: 5")
-    add("--rounds", type=count, default=5, help="even and slow runs of each mode; default: 5")
-    add("--lead-runs", type=count, default=1, metavar="N", help="runs in which leads are watched; default: 1")
-    add("--lead-steps", type=count, default=1000, metavar="N", help="of such a run; default: 1000")
-    command_line.add_output(parser)
-    return parser.parse_args(words)
+    add("--modes", type=modes_by_name, default=MODES, metavar="a,b", help="default: all")
+    add("--ranks", type=int, default=4, help="default: 4")
+    add("--epochs", type=int, default=25, help="default: 25")
+    add("--batch", type=int, default=60, help="samples a step, over all ranks; default: 60")
+    add("--seeds", type=int, default=2, help="trainings of each mode; default: 2")
+    add("--pause", type=float, default=0.005, help="seconds by which the last rank is slower in a step; default: 0.005")
+    add("--out", type=Path, default=ROOT / "benchmarks", help="folder for the results; default: benchmarks/")
+    add("--docs", type=Path, help="the page whose table is written; default: docs/modes.md, if all modes are run")
+    options = parser.parse_args(words)
+    if options.docs is None and options.modes is MODES:
+        options.docs = ROOT / "docs" / "modes.md"
+    return options
 
 
-@command_line.with_message
-def mode_names(text: str) -> list[str]:
-    """Names of modes, separated by commas."""
+def modes_by_name(text: str) -> list[Mode]:
+    """The rows of these names, separated by commas."""
+    known = {mode.name: mode for mode in MODES}
     for name in text.split(","):
-        if name not in MODES:
-            raise ValueError(f"{name!r} is unknown; known modes: {', '.join(MODES)}")
-    return text.split(",")
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is unknown; known modes: {', '.join(known)}")
+    return [known[name] for name in text.split(",")]
 
 
-def trained(comm: MPI.Comm, chosen: dict[str, Mode], options: argparse.Namespace) -> list[Run]:
-    """All modes with all seeds, in turns. Collective over ``comm``."""
-    names = list(chosen)
-    for name in names:
-        train(
-            comm, name, chosen[name], 0, epochs=1, batch=options.batch
-        )  # untimed: the first use of torch's optimizers
-    todo = [
-        (options.first_seed + turn, names[index]) for turn in range(options.seeds) for index in order(len(names), turn)
-    ]
-    shown = progress_bar.shown(todo, lambda run: f"{run[1]}", rank=comm.rank, always=options.progress)
-    return [train(comm, name, chosen[name], seed, options.epochs, options.batch) for seed, name in shown]
+def schedule(options: argparse.Namespace) -> Iterator[tuple[str, list[str], int, float]]:
+    """(name, command, seed, pause) of each run: even ones seed by seed, then the paused ones. The twins come first."""
+    for seed in range(FIRST_SEED, FIRST_SEED + options.seeds):
+        for twin in sorted({mode.twin for mode in options.modes}):
+            yield page.twin_name(twin), [sys.executable, f"{EXAMPLES / TWIN}", *shlex.split(twin)], seed, 0.0
+        for mode in options.modes:
+            yield mode.name, launched(mode, options.ranks), seed, 0.0
+    for mode in options.modes if options.pause else ():
+        yield mode.name, launched(mode, options.ranks), FIRST_SEED, options.pause
 
 
-def train(comm: MPI.Comm, name: str, mode: Mode, seed: int, epochs: int, batch: int) -> Run:
-    """One training. Collective over ``comm``; the result is the same on every rank."""
-    network = make_network(seed)
-    training = mode.training(network, mode)
-    iterator = DatasetIterator(digits()[0], -(-batch // comm.size), seed=seed)
-    comm.Barrier()
-    begin = time.perf_counter()
-    training.engine.train(
-        network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=iterator, maxepoch=epochs, **training.arguments
-    )
-    training.finish()
-    seconds = comm.allreduce(time.perf_counter() - begin, MPI.MAX)
-    mpi.nn.check_with_allreduce(network)
-    accuracy = accuracy_percent(network)
-    num_bytes = comm.allreduce(training.num_bytes) / comm.size
-    training.free()
-    return Run(name, seed, accuracy, seconds, num_bytes)
+def launched(mode: Mode, num_ranks: int) -> list[str]:
+    """The command of a mode, whose ranks count bytes and leave them in the working directory."""
+    torchmpirun = Path(sys.executable).with_name("torchmpirun")
+    command = [torchmpirun, "-n", num_ranks, COUNTED, EXAMPLES / mode.program, *shlex.split(mode.options)]
+    return [str(word) for word in command]
 
 
-def render(report: Report) -> str:
-    """The report in Markdown."""
-    seeds = sorted({run.seed for run in report.runs})
-    title = (
-        f"modes of distribution: digits, {report.epochs} epochs, {report.num_samples} samples, {report.batch} a step "
-        f"over all ranks, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
-    )
-    header = ["mode", "accuracy %", "least", "most", f"minus {BASELINE}", "seconds", "MB a rank", "settings"]
-    rows = [row(report, mode) for mode in report.settings]
-    whole = results.document(title, report.facts, report.notes, header, rows)
-    return whole if report.slow is None else f"{whole}\n\n{slow_rank.render(report.slow)}"
+def run(name: str, command: list[str], seed: int, pause: float, options: argparse.Namespace, folder: Path) -> Run:
+    """Run a command in ``folder``, and read what it leaves there. SubprocessError if it fails."""
+    common = f"--epochs {options.epochs} --batch {options.batch} --seed {seed} --pause {pause} --curve curve.json"
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*command, *common.split()], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, check=True, timeout=TIME_LIMIT_SECONDS,
+    )  # fmt: skip
+    points = json.loads((folder / "curve.json").read_text())
+    num_bytes = sum(json.loads(file.read_text()) for file in folder.glob("bytes-*")) / options.ranks
+    print(f"{name:24} seed {seed}, {points['seconds'][-1]:6.2f} s, {100 * points['accuracy'][-1]:6.2f} %", flush=True)
+    return Run(name, seed, pause, points["seconds"], points["accuracy"], num_bytes)
 
 
-def row(report: Report, mode: str) -> list[str]:
-    """The table's row of a mode."""
-    runs = report.of(mode)
-    accuracies = [run.accuracy for run in runs]
-    gain = report.gain(mode)
-    return [
-        mode,
-        f"{statistics.mean(accuracies):.2f}",
-        f"{min(accuracies):.2f}",
-        f"{max(accuracies):.2f}",
-        "-" if gain is None else f"{round(gain, 2) + 0.0:.2f}",  # no minus zero
-        results.number(quantile([run.seconds for run in runs], 0.5)),
-        results.number(statistics.mean(run.num_bytes for run in runs) / 1e6),
-        report.settings[mode],
-    ]
+def publish(report: page.Report, options: argparse.Namespace) -> None:
+    """Store the report and the picture, show the table, and put it into the page if there is one."""
+    name = f"modes_{options.ranks}ranks_{dt.datetime.now(dt.timezone.utc):%Y%m%d}"
+    options.out.mkdir(parents=True, exist_ok=True)
+    stored = {"format": FORMAT} | dataclasses.asdict(report)
+    (options.out / f"{name}.json").write_text(json.dumps(stored, indent=1) + "\n")
+    (options.out / f"{name}.md").write_text(page.render(report) + "\n")
+    page.draw(report, options.out / f"{name}.png")
+    if options.docs:
+        page.insert(report, options.docs, options.out / f"{name}.png")
+    print(page.table(report))
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.exit_code(main))
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """The examples, run as their users run them."""
 
 import gzip
+import json
 import re
 import subprocess
 import sys
@@ -76,13 +77,44 @@ def test_two_ranks_learn_the_digits():
 @needs_launcher
 @pytest.mark.parametrize(
     "how",
-    [["--compression", "powersgd"], ["--sharded", "--clip", 1.0], ["--local-steps", 4], ["--gossip", "ring"]],
-    ids=["joined", "sharded", "local", "gossip"],
+    [["--compression", "powersgd"], ["--sharded", "--clip", 1.0], ["--sharded", "--placement", "round_robin"]],
+    ids=["joined", "sharded", "owners"],
 )
 def test_a_loop_of_ones_own(how):
     """On 3 ranks, of which some have a batch more."""
     output = run(TORCHMPIRUN, "-n", 3, EXAMPLES / "digits_own_loop.py", "--epochs", 3, *how)
     assert float(re.search(r"accuracy ([\d.]+) %", output)[1]) > 85
+
+
+@needs_launcher
+@pytest.mark.parametrize(
+    "command",
+    [
+        "digits_local_sgd.py --period 4",
+        "digits_local_sgd.py --period 8 --group-period 2 --start 10",
+        "digits_local_sgd.py --period 4 --slow-momentum 0.5",
+        "digits_gossip.py",
+        "digits_gossip.py --partners random --asynchronous",
+        "digits_large_batch.py --factor 1.5 --warmup-steps 10",
+        "mnist_allreduce.py --flavour ring",
+    ],
+)
+def test_a_mode_learns(command):
+    program, *words = command.split()
+    output = run(TORCHMPIRUN, "-n", 3, EXAMPLES / program, "--epochs", 6, *words)
+    assert float(re.search(r"accuracy ([\d.]+) %", output)[1]) > 80
+
+
+@needs_launcher
+def test_the_curve_ends_with_the_result_and_a_pause_shows_in_its_seconds(tmp_path):
+    program = EXAMPLES / "digits_pipeline.py"  # whose last rank alone knows what is right
+    output = run(TORCHMPIRUN, "-n", 2, program, "--epochs", 2, "--pause", 0.01, "--curve", tmp_path / "curve.json")
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert f"accuracy {100 * curve['accuracy'][-1]:.2f} %" in output
+    assert len(curve["accuracy"]) == len(curve["seconds"]) == 3
+    assert curve["accuracy"][1] == curve["accuracy"][2]
+    assert curve["seconds"] == sorted(curve["seconds"])
+    assert curve["seconds"][0] >= 24 * 0.01, "there are 24 steps in an epoch"
 
 
 @needs_launcher
@@ -92,6 +124,12 @@ def test_a_pipeline_trains_as_one_process(tmp_path):
         output = run(*command, "--save", tmp_path / f"{num_ranks}.pt")
         assert float(re.search(r"accuracy ([\d.]+) %", output)[1]) > 30
     assert_close(tmp_path / "3.pt", tmp_path / "1.pt")
+
+
+@needs_launcher
+def test_a_hybrid_of_server_and_split_layers_trains_as_one_process(alone):
+    output = run(TORCHMPIRUN, "-n", 4, EXAMPLES / "mnist_hybrid.py", "--ranks-per-group", 2, "--epochs", 3)
+    assert float(re.search(r"accuracy ([\d.]+) %", output)[1]) == pytest.approx(result(alone[0])[1], abs=0.3)
 
 
 @needs_launcher
@@ -106,7 +144,7 @@ def test_split_layers_train_as_one_process(tmp_path, alone):
 
 
 @needs_launcher
-@pytest.mark.parametrize("how", [[], ["--asynchronous"]])
+@pytest.mark.parametrize("how", [[], ["--asynchronous"], ["--sharded"]])
 def test_four_ranks_train_as_one_process(tmp_path, alone, how):
     loss, accuracy = result(allreduce(4, "--epochs", 3, "--save", tmp_path / "4.pt", *how))
     assert (pytest.approx(loss, abs=2e-4), accuracy) == result(alone[0])

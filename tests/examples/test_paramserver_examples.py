@@ -33,23 +33,19 @@ def accuracy(output):
     ("name", "num_ranks", "options", "says"),
     [
         ("dsgd", 3, "", "bit-identical on all 3 ranks"),
-        # where ranks share cores each takes turns of many steps: momentum then carries it far from the others
-        ("downpour", 3, "--momentum 0 --lr 0.1 --update-frequency 5", "the server's parameters"),
+        ("synchronous", 3, "", "after sgd at the server"),
+        ("synchronous", 3, "--optimizer adam --lr 0.002", "after adam at the server"),
+        ("downpour", 3, "", "the server's parameters"),
         ("easgd", 3, "", "the centre, which has moved by"),
+        ("easgd", 3, "--momentum 0.9 --lr 0.01", "the centre, which has moved by"),
         ("easgd_dataparallel", 4, "", "2 workers, the first of 3 ranks"),
-        ("ssp", 3, "--slow 0.01 --init-delay 5", "the largest lead was"),
+        ("ssp", 3, "--pause 0.01 --init-delay 5", "the largest lead was"),
         ("hogwild", 3, "", "all ranks share"),
+        ("difference", 3, "--ranks-per-node 2", "of 2 copies"),
     ],
-    ids=["dsgd", "downpour", "easgd", "easgd_dataparallel", "ssp", "hogwild"],
 )
 def test_an_example_learns(name, num_ranks, options, says):
-    code, output = example(num_ranks, name, "--epochs", 6, "--at-least", 0.8, *options.split())
+    code, output = example(num_ranks, name, "--epochs", 6, *options.split())
     assert code == 0, output
     assert accuracy(output) > 80
     assert says in output
-
-
-def test_too_low_an_accuracy_is_an_error():
-    code, output = example(1, "downpour", "--epochs", 1, "--at-least", 0.99)
-    assert code != 0
-    assert "0.99 was to be reached" in output

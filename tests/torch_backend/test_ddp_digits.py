@@ -1,10 +1,9 @@
 """The examples with DDP and FSDP2, run as their users run them, several jobs at a time.
 
-20 steps on two ranks are compared: rank with rank, bit by bit; with DDP on gloo; with one process.
+An epoch on two ranks are compared: rank with rank, bit by bit; with DDP on gloo; with one process.
 """
 
 import importlib
-import itertools
 import os
 import re
 import runpy
@@ -18,7 +17,6 @@ import torch
 pytestmark = pytest.mark.timeout(240)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
-STEPS = 20
 two_ranks = (TORCHMPIRUN, "-n", 2, "--bind", "none")  # several such jobs would share the first cores
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'torchmpi-py[examples]'")
 
@@ -66,7 +64,7 @@ def largest_difference(some, others):
 
 def test_ddp_is_bit_equal_on_both_ranks_and_equal_to_gloo_and_to_one_process(tmp_path):
     ours, gloo, alone = (tmp_path / name for name in ("ours", "gloo", "alone"))
-    example = (EXAMPLES / "ddp_digits.py", "--steps", STEPS, "--save")
+    example = (EXAMPLES / "ddp_digits.py", "--epochs", 1, "--save")
     jobs = [
         Job(*two_ranks, *example, ours),
         Job(*two_ranks, *example, gloo, "--backend", "gloo"),
@@ -87,14 +85,14 @@ def test_without_its_ten_lines_it_is_a_script_for_one_process(tmp_path, monkeypa
     script = tmp_path / "digits.py"
     script.write_text("\n".join(rest))
     monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr(sys, "argv", [str(script), "--steps", "150"])
+    monkeypatch.setattr(sys, "argv", [str(script), "--epochs", "7"])
     runpy.run_path(str(script))
     (accuracy,) = re.findall(r"1 ranks: test accuracy ([\d.]+) %", capsys.readouterr().out)
     assert float(accuracy) > 90
 
 
 def trained(digits_data, folder):
-    """What fsdp_digits.py does, in this process; it writes a checkpoint after half of the steps."""
+    """What fsdp_digits.py does, in this process; it writes a checkpoint after the first of two epochs."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.utils.data import DataLoader, DistributedSampler
@@ -103,26 +101,28 @@ def trained(digits_data, folder):
     train_set, _ = digits_data.load()
     model = digits_data.conv_net(image_size=8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
-    batches = DataLoader(train_set, 60, sampler=DistributedSampler(train_set, 1, 0, seed=1111))
-    for step, (images, labels) in enumerate(itertools.islice(batches, STEPS)):
-        if step == STEPS // 2:
+    sampler = DistributedSampler(train_set, 1, 0, seed=1111)
+    for epoch in range(2):
+        if epoch == 1:
             network, state = get_state_dict(model, optimizer)
-            dcp.save({"network": network, "optimizer": state, "step": step}, checkpoint_id=folder, no_dist=True)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
+            dcp.save({"network": network, "optimizer": state, "epochs": epoch}, checkpoint_id=folder, no_dist=True)
+        sampler.set_epoch(epoch)
+        for images, labels in DataLoader(train_set, 60, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
     return model.state_dict()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_fsdp_goes_on_from_the_checkpoint_of_one_process(tmp_path, monkeypatch):
-    """10 steps here and 10 more on two ranks: what one process has after 20."""
+    """An epoch here and one more on two ranks: what one process has after both."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     monkeypatch.syspath_prepend(EXAMPLES)
     half, whole, file = (tmp_path / name for name in ("half", "whole", "rank-0.pt"))
     expected = trained(importlib.import_module("digits_data"), half)
-    job = Job(*two_ranks, EXAMPLES / "fsdp_digits.py", "--steps", STEPS, "--load", half, "--save", whole)
-    assert "2 ranks, steps 10 to 20" in job.output()
+    job = Job(*two_ranks, EXAMPLES / "fsdp_digits.py", "--epochs", 2, "--load", half, "--save", whole)
+    assert "2 ranks, epochs 1 to 2" in job.output()
     dcp_to_torch_save(whole, file)
     assert largest_difference(parameters(tmp_path)["network"], expected) < 1e-6

@@ -27,9 +27,7 @@ from torchmpi_py.bench import (
 )
 from torchmpi_py.core.mpi_api import MPI
 
-_MOVED = {
-    "modes": "modes is a program of its own, in the repository: torchmpirun -n 4 benchmarks/modes/__main__.py --help"
-}
+_MOVED = {"modes": "modes is a program of its own, in the repository: python benchmarks/modes --help"}
 
 
 class Command(NamedTuple):

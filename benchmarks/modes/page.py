@@ -1,0 +1,157 @@
+"""What follows from the runs: the table, the picture, and their places in ``docs/`` and ``benchmarks/``."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchmpi_py.bench import results
+
+LARGEST_GAIN = 1.5
+"""Percent points by which the mean accuracy of a mode may differ from that of its twin."""
+
+BEGIN, END = "<!-- table: python benchmarks/modes -->\n", "<!-- end of the table -->\n"
+NOTE = (
+    "accuracy is that of the mode's result, the mean over the seeds; points are its difference from one process that "
+    "takes the same samples per step; seconds are the median of training; MB are what a rank sends, mean over the "
+    "ranks, all of it through shared memory here"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was run, where, and how it went; plain data, as stored."""
+
+    settings: Mapping[str, Any]
+    facts: Mapping[str, str]
+    modes: Sequence[Mapping[str, str]]
+    runs: Sequence[Mapping[str, Any]]
+
+    def of(self, name: str, *, paused: bool = False) -> list[Mapping[str, Any]]:
+        """The runs of a mode or a twin."""
+        return [run for run in self.runs if run["mode"] == name and bool(run["pause_seconds"]) == paused]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A mode's figures. Accuracy in percent, ``gain`` in percent points over its twin."""
+
+    name: str
+    origin: str
+    command: str
+    accuracy: float
+    gain: float
+    seconds: float
+    paused_seconds: float | None
+    num_bytes: float
+
+
+def rows(report: Report) -> list[Row]:
+    """The figures of all modes."""
+    return [_row(report, mode) for mode in report.modes]
+
+
+def _row(report: Report, mode: Mapping[str, str]) -> Row:
+    even, paused = report.of(mode["name"]), report.of(mode["name"], paused=True)
+    accuracy = 100 * statistics.mean(run["accuracy"][-1] for run in even)
+    twin = 100 * statistics.mean(run["accuracy"][-1] for run in report.of(twin_name(mode["twin"])))
+    command = f"torchmpirun -n {report.settings['ranks']} examples/{mode['program']} {mode['options']}".rstrip()
+    return Row(
+        mode["name"],
+        mode["origin"],
+        command,
+        accuracy,
+        accuracy - twin,
+        statistics.median(run["seconds"][-1] for run in even),
+        paused[0]["seconds"][-1] if paused else None,
+        statistics.mean(run["num_bytes"] for run in even),
+    )
+
+
+def twin_name(options: str) -> str:
+    """The name under which the runs of the twin with these options are stored."""
+    return f"twin {options}".rstrip()
+
+
+def table(report: Report) -> str:
+    """The table in Markdown."""
+    header = ["mode", "comes from", "command", "accuracy %", "points", "seconds", "with a pause", "MB a rank"]
+    cells = [
+        [
+            row.name,
+            row.origin,
+            f"`{row.command}`",
+            f"{row.accuracy:.2f}",
+            f"{round(row.gain, 2) + 0.0:+.2f}",
+            results.number(row.seconds),
+            "-" if row.paused_seconds is None else results.number(row.paused_seconds),
+            results.number(row.num_bytes / 1e6),
+        ]
+        for row in rows(report)
+    ]
+    return results.table(header, cells)
+
+
+def render(report: Report) -> str:
+    """The dated report in Markdown."""
+    listed = "\n".join(f"- {name}: {fact}" for name, fact in (report.facts | _told(report.settings)).items())
+    return f"# modes of distribution\n\n{listed}\n\n{table(report)}\n\nNote: {NOTE}."
+
+
+def _told(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in settings.items()}
+
+
+def insert(report: Report, docs: Path, picture: Path) -> None:
+    """Put the table and the picture's name into a page, between its two marks."""
+    text = docs.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    shown = f"![accuracy against seconds]({os.path.relpath(picture, docs.parent)})"
+    told = ", ".join(f"{name}: {fact}" for name, fact in (report.facts | _told(report.settings)).items())
+    docs.write_text(f"{before}{BEGIN}{table(report)}\n\nOf this run: {told}.\n\n{shown}\n{END}{after}")
+
+
+def draw(report: Report, file: Path) -> None:
+    """The picture: accuracy against seconds, a small one for each mode; even, with a pause, and the twin."""
+    from matplotlib.figure import Figure
+
+    num_columns = 4
+    num_rows = -(-len(report.modes) // num_columns)
+    figure = Figure(figsize=(12, 2.1 * num_rows + 0.6), layout="constrained")
+    panels = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False).flatten()
+    for panel, mode in zip(panels, report.modes, strict=False):
+        for name, paused, style in (
+            (twin_name(mode["twin"]), False, {"color": "0.7", "label": "one process"}),
+            (mode["name"], False, {"color": "C0", "label": "even"}),
+            (mode["name"], True, {"color": "C3", "linestyle": "--", "label": "the last rank pauses"}),
+        ):
+            for run in report.of(name, paused=paused)[:1]:
+                panel.plot(run["seconds"], [100 * share for share in run["accuracy"]], **style)
+        panel.set_title(mode["name"], fontsize=9)
+        panel.grid(alpha=0.3)
+    for panel in panels[len(report.modes) :]:
+        panel.set_visible(False)
+    panels[0].set_ylim(50, 100)
+    panels[0].set_xscale("log")  # on all, as they share it
+    figure.supxlabel("seconds of training")
+    figure.supylabel("accuracy on the test set, %")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    figure.savefig(file, dpi=100)
+
+
+def facts() -> dict[str, str]:
+    """The machine, and how busy it is now: the runs themselves are a load of as many as there are ranks."""
+    return {
+        "cores": str(os.cpu_count()),
+        "torch": torch.__version__,
+        "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "load": ", ".join(f"{value:.1f}" for value in os.getloadavg()),
+    }

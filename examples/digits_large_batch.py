@@ -1,0 +1,53 @@
+"""Digit recognition with a batch that grows with the number of ranks, and a learning rate that follows it.
+
+    torchmpirun -n 4 examples/digits_large_batch.py
+    torchmpirun -n 4 examples/digits_large_batch.py --layerwise lars --lr 1.0
+
+Each rank computes on --batch samples, so that all together make fewer and larger steps. The learning rate is multiplied
+by as much, and reaches that gradually: linear scaling with warm-up. --layerwise scales the step of each layer to the
+length of its parameters besides.
+"""
+
+import digits_data
+import torch
+
+import torchmpi_py as mpi
+from torchmpi_py import nn as mpinn
+from torchmpi_py import optim
+from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
+
+parser = digits_data.parser(__doc__)
+parser.add_argument("--factor", type=float, help="the batch of all ranks over --batch; default: the number of ranks")
+parser.add_argument("--warmup-steps", type=int, default=30, help="steps until the learning rate is reached")
+parser.add_argument("--layerwise", choices=["lars", "lamb"], help="LARS around SGD, or LAMB around AdamW")
+options = parser.parse_args()
+
+mpi.start()
+train_set, test_set, network = digits_data.prepare(options)
+factor = options.factor or mpi.size()
+
+if options.layerwise == "lamb":
+    optimizer = optim.LAMB(torch.optim.AdamW(network.parameters(), lr=options.lr))
+else:
+    optimizer = torch.optim.SGD(network.parameters(), lr=options.lr)
+    if options.layerwise == "lars":
+        optimizer = optim.LARS(optimizer)
+schedule = optim.large_batch(optimizer, factor, warmup_steps=options.warmup_steps)
+
+engine = AllReduceSGDEngine()
+curve = digits_data.Curve(options, network, test_set)
+curve.follow(engine)
+engine.hooks.on_update = lambda state: schedule.step()
+engine.train(
+    network=network,
+    criterion=torch.nn.CrossEntropyLoss(),
+    iterator=DatasetIterator(train_set, round(options.batch * factor / mpi.size()), seed=options.seed),
+    optimizer=optimizer,
+    maxepoch=options.epochs,
+)
+
+accuracy = curve.end()
+mpinn.check_with_allreduce(network)
+if mpi.rank() == 0:
+    print(f"accuracy {100 * accuracy:.2f} % with a batch of {options.batch * factor:g}")
+mpi.stop()
