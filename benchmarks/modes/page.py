@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchmpi_py.bench import results
+from torchmpi_py.core import text_tables
 
 LARGEST_GAIN = 1.5
 """Percent points by which the mean accuracy of a mode may differ from that of its twin."""
@@ -96,7 +97,7 @@ def table(report: Report) -> str:
         ]
         for row in rows(report)
     ]
-    return results.table(header, cells)
+    return text_tables.table(header, cells)
 
 
 def render(report: Report) -> str:
