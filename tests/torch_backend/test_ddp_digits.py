@@ -85,7 +85,7 @@ def test_without_its_ten_lines_it_is_a_script_for_one_process(tmp_path, monkeypa
     script = tmp_path / "digits.py"
     script.write_text("\n".join(rest))
     monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr(sys, "argv", [str(script), "--epochs", "7"])
+    monkeypatch.setattr(sys, "argv", [str(script), "--epochs", "10"])
     runpy.run_path(str(script))
     (accuracy,) = re.findall(r"1 ranks: test accuracy ([\d.]+) %", capsys.readouterr().out)
     assert float(accuracy) > 90
