@@ -242,6 +242,9 @@ if TYPE_CHECKING:  # for editors and type checkers
         elastic as elastic,
     )
     from torchmpi_py.sweeps.early_stopping import (
+        experiment_folder as experiment_folder,
+    )
+    from torchmpi_py.sweeps.early_stopping import (
         report as report,
     )
     from torchmpi_py.sweeps.experiments import (
@@ -318,7 +321,7 @@ _HOMES = {
         "stop",
     ],
     "runtime.survivors": ["catch_up", "elastic"],
-    "sweeps.early_stopping": ["report"],
+    "sweeps.early_stopping": ["experiment_folder", "report"],
     "sweeps.experiments": ["experiments"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

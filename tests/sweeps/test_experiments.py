@@ -1,13 +1,18 @@
 """Experiments on groups of the ranks of one job: values, errors, levels, early stopping, wrong arguments."""
 
+import functools
+import logging
 import os
+import sys
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from torchmpi_py import nn as mpinn
 from torchmpi_py import paramserver as ps
 from torchmpi_py import sweeps
+from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
 from torchmpi_py.optim import DistributedOptimizer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
@@ -164,16 +169,16 @@ def test_seeds_and_values_do_not_depend_on_the_groups(mpi, folder):
     assert len(found[0].unique()) == found[0].numel()
 
 
-def test_a_finished_sweep_begins_anew_and_a_value_that_cannot_be_kept_is_an_error(mpi, folder):
+def test_a_finished_sweep_is_not_run_again_and_a_value_that_cannot_be_kept_is_an_error(mpi, folder):
     calls = []
 
     def train(number):
         calls.append(number)
         return (lambda: None) if number == 1 else number
 
-    for turn in (1, 2):
-        results = sweep(mpi, folder, range(3), train, ranks_per_experiment=mpi.size())
-        assert calls == list(range(3)) * turn
+    for again in (True, True, False):
+        results = sweep(mpi, folder, range(3), train, ranks_per_experiment=mpi.size(), resume=again)
+        assert calls == list(range(3)) * (1 if again else 2)
         assert [row.state for row in results] == ["finished", "failed", "finished"]
         assert "cannot be pickled" in results[1].error
 
@@ -201,4 +206,79 @@ def test_wrong_arguments(mpi, folder):
         return sweep(mpi, folder, [1], abs)
 
     results = sweep(mpi, folder, [1], nested, ranks_per_experiment=mpi.size())
-    assert results[0].error == ("ValueError: mpi.experiments was called in an experiment; experiments cannot be nested")
+    assert "mpi.experiments was called in an experiment; experiments cannot be nested" in results[0].error
+    with pytest.raises(ValueError, match=r"cannot be listed: .*([Pp]ickl|local object)"):
+        sweep(mpi, folder, [{"f": lambda: 1}], abs)
+    with pytest.raises(ValueError, match="the sweep cannot begin: FileNotFoundError"):
+        sweep(mpi, folder, [1], abs, csv="no/such/folder/x.csv", resume=False)
+
+
+def test_what_a_train_fn_does_to_its_process_and_configuration_stays_in_the_experiment(mpi, folder):
+    shared = [1, 2]
+
+    def train(configuration):
+        configuration["list"].append(3)
+        if configuration.pop("way") == "exit":
+            raise SystemExit(0)
+        with pytest.raises(mpi.TorchMPIError, match="was called in an experiment"):
+            mpi.stop()
+        (mpi.experiment_folder() / f"rank-{mpi.rank()}").write_text("here")
+        assert os.environ["TORCHMPI_EXPERIMENT"] == str(mpi.experiment_folder())
+        return len(configuration["list"])
+
+    ways = ["exit", "return", "return"]
+    configurations = [{"way": way, "list": shared} for way in ways]
+    results = sweep(mpi, folder, configurations, train, ranks_per_experiment=mpi.size())
+    assert [row.configuration for row in results] == configurations
+    assert [(row.value, row.error) for row in results] == [(None, "SystemExit: 0"), (3, ""), (3, "")]
+    assert len(os.listdir(os.path.join(folder, "0001"))) == mpi.size()
+    with pytest.raises(ValueError, match="outside of an experiment"):
+        mpi.experiment_folder()
+
+
+def test_logging_that_the_first_experiment_sets_up_goes_to_the_log_of_each(mpi, folder, capfd):
+    logger = logging.getLogger("a sweep's own")
+
+    def train(number):
+        if number == 0:
+            logger.addHandler(logging.StreamHandler(sys.__stderr__))
+        logger.warning("logged by %d", number)
+
+    for row in sweep(mpi, folder, range(3), train, ranks_per_experiment=mpi.size()):
+        with open(row.log) as log:
+            assert f"logged by {row.number}\n" in log.read()
+    logger.handlers.clear()
+
+
+def test_a_checkpoint_of_another_experiment_is_refused(mpi, folder):
+    data = TensorDataset(torch.ones(8, 2), torch.zeros(8, dtype=torch.long))
+
+    def train(number, own=True):
+        network = torch.nn.Linear(2, 2)
+        place = mpi.experiment_folder() if own else f"{folder}-checkpoints"
+        engine, iterator = AllReduceSGDEngine(), DatasetIterator(data, 4)
+        criterion = torch.nn.CrossEntropyLoss()
+        engine.train(network=network, criterion=criterion, iterator=iterator, lr=0.1, checkpoint=place)
+        return network.weight.detach()
+
+    k = mpi.size()
+    results = sweep(mpi, folder, range(3), train, ranks_per_experiment=k)
+    assert [row.error for row in results] == [""] * 3
+    assert not torch.equal(results[0].value, results[1].value)
+    results = sweep(mpi, folder, range(3), functools.partial(train, own=False), ranks_per_experiment=k, resume=False)
+    assert [bool(row.error) for row in results] == [False, True, True]
+
+
+def test_report_belongs_to_all_ranks_of_the_experiment(mpi, folder):
+    if mpi.size() == 1:
+        pytest.skip("needs another rank")
+    data = TensorDataset(torch.ones(8, 2), torch.zeros(8, dtype=torch.long))
+
+    def train(_):
+        engine, iterator = AllReduceSGDEngine(), DatasetIterator(data, 4)
+        engine.hooks.on_end_epoch = lambda state: mpi.report(1.0)
+        network, criterion = torch.nn.Linear(2, 2), torch.nn.CrossEntropyLoss()
+        engine.train(network=network, criterion=criterion, iterator=iterator, lr=0.1, evaluator=lambda *_: None)
+
+    results = sweep(mpi, folder, [0], train, ranks_per_experiment=mpi.size())
+    assert "let the evaluator return the value" in results[0].error

@@ -4,7 +4,9 @@ import csv
 import math
 import multiprocessing
 
+import numpy as np
 import pytest
+import torch
 
 from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.sweeps import ledger as ledgers
@@ -73,17 +75,41 @@ def test_reports_of_an_experiment_that_is_run_again_are_gone(tmp_path):
     assert not second.log(0).exists()
 
 
-def test_another_sweep_is_refused_until_the_first_is_complete(tmp_path):
+def test_another_sweep_is_refused(tmp_path):
     first = prepared(tmp_path, configurations=[{"lr": 1}, {"lr": 2}])
     with pytest.raises(ValueError, match=r"configuration 1 was \{'lr': 2\}, and is \{'lr': 3\}; resume=False begins"):
         prepared(tmp_path, "b", configurations=[{"lr": 1}, {"lr": 3}])
-    with pytest.raises(ValueError, match="unfinished sweep of 2 configurations with seed=0, and this one has 1 "):
+    with pytest.raises(ValueError, match="a sweep of 2 configurations with seed=0, and this one has 1 "):
         prepared(tmp_path, "b", configurations=[{"lr": 1}])
     for number in range(2):
         first.end(row(number, 1.0))
-    assert prepared(tmp_path, "c", configurations=["another"]).num_ended() == 0
-    assert prepared(tmp_path, "d", configurations=[1, 2, 3], resume=False).claim() == 0
-    assert not list(tmp_path.glob("*-c"))
+    with pytest.raises(ValueError, match="a sweep of other configurations"):
+        prepared(tmp_path, "c", configurations=["another", "one"])
+    assert prepared(tmp_path, "d", configurations=[{"lr": 1}, {"lr": 2}]).num_ended() == 2
+    assert prepared(tmp_path, "e", configurations=[1, 2, 3], resume=False).claim() == 0
+    assert not list(tmp_path.glob("*-[acd]"))
+
+
+def test_arrays_are_compared_whole(tmp_path):
+    array = np.zeros(10_000)
+    prepared(tmp_path, configurations=[{"a": array.copy(), "b": torch.zeros(3)}])
+    assert prepared(tmp_path, "b", configurations=[{"a": array.copy(), "b": torch.zeros(3)}]).claim() == 0
+    array[5000] = 1  # numpy prints the same
+    with pytest.raises(ValueError, match="of other configurations"):
+        prepared(tmp_path, "c", configurations=[{"a": array, "b": torch.zeros(3)}])
+
+
+def test_files_that_are_not_the_sweeps_stay(tmp_path):
+    for name in ("run-all.sh", "results.csv", "2024-notes.log"):
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match="is no folder of a sweep, and not empty"):
+        prepared(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    prepared(tmp_path / "own").claim()
+    for name in ("run-all.sh", "2024-notes.log", "part-of-it"):
+        (tmp_path / "own" / name).write_text("mine")
+    prepared(tmp_path / "own", "b", configurations=[1], resume=False)
+    assert len([path for path in (tmp_path / "own").iterdir() if path.is_file() and path.read_bytes() == b"mine"]) == 3
 
 
 def test_who_joins_waits_for_the_chief(tmp_path, monkeypatch):

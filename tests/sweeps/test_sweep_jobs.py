@@ -1,5 +1,6 @@
 """Sweeps as jobs: groups of ranks that are killed, raise, or wait for ever; a whole sweep that is killed goes on."""
 
+import csv
 import json
 import os
 import signal
@@ -120,6 +121,40 @@ def test_a_program_that_fails_outside_of_experiments_ends_all_groups(tmp_path):
     done = subprocess.run(line, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1, done.stderr
     assert "failed outside of an experiment" in done.stderr
+
+
+def test_a_program_that_fails_after_the_sweep_is_not_started_again(tmp_path):
+    program = PROGRAM.read_text().replace("mpi.stop()", "raise SystemExit(7)")
+    (tmp_path / "broken.py").write_text(program)
+    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "1", "--groups", "1", str(tmp_path / "broken.py")]
+    line = [*launch, str(tmp_path / "sweep"), "{}", "0"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 7, done.stderr
+    assert "started again" not in done.stderr
+
+
+def test_a_rank_that_leaves_in_the_middle_and_two_sweeps_of_one_program(tmp_path):
+    other = f"""
+def other_sweep():
+    try:
+        mpi.experiments([1], abs, directory=folder, progress=False)
+    except ValueError as error:
+        assert "was used by an earlier call" in str(error)
+    mpi.experiments([-3, -4], abs, directory={str(tmp_path / "other")!r}, progress=False)
+
+
+mpi.start()
+"""
+    program = PROGRAM.read_text().replace("if mpi.is_chief():", "other_sweep()\nif mpi.is_chief():")
+    (tmp_path / "two.py").write_text(program.replace("mpi.start()\n", other))
+    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "2", "--groups", "2", "--timeout", "250"]
+    line = [*launch, str(tmp_path / "two.py"), str(tmp_path / "sweep"), json.dumps({"4": "os._exit(0)"}), "0"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=260, check=False)
+    check_values(rows(done), 1, failed=(4,))
+    with open(tmp_path / "other" / "results.csv", newline="") as file:
+        assert [row["value"] for row in csv.DictReader(file)] == ["3", "4"]
+    with open(tmp_path / "sweep" / "results.csv", newline="") as file:
+        assert [row["state"] for row in csv.DictReader(file)].count("finished") == 11
 
 
 def test_a_signal_ends_all_groups(tmp_path):

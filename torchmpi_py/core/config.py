@@ -20,6 +20,7 @@ TUNING_DIR = f"{PREFIX}TUNING_DIR"
 PROFILE = f"{PREFIX}PROFILE"
 DUMP_DIR = f"{PREFIX}DUMP_DIR"
 STARTED_PID = f"{PREFIX}STARTED_PID"
+EXPERIMENT = f"{PREFIX}EXPERIMENT"  # the experiment of a sweep that is under way in this process: its folder
 AT_DEADLINE = ("abort", "report", "raise")
 _OTHER_NAMES = {"deadline_seconds": "DEADLINE"}
 _TEST_PREFIXES = ("BED", "FAULTS", "HOSTS", "MODEL", "PYTORCH_SUITE", "REPEATS", "SOAK_", "STORM_", "TEST_")
@@ -132,7 +133,11 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tuning:
 def known_names() -> set[str]:
     """Every variable TORCHMPI_... that the package reads or sets."""
     fields = {f"{PREFIX}{field.name.upper()}" for field in dataclasses.fields(Tuning)}
-    return fields | {f"{PREFIX}{name}" for name in _OTHER_NAMES.values()} | {TUNING_DIR, PROFILE, DUMP_DIR, STARTED_PID}
+    return (
+        fields
+        | {f"{PREFIX}{name}" for name in _OTHER_NAMES.values()}
+        | {TUNING_DIR, PROFILE, DUMP_DIR, STARTED_PID, EXPERIMENT}
+    )
 
 
 def unknown_settings(environ: Mapping[str, str] = os.environ) -> str:

@@ -79,8 +79,9 @@ def _check_iterator(iterator: Any) -> None:
     """ValueError if the iterator is divided by the number of all ranks, of which one does not train."""
     if ulfm.is_elastic():
         raise ValueError("evaluator= has a rank of its own, which torchmpirun --elastic cannot replace: leave out one")
-    sampler = getattr(iterator, "sampler", None)
-    parts = getattr(sampler, "num_replicas", None)
+    batches = getattr(iterator, "batch_sampler", None)
+    samplers = [getattr(iterator, "sampler", None), batches, getattr(batches, "sampler", None)]
+    parts = next(filter(None, (getattr(each, "num_replicas", None) for each in samplers)), None)
     if isinstance(iterator, BatchIterator):
         parts = None if iterator.follows_place else iterator.size
     if parts is not None and parts != process.size() - 1:
@@ -144,6 +145,7 @@ def _train_for(comm: MPI.Comm, evaluator: int, train: Callable[..., State], hook
             state = train(network=state.network, criterion=state.criterion, iterator=state.iterator)
         if is_sender:
             _send(comm, evaluator, state)
+            backoff.complete(comm.Irecv(np.empty(0), evaluator, _READY), backoff.Nap(_LOOK_SECONDS))  # the last one
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
@@ -184,7 +186,6 @@ def _evaluate_to_the_end(comm: MPI.Comm, source: int, state: State, evaluator: E
         if epoch == _OVER:
             if code:
                 _end(code)
-            ready.Cancel()
             ready.Wait()
             return evaluations
         ready.Wait()

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol, Union
 import torch
 
 from torchmpi_py.collectives.verbs import allreduce
+from torchmpi_py.core import config
 from torchmpi_py.engine import outcomes, samples
 from torchmpi_py.engine.checkpoint import Checkpoints, Collected, check_collected
 from torchmpi_py.engine.state import Hook, Hooks, State
@@ -195,6 +196,7 @@ class Saving:
             "maxepoch": {"asked": self.asked, "now": state.maxepoch},
             "t": state.t,
             "size": outcomes.size(),
+            "experiment": os.environ.get(config.EXPERIMENT, ""),
         }
         # Rank 0's buffers are in the model.
         modules = state._named_modules().items() if outcomes.rank() > 0 else ()
@@ -211,6 +213,7 @@ class Saving:
         return parts, own
 
     def _restore(self, state: State, parts: dict[str, Any]) -> None:
+        _check_experiment(parts.get("experiment", ""))
         modules = state._named_modules()
         for name, module in modules.items():
             module.load_state_dict(parts[name])
@@ -334,3 +337,13 @@ class EndRequests:
 
 def _is_known_already(signum: int, frame: FrameType | None) -> None:
     """SIGTERM's handler when the ranks have agreed to end; programs that this one starts do not inherit it."""
+
+
+def _check_experiment(saved: str) -> None:
+    """ValueError if a checkpoint is of another experiment of a sweep."""
+    now = os.environ.get(config.EXPERIMENT, "")
+    if saved != now:
+        theirs, mine = (f"experiment {each}" if each else "no experiment" for each in (saved, now))
+        raise ValueError(
+            f"it is of {theirs}, and this is {mine}: checkpoint=mpi.experiment_folder() gives each its own"
+        )

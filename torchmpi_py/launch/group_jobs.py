@@ -2,9 +2,9 @@
 
 torchmpirun starts itself once for each group, with the group's part of the ranks, and with its part of the hosts or of
 this host's cores and GPUs. The groups share experiments (`sweeps`). A group whose job fails with an experiment under
-way is started again, and goes on with the next one: a rank that is killed costs one experiment. Rank 0 of a group
-leaves a mark in torchmpirun's folder when it takes an experiment. A group that fails twice without one would fail for
-ever, and ends the others.
+way is started again, and goes on with the next one: a rank that is killed costs one experiment. Rank 0 of a group has a
+mark in torchmpirun's folder while an experiment is under way. A group that fails without one would fail for ever, and
+ends the others. One that ends in order in the middle of an experiment (``os._exit(0)``) has failed.
 """
 
 import argparse
@@ -22,15 +22,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, exit_marks, host_check, hosts
+from torchmpi_py.launch import binding, exit_marks, host_check, hosts, variables
 from torchmpi_py.launch.hosts import Host
-from torchmpi_py.launch.job import TIMEOUT_CODE, die_with_parent
+from torchmpi_py.launch.job import STARTING_SECONDS, TIMEOUT_CODE, die_with_parent
 from torchmpi_py.launch.signals import Signals
 from torchmpi_py.launch.terminal import say
 
 VARIABLE = "TORCHMPIRUN_GROUP"
 _MARK, _REASON = "experiment", "reason"
-_MOST_IDLE_FAILURES = 2  # in a row, without an experiment; on another host rank 0 leaves no mark
+_MOST_IDLE_FAILURES = 2  # in a row, on another host, where rank 0 leaves no mark
+_MISTAKE_CODE = 2  # torchmpirun's own, for options that do not fit
+_OF_ONE_JOB = (variables.ADDRESS, variables.PORT)  # two jobs cannot have the same port
 _POLL_SECONDS = 0.1
 
 
@@ -53,6 +55,10 @@ class GroupOfRanks:
     def record_experiment(self) -> None:
         """Leave that an experiment is under way."""
         exit_marks.leave(self.folder, f"{_MARK}-{self.index}")
+
+    def record_no_experiment(self) -> None:
+        """Remove that mark: the experiment has ended, and is recorded."""
+        (Path(self.folder) / f"{_MARK}-{self.index}").unlink(missing_ok=True)
 
     def record_end(self, reason: str) -> None:
         """Leave why the group's job failed."""
@@ -143,9 +149,11 @@ class _GroupJob:
         for mark in (_MARK, _REASON):
             self._path(mark).unlink(missing_ok=True)
         visible = {"CUDA_VISIBLE_DEVICES": self.group.gpus} if self.group.gpus else {}
+        self.started = time.monotonic()
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_ONE_JOB}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torchmpi_py.launch", "--group", json.dumps(asdict(self.group)), *self.words],
-            env={**os.environ, **visible},
+            env={**environment, **visible},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=self._prepare,
@@ -163,14 +171,19 @@ class _GroupJob:
     def code(self) -> int | None:
         """Exit code of the job; None while it runs."""
         code = self.process.poll()
+        if code == 0 and self._path(_MARK).exists():
+            return 1
         return 128 - code if code is not None and code < 0 else code
 
     def can_go_on(self, code: int) -> bool:
         """Whether a failed job is to be started again, because of its experiments."""
-        self.num_idle_failures = 0 if self._path(_MARK).exists() else self.num_idle_failures + 1
+        is_far = bool(self.group.hosts) and time.monotonic() - self.started > STARTING_SECONDS  # leaves no marks here
+        is_idle = not (self._path(_MARK).exists() or is_far)
+        self.num_idle_failures = self.num_idle_failures + 1 if is_idle else 0
         reason = self._path(_REASON).read_text() if self._path(_REASON).exists() else ""
         self.group = replace(self.group, last_end=reason or f"its job ended with exit code {code}")
-        return self.num_idle_failures < _MOST_IDLE_FAILURES and code not in (2, TIMEOUT_CODE)
+        may_try = self.num_idle_failures < (_MOST_IDLE_FAILURES if self.group.hosts else 1) and code != _MISTAKE_CODE
+        return code != TIMEOUT_CODE and (may_try or not is_idle)
 
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> int:
@@ -214,6 +227,8 @@ def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
             running.remove(job)
             if ended and not is_ending:
                 code = ended
+                if code == TIMEOUT_CODE:
+                    continue  # the others end by their own limit, which is the same
                 others = ", which ends the others" if running else ""
                 say(f"group {job.group.index} failed outside of an experiment, with exit code {ended}{others}")
                 _send(running, signal.SIGTERM)

@@ -92,6 +92,8 @@ def stop() -> None:
     """
     if not communicators.is_started():
         return
+    if communicators.stack().outer is not None:
+        raise TorchMPIError("mpi.stop() was called in an experiment, whose ranks go on with the next one: leave it out")
     survivors.close_session()
     os.environ.pop(STARTED_PID, None)
 

@@ -1,7 +1,15 @@
 """Parallel experiments: groups of ranks that take configurations from a queue."""
 
-from torchmpi_py.sweeps.early_stopping import ExperimentStopped, report, successive_halving
+from torchmpi_py.sweeps.early_stopping import ExperimentStopped, experiment_folder, report, successive_halving
 from torchmpi_py.sweeps.experiments import experiments
 from torchmpi_py.sweeps.outcome import Experiment, Results
 
-__all__ = ["Experiment", "ExperimentStopped", "Results", "experiments", "report", "successive_halving"]
+__all__ = [
+    "Experiment",
+    "ExperimentStopped",
+    "Results",
+    "experiment_folder",
+    "experiments",
+    "report",
+    "successive_halving",
+]

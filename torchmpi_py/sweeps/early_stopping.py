@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torchmpi_py.collectives import verbs
+from torchmpi_py.core import communicators
 from torchmpi_py.runtime import process
 from torchmpi_py.sweeps.ledger import Ledger
 
@@ -33,6 +35,7 @@ class Running:
     number: int
     ledger: Ledger
     stop: Stop | None
+    levels: object  # of the experiment's world
     last_step: int = 0
     last_value: float | None = None
 
@@ -51,12 +54,30 @@ def report(value: float, step: int | None = None) -> None:
     """
     if current is None:
         return
+    if communicators.stack() is not current.levels:
+        raise ValueError(
+            "report is a call of all ranks of an experiment, and with evaluator= some of them train: let "
+            "the evaluator return the value, and report what is in state.evaluations after training"
+        )
     current.last_step = current.last_step + 1 if step is None else step
     answer = verbs.broadcast_object(_answer(current, value) if process.rank() == 0 else None)
     if isinstance(answer, str):
         raise ValueError(f"report({value!r}): {answer}")
     if answer:
         raise ExperimentStopped(f"experiment {current.number} was stopped at step {current.last_step}")
+
+
+def experiment_folder() -> Path:
+    """A folder for files of the experiment under way, such as its checkpoints; of all its ranks, and of no other.
+
+    Kept when a sweep that was killed goes on, so that the experiment goes on from its last checkpoint. ValueError
+    outside of an experiment.
+    """
+    if current is None:
+        raise ValueError("experiment_folder was called outside of an experiment: call it in the train_fn")
+    folder = current.ledger.own_folder(current.number)
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def _answer(running: Running, value: float) -> bool | str:

@@ -14,8 +14,12 @@ levels that lives as long as the experiment. So nothing is left of one that has 
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import itertools
+import logging
 import os
+import pickle
 import random
 import sys
 import threading
@@ -30,9 +34,10 @@ import numpy as np
 import torch
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.core import agree, backoff, communication_thread, communicators, ulfm
+from torchmpi_py.core import agree, backoff, communication_thread, communicators, config, ulfm
+from torchmpi_py.core.communicators import Stack
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.errors import TorchMPIError
+from torchmpi_py.errors import EndRequested, TorchMPIError
 from torchmpi_py.launch import group_jobs
 from torchmpi_py.runtime import chief, process
 from torchmpi_py.runtime import session as sessions
@@ -42,10 +47,15 @@ from torchmpi_py.sweeps.ledger import Ledger
 from torchmpi_py.sweeps.outcome import FAILED, FINISHED, STOPPED, Experiment, Results
 from torchmpi_py.sweeps.progress import Progress
 
+logger = logging.getLogger("torchmpi_py")
+
 OTHERS_SECONDS = 10.0  # how long the others may take to end an experiment that has failed on this rank
 _MOST_TEXT_BYTES = 1000
 _LOOK_SECONDS = 0.1
 _OVER = -1
+_BUSY = "an operation is under way"
+
+_used: list[Path] = []  # folders of the calls in this process, in their order: the same in every group
 
 
 def experiments(
@@ -71,7 +81,7 @@ def experiments(
     the table; ``directory`` always has ``results.csv``.
     seed: before experiment ``i`` the generators of torch, numpy and Python are seeded with ``seed + i``.
     stop: ends experiments early, by what they ``report`` (`early_stopping`).
-    resume: if the directory has an unfinished sweep of the same configurations, run what is left of it.
+    resume: if the directory has a sweep of the same configurations, run what is left of it; else begin anew there.
     progress: show a bar (with tqdm) and at the end the table, on rank 0.
 
     Returns all experiments on every rank. One that raises on all ranks of its group is a row with the error, and so is,
@@ -79,26 +89,29 @@ def experiments(
     is kept. ValueError on every rank for wrong arguments. Distributed TensorFlow's third mode; see docs/experiments.md.
     """
     place = group_jobs.group_in(os.environ)
-    size = _group_size(ranks_per_experiment, place)
+    folder, copy_of_csv = Path(directory).absolute(), None if csv is None else Path(csv).absolute()
+    size = _on_all_ranks(lambda: _group_size(ranks_per_experiment, place, folder), "wrong arguments")[0]
     listed = _listed(configurations)
-    token = place.token if place else verbs.broadcast_object(uuid.uuid4().hex if process.rank() == 0 else "")
-    number = place.index if place else process.rank() // size
-    ledger = Ledger(Path(directory).absolute(), token, number)
-    num_before = _open(ledger, listed, seed, resume)
-    with Progress(ledger, num_before, shown=progress and chief.is_chief()):
-        group = communicators.resolve(None).direct.mpi.Split(process.rank() // size)
+    token = f"{place.token}-{len(_used)}" if place else uuid.uuid4().hex
+    _used.append(folder)
+    ledger = Ledger(folder, verbs.broadcast_object(token), place.index if place else process.rank() // size)
+    num_before = _open(ledger, listed, seed, resume, copy_of_csv)
+    group = communicators.resolve(None).direct.mpi.Split(process.rank() // size)
+    with Progress(ledger, num_before, bar=progress) if chief.is_chief() else contextlib.nullcontext():
         _Group(ledger, group, train_fn, stop, place).run_all()
     results: Results = verbs.broadcast_object(ledger.results() if process.rank() == 0 else None)
     if chief.is_chief():
-        if csv is not None:
-            results.to_csv(csv)
+        if copy_of_csv is not None:
+            results.to_csv(copy_of_csv)
         if progress:
             print(results, flush=True)  # noqa: T201 - what progress=True asks for
     return results
 
 
-def _group_size(wanted: int | None, place: group_jobs.GroupOfRanks | None) -> int:
-    """Ranks of a group. ValueError if they do not divide the ranks that there are."""
+def _group_size(wanted: int | None, place: group_jobs.GroupOfRanks | None, folder: Path) -> int:
+    """Ranks of a group. ValueError if they do not divide the ranks that there are, or the folder was used before."""
+    if place and folder in _used:
+        raise ValueError(f"{folder} was used by an earlier call of mpi.experiments: give each a directory= of its own")
     if chief.is_in_experiment():
         raise ValueError("mpi.experiments was called in an experiment; experiments cannot be nested")
     size = process.size() if wanted is None and place else 1 if wanted is None else wanted
@@ -117,10 +130,13 @@ def _listed(configurations: Any) -> list[Any]:
     def read() -> list[Any]:
         if process.rank() != 0:
             return []
-        if not isinstance(configurations, Mapping):
-            return list(configurations)
-        values = [list(each) for each in configurations.values()]
-        return [dict(zip(configurations, each, strict=True)) for each in itertools.product(*values)]
+        if isinstance(configurations, Mapping):
+            values = [list(each) for each in configurations.values()]
+            found = [dict(zip(configurations, each, strict=True)) for each in itertools.product(*values)]
+        else:
+            found = list(configurations)
+        pickle.dumps(found)
+        return found
 
     listed: list[Any] = _on_all_ranks(read, "the configurations cannot be listed")[0]
     if not listed:
@@ -141,15 +157,22 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _open(ledger: Ledger, listed: list[Any], seed: int, resume: bool) -> int:
+def _open(ledger: Ledger, listed: list[Any], seed: int, resume: bool, csv: Path | None) -> int:
     """Prepare the folder, or join those who have; the number of experiments that had ended before. Collective."""
 
     def prepare() -> int:
-        return ledger.prepare(listed, seed, resume=resume) if chief.is_chief() else 0
+        if not chief.is_chief():
+            return 0
+        if csv is not None:
+            csv.open("a").close()
+        return ledger.prepare(listed, seed, resume=resume)
 
-    num_before = _on_all_ranks(prepare, "the sweep cannot begin")[0]
+    num_before = int(_on_all_ranks(prepare, "the sweep cannot begin")[0])
     _on_all_ranks(ledger.join, "the sweep cannot begin")
-    return int(num_before)
+    if num_before and chief.is_chief():
+        text = "%d of %d experiments had ended before, and are not run again (resume=False would) in %s"
+        logger.warning(text, num_before, len(listed), ledger.folder)
+    return num_before
 
 
 class _Group:
@@ -193,16 +216,16 @@ class _Group:
 
     def _run(self, number: int) -> None:
         """Run an experiment, and record how it ended. Collective over the group."""
-        began, running = time.time(), Running(number, self.ledger, self.stop)
+        began = time.time()
         with _output_to(self.ledger.log(number)), sessions.narrowed(self.mpi) as levels:
-            state, value, error = self._outcome(running)
+            state, value, error = self._outcome(Running(number, self.ledger, self.stop, levels))
             errors = self._exchanged(error)
             if errors is not None and not any(errors):
                 communication_thread.current().drain()
                 levels.free()
             else:
-                self._leave_failed(running, errors, error, began)
-                levels.free(is_lost=True)  # a rank may have left a call out
+                is_alike = self._leave_failed(number, levels, errors, error, began)
+                levels.free(is_lost=not is_alike)
         assert errors is not None, "_leave_failed has raised"
         if self.mpi.rank == 0:
             failed = [(rank, text) for rank, text in enumerate(errors) if text]
@@ -210,17 +233,24 @@ class _Group:
                 where = "" if len(failed) == len(errors) else f"rank {failed[0][0]}: "
                 state, value, error = FAILED, None, f"{where}{failed[0][1]}"
             self._record(number, state, value, error, began)
+            if self.place:
+                self.place.record_no_experiment()
 
-    def _leave_failed(self, running: Running, errors: list[str] | None, error: str, began: float) -> None:
-        """Return if no rank of the group is in a call of the failed experiment any more; else end the job."""
+    def _leave_failed(self, number: int, levels: Stack, errors: list[str] | None, error: str, began: float) -> bool:
+        """Return if no rank of the group is in a call of the failed experiment any more; else end the job.
+
+        Whether the ranks have made the same communicators, and none broke, so that they can be freed together.
+        """
         if errors is not None:
-            left = self._exchanged("" if _is_idle() else "an operation is under way")
-            if left is not None and not any(left):
-                return
+            made = [*levels.levels, *levels.others]
+            mine = f"{len(made)} {any(each.is_broken for each in made)}" if _is_idle() else _BUSY
+            all_of_them = self._exchanged(mine)
+            if all_of_them is not None and _BUSY not in all_of_them:
+                return set(all_of_them) == {f"{len(made)} False"}
             error = next(filter(None, errors))
-        self._record(running.number, FAILED, None, f"rank {self.mpi.rank}: {error}", began)
+        self._record(number, FAILED, None, f"rank {self.mpi.rank}: {error}", began)
         raise TorchMPIError(
-            f"experiment {running.number} failed on rank {self.mpi.rank} of its group ({error}), and others may wait "
+            f"experiment {number} failed on rank {self.mpi.rank} of its group ({error}), and others may wait "
             "there for ever, so the job ends; torchmpirun --groups goes on with the other experiments"
         )
 
@@ -228,10 +258,16 @@ class _Group:
         """State, value and error of the experiment on this rank."""
         _seed(self.ledger.seed + running.number)
         early_stopping.current = running
+        os.environ[config.EXPERIMENT] = str(self.ledger.own_folder(running.number))
         try:
-            return FINISHED, self.train_fn(self.ledger.configurations[running.number]), ""
+            configuration = copy.deepcopy(self.ledger.configurations[running.number])
+            return FINISHED, self.train_fn(configuration), ""
         except ExperimentStopped:
             return STOPPED, running.last_value, ""
+        except EndRequested:
+            raise
+        except SystemExit as end:
+            return FAILED, None, f"SystemExit: {end.code}"
         except Exception as error:
             if ulfm.is_death(error):
                 raise
@@ -239,6 +275,7 @@ class _Group:
             return FAILED, None, _described(error)
         finally:
             early_stopping.current = None
+            os.environ.pop(config.EXPERIMENT, None)
 
     def _exchanged(self, error: str) -> list[str] | None:
         """The errors of all ranks; None where this rank has failed, and others have not come for `OTHERS_SECONDS`."""
@@ -246,7 +283,7 @@ class _Group:
         text = error.encode()[:_MOST_TEXT_BYTES]
         mine[: len(text)] = np.frombuffer(text, np.uint8)
         all_of_them = np.empty((self.mpi.size, _MOST_TEXT_BYTES), np.uint8)
-        limit = OTHERS_SECONDS if error else float("inf")
+        limit = OTHERS_SECONDS if text else float("inf")
         if not backoff.complete(self.mpi.Iallgather(mine, all_of_them), backoff.Nap(_LOOK_SECONDS), limit):
             return None
         return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in all_of_them]
@@ -269,20 +306,32 @@ def _is_idle() -> bool:
 @contextlib.contextmanager
 def _output_to(path: Path) -> Iterator[None]:
     """Within the block what this process prints goes to the end of a file, line by line, by whatever code."""
-    former = [(stream, os.dup(number)) for number, stream in ((1, sys.stdout), (2, sys.stderr))]
-    with open(path, "a", buffering=1) as log:
-        for number, (stream, _) in enumerate(former, 1):
-            if stream is not None:
+    kept = [os.dup(1), os.dup(2)]
+    with open(path, "a", buffering=1) as log, contextlib.ExitStack() as redirected:
+        for stream, redirect in ((sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)):
+            if _is_descriptor(stream):
                 stream.flush()
+                stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            else:  # of a notebook, or a test
+                redirected.enter_context(redirect(log))
+        for number in (1, 2):
             os.dup2(log.fileno(), number)
         try:
-            # A stream of a notebook, or of a test, is not the descriptor.
-            with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-                yield
+            yield
         finally:
-            for number, (_, kept) in enumerate(former, 1):
-                os.dup2(kept, number)
-                os.close(kept)
+            for stream in filter(_is_descriptor, (sys.stdout, sys.stderr)):
+                stream.flush()
+            for number, former in enumerate(kept, 1):
+                os.dup2(former, number)
+                os.close(former)
+
+
+def _is_descriptor(stream: Any) -> bool:
+    """Whether what is written to the stream goes to standard output or error of the process."""
+    try:
+        return isinstance(stream, io.TextIOWrapper) and stream.fileno() in (1, 2)
+    except (OSError, ValueError):
+        return False
 
 
 def _seed(seed: int) -> None:

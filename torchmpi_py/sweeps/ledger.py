@@ -1,15 +1,16 @@
 """The folder of a sweep: which experiments there are, who takes which, and how each ended.
 
 Groups of ranks, of one job or of several, share the experiments by way of files alone, so that a group that dies takes
-nothing with it, and a sweep that was killed goes on where it was. Every file appears whole, by renaming, or by being
-created where no other process has created it (O_EXCL), which holds on network file systems too::
+nothing with it, and a sweep that was killed goes on where it was. Every file appears whole, by renaming, or by a link
+to a name that no other process has linked, which holds on network file systems too::
 
-    sweep               the configurations and the seed
+    torchmpi-sweep      the configurations and the seed
     run-TOKEN           a run of the sweep has begun; TOKEN is the same for all groups of the run
     claims-TOKEN/0007   experiment 7 was taken in this run, and by which group
     ended-0007          how experiment 7 ended (`outcome.Experiment`)
     reports-0007        values that it has reported, a line each: step and value
     0007.log            what it printed
+    0007/               files of its own (`experiment_folder`)
     results.csv         all that have ended
 
 A claim without an end is an experiment under way, or one that was under way when its group died. In a later run, with
@@ -22,8 +23,10 @@ import contextlib
 import json
 import os
 import pickle
+import re
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,10 @@ from torchmpi_py.sweeps.outcome import FAILED, Experiment, Results
 
 PREPARED_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
+_SWEEP = "torchmpi-sweep"
+_OWN = re.compile(
+    r"torchmpi-sweep|results\.csv|(run|claims)-[0-9a-f-]+|(ended|reports)-\d{4,}|\d{4,}(\.log)?|part-.*-\d+"
+)
 
 
 class Ledger:
@@ -53,23 +60,26 @@ class Ledger:
     # --- the chief, and the others
 
     def prepare(self, configurations: Sequence[Any], seed: int, *, resume: bool) -> int:
-        """Begin a run: of a new sweep, or of one that was not complete; how many experiments have ended already.
+        """Begin a run: of a new sweep, or of the one in the folder; how many of its experiments have ended already.
 
-        ValueError where an unfinished sweep of other configurations is in the folder. A group that was started again
-        joins.
+        ValueError where the folder holds a sweep of other configurations, or something else. A group that was started
+        again joins.
         """
         if self._run.exists():
             self.join()
             return 0
         self.folder.mkdir(parents=True, exist_ok=True)
-        former = self._unfinished() if resume else None
+        sweep = self.folder / _SWEEP
+        if not sweep.exists() and any(self.folder.iterdir()):
+            raise ValueError(f"{self.folder} is no folder of a sweep, and not empty: name another one with directory=")
+        former = _read(sweep) if resume and sweep.exists() else None
         if former is None:
             self._clear()
-            _write(self.folder / "sweep", pickle.dumps((list(configurations), seed)))
+            self._write(_SWEEP, pickle.dumps((list(configurations), seed)))
         else:
             _check_same(self.folder, former, (list(configurations), seed))
         self._claims.mkdir(exist_ok=True)
-        _write(self._run, b"")
+        self._write(self._run.name, b"")
         self.configurations, self.seed = configurations, seed
         return 0 if former is None else self.num_ended()
 
@@ -83,24 +93,13 @@ class Ledger:
                     "same on all hosts (directory=), and every group must call mpi.experiments"
                 )
             time.sleep(_LOOK_SECONDS)
-        self.configurations, self.seed = _read(self.folder / "sweep")
-
-    def _unfinished(self) -> tuple[list[Any], int] | None:
-        """Configurations and seed of the sweep in the folder, if some of its experiments have not ended."""
-        if not (self.folder / "sweep").exists():
-            return None
-        configurations, seed = _read(self.folder / "sweep")
-        return (configurations, seed) if self.num_ended() < len(configurations) else None
+        self.configurations, self.seed = _read(self.folder / _SWEEP)
 
     def _clear(self) -> None:
-        """Remove what is left of a former sweep."""
-        for path in self.folder.glob("claims-*/*"):
-            path.unlink()
-        for pattern in ("sweep", "run-*", "ended-*", "reports-*", "[0-9]*.log", "results.csv"):
-            for path in self.folder.glob(pattern):
-                path.unlink()
-        for path in self.folder.glob("claims-*"):
-            path.rmdir()
+        """Remove what a former sweep has left, and nothing else."""
+        for path in list(self.folder.iterdir()):
+            if _OWN.fullmatch(path.name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     # --- experiments
 
@@ -109,13 +108,17 @@ class Ledger:
         for number in range(len(self.configurations)):
             if (self.folder / f"ended-{number:04}").exists():
                 continue
-            with contextlib.suppress(FileExistsError):
-                descriptor = os.open(self._claims / f"{number:04}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-                with open(descriptor, "w") as file:
-                    file.write(str(self.group))
-                self.log(number).unlink(missing_ok=True)
-                self._reports(number).unlink(missing_ok=True)
-                return number
+            part = self._part(f"claim-{number:04}")
+            part.write_text(str(self.group))
+            try:
+                os.link(part, self._claims / f"{number:04}")
+            except FileExistsError:
+                continue
+            finally:
+                part.unlink()
+            self.log(number).unlink(missing_ok=True)
+            self._reports(number).unlink(missing_ok=True)
+            return number
         return None
 
     def abandoned(self) -> list[tuple[int, float]]:
@@ -131,8 +134,7 @@ class Ledger:
         except Exception as error:  # what an object's own methods raise
             row = _failed(row, f"its value cannot be pickled: {type(error).__name__}: {error}")
             packed = pickle.dumps(row)
-        _write(self.folder / f"ended-{row.number:04}", packed)
-        self.results().to_csv(self.folder / "results.csv")
+        self._write(f"ended-{row.number:04}", packed)
 
     def num_ended(self) -> int:
         """How many experiments have ended, in this run or before."""
@@ -142,10 +144,24 @@ class Ledger:
         """Whether all experiments have ended."""
         return self.num_ended() >= len(self.configurations)
 
-    def results(self) -> Results:
-        """The experiments that have ended."""
-        rows: list[Experiment] = [_read(path) for path in self.folder.glob("ended-*")]
-        return Results(sorted(rows, key=lambda row: row.number))
+    def results(self, known: Iterable[Experiment] = ()) -> Results:
+        """The experiments that have ended; ``known`` ones are not read again."""
+        rows = {f"ended-{row.number:04}": row for row in known}
+        rows |= {path.name: _read(path) for path in self.folder.glob("ended-*") if path.name not in rows}
+        return Results(sorted(rows.values(), key=lambda row: row.number))
+
+    def own_folder(self, number: int) -> Path:
+        """The folder for files of one experiment; whoever needs the folder makes it."""
+        return self.folder / f"{number:04}"
+
+    def _part(self, name: str) -> Path:
+        """A file that is to get this name when it is whole."""
+        return self.folder / f"part-{name}-{self.group}-{os.getpid()}"
+
+    def _write(self, name: str, content: bytes) -> None:
+        part = self._part(name)
+        part.write_bytes(content)
+        part.replace(self.folder / name)
 
     def log(self, number: int) -> Path:
         """The file for the output of an experiment."""
@@ -175,12 +191,6 @@ def _failed(row: Experiment, error: str) -> Experiment:
     return Experiment(**{**row.__dict__, "state": FAILED, "value": None, "error": error})
 
 
-def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(f"part-{path.name}-{os.getpid()}")
-    part.write_bytes(content)
-    part.replace(path)
-
-
 def _read(path: Path) -> Any:
     return pickle.loads(path.read_bytes())
 
@@ -189,8 +199,17 @@ def _check_same(folder: Path, former: tuple[list[Any], int], now: tuple[list[Any
     remedy = "resume=False begins anew, and another directory= leaves that one alone"
     if len(former[0]) != len(now[0]) or former[1] != now[1]:
         was, is_now = (f"{len(listed)} configurations with seed={seed}" for listed, seed in (former, now))
-        raise ValueError(f"{folder} holds an unfinished sweep of {was}, and this one has {is_now}; {remedy}")
+        raise ValueError(f"{folder} holds a sweep of {was}, and this one has {is_now}; {remedy}")
     for number, (one, other) in enumerate(zip(former[0], now[0], strict=True)):
-        if pickle.dumps(one) != pickle.dumps(other) and repr(one) != repr(other):
+        if not _is_same(one, other):
             what = f"configuration {number} was {one!r}, and is {other!r}"
-            raise ValueError(f"{folder} holds an unfinished sweep of other configurations: {what}; {remedy}")
+            raise ValueError(f"{folder} holds a sweep of other configurations: {what}; {remedy}")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        if bool(one == other):
+            return True
+    except Exception:  # arrays and tensors have no one answer
+        pass
+    return pickle.dumps(pickle.loads(pickle.dumps(one))) == pickle.dumps(pickle.loads(pickle.dumps(other)))

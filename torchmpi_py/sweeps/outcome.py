@@ -78,7 +78,7 @@ class Results(tuple[Experiment, ...]):
         with open(part, "w", newline="") as file:
             writer = csv.DictWriter(file, self._columns(), restval="")
             writer.writeheader()
-            writer.writerows(row.cells() for row in self)
+            writer.writerows({name: _cut(part, 1000) for name, part in row.cells().items()} for row in self)
         part.replace(path)
 
     def _columns(self) -> list[str]:
@@ -95,4 +95,10 @@ class Results(tuple[Experiment, ...]):
 def _shown(value: Any) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str("" if value is None else value)
     text = " ".join(text.split())
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+    return _cut(text, _MOST_CHARACTERS)
+
+
+def _cut(value: Any, most: int) -> str:
+    """The value as text, of at most so many characters."""
+    text = str("" if value is None else value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,48 +1,59 @@
-"""The progress bar of a sweep: on standard error of the chief, by a thread that looks into the ledger."""
+"""What the chief shows of a sweep under way: ``results.csv``, and a bar on standard error.
+
+A thread looks into the ledger, for the experiments are those of all groups.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 from torchmpi_py.sweeps.ledger import Ledger
-from torchmpi_py.sweeps.outcome import FAILED
+from torchmpi_py.sweeps.outcome import FAILED, Results
 
 _LOOK_SECONDS = 0.5
 
 
 class Progress:
-    """Within ``with`` a bar shows how many experiments have ended; none without tqdm, or if not ``shown``."""
+    """Within ``with`` the CSV follows the ledger; with ``bar``, and tqdm, a bar too."""
 
-    def __init__(self, ledger: Ledger, num_before: int, *, shown: bool) -> None:
-        self._ledger, self._num_before = ledger, num_before
+    def __init__(self, ledger: Ledger, num_before: int, *, bar: bool) -> None:
+        self._ledger, self._num_before, self._bar = ledger, num_before, bar
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._show, name="torchmpi_py experiments", daemon=True)
-        self._shown = shown
+        self._thread = threading.Thread(target=self._follow, name="torchmpi_py experiments", daemon=True)
 
     def __enter__(self) -> Progress:
-        if self._shown:
-            self._stream = os.fdopen(os.dup(2), "w")  # standard error itself is a log during an experiment
-            self._thread.start()
+        # Standard error itself is a log during an experiment.
+        self._stream = os.fdopen(os.dup(2), "w")
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        if self._shown:
-            self._thread.join()
-            self._stream.close()
+        self._thread.join()
+        self._stream.close()
 
-    def _show(self) -> None:
+    def _follow(self) -> None:
+        ended, bar, is_last = Results(), self._made_bar(), False
+        while not is_last:
+            is_last = self._is_over.wait(_LOOK_SECONDS)
+            if is_last or self._ledger.num_ended() != len(ended):
+                ended = self._ledger.results(ended)
+                ended.to_csv(self._ledger.folder / "results.csv")
+                if bar is not None:
+                    bar.set_postfix(failed=sum(row.state == FAILED for row in ended), refresh=False)
+                    bar.update(len(ended) - bar.n)
+        if bar is not None:
+            bar.close()
+
+    def _made_bar(self) -> Any:
+        """The bar; None if it is not wanted, or tqdm is not installed."""
+        if not self._bar:
+            return None
         try:
             from tqdm import tqdm
         except ImportError:
-            return
+            return None
         total = len(self._ledger.configurations)
-        with tqdm(total=total, initial=self._num_before, desc="experiments", file=self._stream) as bar:
-            is_last = False
-            while not is_last:
-                is_last = self._is_over.wait(_LOOK_SECONDS)
-                if self._ledger.num_ended() != bar.n:
-                    ended = self._ledger.results()
-                    bar.set_postfix(failed=sum(row.state == FAILED for row in ended), refresh=False)
-                    bar.update(len(ended) - bar.n)
+        return tqdm(total=total, initial=self._num_before, desc="experiments", file=self._stream)
