@@ -81,7 +81,8 @@ def experiments(
     the table; ``directory`` always has ``results.csv``.
     seed: before experiment ``i`` the generators of torch, numpy and Python are seeded with ``seed + i``.
     stop: ends experiments early, by what they ``report`` (`early_stopping`).
-    resume: if the directory has a sweep of the same configurations, run what is left of it; else begin anew there.
+    resume: run what is left of the sweep in the directory, which has to be one of the same configurations and seed;
+    False: begin anew there.
     progress: show a bar (with tqdm) and at the end the table, on rank 0.
 
     Returns all experiments on every rank. One that raises on all ranks of its group is a row with the error, and so is,
@@ -205,12 +206,14 @@ class _Group:
         """The next experiment of this group, or `_OVER` when all have ended; this may take as long as others do."""
         number = np.array([_OVER])
         if self.mpi.rank == 0:
+            if self.place:
+                self.place.record_experiment()  # before the claim, which nobody would take over
             found = self.ledger.claim()
+            if found is None and self.place:
+                self.place.record_no_experiment()
             while found is None and not self.ledger.is_over():
                 time.sleep(_LOOK_SECONDS)
             number[0] = _OVER if found is None else found
-            if found is not None and self.place:
-                self.place.record_experiment()
         backoff.complete(self.mpi.Ibcast(number), backoff.Nap(_LOOK_SECONDS))
         return int(number[0])
 

@@ -70,7 +70,7 @@ class Ledger:
             return 0
         self.folder.mkdir(parents=True, exist_ok=True)
         sweep = self.folder / _SWEEP
-        if not sweep.exists() and any(self.folder.iterdir()):
+        if not sweep.exists() and any(not path.name.startswith(f"part-{_SWEEP}") for path in self.folder.iterdir()):
             raise ValueError(f"{self.folder} is no folder of a sweep, and not empty: name another one with directory=")
         former = _read(sweep) if resume and sweep.exists() else None
         if former is None:
