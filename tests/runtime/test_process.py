@@ -218,6 +218,24 @@ def test_an_exception_under_plain_mpirun_ends_the_job(script):
     assert "RuntimeError: planted" in done.stderr + done.stdout
 
 
+def test_a_rank_that_takes_its_time_in_stop_has_not_left(script):
+    """Its operations are still under way, while another waits for it in ``mpi.stop()``."""
+    path = script("""
+    import time, torchmpi_py as mpi
+    from torchmpi_py.core import communication_thread
+    mpi.start()
+    mpi.allreduce(1)
+    if mpi.rank() == 1:
+        thread = communication_thread.current()
+        drain = thread.drain
+        thread.drain = lambda: (time.sleep(4), drain())
+    mpi.stop()
+    print("stopped")
+    """)
+    code, out, err = launch(path, 3)
+    assert (code, out.count("stopped")) == (0, 3), err
+
+
 def test_a_killed_rank_ends_the_job(script):
     path = script("""
     import os, signal, torchmpi_py as mpi

@@ -78,8 +78,9 @@ PROCESS, WORLD_RANK, TEXT_WANTED, TEXT_LENGTH, TEXT_GIVEN, HAS_LEFT, NAMESPACE, 
 """EPOCH: the difference between a time since the epoch and a time of a record, whose clock is never set back."""
 CLAIMED_LATE, CLAIMED_DEATH, CLAIMED_DIFFERENCE, CLAIMED_ASKED, LATE_NUMBER = range(9, 14)
 """When this rank last claimed a report, by its reason (``watch/watchdog.py``); and the number of the late record."""
-STOPPING, STOPPED, ENDING = 1, 2, 3
-"""HAS_LEFT: the rank is in ``mpi.stop()``, through with it, about to end the job."""
+STOPPING, STOPPED, ENDING, DRAINING = 1, 2, 3, 4
+"""HAS_LEFT: the rank waits for the others in ``mpi.stop()``, is through with it, is about to end the job; or it is in
+``mpi.stop()``, and may still come to operations that were launched before."""
 
 
 class Record(NamedTuple):

@@ -18,7 +18,7 @@ from torchmpi_py.core.backoff import Nap
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.watch import abort
+from torchmpi_py.watch import abort, watchdog
 from torchmpi_py.watch.report_requests import requests
 
 logger = logging.getLogger("torchmpi_py")
@@ -43,6 +43,7 @@ def wait_for_all(world: Communicator) -> None:
     matches it. The journal records it as any operation: RanksDisagree if a neighbour has called one more, or one less.
     """
     entries = [journal.record_plain("mpi.stop()", world, thread_role) for thread_role in (BACKGROUND, DIRECT)]
+    watchdog.announce_stop(is_drained=True)
     try:
         _wait_with_warning(world)
     except BaseException:

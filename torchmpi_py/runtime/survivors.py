@@ -187,7 +187,7 @@ def close_session() -> None:
     # 1. All ranks come to their ends together; where one dies on the way, the others come again without it.
     while True:
         with elastic() as attempt:
-            watchdog.announce_stop()
+            watchdog.announce_stop(is_drained=False)
             communication_thread.current().drain()
             exits.wait_for_all(communicators.stack().levels[0])
             tracing.stop()

@@ -17,6 +17,7 @@ from torchmpi_py.core import journal, sequences, status_board
 from torchmpi_py.core.journal import Entry
 from torchmpi_py.core.status_board import (
     CHECKSUM_BITS,
+    DRAINING,
     ENDING,
     HAS_LEFT,
     NAMESPACE,
@@ -66,7 +67,8 @@ def trouble(board: Board, index: int) -> str:
     process = _process(board, index)
     if process is not None and process.state in _STATES:
         return _STATES[process.state]
-    return {STOPPING: "is in mpi.stop()", ENDING: "is ending the job"}.get(board.get(HAS_LEFT, index), "")
+    stopping = "is in mpi.stop()"
+    return {DRAINING: stopping, STOPPING: stopping, ENDING: "is ending the job"}.get(board.get(HAS_LEFT, index), "")
 
 
 def _name(board: Board, index: int) -> str:

@@ -34,6 +34,7 @@ from torchmpi_py.core.status_board import (
     CLAIMED_DEATH,
     CLAIMED_DIFFERENCE,
     CLAIMED_LATE,
+    DRAINING,
     ENDING,
     HAS_LEFT,
     LATE_NUMBER,
@@ -322,7 +323,10 @@ def print_to_stderr(text: str) -> None:
             os.write(2, line.encode(errors="backslashreplace"))
 
 
-def announce_stop() -> None:
-    """Show on the board that this rank is in ``mpi.stop()``, to ranks that wait for it in an operation."""
+def announce_stop(*, is_drained: bool) -> None:
+    """Show on the board that this rank is in ``mpi.stop()``, to ranks that wait for it in an operation.
+
+    ``is_drained``: the rank will come to no further operation, and its entries of ``mpi.stop()`` itself are recorded.
+    """
     if status_board.current is not None:
-        status_board.current.put(HAS_LEFT, STOPPING)
+        status_board.current.put(HAS_LEFT, STOPPING if is_drained else DRAINING)
