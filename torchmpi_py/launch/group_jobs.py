@@ -193,7 +193,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     """
     if options.max_restarts is not None or options.elastic:
         given = "--elastic" if options.elastic else "--max-restarts"
-        raise LaunchError(f"--groups starts a group that fails again by itself; leave out {given}")
+        raise LaunchError(f"--groups starts a failed group again, without {given}; leave out {given}")
     named = hosts.named_hosts(options, os.environ)
     nodes = host_check.nodes_of_allocation(os.environ)
     if not named and len(nodes) > 1:

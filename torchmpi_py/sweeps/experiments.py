@@ -82,7 +82,7 @@ def experiments(
     seed: before experiment ``i`` the generators of torch, numpy and Python are seeded with ``seed + i``.
     stop: ends experiments early, by what they ``report`` (`early_stopping`).
     resume: run what is left of the sweep in the directory, which has to be one of the same configurations and seed;
-    False: begin anew there.
+    False: begin again there.
     progress: show a bar (with tqdm) and at the end the table, on rank 0.
 
     Returns all experiments on every rank. One that raises on all ranks of its group is a row with the error, and so is,

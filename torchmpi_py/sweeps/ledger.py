@@ -20,6 +20,7 @@ another token, nobody has claimed it. The *chief*, the first group of a run, pre
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -29,6 +30,10 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten
 
 from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.sweeps.outcome import FAILED, Experiment, Results
@@ -132,7 +137,8 @@ class Ledger:
         try:
             packed = pickle.dumps(row)
         except Exception as error:  # what an object's own methods raise
-            row = _failed(row, f"its value cannot be pickled: {type(error).__name__}: {error}")
+            text = f"its value cannot be pickled: {type(error).__name__}: {error}"
+            row = dataclasses.replace(row, state=FAILED, value=None, error=text)
             packed = pickle.dumps(row)
         self._write(f"ended-{row.number:04}", packed)
 
@@ -151,7 +157,7 @@ class Ledger:
         return Results(sorted(rows.values(), key=lambda row: row.number))
 
     def own_folder(self, number: int) -> Path:
-        """The folder for files of one experiment; whoever needs the folder makes it."""
+        """The folder for files of one experiment, which need not exist."""
         return self.folder / f"{number:04}"
 
     def _part(self, name: str) -> Path:
@@ -187,16 +193,12 @@ class Ledger:
         return found
 
 
-def _failed(row: Experiment, error: str) -> Experiment:
-    return Experiment(**{**row.__dict__, "state": FAILED, "value": None, "error": error})
-
-
 def _read(path: Path) -> Any:
     return pickle.loads(path.read_bytes())
 
 
 def _check_same(folder: Path, former: tuple[list[Any], int], now: tuple[list[Any], int]) -> None:
-    remedy = "resume=False begins anew, and another directory= leaves that one alone"
+    remedy = "resume=False begins again, and another directory= leaves that one alone"
     if len(former[0]) != len(now[0]) or former[1] != now[1]:
         was, is_now = (f"{len(listed)} configurations with seed={seed}" for listed, seed in (former, now))
         raise ValueError(f"{folder} holds a sweep of {was}, and this one has {is_now}; {remedy}")
@@ -207,9 +209,17 @@ def _check_same(folder: Path, former: tuple[list[Any], int], now: tuple[list[Any
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    try:
-        if bool(one == other):
-            return True
-    except Exception:  # arrays and tensors have no one answer
-        pass
-    return pickle.dumps(pickle.loads(pickle.dumps(one))) == pickle.dumps(pickle.loads(pickle.dumps(other)))
+    """Whether two configurations are equal, the arrays and tensors in them as a whole."""
+    (leaves, spec), (others, other_spec) = tree_flatten(one), tree_flatten(other)
+    return spec == other_spec and all(map(_is_same_leaf, leaves, others))
+
+
+def _is_same_leaf(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    # An object of the user's may have no equality of its own.
+    return bool(one == other) or pickle.dumps(one) == pickle.dumps(other)

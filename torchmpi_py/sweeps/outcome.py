@@ -88,7 +88,7 @@ class Results(tuple[Experiment, ...]):
 
     def __str__(self) -> str:
         columns = self._columns()
-        rows = [[_shown(row.cells().get(name, "")) for name in columns] for row in self]
+        rows = [[_shown(cells.get(name, "")) for name in columns] for cells in (row.cells() for row in self)]
         return text_tables.table(columns, rows) if rows else "no experiments"
 
 
