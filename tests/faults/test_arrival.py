@@ -16,9 +16,10 @@ pytestmark = [
     pytest.mark.skipif(bool(harness.MISSING), reason=harness.MISSING),
 ]
 
-# argv[1] is the rank that stays away, argv[2] what the others call.
+# argv[1] is the rank that stays away, argv[2] what the others call. Ranks 0 and 2 begin INIT together, once both are
+# imported: its two seconds count from the call.
 PROGRAM = """
-import datetime as dt, os, sys, time
+import datetime as dt, os, pathlib, sys, time
 from torchmpi_py.launch import variables
 rank = variables.rank_in(os.environ)
 if rank == int(sys.argv[1]):
@@ -28,6 +29,11 @@ two = dt.timedelta(seconds=2)
 import torchmpi_py as mpi
 import torch.distributed as dist
 import torchmpi_py.torch_backend
+def meet():
+    here = pathlib.Path(__file__).parent
+    (here / f"came-{rank}").touch()
+    while len(list(here.glob("came-*"))) < 2:
+        time.sleep(0.01)
 exec(sys.argv[2])
 """
 # Rank 1 comes when it is missed; all are there then.
@@ -48,7 +54,7 @@ mpi.start()
 assert mpi.allreduce(1) == mpi.size() == 3
 mpi.stop()
 """
-INIT = "dist.init_process_group('torchmpi', timeout=two)"
+INIT = "meet(); dist.init_process_group('torchmpi', timeout=two)"
 WHO = r"torchmpi_py: ranks 0, 2 of 3 wait in {}, for {} s now\. Missing: rank 1{}\. Every rank has to call"
 
 
