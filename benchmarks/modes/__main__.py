@@ -93,9 +93,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--modes", type=modes_by_name, default=MODES, metavar="a,b", help="default: all")
     add("--ranks", type=int, default=4, help="default: 4")
-    add("--epochs", type=int, default=25, help="default: 25")
+    add("--epochs", type=int, default=20, help="default: 20")
     add("--batch", type=int, default=60, help="samples a step, over all ranks; default: 60")
-    add("--seeds", type=int, default=2, help="trainings of each mode; default: 2")
+    add("--seeds", type=int, default=1, help="trainings of each mode; default: 1")
     add("--pause", type=float, default=0.005, help="seconds by which the last rank is slower in a step; default: 0.005")
     add("--out", type=Path, default=ROOT / "benchmarks", help="folder for the results; default: benchmarks/")
     add("--docs", type=Path, help="the page whose table is written; default: docs/modes.md, if all modes are run")

@@ -76,6 +76,7 @@ def test_no_input_is_told_to_open_mpi():
 
 def test_settings():
     always = {
+        "OMPI_MCA_btl": "^ofi",
         "OMPI_MCA_osc": "^ucx",
         "OMPI_MCA_btl_tcp_links": "2",
         "OMPI_MCA_btl_tcp_eager_limit": "655360",
