@@ -11,8 +11,7 @@ import digits_data
 import torch
 
 import torchmpi_py as mpi
-from torchmpi_py import nn as mpinn
-from torchmpi_py import optim
+from torchmpi_py import nn as mpinn, optim
 from torchmpi_py.engine import DatasetIterator, SGDEngine
 
 parser = digits_data.parser(__doc__)

@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 import torchmpi_py as mpi
-from torchmpi_py import nn as mpinn
-from torchmpi_py import optim
+from torchmpi_py import nn as mpinn, optim
 
 COMPRESSIONS = {
     "none": lambda: None,

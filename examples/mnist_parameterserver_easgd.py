@@ -12,8 +12,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 import torchmpi_py as mpi
-from torchmpi_py import nn as mpinn
-from torchmpi_py import paramserver as ps
+from torchmpi_py import nn as mpinn, paramserver as ps
 from torchmpi_py.engine import DatasetIterator, SGDEngine
 
 parser = digits_data.parser(__doc__)

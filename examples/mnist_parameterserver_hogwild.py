@@ -10,8 +10,7 @@ import digits_data
 import torch
 
 import torchmpi_py as mpi
-from torchmpi_py import nn as mpinn
-from torchmpi_py import paramserver as ps
+from torchmpi_py import nn as mpinn, paramserver as ps
 from torchmpi_py.engine import DatasetIterator, SGDEngine
 
 options = digits_data.parser(__doc__).parse_args()

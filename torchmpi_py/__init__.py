@@ -12,17 +12,9 @@ from torchmpi_py.launch import variables
 if TYPE_CHECKING:  # for editors and type checkers
     from torchmpi_py import (
         engine as engine,
-    )
-    from torchmpi_py import (
         nn as nn,
-    )
-    from torchmpi_py import (
         optim as optim,
-    )
-    from torchmpi_py import (
         paramserver as paramserver,
-    )
-    from torchmpi_py import (
         sweeps as sweeps,
     )
     from torchmpi_py.collectives.autotune import (
@@ -39,104 +31,40 @@ if TYPE_CHECKING:  # for editors and type checkers
     )
     from torchmpi_py.collectives.verbs import (
         allgather as allgather,
-    )
-    from torchmpi_py.collectives.verbs import (
         allgather_async as allgather_async,
-    )
-    from torchmpi_py.collectives.verbs import (
         allgather_object as allgather_object,
-    )
-    from torchmpi_py.collectives.verbs import (
         allgather_object_async as allgather_object_async,
-    )
-    from torchmpi_py.collectives.verbs import (
         allreduce as allreduce,
-    )
-    from torchmpi_py.collectives.verbs import (
         allreduce_async as allreduce_async,
-    )
-    from torchmpi_py.collectives.verbs import (
         alltoall as alltoall,
-    )
-    from torchmpi_py.collectives.verbs import (
         alltoall_async as alltoall_async,
-    )
-    from torchmpi_py.collectives.verbs import (
         broadcast as broadcast,
-    )
-    from torchmpi_py.collectives.verbs import (
         broadcast_async as broadcast_async,
-    )
-    from torchmpi_py.collectives.verbs import (
         broadcast_object as broadcast_object,
-    )
-    from torchmpi_py.collectives.verbs import (
         broadcast_object_async as broadcast_object_async,
-    )
-    from torchmpi_py.collectives.verbs import (
         gather as gather,
-    )
-    from torchmpi_py.collectives.verbs import (
         gather_async as gather_async,
-    )
-    from torchmpi_py.collectives.verbs import (
         recv as recv,
-    )
-    from torchmpi_py.collectives.verbs import (
         recv_async as recv_async,
-    )
-    from torchmpi_py.collectives.verbs import (
         reduce as reduce,
-    )
-    from torchmpi_py.collectives.verbs import (
         reduce_async as reduce_async,
-    )
-    from torchmpi_py.collectives.verbs import (
         reduce_scatter as reduce_scatter,
-    )
-    from torchmpi_py.collectives.verbs import (
         reduce_scatter_async as reduce_scatter_async,
-    )
-    from torchmpi_py.collectives.verbs import (
         scatter as scatter,
-    )
-    from torchmpi_py.collectives.verbs import (
         scatter_async as scatter_async,
-    )
-    from torchmpi_py.collectives.verbs import (
         send as send,
-    )
-    from torchmpi_py.collectives.verbs import (
         send_async as send_async,
-    )
-    from torchmpi_py.collectives.verbs import (
         sendreceive as sendreceive,
-    )
-    from torchmpi_py.collectives.verbs import (
         sendreceive_async as sendreceive_async,
     )
     from torchmpi_py.core.communicators import (
         Communicator as Communicator,
-    )
-    from torchmpi_py.core.communicators import (
         at as at,
-    )
-    from torchmpi_py.core.communicators import (
         communicator as communicator,
-    )
-    from torchmpi_py.core.communicators import (
         communicator_names as communicator_names,
-    )
-    from torchmpi_py.core.communicators import (
         push_communicator as push_communicator,
-    )
-    from torchmpi_py.core.communicators import (
         set_collective_span as set_collective_span,
-    )
-    from torchmpi_py.core.communicators import (
         set_communicator as set_communicator,
-    )
-    from torchmpi_py.core.communicators import (
         split as split,
     )
     from torchmpi_py.core.config import (
@@ -144,8 +72,6 @@ if TYPE_CHECKING:  # for editors and type checkers
     )
     from torchmpi_py.core.handles import (
         Handle as Handle,
-    )
-    from torchmpi_py.core.handles import (
         wait_all as wait_all,
     )
     from torchmpi_py.engine.loaders import (
@@ -153,38 +79,16 @@ if TYPE_CHECKING:  # for editors and type checkers
     )
     from torchmpi_py.errors import (
         CheckpointError as CheckpointError,
-    )
-    from torchmpi_py.errors import (
         CollectiveTimeout as CollectiveTimeout,
-    )
-    from torchmpi_py.errors import (
         CommunicatorError as CommunicatorError,
-    )
-    from torchmpi_py.errors import (
         FlavourError as FlavourError,
-    )
-    from torchmpi_py.errors import (
         LaunchError as LaunchError,
-    )
-    from torchmpi_py.errors import (
         NotStarted as NotStarted,
-    )
-    from torchmpi_py.errors import (
         ParameterServerError as ParameterServerError,
-    )
-    from torchmpi_py.errors import (
         RankDied as RankDied,
-    )
-    from torchmpi_py.errors import (
         RanksDisagree as RanksDisagree,
-    )
-    from torchmpi_py.errors import (
         TorchMPIError as TorchMPIError,
-    )
-    from torchmpi_py.errors import (
         Unavailable as Unavailable,
-    )
-    from torchmpi_py.errors import (
         Unimplemented as Unimplemented,
     )
     from torchmpi_py.memory.symmetric import (
@@ -195,56 +99,28 @@ if TYPE_CHECKING:  # for editors and type checkers
     )
     from torchmpi_py.runtime.chief import (
         is_chief as is_chief,
-    )
-    from torchmpi_py.runtime.chief import (
         summary_writer as summary_writer,
     )
     from torchmpi_py.runtime.process import (
         barrier as barrier,
-    )
-    from torchmpi_py.runtime.process import (
         device as device,
-    )
-    from torchmpi_py.runtime.process import (
         host_name as host_name,
-    )
-    from torchmpi_py.runtime.process import (
         is_started as is_started,
-    )
-    from torchmpi_py.runtime.process import (
         local_rank as local_rank,
-    )
-    from torchmpi_py.runtime.process import (
         local_size as local_size,
-    )
-    from torchmpi_py.runtime.process import (
         num_nodes as num_nodes,
-    )
-    from torchmpi_py.runtime.process import (
         rank as rank,
-    )
-    from torchmpi_py.runtime.process import (
         session as session,
-    )
-    from torchmpi_py.runtime.process import (
         size as size,
-    )
-    from torchmpi_py.runtime.process import (
         start as start,
-    )
-    from torchmpi_py.runtime.process import (
         stop as stop,
     )
     from torchmpi_py.runtime.survivors import (
         catch_up as catch_up,
-    )
-    from torchmpi_py.runtime.survivors import (
         elastic as elastic,
     )
     from torchmpi_py.sweeps.early_stopping import (
         experiment_folder as experiment_folder,
-    )
-    from torchmpi_py.sweeps.early_stopping import (
         report as report,
     )
     from torchmpi_py.sweeps.experiments import (
@@ -356,4 +232,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return list(__all__)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmpi_py.bench import __main__ as bench
-from torchmpi_py.bench import trace
+from torchmpi_py.bench import __main__ as bench, trace
 
 TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
 needs_launcher = pytest.mark.skipif(not TORCHMPIRUN.exists(), reason=f"no {TORCHMPIRUN}: install the package")

@@ -12,8 +12,7 @@ import torch
 
 from torchmpi_py.collectives import mpi_buffers
 from torchmpi_py.collectives.flavour import Flavour
-from torchmpi_py.collectives.flavours import cuda_trial, gpu_probe, mpi_steps
-from torchmpi_py.collectives.flavours import mpi as mpi_flavour
+from torchmpi_py.collectives.flavours import cuda_trial, gpu_probe, mpi as mpi_flavour, mpi_steps
 from torchmpi_py.collectives.flavours.gpu_probe import GpuFacts, Verdict
 from torchmpi_py.collectives.flavours.mpi import Mpi
 from torchmpi_py.core import config

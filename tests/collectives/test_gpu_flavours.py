@@ -7,8 +7,10 @@ import random
 
 import pytest
 import torch
-from test_verbs import GPU_FLAVOURS as FLAVOURS
-from test_verbs import gpu_flavours_on_the_host  # noqa: F401 - a fixture
+from test_verbs import (
+    GPU_FLAVOURS as FLAVOURS,
+    gpu_flavours_on_the_host,  # noqa: F401 - a fixture
+)
 
 from torchmpi_py.collectives.flavours import cudaipc, staged
 from torchmpi_py.collectives.flavours.cudaipc import IpcGroup

@@ -9,8 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from torchmpi_py.collectives.flavours import schedule as plan
 from torchmpi_py.collectives.flavours.schedule import slices

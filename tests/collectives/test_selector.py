@@ -6,8 +6,7 @@ import types
 import pytest
 import torch
 
-from torchmpi_py.collectives import registry
-from torchmpi_py.collectives import selector as selector_module
+from torchmpi_py.collectives import registry, selector as selector_module
 from torchmpi_py.collectives.flavour import VERBS
 from torchmpi_py.collectives.selector import Choice, Key, Selector
 from torchmpi_py.errors import Unavailable, Unimplemented

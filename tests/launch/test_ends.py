@@ -12,8 +12,7 @@ import time
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import job as jobs
-from torchmpi_py.launch import mpirun
+from torchmpi_py.launch import job as jobs, mpirun
 
 try:
     VENDOR = mpirun.find("", os.environ)[0].name

@@ -10,8 +10,7 @@ import pytest
 
 import torchmpi_py
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import host_check, host_facts, mpirun
+from torchmpi_py.launch import __main__ as launcher, host_check, host_facts, mpirun
 from torchmpi_py.launch.host_check import Inquiry
 
 try:

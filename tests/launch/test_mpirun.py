@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import hosts, mpirun, wrap
+from torchmpi_py.launch import __main__ as launcher, hosts, mpirun, wrap
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import mpirun, ready_scripts
+from torchmpi_py.launch import __main__ as launcher, mpirun, ready_scripts
 
 try:
     FOUND = mpirun.find("", os.environ)

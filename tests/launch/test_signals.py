@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as main
-from torchmpi_py.launch import cleanup, exit_marks, job, mpirun, signals
+from torchmpi_py.launch import __main__ as main, cleanup, exit_marks, job, mpirun, signals
 
 try:
     MISSING = "" if mpirun.find("", os.environ) else "none"

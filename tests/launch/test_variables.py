@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import variables
+from torchmpi_py.launch import __main__ as launcher, variables
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from torchmpi_py import errors, optim
-from torchmpi_py import nn as mpinn
+from torchmpi_py import errors, nn as mpinn, optim
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 

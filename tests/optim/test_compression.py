@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from torchmpi_py import errors, optim
-from torchmpi_py import nn as mpinn
+from torchmpi_py import errors, nn as mpinn, optim
 from torchmpi_py.collectives import verbs
 from torchmpi_py.optim import compression
 

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from torchmpi_py import nn as mpinn
-from torchmpi_py import optim
+from torchmpi_py import nn as mpinn, optim
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 

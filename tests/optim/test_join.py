@@ -7,8 +7,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import torchmpi_py
-from torchmpi_py import nn as mpinn
-from torchmpi_py import optim
+from torchmpi_py import nn as mpinn, optim
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 

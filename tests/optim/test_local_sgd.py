@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-from torchmpi_py import nn as mpinn
-from torchmpi_py import optim
+from torchmpi_py import nn as mpinn, optim
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 

@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 
-from torchmpi_py import nn as mpinn
-from torchmpi_py import optim
+from torchmpi_py import nn as mpinn, optim
 from torchmpi_py.collectives import verbs
 from torchmpi_py.optim import compression
 

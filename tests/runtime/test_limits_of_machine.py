@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as launcher
-from torchmpi_py.launch import mpirun
+from torchmpi_py.launch import __main__ as launcher, mpirun
 
 pytestmark = pytest.mark.timeout(240)
 MPICH = mpirun.vendor_named("mpich")

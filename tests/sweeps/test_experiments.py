@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from torchmpi_py import nn as mpinn
-from torchmpi_py import paramserver as ps
-from torchmpi_py import sweeps
+from torchmpi_py import nn as mpinn, paramserver as ps, sweeps
 from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
 from torchmpi_py.optim import DistributedOptimizer
 

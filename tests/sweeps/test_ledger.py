@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from torchmpi_py.errors import TorchMPIError
-from torchmpi_py.sweeps import ledger as ledgers
-from torchmpi_py.sweeps import successive_halving
+from torchmpi_py.sweeps import ledger as ledgers, successive_halving
 from torchmpi_py.sweeps.ledger import Ledger
 from torchmpi_py.sweeps.outcome import FAILED, FINISHED, Experiment, Results
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchmpi_py import nn as mpinn
-from torchmpi_py import paramserver as ps
+from torchmpi_py import nn as mpinn, paramserver as ps
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 

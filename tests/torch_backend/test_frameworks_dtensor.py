@@ -94,8 +94,7 @@ def test_distributed_tensors_where_plain_ones_are_wanted(mpi, mesh):
     import torch.distributed as dist
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from torchmpi_py import nn as mpinn
-    from torchmpi_py import paramserver as ps
+    from torchmpi_py import nn as mpinn, paramserver as ps
 
     def refused(call, *args):
         with pytest.raises(TypeError, match=r"is a DTensor, of which this rank holds a part; pass what \.to_local\(\)"):

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from torchmpi_py import nn as mpinn
-from torchmpi_py import optim
+from torchmpi_py import nn as mpinn, optim
 from torchmpi_py.engine import AllReduceSGDEngine
 
 NONE, DDP = "no communication", "DDP on gloo"

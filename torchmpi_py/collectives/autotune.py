@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchmpi_py.collectives import measured_cache, timing
-from torchmpi_py.collectives import verbs as all_verbs
+from torchmpi_py.collectives import measured_cache, timing, verbs as all_verbs
 from torchmpi_py.collectives.registry import BY_NAME, DEVICES, FLAVOURS, status
 from torchmpi_py.collectives.selector import Choice, Key, selector
 from torchmpi_py.core import journal

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Iterator
-from collections.abc import Sequence as Ranks
+from collections.abc import Hashable, Iterator, Sequence as Ranks
 from typing import Any
 
 from torchmpi_py.core import communication_thread, journal, sequences

@@ -19,8 +19,7 @@ import functools
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Ranks
+from collections.abc import Callable, Iterator, Sequence as Ranks
 from typing import NamedTuple
 
 from torchmpi_py.core import status_board

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 import torchmpi_py
-from torchmpi_py.engine import checkpoint_files as files
-from torchmpi_py.engine import outcomes, samples
+from torchmpi_py.engine import checkpoint_files as files, outcomes, samples
 from torchmpi_py.errors import CheckpointError
 
 logger = logging.getLogger("torchmpi_py")

@@ -24,8 +24,7 @@ from torchmpi_py.engine import outcomes
 from torchmpi_py.engine.batches import BatchIterator
 from torchmpi_py.engine.state import Hooks, State, modes_restored
 from torchmpi_py.errors import TorchMPIError
-from torchmpi_py.runtime import process
-from torchmpi_py.runtime import session as sessions
+from torchmpi_py.runtime import process, session as sessions
 
 Evaluator = Callable[[torch.nn.Module, int], Any]
 

@@ -21,8 +21,7 @@ from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CollectiveTimeout, NotStarted, TorchMPIError
 from torchmpi_py.launch import exit_marks
-from torchmpi_py.runtime import arrival, exits, placement, survivors
-from torchmpi_py.runtime import session as sessions
+from torchmpi_py.runtime import arrival, exits, placement, session as sessions, survivors
 from torchmpi_py.watch import reports
 
 logger = logging.getLogger("torchmpi_py")

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communication_thread, communicators, journal, ulfm
 from torchmpi_py.errors import CommunicatorError, RankDied
-from torchmpi_py.runtime import exits
-from torchmpi_py.runtime import session as sessions
+from torchmpi_py.runtime import exits, session as sessions
 from torchmpi_py.watch import tracing, watchdog
 
 logger = logging.getLogger("torchmpi_py")

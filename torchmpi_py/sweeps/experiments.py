@@ -39,8 +39,7 @@ from torchmpi_py.core.communicators import Stack
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import EndRequested, TorchMPIError
 from torchmpi_py.launch import group_jobs
-from torchmpi_py.runtime import chief, process
-from torchmpi_py.runtime import session as sessions
+from torchmpi_py.runtime import chief, process, session as sessions
 from torchmpi_py.sweeps import early_stopping
 from torchmpi_py.sweeps.early_stopping import ExperimentStopped, Running, Stop
 from torchmpi_py.sweeps.ledger import Ledger
