@@ -309,7 +309,7 @@ def test_a_rank_that_does_not_come(tmp_path):
 
 
 def test_a_late_operation_that_raises(tmp_path):
-    """In user code, and what it says; the operations go on, and complete."""
+    """In user code, and what it says; the operations go on, and complete, while the others wait in mpi.stop()."""
     program = """
 others = [os.path.join(os.environ["TORCHMPI_DUMP_DIR"], str(rank)) for rank in (0, 2)]
 while me == 1 and not all(map(os.path.exists, others)):
@@ -323,10 +323,28 @@ for call in pending:
 if me != 1:
     open(others[me // 2], "w")
 """
-    job = run(tmp_path, program, deadline=2, at_deadline="raise")
+    job = run(tmp_path, program, deadline=3, at_deadline="raise")
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("late:") == 6, job.stdout
-    assert re.search(r"late: .* not complete after 2 s.* rank 1 \(process \d+\): has .*not", job.stdout)
+    assert re.search(r"late: .* not complete after 3 s.* rank 1 \(process \d+\): has .*not", job.stdout)
+    assert "report" not in job.stderr
+
+
+def test_a_late_operation_has_another_deadline_in_stop(tmp_path):
+    """After its lateness was raised. Rank 1 comes while the others complete their operations in mpi.stop()."""
+    program = """
+others = [os.path.join(os.environ["TORCHMPI_DUMP_DIR"], str(rank)) for rank in (0, 2)]
+while me == 1 and not all(map(os.path.exists, others)):
+    time.sleep(0.01)
+time.sleep(2.5 if me == 1 else 0)
+try:
+    mpi.allreduce(x)
+except mpi.CollectiveTimeout:
+    open(others[me // 2], "w")
+"""
+    job = run(tmp_path, program, deadline=5, at_deadline="raise")
+    assert job.returncode == 0, job.stderr
+    assert all((tmp_path / str(rank)).exists() for rank in (0, 2)), job.stderr
     assert "report" not in job.stderr
 
 
