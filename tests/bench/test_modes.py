@@ -48,7 +48,7 @@ def report(module):
 @needs_launcher
 def test_modes_are_run_beside_their_twin_and_written_down(tmp_path):
     for needed in ("sklearn", "matplotlib"):
-        pytest.importorskip(needed, reason="pip install 'torchmpi-py[examples,bench]'")
+        pytest.importorskip(needed, reason="pip install '.[examples,bench]'")
     page = tmp_path / "modes.md"
     page.write_text(PAGE)
     short = ["--epochs", "1", "--seeds", "1", "--ranks", "2", "--batch", "240", "--pause", "0.05"]

@@ -13,7 +13,7 @@ import torch
 pytestmark = pytest.mark.timeout(240)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
-pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'torchmpi-py[examples]'")
+pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install scikit-learn")
 needs_launcher = pytest.mark.skipif(not TORCHMPIRUN.exists(), reason=f"no {TORCHMPIRUN}: install the package")
 
 

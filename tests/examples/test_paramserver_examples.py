@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.timeout(240)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
-pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'torchmpi-py[examples]'")
+pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install scikit-learn")
 if not TORCHMPIRUN.exists():
     pytest.skip(f"no {TORCHMPIRUN}: install the package", allow_module_level=True)
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(240)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
 two_ranks = (TORCHMPIRUN, "-n", 2, "--bind", "none")  # several such jobs would share the first cores
-pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'torchmpi-py[examples]'")
+pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install scikit-learn")
 
 
 @pytest.fixture(autouse=True)

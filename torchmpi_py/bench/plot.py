@@ -49,7 +49,7 @@ def check(comm: MPI.Comm, path: Path) -> None:
 def _missing() -> str:
     """Why nothing can be drawn here, or ""."""
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
-    return "" if has_matplotlib else "drawing needs matplotlib: pip install 'torchmpi-py[bench]'"
+    return "" if has_matplotlib else "drawing needs matplotlib: pip install matplotlib"
 
 
 def draw(report: Report, path: Path) -> None:

@@ -120,7 +120,7 @@ def show_progress(engine: SGDEngine) -> None:
     try:
         from tqdm import tqdm
     except ImportError as error:
-        raise ImportError("show_progress needs tqdm: pip install 'torchmpi-py[examples]'") from error
+        raise ImportError("show_progress needs tqdm: pip install tqdm") from error
     progress = _Progress(tqdm)
     for moment in ("on_start", "on_start_epoch", "on_forward_criterion", "on_end_epoch", "on_end", "on_recovery"):
         _prepend(engine.hooks, moment, getattr(progress, moment))

