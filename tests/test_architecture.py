@@ -22,7 +22,8 @@ ROOMS = [
     ["nn"],
     ["optim"],
     ["engine", "paramserver", "sweeps", "torch_backend"],
-    ["bench"],
+    ["bench", "doctor"],
+    ["__main__"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 FLAVOURS = {type(flavour).__module__.removeprefix("torchmpi_py.") for flavour in registry.FLAVOURS}
@@ -99,7 +100,7 @@ def test_the_launcher_imports_the_standard_library_only():
 
 def test_mpi_is_imported_in_one_module():
     for name, path in modules().items():
-        is_program = name == "collectives.flavours.cuda_trial"  # which imports nothing of the package
+        is_program = name in ("collectives.flavours.cuda_trial", "doctor.probes")  # which import nothing of the package
         if name != "core.mpi_api" and not is_program and not name.startswith("launch"):
             assert not any(imported == "mpi4py.MPI" for _, imported in imports(path)), (
                 f"{path}: take it from core.mpi_api"

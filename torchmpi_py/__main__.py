@@ -1,0 +1,10 @@
+"""What a job here would use: ``python -m torchmpi_py``; ``python -m torchmpi_py.doctor`` examines all of it."""
+
+import torchmpi_py
+from torchmpi_py.doctor import software
+
+if __name__ == "__main__":
+    print(f"torchmpi_py {torchmpi_py.__version__}")
+    for check in (software.python, software.torch, software.mpi):
+        for finding in check():
+            print(finding.subject, finding.text)

@@ -1,0 +1,52 @@
+"""Examine this machine: ``python -m torchmpi_py.doctor [--json] [--no-job]``.
+
+A line for each finding; below each warning and problem the remedy. Exit code 1 if there is a problem, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+
+from torchmpi_py.doctor import PROBLEM, WARNING, Finding, host, software
+
+
+def main(words: list[str] | None = None) -> int:
+    """Print what is found; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m torchmpi_py.doctor", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead")
+    parser.add_argument("--no-job", action="store_true", help="leave out the job of two ranks")
+    options = parser.parse_args(words)
+    found = []
+    for finding in examine(with_job=not options.no_job):
+        found.append(finding)
+        if not options.json:
+            print(f"{finding.level:8} {finding.subject:17} {finding.text}", flush=True)
+            if finding.remedy:
+                print(f"{'':26} -> {finding.remedy}", flush=True)
+    numbers = collections.Counter(finding.level for finding in found)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
+    else:
+        counts = [f"{numbers[level]} {level}{'s' * (numbers[level] != 1)}" for level in (PROBLEM, WARNING)]
+        print(f"== {', '.join(counts)}")
+    return 1 if numbers[PROBLEM] else 0
+
+
+def examine(*, with_job: bool = True) -> Iterator[Finding]:
+    """Findings, one after the other; the job of two ranks runs last, unless there are problems already."""
+    has_problem = False
+    for check in (*software.CHECKS, *host.CHECKS):
+        for finding in check():
+            has_problem |= finding.level == PROBLEM
+            yield finding
+    if with_job and not has_problem:
+        yield from software.trial()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

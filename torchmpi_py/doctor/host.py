@@ -1,0 +1,189 @@
+"""Checks of the host: cores, memory, shared memory, limits, permissions, names."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torchmpi_py.doctor import OK, PROBLEM, WARNING, Finding
+from torchmpi_py.launch import binding
+
+_MIB = 1 << 20
+_ENOUGH_SHARED_BYTES, _LEAST_SHARED_BYTES = 512 * _MIB, 32 * _MIB
+_BYTES_OF_A_RANK = 400 * _MIB  # with torch and its optimizers imported
+_ENOUGH_FILES = 1024  # a rank has tens, torchmpirun a few for each rank
+_ENOUGH_TEMPORARY_BYTES = 64 * _MIB
+_LONGEST_FOLDER = 60  # a socket's path has 107 characters at most, and Open MPI and PMIx add to the folder's
+_MORE_SHARED = "give the container more: docker run --shm-size=1g, or --ipc=host"
+
+
+def cores() -> Iterator[Finding]:
+    """Cores that this process may use, by affinity and by the quota of a cgroup."""
+    allowed, usable, there = len(binding.allowed_cores()), binding.num_usable_cores(), os.cpu_count() or 1
+    limits = [f"{allowed} of {there} by affinity"] if allowed < there else []
+    limits += [f"{usable} by a cgroup's quota"] if usable < allowed else []
+    yield Finding(OK, "cores", ", ".join([f"{usable} to use", *limits]))
+
+
+def memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[Finding]:
+    """Memory for one rank for each core."""
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free, limit = int(lines["MemAvailable"].split()[0]) << 10, ""
+    most, used = (cgroup / "memory.max"), (cgroup / "memory.current")
+    if most.exists() and used.exists() and most.read_text().strip().isdigit():
+        left = int(most.read_text()) - int(used.read_text())
+        free, limit = min(free, left), " by a cgroup's limit" if left < free else ""
+    text = f"{free // _MIB} MiB free{limit}"
+    wanted = binding.num_usable_cores() * _BYTES_OF_A_RANK
+    if free >= wanted:
+        yield Finding(OK, "memory", text)
+    else:
+        fit = max(1, free // _BYTES_OF_A_RANK)
+        yield Finding(WARNING, "memory", f"{text}, and a rank takes some {_BYTES_OF_A_RANK // _MIB}", _fewer(fit))
+
+
+def _fewer(fit: int) -> str:
+    return f"start at most {fit} rank{'s' * (fit != 1)} (torchmpirun -n {fit}), or end other programs"
+
+
+def shared_memory(folder: str = "/dev/shm") -> Iterator[Finding]:
+    """The folder in which MPIs meet; the package itself prefers files without a name."""
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        yield Finding(
+            PROBLEM, folder, "is missing, or cannot be written to", "mount a tmpfs there, or ask the administrator"
+        )
+        return
+    status = os.statvfs(folder)
+    free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    text = f"{free // _MIB} of {size // _MIB} MiB free"
+    if size < _ENOUGH_SHARED_BYTES or free < _LEAST_SHARED_BYTES:
+        is_full = size >= _ENOUGH_SHARED_BYTES
+        remedy = f"remove what ended jobs have left there: ls -l {folder}" if is_full else _MORE_SHARED
+        yield Finding(PROBLEM if free < _LEAST_SHARED_BYTES else WARNING, folder, text, remedy)
+    else:
+        yield Finding(OK, folder, text)
+
+
+def files() -> Iterator[Finding]:
+    """The limit of open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= _ENOUGH_FILES:
+        yield Finding(OK, "open files", f"up to {soft}")
+    else:
+        most = hard if hard != resource.RLIM_INFINITY else _ENOUGH_FILES
+        can_raise = most >= _ENOUGH_FILES
+        remedy = f"ulimit -n {_ENOUGH_FILES}" if can_raise else "ask the administrator for more (limits.conf: nofile)"
+        yield Finding(WARNING, "open files", f"up to {soft}, which many ranks use up", remedy)
+
+
+def temporary_folder() -> Iterator[Finding]:
+    """The folder for temporary files, in which launchers put sockets."""
+    try:
+        folder = tempfile.gettempdir()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        yield Finding(PROBLEM, "TMPDIR", str(error), "export TMPDIR=/tmp, or another folder that can be written to")
+        return
+    wanted, text = os.environ.get("TMPDIR", folder), f"{folder}, {free // _MIB} MiB free"
+    if os.path.abspath(wanted) != folder:
+        yield Finding(WARNING, "TMPDIR", f"{wanted} cannot be written to", f"export TMPDIR={folder}")
+    elif len(folder) > _LONGEST_FOLDER:
+        yield Finding(
+            PROBLEM,
+            "TMPDIR",
+            f"{folder} is too long for the sockets of a launcher",
+            "export TMPDIR=/tmp, or a short one",
+        )
+    elif free < _ENOUGH_TEMPORARY_BYTES:
+        yield Finding(PROBLEM, "TMPDIR", text, "make room there, or export TMPDIR=... to a folder with room")
+    else:
+        yield Finding(OK, "TMPDIR", text)
+
+
+def names() -> Iterator[Finding]:
+    """The name of this host, and the loopback."""
+    name = socket.gethostname()
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            with socket.create_connection(listener.getsockname(), timeout=5):
+                pass
+    except OSError as error:
+        yield Finding(PROBLEM, "network", f"127.0.0.1 cannot be reached: {error}", "ip link set lo up")
+        return
+    try:
+        socket.getaddrinfo(name, 0)
+        yield Finding(OK, "network", f"127.0.0.1 answers, {name} has an address")
+    except OSError:
+        remedy = f"add it to /etc/hosts: 127.0.1.1 {name}"
+        yield Finding(WARNING, "network", f"the name of this host, {name}, has no address", remedy)
+
+
+def permissions() -> Iterator[Finding]:
+    """What the kernel lets ranks do with each other's memory: files without a name, and reads of another process."""
+    if why := _attempt(_open_nameless):
+        text = f"files without a name (memfd) are refused ({why}): shared memory takes /dev/shm, which may be small"
+        yield Finding(WARNING, "memfd", text, "let the container's seccomp profile allow memfd_create")
+    else:
+        yield Finding(OK, "memfd", "shared memory without names")
+    if why := _attempt(_read_other_process):
+        text = f"a process may not read another's memory ({why}): large messages of the MPI are copied twice"
+        remedy = "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; symmetric memory needs neither"
+        yield Finding(WARNING, "ptrace", text, remedy)
+    else:
+        yield Finding(OK, "ptrace", "processes of one user read each other's memory")
+
+
+def _attempt(work: Callable[[], None]) -> str:
+    """Why something failed; "" if it did not."""
+    try:
+        work()
+    except (OSError, AttributeError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
+def _open_nameless() -> None:
+    file = os.memfd_create("torchmpi_py")
+    try:
+        os.ftruncate(file, 4096)
+        os.close(os.open(f"/proc/{os.getpid()}/fd/{file}", os.O_RDWR))
+    finally:
+        os.close(file)
+
+
+class _Piece(ctypes.Structure):
+    """``struct iovec``."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+def _read_other_process() -> None:
+    """Let a child read its parent's memory, as ranks of one starter read each other's. OSError if it may not."""
+    given, read_end, write_end = ctypes.create_string_buffer(b"memory"), *os.pipe()
+    libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
+    child = os.fork()
+    if not child:
+        taken = ctypes.create_string_buffer(len(given))
+        here = _Piece(ctypes.addressof(taken), len(taken))
+        there = _Piece(ctypes.addressof(given), len(given))
+        count = libc.process_vm_readv(parent, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        code = 0 if count == len(given) else ctypes.get_errno() or 1
+        os.write(write_end, bytes([code & 0xFF]))
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as answer:
+        code = (answer.read(1) or b"\1")[0]
+    os.waitpid(child, 0)
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+CHECKS = (cores, memory, shared_memory, files, temporary_folder, names, permissions)

@@ -1,0 +1,48 @@
+"""A program that says, as JSON, what torch or MPI are here: ``python probes.py torch|mpi``.
+
+It is a process of its own, for a library that does not load may end the process. It imports nothing of the package.
+"""
+
+import json
+import sys
+from typing import Any
+
+MARK = "torchmpi_py.doctor:"  # libraries may print too
+
+
+def ask_torch() -> dict[str, Any]:
+    """Version, the CUDA that torch was built for, and the GPUs that it can use."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_name(index) for index in range(count)]
+    return {"version": torch.__version__, "cuda": torch.version.cuda or "", "gpus": gpus}
+
+
+def ask_mpi() -> dict[str, Any]:
+    """Name and version, the level of threads that it grants, and whether it has ULFM. Starts MPI."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+
+    name, version = MPI.get_vendor()
+    granted = MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    try:
+        MPI.COMM_SELF.Get_failed()
+        has_ulfm = name == "Open MPI"  # MPICH has a part of it
+    except (NotImplementedError, AttributeError, MPI.Exception):
+        has_ulfm = False
+    answer = {
+        "name": f"{name} {'.'.join(map(str, version))}",
+        "vendor": name,
+        "mpi4py": mpi4py.__version__,
+        "has_threads": granted == MPI.THREAD_MULTIPLE,
+        "has_ulfm": has_ulfm,
+    }
+    MPI.Finalize()
+    return answer
+
+
+if __name__ == "__main__":
+    print(MARK, json.dumps({"torch": ask_torch, "mpi": ask_mpi}[sys.argv[1]]()), flush=True)

