@@ -5,6 +5,7 @@ sets torchrun's variables (``launch.variables``).
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torchmpi_py.launch import variables
@@ -203,6 +204,28 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("engine", "nn", "optim", "paramserver", "sweeps")
 
+_OTHER_NAMES = {  # of Horovod, torch.distributed and MPI
+    "init": "start()",
+    "shutdown": "stop()",
+    "finalize": "stop()",
+    "get_rank": "rank()",
+    "get_world_size": "size()",
+    "world_size": "size()",
+    "all_reduce": "allreduce()",
+    "allreduce_": "allreduce(), which works in place",
+    "all_gather": "allgather()",
+    "all_to_all": "alltoall()",
+    "broadcast_": "broadcast(), which works in place",
+    "broadcast_parameters": "nn.synchronize_parameters()",
+    "broadcast_optimizer_state": "optim.broadcast_optimizer_state()",
+    "DistributedOptimizer": "optim.DistributedOptimizer",
+    "ProcessSet": "split()",
+    "new_group": "split()",
+    "isend": "send_async()",
+    "irecv": "recv_async()",
+}
+_THIS = sys.modules[__name__]
+
 __all__ = sorted([*_HOME_OF, *_MODULES])
 
 variables.set_variables()
@@ -225,7 +248,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        known = f"; it is called {_OTHER_NAMES[name]} here" if name in _OTHER_NAMES else ""
+        # With name and obj the interpreter adds the most similar name, if there is one.
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{known}", name=name, obj=_THIS)
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value
