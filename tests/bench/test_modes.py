@@ -100,7 +100,12 @@ def test_every_mode_stands_in_the_docs_and_every_program_is_a_mode(module):
     names = [mode.name for mode in table["MODES"]]
     text = (ROOT / "docs" / "modes.md").read_text()
     assert sorted(re.findall(r"^- \*\*(.+?)\*\*:", text, re.MULTILINE)) == sorted(names)
-    programs = {mode.program for mode in table["MODES"]} | {table["TWIN"], "digits_data.py", "digits_sweep.py"}
+    programs = {mode.program for mode in table["MODES"]} | {
+        table["TWIN"],
+        "digits_data.py",
+        "digits_sweep.py",
+        "lightning_digits.py",
+    }
     assert programs == {file.name for file in (ROOT / "examples").glob("*.py")}
 
 

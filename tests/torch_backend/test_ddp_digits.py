@@ -78,6 +78,15 @@ def test_ddp_is_bit_equal_on_both_ranks_and_equal_to_gloo_and_to_one_process(tmp
     assert largest_difference(parameters(ours), parameters(alone)) < 1e-6
 
 
+def test_lightning_takes_the_steps_of_ddp(tmp_path):
+    pytest.importorskip("lightning", reason="the example trains with Lightning: pip install lightning")
+    for name in ("ddp", "lightning"):
+        job = Job(*two_ranks, EXAMPLES / f"{name}_digits.py", "--epochs", 2, "--save", tmp_path / name)
+        assert "2 ranks: test accuracy" in job.output()
+    assert largest_difference(parameters(tmp_path / "lightning"), parameters(tmp_path / "lightning", 1)) == 0
+    assert largest_difference(parameters(tmp_path / "lightning"), parameters(tmp_path / "ddp")) < 1e-6
+
+
 def test_without_its_ten_lines_it_is_a_script_for_one_process(tmp_path, monkeypatch, capsys):
     lines = (EXAMPLES / "ddp_digits.py").read_text().splitlines()
     rest = [line for line in lines if not line.endswith("  # ddp")]
