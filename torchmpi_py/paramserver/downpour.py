@@ -48,9 +48,8 @@ class DownpourUpdate(Update):
                 'optimizer="adagrad" for the server to do the step'
             )
         if optimizer is not None:
-            rules.optimizer(optimizer)
-            for dtype in {p.dtype for p in network.parameters() if p.requires_grad}:
-                rules.checked(optimizer, self.optimizer_options, dtype, optimizer)
+            trained = [p for p in network.parameters() if p.requires_grad]
+            rules.check_optimizer(optimizer, self.optimizer_options, trained)
         elif self.optimizer_options:
             raise TypeError(f"optimizer_options={self.optimizer_options} are for an optimizer, and none is given")
         super().__init__(network, **options)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -182,6 +182,13 @@ def named(call: str, name: str) -> Rule:
     if name not in _rules:
         raise ValueError(f"{call}: rule {name!r} is unknown; known rules: {', '.join(_rules)}")
     return _rules[name]
+
+
+def check_optimizer(name: str, options: Mapping[str, Any], parameters: Iterable[Tensor]) -> None:
+    """ValueError or TypeError unless the optimizer called ``name`` can update these parameters, with these options."""
+    optimizer(name)
+    for dtype in {p.dtype for p in parameters}:
+        checked(name, options, dtype, name)
 
 
 def optimizer(name: str) -> Rule:

@@ -378,7 +378,7 @@ def check_trained(comm: Communicator, who: str, network: torch.nn.Module) -> Non
     mine = [f"{name} {list(p.shape)} {p.dtype}" for name, p in network.named_parameters() if p.requires_grad]
     given = gathered(comm, "parameters of an update", mine)
     if (rank := agree.first_different(given)) is not None:
-        index, there, here = tensor_lists.difference(given[rank], given[0])
+        index, there, here = agree.first_difference(given[rank], given[0], "none")
         raise RanksDisagree(
             f"{who}: rank {rank} trains other parameters than rank 0: number {index} is {there}, and {here} on rank "
             "0; make the same network on all ranks, and freeze the same parameters"
