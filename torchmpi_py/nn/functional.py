@@ -245,6 +245,7 @@ class _Linear(Function):
 
 def _apply(x: Tensor, comm: Communicator, value: _Map, adjoint: _Map) -> Tensor:
     """``value(x)``, in the graph of autograd if any rank's ``x`` is. Collective."""
+    # Backward is collective: a rank whose x needs no gradient has to take part where another rank's does.
     num_tracked = verbs.allreduce(int(x.requires_grad), comm=comm) if torch.is_grad_enabled() else 0
     if not num_tracked:
         return value(x.detach())
