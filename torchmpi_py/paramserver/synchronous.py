@@ -42,12 +42,7 @@ class SynchronousUpdate:
     """
 
     def __init__(
-        self,
-        network: torch.nn.Module,
-        *,
-        optimizer: str = "sgd",
-        comm: Communicator | None = None,
-        **options: Any,
+        self, network: torch.nn.Module, *, optimizer: str = "sgd", comm: Communicator | None = None, **options: Any
     ) -> None:
         self._comm = resolve(comm)
         self.parameters: list[Tensor] = [p for p in network.parameters() if p.requires_grad]

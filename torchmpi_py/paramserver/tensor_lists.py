@@ -181,6 +181,7 @@ def send_tensors(
     """
     handles = []
     given_by_pack = served.in_packs(updates)
+    # A mistake shows before the first pack is sent.
     for pack in served.packs:
         rules.checked(rule, options, pack.server.dtype, pack.server.optimizer)
     for pack, given in zip(served.packs, given_by_pack, strict=True):
