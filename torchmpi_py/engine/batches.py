@@ -1,4 +1,4 @@
-"""What iterators that know of ranks have in common: a place, a weight for each batch, a device to which it goes."""
+"""The base of iterators that know of ranks: their place, a weight for each batch, the device of batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchmpi_py.runtime import process
 
 
 class BatchIterator(ABC):
-    """What the engine reads of an iterator that knows of ranks, and how such an iterator is set to a place.
+    """The attributes of an iterator that the engine reads, and the methods that set it to a place in an epoch.
 
     With each batch the attributes ``weight`` and ``num_samples`` are set (``iterators`` explains them), and
     ``position``: how many samples of the epoch all ranks have used with this batch.
@@ -51,7 +51,7 @@ class BatchIterator(ABC):
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
-        """What has to be equal on all ranks, by its name in an error."""
+        """The facts that are equal on all ranks, by their names in an error."""
 
     def check_place(self) -> None:
         """ValueError if rank and size are defaults, and those of the current communicator have changed."""

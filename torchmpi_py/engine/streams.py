@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.engine.batches import BatchIterator, adopted, moved
-from torchmpi_py.engine.sources import at_least, prefetched
+from torchmpi_py.engine.sources import at_least, prefetched, set_epoch
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -107,12 +107,12 @@ class Reached(NamedTuple):
 
 
 def dealt(rests: Sequence[Rest], reader: int, num_readers: int) -> Sequence[Rest]:
-    """What one of so many readers has to read."""
+    """The pieces that are dealt to one of so many readers."""
     return rests[reader::num_readers]
 
 
 def left(rests: Sequence[Rest], reached: Sequence[Reached]) -> list[Rest]:
-    """What is left of ``rests``, which were dealt to ``len(reached)`` readers that have come so far."""
+    """The rest of ``rests``, which were dealt to ``len(reached)`` readers that have come so far."""
     kept = []
     for index, rest in enumerate(rests):
         number, reader = divmod(index, len(reached))
@@ -266,7 +266,7 @@ class StreamIterator(BatchIterator):
             self._rests = [Rest(piece, 0) for piece in self._whole(epoch)]
         self._loaded = None
         self._reached = {first: [Reached(0, 0)] * self.num_readers}
-        getattr(self.stream, "set_epoch", _ignore)(epoch)
+        set_epoch(self.stream, epoch)
         return self._steps(self._read())
 
     def _whole(self, epoch: int) -> list[int]:
@@ -356,7 +356,3 @@ def _copied(batch: Any) -> Any:
 def _same(item: Any) -> Any:
     """In place of DataLoader's conversion: a batch is complete."""
     return item
-
-
-def _ignore(epoch: int) -> None:
-    """The set_epoch of a stream that has none."""
