@@ -78,7 +78,7 @@ def floor_bytes(verb: str, num_bytes: int, ranks_per_node: Sequence[int]) -> flo
 
 
 class Wire(NamedTuple):
-    """What the floor of a call follows from; ``interface`` is that of this rank's node, "" if there is no counter."""
+    """The facts from which the floor of a call follows. ``interface``: of this rank's node; "" without a counter."""
 
     bytes_per_second: float
     ranks_per_node: list[int]
