@@ -193,6 +193,7 @@ def _stream_seconds(comm: MPI.Comm, partners: dict[int, tuple[int, bool]], num_m
     under_way: list[MPI.Request] = []
     begin = end = time.perf_counter()
     comm.Barrier()
+    # Two messages are under way at a time, so that the link is never idle; the clock starts when the first is through.
     partner, sends = partners.get(comm.rank, (MPI.PROC_NULL, True))
     for index in range(num_messages + _NUM_UNDER_WAY):
         if len(under_way) == _NUM_UNDER_WAY or index >= num_messages:

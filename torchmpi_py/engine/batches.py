@@ -33,7 +33,7 @@ class BatchIterator(ABC):
         size: int | None = None,
     ) -> None:
         self.rank, self.size = _place(rank, size)
-        self._place_given = rank is not None
+        self.follows_place = rank is None  # rank and size are those of the current communicator, and were not given
         self.batch_size = at_least(1, "batch_size", batch_size)
         self.seed = at_least(0, "seed", seed)
         self.prefetch = at_least(0, "prefetch", prefetch)
@@ -55,7 +55,7 @@ class BatchIterator(ABC):
 
     def check_place(self) -> None:
         """ValueError if rank and size are defaults, and those of the current communicator have changed."""
-        rank, size = (self.rank, self.size) if self._place_given else _place(None, None)
+        rank, size = _place(None, None) if self.follows_place else (self.rank, self.size)
         if (rank, size) != (self.rank, self.size):
             name = type(self).__name__
             raise ValueError(
@@ -69,17 +69,12 @@ class BatchIterator(ABC):
         Nothing is compared where rank and size were given.
         """
         self.check_place()
-        if self.size > 1 and not self._place_given:
+        if self.size > 1 and self.follows_place:
             check_equal(f"{type(self).__name__}s", verbs.allgather_object(self._facts()))
-
-    @property
-    def follows_place(self) -> bool:
-        """Whether rank and size are those of the current communicator, and were not given."""
-        return not self._place_given
 
     def take_place(self) -> None:
         """Give the shares of this rank's present rank and size: ranks have died. If they were given, they remain."""
-        if not self._place_given:
+        if self.follows_place:
             self.rank, self.size = _place(None, None)
 
     def set_epoch(self, epoch: int) -> None:

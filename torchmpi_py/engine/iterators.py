@@ -191,7 +191,7 @@ class DatasetIterator(BatchIterator):
             said = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
             return ValueError(f"the sampler gives no order: {said}")
 
-        allgather = agree.alone if self.size == 1 or self._place_given else verbs.allgather_object
+        allgather = verbs.allgather_object if self.size > 1 and self.follows_place else agree.alone
         digests = agree.gather_results(allgather, draw, (Exception,), str, failed)
         different = agree.first_different(digests)
         if different is not None:

@@ -7,7 +7,7 @@ different numbers of samples, or none. The bar is made of hooks alone.
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -120,13 +120,12 @@ def _prepend(hooks: Hooks, moment: str, first: Hook) -> None:
     setattr(hooks, moment, both)
 
 
-class _Run:
+class _Run(NamedTuple):
     """One bar and its meters: an epoch of training, or a test."""
 
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
-        self.loss = Average()
-        self.accuracy = Accuracy()
+    bar: Any
+    loss: Average
+    accuracy: Accuracy
 
 
 class _Progress:
@@ -165,7 +164,8 @@ class _Progress:
 
     def _begin(self, state: State, title: str) -> None:
         rank = process.rank() if process.is_started() else 0
-        self.runs.append(_Run(self.tqdm(total=_num_batches(state), desc=title, disable=rank != 0)))
+        bar = self.tqdm(total=_num_batches(state), desc=title, disable=rank != 0)
+        self.runs.append(_Run(bar, Average(), Accuracy()))
 
     def _end(self) -> None:
         run = self.runs.pop()

@@ -148,18 +148,19 @@ def _described(order: dict[str, Any]) -> str:
     return ", ".join(pieces) or "samples of an unknown order"
 
 
+def samplers_of(iterator: Any) -> dict[str, Any]:
+    """The samplers that a DataLoader, or an iterator like one, draws from, by name; None for those it lacks."""
+    batches = getattr(iterator, "batch_sampler", None)
+    sampler, of_batches = getattr(iterator, "sampler", None), getattr(batches, "sampler", None)
+    return {"sampler": sampler, "batch_sampler": batches, "batch_sampler.sampler": of_batches}
+
+
 def generators(iterator: Any) -> dict[str, torch.Generator]:
     """The random generators of the iterator and of the samplers that it draws from, by the name of the holder.
 
     The same generator may have several names.
     """
-    batches = getattr(iterator, "batch_sampler", None)
-    holders = {
-        "iterator": iterator,
-        "sampler": getattr(iterator, "sampler", None),
-        "batch_sampler": batches,
-        "batch_sampler.sampler": getattr(batches, "sampler", None),
-    }
+    holders = {"iterator": iterator, **samplers_of(iterator)}
     held = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
     return {name: generator for name, generator in held.items() if isinstance(generator, torch.Generator)}
 

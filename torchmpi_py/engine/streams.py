@@ -302,6 +302,7 @@ class StreamIterator(BatchIterator):
         spare = None  # this rank's first batch; of a rank that has none another rank's
         with closing(read):
             while True:
+                # A rank that has run out goes on with the others, on a stand-in of weight 0, until all have.
                 batch, rows = self._exchanged(read)
                 counts = [row[0] for row in rows]
                 if sum(counts) == 0:
@@ -321,6 +322,7 @@ class StreamIterator(BatchIterator):
             batch, row = next(read, (batch, row))
         except Exception as raised:
             row, error = [_FAILED] * _ROW, raised
+        # One exchange a step: it says who has samples, who has failed, and what each reader has come to.
         rows = [row] if self.size == 1 else verbs.allgather(torch.tensor([row], device="cpu")).tolist()
         if any(row[0] == _FAILED for row in rows):
             mine = None if error is None else f"{type(error).__name__}: {error}"

@@ -301,6 +301,7 @@ class ShardedOptimizer(ReducingOptimizer):
         return [x for x in gradients if x is not None and x.numel()]
 
     def _share_overflow(self) -> None:
+        """Let an overflow show on all ranks; a rank that owns nothing has the stand-in for it. Collective."""
         here = self._gradients_here()
         self._stand_in.grad = torch.zeros_like(self._stand_in)
         share_overflow(here, here[0] if here else self._stand_in.grad, self.comm)

@@ -80,6 +80,7 @@ class StaleSynchronousUpdate(Update):
         assert self._completed is not None, "begin has made it"
         updates = self._scaled_changes()
         if self.is_root:
+            # With staleness 0 no worker may fetch what belongs to the step that it has just begun.
             if self._fetched is not None:
                 self._fetched.wait_for(self.clock)
             tensor_lists.send_tensors(served, updates, "add")
