@@ -59,17 +59,10 @@ class AsyncBackward:
         _remove_registrations_of_former_sessions()
         check_unregistered("register_async_backward", parameters)
         self.names = {p: name for name, p in parameters.items()}
-        self.buckets = (
-            Buckets(
-                list(self.names),
-                resolve(comm),
-                _blocks(module, self.names),
-                compression,
-                () if sparse_as_dense else sparse_parameters(module),
-            )
-            if buckets is None
-            else buckets
-        )
+        if buckets is None:
+            sparse = () if sparse_as_dense else sparse_parameters(module)
+            buckets = Buckets(list(self.names), resolve(comm), _blocks(module, self.names), compression, sparse)
+        self.buckets = buckets
         self._before_pass: Callable[[], Callable[[], None] | None] = lambda: None
         self._on_reduction: Callable[[], Callable[[], None] | None] = lambda: None
         self._only = only
