@@ -59,10 +59,13 @@ def test_plain_messages_as_if_between_nodes(mpi, monkeypatch):
     monkeypatch.setattr(world, "places", tuple(Place(rank % 2, rank // 2) for rank in range(mpi.size())))
     bounds = shard.shards(1021, mpi.size())
     seen = []
-    made = wire_messages._Message.__init__
-    monkeypatch.setattr(
-        wire_messages._Message, "__init__", lambda self, *args: (seen.append(args[1:]), made(self, *args))[1]
-    )
+    planned = wire_messages._planned
+
+    def spy(*arguments):
+        seen.extend(planned(*arguments))
+        return list(seen)
+
+    monkeypatch.setattr(wire_messages, "_planned", spy)
     for has_payload, is_receive in ((True, False), (False, True), (False, False)):
         seconds = wire_messages.median_seconds(
             MPI.COMM_WORLD, bounds, mpi.size(), has_payload, is_receive, seconds=0.001
@@ -72,7 +75,7 @@ def test_plain_messages_as_if_between_nodes(mpi, monkeypatch):
         right = [(client, 1 - client % 2) for client in range(mpi.size()) if mpi.rank() in (client, 1 - client % 2)]
         if mpi.size() > 1:
             both = [(c, n, sizes[n] if has_payload else 1, sizes[n] if is_receive else 1) for c, n in right]
-            assert seen == both
+            assert [message for message in seen if mpi.rank() in message[:2]] == both
         seen.clear()
 
 

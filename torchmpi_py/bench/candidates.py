@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import torchmpi_py as mpi
+from torchmpi_py.bench import machine
 from torchmpi_py.bench.buffers import TaskBuffers
 from torchmpi_py.bench.cases import ROOT, Task
 from torchmpi_py.collectives.flavours import rendezvous
@@ -168,7 +169,7 @@ def _attempt(comm: MPI.Comm, make: Callable[[], Any]) -> tuple[Any, str]:
         made = make()
     except Exception as error:
         failure = f"{type(error).__name__}: {error}".splitlines()[0]
-    return made, next((text for text in comm.allgather(failure) if text), "")
+    return made, machine.first_failure(comm, failure)
 
 
 def _join(comm: MPI.Comm) -> None:
@@ -201,13 +202,13 @@ def torchmpi(task: Task, group: Any, *, asynchronous: bool = False) -> Candidate
 def _of_torch(task: Task, name: str, group: Any, *, asynchronous: bool) -> Candidate:
     def bind(next_buffers: NextBuffers) -> Call:
         buffers = next_buffers()
-        call = functools.partial(_torch_call(task, buffers.x, buffers.out), **{} if group is None else {"group": group})
+        call = functools.partial(_torch_call(task, buffers.x, buffers.out), group=group)  # None: the default group
         return _and_wait(functools.partial(call, async_op=True)) if asynchronous else call
 
     return Candidate(f"{name}, async" if asynchronous else name, bind, is_ours=name == TORCH_TORCHMPI)
 
 
-def _torch_call(task: Task, x: Any, out: Any) -> Call:
+def _torch_call(task: Task, x: Any, out: Any) -> Callable[..., Any]:
     dist = _distributed()
     is_root = task.rank == ROOT
     op = getattr(dist.ReduceOp, task.op.upper(), None)
@@ -284,7 +285,7 @@ class _OverlappingCopy:
         self.slots = slots
         self.device = device
         self.off, self.back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        self.filled, self.emptied = ([_event() for _ in slots] for _ in range(2))
+        self.filled, self.emptied = ([torch.cuda.Event() for _ in slots] for _ in range(2))  # type: ignore[no-untyped-call]
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
         """Queue all chunks; the current stream waits for the last one."""
@@ -308,7 +309,3 @@ class _OverlappingCopy:
 def _chunks(slots: Tensor, *tensors: Tensor) -> Any:
     """Corresponding parts of the tensors, no larger than a slot."""
     return zip(*(torch.split(x, slots.shape[1]) for x in tensors), strict=True)
-
-
-def _event() -> Any:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -87,7 +87,7 @@ VERBS = {
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is measured at every size: a verb on tensors of a dtype and device, as rank ``rank`` of ``size`` sees it."""
+    """The work that is measured at every size: a verb on tensors of a dtype and device, on one rank of ``size``."""
 
     verb: Verb
     dtype: torch.dtype
@@ -176,11 +176,11 @@ def first_wrong(x: Tensor, numbers: Tensor, tolerance: float) -> int | None:
     return None
 
 
-def _beside(x: Tensor, numbers: Tensor, periods_on_gpu: int = _PERIODS_AT_ONCE_ON_GPU) -> Tensor:
+def _beside(x: Tensor, numbers: Tensor) -> Tensor:
     """The pattern on the device of ``x``; on a GPU several periods of it, no more than fill ``x``."""
     if x.device.type == "cpu":
         return numbers
-    return numbers.to(x.device).repeat(max(1, min(periods_on_gpu, -(-x.numel() // PERIOD))))
+    return numbers.to(x.device).repeat(max(1, min(_PERIODS_AT_ONCE_ON_GPU, -(-x.numel() // PERIOD))))
 
 
 def _whole_numbers(dtype: torch.dtype, op: str, rank: int, size: int) -> Tensor:

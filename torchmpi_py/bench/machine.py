@@ -50,9 +50,13 @@ def start(device: str) -> None:
         pass  # the rank without a GPU has the reason
 
     # Every rank has initialized MPI by now, also where start raised: all agree on the outcome.
-    failures = [text for text in MPI.COMM_WORLD.allgather(failure) if text]
-    if failures:
-        raise UsageError(f"--device cuda: {failures[0]}")
+    if failure := first_failure(MPI.COMM_WORLD, failure):
+        raise UsageError(f"--device cuda: {failure}")
+
+
+def first_failure(comm: MPI.Comm, failure: str) -> str:
+    """The failure of the lowest rank that has one, on every rank; "" if none has. Collective."""
+    return next(filter(None, comm.allgather(failure)), "")
 
 
 def last_level_cache_bytes(caches: Path = _CACHES) -> int | None:

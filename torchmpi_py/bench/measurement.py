@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import WrongValue, cases
+from torchmpi_py.bench import WrongValue, cases, machine
 from torchmpi_py.bench.buffers import BufferPlan, Rotation, TaskBuffers, format_size, make_pool
 from torchmpi_py.bench.candidates import WIRE, Call, Candidate, NextBuffers
 from torchmpi_py.bench.cases import Task
@@ -75,7 +76,7 @@ class Measurement:
         # The timed calls reduce zeros in place: other values would grow from call to call, to infinity.
         for rotation in rotations.values():
             rotation.clear()
-        timed = {c.name: (_Cold if is_cold else _Warm)(c.bind, rotations[c.is_symmetric].take) for c in self.candidates}
+        timed = {c.name: (_cold if is_cold else _warm)(c.bind, rotations[c.is_symmetric].take) for c in self.candidates}
         device = self.task.device
         times = interleaved(
             self.comm,
@@ -92,7 +93,7 @@ class Measurement:
         self._verify(rotations, num_bytes, f"{buffers} buffers, after timing")
         return rows
 
-    def _beside_floor(self, link: Wire, rows: list[ResultRow], timed: Mapping[str, _Warm | _Cold]) -> list[ResultRow]:
+    def _beside_floor(self, link: Wire, rows: list[ResultRow], timed: Mapping[str, _Timed]) -> list[ResultRow]:
         """The rows with their ratios to the floor of the wire, and the floor's own."""
         verb, num_bytes, buffers = self.task.verb.name, rows[0].num_bytes, rows[0].buffers
         floor = link.floor_seconds(verb, num_bytes)
@@ -123,30 +124,27 @@ class Measurement:
                 verify(self.comm, self.task, candidate, rotations[candidate.is_symmetric], num_bytes, when)
 
 
-class _Warm:
+class _Timed(NamedTuple):
+    """A call to be timed, and what is called before it, untimed."""
+
+    before: Call
+    call: Call
+
+
+def _warm(bind: Callable[[NextBuffers], Call], take: NextBuffers) -> _Timed:
     """One slot for all calls. Each timed call follows an untimed one, whatever ran in between."""
+    call = bind(take)
+    return _Timed(call, call)
 
-    def __init__(self, bind: Callable[[NextBuffers], Call], take: NextBuffers) -> None:
-        self.call = self.before = bind(take)
 
-
-class _Cold:
+def _cold(bind: Callable[[NextBuffers], Call], take: NextBuffers) -> _Timed:
     """The next slot for each call, bound before the call is timed."""
+    bound: list[Call] = []
 
-    def __init__(self, bind: Callable[[NextBuffers], Call], take: NextBuffers) -> None:
-        self.bind = bind
-        self.take = take
-        self.bound: Call = _nothing
+    def before() -> None:
+        bound[:] = [bind(take)]
 
-    def before(self) -> None:
-        self.bound = self.bind(self.take)
-
-    def call(self) -> object:
-        return self.bound()
-
-
-def _nothing() -> None:
-    """Replaced before the first call."""
+    return _Timed(before, lambda: bound[0]())
 
 
 def make_pools(
@@ -169,9 +167,8 @@ def verify(comm: MPI.Comm, task: Task, candidate: Candidate, rotation: Rotation,
 
     Raises WrongValue on every rank if a result is wrong on any of them, for the lowest such rank.
     """
-    failures = [text for text in comm.allgather(_mistake(task, candidate, rotation, num_bytes)) if text]
-    if failures:
-        raise WrongValue(f"{candidate.name}: {_describe(task, num_bytes)}, {when}: {failures[0]}")
+    if mistake := machine.first_failure(comm, _mistake(task, candidate, rotation, num_bytes)):
+        raise WrongValue(f"{candidate.name}: {_describe(task, num_bytes)}, {when}: {mistake}")
 
 
 def refusal(comm: MPI.Comm, task: Task, candidate: Candidate, rotation: Rotation, num_bytes: int) -> str:
@@ -186,11 +183,11 @@ def refusal(comm: MPI.Comm, task: Task, candidate: Candidate, rotation: Rotation
         failure = "" if candidate.is_ours else mistake
     except refusals as error:
         failure = f"{type(error).__name__}: {error}".splitlines()[0]
-    return next((text for text in comm.allgather(failure) if text), "")
+    return machine.first_failure(comm, failure)
 
 
 def _mistake(task: Task, candidate: Candidate, rotation: Rotation, num_bytes: int) -> str:
-    """What is wrong on this rank after one call, or ""."""
+    """The mistake in this rank's result of one call, or ""."""
     # The output holds a wrong value before the call, so that a call that writes nothing is found.
     buffers = rotation.take()
     cases.write(buffers.x, task.pattern(task.rank))

@@ -278,7 +278,7 @@ class _Client:
         return self._checked()
 
     def _checked_after(self, num_sends: int) -> str:
-        """What is wrong after ``num_sends`` of every client at once, or ""; unknown where the order matters."""
+        """The mistake after ``num_sends`` of every client at once, or "", as where the order of sends matters."""
         if num_sends and not self.rule.commutes and self.comm.size > 1:
             return ""
         for rank in range(self.comm.size):
@@ -287,7 +287,7 @@ class _Client:
         return self._checked()
 
     def _checked(self) -> str:
-        """What the first client with a wrong element finds wrong with the server's values, or ""."""
+        """The mistake in the server's values that the lowest client has found, or ""."""
         self.comm.Barrier()
         self.server.receive(self.fetched).wait()
         index = cases.first_wrong(self.fetched, self.replica, self.rule.tolerance)
@@ -295,7 +295,7 @@ class _Client:
         if index is not None:
             got, right = self.fetched[index].item(), self.replica[index % PERIOD].item()
             mistake = f"rank {self.comm.rank} got {got} in element {index}, where {right} is right"
-        return next(filter(None, self.comm.allgather(mistake)), "")
+        return machine.first_failure(self.comm, mistake)
 
 
 def pattern(rank: int) -> Tensor:

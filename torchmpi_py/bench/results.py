@@ -129,11 +129,7 @@ def render(report: Report) -> str:
 
 
 def document(
-    title: str,
-    facts: Mapping[str, str],
-    notes: Sequence[str],
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    title: str, facts: Mapping[str, str], notes: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> str:
     """A title, facts as a list, a table, and the notes below the table."""
     listed = [f"- {name}: {fact}" for name, fact in facts.items()]

@@ -134,7 +134,9 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     if "average" in options.ways:
         parts = measure_parts(comm, options.layers, samples[0], min(options.steps, 15))
     facts = machine.facts(comm, device) | wire.facts(link)
-    on_wire = None if link is None else link.floor_seconds("allreduce", _gradient_bytes(made[0].network))
+    on_wire = (
+        None if link is None else link.floor_seconds("allreduce", sum(p.nbytes for p in made[0].network.parameters()))
+    )
     report = StepReport(
         options.layers, options.batch, num_steps, facts, notes, medians, parts, device.type, options.optimizer, on_wire
     )
@@ -172,16 +174,12 @@ def _row(report: StepReport, name: str) -> list[str]:
     ]
 
 
-def _gradient_bytes(network: torch.nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in network.parameters())
-
-
 def _measured(
     comm: MPI.Comm, made: Sequence[Trainer], samples: Sequence[Sample], options: argparse.Namespace
 ) -> dict[str, list[float]]:
     """The seconds of the timed steps of each trainer, each of the slowest rank. Collective."""
     for trainer in made:
-        trainer.train(samples, _ignored)  # untimed: DDP builds its buckets, memory is allocated
+        trainer.train(samples, lambda: None)  # untimed: DDP builds its buckets, memory is allocated
     _check_alike(made)
     # Short runs in turn, in an order that changes: load on the machine hits all trainers alike.
     times: dict[str, list[float]] = {trainer.name: [] for trainer in made}
@@ -222,10 +220,6 @@ def _check_alike(made: Sequence[Trainer]) -> None:
         for (name, x), y in zip(first.network.named_parameters(), other.network.parameters(), strict=True):
             if not torch.allclose(x, y, rtol=1e-3, atol=1e-5):
                 raise WrongValue(f"after the same steps {name} of {other.name!r} is not that of {first.name!r}")
-
-
-def _ignored() -> None:
-    """The end of an untimed step."""
 
 
 def make_samples(

@@ -89,12 +89,22 @@ def make_network(layers: Sequence[int]) -> torch.nn.Module:
 
 
 def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[tuple[str, MakeTrain]]:
-    on_torchmpi = functools.partial(_ddp, plain=plain, group=torchmpi)
+    made: list[tuple[str, MakeTrain]] = []
+    if torchmpi is not None:
+        from torchmpi_py.torch_backend import average  # here, for a torch may be built without torch.distributed
+
+        on_torchmpi = functools.partial(_ddp, plain=plain, group=torchmpi)
+        made = [(DDP_TORCHMPI, on_torchmpi), (DDP_HOOK, functools.partial(on_torchmpi, hook=(torchmpi, average)))]
     return [
-        *([] if torchmpi is None else [(DDP_TORCHMPI, on_torchmpi)]),
-        *([] if torchmpi is None else [(DDP_HOOK, functools.partial(on_torchmpi, hook=(torchmpi, _average())))]),
-        ("synchronize_gradients", lambda network: _synchronized(network, plain)),
-        ("register_async_backward", lambda network: _async_backward(network, plain)),
+        *made,
+        (
+            "synchronize_gradients",
+            lambda network: _loop(network, network, plain, lambda: mpinn.synchronize_gradients(network)),
+        ),
+        (
+            "register_async_backward",
+            lambda network: _loop(network, network, plain, mpinn.register_async_backward(network).synchronize),
+        ),
         ("engine", lambda network: _engine(network, plain)),
         ("engine, asynchronous", lambda network: _engine(network, plain, asynchronous=True)),
     ]
@@ -135,16 +145,12 @@ def _compressed(plain: MakeOptimizer, with_ddp: bool) -> list[tuple[str, MakeTra
         "RandomK(0.01)": optim.compression.RandomK(0.01),
         "PowerSGD(2)": optim.compression.PowerSGD(2),
     }
-    return [
-        *(
-            [(f"{DDP}, fp16_compress_hook", lambda network: _ddp(network, plain, hook=(None, fp16_compress_hook)))]
-            * with_ddp
-        ),
-        *(
-            (f"compression={name}", functools.partial(_distributed, plain=plain, compression=compression))
-            for name, compression in compressions.items()
-        ),
-    ]
+    made: list[tuple[str, MakeTrain]] = []
+    if with_ddp:
+        made = [(f"{DDP}, fp16_compress_hook", functools.partial(_ddp, plain=plain, hook=(None, fp16_compress_hook)))]
+    for name, compression in compressions.items():
+        made.append((f"compression={name}", functools.partial(_distributed, plain=plain, compression=compression)))
+    return made
 
 
 def _loop(
@@ -176,21 +182,6 @@ def _ddp(
     if hook is not None:
         ddp.register_comm_hook(*hook)
     return _loop(network, ddp, plain)
-
-
-def _average() -> Any:
-    """The hook that reduces in symmetric memory; imported where torch has torch.distributed."""
-    from torchmpi_py import torch_backend
-
-    return torch_backend.average
-
-
-def _synchronized(network: torch.nn.Module, plain: MakeOptimizer) -> Train:
-    return _loop(network, network, plain, lambda: mpinn.synchronize_gradients(network))
-
-
-def _async_backward(network: torch.nn.Module, plain: MakeOptimizer) -> Train:
-    return _loop(network, network, plain, mpinn.register_async_backward(network).synchronize)
 
 
 def _distributed(network: torch.nn.Module, plain: MakeOptimizer, compression: Any = None) -> Train:

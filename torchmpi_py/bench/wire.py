@@ -78,7 +78,7 @@ def floor_bytes(verb: str, num_bytes: int, ranks_per_node: Sequence[int]) -> flo
 
 
 class Wire(NamedTuple):
-    """What the floor of a call follows from; ``interface`` is that of this rank's node, "" if there is no counter."""
+    """The facts from which the floor of a call follows. ``interface``: of this rank's node; "" without a counter."""
 
     bytes_per_second: float
     ranks_per_node: list[int]
@@ -193,6 +193,7 @@ def _stream_seconds(comm: MPI.Comm, partners: dict[int, tuple[int, bool]], num_m
     under_way: list[MPI.Request] = []
     begin = end = time.perf_counter()
     comm.Barrier()
+    # Two messages are under way at a time, so that the link is never idle; the clock starts when the first is through.
     partner, sends = partners.get(comm.rank, (MPI.PROC_NULL, True))
     for index in range(num_messages + _NUM_UNDER_WAY):
         if len(under_way) == _NUM_UNDER_WAY or index >= num_messages:

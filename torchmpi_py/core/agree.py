@@ -6,6 +6,7 @@ function of one value that returns the values of all ranks in rank order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -63,6 +64,17 @@ def first_line(error: Exception) -> str:
 def first_text(failures: Mapping[int, str]) -> str:
     """The description from the lowest rank that failed."""
     return next(iter(failures.values()))
+
+
+def alone(mine: T) -> list[T]:
+    """The allgather of a rank that is alone."""
+    return [mine]
+
+
+def first_difference(these: Sequence[T], those: Sequence[T], past_the_end: T) -> tuple[int, T, T]:
+    """The first index at which two lists differ, and what each has there; the lists are not equal."""
+    pairs = itertools.zip_longest(these, those, fillvalue=past_the_end)
+    return next((index, this, that) for index, (this, that) in enumerate(pairs) if this != that)
 
 
 def first_different(values: Sequence[object]) -> int | None:

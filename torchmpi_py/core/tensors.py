@@ -61,6 +61,14 @@ def check_rank(verb: str, what: str, value: int, size: int) -> int:
     return rank
 
 
+def check_count(what: str, value: int, least: int, unit: str = "") -> int:
+    """``value``; a ValueError unless it is a whole number of at least ``least``. ``unit``: of what, such as "steps"."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        number = f"a whole number of {unit}" if unit else "a whole number"
+        raise ValueError(f"{what}={value!r}: give {number}, at least {least}")
+    return value
+
+
 def check_tensor(verb: str, name: str, x: object) -> Tensor:
     """``x`` as a dense tensor in memory; a TypeError with the remedy for any other kind."""
     if not isinstance(x, Tensor):

@@ -165,18 +165,19 @@ class AllReduceSGDEngine(SGDEngine):
         if not self.usegpu:
             yield
             return
-        _check_device()
+        if process.device().type == "cpu":
+            raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")
         for module in state.modules():
             module.to(process.device())
-        iterator = state.iterator if isinstance(state.iterator, BatchIterator) else None
-        given = None if iterator is None else iterator.device
+        iterator = state.iterator
+        if not isinstance(iterator, BatchIterator) or iterator.device is not None:
+            yield
+            return
+        iterator.device = process.device()
         try:
-            if iterator is not None and given is None:
-                iterator.device = process.device()
             yield
         finally:
-            if iterator is not None:
-                iterator.device = given
+            iterator.device = None
 
     @contextmanager
     def _replicated(self, state: State) -> Iterator[None]:
@@ -331,7 +332,7 @@ class Replicas:
             average_gradients_of(self.module, self._batch(), self.compression)
 
     def _in_backward(self) -> nn.AsyncBackward | None:
-        """What reduces gradients during the backward pass: the registration, or that of a sharded optimizer."""
+        """The registration that reduces gradients during the backward pass; None if there is none."""
         optimizer = self.state.optimizer
         return optimizer.reduction if isinstance(optimizer, ShardedOptimizer) else self.registration
 
@@ -393,8 +394,3 @@ def _check_elastic(state: State, sharded: bool) -> None:
             "in an elastic job train at a level of the whole world: after a death the levels are made anew, and groups "
             "could not be told apart (mpi.set_communicator(0), or start the job without --elastic)"
         )
-
-
-def _check_device() -> None:
-    if process.device().type == "cpu":
-        raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")

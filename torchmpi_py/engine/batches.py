@@ -1,4 +1,4 @@
-"""What iterators that know of ranks have in common: a place, a weight for each batch, a device to which it goes."""
+"""The base of iterators that know of ranks: their place, a weight for each batch, the device of batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchmpi_py.runtime import process
 
 
 class BatchIterator(ABC):
-    """What the engine reads of an iterator that knows of ranks, and how such an iterator is set to a place.
+    """The attributes of an iterator that the engine reads, and the methods that set it to a place in an epoch.
 
     With each batch the attributes ``weight`` and ``num_samples`` are set (``iterators`` explains them), and
     ``position``: how many samples of the epoch all ranks have used with this batch.
@@ -33,7 +33,7 @@ class BatchIterator(ABC):
         size: int | None = None,
     ) -> None:
         self.rank, self.size = _place(rank, size)
-        self._place_given = rank is not None
+        self.follows_place = rank is None  # rank and size are those of the current communicator, and were not given
         self.batch_size = at_least(1, "batch_size", batch_size)
         self.seed = at_least(0, "seed", seed)
         self.prefetch = at_least(0, "prefetch", prefetch)
@@ -51,11 +51,11 @@ class BatchIterator(ABC):
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
-        """What has to be equal on all ranks, by its name in an error."""
+        """The facts that are equal on all ranks, by their names in an error."""
 
     def check_place(self) -> None:
         """ValueError if rank and size are defaults, and those of the current communicator have changed."""
-        rank, size = (self.rank, self.size) if self._place_given else _place(None, None)
+        rank, size = _place(None, None) if self.follows_place else (self.rank, self.size)
         if (rank, size) != (self.rank, self.size):
             name = type(self).__name__
             raise ValueError(
@@ -69,17 +69,12 @@ class BatchIterator(ABC):
         Nothing is compared where rank and size were given.
         """
         self.check_place()
-        if self.size > 1 and not self._place_given:
+        if self.size > 1 and self.follows_place:
             check_equal(f"{type(self).__name__}s", verbs.allgather_object(self._facts()))
-
-    @property
-    def follows_place(self) -> bool:
-        """Whether rank and size are those of the current communicator, and were not given."""
-        return not self._place_given
 
     def take_place(self) -> None:
         """Give the shares of this rank's present rank and size: ranks have died. If they were given, they remain."""
-        if not self._place_given:
+        if self.follows_place:
             self.rank, self.size = _place(None, None)
 
     def set_epoch(self, epoch: int) -> None:

@@ -211,8 +211,6 @@ def tidy(directory: pathlib.Path) -> None:
         path = directory / name
         if name.startswith((".step-", ".probe-")):
             remove(path)
-        elif name.startswith(".token-"):  # of version 0.1
-            path.unlink()
         elif name.endswith(".replaced") and _NAME.fullmatch(name):
             newer = path.with_suffix("")
             if newer.exists():

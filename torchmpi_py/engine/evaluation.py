@@ -20,7 +20,7 @@ import torch
 
 from torchmpi_py.core import backoff, communication_thread, communicators, ulfm
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.engine import outcomes
+from torchmpi_py.engine import outcomes, samples
 from torchmpi_py.engine.batches import BatchIterator
 from torchmpi_py.engine.state import Hooks, State, modes_restored
 from torchmpi_py.errors import TorchMPIError
@@ -78,8 +78,7 @@ def _check_iterator(iterator: Any) -> None:
     """ValueError if the iterator is divided by the number of all ranks, of which one does not train."""
     if ulfm.is_elastic():
         raise ValueError("evaluator= has a rank of its own, which torchmpirun --elastic cannot replace: leave out one")
-    batches = getattr(iterator, "batch_sampler", None)
-    samplers = [getattr(iterator, "sampler", None), batches, getattr(batches, "sampler", None)]
+    samplers = samples.samplers_of(iterator).values()
     parts = next(filter(None, (getattr(each, "num_replicas", None) for each in samplers)), None)
     if isinstance(iterator, BatchIterator):
         parts = None if iterator.follows_place else iterator.size
@@ -150,7 +149,7 @@ def _train_for(comm: MPI.Comm, evaluator: int, train: Callable[..., State], hook
         code = end.code if isinstance(end.code, int) else 1
         raise
     finally:
-        if is_sender:
+        if is_sender:  # also after an error: the evaluator then ends as training has ended
             comm.Isend(np.array([_OVER, 0, code]), evaluator, _HEADER).Wait()
     return state
 
@@ -178,6 +177,7 @@ def _evaluate_to_the_end(comm: MPI.Comm, source: int, state: State, evaluator: E
     state.network.to(process.device())
     evaluations: dict[int, Any] = {}
     while True:
+        # Ask for parameters. The answer: those after some later epoch, or that training is over.
         ready = comm.Isend(np.empty(0), source, _READY)
         header = np.empty(3, np.int64)
         backoff.complete(comm.Irecv(header, source, _HEADER), backoff.Nap(_LOOK_SECONDS))

@@ -30,7 +30,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import agree
 from torchmpi_py.engine.batches import BatchIterator, adopted, moved
-from torchmpi_py.engine.sources import Source, Sources, at_least, items_of, prefetched
+from torchmpi_py.engine.sources import Source, Sources, at_least, items_of, prefetched, set_epoch
 
 
 class Share(NamedTuple):
@@ -180,7 +180,7 @@ class DatasetIterator(BatchIterator):
         drawn: list[torch.Tensor] = []
 
         def draw() -> str:
-            getattr(self.sampler, "set_epoch", _ignore)(epoch)
+            set_epoch(self.sampler, epoch)
             drawn.append(torch.tensor([int(index) for index in self.sampler], dtype=torch.int64, device="cpu"))
             beyond = drawn[0][(drawn[0] < 0) | (drawn[0] >= len(self.dataset))]
             if len(beyond):
@@ -191,7 +191,7 @@ class DatasetIterator(BatchIterator):
             said = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
             return ValueError(f"the sampler gives no order: {said}")
 
-        allgather = _alone if self.size == 1 or self._place_given else verbs.allgather_object
+        allgather = verbs.allgather_object if self.size > 1 and self.follows_place else agree.alone
         digests = agree.gather_results(allgather, draw, (Exception,), str, failed)
         different = agree.first_different(digests)
         if different is not None:
@@ -247,11 +247,3 @@ def _as_one(dataset: Any) -> Any:
 
 def _digest(order: torch.Tensor) -> str:
     return hashlib.blake2b(order.numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def _ignore(epoch: int) -> None:
-    """The set_epoch of a sampler that has none."""
-
-
-def _alone(mine: Any) -> list[Any]:
-    return [mine]

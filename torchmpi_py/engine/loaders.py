@@ -105,7 +105,7 @@ class DividedLoader(DatasetIterator):
 
 
 class _Offer(NamedTuple):
-    """What has to be equal on all ranks of their DataLoaders, and the seed, of which rank 0's counts."""
+    """The facts about a DataLoader that are equal on all ranks; and the seed, of which rank 0's counts."""
 
     dataset: bytes
     batch_size: int | None

@@ -7,7 +7,7 @@ different numbers of samples, or none. The bar is made of hooks alone.
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +18,8 @@ from torchmpi_py.engine.state import Hook, Hooks, State
 from torchmpi_py.runtime import process
 
 
-class Average:
-    """Mean of a quantity over samples. NaN while there is none."""
+class _Mean:
+    """Mean over samples. NaN while there is none."""
 
     def __init__(self) -> None:
         self.reset()
@@ -29,13 +29,9 @@ class Average:
         self.total = 0.0
         self.num_samples = 0
 
-    def add(self, value: torch.Tensor | float, num_samples: int = 1) -> None:
-        """Add ``value``, a mean over ``num_samples`` samples; a mean over 0 samples does not count, whatever it is.
-
-        The host waits for a value on a GPU.
-        """
+    def _add(self, mean: torch.Tensor | float, num_samples: int) -> None:
         if num_samples > 0:
-            self.total += float(value.detach() if isinstance(value, torch.Tensor) else value) * num_samples
+            self.total += float(mean.detach() if isinstance(mean, torch.Tensor) else mean) * num_samples
             self.num_samples += num_samples
 
     @property
@@ -63,15 +59,19 @@ class Average:
         return total / num_samples if num_samples else float("nan")
 
 
-class Accuracy:
-    """Share of targets that are the class of the highest score (top 1)."""
+class Average(_Mean):
+    """Mean of a quantity over samples. NaN while there is none."""
 
-    def __init__(self) -> None:
-        self._hits = Average()
+    def add(self, value: torch.Tensor | float, num_samples: int = 1) -> None:
+        """Add ``value``, a mean over ``num_samples`` samples; a mean over 0 samples does not count, whatever it is.
 
-    def reset(self) -> None:
-        """Begin again without samples."""
-        self._hits.reset()
+        The host waits for a value on a GPU.
+        """
+        self._add(value, num_samples)
+
+
+class Accuracy(_Mean):
+    """Share of targets that are the class of the highest score (top 1), from 0 to 1. NaN while there is none."""
 
     def add(self, output: torch.Tensor, target: torch.Tensor, num_samples: int | None = None) -> None:
         """``output``: scores (N, classes, ...); ``target``: class indices (N, ...); the first ``num_samples`` count.
@@ -85,24 +85,7 @@ class Accuracy:
             )
         num_samples = len(target) if num_samples is None else num_samples
         hits = (output.argmax(1) == target)[:num_samples]
-        self._hits.add(hits.double().mean(), num_samples)
-
-    @property
-    def value(self) -> float:
-        """The share on this rank, from 0 to 1; NaN while there is no sample."""
-        return self._hits.value
-
-    def state_dict(self) -> dict[str, float]:
-        """Like ``Average.state_dict``."""
-        return self._hits.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Like ``Average.load_state_dict``."""
-        self._hits.load_state_dict(state_dict)
-
-    def reduced(self) -> float:
-        """The share over all ranks, like ``Average.reduced``."""
-        return self._hits.reduced()
+        self._add(hits.double().mean(), num_samples)
 
 
 def _shapes_fit(output: torch.Tensor, target: torch.Tensor) -> bool:
@@ -137,13 +120,12 @@ def _prepend(hooks: Hooks, moment: str, first: Hook) -> None:
     setattr(hooks, moment, both)
 
 
-class _Run:
+class _Run(NamedTuple):
     """One bar and its meters: an epoch of training, or a test."""
 
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
-        self.loss = Average()
-        self.accuracy = Accuracy()
+    bar: Any
+    loss: Average
+    accuracy: Accuracy
 
 
 class _Progress:
@@ -182,7 +164,8 @@ class _Progress:
 
     def _begin(self, state: State, title: str) -> None:
         rank = process.rank() if process.is_started() else 0
-        self.runs.append(_Run(self.tqdm(total=_num_batches(state), desc=title, disable=rank != 0)))
+        bar = self.tqdm(total=_num_batches(state), desc=title, disable=rank != 0)
+        self.runs.append(_Run(bar, Average(), Accuracy()))
 
     def _end(self) -> None:
         run = self.runs.pop()

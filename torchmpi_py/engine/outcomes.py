@@ -64,13 +64,13 @@ def of_all(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ..
         kind = kinds.pop() if len(kinds) == 1 else None
         return CheckpointError(f"{what}: {said}") if kind is None else kind(said)
 
-    exchange = exchanged if size() > 1 else _alone
+    exchange = exchanged if size() > 1 else agree.alone
     return agree.gather_results(exchange, work, (Exception,), describe, failed)
 
 
 def of_rank_0(work: Callable[[], T], what: str) -> T:
     """Do the work on rank 0, and return its result on all; else as ``of_all``."""
-    return cast(T, of_all(work if rank() == 0 else _nothing, what)[0])
+    return cast(T, of_all(work if rank() == 0 else lambda: None, what)[0])
 
 
 def soon(attempt: Callable[[], T], error: type[Exception], within_seconds: float) -> T:
@@ -86,13 +86,9 @@ def soon(attempt: Callable[[], T], error: type[Exception], within_seconds: float
 
 
 def exchanged(mine: T) -> list[T]:
-    """What all ranks have brought. As ``allgather_object``, but it may take as long as it wants."""
+    """The objects of all ranks, in rank order. Like ``allgather_object``, without a deadline. Collective."""
     comm = communicators.resolve(None)
     return journal.run_together("checkpoint", comm, lambda: _gathered(comm.direct.mpi, mine), is_patient=True)
-
-
-def _alone(mine: T) -> list[T]:
-    return [mine]
 
 
 def _gathered(mpi: MPI.Comm, mine: T) -> list[T]:
@@ -103,10 +99,6 @@ def _gathered(mpi: MPI.Comm, mine: T) -> list[T]:
     request = mpi.Iallgatherv(np.frombuffer(packed, np.uint8), [received, sizes.tolist()])
     backoff.complete(request, backoff.Nap(_LOOK_SECONDS))
     return [pickle.loads(piece.tobytes()) for piece in np.split(received, np.cumsum(sizes)[:-1])]
-
-
-def _nothing() -> None:
-    """What the other ranks do in the meantime."""
 
 
 def _said(error: Exception) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from torchmpi_py.engine import outcomes
 from torchmpi_py.engine.batches import BatchIterator
+from torchmpi_py.engine.sources import set_epoch
 from torchmpi_py.engine.state import State
 
 
@@ -53,14 +54,14 @@ def check_repeatable(iterator: Iterable[Any], maxepoch: int) -> None:
 def of_epoch(state: State) -> Iterator[Any]:
     """The samples of ``state.epoch`` from ``state.position`` on.
 
-    An iterator without ``set_position`` begins its epoch again, and the samples before the position are skipped. It, or
-    its sampler, may shuffle by random generators, global or its own: it begins with their states at the begin of the
-    epoch, and the states of now come back afterwards.
+    An iterator without ``set_position`` begins its epoch again, and the samples before the position are skipped. Where
+    the iterator, or its sampler, shuffles by random generators, global ones or its own, these have the states of the
+    begin of the epoch meanwhile, and their present states afterwards.
     """
     iterator = state.iterator
     samplers = [getattr(iterator, name, None) for name in ("sampler", "batch_sampler")]
     for holder in (iterator, *samplers):
-        getattr(holder, "set_epoch", _ignore)(state.epoch)
+        set_epoch(holder, state.epoch)
     if state.position > 0:
         return _resumed(state)
     if state.training and (samplers[0] is not None or not hasattr(iterator, "set_position")):
@@ -85,12 +86,8 @@ def _resumed(state: State) -> Iterator[Any]:
     return samples
 
 
-def _ignore(epoch: int) -> None:
-    """The set_epoch of an iterator that has none."""
-
-
 def order_of(iterator: Any) -> dict[str, Any]:
-    """What the order of samples follows from, as far as it is known; also the batches, where places count batches."""
+    """The facts that determine the order of samples, as far as they are known; of batches, where places count these."""
     if hasattr(iterator, "set_position"):
         attributes = {"samples": "total", "files": "files", "seed": "seed", "shuffle": "shuffle"}
         order = {word: getattr(iterator, name, None) for word, name in attributes.items()}
@@ -128,7 +125,7 @@ def check_place(iterator: Any, order: dict[str, Any], position: int, size: int) 
 
 
 def place_of(iterator: Any) -> dict[str, Any] | None:
-    """What besides the position says where in its epoch the iterator is; None for one that knows nothing of ranks."""
+    """The state by which the iterator finds its place in an epoch again; None for one that knows nothing of ranks."""
     return iterator.state_dict() if isinstance(iterator, BatchIterator) else None
 
 
@@ -151,18 +148,19 @@ def _described(order: dict[str, Any]) -> str:
     return ", ".join(pieces) or "samples of an unknown order"
 
 
+def samplers_of(iterator: Any) -> dict[str, Any]:
+    """The samplers that a DataLoader, or an iterator like one, draws from, by name; None for those it lacks."""
+    batches = getattr(iterator, "batch_sampler", None)
+    sampler, of_batches = getattr(iterator, "sampler", None), getattr(batches, "sampler", None)
+    return {"sampler": sampler, "batch_sampler": batches, "batch_sampler.sampler": of_batches}
+
+
 def generators(iterator: Any) -> dict[str, torch.Generator]:
     """The random generators of the iterator and of the samplers that it draws from, by the name of the holder.
 
     The same generator may have several names.
     """
-    batches = getattr(iterator, "batch_sampler", None)
-    holders = {
-        "iterator": iterator,
-        "sampler": getattr(iterator, "sampler", None),
-        "batch_sampler": batches,
-        "batch_sampler.sampler": getattr(batches, "sampler", None),
-    }
+    holders = {"iterator": iterator, **samplers_of(iterator)}
     held = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
     return {name: generator for name, generator in held.items() if isinstance(generator, torch.Generator)}
 

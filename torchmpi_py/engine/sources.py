@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -87,12 +87,7 @@ class Source:
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        *,
-        prefetch: int = 2,
-        num_workers: int = 0,
-        multiprocessing_context: Any = None,
+        self, dataset: Dataset[Any], *, prefetch: int = 2, num_workers: int = 0, multiprocessing_context: Any = None
     ) -> None:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise TypeError(f"Source: dataset is a {type(dataset).__name__}; it must have a length and be indexed")
@@ -123,7 +118,7 @@ class Source:
             return reader
         self._pieces[:] = pieces
         self._generator.manual_seed(seed)
-        return _each(iter(self._loader))
+        return (samples for samples in iter(self._loader))
 
 
 class Sources(ConcatDataset[Any]):
@@ -176,8 +171,10 @@ class Sources(ConcatDataset[Any]):
                 raise RuntimeError(text) from error
 
 
-def _each(items: Iterator[T]) -> Generator[T, None, None]:
-    yield from items
+def set_epoch(of: Any, epoch: int) -> None:
+    """Call ``of.set_epoch(epoch)`` of a sampler, stream or iterator that has the method."""
+    if hasattr(of, "set_epoch"):
+        of.set_epoch(epoch)
 
 
 def at_least(least: int, name: str, value: int) -> int:

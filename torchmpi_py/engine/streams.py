@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.engine.batches import BatchIterator, adopted, moved
-from torchmpi_py.engine.sources import at_least, prefetched
+from torchmpi_py.engine.sources import at_least, prefetched, set_epoch
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -107,12 +107,12 @@ class Reached(NamedTuple):
 
 
 def dealt(rests: Sequence[Rest], reader: int, num_readers: int) -> Sequence[Rest]:
-    """What one of so many readers has to read."""
+    """The pieces that are dealt to one of so many readers."""
     return rests[reader::num_readers]
 
 
 def left(rests: Sequence[Rest], reached: Sequence[Reached]) -> list[Rest]:
-    """What is left of ``rests``, which were dealt to ``len(reached)`` readers that have come so far."""
+    """The rest of ``rests``, which were dealt to ``len(reached)`` readers that have come so far."""
     kept = []
     for index, rest in enumerate(rests):
         number, reader = divmod(index, len(reached))
@@ -266,7 +266,7 @@ class StreamIterator(BatchIterator):
             self._rests = [Rest(piece, 0) for piece in self._whole(epoch)]
         self._loaded = None
         self._reached = {first: [Reached(0, 0)] * self.num_readers}
-        getattr(self.stream, "set_epoch", _ignore)(epoch)
+        set_epoch(self.stream, epoch)
         return self._steps(self._read())
 
     def _whole(self, epoch: int) -> list[int]:
@@ -302,6 +302,7 @@ class StreamIterator(BatchIterator):
         spare = None  # this rank's first batch; of a rank that has none another rank's
         with closing(read):
             while True:
+                # A rank that has run out goes on with the others, on a stand-in of weight 0, until all have.
                 batch, rows = self._exchanged(read)
                 counts = [row[0] for row in rows]
                 if sum(counts) == 0:
@@ -321,6 +322,7 @@ class StreamIterator(BatchIterator):
             batch, row = next(read, (batch, row))
         except Exception as raised:
             row, error = [_FAILED] * _ROW, raised
+        # One exchange a step: it says who has samples, who has failed, and what each reader has come to.
         rows = [row] if self.size == 1 else verbs.allgather(torch.tensor([row], device="cpu")).tolist()
         if any(row[0] == _FAILED for row in rows):
             mine = None if error is None else f"{type(error).__name__}: {error}"
@@ -356,7 +358,3 @@ def _copied(batch: Any) -> Any:
 def _same(item: Any) -> Any:
     """In place of DataLoader's conversion: a batch is complete."""
     return item
-
-
-def _ignore(epoch: int) -> None:
-    """The set_epoch of a stream that has none."""

@@ -185,6 +185,23 @@ def memory(channel: Channel, num_bytes: int, device: torch.device) -> Tensor:
     return torch.frombuffer(owner, dtype=torch.uint8)
 
 
+def shared_bytes(channel: Channel, num_bytes: int) -> dict[int, Tensor]:
+    """New host memory of each rank of this node, by rank, that all of them can read and write. Collective.
+
+    The memory lives as long as one of the tensors. Unavailable, on all ranks, as for ``memory``.
+    """
+    own = memory(channel, num_bytes, torch.device("cpu"))
+    found = find(own)
+    assert found is not None, "it was just made"
+    assert isinstance(found[0], Segment), "on the host"
+    node, segment = channel.places[channel.rank].node, found[0]
+    return {
+        rank: segment.view(place.local, torch.uint8, own.nbytes, owner=own)
+        for rank, place in enumerate(channel.places)
+        if place.node == node
+    }
+
+
 def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[mmap.mmap, Segment]:
     """A segment with a part of at least ``num_bytes`` per rank of this node in ``comm``. Collective over ``comm``.
 

@@ -4,12 +4,7 @@ from torchmpi_py.nn import functional
 from torchmpi_py.nn.async_backward import AsyncBackward, register_async_backward
 from torchmpi_py.nn.block_sequential import Block, BlockSequential
 from torchmpi_py.nn.clipping import clip_grad_norm_
-from torchmpi_py.nn.parallel import (
-    ColumnParallelLinear,
-    ModelParallel,
-    ParallelEmbedding,
-    RowParallelLinear,
-)
+from torchmpi_py.nn.parallel import ColumnParallelLinear, ModelParallel, ParallelEmbedding, RowParallelLinear
 from torchmpi_py.nn.parts import parallel_cross_entropy
 from torchmpi_py.nn.point_to_point import recv, send
 from torchmpi_py.nn.sync_batch_norm import SyncBatchNorm

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
+from torchmpi_py.core.tensors import check_count
 from torchmpi_py.nn.block_sequential import BlockSequential
 from torchmpi_py.nn.bucket import sparse_parameters
 from torchmpi_py.nn.buckets import Buckets
@@ -51,26 +52,17 @@ class AsyncBackward:
         buckets: Buckets | None = None,
         sparse_as_dense: bool = False,
     ) -> None:
-        if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
-            raise ValueError(f"frequency={frequency!r}: give a whole number of backward passes, at least 1")
         check_compression(compression)
-        self.frequency = frequency
+        self.frequency = check_count("frequency", frequency, 1, "backward passes")
         self.op = "avg" if average else "sum"
         parameters = {name: p for name, p in trainable(module).items() if only is None or p in only}
         _remove_registrations_of_former_sessions()
         check_unregistered("register_async_backward", parameters)
         self.names = {p: name for name, p in parameters.items()}
-        self.buckets = (
-            Buckets(
-                list(self.names),
-                resolve(comm),
-                _blocks(module, self.names),
-                compression,
-                () if sparse_as_dense else sparse_parameters(module),
-            )
-            if buckets is None
-            else buckets
-        )
+        if buckets is None:
+            sparse = () if sparse_as_dense else sparse_parameters(module)
+            buckets = Buckets(list(self.names), resolve(comm), _blocks(module, self.names), compression, sparse)
+        self.buckets = buckets
         self._before_pass: Callable[[], Callable[[], None] | None] = lambda: None
         self._on_reduction: Callable[[], Callable[[], None] | None] = lambda: None
         self._only = only
@@ -231,6 +223,7 @@ class AsyncBackward:
 
     def _launch(self, *, only_ready: bool) -> None:
         """Launch the next buckets, in order; with ``only_ready`` up to the first incomplete one."""
+        # The order is fixed, so that all ranks make the same calls, whichever gradient is complete first.
         for bucket in self.buckets.all[self._num_launched :]:
             if only_ready and self._num_ready[self._num_launched] < len(bucket.parameters):
                 return

@@ -73,7 +73,6 @@ class BlockSequential(torch.nn.Sequential):
         self.partitions = partitions
         self._boundaries: list[Tensor] = []
         self._blocks: list[Block] = []
-        self._seen: tuple[list[int], list[int]] = ([], [])
         self._flatten()
 
     @property
@@ -109,6 +108,7 @@ class BlockSequential(torch.nn.Sequential):
             block, before, after = self._blocks[index], boundaries[index], boundaries[index + 1]
             wanted: list[Tensor] = [p for p in block.parameters if p.requires_grad]
             wanted += [before] * before.requires_grad
+            # Through this block alone: its input's gradient is where the block before goes on.
             found = torch.autograd.grad(after, wanted, gradient, allow_unused=True) if wanted else ()
             block.collect()
             for tensor, part in zip(wanted, found, strict=True):
@@ -126,18 +126,12 @@ class BlockSequential(torch.nn.Sequential):
 
     def _is_current(self) -> bool:
         """Whether the blocks still hold this module's children and parameters, in their flat memory."""
-        if self._seen != (seen := self._look()):
-            views = [view for block in self._blocks for view in _views(block.weights, block.parameters)]
-            # share_memory() moves parameters and flat memory together
-            if self._seen[0] != seen[0] or [view.data_ptr() for view in views] != seen[1]:
-                return False
-            self._seen = seen
-        return True
-
-    def _look(self) -> tuple[list[int], list[int]]:
-        """The signs of a change: identities of children and parameters, addresses of parameters."""
-        parameters = _parameters(self)
-        return [id(x) for x in (*self, *parameters)], [p.data_ptr() for p in parameters]
+        children = [child for block in self._blocks for child in block.children]
+        parameters = [p for block in self._blocks for p in block.parameters]
+        if list(map(id, (*self, *_parameters(self)))) != list(map(id, (*children, *parameters))):
+            return False
+        views = [view for block in self._blocks for view in _views(block.weights, block.parameters)]
+        return all(p.data_ptr() == view.data_ptr() for p, view in zip(parameters, views, strict=True))
 
     def _flatten(self) -> None:
         children = list(self)  # not children(), which leaves out a module that comes again
@@ -151,7 +145,6 @@ class BlockSequential(torch.nn.Sequential):
                 parameter.data = view
             members = tuple(children[index] for atom in run for index in atoms[atom])
             self._blocks.append(Block(members, parameters, weights, torch.zeros_like(weights)))
-        self._seen = self._look()
 
 
 def inseparable(parameters: Sequence[Sequence[Hashable]]) -> list[range]:

@@ -145,6 +145,7 @@ class SparseBucket(Bucket):
 
     def launch(self, op: str) -> list[Handle[Any]]:
         gradient = self.parameters[0].grad
+        # Once a rank has brought a dense gradient, all ranks reduce dense ones.
         if self._is_dense:
             dense = self.flat.new_zeros(self._shape) if gradient is None else gradient.detach().to_dense()
             self._handles = [verbs.allreduce_async(dense.contiguous(), op=op, comm=self.comm)]
@@ -171,6 +172,7 @@ class SparseBucket(Bucket):
             self.flat = self._result.view(-1)
         else:
             rows, values = (handle.wait() for handle in self._handles)
+            # A row past the last one: some rank's gradient is dense.
             is_row = rows < self._shape[0]
             self._is_dense = not bool(is_row.all())
             total = self._added(rows[is_row][None], values[is_row])
@@ -192,7 +194,7 @@ class SparseBucket(Bucket):
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Those whose gradients are sparse."""
+    """The parameters of a module whose gradients are sparse."""
     embeddings = [
         m for m in module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and m.sparse
     ]

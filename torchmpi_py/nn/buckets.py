@@ -14,6 +14,7 @@ reduction of a byte per parameter finds out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -57,7 +58,7 @@ class Joining:
         return "sum" if self.counts[1] else "avg"
 
     def counts_here(self, op: str) -> Tensor:
-        """This rank's, to be summed in place."""
+        """The counts of this rank, to be summed over the ranks in place."""
         self.num_steps += self.has_data
         self.counts[0], self.counts[1] = self.has_data, self.has_data and op == "sum"
         return self.counts
@@ -166,16 +167,11 @@ class Buckets:
         for bucket in self.all:
             bucket.finish(op)
         if any_split(self.parameters):
-            self._share_overflow()
+            place = next((bucket.flat for bucket in self.all if bucket.flat.numel()), self.all[0].flat)
+            share_overflow([bucket.flat for bucket in self.all if bucket.num_parts > 1], place, self.comm)
         if self.joining is not None:
             self.joining.weigh(op, [bucket.flat for bucket in self.all])
         self.drop_unused_gradients(has_gradient_anywhere)
-
-    def _share_overflow(self) -> None:
-        """Where a rank's part of a gradient is not finite, all ranks get one that is not: GradScaler skips on all."""
-        is_finite_here = all(is_finite(bucket.flat) for bucket in self.all if bucket.num_parts > 1)
-        if verbs.allreduce(int(is_finite_here), op="min", comm=self.comm) == 0 and is_finite_here:
-            next(bucket.flat for bucket in self.all if bucket.flat.numel())[:1] = float("nan")
 
     def reduce(self, op: str = "avg") -> None:
         """Reduce all gradients, and drop those that no rank has. Collective.
@@ -192,6 +188,16 @@ class Buckets:
         for bucket in self.all:
             bucket.reduce(op)
         self.finish(op, verbs.allreduce(flags, op="max", comm=self.comm))
+
+
+def share_overflow(gradients: Iterable[Tensor], place: Tensor, comm: Communicator) -> None:
+    """Where a rank's gradients are not all finite, the others get a NaN in ``place``. Collective.
+
+    So a GradScaler skips a step on all ranks or on none.
+    """
+    is_finite_here = all(is_finite(x) for x in gradients)
+    if verbs.allreduce(int(is_finite_here), op="min", comm=comm) == 0 and is_finite_here:
+        place.view(-1)[:1] = math.nan
 
 
 def grouped(tensors: Iterable[T], key: Callable[[T], Hashable] = lambda x: None) -> Iterator[list[T]]:

@@ -33,6 +33,7 @@ from torch import Tensor
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle
+from torchmpi_py.core.tensors import check_count
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.elements import draw_indices, indices_of_largest, is_finite, largest_amount
 
@@ -55,7 +56,7 @@ class Destination:
         return verbs.allreduce_async(x, op=op, comm=self.comm)
 
     def result(self, handle: Handle[Tensor]) -> Tensor:
-        """What is wanted on this rank of what ``reduce_async`` has reduced."""
+        """The part of the reduced values that is wanted on this rank."""
         return handle.wait()
 
     def part(self, flat: Tensor) -> Tensor:
@@ -64,18 +65,14 @@ class Destination:
 
 
 class Compressor:
-    """What a compression keeps for one bucket. ``flat``: the bucket; ``shapes``: of the gradients in it, in order.
+    """The state of a compression for one bucket. ``flat``: the bucket; ``shapes``: of the gradients in it, in order.
 
     ``launch`` starts what can be started; once its handles are done, ``finish`` puts the result into ``flat``, at least
     where it is wanted (``destination``; default: everywhere). Both are collective over ``comm``.
     """
 
     def __init__(
-        self,
-        flat: Tensor,
-        shapes: Sequence[torch.Size],
-        comm: Communicator,
-        destination: Destination | None = None,
+        self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator, destination: Destination | None = None
     ) -> None:
         self.flat = flat
         self.shapes = list(shapes)
@@ -159,6 +156,7 @@ class _FP16(_Half):
 
     def finish(self, op: str) -> None:
         largest = self._largest_anywhere(self.destination.result(self.handle))
+        # Every rank has the same maximum, and takes the same one of the three ways.
         if _LEAST_FLOAT16 <= largest < math.inf:
             super().finish(op)
             self.part.mul_(1 / self.scale)
@@ -168,6 +166,7 @@ class _FP16(_Half):
         else:
             self.part.copy_(self.destination.result(self.destination.reduce_async(self.flat, op)))
             largest = self._largest_anywhere(self.part)
+        # The scale of the next step brings this step's maximum to the range's end, less the headroom.
         if 0 < largest < math.inf:
             exponent = math.floor(math.log2(_MOST_FLOAT16 / _HEADROOM) - math.log2(largest))
             self.scale = 2.0 ** min(exponent, _MOST_EXPONENT)
@@ -192,7 +191,7 @@ class TopK(Compression):
 
 
 class _Sparse(Compressor):
-    """What it leaves out of ``flat`` stays in ``left``, and is added in the next step."""
+    """A compressor of some elements; the others stay in ``left``, and are added in the next step."""
 
     def __init__(self, ratio: float, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
@@ -267,6 +266,7 @@ class _RandomK(_Sparse):
     def finish(self, op: str) -> None:
         self.flat.zero_()
         self.flat[self.indices] = self.wire[:-1]
+        # An overflow in an element that was not drawn has to show as well: a GradScaler looks for it.
         if not is_finite(self.wire):
             self.flat[0] = math.nan
         self._forget_overflow(self.wire)
@@ -276,9 +276,7 @@ class PowerSGD(Compression):
     """Each gradient of at least two dimensions as a product of two matrices of rank ``rank``, where that is smaller."""
 
     def __init__(self, rank: int = 1, seed: int = 0) -> None:
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"PowerSGD: rank={rank!r}: give a whole number, at least 1")
-        self.rank = rank
+        self.rank = check_count("PowerSGD: rank", rank, 1)
         self.seed = seed
 
     def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
@@ -326,10 +324,11 @@ class _PowerSGD(Compressor):
         return [verbs.allreduce_async(self.wire, op="avg", comm=self.comm)]
 
     def finish(self, op: str) -> None:
+        # The first reduction has brought P, and the parts that go as they are.
         counts = [self.rank * matrix.shape[0] for matrix in self.matrices] + [part.numel() for part in self.others]
         reduced = torch.split(self.wire, counts)
         ps = [torch.linalg.qr(product.view(-1, self.rank)).Q for product in reduced[: len(self.matrices)]]
-        # Not matrix.T @ p, for which torch on the CPU takes 28 times as long.
+        # The second one brings Q. Not matrix.T @ p, for which torch on the CPU takes 28 times as long.
         wire = torch.cat([(p.T @ matrix).T.reshape(-1) for matrix, p in zip(self.matrices, ps, strict=True)])
         verbs.allreduce(wire, op="avg", comm=self.comm)
         parts = torch.split(wire, [q.numel() for q in self.qs])
@@ -343,7 +342,7 @@ class _PowerSGD(Compressor):
             self.flat *= self.comm.size
 
     def _keep_what_is_left(self, wire: Tensor) -> None:
-        """What the result lacks of this rank's gradients. A step that overflowed leaves nothing."""
+        """Keep the part of this rank's gradients that the result lacks. A step that overflowed leaves nothing."""
         self.left -= self.flat
         for left in self.left_of_others:
             left.zero_()

@@ -61,8 +61,7 @@ def allreduce(x: Tensor, op: str = "sum", *, comm: Communicator | None = None) -
     Adjoint: dx_r = sum_s dy_s, an allreduce; with "avg" both are divided by P.
     """
     _check_op("allreduce", op)
-    comm = _checked("allreduce", x, comm)
-    return _allreduce(x, op, comm)
+    return _allreduce(x, op, _checked("allreduce", x, comm))
 
 
 def _allreduce(x: Tensor, op: str, comm: Communicator) -> Tensor:
@@ -77,8 +76,7 @@ def broadcast(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> 
 
     Adjoint: dx_root = sum_s dy_s, a reduce; zero on the other ranks.
     """
-    comm = _checked("broadcast", x, comm, root=root)
-    return _broadcast(x, root, comm)
+    return _broadcast(x, root, _checked("broadcast", x, comm, root=root))
 
 
 def _broadcast(x: Tensor, root: int, comm: Communicator) -> Tensor:
@@ -94,8 +92,7 @@ def reduce(x: Tensor, root: int = 0, op: str = "sum", *, comm: Communicator | No
     Adjoint: dx_r = dy_root, a broadcast; with "avg" both are divided by P.
     """
     _check_op("reduce", op)
-    comm = _checked("reduce", x, comm, root=root)
-    return _reduce(x, root, op, comm)
+    return _reduce(x, root, op, _checked("reduce", x, comm, root=root))
 
 
 def _reduce(x: Tensor, root: int, op: str, comm: Communicator) -> Tensor:
@@ -116,8 +113,7 @@ def reduce_scatter(x: Tensor, op: str = "sum", *, comm: Communicator | None = No
     by P.
     """
     _check_op("reduce_scatter", op)
-    comm = _checked("reduce_scatter", x, comm, splits=True)
-    return _reduce_scatter(x, op, comm)
+    return _reduce_scatter(x, op, _checked("reduce_scatter", x, comm, splits=True))
 
 
 def _reduce_scatter(x: Tensor, op: str, comm: Communicator) -> Tensor:
@@ -175,8 +171,7 @@ def scatter(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> Te
 
     The others' ``x`` has the same shape and dtype. Adjoint: dx_root = (dy_0, dy_1, ...), a gather; zero on the others.
     """
-    comm = _checked("scatter", x, comm, splits=True, root=root)
-    return _scatter(x, root, comm)
+    return _scatter(x, root, _checked("scatter", x, comm, splits=True, root=root))
 
 
 def _scatter(x: Tensor, root: int, comm: Communicator) -> Tensor:
@@ -192,8 +187,7 @@ def alltoall(x: Tensor, *, comm: Communicator | None = None) -> Tensor:
 
     Adjoint: dx_s[r] = dy_r[s], an alltoall.
     """
-    comm = _checked("alltoall", x, comm, splits=True)
-    return _alltoall(x, comm)
+    return _alltoall(x, _checked("alltoall", x, comm, splits=True))
 
 
 def _alltoall(x: Tensor, comm: Communicator) -> Tensor:
@@ -208,8 +202,9 @@ def sendreceive(x: Tensor, source: int, destination: int, *, comm: Communicator 
 
     Every rank is the source of one rank and the destination of one. Adjoint: dx_r = dy_destination, the other way.
     """
-    comm = _checked("sendreceive", x, comm, source=source, destination=destination)
-    return _sendreceive(x, source, destination, comm)
+    return _sendreceive(
+        x, source, destination, _checked("sendreceive", x, comm, source=source, destination=destination)
+    )
 
 
 def _sendreceive(x: Tensor, source: int, destination: int, comm: Communicator) -> Tensor:
@@ -245,6 +240,7 @@ class _Linear(Function):
 
 def _apply(x: Tensor, comm: Communicator, value: _Map, adjoint: _Map) -> Tensor:
     """``value(x)``, in the graph of autograd if any rank's ``x`` is. Collective."""
+    # Backward is collective: a rank whose x needs no gradient has to take part where another rank's does.
     num_tracked = verbs.allreduce(int(x.requires_grad), comm=comm) if torch.is_grad_enabled() else 0
     if not num_tracked:
         return value(x.detach())

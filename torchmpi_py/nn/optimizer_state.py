@@ -153,6 +153,7 @@ def _broadcast(optimizer: Any, root: int, comm: Communicator) -> Any:
     state = whole_state(optimizer)
     if comm.rank != root:
         state = None
+    # The structure travels by pickle, with a description in the place of each tensor; the values follow, fused.
     bare = tree_map_only(Tensor, lambda x: _Missing(x.shape, x.dtype, x.device.type), state)
     bare = verbs.broadcast_object(bare, root, comm=comm)
     if comm.rank != root:

@@ -50,19 +50,16 @@ class SplitLayer(torch.nn.Module):
         self._layers_comm = own_communicator(self.comm)  # gradients use comm during the backward pass
         self._splits: dict[str, Split] = {}
 
-    def _take_part(self, name: str, whole: Tensor, dim: int) -> None:
-        """Make this rank's part of ``whole`` a parameter."""
+    def _take_part(self, name: str, whole: Tensor | None, dim: int) -> None:
+        """Make this rank's part of ``whole`` a parameter; None for None."""
+        if whole is None:
+            self.register_parameter(name, None)
+            return
         split = Split.even(self.comm, dim, whole.shape[dim])
         part = torch.nn.Parameter(split.part_of(whole.detach()).clone(), whole.requires_grad)
         mark(part, split)
         self._splits[name] = split
         self.register_parameter(name, part)
-
-    def _take_whole(self, name: str, whole: torch.nn.Parameter | None) -> None:
-        """Make ``whole`` a parameter of every rank, with the values of the first."""
-        if whole is not None:
-            verbs.broadcast(whole.detach(), comm=self.comm)
-        self.register_parameter(name, whole)
 
     def _activations(self, name: str, dim: int) -> Split:
         """The split of activations along ``dim`` that goes with the split of a parameter."""
@@ -183,10 +180,7 @@ class ColumnParallelLinear(_SplitLinear):
         )  # fmt: skip
 
     def _take_bias(self, bias: torch.nn.Parameter | None) -> None:
-        if bias is None:
-            self.register_parameter("bias", None)
-        else:
-            self._take_part("bias", bias, 0)
+        self._take_part("bias", bias, 0)
 
     def forward(self, x: Tensor) -> Tensor:
         """``linear`` of the whole layer; see the class."""
@@ -231,9 +225,11 @@ class RowParallelLinear(_SplitLinear):
         )  # fmt: skip
 
     def _take_bias(self, bias: torch.nn.Parameter | None) -> None:
-        self._take_whole(
-            "bias", None if bias is None else torch.nn.Parameter(bias.detach().clone(), bias.requires_grad)
-        )
+        """Make a copy of the bias a parameter of every rank, with the values of the first."""
+        if bias is not None:
+            whole = verbs.broadcast(bias.detach().clone(), comm=self.comm)
+            bias = torch.nn.Parameter(whole, bias.requires_grad)
+        self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """``linear`` of the whole layer; see the class."""

@@ -13,6 +13,7 @@ Source: Shoeybi et al., Megatron-LM (2019), whose f and g are the first two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,90 +27,58 @@ from torchmpi_py.core.tensors import check_tensor
 from torchmpi_py.nn.functional import own_communicator
 from torchmpi_py.nn.split_parameters import Split
 
+_Map = Callable[[Tensor], Tensor]
 
-class _ToParts(Function):
+
+class _Carried(Function):
+    """A value that is carried by one function; its gradient is carried by another."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return sum_of_parts(dy, ctx.comm), None
-
-
-class _SumOfParts(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return verbs.allreduce(x, out=torch.empty_like(x), comm=comm)
+    def forward(ctx: Any, x: Tensor, value: _Map, adjoint: _Map) -> Tensor:
+        ctx.adjoint = adjoint
+        return value(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return to_parts(dy, ctx.comm), None
+        return ctx.adjoint(dy), None, None
 
 
-class _JoinParts(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: Split) -> Tensor:
-        ctx.split = split
-        return split.whole_of(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return own_part(dy, ctx.split), None
-
-
-class _OwnPart(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: Split) -> Tensor:
-        ctx.split = split
-        return split.part_of(x).clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return join_parts(dy, ctx.split), None
+def _carried(x: Tensor, value: _Map, adjoint: _Map) -> Tensor:
+    y: Tensor = _Carried.apply(x, value, adjoint)  # type: ignore[no-untyped-call]
+    return y
 
 
 def to_parts(x: Tensor, comm: Communicator) -> Tensor:
     """``x`` as it is, for ranks that each compute a part with it; its gradient is the sum of theirs."""
-    y: Tensor = _ToParts.apply(x, comm)  # type: ignore[no-untyped-call]
-    return y
+    return _carried(x, _as_it_is, lambda dy: sum_of_parts(dy, comm))
 
 
 def sum_of_parts(x: Tensor, comm: Communicator) -> Tensor:
     """The sum of the ranks' ``x``, on every rank; the gradient of each is that of the sum. Collective."""
-    y: Tensor = _SumOfParts.apply(x, comm)  # type: ignore[no-untyped-call]
-    return y
+
+    def summed(x: Tensor) -> Tensor:
+        return verbs.allreduce(x, out=torch.empty_like(x), comm=comm)
+
+    return _carried(x, summed, lambda dy: to_parts(dy, comm))
 
 
 def join_parts(x: Tensor, split: Split) -> Tensor:
     """The whole of which this rank has the part ``x``; its gradient is this part of the whole's. Collective."""
-    y: Tensor = _JoinParts.apply(x, split)  # type: ignore[no-untyped-call]
-    return y
+    return _carried(x, split.whole_of, lambda dy: own_part(dy, split))
 
 
 def own_part(x: Tensor, split: Split) -> Tensor:
     """This rank's part of ``x``, which is the same on every rank; backward is collective."""
-    y: Tensor = _OwnPart.apply(x, split)  # type: ignore[no-untyped-call]
-    return y
+    return _carried(x, lambda x: split.part_of(x).clone(), lambda dy: join_parts(dy, split))
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """``x`` as it is; its gradient is multiplied."""
-    y: Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
-    return y
+    return _carried(x, _as_it_is, lambda dy: dy * factor)
 
 
-class _ScaleGradient(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return dy * ctx.factor, None
+def _as_it_is(x: Tensor) -> Tensor:
+    return x.view_as(x)  # a tensor of its own, as autograd wants of a function
 
 
 def parallel_cross_entropy(

@@ -100,6 +100,7 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
 def check_replicas(named: Mapping[str, Tensor], comm: Communicator | None = None) -> None:
     """RanksDisagree, on every rank, unless replicas hold the same bits. Collective."""
     comm = resolve(comm)
+    # Split parameters are compared among the ranks that hold the same part, all others over all ranks.
     (_, everywhere), *groups = by_replicas(named, comm)
     if not groups:
         check_all_with_allreduce(everywhere, comm=comm)

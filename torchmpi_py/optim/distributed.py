@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.collectives import verbs
+from torchmpi_py.core import agree
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import AsyncBackward
@@ -159,7 +160,7 @@ def _check_parameters(optimizer: Any, module: torch.nn.Module, comm: Communicato
     for rank, (_, *stand) in enumerate(stands):
         for ours, theirs in zip(stands[0][1:], stand, strict=True):
             if ours != theirs:
-                here, there = _first_difference(ours, theirs)
+                _, here, there = agree.first_difference(ours, theirs, "nothing more")
                 raise RanksDisagree(
                     f"the ranks do not train the same parameters: rank 0 has {here}, rank {rank} has {there}"
                 )
@@ -168,10 +169,3 @@ def _check_parameters(optimizer: Any, module: torch.nn.Module, comm: Communicato
 def _summary(p: Tensor) -> tuple[Any, ...]:
     split = split_of(p)
     return tuple(p.shape if split is None else split.whole_shape(p)), str(p.dtype), p.device.type
-
-
-def _first_difference(ours: list[Any], theirs: list[Any]) -> tuple[Any, Any]:
-    """The first entries that differ; "nothing more" past the end of the shorter list."""
-    ends = ["nothing more"] * abs(len(ours) - len(theirs))
-    ours, theirs = ours + ends[: len(theirs) - len(ours)], theirs + ends[: len(ours) - len(theirs)]
-    return next((x, y) for x, y in zip(ours, theirs, strict=False) if x != y)

@@ -87,8 +87,9 @@ class Gossip(LocalOptimizer):
         return super().state_dict()
 
     def _drawn(self) -> tuple[list[tuple[int, int]], float]:
-        """Whom to receive from and send to, and the weight of each that comes."""
+        """The partners of this step, as (source, destination), and the weight of each. The same draw on every rank."""
         rank, size = self.comm.rank, self.comm.size
+        # Neighbours in a permutation that all ranks draw alike are partners. On a ring of two both neighbours are one.
         if self.partners == "random" or size == 2:
             order: list[int] = torch.randperm(size, generator=self._generator).tolist()
             place = order.index(rank)
@@ -99,7 +100,7 @@ class Gossip(LocalOptimizer):
 
 
 class _Exchange:
-    """What this rank has, on its way to its partners, and what comes from them."""
+    """The parameters of this rank on their way to its partners, and theirs on their way here."""
 
     def __init__(self, tensors: list[Tensor], ranks: list[tuple[int, int]], weight: float, comm: Communicator) -> None:
         self.tensors, self.weight = tensors, weight

@@ -9,36 +9,19 @@ Source: the semantics of torch.distributed.algorithms.Join, which has no way for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.nn.async_backward import AsyncBackward, registered_with
-from torchmpi_py.nn.buckets import Buckets, Joining
+from torchmpi_py.nn.async_backward import registered_with
+from torchmpi_py.nn.buckets import Joining
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
 from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.nn.synchronize import buckets_of, fused
 from torchmpi_py.optim.distributed import DistributedOptimizer
-
-
-class _Reducer(Protocol):
-    """What reduces the gradients of a step: a registration, or the buckets of ``synchronize_gradients``."""
-
-    buckets: Buckets
-
-    def reduce_now(self) -> None:
-        """As a rank with data does, with the gradients that are there; nothing if no rank has data."""
-
-
-class _Synchronous:
-    def __init__(self, buckets: Buckets) -> None:
-        self.buckets = buckets
-
-    def reduce_now(self) -> None:
-        self.buckets.reduce()
 
 
 @contextmanager
@@ -69,8 +52,8 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
     module: Any = module_or_optimizer if optimizer is None else optimizer.module
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"join: give a module or an optim.DistributedOptimizer, not a {type(module).__name__}")
-    reduction = _reduction_of(module) if optimizer is None else optimizer.reduction
-    buckets = reduction.buckets
+    reduction = registered_with(module) if optimizer is None else optimizer.reduction
+    buckets = buckets_of(module) if reduction is None else reduction.buckets
     if any_split(buckets.parameters):
         raise ValueError("join: a parameter is split over ranks, which all have to compute with it in every step")
     if optimizer is not None:
@@ -78,7 +61,7 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
     joining = buckets.joining = Joining(buckets.comm.size)
     try:
         yield
-        _go_on_without_data(reduction, joining)
+        _go_on_without_data(buckets.parameters, buckets.reduce if reduction is None else reduction.reduce_now, joining)
     finally:
         buckets.joining = None
     steps = verbs.allgather_object(joining.num_steps, comm=buckets.comm)
@@ -93,16 +76,12 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
             each.load_state_dict(state)
 
 
-def _reduction_of(module: torch.nn.Module) -> _Reducer:
-    registration: AsyncBackward | None = registered_with(module)
-    return _Synchronous(buckets_of(module)) if registration is None else registration
-
-
-def _go_on_without_data(reduction: _Reducer, joining: Joining) -> None:
+def _go_on_without_data(parameters: Iterable[torch.nn.Parameter], reduce: Callable[[], None], joining: Joining) -> None:
+    """Take part in the reductions of the ranks that still have data, until none has."""
     joining.has_data = False
     while True:
-        for parameter in reduction.buckets.parameters:
+        for parameter in parameters:  # without a gradient it counts as zero
             parameter.grad = None
-        reduction.reduce_now()
-        if joining.is_over:
+        reduce()
+        if joining.is_over:  # as this reduction has found out
             return

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.core.tensors import check_count
 from torchmpi_py.optim.wrapper import LocalOptimizer, evaluated
 
 
@@ -47,8 +48,7 @@ class LocalSGD(LocalOptimizer):
     ) -> None:
         super().__init__(optimizer)
         self.periods = _checked(period, comm)
-        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-            raise ValueError(f"LocalSGD: start={start!r}: give a whole number of steps, 0 or more")
+        check_count("LocalSGD: start", start, 0, "steps")
         if not 0 <= slow_momentum < 1 or not slow_lr > 0:
             raise ValueError(
                 f"LocalSGD: slow_momentum={slow_momentum!r}, slow_lr={slow_lr!r}: give a share below 1, and a number "
@@ -68,13 +68,14 @@ class LocalSGD(LocalOptimizer):
         everywhere = next(reversed(self.periods))
         due = [comm for comm, period in self.periods.items() if self.num_steps % period == 0]
         if self.num_steps <= self.start:
+            # SlowMo begins behind ``start``, from the last of these averages.
             self.average_over(everywhere)
             for p, (before, _) in self._slow.items():
                 before.copy_(p.detach())
         elif everywhere in due:
             self.average()
         elif due:
-            self.average_over(due[-1])
+            self.average_over(due[-1])  # the one over most ranks
         return loss
 
     def average(self) -> None:

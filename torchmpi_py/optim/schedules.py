@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from torchmpi_py.core.communicators import resolve
+from torchmpi_py.core.tensors import check_count
 
 
 def large_batch(
@@ -39,8 +40,7 @@ def large_batch(
         raise ValueError(f"large_batch: factor={factor!r}: give a number above 0, by which the batch is larger")
     if rule not in ("linear", "sqrt"):
         raise ValueError(f"large_batch: rule={rule!r}: give 'linear' or 'sqrt'")
-    if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-        raise ValueError(f"large_batch: warmup_steps={warmup_steps!r}: give a whole number of steps, 0 or more")
+    check_count("large_batch: warmup_steps", warmup_steps, 0, "steps")
     scale = factor if rule == "linear" else math.sqrt(factor)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * scale

@@ -10,7 +10,6 @@ Data on the wire: as much as with plain averaging. State on each rank: 1/P of it
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,9 +22,9 @@ from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.bucket import shaped
+from torchmpi_py.nn.buckets import share_overflow
 from torchmpi_py.nn.clipping import combined, norm_of, scale_to
 from torchmpi_py.nn.compression import Compression, check_compression
-from torchmpi_py.nn.elements import is_finite
 from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.optim.owners import Placement, owners
 from torchmpi_py.optim.sharded_buckets import ShardedBucket, ShardedBuckets
@@ -164,6 +163,7 @@ class ShardedOptimizer(ReducingOptimizer):
             self.reduction.reduce_now()
             self._share_overflow()
         self.check_equal()
+        # A bucket's parameters travel while the next bucket is updated; every rank starts all of them, in one order.
         handles: list[Handle[Any]] = []
         for bucket in self._buckets:
             if bucket.shards:
@@ -217,7 +217,7 @@ class ShardedOptimizer(ReducingOptimizer):
         raise TypeError("a ShardedOptimizer takes no more parameters; make another one, with its state_dict()")
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the plain optimizer, on every rank. Collective. RanksDisagree if some ranks alone have loaded one."""
+        """The plain optimizer's state, on every rank. Collective. RanksDisagree if only some ranks have loaded one."""
         if len(set(verbs.allgather(self._num_loads, comm=self.comm))) > 1:
             raise RanksDisagree(
                 "ShardedOptimizer: load_state_dict was not called on all ranks; every rank loads the same"
@@ -236,10 +236,12 @@ class ShardedOptimizer(ReducingOptimizer):
 
     def _states_of(self, bucket: ShardedBucket) -> list[dict[str, Any]]:
         """The optimizer's state of each parameter of a bucket. Collective."""
+        # A whole bucket's owner has the whole state.
         if bucket.owner is not None:
             here = [self.optimizer.state.get(p, {}) for p in bucket.parameters]
             states: list[dict[str, Any]] = verbs.broadcast_object(here, bucket.owner, comm=self.comm)
             return states
+        # Of slices, entries of the slice's shape are joined; others (numbers of steps) are the same for all parameters.
         (shard,) = bucket.shards
         states = [{} for _ in bucket.parameters]
         for name, value in self.optimizer.state.get(shard, {}).items():
@@ -268,6 +270,7 @@ class ShardedOptimizer(ReducingOptimizer):
             for p, number in number_of.items()
             if p not in trained and number in state_dict["state"]
         }
+        # A plain state of what this rank updates: its parameters are the shards, numbered in the order of the groups.
         state: dict[int, dict[str, Any]] = {}
         shards = [shard for group in self.optimizer.param_groups for shard in group["params"]]
         bucket_of = {shard: bucket for bucket in self._buckets for shard in bucket.shards}
@@ -298,12 +301,10 @@ class ShardedOptimizer(ReducingOptimizer):
         return [x for x in gradients if x is not None and x.numel()]
 
     def _share_overflow(self) -> None:
-        """Where a rank has a gradient that is not finite, all get one: GradScaler skips a step on all ranks or none."""
+        """Let an overflow show on all ranks; a rank that owns nothing has the stand-in for it. Collective."""
         here = self._gradients_here()
-        is_finite_here = all(is_finite(x) for x in here)
         self._stand_in.grad = torch.zeros_like(self._stand_in)
-        if verbs.allreduce(int(is_finite_here), op="min", comm=self.comm) == 0 and is_finite_here:
-            (here[0] if here else self._stand_in.grad).view(-1)[:1] = math.nan
+        share_overflow(here, here[0] if here else self._stand_in.grad, self.comm)
 
     def _check_pass(self) -> None:
         if self._is_reduced:

@@ -135,6 +135,7 @@ class ShardedBucket(Bucket):
         """Once that is done: ``shards`` have their gradients."""
         super().finish(op)
         self._filled.clear()
+        # A compressor leaves the result in the bucket; the plain reduction of slices in memory of its own.
         if self.owner is None:
             is_compressed, destination = self.compressor is not None, self._destination
             self.shards[0].grad = destination.part(self.padded) if is_compressed else destination.result(self._handle)

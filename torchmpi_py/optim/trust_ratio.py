@@ -86,10 +86,7 @@ class LAMB(OptimizerWrapper):
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        most: float | None = None,
-        only: Callable[[Tensor], bool] = is_matrix,
+        self, optimizer: torch.optim.Optimizer, most: float | None = None, only: Callable[[Tensor], bool] = is_matrix
     ) -> None:
         super().__init__()
         _check_optimizer("LAMB", optimizer)
@@ -101,6 +98,7 @@ class LAMB(OptimizerWrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update, and scale the updates. closure: evaluated once, before."""
         loss = evaluated(closure)
+        # What the optimizer does to a parameter is known by comparison alone.
         before = [
             (p, p.clone(), group["lr"])
             for group in self.param_groups

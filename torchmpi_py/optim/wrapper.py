@@ -25,7 +25,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's."""
+        """The groups of the optimizer."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -52,7 +52,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: that of the optimizer."""
+        """The state of the optimizer, as torch gives it."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class LocalOptimizer(OptimizerWrapper):
         fused([p.detach() for p in self.parameters()], lambda flat: verbs.allreduce(flat, op="avg", comm=comm))
 
     def parameters(self) -> list[torch.Tensor]:
-        """Those of all groups."""
+        """The parameters of all groups."""
         return [p for group in self.param_groups for p in group["params"]]
 
 

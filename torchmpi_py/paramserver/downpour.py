@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.errors import ParameterServerError
+from torchmpi_py.nn.elements import is_finite
 from torchmpi_py.paramserver import rules, tensor_lists
 from torchmpi_py.paramserver.update import Update, copy_all
 
@@ -48,9 +49,8 @@ class DownpourUpdate(Update):
                 'optimizer="adagrad" for the server to do the step'
             )
         if optimizer is not None:
-            rules.optimizer(optimizer)
-            for dtype in {p.dtype for p in network.parameters() if p.requires_grad}:
-                rules.checked(optimizer, self.optimizer_options, dtype, optimizer)
+            trained = [p for p in network.parameters() if p.requires_grad]
+            rules.check_optimizer(optimizer, self.optimizer_options, trained)
         elif self.optimizer_options:
             raise TypeError(f"optimizer_options={self.optimizer_options} are for an optimizer, and none is given")
         super().__init__(network, **options)
@@ -83,15 +83,15 @@ class DownpourUpdate(Update):
 
     def send(self, served: tensor_lists.ServedTensors) -> None:
         """Send the sums of the steps since the last send. Sums that are not finite are dropped, and an error."""
-        is_finite = _all_finite(self._sums)
-        if is_finite:
+        has_overflow = not all(is_finite(total) for total in self._sums)
+        if not has_overflow:
             rule = self.server_optimizer or "add"
             local = None if self.local_update is None else self._apply_local_update
             tensor_lists.send_tensors(served, self._sums, rule, local, **self.optimizer_options)
         for total in self._sums:
             total.zero_()
         num_steps, self._num_steps = self._num_steps, 0
-        if not is_finite:
+        if has_overflow:
             raise ParameterServerError(
                 f"DownpourUpdate: the sum of the last {num_steps} gradients is not finite, and was dropped; with a "
                 "GradScaler leave out the steps that it skips, and do not count them"
@@ -127,12 +127,3 @@ class DownpourUpdate(Update):
                     "change the sum in place, or return as many numbers"
                 )
             part.copy_(made)
-
-
-def _all_finite(tensors: list[Tensor]) -> bool:
-    """Whether all elements are finite; one pass, in which no tensor as large as these is made."""
-    largest = [torch.linalg.vector_norm(x, torch.inf) for x in tensors if x.numel() > 0]
-    if not largest:
-        return True
-    norms = torch.stack([x.to(largest[0].device, torch.float64) for x in largest])
-    return bool(torch.isfinite(norms).all())

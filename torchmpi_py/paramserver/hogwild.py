@@ -110,12 +110,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 def _places(channel: Channel, storages: list[torch.UntypedStorage]) -> list[Tensor]:
     """Memory for each storage in the root's part of a new segment. Collective."""
     offsets = [0, *itertools.accumulate(-(-s.nbytes() // _ALIGNMENT) * _ALIGNMENT for s in storages)]
-    own = symmetric.memory(channel, offsets[-1], torch.device("cpu"))
-    found = symmetric.find(own)
-    assert found is not None, "it was just made"
-    assert isinstance(found[0], symmetric.Segment), "on the host"
-    common = found[0].view(channel.places[0].local, torch.uint8, own.nbytes, owner=own)
-    memory = common.numpy()
+    memory = symmetric.shared_bytes(channel, offsets[-1])[0].numpy()
     return [
         torch.frombuffer(memory, dtype=torch.uint8, count=storage.nbytes(), offset=offset)
         for storage, offset in zip(storages, offsets[:-1], strict=True)

@@ -32,7 +32,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a request asks for."""
+    """The kinds of requests."""
 
     APPLY = 0  # a rule, to the payload
     READ = 1  # the values
@@ -109,6 +109,7 @@ class PendingReply:
 
     def send(self, requests: MPI.Comm, service: int) -> None:
         """Send the request."""
+        # A small payload travels in the message; of a large one the pieces follow.
         message, following = self._request, []
         if self._memory is not None and not Kind(message.kind).gives:
             if is_small(message.num_bytes):
@@ -120,6 +121,7 @@ class PendingReply:
 
     def arrive(self, replies: MPI.Comm, service: int, error: bytes | None, values: bytearray | None) -> None:
         """The reply has come: receive what follows."""
+        # With an error no values come; small values are in the message, the pieces of large ones behind it.
         if error is not None:
             self.error = unpacked(error)
         elif self._memory is not None and values is not None:
@@ -146,40 +148,37 @@ class Client:
     def __init__(self, links: Links) -> None:
         self._links = links
         self._awaited: dict[int, deque[PendingReply]] = {}  # by service, the oldest first
-        self._arriving: list[PendingReply] = []
-        self._num_awaited = 0
+        self._arriving: list[PendingReply] = []  # replied to; pieces are under way
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
-        return not self._num_awaited and not self._arriving
+        return not self._arriving and not any(self._awaited.values())
 
     def ask(self, service: int, request: ShardRequest, memory: Tensor | None) -> PendingReply:
         """Send a request, without waiting for the reply."""
         reply = PendingReply(request, memory)
         self._awaited.setdefault(service, deque()).append(reply)
-        self._num_awaited += 1
         reply.send(self._links.requests, service)
         return reply
 
     def advance(self) -> bool:
         """Take the replies that have come; whether there were any. An error of MPI ends all that is under way."""
         try:
-            status, num_awaited = MPI.Status(), self._num_awaited
-            while self._num_awaited:
+            status, has_come = MPI.Status(), False
+            while any(self._awaited.values()):
                 message = self._links.replies.improbe(tag=HEADER_TAG, status=status)
                 if message is None:
                     break
+                # A service replies in the order of the requests: this is the reply to the oldest one there.
                 reply = self._awaited[status.source].popleft()
-                self._num_awaited -= 1
                 self._arriving.append(reply)
                 reply.arrive(self._links.replies, status.source, *message.recv())
-            if not self._arriving:
-                return False
+                has_come = True
             self._arriving = [reply for reply in self._arriving if not reply.is_complete and not reply.advance()]
-            return self._num_awaited < num_awaited
+            return has_come
         except Exception as error:
             for reply in [*self._arriving, *(reply for replies in self._awaited.values() for reply in replies)]:
                 reply.end(error)
-            self._awaited, self._arriving, self._num_awaited = {}, [], 0
+            self._awaited, self._arriving = {}, []
             return True

@@ -31,7 +31,7 @@ _LONGEST_NAP_SECONDS = 0.0001  # of a rank that waits for a reply
 
 
 class Answers:
-    """What has come of a request: errors, and replies of other nodes."""
+    """The outcome of a request so far: errors, and replies of other nodes."""
 
     def __init__(self) -> None:
         self._errors: list[BaseException] = []
@@ -64,7 +64,7 @@ class Answers:
 
 
 class Uses(NamedTuple):
-    """What a request uses: a server, and the program's tensor, from which it reads or to which it ``writes``."""
+    """The objects that a request uses: a server, and a tensor of the program, which it reads, or ``writes``."""
 
     server: object
     memory: Tensor | None = None
@@ -140,6 +140,7 @@ class _Pipeline(CommunicationThread):
 
     def _next(self) -> ThreadHandle[Any] | None:
         """The next request, or the end; replies are taken meanwhile."""
+        # Only with nothing under way does the thread sleep in the queue: else replies have to be looked for.
         while self._under_way and (self._queue.empty() or len(self._under_way) >= _MOST_UNDER_WAY):
             self._wait()
         return self._queue.get()
@@ -159,6 +160,7 @@ class _Pipeline(CommunicationThread):
 
     def _has_to_wait(self, request: _Request[Any]) -> bool:
         """Whether the order in which a request and those under way are carried out matters."""
+        # Readers of a tensor may be under way together; a writer is alone with it.
         is_written = self._in_use[request.storage, True]
         is_in_use = is_written or (request.writes and self._in_use[request.storage, False])
         return request.server is not self._server or bool(request.storage and is_in_use)
@@ -175,6 +177,7 @@ class _Pipeline(CommunicationThread):
             has_moved |= client.advance()
             if client.is_idle:
                 self._clients.remove(client)
+        # Handles are completed in the order of the requests, whichever replies come first.
         while self._under_way and self._is_complete(self._under_way[0]._work):
             self._under_way.popleft().execute()
         if not self._under_way:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
+
+from torchmpi_py.core.tensors import check_count
 
 _IN_ONE_TENSOR: dict[str, Any] = {"foreach": False, "maximize": False}  # for the functions of torch.optim
 
@@ -170,8 +172,7 @@ def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> N
         raise TypeError(
             f"register_rule: fn={fn!r}: give a function of (shard, payload) that changes the shard in place"
         )
-    if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 0:
-        raise ValueError(f"register_rule: num_slots={num_slots!r}: give a whole number, at least 0")
+    check_count("register_rule: num_slots", num_slots, 0)
     if name in _BUILT_IN:
         raise ValueError(f"register_rule: {name!r} is built in; take another name")
     _rules[name] = Rule(fn, "optimizer", num_slots) if num_slots else Rule(fn)
@@ -182,6 +183,13 @@ def named(call: str, name: str) -> Rule:
     if name not in _rules:
         raise ValueError(f"{call}: rule {name!r} is unknown; known rules: {', '.join(_rules)}")
     return _rules[name]
+
+
+def check_optimizer(name: str, options: Mapping[str, Any], parameters: Iterable[Tensor]) -> None:
+    """ValueError or TypeError unless the optimizer called ``name`` can update these parameters, with these options."""
+    optimizer(name)
+    for dtype in {p.dtype for p in parameters}:
+        checked(name, options, dtype, name)
 
 
 def optimizer(name: str) -> Rule:

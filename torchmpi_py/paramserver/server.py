@@ -175,6 +175,7 @@ class ParameterServer:
         known = rules.checked(rule, options, self.dtype, self.optimizer)
         for server in (self, source):
             server._check_alive("take_in")
+        # Part for part both servers hold the same elements, on the same ranks.
         alike = (source._channel, source.bounds, source.dtype) == (self._channel, self.bounds, self.dtype)
         if source is self or not alike:
             raise ValueError(

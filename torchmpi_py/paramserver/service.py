@@ -19,7 +19,6 @@ import logging
 import pickle
 import threading
 from collections import deque
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,17 +70,6 @@ def packed(error: BaseException) -> bytes:
     return pickle.dumps(ParameterServerError(text))
 
 
-class _Transfer:
-    """Bytes under way, with the memory that they come from or go to."""
-
-    def __init__(self, memory: object, requests: list[Any]) -> None:
-        self.memory, self._requests = memory, requests
-
-    def is_complete(self) -> bool:
-        """Let MPI move the bytes, and test whether all have arrived or left."""
-        return MPI.Request.Testall(self._requests)
-
-
 class _Job:
     """A request that is not carried out yet."""
 
@@ -91,7 +79,7 @@ class _Job:
         is_large = not is_small(request.num_bytes)
         gives = Kind(request.kind).gives
         self.gives_pieces, self.comes_in_pieces = is_large and gives, is_large and not gives
-        self.transfer: _Transfer | None = None  # the pieces of the payload
+        self.arriving: list[MPI.Request] | None = None  # the pieces of the payload, once they are received
 
 
 class _Jobs:
@@ -100,7 +88,7 @@ class _Jobs:
     def __init__(self) -> None:
         self.waiting: deque[_Job] = deque()
         self._announced: deque[_Job] = deque()  # their payloads are not received yet
-        self._num_receiving = 0
+        self.num_payloads = 0  # received, or under way, of requests that wait
 
     def append(self, job: _Job) -> None:
         """A request has come."""
@@ -111,19 +99,16 @@ class _Jobs:
     def popleft(self) -> _Job:
         """The oldest request, which is ready."""
         job = self.waiting.popleft()
-        self._num_receiving -= job.comes_in_pieces
+        self.num_payloads -= job.comes_in_pieces
         return job
 
-    def receive_payloads(self, requests: MPI.Comm, client: int, room: int) -> int:
-        """Begin to receive the next payloads, ``room`` at most; the number of those begun."""
-        num_begun = min(room, _MOST_OF_A_CLIENT - self._num_receiving, len(self._announced))
-        for _ in range(num_begun):
+    def receive_payloads(self, requests: MPI.Comm, client: int, room: int) -> None:
+        """Begin to receive the next payloads, ``room`` at most."""
+        for _ in range(min(room, _MOST_OF_A_CLIENT - self.num_payloads, len(self._announced))):
             job = self._announced.popleft()
             job.payload = torch.empty(job.request.num_bytes, dtype=torch.uint8, device="cpu")
-            arriving = [requests.Irecv(piece, client, BYTES_TAG) for piece in pieces(job.payload)]
-            job.transfer = _Transfer(job.payload, arriving)
-        self._num_receiving += num_begun
-        return num_begun
+            job.arriving = [requests.Irecv(piece, client, BYTES_TAG) for piece in pieces(job.payload)]
+            self.num_payloads += 1
 
 
 class Service:
@@ -133,9 +118,9 @@ class Service:
         self._links = links
         self._stores: dict[int, Store] = {}
         self._jobs: dict[int, _Jobs] = {}  # by client
-        self._num_payloads = 0  # under way
-        self._values: list[_Transfer] = []
-        self._replies: list[_Transfer] = []
+        # MPI's requests hold the memory from which bytes leave.
+        self._values: list[list[MPI.Request]] = []  # the pieces of each reply with large values
+        self._replies: list[MPI.Request] = []
         self._thread: threading.Thread | None = None
         self._is_ending = threading.Event()
 
@@ -183,8 +168,8 @@ class Service:
     def _turn(self) -> bool:
         """Do what can be done now; whether there was anything."""
         # Memory of replies that have left is free again.
-        self._replies = [reply for reply in self._replies if not reply.is_complete()]
-        self._values = [values for values in self._values if not values.is_complete()]
+        self._replies = [reply for reply in self._replies if not reply.Test()]
+        self._values = [values for values in self._values if not MPI.Request.Testall(values)]
         is_busy = self._receive_requests()
         while self._carry_out_one():
             is_busy = True
@@ -193,8 +178,8 @@ class Service:
     def _carry_out_one(self) -> bool:
         """Carry out a request that is ready, of the client that has waited longest; whether there was one."""
         for client, jobs in self._jobs.items():
-            room = _MOST_UNDER_WAY - self._num_payloads
-            self._num_payloads += jobs.receive_payloads(self._links.requests, client, room)
+            room = _MOST_UNDER_WAY - sum(each.num_payloads for each in self._jobs.values())
+            jobs.receive_payloads(self._links.requests, client, room)
             if jobs.waiting and self._is_ready(jobs.waiting[0]):
                 self._jobs[client] = self._jobs.pop(client)  # its place among the clients is the last one now
                 self._carry_out(client, jobs.popleft())
@@ -214,11 +199,10 @@ class Service:
         """Whether a request can be carried out: its payload has come, or there is room for the reply."""
         if job.gives_pieces:
             return len(self._values) < _MOST_UNDER_WAY
-        return not job.comes_in_pieces or (job.transfer is not None and job.transfer.is_complete())
+        return not job.comes_in_pieces or (job.arriving is not None and MPI.Request.Testall(job.arriving))
 
     def _carry_out(self, client: int, job: _Job) -> None:
         """Carry out a request, and reply with the values or the error, if any."""
-        self._num_payloads -= job.comes_in_pieces
         try:
             with self._stores[job.request.server].held(job.request.shard) as shard:
                 if Kind(job.request.kind).gives:
@@ -254,12 +238,12 @@ class Service:
         for piece, into in zip(pieces(source), pieces(copy), strict=True):
             into[:] = piece  # the first pieces leave while the others are copied
             leaving.append(self._links.replies.Isend(into, client, BYTES_TAG))
-        self._values.append(_Transfer(copy, leaving))
+        self._values.append(leaving)
 
     def _reply(self, client: int, error: bytes | None = None, values: bytearray | None = None) -> None:
         sent = self._links.replies.isend((error, values), client, HEADER_TAG)
         if not sent.Test():
-            self._replies.append(_Transfer(None, [sent]))
+            self._replies.append(sent)
 
 
 def _longest_nap(idle_seconds: float) -> float:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torchmpi_py.core import journal
 from torchmpi_py.core.backoff import Nap, complete
 from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.tensors import check_count
 from torchmpi_py.errors import ParameterServerError
 from torchmpi_py.paramserver import tensor_lists
 from torchmpi_py.paramserver.server import init
@@ -50,8 +51,7 @@ class StaleSynchronousUpdate(Update):
     def __init__(self, network: torch.nn.Module, *, staleness: int, scale: float | None = None, **options: Any) -> None:
         refused = ["update_frequency", "prefetch", "send_frequency"]
         refuse_options("StaleSynchronousUpdate", options, refused, "it sends in every step, and fetches when due")
-        if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
-            raise ValueError(f"staleness={staleness!r}: give a whole number of steps, at least 0")
+        check_count("staleness", staleness, 0, "steps")
         super().__init__(network, **options)
         self.check_alike(staleness=staleness)
         self.staleness = staleness
@@ -77,15 +77,23 @@ class StaleSynchronousUpdate(Update):
             raise ParameterServerError(f"update({step}): this worker has called finish; leave that to its last step")
         if due.shard:
             return
+        assert self._completed is not None, "begin has made it"
         updates = self._scaled_changes()
         if self.is_root:
-            self._send(served, updates)
+            # With staleness 0 no worker may fetch what belongs to the step that it has just begun.
+            if self._fetched is not None:
+                self._fetched.wait_for(self.clock)
+            tensor_lists.send_tensors(served, updates, "add")
+            self._completed.advance()  # a rank's requests are carried out in their order: after the updates
         self.clock += 1
-        is_fresh = False
-        if self.is_root and self.clock - self._slowest > self.staleness:
+        # The values fetched last are too old for the next step: wait for the slowest worker, and fetch.
+        is_fresh = self.is_root and self.clock - self._slowest > self.staleness
+        if is_fresh:
             self._check_still_trained(step)
-            self._refresh(served)
-            is_fresh = True
+            self._slowest = self._completed.wait_for(self.clock - self.staleness)
+            self.integrate(served)
+            if self._fetched is not None:
+                self._fetched.advance()
         # The ranks of a group have made the same change; only fetched values have to be shared.
         if self.group is not None and self._flag_of_root(self.group, is_fresh):
             self.share()
@@ -128,20 +136,6 @@ class StaleSynchronousUpdate(Update):
             changes.append((p - before).mul_(self.scale))
             p.copy_(before.add_(changes[-1]))
         return changes
-
-    def _send(self, served: tensor_lists.ServedTensors, updates: list[Tensor]) -> None:
-        assert self._completed is not None, "begin has made it"
-        if self._fetched is not None:
-            self._fetched.wait_for(self.clock)
-        tensor_lists.send_tensors(served, updates, "add")
-        self._completed.advance()  # a rank's requests are carried out in their order: after the updates
-
-    def _refresh(self, served: tensor_lists.ServedTensors) -> None:
-        assert self._completed is not None, "begin has made it"
-        self._slowest = self._completed.wait_for(self.clock - self.staleness)
-        self.integrate(served)
-        if self._fetched is not None:
-            self._fetched.advance()
 
     def _flag_of_root(self, group: Communicator, flag: bool) -> bool:
         """The root's flag on all ranks of the group, which sleep: the root may have to wait for a slow worker."""

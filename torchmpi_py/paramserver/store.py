@@ -102,17 +102,11 @@ class Store:
         self._locks = channel.keep(LockFile, LockFile).allocate(channel.size)
         self.number = self._locks[0].byte  # the same on all ranks of the channel, and no other server's
         largest = shard.num_bytes(bounds[0][1] - bounds[0][0], source.dtype, num_slots)
-        self._memory = symmetric.memory(channel, largest, torch.device("cpu"))
-        found = symmetric.find(self._memory)
-        assert found is not None, "it was just made"
-        assert isinstance(found[0], symmetric.Segment), "on the host"
-        segment, node = found[0], channel.places[channel.rank].node
-        self._shards: dict[int, Shard] = {}
         with torch.inference_mode(False):  # ordinary tensors, in whatever mode the caller is
-            for rank, (place, (begin, end)) in enumerate(zip(channel.places, bounds, strict=True)):
-                if place.node == node:
-                    memory = segment.view(place.local, torch.uint8, self._memory.nbytes, owner=self._memory)
-                    self._shards[rank] = Shard(memory, end - begin, source.dtype, num_slots)
+            self._shards = {
+                rank: Shard(memory, bounds[rank][1] - bounds[rank][0], source.dtype, num_slots)
+                for rank, memory in symmetric.shared_bytes(channel, largest).items()
+            }
         begin, end = bounds[channel.rank]
         self._shards[channel.rank].values.copy_(source[begin:end])
 

@@ -36,20 +36,20 @@ class SynchronousUpdate:
 
     The constructor gives all ranks rank 0's parameters. A parameter without gradient on a rank counts as zero there,
     and a sparse gradient is sent as a dense one. Buffers (of BatchNorm, say) stay each rank's own.
+
+    Raises, on every rank, RanksDisagree for arguments or parameters that differ between ranks, ValueError or TypeError
+    for an unknown optimizer, or options that it does not take.
     """
 
     def __init__(
-        self,
-        network: torch.nn.Module,
-        *,
-        optimizer: str = "sgd",
-        comm: Communicator | None = None,
-        **options: Any,
+        self, network: torch.nn.Module, *, optimizer: str = "sgd", comm: Communicator | None = None, **options: Any
     ) -> None:
         self._comm = resolve(comm)
         self.parameters: list[Tensor] = [p for p in network.parameters() if p.requires_grad]
         self.optimizer, self.options = optimizer, options
-        self._check(network)
+        check_alike(self._comm, "SynchronousUpdate", {"optimizer": f"{optimizer!r}, {options}"})
+        check_trained(self._comm, "SynchronousUpdate", network)
+        rules.check_optimizer(optimizer, options, self.parameters)
         self.is_free = False
         self.served = tensor_lists.init_tensors(self.parameters, comm=self._comm, optimizer=optimizer)
         self._gradients = tensor_lists.init_tensors(
@@ -81,14 +81,6 @@ class SynchronousUpdate:
 
     def _fetch(self) -> None:
         tensor_lists.integrate_tensors(self.served, lambda fetched, p: p.copy_(fetched))
-
-    def _check(self, network: torch.nn.Module) -> None:
-        """RanksDisagree, ValueError or TypeError, on every rank, for arguments that differ or are wrong."""
-        check_alike(self._comm, "SynchronousUpdate", {"optimizer": f"{self.optimizer!r}, {self.options}"})
-        check_trained(self._comm, "SynchronousUpdate", network)
-        rules.optimizer(self.optimizer)
-        for dtype in {p.dtype for p in self.parameters}:
-            rules.checked(self.optimizer, self.options, dtype, self.optimizer)
 
 
 def _gradient(p: Tensor) -> Tensor:

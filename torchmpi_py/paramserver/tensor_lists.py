@@ -9,14 +9,13 @@ the tensors. After TorchMPI's functions of these names (reference 5.7), which ke
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchmpi_py.core import journal
+from torchmpi_py.core import agree, journal
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.core.tensors import check_parts, check_tensor
@@ -130,17 +129,11 @@ def _check_alike(tensors: Sequence[Tensor], comm: Communicator) -> None:
         raise failure
     for rank, theirs in enumerate(given):
         if theirs != mine:
-            index, here, there = difference(mine, theirs)
+            index, here, there = agree.first_difference(mine, theirs, "none")
             raise RanksDisagree(
                 f"init_tensors: tensor {index} is {here} on rank {comm.rank}, and {there} on rank {rank}; give tensors "
                 "of the same shapes and dtypes, in the same order, on all ranks"
             )
-
-
-def difference(these: Sequence[str], those: Sequence[str]) -> tuple[int, str, str]:
-    """The first place where two lists differ, and what each has there; "none" where a list has ended."""
-    pairs = itertools.zip_longest(these, those, fillvalue="none")
-    return next((index, this, that) for index, (this, that) in enumerate(pairs) if this != that)
 
 
 def init_tensors(
@@ -188,6 +181,7 @@ def send_tensors(
     """
     handles = []
     given_by_pack = served.in_packs(updates)
+    # A mistake shows before the first pack is sent.
     for pack in served.packs:
         rules.checked(rule, options, pack.server.dtype, pack.server.optimizer)
     for pack, given in zip(served.packs, given_by_pack, strict=True):

@@ -19,6 +19,7 @@ import torch
 from torchmpi_py import nn
 from torchmpi_py.core import agree, backoff, communicators, journal
 from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.tensors import check_count
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
 from torchmpi_py.paramserver import tensor_lists
 
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class Due(NamedTuple):
-    """What is due in a step, in this order; with F = U the fetch comes last."""
+    """The actions that are due in a step, in this order; with F = U the fetch comes last."""
 
     shard: bool
     send: bool
@@ -54,9 +55,7 @@ class Timetable:
 
     def __post_init__(self) -> None:
         for name, least in (("init_delay", 0), ("update_frequency", 1), ("prefetch", 0), ("send_frequency", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r}: give a whole number of steps, at least {least}")
+            check_count(name, getattr(self, name), least, "steps")
         if self.prefetch > self.update_frequency:
             raise ValueError(
                 f"prefetch={self.prefetch} is more than update_frequency={self.update_frequency}: values would be "
@@ -64,7 +63,7 @@ class Timetable:
             )
 
     def at(self, step: int) -> Due:
-        """What is due in a step; steps count from 0."""
+        """The actions that are due in a step; steps count from 0."""
         since = step - self.init_delay
         return Due(
             shard=since == 0,
@@ -74,7 +73,7 @@ class Timetable:
         )
 
     def describe(self, num_steps: int) -> str:
-        """What is due in the first ``num_steps`` steps: a line for each step in which something is."""
+        """A text with a line for each of the first ``num_steps`` steps in which an action is due."""
         lines = []
         for step in range(num_steps):
             due = [name for name, is_due in self.at(step)._asdict().items() if is_due]
@@ -153,7 +152,7 @@ class Update(ABC):
             )
 
     def exchange(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
-        """What is due in a step once the server is seeded, on every rank."""
+        """The actions of a step once the server is seeded, on every rank."""
         if due.integrate:
             self._check_still_trained(step)
         if self.is_root:
@@ -204,7 +203,7 @@ class Update(ABC):
         """Send what the worker has done since its last send."""
 
     def worker_state(self) -> dict[str, Any]:
-        """What a worker keeps besides its network and optimizer, in tensors of its own."""
+        """The state that a worker keeps besides its network and optimizer, in tensors of its own."""
         return {}
 
     def load_worker_state(self, state: dict[str, Any]) -> None:  # noqa: B027
@@ -250,7 +249,7 @@ class Update(ABC):
             served.free()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later run needs to go on: the server (on rank 0 alone), and what this worker keeps.
+        """The state from which a later run goes on: the server's (on rank 0 alone), and this worker's own.
 
         Collective over the level of sharding; the ranks wait for each other, so that all shards are of one moment. Each
         rank saves its own state, next to its network and optimizer.
@@ -281,7 +280,7 @@ class Update(ABC):
         self._last_step = state["step"]
 
     def _origin(self) -> dict[str, Any]:
-        """What must be the same where a run is saved and where it goes on."""
+        """The facts that are equal where a run is saved and where it goes on."""
         shapes = [list(p.shape) for p in self.parameters]
         return {"kind": self._name, "shapes": shapes, "init_delay": self.timetable.init_delay}
 
@@ -378,7 +377,7 @@ def check_trained(comm: Communicator, who: str, network: torch.nn.Module) -> Non
     mine = [f"{name} {list(p.shape)} {p.dtype}" for name, p in network.named_parameters() if p.requires_grad]
     given = gathered(comm, "parameters of an update", mine)
     if (rank := agree.first_different(given)) is not None:
-        index, there, here = tensor_lists.difference(given[rank], given[0])
+        index, there, here = agree.first_difference(given[rank], given[0], "none")
         raise RanksDisagree(
             f"{who}: rank {rank} trains other parameters than rank 0: number {index} is {there}, and {here} on rank "
             "0; make the same network on all ranks, and freeze the same parameters"

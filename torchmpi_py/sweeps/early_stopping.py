@@ -103,6 +103,7 @@ def successive_halving(first_step: int = 1, factor: int = 3, *, largest: bool = 
     sign = 1 if largest else -1
 
     def stop(own: Reports, others: Sequence[Reports]) -> bool:
+        # The step is a rung if a power of the factor leads there.
         step, rung = max(own), first_step
         while rung < step:
             rung *= factor

@@ -158,7 +158,7 @@ def _described(error: BaseException) -> str:
 
 
 def _open(ledger: Ledger, listed: list[Any], seed: int, resume: bool, csv: Path | None) -> int:
-    """Prepare the folder, or join those who have; the number of experiments that had ended before. Collective."""
+    """Prepare the folder on the chief, and join; the number of experiments that had ended before. Collective."""
 
     def prepare() -> int:
         if not chief.is_chief():
@@ -222,6 +222,7 @@ class _Group:
         with _output_to(self.ledger.log(number)), sessions.narrowed(self.mpi) as levels:
             state, value, error = self._outcome(Running(number, self.ledger, self.stop, levels))
             errors = self._exchanged(error)
+            # All have succeeded: their levels are freed together. Else only where no rank is in a call any more.
             if errors is not None and not any(errors):
                 communication_thread.current().drain()
                 levels.free()

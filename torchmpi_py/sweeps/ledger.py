@@ -113,6 +113,7 @@ class Ledger:
         for number in range(len(self.configurations)):
             if (self.folder / f"ended-{number:04}").exists():
                 continue
+            # Of all groups that link their file to the name of the claim, one succeeds.
             part = self._part(f"claim-{number:04}")
             part.write_text(str(self.group))
             try:
@@ -121,6 +122,7 @@ class Ledger:
                 continue
             finally:
                 part.unlink()
+            # An earlier run of the experiment, which did not end, has left these.
             self.log(number).unlink(missing_ok=True)
             self._reports(number).unlink(missing_ok=True)
             return number

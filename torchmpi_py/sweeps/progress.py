@@ -1,4 +1,4 @@
-"""What the chief shows of a sweep under way: ``results.csv``, and a bar on standard error.
+"""The progress of a sweep, as the chief shows it: ``results.csv``, and a bar on standard error.
 
 A thread looks into the ledger, for the experiments are those of all groups.
 """
