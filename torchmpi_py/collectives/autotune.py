@@ -33,33 +33,22 @@ from torchmpi_py.errors import RanksDisagree, TorchMPIError, Unavailable
 from torchmpi_py.memory import gpus
 from torchmpi_py.memory.symmetric import symmetric_empty
 
-Times = Mapping[str, Sequence[float]]  # of each flavour, in seconds, turn by turn
-
-Point = tuple[int, Times]  # how many bytes take these times
-
-_DISPLACES_BY = 1.05
-
-_HOPELESS = 8.0
-
-_DROP_FROM_BYTES = 256 << 10  # before that the slow ones cost little, and one that is slow to start may yet win
-
 logger = logging.getLogger("torchmpi_py")
-
+Times = Mapping[str, Sequence[float]]  # of each flavour, in seconds, turn by turn
+Point = tuple[int, Times]  # how many bytes take these times
 Buffers = tuple[Tensor, Tensor]  # what calls read, and what they write if that is something else
 
-_VERBS = ("allreduce", "broadcast", "reduce", "reduce_scatter", "allgather", "alltoall")
-
-_MEASURABLE = (*_VERBS, "gather", "scatter")
-
-_IN_ONE_PIECE = ("allreduce", "broadcast", "reduce")  # the others need a multiple of the ranks
-
-_INDIFFERENT = ("allgather", "gather")  # symmetric tensors are as fast as others
-
-_PEERS = ("gloo",)  # to compare with; not chosen unless the user says so
-
+_DISPLACES_BY = 1.05  # how much faster a flavour is that takes the place of the one before
+_HOPELESS = 8.0  # how much slower than the best a flavour is that takes no further turns
+_DROP_FROM_BYTES = 256 << 10  # before that the slow ones cost little, and one that is slow to start may yet win
+_MIN_TURNS, _MAX_TURNS = 3, 300
 _DTYPE = torch.float32
 
-_MIN_TURNS, _MAX_TURNS = 3, 300
+_VERBS = ("allreduce", "broadcast", "reduce", "reduce_scatter", "allgather", "alltoall")
+_MEASURABLE = (*_VERBS, "gather", "scatter")
+_IN_ONE_PIECE = ("allreduce", "broadcast", "reduce")  # the others need a multiple of the ranks
+_INDIFFERENT = ("allgather", "gather")  # symmetric tensors are as fast as others
+_PEERS = ("gloo",)  # to compare with; not chosen unless the user says so
 
 
 def autotune(

@@ -38,6 +38,8 @@ from torchmpi_py.core.tensors import (
 )
 from torchmpi_py.memory import devices, symmetric
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _CPU = torch.device("cpu")
 
 _OF_PARAMETERS = {
@@ -45,13 +47,10 @@ _OF_PARAMETERS = {
     "comm": "comm: the communicator whose ranks make this call, all of them alike; default: the current level.",
     "flavour": 'flavour: the way to carry the call out, as "mpi" or "shared"; default: what mpi.selector chooses.',
 }
-
 _OF_BLOCKING = "Returns when this rank's part is done; the other ranks may still be at work."
-
 _OF_ASYNC = """\
 Returns a Handle at once; handle.wait() returns the result, or raises what the operation has raised. Until the operation
 is complete its tensors must not be touched. Ranks launch their asynchronous calls in the same order."""
-
 _OF_ERRORS = """\
 Raises TypeError or ValueError for a wrong argument, on every rank before anything is sent; NotStarted before mpi.start;
 FlavourError where no flavour can carry the call out; RanksDisagree where ranks of one node make different calls;
@@ -59,10 +58,6 @@ CommunicatorError if MPI fails."""
 
 _TENSORS_BEFORE_OTHERS = {"broadcast": 1, "allreduce": 2, "reduce": 2, "reduce_scatter": 2, "scatter": 2, "alltoall": 2}
 """For each verb that all ranks call alike, how many of the flavour's arguments are tensors; those come first."""
-
-P = ParamSpec("P")
-
-R = TypeVar("R")
 
 
 def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, R], Callable[P, Handle[R]]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,9 +88,7 @@ def allocate(
         assert base is not None, "no rank has failed"
         return base
 
-    def failed(failures: Mapping[int, str]) -> Unavailable:
-        return Unavailable(f"no symmetric GPU memory of {num_bytes} bytes a rank: {agree.first_text(failures)}")
-
+    failed = agree.first_as(Unavailable, f"no symmetric GPU memory of {num_bytes} bytes a rank: ")
     try:
         base = agree.run_on_all_ranks(comm.allgather, map_peers, (RuntimeError,), agree.first_line, failed)
     except Unavailable:
@@ -178,7 +176,8 @@ class PeerEvents:
         self._device = devices.of(device)
         self._over = self._device.event()
         self._own: list[Any] = []
-        allgather, how = channel.mpi.allgather, ((RuntimeError,), agree.first_line, _no_events)
+        failed = agree.first_as(CommunicatorError, "cannot open the events of other ranks by CUDA IPC: ")
+        allgather, how = channel.mpi.allgather, ((RuntimeError,), agree.first_line, failed)
         handles = agree.gather_results(allgather, lambda: self._make(device), *how)
         del handles[channel.rank]
         opened = agree.run_on_all_ranks(allgather, lambda: [_opened(device, theirs) for theirs in handles], *how)
@@ -214,10 +213,6 @@ class PeerEvents:
 def _opened(device: torch.device, handles: Sequence[bytes]) -> list[Any]:
     kind: Any = torch.cuda.Event
     return [kind.from_ipc_handle(device, handle) for handle in handles]
-
-
-def _no_events(failures: Mapping[int, str]) -> CommunicatorError:
-    return CommunicatorError(f"cannot open the events of other ranks by CUDA IPC: {agree.first_text(failures)}")
 
 
 class NoEvents:

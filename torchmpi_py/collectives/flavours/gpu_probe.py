@@ -231,17 +231,14 @@ def run(world: Channel, device: torch.device) -> None:
         return
     group = world.split([gpus.group(place) for place in world.places])
     caught = (Unavailable, CommunicatorError)
+    failed = agree.first_as(Unavailable, "a trial with the peers' GPU memory failed: ")
     try:
-        agree.run_on_all_ranks(world.mpi.allgather, lambda: _try_out(group, device), caught, str, _switched_off)
+        agree.run_on_all_ranks(world.mpi.allgather, lambda: _try_out(group, device), caught, str, failed)
     except Unavailable as error:
         gpus.switch_off(str(error))
         if world.rank == 0:
             logger.warning("flavour cudaipc is switched off: %s", gpus.why_no_ipc())
     group.free()
-
-
-def _switched_off(failures: Mapping[int, str]) -> Unavailable:
-    return Unavailable(f"a trial with the peers' GPU memory failed: {agree.first_text(failures)}")
 
 
 def _try_out(group: Channel, device: torch.device) -> None:
