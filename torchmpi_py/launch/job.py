@@ -121,7 +121,8 @@ class Job:
             self.may_lack_something = is_young and not (self.was_ended or exit_marks.failures(self.folder))
             return code
         finally:
-            self._clean_up()
+            self._remains.clear(self.process.wait)
+            self._lookout.close()
 
     def _wait(self) -> int:
         """Watch the job until it has ended, or has to be ended; its exit code."""
@@ -241,10 +242,6 @@ class Job:
 
     def _kill(self) -> None:
         self._remains.kill(self.process.wait)
-
-    def _clean_up(self) -> None:
-        self._remains.clear(self.process.wait)
-        self._lookout.close()
 
     def _failed_for(self) -> float:
         """Seconds since a rank failed or died."""
