@@ -27,6 +27,7 @@ _PACKAGE = Path(__file__).parents[1]
 _COPY_PACKAGE = f"copy {_PACKAGE} there, or share it by a common file system"
 _ANSWER_SECONDS = 60.0  # a cold file system on many hosts at once is slow
 _MOST_AT_ONCE = 32
+_SRUN_OPTIONS = ("--quiet", "--mpi=none", "--overlap", "--nodes=1", "--ntasks=1")
 _REMEDIES = (  # for what ssh says, with the host's name
     ("Could not resolve hostname", "check the spelling, or add the name to the DNS or to /etc/hosts"),
     ("Host key verification failed", "accept its key once: ssh {host}"),
@@ -59,16 +60,7 @@ class Inquiry:
             return python
         srun = shutil.which("srun", path=self.environment.get("PATH"))
         if not self.agent and srun and "SLURM_JOB_ID" in self.environment:
-            return [
-                srun,
-                "--quiet",
-                "--mpi=none",
-                "--overlap",
-                "--nodes=1",
-                "--ntasks=1",
-                f"--nodelist={host}",
-                *python,
-            ]
+            return [srun, *_SRUN_OPTIONS, f"--nodelist={host}", *python]
         passed = [f"{name}={self.environment[name]}" for name in self.forwarded if name in self.environment]
         there = shlex.join(["env", *passed, *python])
         ssh = [self.agent] if self.agent else ["ssh", "-o", "BatchMode=yes", *shlex.split(self.ssh_options)]

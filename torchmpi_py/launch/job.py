@@ -264,9 +264,8 @@ class Job:
             return 0
         # The deaths come first in the reason, then the first failure, then ranks that nobody else reports.
         how = [(death, death.explain(None if self.elastic else code)) for death in self._deaths]
-        among = (
-            "" if self._lookout.sees_all else ", as far as this host shows: a rank of another host may have been first"
-        )
+        unseen = ", as far as this host shows: a rank of another host may have been first"
+        among = "" if self._lookout.sees_all else unseen
         reasons = [f"{death.name} {text}{among}" for death, text in how if text]
         left = [rank for rank in sorted(exit_marks.ranks_running(self.folder)) if self._has_left(rank)]
         if failures:

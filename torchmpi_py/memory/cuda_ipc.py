@@ -131,9 +131,8 @@ def without_expandable_segments() -> Iterator[None]:
         return
     # Torch replaces all settings at once, so those of the user are repeated.
     given = settings.get("last_allocator_settings") or "expandable_segments:True"
-    _set_allocator(
-        f"{given},expandable_segments:False"
-    )  # the last one counts; a setting without a name gets its default
+    # The last one counts; a setting without a name gets its default.
+    _set_allocator(f"{given},expandable_segments:False")
     try:
         yield
     finally:
@@ -146,23 +145,22 @@ def _set_allocator(settings: str) -> None:
 
 
 def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.device) -> dict[int, Tensor]:
-    """The peers' memory by their index on the node."""
+    """The peers' memory by their index on the node, mapped for this rank's GPU wherever the memory is.
+
+    Kernels want all tensors on one device.
+    """
+    opened = {}
     try:
-        return {places[rank].local: _open(handle, device) for rank, handle in handles.items()}
+        # A handle is torch's call that rebuilds the tensor, with the sender's device among its arguments.
+        for rank, (rebuild, arguments) in handles.items():
+            opened[places[rank].local] = rebuild(*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
     except RuntimeError as error:
         raise RuntimeError(f"cannot map a peer's GPU memory: {agree.first_line(error)}") from None
-
-
-def _open(handle: Any, device: torch.device) -> Tensor:
-    """A peer's part, mapped for this rank's GPU wherever the memory is: kernels want all tensors on one device."""
-    # The handle is torch's call that rebuilds the tensor, with the sender's device among its arguments.
-    rebuild, arguments = handle
-    made: Tensor = rebuild(*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
-    return made
+    return opened
 
 
 def _decline(handles: Sequence[Any]) -> None:
-    """Release memory that peers have offered and this rank has not mapped: it counts as mapped until then."""
+    """Release memory that peers have offered and this rank has not mapped, which counts as mapped until then."""
     release: Any = torch.UntypedStorage._release_ipc_counter_cuda
     for handle in handles:
         if handle is not None:
@@ -180,8 +178,12 @@ class PeerEvents:
         allgather, how = channel.mpi.allgather, ((RuntimeError,), agree.first_line, failed)
         handles = agree.gather_results(allgather, lambda: self._make(device), *how)
         del handles[channel.rank]
-        opened = agree.run_on_all_ranks(allgather, lambda: [_opened(device, theirs) for theirs in handles], *how)
-        self._peers = list(zip(*opened, strict=True)) or [(), ()]
+        open_event: Any = torch.cuda.Event.from_ipc_handle
+
+        def open_all() -> list[list[Any]]:
+            return [[open_event(device, handle) for handle in theirs] for theirs in handles]
+
+        self._peers = list(zip(*agree.run_on_all_ranks(allgather, open_all, *how), strict=True)) or [(), ()]
 
     def _make(self, device: torch.device) -> list[bytes]:
         kind: Any = torch.cuda.Event
@@ -208,11 +210,6 @@ class PeerEvents:
         stream = self._device.current()
         for event in self._peers[which]:
             stream.wait_event(event)
-
-
-def _opened(device: torch.device, handles: Sequence[bytes]) -> list[Any]:
-    kind: Any = torch.cuda.Event
-    return [kind.from_ipc_handle(device, handle) for handle in handles]
 
 
 class NoEvents:

@@ -192,13 +192,13 @@ class PendingWork(CallWork):
         """Called by a thread before it waits for the future."""
 
     def expect(self) -> None:
-        """Called when the future is made: waits for it cannot be seen."""
+        """Called when the future is made, for waits for a future cannot be seen."""
 
     def when_late(self) -> None:
         """Called when a wait has given up."""
 
     def when_over(self, step: Callable[[], None]) -> None:
-        """Run ``step`` when the call is over, once; or now, if it is."""
+        """Run ``step`` once: when the call is over, or now if the call is over already."""
         raise NotImplementedError
 
     def wait(self, timeout: dt.timedelta | None = None) -> bool:
@@ -245,7 +245,7 @@ class PendingWork(CallWork):
         """The call is over."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._future is None or not self._future_is_open.acquire(blocking=False):
+        if self._future is None or not self._future_is_open.acquire(blocking=False):  # or has timed out meanwhile
             return
         try:
             self.handle.wait()

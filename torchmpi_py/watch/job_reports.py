@@ -67,7 +67,7 @@ def claim(board: Board, reason: int, report: NodeReport, number: int | None = No
 
 
 def withdraw() -> None:
-    """Have the hubs forget that the job was about to end: it goes on."""
+    """Have the hubs forget that the job was about to end, for the job goes on."""
     node_links.ask({"withdraw": 1}, 1.0)
 
 

@@ -225,7 +225,7 @@ class NodeWatch:
             self._desk.handle(link, message, "; ".join(self._loss(node, self._now) for node in lost))
 
     def _answer(self, question: Message) -> Any:
-        """This node's answer to a hub; None where there is none: who has asked waits for it."""
+        """This node's answer to a hub; None, for which a hub does not wait, where an answer cannot be found."""
         try:
             return self._find_answer(question)
         except Exception:

@@ -161,11 +161,7 @@ class Watchdog:
     """The watchdog of this process, from the construction to ``stop``."""
 
     def __init__(
-        self,
-        board: Board,
-        tuning: Tuning,
-        nodes: Nodes | None = None,
-        listener: socket.socket | None = None,
+        self, board: Board, tuning: Tuning, nodes: Nodes | None = None, listener: socket.socket | None = None
     ) -> None:
         self._board = board
         self._deadline_seconds, self._at_deadline = tuning.deadline_seconds, tuning.at_deadline

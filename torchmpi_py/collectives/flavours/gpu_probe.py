@@ -81,7 +81,7 @@ class GpuFacts(NamedTuple):
 
 
 def why_not() -> str:
-    """Why GPU memory must not be handed to MPI; empty when it may. The same on all ranks."""
+    """Why GPU memory must not be handed to MPI, or empty. The same on all ranks."""
     return why_no_gpu_memory
 
 
@@ -221,7 +221,7 @@ def read(facts: GpuFacts) -> Verdict | None:
 
 
 def write(facts: GpuFacts, verdict: Verdict) -> None:
-    """Keep a verdict; its file is there as a whole or not at all. OSError if it fails."""
+    """Keep a verdict in its file, which is there as a whole or not at all. OSError if the file cannot be written."""
     config.keep(facts.path(), {"format": FORMAT, "facts": facts._asdict(), "why_not": verdict.why_not})
 
 

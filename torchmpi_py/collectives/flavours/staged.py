@@ -165,6 +165,7 @@ class Staged(Flavour):
         line, slots, itemsize = x.view(-1), _slots(channel, x), x.itemsize
         lines = [part.view(-1) for part in parts or []]
         totals = [num_bytes // itemsize for num_bytes in sizes.num_bytes]
+        # Ranks with less to give bring empty parts to the last chunks.
         pieces = chunks(0, max(totals), _step(slots, line, channel.size))
 
         def counts(k: int) -> list[int]:
