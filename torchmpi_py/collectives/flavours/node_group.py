@@ -101,12 +101,13 @@ class NodeGroup:
 
     def read_headers(self, what: str, x: Tensor, count: int | None = None) -> Headers:
         """The headers that the ranks have announced. RanksDisagree, on all ranks, if codes or counts differ."""
+        texts = [self._memory[at : at + _HEADER.size] for at in self._headers]
         # Columns of the table of headers: codes and counts must be equal, places need not.
-        kinds, counts, *places = zip(*(_HEADER.unpack_from(self._memory, at) for at in self._headers), strict=True)
+        kinds, counts, *places = zip(*(_HEADER.unpack(text) for text in texts), strict=True)
         if len(set(kinds)) > 1 or len(set(counts)) > 1:
             # All ranks come here, for all read the same headers.
-            texts = self._mpi.allgather(f"{what} of {x.numel() if count is None else count} elements of {x.dtype}")
-            raise RanksDisagree("; ".join(f"rank {rank} calls {text}" for rank, text in enumerate(texts)))
+            calls = self._mpi.allgather(f"{what} of {x.numel() if count is None else count} elements of {x.dtype}")
+            raise RanksDisagree("; ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls)))
         return Headers(_common(*places[:2]), _common(*places[2:]))
 
     def is_within(self, segment: symmetric.AnySegment) -> bool:
