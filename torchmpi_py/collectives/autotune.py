@@ -183,7 +183,7 @@ def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Setting
 
 
 def element_counts(verb: str, num_ranks: int, max_bytes: int) -> list[int]:
-    """How many elements the larger tensor has at each size."""
+    """The number of elements of the larger tensor, for each size that is measured."""
     step = 1 if verb in _IN_ONE_PIECE else num_ranks
     powers = itertools.takewhile(lambda count: count * _DTYPE.itemsize <= max_bytes, (4**n for n in itertools.count()))
     return sorted({-(-count // step) * step for count in powers})

@@ -155,7 +155,7 @@ def wait(requests: Requests) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of each rank: its number of rows, the bytes of those, and the code of the shape of its ``out`` (0: none)."""
+    """The sizes that each rank brings: number of rows, bytes of all rows, code of the shape of ``out`` (0: none)."""
 
     rows: list[int]
     num_bytes: list[int]

@@ -1,4 +1,4 @@
-"""How a call of a verb becomes an Operation.
+"""The way of a verb's call to an Operation.
 
 ``verbs.py`` has one function per verb, which checks the arguments. The functions here do the rest: they find flat
 memory to read and to write (``resolve_output`` and its neighbours), choose the flavour and build the Operation

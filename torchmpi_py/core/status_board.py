@@ -77,7 +77,7 @@ PART_BYTES = -(-(TEXT_BEGIN + TEXT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 PROCESS, WORLD_RANK, TEXT_WANTED, TEXT_LENGTH, TEXT_GIVEN, HAS_LEFT, NAMESPACE, STARTED, EPOCH = range(9)
 """EPOCH: the difference between a time since the epoch and a time of a record, whose clock is never set back."""
 CLAIMED_LATE, CLAIMED_DEATH, CLAIMED_DIFFERENCE, CLAIMED_ASKED, LATE_NUMBER = range(9, 14)
-"""When this rank last claimed a report, by its reason (``watch/watchdog.py``); and the number of the late record."""
+"""Times of this rank's last claim of a report, by reason (``watch/watchdog.py``); the number of the late record."""
 STOPPING, STOPPED, ENDING, DRAINING = 1, 2, 3, 4
 """HAS_LEFT: the rank waits for the others in ``mpi.stop()``, is through with it, is about to end the job; or it is in
 ``mpi.stop()``, and may still come to operations that were launched before."""
@@ -244,7 +244,7 @@ class Board:
         return self.words[self._begins[index] // 8 + GENERATIONS_BEGIN + slot]
 
     def first_fingerprint(self, index: int, slot: int) -> int:
-        """Where a rank's slot begins in ``words``."""
+        """The index in ``words`` of the first fingerprint of a rank's slot."""
         return self._begins[index] // 8 + HEADER_WORDS + slot * FINGERPRINTS_PER_SLOT
 
     def keep_string(self, text: str) -> int:

@@ -142,7 +142,7 @@ def _numbering() -> str:
 
 
 class Failure(NamedTuple):
-    """How a rank failed."""
+    """The failure of a rank."""
 
     when: float
     rank: int

@@ -1,4 +1,4 @@
-"""How a started process ends: stop at a normal exit, abort of the whole job on an uncaught exception.
+"""The end of a started process: stop at a normal exit, abort of the whole job on an uncaught exception.
 
 A forked child is disowned: it must neither use its parent's rank nor shut its parent's MPI down.
 """

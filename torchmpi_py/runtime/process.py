@@ -165,7 +165,7 @@ def num_nodes() -> int:
 
 
 def device() -> torch.device:
-    """Where this rank computes: its GPU after ``start(with_cuda=True)``, else the CPU."""
+    """The device on which this rank computes: its GPU after ``start(with_cuda=True)``, else the CPU."""
     return sessions.current().device
 
 

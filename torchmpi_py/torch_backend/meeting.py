@@ -1,4 +1,4 @@
-"""How process groups begin: ranks meet over MPI for torch.distributed, and make a group.
+"""The beginning of process groups: ranks meet over MPI for torch.distributed, and make a group.
 
 Without ``init_method`` and ``store``, torch.distributed takes ``env://``. Its handler (``registration.py``) leads here
 where an MPI has started the ranks, and MASTER_ADDR and MASTER_PORT are not the user's own: rank 0 opens a store on a

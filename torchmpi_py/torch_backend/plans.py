@@ -265,7 +265,7 @@ def scatter(comm: Communicator, output: Tensor, input_lists: Sequence[Tensors], 
 
 
 def reduce_scatter(comm: Communicator, outputs: Tensors, input_lists: Sequence[Tensors], op: str, factor: Any) -> Call:
-    """Of each list, reduced over the ranks, rank r gets the r-th; their shapes may differ."""
+    """Each list is reduced over the ranks; rank r gets the r-th tensor. The shapes in a list may differ."""
     operations, finishes = [], []
     for output, given in zip(outputs, input_lists, strict=True):
         _check_list("reduce_scatter", "inputs", given, output, comm.size)
@@ -284,7 +284,7 @@ def reduce_scatter(comm: Communicator, outputs: Tensors, input_lists: Sequence[T
 
 
 def reduce_scatter_single(comm: Communicator, outputs: Tensors, inputs: Tensors, op: str, factor: Any) -> Call:
-    """Of each input, reduced over the ranks, rank r gets the r-th part."""
+    """Each input is reduced over the ranks; rank r gets the r-th part."""
     operations, finishes = [], []
     for output, x in zip(outputs, inputs, strict=True):
         _check_whole("reduce_scatter", "input", x, "output", output, comm.size)

@@ -57,7 +57,7 @@ _SHORT_SECONDS = 60  # ages up to this are reported with one decimal
 
 
 class Ages:
-    """How long operations have been under way: ``seconds``, by the numbers of their records."""
+    """The ages of the operations that are under way: ``seconds``, by the numbers of their records."""
 
     def __init__(self, now: float) -> None:
         self.seconds: dict[int, float] = {}

@@ -315,7 +315,7 @@ class _ByRoots(_Sliced):
 
 
 class NodeGroups:
-    """How the ranks of a channel fall into groups; kept with the channel. Groups count by their lowest rank."""
+    """The groups of a channel's ranks, kept with the channel. Groups count by their lowest rank."""
 
     def __init__(self, channel: Channel) -> None:
         colours = _colours(channel)

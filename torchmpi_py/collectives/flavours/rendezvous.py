@@ -1,4 +1,4 @@
-"""Where the ranks of a channel meet over TCP, for libraries that do not start over MPI.
+"""A meeting of the ranks of a channel over TCP, for libraries that do not start over MPI.
 
 Rank 0 opens a store of torch.distributed on a free port, and MPI carries its address to the others: no MASTER_ADDR is
 needed. The store has no password. So it listens on one address, which other hosts cannot reach when all ranks are on

@@ -240,11 +240,11 @@ class HostSlots:
         self._left = [self._device.event() for _ in range(NUM_SLOTS)]
 
     def given(self, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
-        """Where a chunk that comes down is put: ``count`` elements, flat."""
+        """The memory for a chunk that comes down: ``count`` elements, flat."""
         return self._part(2 * (chunk % NUM_SLOTS), dtype, count)
 
     def received(self, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
-        """Where what goes up is put, unless it is where the chunk was given."""
+        """The memory for a result that goes up and does not take the place of what came down."""
         return self._part(2 * (chunk % NUM_SLOTS) + 1, dtype, count)
 
     def pipeline(
