@@ -42,9 +42,6 @@ class ArrayHandle(Handle[Any]):
     def synchronize(self) -> None:
         self._handle.synchronize()
 
-    def is_settled(self) -> bool:
-        return self._handle.is_settled()
-
     def who_is_late(self) -> str:
         return self._handle.who_is_late()
 

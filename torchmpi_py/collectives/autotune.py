@@ -26,39 +26,28 @@ from torch import Tensor
 from torchmpi_py.collectives import measured_cache, timing, verbs as all_verbs
 from torchmpi_py.collectives.registry import BY_NAME, DEVICES, FLAVOURS, status
 from torchmpi_py.collectives.selector import Choice, Key, selector
-from torchmpi_py.core import journal
+from torchmpi_py.core import agree, journal
 from torchmpi_py.core.communicators import Communicator, stack
 from torchmpi_py.errors import RanksDisagree, TorchMPIError, Unavailable
 from torchmpi_py.memory import gpus
 from torchmpi_py.memory.symmetric import symmetric_empty
 
-Times = Mapping[str, Sequence[float]]  # of each flavour, in seconds, turn by turn
-
-Point = tuple[int, Times]  # how many bytes take these times
-
-_DISPLACES_BY = 1.05
-
-_HOPELESS = 8.0
-
-_DROP_FROM_BYTES = 256 << 10  # before that the slow ones cost little, and one that is slow to start may yet win
-
 logger = logging.getLogger("torchmpi_py")
-
+Times = Mapping[str, Sequence[float]]  # of each flavour, in seconds, turn by turn
+Point = tuple[int, Times]  # how many bytes take these times
 Buffers = tuple[Tensor, Tensor]  # what calls read, and what they write if that is something else
 
-_VERBS = ("allreduce", "broadcast", "reduce", "reduce_scatter", "allgather", "alltoall")
-
-_MEASURABLE = (*_VERBS, "gather", "scatter")
-
-_IN_ONE_PIECE = ("allreduce", "broadcast", "reduce")  # the others need a multiple of the ranks
-
-_INDIFFERENT = ("allgather", "gather")  # symmetric tensors are as fast as others
-
-_PEERS = ("gloo",)  # to compare with; not chosen unless the user says so
-
+_DISPLACES_BY = 1.05  # how much faster a flavour is that takes the place of the one before
+_HOPELESS = 8.0  # how much slower than the best a flavour is that takes no further turns
+_DROP_FROM_BYTES = 256 << 10  # before that the slow ones cost little, and one that is slow to start may yet win
+_MIN_TURNS, _MAX_TURNS = 3, 300
 _DTYPE = torch.float32
 
-_MIN_TURNS, _MAX_TURNS = 3, 300
+_VERBS = ("allreduce", "broadcast", "reduce", "reduce_scatter", "allgather", "alltoall")
+_MEASURABLE = (*_VERBS, "gather", "scatter")
+_IN_ONE_PIECE = ("allreduce", "broadcast", "reduce")  # the others need a multiple of the ranks
+_INDIFFERENT = ("allgather", "gather")  # symmetric tensors are as fast as others
+_PEERS = ("gloo",)  # to compare with; not chosen unless the user says so
 
 
 def autotune(
@@ -141,7 +130,10 @@ def _check_ranks(world: Communicator, settings: _Settings) -> None:
 def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
     """The rows for all verbs; each takes its share of the time that is left."""
     rows: measured_cache.Rows = {}
-    buffers = _buffers(world, settings.max_bytes, _current(settings.device))
+    device = torch.device("cpu")
+    if settings.device == "cuda":  # the GPU that this rank was pinned to
+        device = torch.device("cuda", torch.cuda.current_device())
+    buffers = _buffers(world, settings.max_bytes, device)
     series = [(verb, kind) for verb in settings.verbs for kind in buffers if not (kind and verb in _INDIFFERENT)]
     ends = time.perf_counter() + settings.seconds
     for index, (verb, is_symmetric) in enumerate(series):
@@ -156,11 +148,6 @@ def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
         if world.rank == 0:
             logger.info("autotune: %d of %d, %s: %s", index + 1, len(series), key, _as_text(choices))
     return rows
-
-
-def _current(device: str) -> torch.device:
-    """The device of that kind that this rank was pinned to."""
-    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
 def _buffers(world: Communicator, max_bytes: int, device: torch.device) -> dict[bool, Buffers]:
@@ -195,7 +182,7 @@ def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Setting
 
 
 def element_counts(verb: str, num_ranks: int, max_bytes: int) -> list[int]:
-    """How many elements the larger tensor has at each size."""
+    """The number of elements of the larger tensor, for each size that is measured."""
     step = 1 if verb in _IN_ONE_PIECE else num_ranks
     powers = itertools.takewhile(lambda count: count * _DTYPE.itemsize <= max_bytes, (4**n for n in itertools.count()))
     return sorted({-(-count // step) * step for count in powers})
@@ -214,20 +201,22 @@ def _call(world: Communicator, verb: str, name: str, buffers: Buffers, count: in
 
 def _save(world: Communicator, rows: measured_cache.Rows, path: str | pathlib.Path | None, device: str) -> str:
     """Write the file on rank 0. Returns, on all ranks, where the rows of the selector come from now. Collective."""
-    source, failure = "", ""
-    if world.rank == 0:
+
+    def write() -> str:
+        if world.rank != 0:
+            return ""
         known = measured_cache.facts(world, device)
         target = known.path() if path is None else pathlib.Path(path)
-        try:
-            source = f"measured on {measured_cache.write(target, known, rows)}, {target}"
-            logger.info("autotune: wrote %s", target)
-        except OSError as error:
-            failure = f"autotune: what was measured is in use, but cannot be kept: {error}; give another path"
-    result: tuple[str, str] = world.direct.mpi.bcast((source, failure))
-    source, failure = result
-    if failure:
-        raise TorchMPIError(failure)._of_call("autotune", world)
-    return source
+        date = measured_cache.write(target, known, rows)
+        logger.info("autotune: wrote %s", target)
+        return f"measured on {date}, {target}"
+
+    def failed(failures: Mapping[int, str]) -> TorchMPIError:
+        why = agree.first_text(failures)
+        text = f"autotune: what was measured is in use, but cannot be kept: {why}; give another path"
+        return TorchMPIError(text)._of_call("autotune", world)
+
+    return agree.gather_results(world.direct.mpi.allgather, write, (OSError,), str, failed)[0]
 
 
 def choose(points: Sequence[Point]) -> list[Choice]:

@@ -69,7 +69,7 @@ class Flavour:
         return ""
 
     def refuses(self, comm: Communicator | Channel) -> str:
-        """Why this flavour cannot serve this communicator; empty when it can. The same on all its ranks."""
+        """Why this flavour cannot serve a communicator, or empty. The same on all ranks of the communicator."""
         return ""
 
     def implements(self, verb: str) -> bool:
@@ -77,7 +77,7 @@ class Flavour:
         return getattr(type(self), verb) is not getattr(Flavour, verb)
 
     def launch(self, operation: Operation[R]) -> handles.Handle[R]:
-        """Start an operation without waiting for it: in the communication thread, unless a flavour has a better way."""
+        """Start an operation, without a wait: in the communication thread, unless a flavour has a better way."""
         return devices.submit(operation, operation.device, operation.tensors)
 
     def walk(self, verb: str, channel: Channel, *arguments: Any) -> Walk:
@@ -93,7 +93,7 @@ class Flavour:
         raise NotImplementedError
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
-        """Root's ``destination`` becomes the reduction of all ``source``; on other ranks it is not touched."""
+        """Root's ``destination`` becomes the reduction of all ``source``; that of another rank is not touched."""
         raise NotImplementedError
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
@@ -155,7 +155,7 @@ def wait(requests: Requests) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of each rank: its number of rows, the bytes of those, and the code of the shape of its ``out`` (0: none)."""
+    """The sizes that each rank brings: number of rows, bytes of all rows, code of the shape of ``out`` (0: none)."""
 
     rows: list[int]
     num_bytes: list[int]
@@ -188,9 +188,8 @@ class Sizes:
 
     def summed(self, groups: Sequence[Sequence[int]]) -> Sizes:
         """The sizes of groups of ranks: for each group the sum over its ranks."""
-        rows, num_bytes = (
-            [sum(col[rank] for rank in group) for group in groups] for col in (self.rows, self.num_bytes)
-        )
+        columns = self.rows, self.num_bytes
+        rows, num_bytes = ([sum(column[rank] for rank in group) for group in groups] for column in columns)
         return Sizes(rows, num_bytes, [0] * len(rows))
 
     def split(self, out: Tensor) -> tuple[Tensor, ...]:

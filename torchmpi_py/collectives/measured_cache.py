@@ -60,7 +60,7 @@ def facts(world: Communicator, device: str = "cpu") -> MachineFacts:
 
 
 def ranks_per_node(places: Iterable[Place]) -> str:
-    """In words: "4x2" for 4 ranks on each of 2 nodes, "4x2+1x1" if a third node has 1."""
+    """The numbers of ranks as text: "4x2" for 4 on each of 2 nodes, "4x2+1x1" if a third node has 1."""
     of_node = collections.Counter(place.node for place in places)
     nodes_with = collections.Counter(of_node.values())
     return "+".join(f"{ranks}x{nodes}" for ranks, nodes in sorted(nodes_with.items(), reverse=True))
@@ -71,7 +71,11 @@ def load_for(world: Communicator) -> None:
 
     What the program has assigned itself stays.
     """
-    found = world.direct.mpi.bcast(_find_all(world) if world.rank == 0 else None)
+    found: list[tuple[Rows, str]] = []
+    if world.rank == 0:
+        kinds = ["cpu"] if gpus.table() is None else ["cpu", "cuda"]
+        found = [one for one in (_find(facts(world, kind)) for kind in kinds) if one is not None]
+    found = world.direct.mpi.bcast(found)
     if found:
         rows = {key: choices for of_device, _ in found for key, choices in of_device.items()}
         assigned = {key: selector[key] for key in selector if any(c.why == "assigned" for c in selector[key])}
@@ -81,12 +85,6 @@ def load_for(world: Communicator) -> None:
 def install(rows: Rows, source: str) -> None:
     """Put rows into the selector in place of those with the same keys."""
     selector.load({**{key: selector[key] for key in selector}, **rows}, source)
-
-
-def _find_all(world: Communicator) -> list[tuple[Rows, str]]:
-    """The measurements that hold for a job: for its CPUs, and for its GPUs if it uses them."""
-    expected = [facts(world), *([] if gpus.table() is None else [facts(world, "cuda")])]
-    return [found for found in map(_find, expected) if found is not None]
 
 
 def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
@@ -127,18 +125,15 @@ def _why_stale(content: Mapping[str, Any], expected: MachineFacts) -> str:
 
 def _row(record: Mapping[str, Any]) -> tuple[Key, list[Choice]]:
     key = Key(record["verb"], record["scope"], record["symmetric"], record["device"])
-    choices = [Choice(*choice) for choice in record["choices"]]
-    choices = [
-        choice._replace(max_bytes=math.inf if choice.max_bytes is None else choice.max_bytes) for choice in choices
-    ]
+    choices = [Choice(math.inf if most is None else most, flavour, why) for most, flavour, why in record["choices"]]
     Selector()[key] = [(choice.max_bytes, choice.flavour) for choice in choices]  # its own checks
     return key, choices
 
 
 def write(path: pathlib.Path, measured_with: MachineFacts, rows: Rows) -> str:
-    """Keep rows in a file, with those for other keys that it holds already; return the date in it. OSError if it fails.
+    """Keep rows in a file, beside those that the file has for other keys; return the date of measurement.
 
-    The file is there as a whole or not at all.
+    The file is there as a whole or not at all. OSError if the file cannot be written.
     """
     with contextlib.suppress(OSError, ValueError):
         rows = {**read(path, measured_with)[0], **rows}
@@ -149,15 +144,15 @@ def write(path: pathlib.Path, measured_with: MachineFacts, rows: Rows) -> str:
         "date": date,
         "package": torchmpi_py.__version__,
         "torch": torch.__version__,
-        "rows": [{**key._asdict(), "choices": [_record(choice) for choice in rows[key]]} for key in sorted(rows)],
+        "rows": [{**key._asdict(), "choices": _as_lists(rows[key])} for key in sorted(rows)],
     }
     config.keep(path, content)
     return date
 
 
-def _record(choice: Choice) -> Sequence[object]:
-    """A choice in the form of the file: JSON has no infinity."""
-    return [None if choice.max_bytes == math.inf else choice.max_bytes, choice.flavour, choice.why]
+def _as_lists(choices: Sequence[Choice]) -> list[list[object]]:
+    """Choices in the form of the file: JSON has no infinity."""
+    return [[None if most == math.inf else most, flavour, why] for most, flavour, why in choices]
 
 
 def _cpu_model() -> str:

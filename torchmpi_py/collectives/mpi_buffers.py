@@ -39,7 +39,7 @@ _MPI_OPS = {"avg": "SUM"} | {op: op.upper() for op in ("sum", "prod", "min", "ma
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduction:
-    """How MPI reduces one (dtype, op): ``itemsize`` bytes an element travel; ``divide`` is for avg.
+    """The reduction of one (dtype, op) by MPI: ``itemsize`` bytes an element travel; ``divide`` is for avg.
 
     Without ``encode`` and ``decode`` the tensor's own memory travels.
     """

@@ -1,4 +1,4 @@
-"""How a call of a verb becomes an Operation.
+"""The way of a verb's call to an Operation.
 
 ``verbs.py`` has one function per verb, which checks the arguments. The functions here do the rest: they find flat
 memory to read and to write (``resolve_output`` and its neighbours), choose the flavour and build the Operation
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -38,6 +39,8 @@ from torchmpi_py.core.tensors import (
 )
 from torchmpi_py.memory import devices, symmetric
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _CPU = torch.device("cpu")
 
 _OF_PARAMETERS = {
@@ -45,13 +48,10 @@ _OF_PARAMETERS = {
     "comm": "comm: the communicator whose ranks make this call, all of them alike; default: the current level.",
     "flavour": 'flavour: the way to carry the call out, as "mpi" or "shared"; default: what mpi.selector chooses.',
 }
-
 _OF_BLOCKING = "Returns when this rank's part is done; the other ranks may still be at work."
-
 _OF_ASYNC = """\
 Returns a Handle at once; handle.wait() returns the result, or raises what the operation has raised. Until the operation
 is complete its tensors must not be touched. Ranks launch their asynchronous calls in the same order."""
-
 _OF_ERRORS = """\
 Raises TypeError or ValueError for a wrong argument, on every rank before anything is sent; NotStarted before mpi.start;
 FlavourError where no flavour can carry the call out; RanksDisagree where ranks of one node make different calls;
@@ -60,10 +60,6 @@ CommunicatorError if MPI fails."""
 _TENSORS_BEFORE_OTHERS = {"broadcast": 1, "allreduce": 2, "reduce": 2, "reduce_scatter": 2, "scatter": 2, "alltoall": 2}
 """For each verb that all ranks call alike, how many of the flavour's arguments are tensors; those come first."""
 
-P = ParamSpec("P")
-
-R = TypeVar("R")
-
 
 def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, R], Callable[P, Handle[R]]]:
     """(blocking, asynchronous) form of the verb that ``prepare`` prepares.
@@ -71,39 +67,38 @@ def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, 
     An ``x`` may be an array, an ``obj`` is sent as it is. Tensors take the short way: every call of a verb passes here.
     """
     name = prepare.__name__.lstrip("_")
-    takes_tensors = "x" in inspect.signature(prepare).parameters
-
-    @functools.wraps(prepare)
-    def blocking(*args: P.args, **kwargs: P.kwargs) -> R:
-        if takes_tensors:
-            x: Any = args[0] if args else kwargs.get("x")
-            if not isinstance(x, Tensor):
-                call = ArrayCall(name, args, kwargs)
-                return call.result(prepare(*call.args, **call.kwargs).run())  # type: ignore[no-any-return]
-            if x.requires_grad or "out" in kwargs:
-                operation = prepare(*args, **kwargs)
-                cut_off(name, x, kwargs.get("out"))
-                return operation.run()
-        return prepare(*args, **kwargs).run()
-
-    @functools.wraps(prepare)
-    def asynchronous(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:
-        if takes_tensors:
-            x: Any = args[0] if args else kwargs.get("x")
-            if not isinstance(x, Tensor):
-                call = ArrayCall(name, args, kwargs)
-                return call.handle(prepare(*call.args, **call.kwargs).launch())
-            if x.requires_grad or "out" in kwargs:
-                operation = prepare(*args, **kwargs)
-                cut_off(name, x, kwargs.get("out"))
-                return operation.launch()
-        return prepare(*args, **kwargs).launch()
-
+    blocking = _form(prepare, name, operator.methodcaller("run"), ArrayCall.result)
+    asynchronous = _form(prepare, name, operator.methodcaller("launch"), ArrayCall.handle)
     result = str(inspect.signature(prepare).return_annotation).removeprefix("Operation[").removesuffix("]")
     compiling.leave_alone(blocking, asynchronous)
     _present(blocking, prepare, name, result, _OF_BLOCKING)
     _present(asynchronous, prepare, f"{name}_async", f"Handle[{result}]", _OF_ASYNC)
     return blocking, asynchronous
+
+
+def _form(
+    prepare: Callable[P, Operation[R]],
+    name: str,
+    end: Callable[[Operation[R]], Any],
+    for_arrays: Callable[[ArrayCall, Any], Any],
+) -> Callable[P, Any]:
+    """A form of verb ``name``: ``end`` runs or launches the operation; ``for_arrays`` makes the result for arrays."""
+    takes_tensors = "x" in inspect.signature(prepare).parameters
+
+    @functools.wraps(prepare)
+    def form(*args: P.args, **kwargs: P.kwargs) -> Any:
+        if takes_tensors:
+            x: Any = args[0] if args else kwargs.get("x")
+            if not isinstance(x, Tensor):
+                call = ArrayCall(name, args, kwargs)
+                return for_arrays(call, end(prepare(*call.args, **call.kwargs)))
+            if x.requires_grad or "out" in kwargs:
+                operation = prepare(*args, **kwargs)
+                cut_off(name, x, kwargs.get("out"))
+                return end(operation)
+        return end(prepare(*args, **kwargs))
+
+    return form
 
 
 def builder(verb: Callable[P, R]) -> Callable[P, Operation[R]]:
@@ -133,7 +128,7 @@ def tensor_operation(
 ) -> Operation[Any]:
     """The operation whose result is ``target``, after ``copy_out``.
 
-    Size, device and kind of memory are those of ``x``, the tensor that the user gave: it is alike on all ranks.
+    Size, device and kind of memory are those of ``x``, the tensor that the user gave, which is alike on all ranks.
     """
     conclude = None if copy_out is None else functools.partial(_result, target, copy_out)
     num_bytes = x.nbytes
@@ -169,12 +164,17 @@ def gather_operation(
     )
 
 
-def number_operation(
-    verb: str, comm: Communicator, flavour: str | None, arguments: tuple[Any, ...], conclude: Callable[[Any], Any]
-) -> Operation[Any]:
-    """The operation on the record of a number; ``conclude`` turns the record back into a number."""
+def number_operation(verb: str, comm: Communicator, flavour: str | None, x: Number, *others: int) -> Operation[Any]:
+    """The operation on the record of a number; ``others`` are the verb's other arguments. The result is a number."""
+    record = numbers.to_record(x)
+    result = torch.empty_like(record) if verb == "sendreceive" else record
+    arguments = (record, *others) if result is record else (record, result, *others)
     served = selector.flavour_for(verb, comm, _CPU, numbers.RECORD_BYTES, symmetric=False, name=flavour)
-    fingerprint = (verb, served.name, "number", *arguments[1:]) if verb in _TENSORS_BEFORE_OTHERS else None
+    fingerprint = (verb, served.name, "number", *others) if verb in _TENSORS_BEFORE_OTHERS else None
+
+    def conclude(_: object) -> Number:
+        return numbers.from_record(result)
+
     return Operation(verb, verb, served, comm, arguments, conclude, numbers.RECORD_BYTES, fingerprint=fingerprint)
 
 

@@ -1,4 +1,4 @@
-"""How values are reduced: the form they are reduced in, and the arithmetic on tensors in this process's memory.
+"""The reduction of values: the form in which they are reduced, and the arithmetic on tensors in this process's memory.
 
 Most dtypes are reduced as they lie in memory. The others are *encoded* into another dtype and *decoded* afterwards:
 
@@ -39,7 +39,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """How this process reduces one (dtype, op): ``partial``, then ``combine(a, b, out=)`` of two, then ``result``.
+    """The reduction of one (dtype, op) here: ``partial``, then ``combine(a, b, out=)`` of two, then ``result``.
 
     Partials have ``dtype``.
     """

@@ -192,22 +192,22 @@ def _up_to(limit: float) -> str:
 
 def _defaults() -> dict[Key, list[Choice]]:
     """The table before ``autotune``: crossovers measured with 2 and 4 ranks, Open MPI 5, two cores."""
-    crossovers = {  # the flavour for larger sizes, and from where: ordinary tensors, symmetric ones
-        "allreduce": ("shared", 16 << 20, 32 << 10),
-        "broadcast": ("shared", 16 << 20, 4 << 20),
-        "reduce": ("shared", 4 << 20, 512 << 10),
-        "reduce_scatter": ("shared", 1 << 20, 512 << 10),
-        "allgather": ("shared", 32 << 20, 32 << 20),
-        "alltoall": ("shared", 64 << 20, 16 << 20),
+    to_shared = {  # from where on: ordinary tensors, symmetric ones
+        "allreduce": (16 << 20, 32 << 10),
+        "broadcast": (16 << 20, 4 << 20),
+        "reduce": (4 << 20, 512 << 10),
+        "reduce_scatter": (1 << 20, 512 << 10),
+        "allgather": (32 << 20, 32 << 20),
+        "alltoall": (64 << 20, 16 << 20),
     }
     rows = {}
-    for verb, (flavour, *limits) in crossovers.items():
+    for verb, limits in to_shared.items():
         for limit, symmetric in zip(limits, (False, True), strict=True):
             rows[Key(verb, "node", symmetric)] = [
                 Choice(limit, "mpi", "default: fewer meetings when small"),
-                Choice(math.inf, flavour, "default: each byte moves once, through memory"),
+                Choice(math.inf, "shared", "default: each byte moves once, through memory"),
             ]
-    between_nodes = {  # the same for several nodes
+    between_nodes = {  # the flavour for larger sizes, and from where on
         "allreduce": ("hierarchical", 128 << 10),
         "broadcast": ("hierarchical", 128 << 10),
         "reduce": ("hierarchical", 128 << 10),

@@ -4,18 +4,18 @@ Every verb comes in two forms with the same arguments: ``mpi.<verb>`` returns th
 at once a Handle whose ``wait()`` returns it. What holds for all:
 
 - Every rank of ``comm`` (default: the current level) makes the same calls in the same order, with equal dtypes and
-  shapes (but for dim 0 in ``allgather`` and ``gather``).
-  Blocking and asynchronous forms are different calls (but send, recv and their twins may meet), and asynchronous calls
-  come in the same order across all communicators. RanksDisagree where ranks of one node call different verbs, or with
-  other sizes, dtypes, op or root: on the rank that comes later, or on all when the operation is over.
+  shapes (but for dim 0 in ``allgather`` and ``gather``). Blocking and asynchronous forms are different calls (but send,
+  recv and their twins may meet), and asynchronous calls come in the same order across all communicators. RanksDisagree
+  where ranks of one node call different verbs, or with other sizes, dtypes, op or root: on the rank that comes later,
+  or on all when the operation is over.
 - Tensors may be of any dtype, strided, transposed, of size 0, or larger than 2^31 elements. 16-bit floats accumulate in
-  float32. All ranks get the same bits. No gradient goes through a verb: ``backward`` through
-  what a verb has written is a RuntimeError (``nn.functional`` has verbs with gradients).
+  float32. All ranks get the same bits. No gradient goes through a verb: ``backward`` through what a verb has written is
+  a RuntimeError (``nn.functional`` has verbs with gradients).
 - ``x`` is overwritten, unless ``out=`` is given or the result has another shape. Until an asynchronous operation is
   complete its tensors must not be touched.
 - ``x`` may be a numpy or cupy array, whose memory is used as it is; then the result is an array of that kind, and so is
-  ``out``. What holds for tensors holds for arrays; other ranks may pass tensors. A read-only array is an
-  error where the verb overwrites ``x`` on any rank.
+  ``out``. What holds for tensors holds for arrays; other ranks may pass tensors. A read-only array is an error where
+  the verb overwrites ``x`` on any rank.
 - ``x`` may be a number: then the result is a number (``allgather``, ``gather``: a list of them). Numbers follow
   Python's rules; an int and a float may meet.
 - ``op`` is one of sum, avg, prod, min, max, band, bor, bxor, land, lor. NaN wins in min and max. ``avg`` of integers,
@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from torchmpi_py.collectives import numbers
@@ -73,8 +72,7 @@ def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour
     comm = resolve(comm)
     root = check_rank("broadcast", "root", root, comm.size)
     if not isinstance(x, Tensor) and numbers.is_number(x):
-        record = numbers.to_record(x)
-        return number_operation("broadcast", comm, flavour, (record, root), lambda _: numbers.from_record(record))
+        return number_operation("broadcast", comm, flavour, x, root)
     tensor = check_tensor("broadcast", "x", x)
     buffer, copy_out = output_buffer("broadcast", tensor, holds_input=True)
     return tensor_operation("broadcast", comm, flavour, tensor, (buffer, root), tensor, copy_out)
@@ -237,11 +235,7 @@ def _sendreceive(
     source = check_rank("sendreceive", "source", source, comm.size)
     destination = check_rank("sendreceive", "destination", destination, comm.size)
     if not isinstance(x, Tensor) and numbers.is_number(x):
-        sent = numbers.to_record(x)
-        got = torch.empty_like(sent)
-        return number_operation(
-            "sendreceive", comm, flavour, (sent, got, source, destination), lambda _: numbers.from_record(got)
-        )
+        return number_operation("sendreceive", comm, flavour, x, source, destination)
     tensor = check_tensor("sendreceive", "x", x)
     sent = flat_copy(tensor)
     buffer, copy_out = output_buffer("sendreceive", tensor, holds_input=False)
@@ -256,8 +250,7 @@ def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: 
     comm = resolve(comm)
     destination = check_rank("send", "destination", destination, comm.size)
     if not isinstance(x, Tensor) and numbers.is_number(x):
-        record = numbers.to_record(x)
-        return number_operation("send", comm, flavour, (record, destination), lambda _: numbers.from_record(record))
+        return number_operation("send", comm, flavour, x, destination)
     tensor = check_tensor("send", "x", x)
     buffer = flat(tensor)
     return tensor_operation("send", comm, flavour, buffer, (buffer, destination), tensor, None)
@@ -268,8 +261,7 @@ def _recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str |
     comm = resolve(comm)
     source = check_rank("recv", "source", source, comm.size)
     if not isinstance(x, Tensor) and numbers.is_number(x):
-        record = numbers.to_record(x)
-        return number_operation("recv", comm, flavour, (record, source), lambda _: numbers.from_record(record))
+        return number_operation("recv", comm, flavour, x, source)
     tensor = check_tensor("recv", "x", x)
     buffer, copy_out = output_buffer("recv", tensor, holds_input=False)
     return tensor_operation("recv", comm, flavour, buffer, (buffer, source), tensor, copy_out)

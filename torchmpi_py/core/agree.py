@@ -77,6 +77,11 @@ def first_difference(these: Sequence[T], those: Sequence[T], past_the_end: T) ->
     return next((index, this, that) for index, (this, that) in enumerate(pairs) if this != that)
 
 
+def first_as(kind: type[Exception], before: str = "") -> Callable[[Mapping[int, str]], Exception]:
+    """A ``failed`` that makes a ``kind`` of ``before`` and the description from the lowest rank that failed."""
+    return lambda failures: kind(before + first_text(failures))
+
+
 def first_different(values: Sequence[object]) -> int | None:
     """The lowest rank whose value differs from rank 0's; None if all values are equal."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)

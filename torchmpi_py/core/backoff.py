@@ -81,9 +81,9 @@ def complete(request: MPI.Request, nap: Nap, timeout_seconds: float = math.inf) 
     return True
 
 
-def barrier(comm: MPI.Comm, longest_seconds: float = 0.002) -> None:
+def barrier(comm: MPI.Comm) -> None:
     """An MPI barrier in which no rank spins; it orders accesses to memory that the ranks share."""
-    fenced(lambda: complete(comm.Ibarrier(), Nap(longest_seconds)))()
+    fenced(lambda: complete(comm.Ibarrier(), Nap(0.002)))()
 
 
 def fenced(wait: Callable[[], T]) -> Callable[[], T]:

@@ -19,7 +19,7 @@ NOBODY, MISUSED = 0, -1
 
 
 class Place(NamedTuple):
-    """Where a rank is: its node (the lowest rank of the world there) and its local rank on that node."""
+    """The place of a rank: its node (the lowest rank of the world there) and its local rank on that node."""
 
     node: int
     local: int

@@ -201,7 +201,7 @@ class ThreadHandle(Handle[R]):
         assert work is not None
         with torch.inference_mode() if self._in_inference_mode else contextlib.nullcontext():
             self._end_with(self._run)
-        self._open.release()
+        self._open.release()  # threads that wait go on before what is chained to the operation runs
         work.on_done()
 
     def _run(self) -> R:
@@ -303,7 +303,7 @@ class RequestHandle(Handle[R]):
                     self._requests[-1].Wait()
                 elif not self._requests[-1].Test():
                     return
-            except Exception as error:
+            except Exception as error:  # the others go on: MPI may still write into their buffers
                 self._failure = self._failure or work.explain(error)
             self._requests.pop()
         self._end_with(self._finish)

@@ -147,10 +147,18 @@ class Side(NamedTuple):
     record: Record | None
 
 
-def sides(used: Board, mine: Record) -> Iterator[Side]:
-    """The other ranks that have come to the sequence number of this rank's operation."""
-    for index, is_same in _come(used, mine):
-        yield Side(index, is_same, used.counterpart(mine.slot, mine.fingerprint, index))
+def sides(used: Board, mine: Record, *, only_different: bool = False) -> Iterator[Side]:
+    """The other ranks that have come to the sequence number of this rank's operation; or those alone that differ."""
+    others = used.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
+    for index in sorted(others, key=lambda index: used.get(WORLD_RANK, index)):
+        if index == used.index or index not in used.indices:
+            continue
+        first = used.first_fingerprint(index, others[index])
+        theirs = used.words[first + mine.sequence_number % FINGERPRINTS_PER_SLOT]
+        # Another generation or sequence number: the rank is behind, ahead by a round, or the slot is another's.
+        has_come, is_same = theirs >> CHECKSUM_BITS == mine.fingerprint >> CHECKSUM_BITS, theirs == mine.fingerprint
+        if has_come and not (is_same and only_different):  # reading a record is dear: mostly no rank differs
+            yield Side(index, is_same, used.counterpart(mine.slot, mine.fingerprint, index))
 
 
 def behind(used: Board, mine: Record) -> list[int]:
@@ -170,11 +178,7 @@ def last_place(used: Board, index: int, slot: int) -> int:
 
 def difference(used: Board, mine: Record) -> str:
     """In what other ranks differ from this rank's operation; empty if none differs, or none has come."""
-    different = [
-        Side(index, False, used.counterpart(mine.slot, mine.fingerprint, index))
-        for index, is_same in _come(used, mine)
-        if not is_same  # only then records are read: the usual case is cheap
-    ]
+    different = list(sides(used, mine, only_different=True))
     if not different:
         return ""
     texts = describe_sides(used, mine, different)
@@ -189,18 +193,6 @@ def describe_sides(used: Board, mine: Record, others: list[Side]) -> str:
 
 def _describe(record: Record | None) -> str:
     return "does something else" if record is None else f"calls {record.what} at {record.site}"
-
-
-def _come(used: Board, mine: Record) -> Iterator[tuple[int, bool]]:
-    """(index, whether the call is the same) of the others that have come to an operation's sequence number."""
-    others = used.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
-    for index in sorted(others, key=lambda index: used.get(WORLD_RANK, index)):
-        if index != used.index and index in used.indices:
-            first = used.first_fingerprint(index, others[index])
-            theirs = used.words[first + mine.sequence_number % FINGERPRINTS_PER_SLOT]
-            # Another generation or sequence number: the rank is behind, ahead by a round, or the slot is another's.
-            if theirs >> CHECKSUM_BITS == mine.fingerprint >> CHECKSUM_BITS:
-                yield index, theirs == mine.fingerprint
 
 
 def ranks_as_text(ranks: Ranks[int], *, strides: bool = False) -> str:

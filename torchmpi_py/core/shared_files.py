@@ -15,7 +15,7 @@ import resource
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torchmpi_py.core import agree
@@ -51,15 +51,12 @@ def _share(comm: MPI.Comm, creator: int, make: Callable[[], Offer], take: Take[T
     def offered() -> Offer | None:
         return make() if comm.rank == creator else None
 
-    of_creator = agree.gather_results(comm.allgather, offered, (Unavailable,), str, _unavailable)[creator]
+    how = (Unavailable,), str, agree.first_as(Unavailable)
+    of_creator = agree.gather_results(comm.allgather, offered, *how)[creator]
     assert of_creator is not None, "the creator offers a file"
     path, key, identity = of_creator
-    taken = agree.run_on_all_ranks(comm.allgather, lambda: take(path, identity), (Unavailable,), str, _unavailable)
+    taken = agree.run_on_all_ranks(comm.allgather, lambda: take(path, identity), *how)
     return taken, key
-
-
-def _unavailable(failures: Mapping[int, str]) -> Unavailable:
-    return Unavailable(agree.first_text(failures))
 
 
 def offer(create: Create, num_bytes: int, until_mapped: contextlib.ExitStack) -> Offer:

@@ -77,7 +77,7 @@ PART_BYTES = -(-(TEXT_BEGIN + TEXT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 PROCESS, WORLD_RANK, TEXT_WANTED, TEXT_LENGTH, TEXT_GIVEN, HAS_LEFT, NAMESPACE, STARTED, EPOCH = range(9)
 """EPOCH: the difference between a time since the epoch and a time of a record, whose clock is never set back."""
 CLAIMED_LATE, CLAIMED_DEATH, CLAIMED_DIFFERENCE, CLAIMED_ASKED, LATE_NUMBER = range(9, 14)
-"""When this rank last claimed a report, by its reason (``watch/watchdog.py``); and the number of the late record."""
+"""Times of this rank's last claim of a report, by reason (``watch/watchdog.py``); the number of the late record."""
 STOPPING, STOPPED, ENDING, DRAINING = 1, 2, 3, 4
 """HAS_LEFT: the rank waits for the others in ``mpi.stop()``, is through with it, is about to end the job; or it is in
 ``mpi.stop()``, and may still come to operations that were launched before."""
@@ -244,7 +244,7 @@ class Board:
         return self.words[self._begins[index] // 8 + GENERATIONS_BEGIN + slot]
 
     def first_fingerprint(self, index: int, slot: int) -> int:
-        """Where a rank's slot begins in ``words``."""
+        """The index in ``words`` of the first fingerprint of a rank's slot."""
         return self._begins[index] // 8 + HEADER_WORDS + slot * FINGERPRINTS_PER_SLOT
 
     def keep_string(self, text: str) -> int:
@@ -265,13 +265,13 @@ class Board:
         begin = self._begins[index] + RECORDS_BEGIN
         # One copy: the writer goes on. A record that is written meanwhile may be half the former one.
         data = self.mapping[begin : begin + NUM_RECORDS * RECORD_BYTES]
-        return [self._record(index, *found) for found in sorted(RECORD.iter_unpack(data), reverse=True) if found[0]]
+        return [self._record(index, found) for found in sorted(RECORD.iter_unpack(data), reverse=True) if found[0]]
 
     def latest(self, index: int) -> Record | None:
         """The last operation of a rank, without a look at all texts; None if there was none."""
         place = int(self.columns_of(index)[0].argmax())
         found = RECORD.unpack_from(self.mapping, self._begins[index] + RECORDS_BEGIN + place * RECORD_BYTES)
-        return self._record(index, *found) if found[0] else None
+        return self._record(index, found) if found[0] else None
 
     def find_slot(self, index: int, generation: int, ranks: str) -> int | None:
         """The slot in which a rank has the communicator of these ranks; None if it has none, or no longer."""
@@ -282,7 +282,7 @@ class Board:
         """A record of this rank; None if it was overwritten."""
         begin = (self._first_record + number % NUM_RECORDS * (RECORD_BYTES // 8)) * 8
         found = RECORD.unpack_from(self.mapping, begin)
-        return self._record(self.index, *found) if found[0] == number else None
+        return self._record(self.index, found) if found[0] == number else None
 
     def counterpart(self, slot: int, fingerprint: int, index: int) -> Record | None:
         """Another rank's record of the operation with this fingerprint, up to the checksum, in this rank's slot."""
@@ -307,17 +307,8 @@ class Board:
         begin = self._begins[index] + TEXT_BEGIN
         return self.mapping[begin : begin + self.get(TEXT_LENGTH, index)].decode(errors="replace")
 
-    def _record(
-        self,
-        index: int,
-        number: int,
-        fingerprint: int,
-        launched: int,
-        num_bytes: int,
-        names: int,
-        begun: int,
-        ended: int,
-    ) -> Record:
+    def _record(self, index: int, found: tuple[int, ...]) -> Record:
+        number, fingerprint, launched, num_bytes, names, begun, ended = found
         slot = (names >> 2 * STRING_BITS & 0xFFFF) - 1
         sequence_number = fingerprint >> CHECKSUM_BITS & (1 << SEQUENCE_NUMBER_BITS) - 1
         is_launch, epoch = bool(names & IS_LAUNCH), self.get(EPOCH, index)

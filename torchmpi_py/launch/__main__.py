@@ -268,22 +268,22 @@ def run(options: argparse.Namespace) -> int:
     if vendor.shared_bytes and not hosts.named_hosts(options, os.environ):
         check_shared_memory(vendor, options.num_ranks or hosts.default_num_ranks((), os.environ))
 
-    made: list[Job] = []
+    attempts: list[Job] = []
 
     def make(folder: Path, attempt: int, begin: float) -> Job:
-        made.append(make_job(options, plan(options, vendor, program, folder, os.environ, attempt), folder, begin))
-        made[-1].stop_signals = vendor.stop_signals
-        return made[-1]
+        chosen = plan(options, vendor, program, folder, os.environ, attempt)
+        attempts.append(make_job(options, vendor, chosen, folder, begin))
+        return attempts[-1]
 
     code = job.run(make, most, Tail(options.log_dir))
-    if code and made and options.group is not None:
-        options.group.record_end(made[-1].reason)
-    if code and made and made[-1].may_lack_something:
+    if code and options.group is not None:
+        options.group.record_end(attempts[-1].reason)
+    if code and attempts[-1].may_lack_something:
         explain_start(options, vendor, program)
     return code
 
 
-def make_job(options: argparse.Namespace, chosen: JobPlan, folder: Path, begin: float) -> Job:
+def make_job(options: argparse.Namespace, vendor: Vendor, chosen: JobPlan, folder: Path, begin: float) -> Job:
     """An attempt to run the job; what its starter reads is written into its folder."""
     if chosen.hostfile is not None:
         chosen.hostfile.write_text(chosen.hostfile_text)
@@ -297,6 +297,7 @@ def make_job(options: argparse.Namespace, chosen: JobPlan, folder: Path, begin: 
         num_ranks=chosen.num_ranks,
         log_dir=options.log_dir,
         failure_grace_seconds=FAILURE_GRACE_SECONDS + TRACE_SECONDS * (options.profile is not None),
+        stop_signals=vendor.stop_signals,
         grace_seconds=options.grace,
     )
 

@@ -188,7 +188,7 @@ def _remove(names: Iterable[str]) -> None:
 
 
 def remove_session_folders(starter: int) -> None:
-    """Remove the session folder of the mpirun with this process id; normally it is gone already."""
+    """Remove the session folder of the mpirun with this process id, which an mpirun that ends in order has removed."""
     import shutil
     import tempfile
 

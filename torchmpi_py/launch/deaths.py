@@ -54,7 +54,7 @@ class Death(NamedTuple):
         return 128 - code if code < 0 else code or 1
 
     def explain(self, starter_code: int | None = None) -> str:
-        """How the rank ended, for a message; "" if it is only one of those that the MPI ended because of another."""
+        """The end of the rank, for a message; "" for a rank that the MPI may have ended because of another's death."""
         if self.status is not None and not os.WIFSIGNALED(self.status):
             return f"ended in the middle of the program, with exit code {os.waitstatus_to_exitcode(self.status)}"
         if self.status is not None:
@@ -121,7 +121,7 @@ class Lookout:
         return self._deaths_in_turn()
 
     def began(self, rank: int) -> float:
-        """When this rank was seen to begin to end, or to fail; inf where that is not known."""
+        """The time at which this rank was seen to begin to end, or to fail; inf where the time is not known."""
         return self._began.get(rank, math.inf)
 
     def _record_beginnings(self, ready: list[int]) -> list[int]:

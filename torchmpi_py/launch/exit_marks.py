@@ -48,7 +48,7 @@ def leave(folder: str | Path, mark: str, text: str = "") -> bool:
 
 
 def is_left(folder: str | Path, mark: str) -> bool:
-    """Whether a mark is there; on another host nothing is known of it."""
+    """Whether a mark is there; False on another host, where nothing is known of the marks."""
     return bool(folder) and os.path.exists(os.path.join(folder, mark))
 
 
@@ -142,7 +142,7 @@ def _numbering() -> str:
 
 
 class Failure(NamedTuple):
-    """How a rank failed."""
+    """The failure of a rank."""
 
     when: float
     rank: int
@@ -154,18 +154,14 @@ def record_failure(folder: str, rank: int, code: int) -> None:
     """Leave when this rank failed and with which code; on another host there is no such folder."""
     if not folder or not os.path.isdir(folder):
         return
-    _write_to_pipe(Path(folder), rank)
+    # First the place of the failure in the order in which ranks begin to end.
+    with contextlib.suppress(OSError):
+        pipe = os.open(os.path.join(folder, f"alive-{rank}"), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.write(pipe, b"failed")
+        os.close(pipe)
     with open("/proc/self/maps") as maps:
         held = {line.split()[5] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
     _write(Path(folder) / f"failed-{rank}", "\n".join([f"{time.time():.6f} {code}", *sorted(held)]))
-
-
-def _write_to_pipe(folder: Path, rank: int) -> None:
-    """Give a failure its place in the order in which ranks begin to end."""
-    with contextlib.suppress(OSError):
-        pipe = os.open(folder / f"alive-{rank}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.write(pipe, b"failed")
-        os.close(pipe)
 
 
 def failures(folder: Path) -> list[Failure]:
@@ -199,12 +195,8 @@ def has_met() -> bool:
     groups: Any = sys.modules.get("torch.distributed.distributed_c10d")
     calls: Any = sys.modules.get("torch.distributed.rpc")
     has_grouped = getattr(groups, "_backend", None) is not None  # torch keeps it when the group is destroyed
-    return has_grouped or getattr(calls, "_init_counter", 0) > 0 or _has_loaded_mpi()
-
-
-def _has_loaded_mpi() -> bool:
     with open("/proc/self/maps") as maps:
-        return any("/libmpi" in line for line in maps)
+        return has_grouped or getattr(calls, "_init_counter", 0) > 0 or any("/libmpi" in line for line in maps)
 
 
 def record_alone_at_end(folder: str, rank: int) -> None:

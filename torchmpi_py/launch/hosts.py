@@ -61,7 +61,8 @@ def read_hostfile(path: Path, option: str = "--hostfile", remedy: str = "") -> t
         lines = path.read_text().splitlines()
     except OSError as error:
         raise LaunchError(f"{option} {path}: {error.strerror}{remedy}") from error
-    hosts = merge(parse_host(bare, f"{path}:{number}") for number, line in enumerate(lines, 1) if (bare := _bare(line)))
+    bare = [line.partition("#")[0].strip() for line in lines]
+    hosts = merge(parse_host(line, f"{path}:{number}") for number, line in enumerate(bare, 1) if line)
     if not hosts:
         raise LaunchError(f"{option} {path} names no host{remedy}")
     return hosts
@@ -77,10 +78,6 @@ def allocated(environment: Mapping[str, str]) -> tuple[Host, ...]:
         raise LaunchError(f"LSB_MCPU_HOSTS={' '.join(words)!r} is no list of hosts, each with a number; unset it")
     pairs = zip(words[::2], words[1::2], strict=True)
     return merge(parse_host(f"{name}:{slots}", "LSB_MCPU_HOSTS") for name, slots in pairs)
-
-
-def _bare(line: str) -> str:
-    return line.partition("#")[0].strip()
 
 
 def merge(hosts: Iterable[Host]) -> tuple[Host, ...]:

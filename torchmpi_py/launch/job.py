@@ -121,7 +121,8 @@ class Job:
             self.may_lack_something = is_young and not (self.was_ended or exit_marks.failures(self.folder))
             return code
         finally:
-            self._clean_up()
+            self._remains.clear(self.process.wait)
+            self._lookout.close()
 
     def _wait(self) -> int:
         """Watch the job until it has ended, or has to be ended; its exit code."""
@@ -242,10 +243,6 @@ class Job:
     def _kill(self) -> None:
         self._remains.kill(self.process.wait)
 
-    def _clean_up(self) -> None:
-        self._remains.clear(self.process.wait)
-        self._lookout.close()
-
     def _failed_for(self) -> float:
         """Seconds since a rank failed or died."""
         times = [failure.when for failure in exit_marks.failures(self.folder)]
@@ -267,9 +264,8 @@ class Job:
             return 0
         # The deaths come first in the reason, then the first failure, then ranks that nobody else reports.
         how = [(death, death.explain(None if self.elastic else code)) for death in self._deaths]
-        among = (
-            "" if self._lookout.sees_all else ", as far as this host shows: a rank of another host may have been first"
-        )
+        unseen = ", as far as this host shows: a rank of another host may have been first"
+        among = "" if self._lookout.sees_all else unseen
         reasons = [f"{death.name} {text}{among}" for death, text in how if text]
         left = [rank for rank in sorted(exit_marks.ranks_running(self.folder)) if self._has_left(rank)]
         if failures:

@@ -8,7 +8,7 @@ DOCKERFILE_PREFIX = "#| "  # its lines stand as comments in what is printed for 
 
 
 def text(name: str) -> str:
-    """The script for a batch system. That for Kubernetes begins with the Dockerfile of its image."""
+    """The script for a batch system. The script for Kubernetes begins with the Dockerfile of its image."""
     script = (FOLDER / PARTS[name]).read_text()
     if name != "kubernetes":
         return script

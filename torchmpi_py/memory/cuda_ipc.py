@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,9 +88,7 @@ def allocate(
         assert base is not None, "no rank has failed"
         return base
 
-    def failed(failures: Mapping[int, str]) -> Unavailable:
-        return Unavailable(f"no symmetric GPU memory of {num_bytes} bytes a rank: {agree.first_text(failures)}")
-
+    failed = agree.first_as(Unavailable, f"no symmetric GPU memory of {num_bytes} bytes a rank: ")
     try:
         base = agree.run_on_all_ranks(comm.allgather, map_peers, (RuntimeError,), agree.first_line, failed)
     except Unavailable:
@@ -133,9 +131,8 @@ def without_expandable_segments() -> Iterator[None]:
         return
     # Torch replaces all settings at once, so those of the user are repeated.
     given = settings.get("last_allocator_settings") or "expandable_segments:True"
-    _set_allocator(
-        f"{given},expandable_segments:False"
-    )  # the last one counts; a setting without a name gets its default
+    # The last one counts; a setting without a name gets its default.
+    _set_allocator(f"{given},expandable_segments:False")
     try:
         yield
     finally:
@@ -148,23 +145,22 @@ def _set_allocator(settings: str) -> None:
 
 
 def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.device) -> dict[int, Tensor]:
-    """The peers' memory by their index on the node."""
+    """The peers' memory by their index on the node, mapped for this rank's GPU wherever the memory is.
+
+    Kernels want all tensors on one device.
+    """
+    opened = {}
     try:
-        return {places[rank].local: _open(handle, device) for rank, handle in handles.items()}
+        # A handle is torch's call that rebuilds the tensor, with the sender's device among its arguments.
+        for rank, (rebuild, arguments) in handles.items():
+            opened[places[rank].local] = rebuild(*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
     except RuntimeError as error:
         raise RuntimeError(f"cannot map a peer's GPU memory: {agree.first_line(error)}") from None
-
-
-def _open(handle: Any, device: torch.device) -> Tensor:
-    """A peer's part, mapped for this rank's GPU wherever the memory is: kernels want all tensors on one device."""
-    # The handle is torch's call that rebuilds the tensor, with the sender's device among its arguments.
-    rebuild, arguments = handle
-    made: Tensor = rebuild(*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
-    return made
+    return opened
 
 
 def _decline(handles: Sequence[Any]) -> None:
-    """Release memory that peers have offered and this rank has not mapped: it counts as mapped until then."""
+    """Release memory that peers have offered and this rank has not mapped, which counts as mapped until then."""
     release: Any = torch.UntypedStorage._release_ipc_counter_cuda
     for handle in handles:
         if handle is not None:
@@ -178,11 +174,16 @@ class PeerEvents:
         self._device = devices.of(device)
         self._over = self._device.event()
         self._own: list[Any] = []
-        allgather, how = channel.mpi.allgather, ((RuntimeError,), agree.first_line, _no_events)
+        failed = agree.first_as(CommunicatorError, "cannot open the events of other ranks by CUDA IPC: ")
+        allgather, how = channel.mpi.allgather, ((RuntimeError,), agree.first_line, failed)
         handles = agree.gather_results(allgather, lambda: self._make(device), *how)
         del handles[channel.rank]
-        opened = agree.run_on_all_ranks(allgather, lambda: [_opened(device, theirs) for theirs in handles], *how)
-        self._peers = list(zip(*opened, strict=True)) or [(), ()]
+        open_event: Any = torch.cuda.Event.from_ipc_handle
+
+        def open_all() -> list[list[Any]]:
+            return [[open_event(device, handle) for handle in theirs] for theirs in handles]
+
+        self._peers = list(zip(*agree.run_on_all_ranks(allgather, open_all, *how), strict=True)) or [(), ()]
 
     def _make(self, device: torch.device) -> list[bytes]:
         kind: Any = torch.cuda.Event
@@ -209,15 +210,6 @@ class PeerEvents:
         stream = self._device.current()
         for event in self._peers[which]:
             stream.wait_event(event)
-
-
-def _opened(device: torch.device, handles: Sequence[bytes]) -> list[Any]:
-    kind: Any = torch.cuda.Event
-    return [kind.from_ipc_handle(device, handle) for handle in handles]
-
-
-def _no_events(failures: Mapping[int, str]) -> CommunicatorError:
-    return CommunicatorError(f"cannot open the events of other ranks by CUDA IPC: {agree.first_text(failures)}")
 
 
 class NoEvents:

@@ -21,7 +21,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,42 +34,50 @@ R = TypeVar("R")
 _pin_failures: list[int] = []  # the first error code of this process
 
 
-class Event(Protocol):
-    """A point in a stream; an event that was never recorded is past."""
+class HostStream:
+    """Stream and event of the host, where work is done when a call returns; their methods are those of CUDA's.
 
-    def record(self, stream: Any) -> None: ...
+    An event that was never recorded is past.
+    """
 
-    def query(self) -> bool: ...
+    def wait_event(self, event: object) -> None:
+        """Let what is queued later wait for ``event``."""
 
-    def synchronize(self) -> None: ...
+    def record(self, stream: object) -> None:
+        """Make this event the present end of ``stream``."""
+
+    def synchronize(self) -> None:
+        """Block the host until the work is done."""
+
+    def query(self) -> bool:
+        """Whether the event is past."""
+        return True
 
 
-class Stream(Protocol):
-    """A queue of work on a device."""
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+_HOST_STREAM = HostStream()
 
 
-class Device(Protocol):
-    """The operations of a device that flavours use."""
+class Device:
+    """The operations of a device that flavours use. This class serves the host; ``Cuda`` derives from it."""
 
-    def __hash__(self) -> int: ...
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
-    device: torch.device
-
-    def current(self) -> Stream:
+    def current(self) -> Any:
         """The stream that this thread's work goes to."""
+        return _HOST_STREAM
 
-    def stream(self) -> Stream:
+    def stream(self) -> Any:
         """A new stream of high priority."""
+        return _HOST_STREAM
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
+    def on(self, stream: Any) -> AbstractContextManager[object]:
         """Let this thread's work go to ``stream``."""
+        return contextlib.nullcontext()
 
-    def event(self) -> Event:
+    def event(self) -> Any:
         """A new event."""
+        return _HOST_STREAM
 
     def pin(self, x: Tensor) -> None:
         """Page-lock the host memory of ``x``, for copies to and from the device. ``unpin`` undoes this."""
@@ -82,63 +90,14 @@ class Device(Protocol):
 
     def is_capturing(self) -> bool:
         """Whether this thread's work is recorded into a graph, instead of carried out."""
-
-
-class _Done:
-    """Stream and event of a device whose work is done when a call returns."""
-
-    def wait_event(self, event: object) -> None:
-        """The event is past."""
-
-    def record(self, stream: object) -> None:
-        """The event is past."""
-
-    def synchronize(self) -> None:
-        """The work is done."""
-
-    def query(self) -> bool:
-        return True
-
-
-_DONE = _Done()
-
-
-class HostDevice:
-    """The memory of the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def current(self) -> _Done:
-        return _DONE
-
-    def stream(self) -> _Done:
-        return _DONE
-
-    def on(self, stream: object) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def event(self) -> _Done:
-        return _DONE
-
-    def pin(self, x: Tensor) -> None:
-        """The host needs no help."""
-
-    def unpin(self, x: Tensor) -> None:
-        """Nothing was done."""
-
-    def synchronize(self) -> None:
-        """All work is done."""
-
-    def is_capturing(self) -> bool:
         return False
 
 
-class Cuda:
+class Cuda(Device):
     """A GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self._pinned: set[int] = set()
 
     def current(self) -> Any:
@@ -183,7 +142,7 @@ class Cuda:
 @functools.cache
 def of(device: torch.device) -> Device:
     """The ``Device`` of a torch device."""
-    return Cuda(device) if device.type == "cuda" else HostDevice(device)
+    return Cuda(device) if device.type == "cuda" else Device(device)
 
 
 def _runtime() -> Any:
@@ -196,7 +155,7 @@ class StreamHandle(ThreadHandle[R]):
     The stream first waits for all that the current stream holds now, so the operation sees ``tensors`` as they are.
     """
 
-    def __init__(self, work: Work[R], device: Device, stream: Stream, tensors: Iterable[object]) -> None:
+    def __init__(self, work: Work[R], device: Device, stream: Any, tensors: Iterable[object]) -> None:
         super().__init__(work)
         self._device, self._stream = device, stream
         self._finished, self._ready = device.event(), device.event()

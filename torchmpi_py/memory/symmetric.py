@@ -78,7 +78,7 @@ class LiveSegments:
     def clear(self) -> None:
         """Forget all segments."""
         self.now: tuple[list[int], list[AnySegment]] = ([], [])
-        """Where this rank's parts begin, in order, and the segments. Replaced as a whole: other threads read it."""
+        """The begins of this rank's parts, in order, and the segments. Replaced as a whole: other threads read both."""
 
     def add(self, segment: AnySegment) -> None:
         """Find tensors of ``segment`` from now on."""

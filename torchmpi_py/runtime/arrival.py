@@ -36,7 +36,7 @@ _CALLS = "mpi.start() or init_process_group()"
 
 
 def limit_of(tuning: Tuning) -> float:
-    """How long a start waits for all ranks: as long as operations do, and at least 20 s. 0: for ever."""
+    """The time for which a start waits for all ranks: that of operations, and at least 20 s. 0: for ever."""
     return max(tuning.deadline_seconds, _LEAST_SECONDS) if tuning.deadline_seconds else 0.0
 
 

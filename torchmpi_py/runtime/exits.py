@@ -1,4 +1,4 @@
-"""How a started process ends: stop at a normal exit, abort of the whole job on an uncaught exception.
+"""The end of a started process: stop at a normal exit, abort of the whole job on an uncaught exception.
 
 A forked child is disowned: it must neither use its parent's rank nor shut its parent's MPI down.
 """
@@ -13,8 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torchmpi_py.core import communication_thread, communicators, journal, mpi_api, ulfm
-from torchmpi_py.core.backoff import Nap
+from torchmpi_py.core import backoff, communication_thread, communicators, journal, mpi_api, ulfm
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
@@ -55,17 +54,15 @@ def wait_for_all(world: Communicator) -> None:
 
 
 def _wait_with_warning(world: Communicator) -> None:
-    request, nap, warned = world.background.mpi.Ibarrier(), Nap(0.001), False
-    while not request.Test():
-        nap.take()
-        if nap.seconds > STOP_WARNING_SECONDS and not warned:
-            warned = True
-            logger.warning(
-                "rank %d has been waiting in mpi.stop() for %.0f s; the other ranks are still in their program. "
-                "If it left early (sys.exit on one rank?), they wait for it too, and the job hangs",
-                world.rank,
-                nap.seconds,
-            )
+    request, nap = world.background.mpi.Ibarrier(), backoff.Nap(0.001)
+    if not backoff.complete(request, nap, STOP_WARNING_SECONDS):
+        logger.warning(
+            "rank %d has been waiting in mpi.stop() for %.0f s; the other ranks are still in their program. "
+            "If it left early (sys.exit on one rank?), they wait for it too, and the job hangs",
+            world.rank,
+            nap.seconds,
+        )
+        backoff.complete(request, nap)
 
 
 def _at_exit(stop: Callable[[], None]) -> None:

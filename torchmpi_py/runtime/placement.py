@@ -1,4 +1,4 @@
-"""Where this rank is: its place on the node, its GPU, its share of the cores. Nothing here talks to other nodes.
+"""The place of this rank: on the node, its GPU, its share of the cores. Nothing here talks to other nodes.
 
 Each launcher sets the local rank in a variable of its own. The GPU is chosen by this variable before MPI starts. After
 that the variable counts only if the ranks of the node hold 0, 1, 2, ... between them: Open MPI may count otherwise than

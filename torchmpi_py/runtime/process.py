@@ -87,7 +87,7 @@ def _start(options: sessions.StartOptions, wait: arrival.Wait) -> None:
 def stop() -> None:
     """Drain outstanding operations, and free communicators, staging memory and threads. Collective; idempotent.
 
-    A normal exit of the interpreter calls it. ``start`` may be called again.
+    A normal exit of the interpreter calls ``stop``. ``start`` may be called again.
     """
     if not communicators.is_started():
         return
@@ -130,27 +130,22 @@ def size() -> int:
 
 
 def barrier(comm: Communicator | None = None) -> None:
-    """Wait until every rank of ``comm`` (default: the current level) has called it.
+    """Wait until every rank of ``comm`` (default: the current level) has called ``barrier``.
 
     CollectiveTimeout after the deadline if ``at_deadline`` of the tuning is "raise".
     """
-    comm = communicators.resolve(comm)
+    comm, limit = communicators.resolve(comm), config.current.deadline_seconds
     entry = journal.record_plain("barrier", comm)
     try:
         if not config.can_raise:
             backoff.fenced(comm.direct.mpi.Barrier)()
-        elif not backoff.fenced(lambda: _completes_in_time(comm))():
-            late = f"the barrier is not complete after {config.current.deadline_seconds:g} s. {reports.late(entry)}"
+        elif not backoff.fenced(lambda: backoff.complete(comm.direct.mpi.Ibarrier(), backoff.Nap(0.001), limit))():
+            late = f"the barrier is not complete after {limit:g} s. {reports.late(entry)}"
             raise CollectiveTimeout(late)._of_call("barrier", comm)
     except BaseException:
         journal.fail(entry)
         raise
     journal.end(entry)
-
-
-def _completes_in_time(comm: Communicator) -> bool:
-    """Whether all ranks come to a barrier of ``comm`` before the deadline."""
-    return backoff.complete(comm.direct.mpi.Ibarrier(), backoff.Nap(0.001), config.current.deadline_seconds)
 
 
 def local_rank() -> int:
@@ -169,7 +164,7 @@ def num_nodes() -> int:
 
 
 def device() -> torch.device:
-    """Where this rank computes: its GPU after ``start(with_cuda=True)``, else the CPU."""
+    """The device on which this rank computes: its GPU after ``start(with_cuda=True)``, else the CPU."""
     return sessions.current().device
 
 

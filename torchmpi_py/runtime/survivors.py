@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communication_thread, communicators, journal, ulfm
@@ -25,8 +25,6 @@ from torchmpi_py.watch import tracing, watchdog
 logger = logging.getLogger("torchmpi_py")
 
 _LOST = "a rank died, and the others have begun anew"
-
-
 _MOST_VAIN_RECOVERIES = 3  # one after another, without a death: Open MPI has agreed so, between nodes
 
 
@@ -152,33 +150,29 @@ def catch_up(step: Any, *parts: Any) -> Any:
     """
     while True:
         with elastic() as attempt:
-            farthest = _state_of_farthest(step, parts)
-            if step != farthest.step:
-                for part, state in zip(parts, farthest.states, strict=True):
+            farthest, states = _state_of_farthest(step, parts)
+            if step != farthest:
+                for part, state in zip(parts, states, strict=True):
                     part.load_state_dict(state)
         if not attempt.has_recovered:
-            return farthest.step
+            return farthest
 
 
-class _State(NamedTuple):
-    """The state of the rank that has come farthest; without the states of the parts if all ranks are there."""
+def _state_of_farthest(step: Any, parts: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """(step, states of the parts) of the rank that has come farthest; no states if all ranks are there. Collective.
 
-    step: Any
-    states: list[Any]
-
-
-def _state_of_farthest(step: Any, parts: Sequence[Any]) -> _State:
-    """The state, on all ranks, or RankDied on all ranks."""
+    RankDied on all ranks if one has died.
+    """
     steps = verbs.allgather_object(step)
     confirm()
     farthest = max(steps)
     if all(other == farthest for other in steps):
-        return _State(farthest, [])
+        return farthest, []
     root = steps.index(farthest)
     is_root = communicators.resolve(None).rank == root
     states = verbs.broadcast_object([part.state_dict() for part in parts] if is_root else None, root)
     confirm()
-    return _State(farthest, states)
+    return farthest, states
 
 
 def close_session() -> None:

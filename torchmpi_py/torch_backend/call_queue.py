@@ -1,7 +1,7 @@
 """The calls of one process group, in the order in which the program makes them.
 
-A call is one or more operations of the package, one after another, and a last step, such as a copy into lists. It is
-*under way* from when it is queued until the last step is done.
+A call is one or more operations of the package, one after another, and a last step, such as a copy into lists. A call
+is *under way* from when the call is queued until the last step is done.
 
 torch.distributed lets one rank make a call that blocks where another rank makes the same call asynchronously: only the
 order counts. So a group has one communicator for both, and carries out its calls one after another: a call that blocks
@@ -145,7 +145,7 @@ class CallQueue:
         if self._num_queued or config.can_raise or not self._channel.acquire(blocking=False):
             return False
         try:
-            if self._num_queued:
+            if self._num_queued:  # queued by another thread since the look: that call comes first
                 return False
             _carry_out(call)
             return True
@@ -159,6 +159,7 @@ class CallQueue:
 
     def submit(self, call: Call, seconds: float | None) -> QueuedCall:
         """Queue a call for the thread of the group. Its work and its future give up after ``seconds``."""
+        # Counted first: from here on no call of another thread runs where it is made, and overtakes this one.
         with self._order:
             self._num_queued += 1
             if self._thread is None:
@@ -183,9 +184,11 @@ class CallQueue:
                 self._deferred.append(call)
                 return
             call.end()
+            # The callback that waited has run with that: now those of the calls that it has waited for.
             while self._deferred:
                 self._deferred.pop(0).end()
         finally:
+            # The count falls first: else a call that finds the channel free would be queued for nothing.
             with self._order:
                 self._num_queued -= 1
                 if not self._num_queued:
@@ -227,6 +230,7 @@ class CallQueue:
         thread, self._thread = self._thread, None
         if thread is not None and communication_thread.is_installed():
             communication_thread.current().remove_companion(thread)
+            # A call that is late now may never end: nothing waits for the thread any more, nor uses its communicator.
             if seconds is not None and not thread.is_stuck and not thread.is_drained_within(seconds):
                 thread.is_stuck = self._comm.is_stuck = True
             if thread.is_stuck:

@@ -90,6 +90,7 @@ class _Family:
 
     def take(self, busy: set[Communicator]) -> Communicator:
         """The first communicator that is free on all ranks, or a new one."""
+        # Ranks destroy their groups at different times: what is free here may be in use on another rank.
         mine = [comm not in busy and not comm.is_free for comm in self.comms]
         gathered = self.line.mpi.allgather(mine)
         found = (comm for comm, *free in zip(self.comms, *gathered, strict=True) if all(free))

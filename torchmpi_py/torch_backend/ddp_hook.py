@@ -32,7 +32,7 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook for DDP: the mean of the gradients over the ranks, by way of symmetric memory.
 
     ``state``: the process group, of this backend, that the module was given; None: the default one. Sums of 16-bit
-    gradients accumulate in float32. Every rank must register it.
+    gradients accumulate in float32. Every rank must register the hook.
     """
     group = torch_internals.group_of_hook("average", state)
     x = torch_internals.check_bucket("average", bucket.buffer())

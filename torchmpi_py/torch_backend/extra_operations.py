@@ -64,7 +64,7 @@ class ExtraOperations:
         """The outputs, one for each rank, then the inputs; see ``alltoall_operation``."""
         outputs, inputs = tensors[: channel.size], tensors[channel.size :]
         # This rank's own part needs no message.
-        sent, received = [_on_host(x) for x in inputs], [_room_on_host(x) for x in outputs]
+        sent, received = [flat(x).cpu() for x in inputs], [_room_on_host(x) for x in outputs]
         received[channel.rank].copy_(sent[channel.rank].view_as(received[channel.rank]))
         # All receives first, so that messages arrive in place; each rank sends to its neighbours in another order.
         others = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
@@ -100,10 +100,6 @@ class ExtraOperations:
             keep(symmetric.memory(channel, num_bytes, device)[:num_bytes])
         except Unavailable:
             keep(None)
-
-
-def _on_host(x: Tensor) -> Tensor:
-    return flat(x).cpu()
 
 
 def _room_on_host(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How process groups begin: ranks meet over MPI for torch.distributed, and make a group.
+"""The beginning of process groups: ranks meet over MPI for torch.distributed, and make a group.
 
 Without ``init_method`` and ``store``, torch.distributed takes ``env://``. Its handler (``registration.py``) leads here
 where an MPI has started the ranks, and MASTER_ADDR and MASTER_PORT are not the user's own: rank 0 opens a store on a
@@ -87,6 +87,7 @@ def over_mpi(rank: int | None, timeout: dt.timedelta | None = None, **_: object)
 
 def create(options: Any) -> ProcessGroup:
     """The process group that torch.distributed describes by ``options``. Collective over its ranks."""
+    # 1. Start the package, if the group can be made at all.
     is_default = not options.global_ranks_in_group
     if is_default and not communicators.is_started():
         _check_is_whole(options, variables.size_in(os.environ) or 1)  # before this rank waits for the others to start
@@ -94,6 +95,7 @@ def create(options: Any) -> ProcessGroup:
     world = communicators.stack().levels[0]
     if is_default:
         _check_is_whole(options, world.size)
+    # 2. torch's numbers of the ranks have to be MPI's.
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if max(ranks, default=-1) >= world.size or ranks[options.group_rank] != world.rank:
         raise TorchMPIError(
@@ -101,6 +103,7 @@ def create(options: Any) -> ProcessGroup:
             f"{world.rank} of {world.size}. Launch with torchmpirun (not torchrun), and leave rank= and world_size= "
             "away, and RANK and WORLD_SIZE out of the environment"
         )
+    # 3. The default group is the first meeting, which names the ranks that do not come.
     if is_default:
         wait_for_all(world, options.timeout)
     return ProcessGroup(ranks, options.group_id, options.timeout)

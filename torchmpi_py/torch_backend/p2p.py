@@ -43,7 +43,7 @@ class Message(PendingWork):
         threading.Thread(target=step, name="torchmpi_py-message", daemon=True).start()
 
     def source_rank(self) -> int:
-        """The rank that sent it, in the group."""
+        """The rank in the group that sent the message, once the message has come."""
         self.wait()
         return int(self._receipts[0].status.Get_source())
 

@@ -187,6 +187,7 @@ def allreduce_together(comm: Communicator, tensors: list[Tensor], op: str, facto
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
     for x in tensors:
         kinds.setdefault((x.dtype, x.device), []).append(x)
+    # One flat tensor of each kind; results are copied back.
     wholes = [(torch.cat([flat(x).view(-1) for x in alike]), alike) for alike in kinds.values()]
 
     conclude = _into_lists([whole for whole, _ in wholes], [alike for _, alike in wholes])
@@ -264,14 +265,14 @@ def scatter(comm: Communicator, output: Tensor, input_lists: Sequence[Tensors], 
 
 
 def reduce_scatter(comm: Communicator, outputs: Tensors, input_lists: Sequence[Tensors], op: str, factor: Any) -> Call:
-    """Of each list, reduced over the ranks, rank r gets the r-th; their shapes may differ."""
+    """Each list is reduced over the ranks; rank r gets the r-th tensor. The shapes in a list may differ."""
     operations, finishes = [], []
     for output, given in zip(outputs, input_lists, strict=True):
         _check_list("reduce_scatter", "inputs", given, output, comm.size)
         _check_equal("reduce_scatter", "inputs", [given[comm.rank]], output)
         inputs = list(given) if factor is None else [x.detach() * factor for x in given]
         buffer, copy_out = output_buffer("reduce_scatter", output, holds_input=False)
-        if len({x.numel() for x in inputs}) == 1:
+        if len({x.numel() for x in inputs}) == 1:  # else a reduce for each rank
             whole = torch.cat([flat(x).view(-1) for x in inputs])
             operations.append(_reduce_scatter(whole, out=buffer.view(-1), op=op, comm=comm))
         else:
@@ -283,7 +284,7 @@ def reduce_scatter(comm: Communicator, outputs: Tensors, input_lists: Sequence[T
 
 
 def reduce_scatter_single(comm: Communicator, outputs: Tensors, inputs: Tensors, op: str, factor: Any) -> Call:
-    """Of each input, reduced over the ranks, rank r gets the r-th part."""
+    """Each input is reduced over the ranks; rank r gets the r-th part."""
     operations, finishes = [], []
     for output, x in zip(outputs, inputs, strict=True):
         _check_whole("reduce_scatter", "input", x, "output", output, comm.size)

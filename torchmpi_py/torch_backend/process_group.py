@@ -24,7 +24,7 @@ from torchmpi_py.torch_backend.ddp_hook import BucketMemory
 from torchmpi_py.torch_backend.extra_operations import ExtraOperations
 from torchmpi_py.torch_backend.p2p import Message
 from torchmpi_py.torch_backend.registration import NAME
-from torchmpi_py.torch_backend.work import OVER, Done, PendingWork, Several, is_in_callback
+from torchmpi_py.torch_backend.work import OVER, CallWork, Done, PendingWork, Several, is_in_callback
 
 Tensors = Sequence[Tensor]
 
@@ -232,5 +232,5 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
 
 # A compiled function may call collectives from C++, which come back to Python here: the compiler would follow them.
-compiling.leave_alone(ProcessGroup, Done, PendingWork, QueuedCall, Several, Message)
+compiling.leave_alone(ProcessGroup, CallWork, Done, PendingWork, QueuedCall, Several, Message)
 torch_internals.keep_join_notices()

@@ -70,7 +70,7 @@ def _meets_over_mpi(given: Mapping[str, str]) -> bool:
 
 
 def _stack() -> Any:
-    """The package's communicators, if it is started."""
+    """The package's communicators, if the package is started."""
     communicators: Any = sys.modules.get("torchmpi_py.core.communicators")
     return communicators.stack() if communicators is not None and communicators.is_started() else None
 

@@ -128,7 +128,22 @@ class TimedOut(CollectiveTimeout, distributed.DistBackendError):
     """A collective of a process group was not complete within the group's timeout."""
 
 
-class Done(distributed.Work):
+class CallWork(distributed.Work):
+    """What the works below have in common. Each sets ``_results`` and says what ``exception`` is."""
+
+    _results: list[Tensor]
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        return self._results
+
+
+class Done(CallWork):
     """A call that was carried out at once."""
 
     def __init__(self, results: list[Tensor]) -> None:
@@ -141,17 +156,8 @@ class Done(distributed.Work):
     def is_completed(self) -> bool:
         return True
 
-    def is_success(self) -> bool:
-        return True
-
     def exception(self) -> None:
         return None
-
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
-
-    def result(self) -> list[Tensor]:
-        return self._results
 
     def get_future(self) -> CallFuture:
         future = CallFuture(_gpus(self._results))
@@ -163,7 +169,7 @@ OVER = Done([])
 """The work of all calls that block: torch.distributed does not show it, and making one takes a third of the verb."""
 
 
-class PendingWork(distributed.Work):
+class PendingWork(CallWork):
     """A call under way, behind ``handle``. ``wait`` and the future raise what the call raises.
 
     After ``seconds`` the waits give up (None: never); the call goes on. A subclass sets the handle when it launches.
@@ -186,13 +192,13 @@ class PendingWork(distributed.Work):
         """Called by a thread before it waits for the future."""
 
     def expect(self) -> None:
-        """Called when the future is made: waits for it cannot be seen."""
+        """Called when the future is made, for waits for a future cannot be seen."""
 
     def when_late(self) -> None:
         """Called when a wait has given up."""
 
     def when_over(self, step: Callable[[], None]) -> None:
-        """Run ``step`` when the call is over, once; or now, if it is."""
+        """Run ``step`` once: when the call is over, or now if the call is over already."""
         raise NotImplementedError
 
     def wait(self, timeout: dt.timedelta | None = None) -> bool:
@@ -212,9 +218,6 @@ class PendingWork(distributed.Work):
     def is_completed(self) -> bool:
         return self.handle.done()
 
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
     def exception(self) -> Exception | None:
         """What the call has raised, if it is over."""
         if self.handle.done():
@@ -223,12 +226,6 @@ class PendingWork(distributed.Work):
             except Exception as error:
                 return error
         return None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        return self._results
 
     def get_future(self) -> CallFuture:
         """A future of the tensors. From now on the call counts as waited for (``core/journal.py``)."""
@@ -248,7 +245,7 @@ class PendingWork(distributed.Work):
         """The call is over."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._future is None or not self._future_is_open.acquire(blocking=False):
+        if self._future is None or not self._future_is_open.acquire(blocking=False):  # or has timed out meanwhile
             return
         try:
             self.handle.wait()
@@ -269,12 +266,13 @@ class PendingWork(distributed.Work):
         self._future.set_exception(error)
 
 
-class Several(distributed.Work):
+class Several(CallWork):
     """Several calls, as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()
         self._works = works
+        self._results = [x for work in works for x in work.result()]
 
     def wait(self, timeout: dt.timedelta | None = None) -> bool:
         for work in self._works:
@@ -284,21 +282,12 @@ class Several(distributed.Work):
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
     def exception(self) -> Exception | None:
         return next(filter(None, (work.exception() for work in self._works)), None)
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        return [x for work in self._works for x in work.result()]
-
     def get_future(self) -> CallFuture:
         """A future of all tensors, which is completed after the last call."""
-        made, results = [work.get_future() for work in self._works], self.result()
+        made, results = [work.get_future() for work in self._works], self._results
 
         def before_wait() -> None:
             for future in made:

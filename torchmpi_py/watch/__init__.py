@@ -1,1 +1,1 @@
-"""Who is late, dead or different; reports; traces."""
+"""Which rank is late, dead or different; reports; traces."""

@@ -12,7 +12,7 @@ from torchmpi_py.launch import exit_marks
 from torchmpi_py.watch import tracing
 
 EXIT_CODE = 1
-"""Of a job that is ended by the ranks' watch over each other."""
+"""The exit code of a job that is ended by the ranks' watch over each other."""
 
 
 def abort(code: int) -> None:

@@ -6,8 +6,8 @@ of a node reads the fingerprints that the delegates have recorded since (``Rows`
 nodes (``Comparison``). The n-th operation of a communicator has the same fingerprint everywhere, or is a mismatch.
 
 A board keeps a rank's last 1024 operations. So every operation is compared up to about a thousand a second; of more
-than that, the last thousand of each second. A mismatch in an operation that ranks wait in is always found: it stays.
-A hub compares the 4096 communicators that were used last; of others it forgets what was called.
+than that, the last thousand of each second. A mismatch in an operation that ranks wait in stays, and so is found.
+A hub compares the 4096 communicators that were used last, and forgets what was called on others.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Comparison:
         return found
 
     def lasts(self, desertion: Desertion) -> bool:
-        """Whether the last rows still show it."""
+        """Whether the last rows still show the desertion."""
         position = desertion.position
         history = self._histories.get((position.generation, position.ranks))
         rows = {} if history is None else {row.delegate: row for row in history.last.values()}

@@ -26,10 +26,13 @@ from torchmpi_py.watch.reports import NodeReport
 CLAIM_HOLDS_SECONDS = 30.0
 CLAIM_HOLDS_SECONDS_WHEN_ASKED = 1.0
 PARTS_SECONDS = 2.0  # a node waits for 1.5 s for the stacks of its ranks
+OTHERS_REPORT_SECONDS = 1.0  # for a rank that sees a trouble itself
+OTHERS_END_SECONDS = 5.0  # for a rank that is about to end the job
+RAISE_SECONDS = 5.0  # for an operation to raise CollectiveTimeout
+SILENT_SECONDS = 2.5  # a leader answers each second: one that does not is not waited for
 _VIEWS_SECONDS = 1.0
 _CLAIM_SECONDS = 6.0
 _KILLED_SECONDS = 2.0  # for a rank that finds no hub, because the job is being ended, to be ended too
-_SILENT_SECONDS = 2.5  # a leader answers each second: one that does not is not waited for
 
 Answers = dict[int, Any]
 
@@ -64,7 +67,7 @@ def claim(board: Board, reason: int, report: NodeReport, number: int | None = No
 
 
 def withdraw() -> None:
-    """Have the hubs forget that the job was about to end: it goes on."""
+    """Have the hubs forget that the job was about to end, for the job goes on."""
     node_links.ask({"withdraw": 1}, 1.0)
 
 
@@ -126,10 +129,17 @@ class ReportDesk:
             if node != skip:
                 with contextlib.suppress(OSError):  # it is found lost elsewhere
                     link.send({"ask": number, **question})
-                    if now - link.last_heard < _SILENT_SECONDS:
+                    if now - link.last_heard < SILENT_SECONDS:
                         asked.add(node)
         own = None if skip == self._nodes.mine else self._answer(question)
         self._questions[number] = _Question(asked, {} if own is None else {self._nodes.mine: own}, now + seconds, then)
+
+    def ask_views(self, position: Any, then: Callable[[list[Any]], None]) -> None:
+        """Ask all nodes what their ranks do at a position; ``then`` gets the ``reports.View`` of each, by node."""
+        question = {"what": "views", "position": position}
+        self.ask_all(
+            question, _VIEWS_SECONDS, lambda found: then([view for node in sorted(found) for view in found[node]])
+        )
 
     def answered(self, node: int, number: int, value: Any) -> None:
         """Take in an answer; None from a node that has none."""
@@ -152,11 +162,7 @@ class ReportDesk:
         if "claim" in message:
             self._handle_claim(link, message)
         elif "views" in message:
-            self.ask_all(
-                {"what": "views", "position": message["views"]},
-                _VIEWS_SECONDS,
-                lambda answers: _reply(link, {"views": [view for node in sorted(answers) for view in answers[node]]}),
-            )
+            self.ask_views(message["views"], lambda views: _reply(link, {"views": views}))
         elif "withdraw" in message:
             self._is_ending = False
             _reply(link, {"withdrawn": 1})

@@ -89,11 +89,11 @@ def introduce(channel: Channel, address: str) -> tuple[Nodes | None, socket.sock
     port = 0 if listener is None else listener.getsockname()[1]
     mine = places[channel.rank].node
     host = socket.gethostname() if channel.rank == mine else ""
-    told = channel.mpi.allgather((host, address if is_hub else "", port))
+    gathered = channel.mpi.allgather((host, address if is_hub else "", port))
     token = channel.mpi.bcast(secrets.token_bytes(32) if channel.rank == 0 else None)
     ranks = {node: [rank for rank, place in enumerate(places) if place.node == node] for node in order}
-    hubs = {node: told[node][1:] for node in order[:NUM_HUBS] if told[node][2]}
-    return Nodes(mine, {node: told[node][0] for node in order}, ranks, hubs, token), listener
+    hubs = {node: gathered[node][1:] for node in order[:NUM_HUBS] if gathered[node][2]}
+    return Nodes(mine, {node: gathered[node][0] for node in order}, ranks, hubs, token), listener
 
 
 def _listen(address: str) -> socket.socket | None:
@@ -300,9 +300,9 @@ def ask(question: Message, seconds: float) -> Message | None:
 
     Called by any rank, from any thread, while the hubs watch.
     """
-    nodes = current
-    for hub in () if nodes is None else nodes.hubs:
-        assert nodes is not None, "there are hubs"
+    if (nodes := current) is None:
+        return None
+    for hub in nodes.hubs:
         with contextlib.suppress(OSError, ValueError), contextlib.closing(connect(nodes, hub)) as link:
             link.send(question)
             until = time.monotonic() + seconds

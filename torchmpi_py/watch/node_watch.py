@@ -25,9 +25,9 @@ from typing import Any
 from torchmpi_py.core import ulfm
 from torchmpi_py.core.config import Tuning
 from torchmpi_py.core.status_board import CLAIMED_DEATH, CLAIMED_DIFFERENCE, ENDING, HAS_LEFT, WORLD_RANK, Board
-from torchmpi_py.watch import abort, cross_check, flight_recorder, node_links, reports, stacks
+from torchmpi_py.watch import abort, cross_check, flight_recorder, job_reports, node_links, reports, stacks
 from torchmpi_py.watch.cross_check import Comparison, Desertion, Mismatch, Position, Row
-from torchmpi_py.watch.job_reports import Answers, ReportDesk
+from torchmpi_py.watch.job_reports import ReportDesk
 from torchmpi_py.watch.node_links import Link, Message, Nodes
 
 logger = logging.getLogger("torchmpi_py")
@@ -36,16 +36,11 @@ _TURN_SECONDS = 0.25
 _ROWS_SECONDS = 1.0  # between two comparisons
 _CONNECT_AGAIN_SECONDS = 2.0
 _WARN_SECONDS = 30.0  # without a connection to a hub
-_OTHERS_REPORT_SECONDS = 1.0  # for the ranks that see a trouble themselves
-_COME_AGAIN_SECONDS = 1.5  # besides these, for a leader whose connection was lost to connect again
+_COME_AGAIN_SECONDS = 1.5  # besides OTHERS_REPORT_SECONDS, for a leader whose connection was lost to connect again
 _COME_BACK_SECONDS = 4.0  # the same, where the host was silent before: an attempt to connect may be under way
-_SILENT_SECONDS = 2.5
 _STALL_SECONDS = 1.0  # a turn that takes longer is no silence of the others
 _PROOF_SECONDS = 5.0
 _ACCEPT_AGAIN_SECONDS = 1.0
-_OTHERS_END_SECONDS = 5.0  # for a rank that is about to end the job
-_RAISE_SECONDS = 5.0
-_VIEWS_SECONDS = 1.0
 
 
 class NodeWatch:
@@ -210,8 +205,9 @@ class NodeWatch:
             self._unreachable[node] = now - link.seconds_unheard(now)
         else:
             # A rank that is ending the job has some seconds more: what ended it was said there.
-            again = _COME_BACK_SECONDS if link.seconds_unheard(now) > _SILENT_SECONDS else _COME_AGAIN_SECONDS
-            self._gone[node] = now + (_OTHERS_END_SECONDS if link.is_ending else again)
+            was_silent = link.seconds_unheard(now) > job_reports.SILENT_SECONDS
+            again = _COME_BACK_SECONDS if was_silent else _COME_AGAIN_SECONDS
+            self._gone[node] = now + (job_reports.OTHERS_END_SECONDS if link.is_ending else again)
 
     def _handle(self, link: Link, message: Message) -> None:
         if "ask" in message:
@@ -229,7 +225,7 @@ class NodeWatch:
             self._desk.handle(link, message, "; ".join(self._loss(node, self._now) for node in lost))
 
     def _answer(self, question: Message) -> Any:
-        """This node's answer to a hub; None where there is none: who has asked waits for it."""
+        """This node's answer to a hub; None, for which a hub does not wait, where an answer cannot be found."""
         try:
             return self._find_answer(question)
         except Exception:
@@ -298,9 +294,9 @@ class NodeWatch:
             return
         trouble, since = self._trouble
         is_ending = self._has_announced or any(link.is_ending for link in self._links.values())
-        patience = _OTHERS_END_SECONDS if is_ending else _OTHERS_REPORT_SECONDS
+        patience = job_reports.OTHERS_END_SECONDS if is_ending else job_reports.OTHERS_REPORT_SECONDS
         if self._tuning.at_deadline == "raise" and self._tuning.deadline_seconds > 0:
-            patience += self._tuning.deadline_seconds + _RAISE_SECONDS
+            patience += self._tuning.deadline_seconds + job_reports.RAISE_SECONDS
         if now - since < patience:
             return
         if isinstance(trouble, Desertion) and not self._is_fresh(trouble, since + patience):
@@ -312,11 +308,7 @@ class NodeWatch:
             what = f"rank {trouble.stopping} has come to its end, and will not come to an operation of ranks "
             self._end_job(CLAIMED_DIFFERENCE, f"{what}{trouble.position.ranks} in which rank {trouble.waiting} waits")
             return
-        self._desk.ask_all(
-            {"what": "views", "position": trouble.position},
-            _VIEWS_SECONDS,
-            lambda answers: self._report_mismatch(trouble, answers),
-        )
+        self._desk.ask_views(trouble.position, lambda views: self._report_mismatch(trouble, views))
 
     def _is_fresh(self, trouble: Desertion, since: float) -> bool:
         """Whether the nodes of both ranks have sent rows since."""
@@ -324,12 +316,11 @@ class NodeWatch:
         nodes = [node for node, ranks in self._nodes.ranks.items() if both.intersection(ranks)]
         return all(self._heard_rows.get(node, 0.0) > since for node in nodes)
 
-    def _report_mismatch(self, mismatch: Mismatch, answers: Answers) -> None:
+    def _report_mismatch(self, mismatch: Mismatch, views: list[Any]) -> None:
         calls: dict[str, list[int]] = {}
-        for node in sorted(answers):
-            for view in map(reports.View._make, answers[node]):
-                if not view.is_missing:
-                    calls.setdefault(view.text, []).append(view.rank)
+        for view in map(reports.View._make, views):
+            if not view.is_missing:
+                calls.setdefault(view.text, []).append(view.rank)
         sides = "; ".join(
             f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} call{'s' * (len(ranks) == 1)} {text}"
             for text, ranks in calls.items()
@@ -351,7 +342,7 @@ class NodeWatch:
         if ulfm.is_elastic() or not self._desk.is_idle:
             return
         is_hub = self._nodes.mine in self._nodes.hubs
-        patience = _OTHERS_REPORT_SECONDS * (1 if is_hub else 2)
+        patience = job_reports.OTHERS_REPORT_SECONDS * (1 if is_hub else 2)
         lost = self._lost(now)
         self._reported.intersection_update(lost)  # one that has come back may be lost again
         lost = [node for node in lost if node not in self._reported]

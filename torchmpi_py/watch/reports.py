@@ -368,8 +368,6 @@ def _is_visible(board: Board, index: int) -> bool:
 
 
 def _process(board: Board, index: int) -> status_board.Process | None:
-    return (
-        status_board.find_process(board.get(PROCESS, index))
-        if _is_visible(board, index)
-        else status_board.UNKNOWN_PROCESS
-    )
+    if not _is_visible(board, index):
+        return status_board.UNKNOWN_PROCESS
+    return status_board.find_process(board.get(PROCESS, index))

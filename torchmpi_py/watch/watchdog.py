@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
 from torchmpi_py.core import backoff, journal, status_board, ulfm
 from torchmpi_py.core.config import Tuning
@@ -54,14 +53,11 @@ _LOOK_SECONDS = 0.5
 _MOST_A_LOOK_SECONDS = 1.0
 _NUM_WATCHED = 2  # neighbours of each rank
 _CLAIM_SECONDS = 0.02  # for the claims of other ranks to become visible
-_OTHERS_REPORT_SECONDS = 1.0  # for a rank of another node, which may see the late rank
-_OTHERS_END_SECONDS = 5.0  # for a rank that is about to end the job
-_RAISE_SECONDS = 5.0  # for an operation to raise CollectiveTimeout
 _SHORT_SECONDS = 60  # ages up to this are reported with one decimal
 
 
 class Ages:
-    """How long operations have been under way: ``seconds``, by the numbers of their records."""
+    """The ages of the operations that are under way: ``seconds``, by the numbers of their records."""
 
     def __init__(self, now: float) -> None:
         self.seconds: dict[int, float] = {}
@@ -78,11 +74,8 @@ class Ages:
         return max(old, key=old.__getitem__, default=None)
 
 
-class Claim(NamedTuple):
-    """The claim of a rank to write a report. The smallest one holds."""
-
-    time_ns: int
-    local: int
+Claim = tuple[int, int]
+"""The claim of a rank to write a report: its time in ns, and the local rank. The smallest one holds."""
 
 
 def claim(board: Board, reason: int) -> bool:
@@ -95,13 +88,13 @@ def claim(board: Board, reason: int) -> bool:
         return False
     board.put(reason, now)
     time.sleep(_CLAIM_SECONDS)
-    return min(_recent_claims(board, reason, now)) == Claim(now, board.index)
+    return min(_recent_claims(board, reason, now)) == (now, board.index)
 
 
 def _recent_claims(board: Board, reason: int, now: int) -> list[Claim]:
     seconds = job_reports.hold_seconds(reason)
-    claims = [Claim(board.get(reason, index), index) for index in board.indices]
-    return [each for each in claims if now - each.time_ns < seconds * 1e9]
+    claims = [(board.get(reason, index), index) for index in board.indices]
+    return [each for each in claims if now - each[0] < seconds * 1e9]
 
 
 def _is_reported(board: Board, number: int) -> bool:
@@ -109,11 +102,11 @@ def _is_reported(board: Board, number: int) -> bool:
     mine = board.record(number)
     if mine is None or not mine.sequence_number:
         return False
-    reporters = [each.local for each in _recent_claims(board, CLAIMED_LATE, time.monotonic_ns())]
-    theirs = [
-        (board.counterpart(mine.slot, mine.fingerprint, index), index) for index in reporters if index != board.index
-    ]
-    return any(record is not None and record.number == board.get(LATE_NUMBER, index) for record, index in theirs)
+    for _, index in _recent_claims(board, CLAIMED_LATE, time.monotonic_ns()):
+        theirs = None if index == board.index else board.counterpart(mine.slot, mine.fingerprint, index)
+        if theirs is not None and theirs.number == board.get(LATE_NUMBER, index):
+            return True
+    return False
 
 
 class Neighbours:
@@ -154,7 +147,7 @@ class Neighbours:
             since = self._dead_since.setdefault(index, now)
             # A rank that was ending the job, or that another rank claims, is reported if the job is still here later.
             is_expected = self._board.get(HAS_LEFT, index) == ENDING
-            if (not is_expected and claim(self._board, CLAIMED_DEATH)) or now - since >= _OTHERS_END_SECONDS:
+            if (not is_expected and claim(self._board, CLAIMED_DEATH)) or now - since >= job_reports.OTHERS_END_SECONDS:
                 return index
         return None
 
@@ -168,11 +161,7 @@ class Watchdog:
     """The watchdog of this process, from the construction to ``stop``."""
 
     def __init__(
-        self,
-        board: Board,
-        tuning: Tuning,
-        nodes: Nodes | None = None,
-        listener: socket.socket | None = None,
+        self, board: Board, tuning: Tuning, nodes: Nodes | None = None, listener: socket.socket | None = None
     ) -> None:
         self._board = board
         self._deadline_seconds, self._at_deadline = tuning.deadline_seconds, tuning.at_deadline
@@ -251,7 +240,7 @@ class Watchdog:
             return
         raising: set[int] = set()
         if self._at_deadline == "raise" and board.get(HAS_LEFT) == 0:
-            at_least, raising = at_least + _RAISE_SECONDS, set(self._ages.seconds) - journal.called(board)
+            at_least, raising = at_least + job_reports.RAISE_SECONDS, set(self._ages.seconds) - journal.called(board)
         elif self._at_deadline == "raise" and not self._is_stopping:
             # Nothing raises in mpi.stop(), which waits once more for operations whose lateness was raised before.
             self._is_stopping = True
@@ -267,7 +256,7 @@ class Watchdog:
                 self._reported.add(oldest)
             return
         self._reported.add(oldest)
-        patience_seconds = _OTHERS_REPORT_SECONDS
+        patience_seconds = job_reports.OTHERS_REPORT_SECONDS
         try:
             patience_seconds = self._tell_late(oldest, ends=is_end)
         finally:
@@ -282,8 +271,8 @@ class Watchdog:
         answer = job_reports.claim(board, CLAIMED_LATE, report, number, ends=ends)
         if answer is None:  # one node, or no hub that answers
             print_to_stderr(f"{report.text}\n{flight_recorder.dump(board)}")
-            return 0 if report.names_missing else _OTHERS_REPORT_SECONDS
-        return 0 if answer["claimed"] == "printed" else _OTHERS_END_SECONDS
+            return 0 if report.names_missing else job_reports.OTHERS_REPORT_SECONDS
+        return 0 if answer["claimed"] == "printed" else job_reports.OTHERS_END_SECONDS
 
     def _end_if_incomplete(self, number: int, seconds: float) -> None:
         """End the job, after some seconds, unless the operation has completed meanwhile."""
@@ -311,7 +300,7 @@ def end_job(board: Board, reason: int, why: str) -> None:
             # After the report: the launcher may notice the death, too, and end this process before the files are there.
             print_to_stderr(flight_recorder.dump(board))
         elif answer["claimed"] == "held":
-            time.sleep(_OTHERS_END_SECONDS)  # in which the one that reports ends the job
+            time.sleep(job_reports.OTHERS_END_SECONDS)  # in which the one that reports ends the job
     finally:
         abort.abort(abort.EXIT_CODE)
 

@@ -1,8 +1,8 @@
 """A program that tries whether this MPI takes addresses of GPU memory: ``python cuda_trial.py cuda:0``.
 
-It is a process, and a job of one rank, of its own: an MPI that takes such an address for one of the host crashes. So
-each trial is announced on standard output before it is made; the parent reads there where the program ended, and how.
-The program imports nothing of the package, and runs on the host (``cpu``) as well.
+The program is a process, and a job of one rank, of its own: an MPI that takes such an address for one of the host
+crashes. So each trial is announced on standard output before it is made; the parent reads there where the program
+ended, and how. Nothing of the package is imported; the host (``cpu``) serves as well.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def _nothing(shown: Tensor, begin: int, end: int) -> None:
 
 @dataclasses.dataclass
 class IpcExchange:
-    """An exchange, as a verb describes it. The callbacks get tensors of shape (rows, end - begin): these columns."""
+    """The description of an exchange. The callbacks get tensors of shape (rows, end - begin): these columns."""
 
     what: str
     x: Tensor
@@ -284,7 +284,7 @@ class IpcGroup:
                 self._most_bytes = wanted
 
     def _wanted_bytes(self, num_bytes: int) -> int:
-        """The size of scratch for tensors of so many bytes: powers of two, so that it grows seldom."""
+        """The size of scratch for tensors of so many bytes: powers of two, so that scratch grows seldom."""
         limit = max(_LEAST_BYTES, config.current.gpu_scratch_bytes)
         return min(limit, self._most_bytes, max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()))
 

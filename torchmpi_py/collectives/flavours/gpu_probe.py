@@ -81,7 +81,7 @@ class GpuFacts(NamedTuple):
 
 
 def why_not() -> str:
-    """Why GPU memory must not be handed to MPI; empty when it may. The same on all ranks."""
+    """Why GPU memory must not be handed to MPI, or empty. The same on all ranks."""
     return why_no_gpu_memory
 
 
@@ -221,7 +221,7 @@ def read(facts: GpuFacts) -> Verdict | None:
 
 
 def write(facts: GpuFacts, verdict: Verdict) -> None:
-    """Keep a verdict; its file is there as a whole or not at all. OSError if it fails."""
+    """Keep a verdict in its file, which is there as a whole or not at all. OSError if the file cannot be written."""
     config.keep(facts.path(), {"format": FORMAT, "facts": facts._asdict(), "why_not": verdict.why_not})
 
 
@@ -231,17 +231,14 @@ def run(world: Channel, device: torch.device) -> None:
         return
     group = world.split([gpus.group(place) for place in world.places])
     caught = (Unavailable, CommunicatorError)
+    failed = agree.first_as(Unavailable, "a trial with the peers' GPU memory failed: ")
     try:
-        agree.run_on_all_ranks(world.mpi.allgather, lambda: _try_out(group, device), caught, str, _switched_off)
+        agree.run_on_all_ranks(world.mpi.allgather, lambda: _try_out(group, device), caught, str, failed)
     except Unavailable as error:
         gpus.switch_off(str(error))
         if world.rank == 0:
             logger.warning("flavour cudaipc is switched off: %s", gpus.why_no_ipc())
     group.free()
-
-
-def _switched_off(failures: Mapping[int, str]) -> Unavailable:
-    return Unavailable(f"a trial with the peers' GPU memory failed: {agree.first_text(failures)}")
 
 
 def _try_out(group: Channel, device: torch.device) -> None:

@@ -72,9 +72,8 @@ class Hierarchical(Flavour):
     def refuses(self, comm: Communicator | Channel) -> str:
         if span_end(comm) is not None or comm.num_nodes > 1:
             return ""
-        return (
-            "all ranks are on one node; set_collective_span(begin, end) with end below begin names groups of your own"
-        )
+        remedy = "set_collective_span(begin, end) with end below begin names groups of your own"
+        return f"all ranks are on one node; {remedy}"
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         groups, x, out = groups_of(channel), source.view(-1), destination.view(-1)
@@ -107,13 +106,16 @@ class Hierarchical(Flavour):
             return
         group, index = groups.location[root]
         inner = self._inner(channel, x, with_root=True)
+        # A piece: inside to the group's root, between groups to the root of root's group, inside on to root.
         for piece in chunks(0, x.numel(), _chain_step(x)):
             total = _own(how, x[slice(*piece)])
             inner.reduce(groups.inner, total, total, how.op, 0)
             if groups.inner.rank == 0:
                 of_device.outer.reduce(groups.roots, total, total, how.op, group)
-            if index and groups.group == group:
-                _pass_on(of_device.rooted[-1], groups.inner, total, 0, index)
+            if index and groups.group == group and groups.inner.rank == 0:
+                of_device.rooted[-1].send(groups.inner, total, index)
+            elif index and channel.rank == root:
+                of_device.rooted[-1].recv(groups.inner, total, 0)
             if channel.rank == root:
                 out[slice(*piece)].copy_(how.result(total, channel.size, x.dtype))
 
@@ -193,20 +195,22 @@ class Hierarchical(Flavour):
     def _allgather_by_roots(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
         """Allgather where the ranks bring different sizes, or groups are unequal."""
         groups, inner = groups_of(channel), self._inner(channel, x, with_root=True)
+        # 1. Inside: all parts of the group to its root.
         mine = groups.members[groups.group]
         is_root = groups.inner.rank == 0
         part = x.new_empty((sum(sizes.rows[rank] for rank in mine), *x.shape[1:])) if is_root else None
         inner.gather(groups.inner, x, part, 0, sizes.of(mine))
+        # 2. Between: the roots gather the groups, and bring the parts into the order of ranks.
         if part is not None:
             in_order = [rank for members in groups.members for rank in members]
             is_sorted = in_order == sorted(in_order)
             gathered = out if is_sorted else out.new_empty(out.shape)
-            outer = self.members[x.device.type].outer
-            outer.allgather(groups.roots, part, gathered, sizes.summed(groups.members))
+            self.members[x.device.type].outer.allgather(groups.roots, part, gathered, sizes.summed(groups.members))
             if not is_sorted:
                 parts = sizes.split(out)
                 for rank, rows in zip(in_order, sizes.of(in_order).split(gathered), strict=True):
                     parts[rank].copy_(rows)
+        # 3. Inside: the whole from the root to all.
         inner.broadcast(groups.inner, out, 0)
 
     def _inner(self, channel: Channel, x: Tensor, *, with_root: bool = False) -> Flavour:
@@ -219,7 +223,7 @@ class _UnderWay:
     """Walks between groups, each with a number; they are resumed by turns.
 
     All ranks start and finish the same walks in the same order, and a walk has equally many steps on all ranks: so
-    two ranks agree on the order of their messages, and one tag is enough. It would not be for trees.
+    two ranks agree on the order of their messages, and one tag is enough. For trees one tag would not be enough.
     """
 
     def __init__(self) -> None:
@@ -269,7 +273,7 @@ class _Sliced:
         The slice lies in ``out`` where it can.
         """
         partial, (size, index) = self.how.partial(x), (self.groups.inner.size, self.groups.inner.rank)
-        if partial.numel() % size:
+        if partial.numel() % size:  # equal slices: the last piece may need some zeros more
             padded = partial.new_zeros(-(-partial.numel() // size) * size)
             padded[: partial.numel()].copy_(partial)
             partial = padded
@@ -311,7 +315,7 @@ class _ByRoots(_Sliced):
 
 
 class NodeGroups:
-    """How the ranks of a channel fall into groups; kept with the channel. Groups count by their lowest rank."""
+    """The groups of a channel's ranks, kept with the channel. Groups count by their lowest rank."""
 
     def __init__(self, channel: Channel) -> None:
         colours = _colours(channel)
@@ -352,7 +356,7 @@ def span_end(comm: Communicator | Channel) -> Communicator | None:
 
 
 def _colours(channel: Channel) -> list[int]:
-    """For every rank of a channel a number that the ranks of its group, and no others, have. Collective over it."""
+    """For every rank of a channel a number that the ranks of its group, and no others, have. Collective."""
     end = span_end(channel)
     if end is None:
         return [place.node for place in channel.places]
@@ -379,14 +383,6 @@ def _step(x: Tensor, groups: NodeGroups, num_carriers: int) -> int:
 def _own(how: Kernel, x: Tensor) -> Tensor:
     """``x`` in the form that partial results have, in memory of its own, which may be overwritten."""
     return x.view(how.dtype).clone() if how.is_plain else how.partial(x)
-
-
-def _pass_on(flavour: Flavour, channel: Channel, x: Tensor, source: int, destination: int) -> None:
-    """Send ``x`` from one rank of a channel to another."""
-    if channel.rank == source:
-        flavour.send(channel, x, destination)
-    elif channel.rank == destination:
-        flavour.recv(channel, x, source)
 
 
 def _nothing(*_chunk: int) -> None:

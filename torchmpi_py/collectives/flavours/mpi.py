@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from torchmpi_py.collectives import mpi_buffers
-from torchmpi_py.collectives.flavour import Flavour, Sizes
+from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.flavours import gpu_probe, mpi_steps
 from torchmpi_py.collectives.flavours.mpi_steps import Steps
 from torchmpi_py.collectives.operation import Operation
@@ -27,6 +27,21 @@ from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.mpi_api import MPI
 
 R = TypeVar("R")
+
+
+def _in_steps(steps: Callable[..., Steps]) -> Callable[..., None]:
+    """The blocking form of a verb: its ``steps``, one after the other, for tensors on the device of the first one."""
+
+    def carry_out(_: Flavour, channel: Channel, x: Tensor, *others: Any) -> None:
+        for name, arguments in steps(channel.mpi, x, *others):
+            if x.is_cuda:
+                mpi_buffers.synchronize_stream(x)
+            getattr(channel.mpi, name)(*arguments)
+
+    return carry_out
+
+
+_allreduce_in_steps = _in_steps(mpi_steps.allreduce)
 
 
 class Mpi(Flavour):
@@ -57,17 +72,22 @@ class Mpi(Flavour):
         requests = [] if first is None else [getattr(comm, _POSTED_AS[first[0]])(*first[1])]
         return thread.keep(handles.RequestHandle(operation, requests, functools.partial(_run_out, operation, steps)))
 
-    def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
-        _run(channel.mpi, mpi_steps.broadcast(channel.mpi, x, root), x)
-
-    def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
-        _run(channel.mpi, mpi_steps.reduce(channel.mpi, source, destination, op, root), source)
+    broadcast = _in_steps(mpi_steps.broadcast)
+    reduce = _in_steps(mpi_steps.reduce)
+    reduce_scatter = _in_steps(mpi_steps.reduce_scatter)
+    alltoall = _in_steps(mpi_steps.alltoall)
+    scatter = _in_steps(mpi_steps.scatter)
+    sendreceive = _in_steps(mpi_steps.sendreceive)
+    send = _in_steps(mpi_steps.send)
+    recv = _in_steps(mpi_steps.recv)
+    allgather = _in_steps(mpi_steps.allgather)
+    gather = _in_steps(mpi_steps.gather)
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         how = mpi_buffers.reduction(source.dtype, op)
         num_bytes, is_one_step = source.nbytes, how.decode is None and not how.divide and not source.is_cuda
         if not is_one_step or num_bytes > config.current.message_bytes:
-            _run(channel.mpi, mpi_steps.allreduce(channel.mpi, source, destination, op), source)
+            _allreduce_in_steps(self, channel, source, destination, op)
             return
         # The one step, by hand: 1 us less a call than through the generator.
         address, memory = destination.data_ptr(), MPI.memory.fromaddress
@@ -76,30 +96,6 @@ class Mpi(Flavour):
         if source is not destination and source.data_ptr() != address:
             sent = [memory(source.data_ptr(), num_bytes), how.mpi_type]
         channel.mpi.Allreduce(sent, received, how.mpi_op)
-
-    def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        _run(channel.mpi, mpi_steps.reduce_scatter(channel.mpi, source, destination, op), source)
-
-    def alltoall(self, channel: Channel, source: Tensor, destination: Tensor) -> None:
-        _run(channel.mpi, mpi_steps.alltoall(channel.mpi, source, destination), source)
-
-    def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
-        _run(channel.mpi, mpi_steps.scatter(channel.mpi, source, destination, root), source)
-
-    def sendreceive(self, channel: Channel, x: Tensor, out: Tensor, source: int, destination: int) -> None:
-        _run(channel.mpi, mpi_steps.sendreceive(channel.mpi, x, out, source, destination), x)
-
-    def send(self, channel: Channel, x: Tensor, destination: int) -> None:
-        _run(channel.mpi, mpi_steps.send(channel.mpi, x, destination), x)
-
-    def recv(self, channel: Channel, x: Tensor, source: int) -> None:
-        _run(channel.mpi, mpi_steps.recv(channel.mpi, x, source), x)
-
-    def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
-        _run(channel.mpi, mpi_steps.allgather(channel.mpi, x, out, sizes), x)
-
-    def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
-        _run(channel.mpi, mpi_steps.gather(channel.mpi, x, out, root, sizes), x)
 
     def broadcast_object(self, channel: Channel, obj: object, root: int) -> Any:
         from mpi4py.util import pkl5  # objects of any size, large buffers out of band
@@ -116,14 +112,6 @@ def _run_out(operation: Operation[Any], remaining: Steps) -> None:
     """The conversions of an operation whose only step was posted, once that step is complete."""
     for step in remaining:
         raise AssertionError(f"{operation}: posted as one message, but step {step[0]} follows")
-
-
-def _run(comm: MPI.Comm, steps: Steps, x: Tensor) -> None:
-    """Make the steps, whose tensors are on the device of ``x``."""
-    for name, arguments in steps:
-        if x.is_cuda:
-            mpi_buffers.synchronize_stream(x)
-        getattr(comm, name)(*arguments)
 
 
 _STEPS: dict[str, Callable[..., Steps]] = {  # the collectives that take one step when they are small

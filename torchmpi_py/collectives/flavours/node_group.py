@@ -105,12 +105,10 @@ class NodeGroup:
         # Columns of the table of headers: codes and counts must be equal, places need not.
         kinds, counts, *places = zip(*(_HEADER.unpack(text) for text in texts), strict=True)
         if len(set(kinds)) > 1 or len(set(counts)) > 1:
-            self._disagree(f"{what} of {x.numel() if count is None else count} elements of {x.dtype}")
+            # All ranks come here, for all read the same headers.
+            calls = self._mpi.allgather(f"{what} of {x.numel() if count is None else count} elements of {x.dtype}")
+            raise RanksDisagree("; ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls)))
         return Headers(_common(*places[:2]), _common(*places[2:]))
-
-    def _disagree(self, text: str) -> None:
-        texts = self._mpi.allgather(text)  # all ranks come here, for all read the same headers
-        raise RanksDisagree("; ".join(f"rank {rank} calls {text}" for rank, text in enumerate(texts)))
 
     def is_within(self, segment: symmetric.AnySegment) -> bool:
         """Whether all these ranks have a part of the segment."""

@@ -1,4 +1,4 @@
-"""Where the ranks of a channel meet over TCP, for libraries that do not start over MPI.
+"""A meeting of the ranks of a channel over TCP, for libraries that do not start over MPI.
 
 Rank 0 opens a store of torch.distributed on a free port, and MPI carries its address to the others: no MASTER_ADDR is
 needed. The store has no password. So it listens on one address, which other hosts cannot reach when all ranks are on
@@ -44,10 +44,12 @@ def open_store(channel: Channel, who: str) -> Any:
 
     Collective. CommunicatorError, on every rank, if it cannot be had; ``who``, the caller, begins the message.
     """
+    # 1. Rank 0 listens, or all ranks hear that it cannot.
     is_server = channel.rank == 0
     host = channel.mpi.bcast(own_address(channel.num_nodes) if is_server else "")
     cannot_open = f"{who}: cannot open a store on rank 0, at {host}"
     served = connect_all(channel.mpi, cannot_open, lambda: _serve(host, channel.size) if is_server else None)
+    # 2. Its port, and the prefix that stands for a password, go to the others over MPI. 3. All connect.
     port, prefix = channel.mpi.bcast(served and (served.port, secrets.token_hex(16)))
     what = f"{who}: cannot reach the store of rank 0 at {host}, port {port}"
     store = connect_all(channel.mpi, what, lambda: served or _tcp_store(host, port, channel.size))
@@ -89,9 +91,9 @@ def interfaces() -> list[str]:
 def own_address(num_nodes: int) -> str:
     """An address of this host for ranks that spread over ``num_nodes``.
 
-    That of the interface which the user names; else loopback on one node; else what the host name stands for, unless it
-    is loopback (as Debian has it), or no interface has it (NAT); else the address from which packets would leave; else
-    that of the first interface.
+    The address of the interface which the user names; else loopback on one node; else what the host name stands for,
+    unless this is loopback (as Debian has it), or an address that no interface has (NAT); else the address from which
+    packets would leave; else the first interface's.
     """
     for name in interfaces():
         address = _of_interface(name)
@@ -126,13 +128,13 @@ def _of_host_name() -> str:
 
 
 def _is_reachable(address: str) -> bool:
-    """Whether other hosts may reach it: loopback and link-local addresses mean something on this host alone."""
+    """Whether other hosts may reach an address: loopback and link-local ones mean something on this host alone."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return not (parsed.is_loopback or parsed.is_link_local)
 
 
 def _is_here(address: str) -> bool:
-    """Whether an interface of this host has it, so that a socket can listen there."""
+    """Whether an interface of this host has the address, so that a socket can listen there."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as trying:
         try:
             trying.bind((address, 0))

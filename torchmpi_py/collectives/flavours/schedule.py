@@ -119,7 +119,7 @@ def gather(rank: int, root: int, bounds: Sequence[Bounds], step: int) -> Iterato
 
 
 def scatter(rank: int, root: int, bounds: Sequence[Bounds], step: int) -> Iterator[list[Step]]:
-    """As ``gather``, the other way."""
+    """Rounds of one step, as of ``gather``: root sends every rank its slice."""
     return map(reversed_in_time, gather(rank, root, bounds, step))
 
 

@@ -77,49 +77,47 @@ class Staged(Flavour):
         return self.point.launch(posted)
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        self._reduce(channel, source, destination, op, None)
+        self._in_place("allreduce", channel, source, destination, op)
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
-        self._reduce(channel, source, destination, op, root)
+        self._in_place("reduce", channel, source, destination, op, root, takes=channel.rank == root)
 
-    def _reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int | None) -> None:
+    def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
+        is_root = channel.rank == root
+        self._in_place("broadcast", channel, x, x, root, gives=is_root, takes=not is_root)
+
+    def _in_place(
+        self,
+        verb: str,
+        channel: Channel,
+        source: Tensor,
+        destination: Tensor,
+        *options: object,
+        gives: bool = True,
+        takes: bool = True,
+    ) -> None:
+        """Verbs whose result is as long as their input, and takes its place in the slot.
+
+        ``gives``, ``takes``: whether values of this rank come down, and whether the result goes up.
+        """
         x, out, slots = source.view(-1), destination.view(-1), _slots(channel, source)
         pieces = chunks(0, x.numel(), _step(slots, x))
-        verb = "allreduce" if root is None else "reduce"
 
         def host(k: int) -> Tensor:
             return slots.given(k, x.dtype, pieces[k][1] - pieces[k][0])
 
-        def work(k: int) -> None:
-            given, inner = host(k), self._inner(verb, channel, host(k).nbytes)
-            if root is None:
-                inner.allreduce(channel, given, given, op)
-            else:
-                inner.reduce(channel, given, given, op, root)
-
-        def put(k: int) -> None:
-            if root in (None, channel.rank):
-                out[slice(*pieces[k])].copy_(host(k), non_blocking=True)
-
-        slots.pipeline(len(pieces), lambda k: host(k).copy_(x[slice(*pieces[k])], non_blocking=True), work, put)
-
-    def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
-        line, slots = x.view(-1), _slots(channel, x)
-        pieces = chunks(0, line.numel(), _step(slots, line))
-
-        def host(k: int) -> Tensor:
-            return slots.given(k, line.dtype, pieces[k][1] - pieces[k][0])
-
         def fetch(k: int) -> None:
-            if channel.rank == root:
-                host(k).copy_(line[slice(*pieces[k])], non_blocking=True)
+            if gives:
+                host(k).copy_(x[slice(*pieces[k])], non_blocking=True)
 
         def work(k: int) -> None:
-            self._inner("broadcast", channel, host(k).nbytes).broadcast(channel, host(k), root)
+            given = host(k)
+            tensors = (given,) if verb == "broadcast" else (given, given)
+            getattr(self._inner(verb, channel, given.nbytes), verb)(channel, *tensors, *options)
 
         def put(k: int) -> None:
-            if channel.rank != root:
-                line[slice(*pieces[k])].copy_(host(k), non_blocking=True)
+            if takes:
+                out[slice(*pieces[k])].copy_(host(k), non_blocking=True)
 
         slots.pipeline(len(pieces), fetch, work, put)
 
@@ -167,6 +165,7 @@ class Staged(Flavour):
         line, slots, itemsize = x.view(-1), _slots(channel, x), x.itemsize
         lines = [part.view(-1) for part in parts or []]
         totals = [num_bytes // itemsize for num_bytes in sizes.num_bytes]
+        # Ranks with less to give bring empty parts to the last chunks.
         pieces = chunks(0, max(totals), _step(slots, line, channel.size))
 
         def counts(k: int) -> list[int]:
@@ -241,11 +240,11 @@ class HostSlots:
         self._left = [self._device.event() for _ in range(NUM_SLOTS)]
 
     def given(self, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
-        """Where a chunk that comes down is put: ``count`` elements, flat."""
+        """The memory for a chunk that comes down: ``count`` elements, flat."""
         return self._part(2 * (chunk % NUM_SLOTS), dtype, count)
 
     def received(self, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
-        """Where what goes up is put, unless it is where the chunk was given."""
+        """The memory for a result that goes up and does not take the place of what came down."""
         return self._part(2 * (chunk % NUM_SLOTS) + 1, dtype, count)
 
     def pipeline(
