@@ -143,10 +143,15 @@ class PendingReply:
 
 
 class Client:
-    """A rank's requests to the services of other nodes. For its request thread alone."""
+    """A rank's requests to the services of other nodes. For its request thread alone.
+
+    Replies are told apart by their order alone. So after an error on the way there are no further requests: the reply to
+    an earlier one would be taken for the reply to a later one.
+    """
 
     def __init__(self, links: Links) -> None:
         self._links = links
+        self._failure: Exception | None = None
         self._awaited: dict[int, deque[PendingReply]] = {}  # by service, the oldest first
         self._arriving: list[PendingReply] = []  # replied to; pieces are under way
 
@@ -156,14 +161,23 @@ class Client:
         return not self._arriving and not any(self._awaited.values())
 
     def ask(self, service: int, request: ShardRequest, memory: Tensor | None) -> PendingReply:
-        """Send a request, without waiting for the reply."""
+        """Send a request, without waiting for the reply. ParameterServerError after an error on the way."""
+        if self._failure is not None:
+            raise ParameterServerError(
+                f"an earlier request to another node has failed ({self._failure!r}), and replies to later ones could be "
+                "mistaken for its reply; start again, from a checkpoint"
+            ) from self._failure
         reply = PendingReply(request, memory)
         self._awaited.setdefault(service, deque()).append(reply)
-        reply.send(self._links.requests, service)
+        try:
+            reply.send(self._links.requests, service)
+        except Exception as error:
+            self._fail(error)
+            raise
         return reply
 
     def advance(self) -> bool:
-        """Take the replies that have come; whether there were any. An error of MPI ends all that is under way."""
+        """Take the replies that have come; whether there were any. An error ends all that is under way."""
         try:
             status, has_come = MPI.Status(), False
             while any(self._awaited.values()):
@@ -178,7 +192,11 @@ class Client:
             self._arriving = [reply for reply in self._arriving if not reply.is_complete and not reply.advance()]
             return has_come
         except Exception as error:
-            for reply in [*self._arriving, *(reply for replies in self._awaited.values() for reply in replies)]:
-                reply.end(error)
-            self._awaited, self._arriving = {}, []
+            self._fail(error)
             return True
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        for reply in [*self._arriving, *(reply for replies in self._awaited.values() for reply in replies)]:
+            reply.end(error)
+        self._awaited, self._arriving = {}, []
