@@ -159,6 +159,7 @@ class Operation(Work[R]):
         return explained._of_call(self.name, self.comm) if isinstance(explained, TorchMPIError) else explained
 
     def _explained(self, error: Exception) -> Exception:
+        """``error`` itself, or an error with what other ranks do, of which ``error`` is the cause."""
         sides, differ = "", False
         if self.entry is not None:
             journal.fail(self.entry)

@@ -281,6 +281,7 @@ class RequestHandle(Handle[R]):
             return self._advance_until(timeout_seconds)
 
     def _advance_until(self, timeout_seconds: float | None) -> bool:
+        """Move the transfer forward, one thread at a time; whether it is complete within ``timeout_seconds``."""
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         if not self._lock.acquire(timeout=lock_timeout(timeout_seconds)):
             return False  # another thread is waiting for it

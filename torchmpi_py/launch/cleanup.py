@@ -209,6 +209,14 @@ def _read(path: str) -> bytes:
         return b""
 
 
+def field(process: int | str, file: str, name: str) -> str:
+    """The number after ``name:`` in a file that the system has of a process ("self": this one); "0" if not known."""
+    for line in _read(f"/proc/{process}/{file}").decode(errors="replace").splitlines():
+        if line.startswith(f"{name}:"):
+            return line.split()[1]
+    return "0"
+
+
 class Guardian:
     """torchmpirun's end of the guardian; outside of ``with`` nothing is guarded."""
 

@@ -21,12 +21,10 @@ runs no handlers, and they would wait in vain. Marks say which ranks Ctrl-C has 
 own leaves no mark: there a rank that neither ends nor writes anything for a while counts as waiting.
 """
 
-import contextlib
 import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 from types import FrameType
 
 from torchmpi_py.launch import cleanup, exit_marks
@@ -171,18 +169,9 @@ class ForwardedSignal:
 
 def _heeds(process_id: int, signum: int) -> bool:
     """Whether the process has a handler for the signal."""
-    return bool(int(_field(process_id, "status", "SigCgt"), 16) >> signum - 1 & 1)
+    return bool(int(cleanup.field(process_id, "status", "SigCgt"), 16) >> signum - 1 & 1)
 
 
 def num_written(process_id: int) -> int:
     """Bytes that the process has written, to files and pipes; 0 where that is not known."""
-    return int(_field(process_id, "io", "wchar"))
-
-
-def _field(process_id: int, file: str, name: str) -> str:
-    """The number after ``name:`` in a file that the system has of a process; "0" where that is not known."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{process_id}/{file}").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return line.split()[1]
-    return "0"
+    return int(cleanup.field(process_id, "io", "wchar"))

@@ -129,6 +129,7 @@ class _Outlet:
         self._news.clear()
 
     def _run(self) -> None:
+        """In the thread: write all that there is, and answer those that wait once there is no more."""
         while True:
             asked = self._asked
             output = self._next_output()

@@ -68,6 +68,7 @@ class Wait:
                 self._over.set()
 
     def _watch(self, held: contextlib.ExitStack) -> None:
+        """In a thread: report a wait that takes too long, and end the job. ``held``: what the end of the wait frees."""
         ages, is_reported = watchdog.Ages(time.monotonic()), False
         while (age := ages.seconds.get(0, 0.0)) < self._seconds or (age < _CONNECT_SECONDS and self._all_are_here()):
             if self._over.wait(min(_LOOK_SECONDS, self._seconds)):

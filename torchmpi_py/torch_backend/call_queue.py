@@ -43,6 +43,7 @@ def record(operations: Sequence[Operation[Any]], thread_role: int, is_launch: bo
 
 
 def _carry_out(call: Call, in_background: bool = False) -> list[Tensor]:
+    """Run the operations of a call, then its last step; return its results."""
     operations, results, last_step = call
     try:
         for operation in operations:

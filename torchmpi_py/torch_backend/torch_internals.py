@@ -83,6 +83,7 @@ class _Plugins(dict[str, Any]):
 
 
 def _wrap_making() -> None:
+    """Have torch make a group of this backend where it is named, and log where the default group is another's."""
     former = distributed_c10d._new_process_group_helper
 
     @functools.wraps(former)
@@ -96,6 +97,7 @@ def _wrap_making() -> None:
 
 
 def _wrap_set_timeout() -> None:
+    """Let torch's function set the timeout of this backend's groups too."""
     former = distributed_c10d._set_pg_timeout
 
     @functools.wraps(former)

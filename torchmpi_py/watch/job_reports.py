@@ -170,6 +170,7 @@ class ReportDesk:
             _reply(link, {"lost": lost})
 
     def _handle_claim(self, link: Link, message: Message) -> None:
+        """Begin the report that a rank claims, unless one is under way, or was printed shortly before."""
         reason, node = message["claim"], message["node"]
         if self._report is not None:
             # The part of a node whose leader may be stopped; two ranks of a node do not claim at the same time.
@@ -204,6 +205,7 @@ class ReportDesk:
         self.ask_all({"what": "part", "position": position, "called": called}, PARTS_SECONDS, self._print, skip)
 
     def _print(self, answers: Answers) -> None:
+        """Print the report of the parts that have come, by node; then do what was asked for behind it."""
         report, self._report = self._report, None
         assert report is not None, "begin has asked"
         parts = {**answers, **report.parts}

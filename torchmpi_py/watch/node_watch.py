@@ -93,6 +93,7 @@ class NodeWatch:
             self._listener.close()
 
     def _turn(self) -> None:
+        """One turn: messages, connections, questions; where this node is in charge, comparison and losses too."""
         self._serve()
         if time.monotonic() - self._last_connect > _CONNECT_AGAIN_SECONDS:
             self._connect_to_hubs()
@@ -109,6 +110,7 @@ class NodeWatch:
     # Links
 
     def _tend(self, now: float) -> None:
+        """Look for signs of life on the links; drop connections that have not proved themselves in time."""
         stalled, self._now = now - self._now - _STALL_SECONDS, now
         for node, link in list(self._links.items()):
             if stalled > 0:
@@ -210,6 +212,7 @@ class NodeWatch:
             self._gone[node] = now + (job_reports.OTHERS_END_SECONDS if link.is_ending else again)
 
     def _handle(self, link: Link, message: Message) -> None:
+        """Serve a hub that asks, a leader that answers, or a rank that claims a report or asks what others do."""
         if "ask" in message:
             with contextlib.suppress(OSError):
                 link.send({"answer": message["ask"], "value": self._answer(message)})
@@ -233,6 +236,7 @@ class NodeWatch:
             return None
 
     def _find_answer(self, question: Message) -> Any:
+        """Rows since the last question, views at a position, or this node's part of a report."""
         board, where = self._board, question.get("position")
         position = None if where is None else Position(*where)
         if question["what"] == "rows":
@@ -268,6 +272,7 @@ class NodeWatch:
         return now - self._unreachable[node] if link is None else link.seconds_unheard(now)
 
     def _ask_for_rows(self, now: float) -> None:
+        """Once a second: compare this node's rows, and ask the other leaders for theirs."""
         if now - self._last_rows < _ROWS_SECONDS:
             return
         self._last_rows = now
@@ -317,6 +322,7 @@ class NodeWatch:
         return all(self._heard_rows.get(node, 0.0) > since for node in nodes)
 
     def _report_mismatch(self, mismatch: Mismatch, views: list[Any]) -> None:
+        """End the job with a report of both sides; ``views``: what the ranks of all nodes call there."""
         calls: dict[str, list[int]] = {}
         for view in map(reports.View._make, views):
             if not view.is_missing:

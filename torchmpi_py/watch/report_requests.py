@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import pathlib
-import re
 import signal
 import time
+
+from torchmpi_py.launch import cleanup
 
 _SIGNAL = signal.SIGUSR1
 _DUMP_SECONDS = 0.02  # the handler writes a stack in many small pieces
@@ -72,11 +72,7 @@ def _is_in_use() -> bool:
     """Whether SIGUSR1 is handled, by Python or by C code, or ignored."""
     if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return True
-    try:
-        status = pathlib.Path("/proc/self/status").read_text()
-    except OSError:
-        return False
-    masks = re.findall(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)", status, re.MULTILINE)  # ignored and caught signals
+    masks = [cleanup.field("self", "status", name) for name in ("SigIgn", "SigCgt")]  # ignored and caught signals
     return any(int(mask, 16) >> _SIGNAL - 1 & 1 for mask in masks)
 
 

@@ -200,6 +200,7 @@ class Watchdog:
                 self._ending.wait(_LOOK_SECONDS)
 
     def _look(self) -> None:
+        """One look: ages of operations, requests for stacks and reports, then troubles."""
         is_asked = self._neighbours.sleep(_LOOK_SECONDS)
         if self._ending.is_set():
             return
