@@ -30,6 +30,24 @@ def test_a_root_out_of_range(mpi, verb, form):
     raises_everywhere(mpi, TypeError, rf"{verb}: root must be a rank", call, x, 1.0)
 
 
+def test_a_root_in_the_place_of_the_tensor(mpi):
+    raises_everywhere(mpi, TypeError, "the tensor comes first, then root", mpi.broadcast, 0, torch.ones(3))
+
+
+@pytest.mark.parametrize("form", ["", "_async"])
+def test_arguments_of_other_packages(mpi, form):
+    x = torch.ones(3)
+    for verb in ("allreduce", "broadcast", "broadcast_object"):
+        call = getattr(mpi, verb + form)
+        raises_everywhere(
+            mpi, TypeError, f"^{verb}: argument 'name' is unknown; calls need no names", call, x, name="x"
+        )
+        raises_everywhere(mpi, TypeError, f"{verb}: argument 'typo' is unknown; arguments are: ", call, x, typo=1)
+        raises_everywhere(mpi, TypeError, f"call mpi.{verb}_async", call, x, async_op=True)
+    raises_everywhere(mpi, TypeError, 'write op="avg"', getattr(mpi, f"allreduce{form}"), 1, average=True)
+    assert x.eq(1).all()
+
+
 def test_sources_and_destinations_out_of_range(mpi):
     x, size = torch.ones(3), mpi.size()
     raises_everywhere(mpi, ValueError, f"source={size}", mpi.sendreceive, x, size, 0)

@@ -177,6 +177,22 @@ def test_everything_after_the_program_is_the_programs():
     assert launcher.parse(["-n", "3", "--", "train.py", "--", "-n"]).program == ["train.py", "--", "-n"]
 
 
+def test_options_of_torchrun():
+    assert launcher.parse(["--nproc-per-node", "3", "a.py"]).num_ranks == 3
+    assert launcher.parse(["--nproc_per_node=3", "a.py", "--nnodes"]).program == ["a.py", "--nnodes"]
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"), [("--nnodes=2", "--hosts a:4,b:4"), ("--standalone", "leave it"), ("--rdzv_id", "leave it")]
+)
+def test_options_of_torchrun_without_a_meaning(option, remedy, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        launcher.parse([option, "a.py"])
+    said = capsys.readouterr().err
+    assert f"{option.partition('=')[0]} is an option of torchrun" in said
+    assert remedy in said
+
+
 @pytest.mark.parametrize(
     "argv",
     [

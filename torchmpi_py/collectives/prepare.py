@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -57,6 +57,18 @@ Raises TypeError or ValueError for a wrong argument, on every rank before anythi
 FlavourError where no flavour can carry the call out; RanksDisagree where ranks of one node make different calls;
 CommunicatorError if MPI fails."""
 
+_OTHER_ARGUMENTS = {  # of Horovod and torch.distributed
+    "average": 'write op="avg"',
+    "name": "calls need no names: ranks make them in the same order",
+    "flavor": "write flavour=",
+    "group": "write comm=, a communicator from mpi.split",
+    "process_set": "write comm=, a communicator from mpi.split",
+    "async_op": "call mpi.{verb}_async, which returns a handle",
+    "root_rank": "write root=",
+    "src": "write root= (of recv: source=)",
+    "dst": "write root= (of send: destination=)",
+}
+
 _TENSORS_BEFORE_OTHERS = {"broadcast": 1, "allreduce": 2, "reduce": 2, "reduce_scatter": 2, "scatter": 2, "alltoall": 2}
 """For each verb that all ranks call alike, how many of the flavour's arguments are tensors; those come first."""
 
@@ -87,18 +99,31 @@ def _form(
 
     @functools.wraps(prepare)
     def form(*args: P.args, **kwargs: P.kwargs) -> Any:
-        if takes_tensors:
-            x: Any = args[0] if args else kwargs.get("x")
-            if not isinstance(x, Tensor):
-                call = ArrayCall(name, args, kwargs)
-                return for_arrays(call, end(prepare(*call.args, **call.kwargs)))
-            if x.requires_grad or "out" in kwargs:
-                operation = prepare(*args, **kwargs)
-                cut_off(name, x, kwargs.get("out"))
-                return end(operation)
-        return end(prepare(*args, **kwargs))
+        try:
+            if takes_tensors:
+                x: Any = args[0] if args else kwargs.get("x")
+                if not isinstance(x, Tensor):
+                    call = ArrayCall(name, args, kwargs)
+                    return for_arrays(call, end(prepare(*call.args, **call.kwargs)))
+                if x.requires_grad or "out" in kwargs:
+                    operation = prepare(*args, **kwargs)
+                    cut_off(name, x, kwargs.get("out"))
+                    return end(operation)
+            return end(prepare(*args, **kwargs))
+        except TypeError:
+            _check_names(prepare, name, kwargs)
+            raise
 
     return form
+
+
+def _check_names(prepare: Callable[..., Any], name: str, kwargs: Iterable[str]) -> None:
+    """TypeError for an argument that the verb does not have, with what stands for it here."""
+    known = inspect.signature(prepare).parameters
+    for argument in kwargs:
+        if argument not in known:
+            remedy = _OTHER_ARGUMENTS.get(argument, f"arguments are: {', '.join(known)}").format(verb=name)
+            raise TypeError(f"{name}: argument {argument!r} is unknown; {remedy}") from None
 
 
 def builder(verb: Callable[P, R]) -> Callable[P, Operation[R]]:

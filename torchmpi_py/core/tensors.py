@@ -55,7 +55,8 @@ def check_rank(verb: str, what: str, value: int, size: int) -> int:
     except (TypeError, ValueError):  # an array or a tensor has the method, and mostly no index
         rank = None
     if rank is None or isinstance(value, bool):
-        raise TypeError(f"{verb}: {what} must be a rank (an int), not {value!r}")
+        hint = f"; the tensor comes first, then {what}" if isinstance(value, Tensor) else ""
+        raise TypeError(f"{verb}: {what} must be a rank (an int), not {value!r}{hint}")
     if not 0 <= rank < size:
         raise ValueError(f"{verb}: {what}={value} is not a rank of this communicator; ranks are 0 to {size - 1}")
     return rank

@@ -145,8 +145,8 @@ class PendingReply:
 class Client:
     """A rank's requests to the services of other nodes. For its request thread alone.
 
-    Replies are told apart by their order alone. So after an error on the way there are no further requests: the reply to
-    an earlier one would be taken for the reply to a later one.
+    Replies are told apart by their order alone. So after an error on the way there are no further requests: a reply to
+    an earlier request would be taken for that to a later one.
     """
 
     def __init__(self, links: Links) -> None:
@@ -164,8 +164,8 @@ class Client:
         """Send a request, without waiting for the reply. ParameterServerError after an error on the way."""
         if self._failure is not None:
             raise ParameterServerError(
-                f"an earlier request to another node has failed ({self._failure!r}), and replies to later ones could be "
-                "mistaken for its reply; start again, from a checkpoint"
+                f"an earlier request to another node has failed ({self._failure!r}), and a reply to it could be taken "
+                "for that to a later one; start again, from a checkpoint"
             ) from self._failure
         reply = PendingReply(request, memory)
         self._awaited.setdefault(service, deque()).append(reply)

@@ -1,0 +1,84 @@
+"""The command line of torchmpirun."""
+
+import argparse
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from torchmpi_py.launch import group_jobs, mpirun, ready_scripts
+
+_ONCE = "leave it away: ranks meet over MPI, and the program is started once for all hosts"
+_OF_TORCHRUN = dict.fromkeys(
+    ("standalone", "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id"), _ONCE
+) | {"nnodes": "leave it away on one host; else name the hosts and their ranks: --hosts a:4,b:4, or --hostfile"}
+"""Options of torchrun that have no meaning here, and what to write. ``--nproc-per-node`` is taken for ``-n``."""
+
+
+def _number(read: Callable[[str], float], is_possible: Callable[[float], bool], why_not: str) -> Callable[[str], float]:
+    """A reader of numbers for argparse, which refuses those that are not possible."""
+
+    def number(text: str) -> float:
+        value = read(text)
+        if not is_possible(value):
+            raise argparse.ArgumentTypeError(f"{text} {why_not}")
+        return value
+
+    return number
+
+
+_RANKS = _number(int, lambda number: number >= 1, "ranks are no job; give 1 or more")
+_RESTARTS = _number(int, lambda number: number >= 0, "restarts are not possible; give 0 or more")
+_LIMIT = _number(float, lambda seconds: seconds > 0, "seconds are no limit; give more than 0")
+_GRACE = _number(float, lambda seconds: seconds >= 0, "seconds cannot be waited for; give 0 or more")
+
+
+class _Refused(argparse.Action):
+    """An option that ends with an error, which ``const`` explains."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: object, __: object, option: str | None = None) -> None:
+        parser.error(f"{option} is an option of torchrun; {self.const}")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the command line. Everything after the program belongs to the program."""
+    parser = argparse.ArgumentParser(
+        prog="torchmpirun",
+        usage="torchmpirun [-n N] [options] program.py args...\n       torchmpirun [-n N] [options] -m module args...\n"
+        "       torchmpirun --check [--hosts a,b] | --version | --template {slurm,kubernetes,pbs}",
+        description="Start N ranks of a Python program through MPI.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    number = "ranks; default: slots of the hosts; SLURM_NTASKS; GPUs; cores"
+    add("-n", "-np", dest="num_ranks", type=_RANKS, metavar="N", help=number)
+    add("--hostfile", type=Path, metavar="F", help="lines of `host`, `host:4` or `host slots=4`")
+    add("--hosts", metavar="a:2,b:2", help="the same on the command line; default: those of PBS, LSF or Slurm")
+    add("--bind", choices=("core", "none"), default="core", help="give each rank its own cores (default), or do not")
+    add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")
+    add("--timeout", type=_LIMIT, metavar="S", help="end the job after S seconds, with exit code 124")
+    add("--grace", type=_GRACE, default=30.0, metavar="S", help="time for ranks that heed Ctrl-C or SIGTERM (30 s)")
+    add("--max-restarts", type=_RESTARTS, metavar="N", help="start the job again when it fails, at most N times")
+    add("--groups", type=_RANKS, metavar="G", help="G jobs of N/G ranks, which share the experiments of the program")
+    add("--group", type=group_jobs.read, help=argparse.SUPPRESS)  # torchmpirun's own, for one of them
+    add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
+    add("--mpi", choices=[vendor.name for vendor in mpirun.VENDORS], default="", help="default: the one that is found")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in every rank; repeatable")
+    add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
+    add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")
+    add("--mpi-args", type=shlex.split, default=[], metavar="'...'", help="options for the MPI's own starter")
+    add("--dry-run", action="store_true", help="print what would be run, and run nothing")
+    add("--check", action="store_true", help="ask every host whether it has what the ranks need, and run nothing")
+    add("--version", action="store_true", help="print the versions of what a job here uses")
+    add("--template", choices=sorted(ready_scripts.PARTS), help="print a script for a batch system")
+    add("--nproc-per-node", "--nproc_per_node", dest="num_ranks", type=_RANKS, help=argparse.SUPPRESS)  # of torchrun
+    for name, remedy in _OF_TORCHRUN.items():
+        both = f"--{name}", f"--{name.replace('-', '_')}"
+        add(*both, action=_Refused, nargs="?", const=remedy, help=argparse.SUPPRESS)
+    add("-m", dest="as_module", action="store_true", help="the program is a module")
+    add("program", nargs=argparse.REMAINDER, help="program and its arguments")
+    options = parser.parse_args(argv)
+    if options.program[:1] == ["--"]:
+        del options.program[0]
+    if not (options.program or options.check or options.version or options.template):
+        parser.error("no program to run")
+    return options
