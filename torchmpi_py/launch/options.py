@@ -49,9 +49,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "-n", "-np", dest="num_ranks", type=_RANKS, metavar="N", help="ranks; default: slots, SLURM_NTASKS, GPUs, cores"
-    )
+    add("-n", "-np", dest="num_ranks", type=_RANKS, metavar="N", help="ranks; default: slots; SLURM; GPUs; cores")
     add("--hostfile", type=Path, metavar="F", help="lines of `host`, `host:4` or `host slots=4`")
     add("--hosts", metavar="a:2,b:2", help="the same on the command line; default: those of PBS, LSF or Slurm")
     add("--bind", choices=("core", "none"), default="core", help="give each rank its own cores (default), or do not")
