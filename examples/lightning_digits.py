@@ -20,7 +20,8 @@ from torchmpi_py import torch_backend
 parser = digits_data.parser(__doc__)
 parser.add_argument("--save", help="folder for the final parameters, a file for each rank")
 options = parser.parse_args()
-num_ranks, num_local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 train_set, test_set, network = digits_data.prepare(options)
 curve = digits_data.Curve(options, network, test_set)
 
@@ -68,7 +69,7 @@ trainer = lightning.Trainer(
     enable_model_summary=False,
     logger=False,
 )
-sampler = DistributedSampler(train_set, num_ranks, int(os.environ["RANK"]), seed=options.seed, drop_last=True)
+sampler = DistributedSampler(train_set, num_ranks, rank, seed=options.seed, drop_last=True)
 trainer.fit(Digits(), DataLoader(train_set, options.batch // num_ranks, sampler=sampler, drop_last=True))
 
 accuracy = curve.end()

@@ -11,7 +11,6 @@ cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which obeys those tw
 np=${NP:-$cores}
 wrap=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/torchmpi_py/launch/wrap.py
 
-export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}
 export OMPI_MCA_osc=${OMPI_MCA_osc:-^ucx}
 if ((np >= cores)); then # a waiting rank gives its core away
     export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-true}

@@ -31,4 +31,5 @@ def test_a_misspelt_name():
 
 
 def test_only_public_names_are_listed():
-    assert dir(mpi) == mpi.__all__
+    assert [name for name in dir(mpi) if not name.startswith("__")] == mpi.__all__
+    assert "__version__" in dir(mpi)

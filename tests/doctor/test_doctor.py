@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from torchmpi_py.doctor import OK, PROBLEM, WARNING, host, probes, software
+from torchmpi_py.doctor.__main__ import main
 from torchmpi_py.launch import binding
 
 IN_NAMESPACE = pytest.mark.skipif(
@@ -106,23 +107,45 @@ def test_few_open_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize(("folder", "level"), [("/proc/gone", WARNING), ("x" * 80, PROBLEM)])
-def test_temporary_folder(tmp_path, folder, level):
-    if level == PROBLEM:
+@pytest.mark.parametrize("folder", ["/proc/gone", "x" * 80])
+def test_temporary_folder(tmp_path, folder):
+    if not folder.startswith("/"):
         (tmp_path / folder).mkdir()
     _, found = examined(TMPDIR=str(tmp_path / folder))  # an absolute path stays as it is
-    assert found["TMPDIR"]["level"] == level
+    assert found["TMPDIR"]["level"] == WARNING
     _, _, remedy = found["TMPDIR"]["remedy"].partition("export TMPDIR=")
     _, found = examined(TMPDIR=remedy.partition(",")[0])
     assert found["TMPDIR"]["level"] == OK
 
 
-def test_little_memory(tmp_path):
-    (tmp_path / "meminfo").write_text("MemTotal: 99999999 kB\nMemAvailable: 50000000 kB\n")
-    only(host.memory(tmp_path / "meminfo", tmp_path), OK, "48828 MiB free")
-    (tmp_path / "memory.max").write_text(f"{600 << 20}\n")
-    (tmp_path / "memory.current").write_text(f"{100 << 20}\n")
-    only(host.memory(tmp_path / "meminfo", tmp_path), WARNING, "500 MiB free by a cgroup's limit", "torchmpirun -n 1")
+@pytest.mark.parametrize(
+    ("most", "used", "cached"),
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_little_memory(tmp_path, most, used, cached):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 99999999 kB\nMemFree: 10 kB\nMemAvailable: 50000000 kB\n")
+    only(host.memory(meminfo, [tmp_path]), OK, "48828 MiB free")
+    (tmp_path / most).write_text(f"{600 << 20}\n")
+    (tmp_path / used).write_text(f"{400 << 20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 3\n{cached} {300 << 20}\n")
+    only(host.memory(meminfo, [tmp_path]), WARNING, "500 MiB free by a cgroup's limit", "torchmpirun -n 1")
+    (tmp_path / most).write_text(f"{1 << 40}\n")
+    only(host.memory(meminfo, [tmp_path]), OK, "48828 MiB free")
+
+
+def test_what_cannot_be_examined(monkeypatch, capsys):
+    monkeypatch.setattr(host, "CHECKS", [odd])
+    monkeypatch.setattr(software, "CHECKS", [])
+    assert main(["--no-job"]) == 0
+    assert "warning  odd               could not be examined: KeyError('MemFree')" in capsys.readouterr().out
+
+
+def odd():
+    yield from {}["MemFree"]
 
 
 def test_cores(monkeypatch):
@@ -134,7 +157,7 @@ class Refusing:
     """A C library whose kernel lets no process read another's memory."""
 
     def __init__(self, *arguments, **options):
-        self.process_vm_readv = lambda *arguments: -1
+        self.process_vm_readv = self.prctl = lambda *arguments: -1
 
 
 def test_refused_by_the_kernel(monkeypatch):

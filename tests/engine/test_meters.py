@@ -95,5 +95,5 @@ def test_a_bar_without_accuracy(capsys):
 
 def test_without_tqdm_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(ImportError, match=r"torchmpi-py\[examples\]"):
+    with pytest.raises(ImportError, match="pip install tqdm"):
         show_progress(SGDEngine())

@@ -75,7 +75,6 @@ def test_no_input_is_told_to_open_mpi():
 
 def test_settings():
     always = {
-        "OMPI_MCA_btl": "^ofi",
         "OMPI_MCA_osc": "^ucx",
         "OMPI_MCA_btl_tcp_links": "2",
         "OMPI_MCA_btl_tcp_eager_limit": "655360",
@@ -178,12 +177,20 @@ def test_everything_after_the_program_is_the_programs():
 
 
 def test_options_of_torchrun():
-    assert launcher.parse(["--nproc-per-node", "3", "a.py"]).num_ranks == 3
     assert launcher.parse(["--nproc_per_node=3", "a.py", "--nnodes"]).program == ["a.py", "--nnodes"]
+    options = launcher.parse(["--nproc-per-node", "3", "--module", "a"])
+    assert launcher.hosts.num_ranks_as_torchrun(options, {}) == 3
+    with pytest.raises(LaunchError, match="both number the ranks"):
+        launcher.hosts.num_ranks_as_torchrun(launcher.parse(["-n", "2", "--nproc-per-node", "3", "a.py"]), {})
+    several = launcher.parse(["--hosts", "a:4,b:4", "--nproc-per-node", "4", "a.py"])
+    for named, environment in ((several, {}), (options, {"SLURM_JOB_NUM_NODES": "2"})):
+        with pytest.raises(LaunchError, match=r"of one host, and there are several; .*--hosts a:"):
+            launcher.hosts.num_ranks_as_torchrun(named, environment)
 
 
 @pytest.mark.parametrize(
-    ("option", "remedy"), [("--nnodes=2", "--hosts a:4,b:4"), ("--standalone", "leave it"), ("--rdzv_id", "leave it")]
+    ("option", "remedy"),
+    [("--nnodes=2", "--hosts a:4,b:4"), ("--standalone", "leave it"), ("--rdzv_id", "leave it")],  # one of each kind
 )
 def test_options_of_torchrun_without_a_meaning(option, remedy, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -198,14 +198,3 @@ def test_torchmpirun_drops_an_outer_place():
     outer = set_in(environment := dict(OPENMPI)) and environment | {"MASTER_ADDR": "mine", "TORCHELASTIC_X": "1"}
     left = launcher.inherited_environment(outer | {"A": "b"})
     assert left == {"A": "b", "MASTER_ADDR": "mine"}
-
-
-@pytest.mark.parametrize("place", ["home/.openmpi/mca-params.conf", "prefix/etc/openmpi-mca-params.conf"])
-def test_what_a_file_of_open_mpi_names_is_not_set(tmp_path, monkeypatch, place):
-    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path / "home")
-    monkeypatch.setenv("OPAL_PREFIX", str(tmp_path / "prefix"))
-    settings = variables.OPEN_MPI | {"UCX_TLS": "tcp"}
-    assert variables.unless_in_files(settings) == settings
-    (tmp_path / place).parent.mkdir(parents=True)
-    (tmp_path / place).write_text("# osc = ^ucx\n  btl = self,tcp\nbtl_tcp_links=3\n")
-    assert settings.keys() - variables.unless_in_files(settings) == {"OMPI_MCA_btl", "OMPI_MCA_btl_tcp_links"}

@@ -27,22 +27,47 @@ class Link:
         return self.messages.pop(0) if self.messages else None
 
 
-@pytest.mark.parametrize("way", ["requests", "replies"])
-def test_after_an_error_there_are_no_further_requests(way):
-    links = types.SimpleNamespace(requests=Link(), replies=Link())
-    client = Client(links)
-    if way == "replies":
-        first = client.ask(1, READ, torch.zeros(4))
-        links.replies.error = MemoryError("no room")
-        assert client.advance()
-        assert isinstance(first.error, MemoryError)
-        assert first.is_complete
-    else:
-        links.requests.error = MemoryError("no room")
-        with pytest.raises(MemoryError):
-            client.ask(1, READ, torch.zeros(4))
+@pytest.fixture
+def links():
+    return types.SimpleNamespace(requests=Link(), replies=Link())
+
+
+def test_after_an_error_there_are_no_further_requests(links):
+    client, memory = Client(links), torch.zeros(4)
+    first = client.ask(1, READ, memory)
+    links.replies.error = MemoryError("no room")
+    assert client.advance()
+    assert isinstance(first.error, MemoryError)
+    assert first.is_complete
     assert client.is_idle
-    links.requests.error = links.replies.error = None
+    links.replies.error = None
     with pytest.raises(ParameterServerError, match=r"an earlier request .* failed \(MemoryError\('no room'\)\)"):
+        client.ask(1, READ, memory)
+    assert client.is_idle
+
+
+def test_a_request_that_was_not_sent_is_not_waited_for(links):
+    client = Client(links)
+    links.requests.error = MemoryError("no room")
+    with pytest.raises(MemoryError):
         client.ask(1, READ, torch.zeros(4))
     assert client.is_idle
+    links.requests.error = None
+    assert not client.ask(1, READ, torch.zeros(4)).is_complete
+    assert not client.is_idle
+
+
+def test_a_request_that_was_sent_in_part(links):
+    links.requests.Isend = lambda *arguments: links.requests.isend()
+    sent = iter([None, None, MemoryError("no room")])
+
+    def isend(*arguments):
+        if error := next(sent):
+            raise error
+
+    links.requests.isend = isend
+    client, large = Client(links), torch.zeros(3 << 20)  # 12 MiB, in pieces
+    with pytest.raises(MemoryError):
+        client.ask(1, READ._replace(kind=Kind.RESTORE, num_bytes=large.nbytes), large)
+    with pytest.raises(ParameterServerError, match="an earlier request"):
+        client.ask(1, READ, torch.zeros(4))

@@ -1,5 +1,8 @@
 """Which GPU a rank is pinned to, and when; torch's view of the GPUs is made up."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 
@@ -123,3 +126,25 @@ def test_no_gpu_is_explained(pinned, monkeypatch, visible, words, cuda, built):
         placement.cuda_device()
     assert words in str(caught.value)
     assert f"torch {torch.__version__} ({built})" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "place", ["home/.openmpi/mca-params.conf", "prefix/etc/openmpi-mca-params.conf", "given", None]
+)
+def test_the_components_of_open_mpi_are_the_users_first(monkeypatch, tmp_path, place):
+    settings = {
+        "HOME": str(tmp_path / "home"),
+        "OPAL_PREFIX": str(tmp_path / "prefix"),
+        "MPI4PY_LIBMPI": "libmpi.so.40",
+    }
+    settings["OMPI_MCA_mca_base_param_files"] = f"{tmp_path}/nothing,{tmp_path}/given"
+    with mock.patch.dict(os.environ, settings):
+        os.environ.pop(placement._COMPONENTS, None)
+        if place is not None:
+            (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / place).write_text("osc = ^ucx\n  btl = self,tcp\n")
+        placement.prepare_environment()
+        assert os.environ.get(placement._COMPONENTS) == ("^ofi" if place is None else None)
+        os.environ[placement._COMPONENTS] = "self,sm"
+        placement.prepare_environment()
+        assert os.environ[placement._COMPONENTS] == "self,sm"

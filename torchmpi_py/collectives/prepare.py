@@ -65,8 +65,9 @@ _OTHER_ARGUMENTS = {  # of Horovod and torch.distributed
     "process_set": "write comm=, a communicator from mpi.split",
     "async_op": "call mpi.{verb}_async, which returns a handle",
     "root_rank": "write root=",
-    "src": "write root= (of recv: source=)",
-    "dst": "write root= (of send: destination=)",
+    "tensor": "the tensor comes first, without a name",
+    "src": "write {source}=",
+    "dst": "write {destination}=",
 }
 
 _TENSORS_BEFORE_OTHERS = {"broadcast": 1, "allreduce": 2, "reduce": 2, "reduce_scatter": 2, "scatter": 2, "alltoall": 2}
@@ -122,7 +123,9 @@ def _check_names(prepare: Callable[..., Any], name: str, kwargs: Iterable[str]) 
     known = inspect.signature(prepare).parameters
     for argument in kwargs:
         if argument not in known:
-            remedy = _OTHER_ARGUMENTS.get(argument, f"arguments are: {', '.join(known)}").format(verb=name)
+            source, destination = ("root", "root") if "root" in known else ("source", "destination")
+            remedy = _OTHER_ARGUMENTS.get(argument, f"arguments are: {', '.join(known)}")
+            remedy = remedy.format(verb=name, source=source, destination=destination)
             raise TypeError(f"{name}: argument {argument!r} is unknown; {remedy}") from None
 
 

@@ -41,9 +41,15 @@ def examine(*, with_job: bool = True) -> Iterator[Finding]:
     """Findings, one after the other; the job of two ranks runs last, unless there are problems already."""
     has_problem = False
     for check in (*software.CHECKS, *host.CHECKS):
-        for finding in check():
-            has_problem |= finding.level == PROBLEM
-            yield finding
+        try:
+            for finding in check():
+                has_problem |= finding.level == PROBLEM
+                yield finding
+        except Exception as error:  # an odd machine is what a doctor is asked about
+            name = check.__name__.replace("_", " ")
+            yield Finding(
+                WARNING, name, f"could not be examined: {error!r}", "look at it by hand, and report this line"
+            )
     if with_job and not has_problem:
         yield from software.trial()
 

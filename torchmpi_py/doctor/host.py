@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from torchmpi_py.doctor import OK, PROBLEM, WARNING, Finding
@@ -20,6 +21,7 @@ _BYTES_OF_A_RANK = 400 * _MIB  # with torch and its optimizers imported
 _ENOUGH_FILES = 1024  # a rank has tens, torchmpirun a few for each rank
 _ENOUGH_TEMPORARY_BYTES = 64 * _MIB
 _LONGEST_FOLDER = 60  # a socket's path has 107 characters at most, and Open MPI and PMIx add to the folder's
+_PR_SET_PTRACER = 0x59616D61
 _MORE_SHARED = "give the container more: docker run --shm-size=1g, or --ipc=host"
 
 
@@ -31,14 +33,14 @@ def cores() -> Iterator[Finding]:
     yield Finding(OK, "cores", ", ".join([f"{usable} to use", *limits]))
 
 
-def memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[Finding]:
-    """Memory for one rank for each core."""
+def memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None = None) -> Iterator[Finding]:
+    """Memory for one rank for each core. ``cgroups``: the folders of this process's, for tests."""
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    free, limit = int(lines["MemAvailable"].split()[0]) << 10, ""
-    most, used = (cgroup / "memory.max"), (cgroup / "memory.current")
-    if most.exists() and used.exists() and most.read_text().strip().isdigit():
-        left = int(most.read_text()) - int(used.read_text())
-        free, limit = min(free, left), " by a cgroup's limit" if left < free else ""
+    free, limit = int(lines.get("MemAvailable", lines["MemFree"]).split()[0]) << 10, ""
+    for folder in binding.cgroup_folders("memory") if cgroups is None else cgroups:
+        left = _left_in(folder)
+        if left is not None and left < free:
+            free, limit = left, " by a cgroup's limit"
     text = f"{free // _MIB} MiB free{limit}"
     wanted = binding.num_usable_cores() * _BYTES_OF_A_RANK
     if free >= wanted:
@@ -46,6 +48,18 @@ def memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/c
     else:
         fit = max(1, free // _BYTES_OF_A_RANK)
         yield Finding(WARNING, "memory", f"{text}, and a rank takes some {_BYTES_OF_A_RANK // _MIB}", _fewer(fit))
+
+
+def _left_in(folder: Path) -> int | None:
+    """Bytes that a cgroup, of either version, has left; files that it caches can go. None without a limit."""
+    for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        try:
+            limit, num_used = (folder / most).read_text().strip(), int((folder / used).read_text())
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+        except (OSError, ValueError):
+            continue
+        return int(limit) - num_used + (int(cached[1]) if cached else 0) if limit.isdigit() else None
+    return None
 
 
 def _fewer(fit: int) -> str:
@@ -90,16 +104,12 @@ def temporary_folder() -> Iterator[Finding]:
     except OSError as error:
         yield Finding(PROBLEM, "TMPDIR", str(error), "export TMPDIR=/tmp, or another folder that can be written to")
         return
-    wanted, text = os.environ.get("TMPDIR", folder), f"{folder}, {free // _MIB} MiB free"
+    wanted, text = os.environ.get("TMPDIR") or folder, f"{folder}, {free // _MIB} MiB free"
     if os.path.abspath(wanted) != folder:
         yield Finding(WARNING, "TMPDIR", f"{wanted} cannot be written to", f"export TMPDIR={folder}")
     elif len(folder) > _LONGEST_FOLDER:
-        yield Finding(
-            PROBLEM,
-            "TMPDIR",
-            f"{folder} is too long for the sockets of a launcher",
-            "export TMPDIR=/tmp, or a short one",
-        )
+        text = f"{folder} is long: the paths of sockets in it may be too long for a launcher"
+        yield Finding(WARNING, "TMPDIR", text, "export TMPDIR=/tmp, or another short one")
     elif free < _ENOUGH_TEMPORARY_BYTES:
         yield Finding(PROBLEM, "TMPDIR", text, "make room there, or export TMPDIR=... to a folder with room")
     else:
@@ -121,7 +131,7 @@ def names() -> Iterator[Finding]:
     try:
         socket.getaddrinfo(name, 0)
         yield Finding(OK, "network", f"127.0.0.1 answers, {name} has an address")
-    except OSError:
+    except (OSError, UnicodeError):  # the latter of a part with more than 63 characters
         remedy = f"add it to /etc/hosts: 127.0.1.1 {name}"
         yield Finding(WARNING, "network", f"the name of this host, {name}, has no address", remedy)
 
@@ -135,7 +145,7 @@ def permissions() -> Iterator[Finding]:
         yield Finding(OK, "memfd", "shared memory without names")
     if why := _attempt(_read_other_process):
         text = f"a process may not read another's memory ({why}): large messages of the MPI are copied twice"
-        remedy = "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; symmetric memory needs neither"
+        remedy = "in a container: docker run --cap-add SYS_PTRACE; symmetric memory does without"
         yield Finding(WARNING, "ptrace", text, remedy)
     else:
         yield Finding(OK, "ptrace", "processes of one user read each other's memory")
@@ -169,19 +179,22 @@ def _read_other_process() -> None:
     """Let a child read its parent's memory, as ranks of one starter read each other's. OSError if it may not."""
     given, read_end, write_end = ctypes.create_string_buffer(b"memory"), *os.pipe()
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
+    libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1 & (1 << 64) - 1), 0, 0, 0)  # under yama, as Open MPI does
     child = os.fork()
     if not child:
-        taken = ctypes.create_string_buffer(len(given))
-        here = _Piece(ctypes.addressof(taken), len(taken))
-        there = _Piece(ctypes.addressof(given), len(given))
-        count = libc.process_vm_readv(parent, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        code = 0 if count == len(given) else ctypes.get_errno() or 1
-        os.write(write_end, bytes([code & 0xFF]))
-        os._exit(0)
+        try:
+            taken = ctypes.create_string_buffer(len(given))
+            here = _Piece(ctypes.addressof(taken), len(taken))
+            there = _Piece(ctypes.addressof(given), len(given))
+            count = libc.process_vm_readv(parent, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+            os.write(write_end, bytes([0 if count == len(given) else ctypes.get_errno() & 0xFF or 1]))
+        finally:
+            os._exit(0)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as answer:
         code = (answer.read(1) or b"\1")[0]
     os.waitpid(child, 0)
+    libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(0), 0, 0, 0)
     if code:
         raise OSError(code, os.strerror(code))
 

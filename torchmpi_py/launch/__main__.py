@@ -304,6 +304,8 @@ def main(argv: list[str] | None = None) -> int:
             raise LaunchError("this system is not Linux, and torchmpirun works on Linux only")
         if options.check or options.version or options.template:
             return answer(options)
+        if options.ranks_per_host:
+            options.num_ranks = hosts.num_ranks_as_torchrun(options, os.environ)
         if not (options.as_module or options.dry_run):
             check_program(options.program[0])
         return group_jobs.run(options, words) if options.groups else run(options)

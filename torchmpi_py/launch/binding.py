@@ -138,7 +138,7 @@ def num_usable_cores() -> int:
 def _smallest_quota() -> float:
     """The tightest limit of our cgroups; math.floor needs a finite number, so no limit is a large one."""
     quotas = [float(1 << 20)]
-    for folder in _cgroup_folders():
+    for folder in cgroup_folders("cpu"):
         try:
             if (folder / "cpu.max").exists():
                 quotas.append(quota_cores((folder / "cpu.max").read_text()))
@@ -150,8 +150,8 @@ def _smallest_quota() -> float:
     return max(1.0, min(quotas))
 
 
-def _cgroup_folders() -> list[Path]:
-    """Folders of this process's cgroup and of its ancestors, version 2 and the version 1 `cpu` controller."""
+def cgroup_folders(controller: str) -> list[Path]:
+    """Folders of this process's cgroup and of its ancestors, of version 2 and of a controller of version 1."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -159,9 +159,9 @@ def _cgroup_folders() -> list[Path]:
     folders: list[Path] = []
     for line in lines:
         _, controllers, name = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        root = _CGROUP_ROOT / ("cpu" if controllers else "")
+        root = _CGROUP_ROOT / (controller if controllers else "")
         leaf = root / name.lstrip("/")
         folders += [leaf, *(parent for parent in leaf.parents if parent.is_relative_to(root))]
     return folders

@@ -142,6 +142,19 @@ def default_num_ranks(named: tuple[Host, ...], environment: Mapping[str, str]) -
     return num_gpus(environment) or binding.num_usable_cores()
 
 
+def num_ranks_as_torchrun(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """The number of ranks by ``--nproc-per-node``. LaunchError with ``-n``, or with several hosts."""
+    number, num_hosts = int(options.ranks_per_host), len(named_hosts(options, environment))
+    if options.num_ranks:
+        raise LaunchError(f"-n {options.num_ranks} and --nproc-per-node {number} both number the ranks; give -n alone")
+    if num_hosts > 1 or environment.get("SLURM_JOB_NUM_NODES", "1") != "1":
+        raise LaunchError(
+            f"--nproc-per-node {number} counts the ranks of one host, and there are several; leave it away, and name "
+            f"the hosts with their ranks: --hosts a:{number},b:{number}"
+        )
+    return number
+
+
 def named_hosts(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Host, ...]:
     """Hosts that the user names, else the hosts of a batch system's job; none: this host, or what the MPI finds."""
     if options.hosts and options.hostfile:

@@ -175,7 +175,7 @@ def settings(
     vendor: Vendor, *, busy: bool, is_root: bool, hostfile: Path | None = None, with_ssh: bool = False
 ) -> dict[str, str]:
     """The variables that this vendor wants; ``busy``: ranks fill the cores of a host, or there are several hosts."""
-    wanted = variables.unless_in_files(vendor.environment)
+    wanted = dict(vendor.environment)
     if busy:
         wanted |= vendor.busy_environment
     if is_root:

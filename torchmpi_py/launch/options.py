@@ -9,9 +9,10 @@ from torchmpi_py.launch import group_jobs, mpirun, ready_scripts
 
 _ONCE = "leave it away: ranks meet over MPI, and the program is started once for all hosts"
 _OF_TORCHRUN = dict.fromkeys(
-    ("standalone", "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id"), _ONCE
+    ("standalone", "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"),
+    _ONCE,
 ) | {"nnodes": "leave it away on one host; else name the hosts and their ranks: --hosts a:4,b:4, or --hostfile"}
-"""Options of torchrun that have no meaning here, and what to write. ``--nproc-per-node`` is taken for ``-n``."""
+"""Options of torchrun that have no meaning here, and what to write. ``--nproc-per-node`` is ``-n`` on one host."""
 
 
 def _number(read: Callable[[str], float], is_possible: Callable[[float], bool], why_not: str) -> Callable[[str], float]:
@@ -32,11 +33,26 @@ _LIMIT = _number(float, lambda seconds: seconds > 0, "seconds are no limit; give
 _GRACE = _number(float, lambda seconds: seconds >= 0, "seconds cannot be waited for; give 0 or more")
 
 
+def _ranks_per_host(text: str) -> float:
+    """Read torchrun's ``--nproc-per-node``."""
+    if text in ("auto", "cpu", "gpu", "xpu"):
+        raise argparse.ArgumentTypeError(f"{text} is the default: GPUs, or cores where there are none; leave it away")
+    return _RANKS(text)
+
+
 class _Refused(argparse.Action):
     """An option that ends with an error, which ``const`` explains."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, __: object, option: str | None = None) -> None:
         parser.error(f"{option} is an option of torchrun; {self.const}")
+
+
+def _add_those_of_torchrun(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--nproc-per-node", "--nproc_per_node", dest="ranks_per_host", type=_ranks_per_host, help=argparse.SUPPRESS)
+    for name, remedy in _OF_TORCHRUN.items():
+        both = f"--{name}", f"--{name.replace('-', '_')}"
+        add(*both, action=_Refused, nargs="?", const=remedy, help=argparse.SUPPRESS)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -69,11 +85,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--check", action="store_true", help="ask every host whether it has what the ranks need, and run nothing")
     add("--version", action="store_true", help="print the versions of what a job here uses")
     add("--template", choices=sorted(ready_scripts.PARTS), help="print a script for a batch system")
-    add("--nproc-per-node", "--nproc_per_node", dest="num_ranks", type=_RANKS, help=argparse.SUPPRESS)  # of torchrun
-    for name, remedy in _OF_TORCHRUN.items():
-        both = f"--{name}", f"--{name.replace('-', '_')}"
-        add(*both, action=_Refused, nargs="?", const=remedy, help=argparse.SUPPRESS)
-    add("-m", dest="as_module", action="store_true", help="the program is a module")
+    _add_those_of_torchrun(parser)
+    add("-m", "--module", dest="as_module", action="store_true", help="the program is a module")
     add("program", nargs=argparse.REMAINDER, help="program and its arguments")
     options = parser.parse_args(argv)
     if options.program[:1] == ["--"]:

@@ -24,9 +24,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import socket
-import sys
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -57,34 +55,17 @@ NAMES = (*OF_A_RANK, ADDRESS, PORT)
 LOOPBACK = "127.0.0.1"
 
 OPEN_MPI = {
-    "OMPI_MCA_btl": "^ofi",  # this component, which carries one-sided messages alone, sleeps for a second at the start
     "OMPI_MCA_osc": "^ucx",  # this component prints noise where there is no InfiniBand
     "OMPI_MCA_btl_tcp_links": "2",  # one connection of two ranks does not fill both directions of a link
     "OMPI_MCA_btl_tcp_eager_limit": str(640 << 10),  # a longer message asks first, and its answer queues behind data
     "OMPI_MCA_btl_tcp_max_send_size": str(640 << 10),  # at least as much
 }
-"""Settings of Open MPI for a fast start, for ranks on several hosts, and against noise; docs/decisions/020, 024."""
+"""Settings of Open MPI for ranks on several hosts, and against noise; docs/decisions/020-between-nodes.md."""
 
-_PARAMETERS = "openmpi-mca-params.conf"
 _TORCHRUN = "TORCHELASTIC_"
 _JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "PALS_APID")
 _MOST_ANCESTORS = 10
 _FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # below those that a system gives away, and torchrun's 29500
-
-
-def unless_in_files(settings: Mapping[str, str]) -> dict[str, str]:
-    """Settings without those that a parameter file of Open MPI names, for a variable would replace what the site wants.
-
-    The files are the user's, the system's, and those of an Open MPI on the PATH or beside this Python.
-    """
-    starter = shutil.which("mpirun")
-    prefixes = [sys.prefix, *([str(Path(starter).parent.parent)] if starter else []), os.environ.get("OPAL_PREFIX", "")]
-    files = [Path(prefix, "etc", _PARAMETERS) for prefix in prefixes if prefix]
-    named = set()
-    for file in (Path.home() / ".openmpi" / "mca-params.conf", Path("/etc/openmpi", _PARAMETERS), *files):
-        with contextlib.suppress(OSError):
-            named |= set(re.findall(r"^\s*(\w+)\s*=", file.read_text(errors="replace"), re.MULTILINE))
-    return {name: value for name, value in settings.items() if name.removeprefix("OMPI_MCA_") not in named}
 
 
 def rank_in(environment: Mapping[str, str]) -> int | None:

@@ -117,7 +117,8 @@ class PendingReply:
             else:
                 following = pieces(self._memory)
         self._transfers = [requests.isend(tuple(message), service, HEADER_TAG)]
-        self._transfers += [requests.Isend(piece, service, BYTES_TAG) for piece in following]
+        for piece in following:
+            self._transfers.append(requests.Isend(piece, service, BYTES_TAG))
 
     def arrive(self, replies: MPI.Comm, service: int, error: bytes | None, values: bytearray | None) -> None:
         """The reply has come: receive what follows."""
@@ -133,12 +134,21 @@ class PendingReply:
     def advance(self) -> bool:
         """Let MPI move the bytes; whether all have arrived and left."""
         if MPI.Request.Testall(self._transfers):
-            self.end(self.error)
+            self._end()
         return self.is_complete
 
-    def end(self, error: BaseException | None) -> None:
-        """The request is complete, or has failed."""
+    @property
+    def is_under_way(self) -> bool:
+        """Whether messages were posted that may not have arrived or left."""
+        return bool(self._transfers)
+
+    def fail(self, error: BaseException | None) -> None:
+        """The request is over; its memory stays, for messages may still be under way."""
         self.error, self.is_complete = error, True
+
+    def _end(self) -> None:
+        """The request is complete."""
+        self.is_complete = True
         self._transfers, self._memory = [], None
 
 
@@ -152,6 +162,7 @@ class Client:
     def __init__(self, links: Links) -> None:
         self._links = links
         self._failure: Exception | None = None
+        self._failed: list[PendingReply] = []  # MPI may still read and write their memory
         self._awaited: dict[int, deque[PendingReply]] = {}  # by service, the oldest first
         self._arriving: list[PendingReply] = []  # replied to; pieces are under way
 
@@ -172,7 +183,9 @@ class Client:
         try:
             reply.send(self._links.requests, service)
         except Exception as error:
-            self._fail(error)
+            self._awaited[service].pop()
+            if reply.is_under_way:
+                self._fail(error, reply)
             raise
         return reply
 
@@ -195,8 +208,9 @@ class Client:
             self._fail(error)
             return True
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, *others: PendingReply) -> None:
         self._failure = error
-        for reply in [*self._arriving, *(reply for replies in self._awaited.values() for reply in replies)]:
-            reply.end(error)
+        self._failed = [*others, *self._arriving, *(reply for replies in self._awaited.values() for reply in replies)]
+        for reply in self._failed:
+            reply.fail(error)
         self._awaited, self._arriving = {}, []
