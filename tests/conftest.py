@@ -4,6 +4,7 @@ A test that fails on one rank leaves the others waiting, so the run ends at the 
 aborted, and a test that waits longer than its time limit ends the job with every thread's stack.
 """
 
+import contextlib
 import io
 import os
 import sys
@@ -26,6 +27,12 @@ def _give_temporary_folder() -> None:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
 
 
+def _be_as_nice_as_started() -> None:
+    """Let the niceness of this process count: Linux gives each session a share of its own, whatever its processes'."""
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
+        group.write(str(os.nice(0)))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     """Rank 0 reports; the others are heard only when they fail."""
@@ -33,6 +40,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "mpi(min_size): runs on several ranks")
     if config.getoption("--only-mpi"):
         _give_temporary_folder()
+        _be_as_nice_as_started()
     if (variables.rank_in(os.environ) or 0) > 0 and config.getoption("--only-mpi"):
         _hidden = io.StringIO()
         config.pluginmanager.getplugin("terminalreporter")._tw._file = _hidden
