@@ -43,5 +43,5 @@ optimizer.average()
 accuracy = curve.end()
 mpinn.check_with_allreduce(network)
 if mpi.rank() == 0:
-    print(f"accuracy {100 * accuracy:.2f} %")
+    print(f"accuracy {100 * accuracy:.2f} % after gossip among {mpi.size()} ranks, partners: {options.partners}")
 mpi.stop()

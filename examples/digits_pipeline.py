@@ -69,7 +69,7 @@ for _ in range(options.epochs):
 
 result = curve.end()
 if mpi.rank() == 0:
-    print(f"accuracy {100 * result:.2f} %")
+    print(f"accuracy {100 * result:.2f} %, by a pipeline of {mpi.size()} stages")
 states = mpi.allgather_object(stage.state_dict())
 if options.save and mpi.rank() == 0:
     torch.save({key: value for state in states for key, value in state.items()}, options.save)
