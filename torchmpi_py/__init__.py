@@ -251,7 +251,13 @@ def __getattr__(name: str) -> Any:
         known = f"; it is called {_OTHER_NAMES[name]} here" if name in _OTHER_NAMES else ""
         # With name and obj the interpreter adds the most similar name, if there is one.
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{known}", name=name, obj=_THIS)
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            remedy = "torch is not installed: pip install torch (without a GPU, PyTorch's line for a CPU build)"
+            raise ModuleNotFoundError(remedy, name=error.name) from None
+        raise
     globals()[name] = value
     return value
 
