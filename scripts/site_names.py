@@ -1,9 +1,9 @@
-"""Griffe's extension: the verbs of the reference have signature and docstring of the functions they are made of."""
+"""Griffe's extension: what the reference cannot see in the sources, or would show otherwise than it is meant."""
 
 import griffe
 
 
-class Verbs(griffe.Extension):
+class Names(griffe.Extension):
     """``collectives.verbs`` makes ``allreduce`` and its twin of ``_allreduce``, which returns an Operation."""
 
     def on_module_members(self, *, mod, **kwargs):
@@ -14,3 +14,8 @@ class Verbs(griffe.Extension):
                     function.name = function.name.removeprefix("_")
                     function.returns = function.returns.slice
                     mod.set_member(function.name, function)
+
+    def on_instance(self, *, obj, **kwargs):
+        """Leave out the ``::`` before a code block, which Markdown does not know."""
+        if obj.docstring:
+            obj.docstring.value = obj.docstring.value.replace("\n::\n", "\n")
