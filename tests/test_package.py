@@ -12,7 +12,7 @@ import torchmpi_py as mpi
 
 @pytest.mark.parametrize(
     ("name", "here"),
-    [("init", "start"), ("all_reduce", "allreduce"), ("allreduce_", "in place"), ("get_world_size", "size")],
+    [("shutdown", "stop"), ("all_reduce", "allreduce"), ("allreduce_", "in place"), ("get_world_size", "size")],
 )
 def test_names_of_other_packages_are_explained(name, here):
     with pytest.raises(AttributeError, match=rf"no attribute '{name}'; it is called .*{here}.* here"):
