@@ -19,6 +19,7 @@ PREFIX = "TORCHMPI_"
 TUNING_DIR = f"{PREFIX}TUNING_DIR"
 PROFILE = f"{PREFIX}PROFILE"
 DUMP_DIR = f"{PREFIX}DUMP_DIR"
+TIMELINE = f"{PREFIX}TIMELINE"
 STARTED_PID = f"{PREFIX}STARTED_PID"
 EXPERIMENT = f"{PREFIX}EXPERIMENT"  # the experiment of a sweep that is under way in this process: its folder
 AT_DEADLINE = ("abort", "report", "raise")
@@ -136,7 +137,7 @@ def known_names() -> set[str]:
     return (
         fields
         | {f"{PREFIX}{name}" for name in _OTHER_NAMES.values()}
-        | {TUNING_DIR, PROFILE, DUMP_DIR, STARTED_PID, EXPERIMENT}
+        | {TUNING_DIR, PROFILE, DUMP_DIR, TIMELINE, STARTED_PID, EXPERIMENT}
     )
 
 
@@ -182,6 +183,11 @@ def profile_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path |
     """The directory of traces, None without tracing: TORCHMPI_PROFILE, which ``torchmpirun --profile`` sets."""
     given = environ.get(PROFILE)
     return pathlib.Path(given).absolute() if given else None
+
+
+def timeline_directory(environ: Mapping[str, str] = os.environ) -> str:
+    """The directory in which the ranks' boards stay, "" for none: TORCHMPI_TIMELINE, of ``torchmpirun --timeline``."""
+    return environ.get(TIMELINE, "")
 
 
 current = Tuning()
