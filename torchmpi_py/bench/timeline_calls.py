@@ -93,7 +93,7 @@ def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
     ranks = [_of_rank(dump, *places[rank], now) for rank, dump in dumps.items()]
     groups = {name: group for dump in dumps.values() for name, group in dump["pg_config"].items()}
     members = {name: json.loads(group["ranks"]) for name, group in groups.items()}
-    return JobCalls(ranks, members, num_ranks, kept[0].versions if kept else "", hang.explain(dumps))
+    return JobCalls(ranks, members, num_ranks, kept[0].versions if kept else "", hang.explain(dumps).partition("\n")[2])
 
 
 def _last_time(dump: Mapping[str, Any]) -> int:

@@ -75,7 +75,7 @@ def _end(job: JobCalls, about: Mapping[str, Any]) -> str:
     return f"<section><h2>Where it ended</h2>{reason}<pre>{escape(job.explanation)}</pre></section>"
 
 
-_RANK_COLUMNS = ("rank", "host", "ended", "operations", "came last to", "kept others waiting", "waited itself", "last")
+_RANK_COLUMNS = ("rank", "came last to", "kept others waiting", "waited itself", "operations", "ended", "host", "last")
 
 
 def _rank_rows(job: JobCalls) -> Iterable[Sequence[str]]:
@@ -85,12 +85,12 @@ def _rank_rows(job: JobCalls) -> Iterable[Sequence[str]]:
         last = max(rank.calls, key=lambda call: (call.state != COMPLETE, call.end), default=None)
         yield (
             str(rank.rank),
-            rank.host,
-            rank.how_ended,
-            f"the last {len(rank.calls)} of {total}" if rank.num_before else str(total),
             f"{rank.num_last} of {num_met}",
             duration(rank.kept_others_us),
             duration(rank.waited_us),
+            f"the last {len(rank.calls)} of {total}" if rank.num_before else str(total),
+            rank.how_ended,
+            rank.host,
             "" if last is None else f"{last.text} at {last.site}",
         )
 
