@@ -15,6 +15,7 @@ import pytest
 from torchmpi_py.errors import Unavailable
 
 pytest.importorskip("IPython", reason="pip install 'torchmpi-py[notebook]'")
+from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
@@ -28,14 +29,15 @@ class Notebook:
     def __init__(self):
         self.shell = InteractiveShell(colors="nocolor")
         self.shell.history_manager.enabled = False
+        self.shell.display_pub = CapturingDisplayPublisher(parent=self.shell)
         self.shell.run_line_magic("load_ext", "torchmpi_py.notebook")
         self.magics = self.shell.magics_manager.registry["TorchMPIMagics"]
 
     def run(self, source):
         """Run a cell; (output, errors) as text."""
-        with capture_output() as captured:
+        self.shell.display_pub.outputs.clear()
+        with capture_output(display=False) as captured:
             self.result = self.shell.run_cell(textwrap.dedent(source), store_history=True)
-        self.rich = captured.outputs
         return COLOUR.sub("", captured.stdout), COLOUR.sub("", captured.stderr)
 
     def cell(self, source, options=""):
@@ -213,17 +215,17 @@ def test_other_options_start_other_ranks(notebook, num_ranks):
 def test_figures_and_values_in_a_better_form_are_rank_0s(notebook):
     pytest.importorskip("matplotlib")
     notebook.good("from matplotlib import pyplot\npyplot.plot([mpi.rank(), 1]);")
-    (figure,) = notebook.rich
-    assert figure.data["image/png"]
+    (figure,) = notebook.shell.display_pub.outputs
+    assert figure["data"]["image/png"]
     notebook.good("class Table:\n    def _repr_html_(self): return f'<b>{mpi.rank()}</b>'\nTable()")
-    (table,) = notebook.rich
-    assert table.data["text/html"] == "<b>0</b>"
+    (table,) = notebook.shell.display_pub.outputs
+    assert table["data"]["text/html"] == "<b>0</b>"
 
 
 def test_pull(notebook):
     notebook.good("import numpy\nfound = {'loss': torch.full((2,), 3.0 + mpi.rank())}\ndef f(): pass")
-    notebook.run("%torchmpi pull found")
-    assert notebook.shell.user_ns["found"]["loss"].tolist() == [3.0, 3.0]
+    notebook.run("taken = %torchmpi pull found")
+    assert notebook.shell.user_ns["taken"]["loss"].tolist() == [3.0, 3.0]
     output, _ = notebook.run("%torchmpi pull nothing")
     assert "name 'nothing' is not defined on rank 0" in output
 
@@ -283,21 +285,20 @@ def test_the_end_of_the_kernel_ends_the_ranks(tmp_path):
     )
     environment = os.environ | {"IPYTHONDIR": str(tmp_path)}
     for words in ([], ["busy"]):
-        kernel = subprocess.Popen(
-            [sys.executable, str(program), *words], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        found = {}
-        while len(found) < 2:
-            line = kernel.stdout.readline()
-            assert line
-            if line.startswith("rank "):
-                found[line.split()[1]] = int(line.split()[3])
-        if words:
-            time.sleep(1)
-            kernel.kill()
-        kernel.stdout.read()
-        assert kernel.wait(60) == (-signal.SIGKILL if words else 0)
-        wait_for_end(found.values())
+        command = [sys.executable, str(program), *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as kernel:
+            found = []
+            while len(found) < 2:
+                line = kernel.stdout.readline()
+                assert line, "the kernel has ended"
+                if line.startswith("rank "):
+                    found.append(int(line.split()[3]))
+            if words:
+                time.sleep(1)
+                kernel.kill()
+            kernel.stdout.read()
+            assert kernel.wait(60) == (-signal.SIGKILL if words else 0)
+            wait_for_end(found)
 
 
 def test_without_ipython_the_remedy_is_named(monkeypatch):

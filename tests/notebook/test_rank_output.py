@@ -74,7 +74,7 @@ def test_the_streams_are_different_and_a_block_stays_whole():
     screen.end()
     assert screen.written == [
         ("stdout", "word\n"),
-        ("stdout", "tensor([[0],\n        [2]])\n"),
         ("stderr", "[1] word\n"),
+        ("stdout", "tensor([[0],\n        [2]])\n"),
         ("stdout", "[1] tensor([[1],\n[1]         [2]])\n"),
     ]

@@ -94,7 +94,7 @@ class CellRun:
 
     def _write(self, stream: str, text: str) -> None:
         """To the kernel's own stream, which a notebook has in place of the process's."""
-        print(text, end="", file=getattr(sys, stream), flush=True)
+        print(text, end="", file=getattr(sys, stream))
 
     def _on_text(self, rank: int, stream: str, text: str) -> None:
         self._merger.add(rank, stream, text)
@@ -173,7 +173,7 @@ class CellRun:
         elif self._is_out_of_step():
             self._job.send(self._job.ranks, "refuse")
             texts.append(f"the ranks have called different numbers of collectives, which raise from now on; {_RESTART}")
-        raise RanksFailed("; ".join(texts), self._traceback(failed or self._errors))
+        raise RanksFailed("\n".join(texts), self._traceback(failed or self._errors))
 
     def _traceback(self, errors: dict[int, tuple[str, str, list[str]]]) -> list[str]:
         """The error of the rank that failed first, and one line for each other error."""

@@ -30,26 +30,24 @@ class TorchMPIMagics(Magics):
         atexit.register(self._stop)
 
     @line_cell_magic
-    def torchmpi(self, line: str, cell: str | None = None) -> None:
+    def torchmpi(self, line: str, cell: str | None = None) -> Any:
         """Run the cell on all ranks, or one command.
 
         ``%%torchmpi -n 4`` starts ranks, by torchmpirun with these options; later cells may leave the options out.
         In the ranks ``mpi`` is started, and ``torch`` imported. ``%torchmpi status`` says what each rank does,
-        ``restart`` starts new ranks, ``stop`` ends them, and ``pull NAME`` brings a variable of rank 0 here.
+        ``restart`` starts new ranks, ``stop`` ends them, and ``pull NAME`` gives the value of a variable of rank 0.
         """
         words = shlex.split(line)
         if cell is None:
-            self._command(*words)
-            return
+            return self._command(*words)
         job = self._ready(words)
-        source = cell if cell.startswith("%%") else f"# %%torchmpi {line}\n{cell}"  # lines count as in the notebook
-        self._run(job, job.ranks, "cell", self.shell.execution_count, source)
+        source = cell if cell.startswith("%%") else f"# %%torchmpi\n{cell}"  # lines count as in the notebook
+        return self._run(job, job.ranks, "cell", self.shell.execution_count, source)
 
-    def _command(self, command: str = "", *words: str) -> None:
+    def _command(self, command: str = "", *words: str) -> Any:
         if command == "pull" and len(words) == 1:
-            job = self._ready([])
-            self.shell.user_ns[words[0]] = pickle.loads(self._run(job, {0}, "pull", words[0]) or b"")
-        elif command == "status" and not words:
+            return self._run(self._ready([]), {0}, "pull", words[0])
+        if command == "status" and not words:
             self._tell_status()
         elif command in ("restart", "stop") and not words:
             self._stop()
@@ -57,9 +55,10 @@ class TorchMPIMagics(Magics):
                 self._start()
         else:
             raise UsageError(f"%torchmpi {' '.join((command, *words))}: write {_COMMANDS}; or %%torchmpi above a cell")
+        return None
 
-    def _run(self, job: RankJob, ranks: set[int], kind: str, *content: object) -> bytes | None:
-        """Have ranks do something, and show what comes of it; the value of a pull."""
+    def _run(self, job: RankJob, ranks: set[int], kind: str, *content: object) -> Any:
+        """Have ranks do something, and show what comes of it; the value that they send, for a pull."""
         job.begin(ranks, kind, *content)
         run = CellRun(job, self.shell)
         try:
@@ -67,7 +66,7 @@ class TorchMPIMagics(Magics):
         except RanksEnded as error:
             self._job, self._ended = None, str(error)
             raise
-        return run.pulled
+        return None if run.pulled is None else pickle.loads(run.pulled)
 
     def _ready(self, words: list[str]) -> RankJob:
         """Ranks that wait for a cell: those there are, unless they have ended, or others are wanted."""
