@@ -90,7 +90,8 @@ import os, signal, sys
 from mpi4py import MPI
 from torchmpi_py.errors import EndRequested
 MPI.COMM_WORLD.Barrier()
-print("rank", MPI.COMM_WORLD.rank, sys.argv[1:], flush=True)
+open(f"rank-{MPI.COMM_WORLD.rank}", "w").write(str(sys.argv[1:]))
+MPI.COMM_WORLD.Barrier()
 if sys.argv[1] == "agree":
     MPI.Finalize()
     raise EndRequested
@@ -135,7 +136,7 @@ def test_slurm_queues_again_only_what_has_saved(tmp_path, how, is_queued_again):
     before = set(os.listdir(tmp_path))
     job = start(["bash", printed("slurm", tmp_path), "program.py", how, "a b"], tmp_path, **settings)
     assert "option --mpi=pmi9\n" in job.stdout
-    assert f"rank 0 ['{how}', 'a b']\n" in job.stdout
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == [f"['{how}', 'a b']"] * 2
     assert ("\nscontrol requeue 77\n" in job.stdout) is is_queued_again
     assert (job.returncode == 0) is (how == "return")
     assert {name for name in set(os.listdir(tmp_path)) - before if name.startswith("tmp.")} == set()

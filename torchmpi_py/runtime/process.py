@@ -51,6 +51,7 @@ def start(
     Raises NotStarted in a child process of a started one, TorchMPIError when it is started already.
     """
     _check_startable()
+    config.log_level()  # an error now, rather than after all ranks have met
     tuning = tuning or config.from_environment()
     device = placement.cuda_device() if with_cuda else torch.device("cpu")
     options = sessions.StartOptions(
@@ -78,6 +79,7 @@ def _start(options: sessions.StartOptions, wait: arrival.Wait) -> None:
         sessions.check_tuning(world, options.tuning)
     sessions.open_session(world, options)
     os.environ[STARTED_PID] = str(os.getpid())
+    _log_from(world.rank, config.log_level())
     if world.rank == 0 and (unknown := config.unknown_settings()):
         logger.warning("%s", unknown)
     if communicators.resolve(None).rank == 0 and world.rank == 0:
@@ -189,6 +191,17 @@ def _initialise_mpi() -> MPI.Comm:
     exits.register(stop)
     placement.check_world(MPI.COMM_WORLD.size)
     return sessions.remaining_world or MPI.COMM_WORLD
+
+
+def _log_from(rank: int, level: str | None) -> None:
+    """Let the package's log be seen from this level on, where the program has not set up logging of its own."""
+    if level is None:
+        return
+    logger.setLevel(level)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(f"[rank {rank}] %(name)s %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
 
 
 def _check_startable() -> None:
