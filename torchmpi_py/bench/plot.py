@@ -164,7 +164,7 @@ def _panel(axes: Any, rows: list[ResultRow], title: str, value: Callable[[Result
         line = [(row.num_bytes, value(row)) for row in rows if row.what == what]
         # A line that lies on another one is thinner, and its marker smaller: none hides the ones below it.
         on_top = number / len(names)
-        own: dict[str, Any] = {"marker": marker, "linewidth": 3.6 - 2.4 * on_top, "markersize": 10 - 5 * on_top}
+        own: dict[str, Any] = {"marker": marker, "linewidth": 3.0 - 1.8 * on_top, "markersize": 9 - 4 * on_top}
         style = {"markersize": 5} | _REFERENCE_STYLES[what] if what in _REFERENCE_STYLES else own
         axes.plot(*zip(*line, strict=True), label=what, **style)
     axes.set(yscale="log", xlabel="bytes", title=title)
