@@ -19,10 +19,13 @@ PREFIX = "TORCHMPI_"
 TUNING_DIR = f"{PREFIX}TUNING_DIR"
 PROFILE = f"{PREFIX}PROFILE"
 DUMP_DIR = f"{PREFIX}DUMP_DIR"
+LOG = f"{PREFIX}LOG"
+ERRORS = f"{PREFIX}ERRORS"  # read by launch/notices.py
 TIMELINE = f"{PREFIX}TIMELINE"
 STARTED_PID = f"{PREFIX}STARTED_PID"
 EXPERIMENT = f"{PREFIX}EXPERIMENT"  # the experiment of a sweep that is under way in this process: its folder
 AT_DEADLINE = ("abort", "report", "raise")
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _OTHER_NAMES = {"deadline_seconds": "DEADLINE"}
 _TEST_PREFIXES = ("BED", "FAULTS", "HOSTS", "MODEL", "PYTORCH_SUITE", "REPEATS", "SOAK_", "STORM_", "TEST_")
 _READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
@@ -137,7 +140,7 @@ def known_names() -> set[str]:
     return (
         fields
         | {f"{PREFIX}{name}" for name in _OTHER_NAMES.values()}
-        | {TUNING_DIR, PROFILE, DUMP_DIR, TIMELINE, STARTED_PID, EXPERIMENT}
+        | {TUNING_DIR, PROFILE, DUMP_DIR, TIMELINE, LOG, ERRORS, STARTED_PID, EXPERIMENT}
     )
 
 
@@ -163,6 +166,14 @@ def tuning_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
 def dump_directory(environ: Mapping[str, str] = os.environ) -> str:
     """The directory for the last operations of a job that hangs: TORCHMPI_DUMP_DIR, else the temporary directory."""
     return environ.get(DUMP_DIR) or tempfile.gettempdir()
+
+
+def log_level(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The least level of what the package logs, from TORCHMPI_LOG; None: what Python's logging is set to."""
+    given = environ.get(LOG, "").upper()
+    if given and given not in _LOG_LEVELS:
+        raise ValueError(f"{LOG}={environ[LOG]!r}: give one of {', '.join(_LOG_LEVELS).lower()}")
+    return given or None
 
 
 def keep(path: pathlib.Path, content: object) -> None:

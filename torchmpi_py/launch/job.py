@@ -99,7 +99,7 @@ class Job:
     def run(self) -> int:
         """Start, wait, clean up; return the exit code of the job."""
         self.has_run, started = True, time.monotonic()
-        stderr = terminal.relay()
+        stderr = terminal.relay(lambda: bool(exit_marks.failures(self.folder)))
         self.guardian.note(self._remains, self.stop_signals)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
         self.process = subprocess.Popen(
