@@ -1,6 +1,7 @@
 """Digit recognition by gossip: after each step a rank averages its parameters with partners, and with nobody else.
 
     torchmpirun -n 4 examples/digits_gossip.py
+    accuracy 98.33 % after gossip among 4 ranks, partners: ring
     torchmpirun -n 4 examples/digits_gossip.py --partners random
     torchmpirun -n 4 examples/digits_gossip.py --asynchronous       # while the next step is computed
 
@@ -43,5 +44,5 @@ optimizer.average()
 accuracy = curve.end()
 mpinn.check_with_allreduce(network)
 if mpi.rank() == 0:
-    print(f"accuracy {100 * accuracy:.2f} %")
+    print(f"accuracy {100 * accuracy:.2f} % after gossip among {mpi.size()} ranks, partners: {options.partners}")
 mpi.stop()

@@ -1,6 +1,7 @@
 """Digit recognition by a loop of one's own: any torch optimizer, with averaged gradients or divided state.
 
     torchmpirun -n 4 examples/digits_own_loop.py
+    accuracy 98.61 % on 4 ranks: Adam, gradients averaged, compression: none
     torchmpirun -n 4 examples/digits_own_loop.py --compression powersgd
     torchmpirun -n 4 examples/digits_own_loop.py --sharded --placement round_robin --clip 1.0
 
@@ -69,5 +70,6 @@ for _ in range(options.epochs):
 accuracy = curve.end()
 mpinn.check_with_allreduce(network)
 if mpi.rank() == 0:
-    print(f"accuracy {100 * accuracy:.2f} %")
+    how = "Adam, its state divided" if options.sharded else "Adam, gradients averaged"
+    print(f"accuracy {100 * accuracy:.2f} % on {mpi.size()} ranks: {how}, compression: {options.compression}")
 mpi.stop()

@@ -1,6 +1,7 @@
 """Digit recognition by a pipeline: each rank has some of the layers, and micro-batches pass from rank to rank.
 
     torchmpirun -n 2 examples/digits_pipeline.py
+    accuracy 98.06 %, by a pipeline of 2 stages
 
 The first rank sends the activations of its layers to the second, and so on; the last one computes the loss. While a
 stage works on one micro-batch, others work on the next. Gradients go the other way. A step has the gradients of the
@@ -69,7 +70,7 @@ for _ in range(options.epochs):
 
 result = curve.end()
 if mpi.rank() == 0:
-    print(f"accuracy {100 * result:.2f} %")
+    print(f"accuracy {100 * result:.2f} %, by a pipeline of {mpi.size()} stages")
 states = mpi.allgather_object(stage.state_dict())
 if options.save and mpi.rank() == 0:
     torch.save({key: value for state in states for key, value in state.items()}, options.save)

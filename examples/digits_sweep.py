@@ -1,6 +1,8 @@
 """Many trainings at a time: groups of ranks try learning rates, momenta and widths, and bad ones end early.
 
     torchmpirun -n 4 --groups 2 examples/digits_sweep.py
+    ...
+    the best of 8: {'lr': 0.03, 'momentum': 0.9}, accuracy 98.33 %
     torchmpirun -n 4 examples/digits_sweep.py --ranks 2
 
 With --groups each group of ranks is a job of its own: a rank that dies costs one experiment. The command, given again

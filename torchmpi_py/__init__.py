@@ -204,25 +204,57 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("engine", "nn", "optim", "paramserver", "sweeps")
 
-_OTHER_NAMES = {  # of Horovod, torch.distributed and MPI
-    "init": "start()",
+_OTHER_NAMES = {  # of Horovod, torch.distributed and MPI: what each is called here
     "shutdown": "stop()",
     "finalize": "stop()",
+    "is_initialized": "is_started()",
     "get_rank": "rank()",
     "get_world_size": "size()",
     "world_size": "size()",
+    "cross_size": "num_nodes()",
     "all_reduce": "allreduce()",
     "allreduce_": "allreduce(), which works in place",
+    "allreduce_async_": "allreduce_async(), which works in place",
     "all_gather": "allgather()",
     "all_to_all": "alltoall()",
+    "reducescatter": "reduce_scatter(), which sums by default",
+    "reducescatter_async": "reduce_scatter_async(), which sums by default",
     "broadcast_": "broadcast(), which works in place",
+    "broadcast_async_": "broadcast_async(), which works in place",
     "broadcast_parameters": "nn.synchronize_parameters()",
     "broadcast_optimizer_state": "optim.broadcast_optimizer_state()",
     "DistributedOptimizer": "optim.DistributedOptimizer",
+    "SyncBatchNorm": "nn.SyncBatchNorm",
+    "Compression": "optim.compression",
+    "HorovodInternalError": "TorchMPIError",
     "ProcessSet": "split()",
+    "add_process_set": "split()",
     "new_group": "split()",
     "isend": "send_async()",
     "irecv": "recv_async()",
+}
+_REMEDIES = {  # for other names of Horovod; "grouped_" is for all names that begin so
+    "init": "call mpi.start(). mpi.allreduce sums, and overwrites its tensor, where Horovod averages a copy: see "
+    "docs/from_horovod.md",
+    "cross_rank": "os.environ['GROUP_RANK'] is the number of the node",
+    "Average": 'write op="avg"; mpi.allreduce without op= sums',
+    "Sum": 'write op="sum", the default',
+    "Min": 'write op="min"',
+    "Max": 'write op="max"',
+    "Product": 'write op="prod"',
+    "Adasum": 'there is none; average, op="avg", and warm up: mpi.optim.large_batch',
+    "synchronize": "handle.wait() returns the result",
+    "poll": "handle.done() asks",
+    "grouped_": "call the verb for each tensor: mpi.wait_all([mpi.allreduce_async(x) for x in tensors])",
+    "sparse_": "mpi.allgather the indices and the values; mpi.optim.DistributedOptimizer does it for gradients",
+    "global_process_set": "leave it away, or write comm=mpi.communicator(0)",
+    "remove_process_set": "call free() of what mpi.split gave, or leave it to mpi.stop",
+    "start_timeline": "torchmpirun --profile DIRECTORY traces all ranks",
+    "stop_timeline": "torchmpirun --profile DIRECTORY traces all ranks",
+    **dict.fromkeys(
+        ("mpi_", "gloo_", "nccl_", "ddl_", "ccl_", "cuda_", "rocm_"),
+        "nothing has to be built in; print(mpi.availability()) says what can run here",
+    ),
 }
 _THIS = sys.modules[__name__]
 
@@ -244,14 +276,27 @@ def _register_backend() -> None:
         logging.getLogger(__name__).warning("the backend torchmpi is not registered: %r", error)
 
 
+def _is_meant(name: str, key: str) -> bool:
+    return name.startswith(key) if key.endswith("_") else name == key
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
-        known = f"; it is called {_OTHER_NAMES[name]} here" if name in _OTHER_NAMES else ""
+        if name in _OTHER_NAMES:
+            remedy = f"; it is called {_OTHER_NAMES[name]} here"
+        else:
+            remedy = next((f"; {text}" for key, text in _REMEDIES.items() if _is_meant(name, key)), "")
         # With name and obj the interpreter adds the most similar name, if there is one.
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{known}", name=name, obj=_THIS)
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}", name=name, obj=_THIS)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            how = "torch is not installed: pip install torch (without a GPU, PyTorch's line for a CPU build)"
+            raise ModuleNotFoundError(how, name=error.name) from None
+        raise
     globals()[name] = value
     return value
 

@@ -59,7 +59,12 @@ CommunicatorError if MPI fails."""
 
 _OTHER_ARGUMENTS = {  # of Horovod and torch.distributed
     "average": 'write op="avg"',
-    "name": "calls need no names: ranks make them in the same order",
+    "name": "calls need no names: ranks make them in the same order. In a script for Horovod mind that allreduce sums "
+    "here, in place, where Horovod averages a copy (docs/from_horovod.md)",
+    "prescale_factor": "multiply before the call",
+    "postscale_factor": "multiply the result",
+    "compression": "it is for gradients: optim.DistributedOptimizer(..., compression=)",
+    "splits": "all parts are equal here; gather, or send and recv, where they are not",
     "flavor": "write flavour=",
     "group": "write comm=, a communicator from mpi.split",
     "process_set": "write comm=, a communicator from mpi.split",
