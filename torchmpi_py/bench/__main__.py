@@ -21,6 +21,7 @@ from torchmpi_py.bench import (
     plot,
     results,
     step,
+    timeline,
     trace,
     tune,
     watching,
@@ -61,6 +62,12 @@ COMMANDS = {
         "merge the traces of torchmpirun --profile DIR; needs no launcher",
         trace.add_options,
         trace.main,
+        needs_job=False,
+    ),
+    "timeline": Command(
+        "draw what the ranks of a job that hung did last; needs no launcher",
+        timeline.add_options,
+        timeline.main,
         needs_job=False,
     ),
     "hang": Command(

@@ -21,6 +21,7 @@ PROFILE = f"{PREFIX}PROFILE"
 DUMP_DIR = f"{PREFIX}DUMP_DIR"
 LOG = f"{PREFIX}LOG"
 ERRORS = f"{PREFIX}ERRORS"  # read by launch/notices.py
+TIMELINE = f"{PREFIX}TIMELINE"
 STARTED_PID = f"{PREFIX}STARTED_PID"
 EXPERIMENT = f"{PREFIX}EXPERIMENT"  # the experiment of a sweep that is under way in this process: its folder
 AT_DEADLINE = ("abort", "report", "raise")
@@ -139,7 +140,7 @@ def known_names() -> set[str]:
     return (
         fields
         | {f"{PREFIX}{name}" for name in _OTHER_NAMES.values()}
-        | {TUNING_DIR, PROFILE, DUMP_DIR, LOG, ERRORS, STARTED_PID, EXPERIMENT}
+        | {TUNING_DIR, PROFILE, DUMP_DIR, TIMELINE, LOG, ERRORS, STARTED_PID, EXPERIMENT}
     )
 
 
@@ -193,6 +194,11 @@ def profile_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path |
     """The directory of traces, None without tracing: TORCHMPI_PROFILE, which ``torchmpirun --profile`` sets."""
     given = environ.get(PROFILE)
     return pathlib.Path(given).absolute() if given else None
+
+
+def timeline_directory(environ: Mapping[str, str] = os.environ) -> str:
+    """The directory in which the ranks' boards stay, "" for none: TORCHMPI_TIMELINE, of ``torchmpirun --timeline``."""
+    return environ.get(TIMELINE, "")
 
 
 current = Tuning()
