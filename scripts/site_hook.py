@@ -39,9 +39,9 @@ def on_files(files, config):
     """The files of docs/, and those outside that they lead to, directly or through others."""
     queue = [*DOCS.rglob("*.md"), *(ROOT / name for name in FIRST)]
     for source in queue:
-        _source_of[site_path(source)] = source
         queue += [path for path in linked(source) if path.suffix == ".md" and path not in queue]
         for path in [source, *linked(source)]:
+            _source_of[site_path(path)] = path
             if not path.is_relative_to(DOCS) and files.get_file_from_path(site_path(path)) is None:
                 files.append(outside(path, config))
     return files
