@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -105,7 +106,8 @@ class RankShell(InteractiveShell):
         self.history_manager = HistoryManager(shell=self, parent=self, enabled=False)
 
     def _showtraceback(self, etype: type[BaseException], evalue: BaseException, stb: list[str]) -> None:
-        self.link.send("error", etype.__name__, str(evalue), list(stb))
+        own = Path(__file__).name  # the frame of the signal's handler
+        self.link.send("error", etype.__name__, str(evalue), [frame for frame in stb if own not in frame])
 
 
 class RankProgram:
