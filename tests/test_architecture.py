@@ -22,7 +22,7 @@ ROOMS = [
     ["nn"],
     ["optim"],
     ["engine", "paramserver", "sweeps", "torch_backend"],
-    ["bench", "doctor"],
+    ["bench", "doctor", "notebook"],
     ["__main__"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
@@ -178,6 +178,7 @@ def test_no_function_assigns_a_part_of_the_session():
 def test_optional_dependencies_are_met_in_one_file():
     homes = {
         "matplotlib": {"bench/plot.py"},
+        "IPython": {"notebook/magics.py", "notebook/rank_program.py"},
         "torch.distributed": {
             "collectives/flavours/rendezvous.py",
             "collectives/flavours/torch_group.py",

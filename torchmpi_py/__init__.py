@@ -290,7 +290,13 @@ def __getattr__(name: str) -> Any:
             remedy = next((f"; {text}" for key, text in _REMEDIES.items() if _is_meant(name, key)), "")
         # With name and obj the interpreter adds the most similar name, if there is one.
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}", name=name, obj=_THIS)
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            how = "torch is not installed: pip install torch (without a GPU, PyTorch's line for a CPU build)"
+            raise ModuleNotFoundError(how, name=error.name) from None
+        raise
     globals()[name] = value
     return value
 

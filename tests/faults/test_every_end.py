@@ -24,7 +24,7 @@ WHERE = {
 CODES = {"exception": 1, "MemoryError": 1, "sys.exit": 3}
 PRINTED = {"exception": "RuntimeError: the fault of this trial", "MemoryError": "MemoryError: the fault of this trial"}
 DEADLINE_SECONDS = 3
-LEFT_TO_THE_MPI = [  # the mpirun's own starter: what docs/launch.md says that one does without
+LEFT_TO_THE_MPI = [  # the mpirun's own starter: what docs/launch/index.md says that one does without
     ("mpirun", "before start", "exception"),
     ("mpirun", "before start", "MemoryError"),
     ("mpirun", "before start", "sys.exit"),

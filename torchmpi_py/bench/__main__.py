@@ -21,6 +21,7 @@ from torchmpi_py.bench import (
     plot,
     results,
     step,
+    timeline,
     trace,
     tune,
     watching,
@@ -55,12 +56,21 @@ COMMANDS = {
     ),
     "watch": Command("what noting and comparing operations adds to a call", watching.add_options, watching.main),
     "plot": Command(
-        "draw a report that was stored with --json; needs no launcher", plot.add_options, plot.main, needs_job=False
+        "draw a report that was stored with --json, or curves of examples; needs no launcher",
+        plot.add_options,
+        plot.main,
+        needs_job=False,
     ),
     "trace": Command(
         "merge the traces of torchmpirun --profile DIR; needs no launcher",
         trace.add_options,
         trace.main,
+        needs_job=False,
+    ),
+    "timeline": Command(
+        "draw what the ranks of a job that hung did last; needs no launcher",
+        timeline.add_options,
+        timeline.main,
         needs_job=False,
     ),
     "hang": Command(

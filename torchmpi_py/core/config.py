@@ -19,9 +19,13 @@ PREFIX = "TORCHMPI_"
 TUNING_DIR = f"{PREFIX}TUNING_DIR"
 PROFILE = f"{PREFIX}PROFILE"
 DUMP_DIR = f"{PREFIX}DUMP_DIR"
+LOG = f"{PREFIX}LOG"
+ERRORS = f"{PREFIX}ERRORS"  # read by launch/notices.py
+TIMELINE = f"{PREFIX}TIMELINE"
 STARTED_PID = f"{PREFIX}STARTED_PID"
 EXPERIMENT = f"{PREFIX}EXPERIMENT"  # the experiment of a sweep that is under way in this process: its folder
 AT_DEADLINE = ("abort", "report", "raise")
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _OTHER_NAMES = {"deadline_seconds": "DEADLINE"}
 _TEST_PREFIXES = ("BED", "FAULTS", "HOSTS", "MODEL", "PYTORCH_SUITE", "REPEATS", "SOAK_", "STORM_", "TEST_")
 _READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
@@ -136,7 +140,7 @@ def known_names() -> set[str]:
     return (
         fields
         | {f"{PREFIX}{name}" for name in _OTHER_NAMES.values()}
-        | {TUNING_DIR, PROFILE, DUMP_DIR, STARTED_PID, EXPERIMENT}
+        | {TUNING_DIR, PROFILE, DUMP_DIR, TIMELINE, LOG, ERRORS, STARTED_PID, EXPERIMENT}
     )
 
 
@@ -164,6 +168,14 @@ def dump_directory(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get(DUMP_DIR) or tempfile.gettempdir()
 
 
+def log_level(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The least level of what the package logs, from TORCHMPI_LOG; None: what Python's logging is set to."""
+    given = environ.get(LOG, "").upper()
+    if given and given not in _LOG_LEVELS:
+        raise ValueError(f"{LOG}={environ[LOG]!r}: give one of {', '.join(_LOG_LEVELS).lower()}")
+    return given or None
+
+
 def keep(path: pathlib.Path, content: object) -> None:
     """Write a file for later jobs, as JSON; readers see the whole file or none. OSError if writing fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,6 +194,11 @@ def profile_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path |
     """The directory of traces, None without tracing: TORCHMPI_PROFILE, which ``torchmpirun --profile`` sets."""
     given = environ.get(PROFILE)
     return pathlib.Path(given).absolute() if given else None
+
+
+def timeline_directory(environ: Mapping[str, str] = os.environ) -> str:
+    """The directory in which the ranks' boards stay, "" for none: TORCHMPI_TIMELINE, of ``torchmpirun --timeline``."""
+    return environ.get(TIMELINE, "")
 
 
 current = Tuning()

@@ -15,7 +15,7 @@ import resource
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torchmpi_py.core import agree
@@ -31,14 +31,15 @@ Offer = tuple[str, int, Identity]  # path, a number that names the file, identit
 SHARED_DIRECTORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 
 
-def share(comm: MPI.Comm, creator: int, num_bytes: int, take: Take[T]) -> tuple[T, int]:
+def share(comm: MPI.Comm, creator: int, num_bytes: int, take: Take[T], ways: Sequence[Create] = ()) -> tuple[T, int]:
     """(what ``take`` makes here of a new file, a number that names it). Collective over ``comm``.
 
     Rank ``creator`` of ``comm`` creates it, for those that name the same one. ``take(path, identity)`` returns what it
-    made, or raises Unavailable. Unavailable, on every rank, if the file cannot be had by all.
+    made, or raises Unavailable. ``ways`` to create it, as many on every rank, are tried in turn; default: ``WAYS``.
+    Unavailable, on every rank, if the file cannot be had by all.
     """
     reasons = []
-    for create in (nameless, named):
+    for create in ways or WAYS:
         with contextlib.ExitStack() as until_taken:
             try:
                 return _share(comm, creator, functools.partial(offer, create, num_bytes, until_taken), take)
@@ -87,6 +88,28 @@ def named(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
     finally:
         os.close(file)
     return path
+
+
+WAYS: tuple[Create, ...] = (nameless, named)
+
+
+def kept(path: str) -> Create:
+    """The way to a file that is at ``path`` when the job is over; one that was there keeps its readers, and no name."""
+
+    def create(num_bytes: int, _: contextlib.ExitStack) -> str:
+        """A file that is kept."""
+        file, temporary = tempfile.mkstemp(dir=os.path.dirname(path))
+        try:
+            os.posix_fallocate(file, 0, num_bytes)  # as in ``named``
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+        finally:
+            os.close(file)
+        return path
+
+    return create
 
 
 def _explain(error: Exception) -> str:

@@ -129,109 +129,26 @@ class Group(NamedTuple):
     ranks: str
 
 
-class Board:
-    """The board of this rank's node. Made collectively over the ranks of the node.
+class ReadableBoard:
+    """A board as any process reads it, also after the job. ``begins``: of the ranks' parts, in bytes, by local rank."""
 
-    Where they can share no memory, each rank has a board of its own, with its own part alone.
-    """
-
-    def __init__(self, node: MPI.Comm, places: Sequence[Place], world_rank: int) -> None:
-        indices = [place.local for place in places]
-        self.index = places[node.rank].local
-        size = PART_BYTES * node.size
-
-        def map_board(path: str, identity: shared_files.Identity) -> mmap.mmap:
-            return shared_files.map_file(path, size, identity)
-
-        # 1. One file for all ranks of the node, or memory of this rank alone.
-        try:
-            self.mapping, _ = shared_files.share(node, 0, size, map_board)
-        except Unavailable as error:
-            if node.rank == 0 and node.size > 1:
-                logger.warning(
-                    "the ranks of this node share no memory (%s): what they call is not compared, a death is not "
-                    "noticed, and reports name no other rank",
-                    error,
-                )
-            self.mapping, indices = mmap.mmap(-1, PART_BYTES), [self.index]
-        self._begins = {index: part * PART_BYTES for part, index in enumerate(indices)}
-        self._begin = self._begins[self.index]
-        self.words = memoryview(self.mapping).cast("Q")
-        self.scrap_word = self._begin // 8 + HEADER_WORDS - 1
-        """A word for the end of an operation whose record was overwritten."""
-
-        # 2. What this rank keeps of its own part, in its own memory.
-        self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
-        self._generation = 0
-        self._strings: dict[str, int] = {}
-        self.slots_of: dict[int, dict[int, int]] = {}  # own slot -> the slots of the same sequence, by local rank
-        self._first_record = (self._begin + RECORDS_BEGIN) // 8
-        self.columns = self.columns_of(self.index)
-        self.next_record: Callable[[], tuple[int, tuple[int, int, int]]] = self._count_records()
-        """The number of the next record, and where it is: in bytes, in words, and the word for its end."""
-        self.texts: dict[tuple[Any, ...], tuple[int, int]] = {}  # the journal's: strings and checksums
-        self.sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
-        self.calls: dict[int, tuple[CodeType, Any, object, int, int]] = {}
-
-        # 3. After the barrier every rank finds the headers of the others.
-        self._write_header(world_rank)
-        backoff.fenced(node.Barrier)()
-
-    def _count_records(self) -> Callable[[], Any]:
-        length = RECORD_BYTES // 8
-        begins = [self._first_record + number % NUM_RECORDS * length for number in range(1, NUM_RECORDS + 1)]
-        records = itertools.cycle([(begin * 8, begin, begin + ENDED) for begin in begins])
-        return zip(itertools.count(1), records, strict=False).__next__
-
-    def columns_of(self, index: int) -> Any:
-        """A rank's records as an array of shape (words of a record, NUM_RECORDS)."""
-        first, length = (self._begins[index] + RECORDS_BEGIN) // 8, NUM_RECORDS * RECORD_BYTES // 8
-        return np.frombuffer(self.words[first : first + length], dtype=np.uint64).reshape(NUM_RECORDS, -1).T
-
-    def _write_header(self, world_rank: int) -> None:
-        self.put(WORLD_RANK, world_rank)
-        self.put(PROCESS, os.getpid())
-        # In another namespace (a container) the number of a process means another process.
-        with contextlib.suppress(OSError):
-            self.put(NAMESPACE, os.stat("/proc/self/ns/pid").st_ino)
-        self.put(EPOCH, time.time_ns() - time.monotonic_ns())
-        self.put(STARTED, (find_process(os.getpid()) or UNKNOWN_PROCESS).started)
+    def __init__(self, mapping: mmap.mmap, begins: dict[int, int], index: int) -> None:
+        self.mapping, self._begins, self.index = mapping, begins, index
+        self.words = memoryview(mapping).cast("Q")
 
     @property
     def indices(self) -> list[int]:
         """The local ranks whose parts can be read."""
         return list(self._begins)
 
-    def put(self, word: int, value: int, index: int | None = None) -> None:
-        """Write a word of the header: this rank's, or another's as a request to that rank."""
-        self.words[self._begins[self.index if index is None else index] // 8 + word] = value
+    def columns_of(self, index: int) -> Any:
+        """A rank's records as an array of shape (words of a record, NUM_RECORDS)."""
+        first, length = (self._begins[index] + RECORDS_BEGIN) // 8, NUM_RECORDS * RECORD_BYTES // 8
+        return np.frombuffer(self.words[first : first + length], dtype=np.uint64).reshape(NUM_RECORDS, -1).T
 
     def get(self, word: int, index: int | None = None) -> int:
         """A word of a rank's header."""
         return self.words[self._begins[self.index if index is None else index] // 8 + word]
-
-    def acquire_slot(self) -> BoardSlot | None:
-        """An empty slot of this rank; None if all are in use."""
-        if not self._free_slots:
-            return None
-        self._generation += 1
-        number = self._free_slots.pop()
-        # Empty before the other ranks learn of the slot: what stands there is of another communicator.
-        begin = self.first_fingerprint(self.index, number) * 8
-        self.mapping[begin : begin + FINGERPRINTS_PER_SLOT * 8] = bytes(FINGERPRINTS_PER_SLOT * 8)
-        return BoardSlot(number, self._generation)
-
-    def publish_slot(self, slot: BoardSlot, generation: int, key: str, ranks: str) -> None:
-        """Write the generation that the ranks have agreed on, and their communicator."""
-        # The next slot of this rank gets a generation that no rank of this communicator has used.
-        self._generation = max(self._generation, generation)
-        self.words[self._begin // 8 + GENERATIONS_BEGIN + slot.number] = generation
-        begin = self._begin + GROUPS_BEGIN + slot.number * GROUP_BYTES
-        self.mapping[begin : begin + GROUP_BYTES] = _group_as_bytes(key, ranks)
-
-    def release_slot(self, slot: BoardSlot) -> None:
-        """Let another communicator have the slot."""
-        self._free_slots.append(slot.number)
 
     def group(self, index: int, slot: int) -> Group:
         """The communicator that has, or had last, this slot of a rank."""
@@ -246,19 +163,6 @@ class Board:
     def first_fingerprint(self, index: int, slot: int) -> int:
         """The index in ``words`` of the first fingerprint of a rank's slot."""
         return self._begins[index] // 8 + HEADER_WORDS + slot * FINGERPRINTS_PER_SLOT
-
-    def keep_string(self, text: str) -> int:
-        """A number by which records of this rank refer to the end of a text; 0 when there is no room for more."""
-        number = self._strings.get(text)
-        if number is None:
-            if len(self._strings) + 1 >= NUM_STRINGS:
-                return 0
-            # The end of a text says more than its beginning: the file's name, the line, the function.
-            self._strings[text] = number = len(self._strings) + 1
-            data = text.encode(errors="backslashreplace")[-STRING_BYTES:].ljust(STRING_BYTES, b"\0")
-            begin = self._begin + STRINGS_BEGIN + number * STRING_BYTES
-            self.mapping[begin : begin + STRING_BYTES] = data
-        return number
 
     def records(self, index: int) -> list[Record]:
         """The last operations of a rank, the latest first."""
@@ -278,29 +182,9 @@ class Board:
         slots = (slot for slot in range(NUM_SLOTS) if self.generation_of(index, slot) == generation)
         return next((slot for slot in slots if self.group(index, slot).ranks == ranks), None)
 
-    def record(self, number: int) -> Record | None:
-        """A record of this rank; None if it was overwritten."""
-        begin = (self._first_record + number % NUM_RECORDS * (RECORD_BYTES // 8)) * 8
-        found = RECORD.unpack_from(self.mapping, begin)
-        return self._record(self.index, found) if found[0] == number else None
-
-    def counterpart(self, slot: int, fingerprint: int, index: int) -> Record | None:
-        """Another rank's record of the operation with this fingerprint, up to the checksum, in this rank's slot."""
-        theirs, place = self.slots_of.get(slot, {}).get(index), fingerprint >> CHECKSUM_BITS
-        return next(
-            (r for r in self.records(index) if r.slot == theirs and r.fingerprint >> CHECKSUM_BITS == place), None
-        )
-
     def now(self, index: int) -> int:
         """The time, as in a rank's records."""
         return time.monotonic_ns() + self.get(EPOCH, index)
-
-    def write_text(self, text: str) -> None:
-        """Publish the stacks of this rank's threads."""
-        data = text.encode(errors="backslashreplace")[:TEXT_BYTES]
-        begin = self._begin + TEXT_BEGIN
-        self.mapping[begin : begin + len(data)] = data  # before its length
-        self.put(TEXT_LENGTH, len(data))
 
     def read_text(self, index: int) -> str:
         """The stacks that a rank has published."""
@@ -327,6 +211,130 @@ class Board:
     def _text(self, begin: int, length: int) -> str:
         """The text up to the first NUL: while a text is overwritten, more of the former one stands behind the NUL."""
         return self.mapping[begin : begin + length].partition(b"\0")[0].decode(errors="replace")
+
+
+class Board(ReadableBoard):
+    """The board of this rank's node. Made collectively over the ranks of the node.
+
+    Where they can share no memory, each rank has a board of its own, with its own part alone. ``path``: a file to keep
+    the board in, for readers after the job; that of the node's first rank counts.
+    """
+
+    def __init__(self, node: MPI.Comm, places: Sequence[Place], world_rank: int, path: str = "") -> None:
+        indices, index = [place.local for place in places], places[node.rank].local
+        size = PART_BYTES * node.size
+        ways = (shared_files.kept(path), *shared_files.WAYS) if path else shared_files.WAYS
+
+        def map_board(path: str, identity: shared_files.Identity) -> mmap.mmap:
+            return shared_files.map_file(path, size, identity)
+
+        # 1. One file for all ranks of the node, or memory of this rank alone.
+        try:
+            mapping, _ = shared_files.share(node, 0, size, map_board, ways)
+        except Unavailable as error:
+            if node.rank == 0 and node.size > 1:
+                logger.warning(
+                    "the ranks of this node share no memory (%s): what they call is not compared, a death is not "
+                    "noticed, and reports name no other rank",
+                    error,
+                )
+            mapping, indices = mmap.mmap(-1, PART_BYTES), [index]
+        super().__init__(mapping, {index: part * PART_BYTES for part, index in enumerate(indices)}, index)
+        self._begin = self._begins[index]
+        self.scrap_word = self._begin // 8 + HEADER_WORDS - 1
+        """A word for the end of an operation whose record was overwritten."""
+
+        # 2. What this rank keeps of its own part, in its own memory.
+        self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
+        self._generation = 0
+        self._strings: dict[str, int] = {}
+        self.slots_of: dict[int, dict[int, int]] = {}  # own slot -> the slots of the same sequence, by local rank
+        self._first_record = (self._begin + RECORDS_BEGIN) // 8
+        self.columns = self.columns_of(self.index)
+        self.next_record: Callable[[], tuple[int, tuple[int, int, int]]] = self._count_records()
+        """The number of the next record, and where it is: in bytes, in words, and the word for its end."""
+        self.texts: dict[tuple[Any, ...], tuple[int, int]] = {}  # the journal's: strings and checksums
+        self.sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
+        self.calls: dict[int, tuple[CodeType, Any, object, int, int]] = {}
+
+        # 3. After the barrier every rank finds the headers of the others.
+        self._write_header(world_rank)
+        backoff.fenced(node.Barrier)()
+
+    def _count_records(self) -> Callable[[], Any]:
+        length = RECORD_BYTES // 8
+        begins = [self._first_record + number % NUM_RECORDS * length for number in range(1, NUM_RECORDS + 1)]
+        records = itertools.cycle([(begin * 8, begin, begin + ENDED) for begin in begins])
+        return zip(itertools.count(1), records, strict=False).__next__
+
+    def _write_header(self, world_rank: int) -> None:
+        self.put(WORLD_RANK, world_rank)
+        self.put(PROCESS, os.getpid())
+        # In another namespace (a container) the number of a process means another process.
+        with contextlib.suppress(OSError):
+            self.put(NAMESPACE, os.stat("/proc/self/ns/pid").st_ino)
+        self.put(EPOCH, time.time_ns() - time.monotonic_ns())
+        self.put(STARTED, (find_process(os.getpid()) or UNKNOWN_PROCESS).started)
+
+    def put(self, word: int, value: int, index: int | None = None) -> None:
+        """Write a word of the header: this rank's, or another's as a request to that rank."""
+        self.words[self._begins[self.index if index is None else index] // 8 + word] = value
+
+    def acquire_slot(self) -> BoardSlot | None:
+        """An empty slot of this rank; None if all are in use."""
+        if not self._free_slots:
+            return None
+        self._generation += 1
+        number = self._free_slots.pop()
+        # Empty before the other ranks learn of the slot: what stands there is of another communicator.
+        begin = self.first_fingerprint(self.index, number) * 8
+        self.mapping[begin : begin + FINGERPRINTS_PER_SLOT * 8] = bytes(FINGERPRINTS_PER_SLOT * 8)
+        return BoardSlot(number, self._generation)
+
+    def publish_slot(self, slot: BoardSlot, generation: int, key: str, ranks: str) -> None:
+        """Write the generation that the ranks have agreed on, and their communicator."""
+        # The next slot of this rank gets a generation that no rank of this communicator has used.
+        self._generation = max(self._generation, generation)
+        self.words[self._begin // 8 + GENERATIONS_BEGIN + slot.number] = generation
+        begin = self._begin + GROUPS_BEGIN + slot.number * GROUP_BYTES
+        self.mapping[begin : begin + GROUP_BYTES] = _group_as_bytes(key, ranks)
+
+    def release_slot(self, slot: BoardSlot) -> None:
+        """Let another communicator have the slot."""
+        self._free_slots.append(slot.number)
+
+    def keep_string(self, text: str) -> int:
+        """A number by which records of this rank refer to the end of a text; 0 when there is no room for more."""
+        number = self._strings.get(text)
+        if number is None:
+            if len(self._strings) + 1 >= NUM_STRINGS:
+                return 0
+            # The end of a text says more than its beginning: the file's name, the line, the function.
+            self._strings[text] = number = len(self._strings) + 1
+            data = text.encode(errors="backslashreplace")[-STRING_BYTES:].ljust(STRING_BYTES, b"\0")
+            begin = self._begin + STRINGS_BEGIN + number * STRING_BYTES
+            self.mapping[begin : begin + STRING_BYTES] = data
+        return number
+
+    def record(self, number: int) -> Record | None:
+        """A record of this rank; None if it was overwritten."""
+        begin = (self._first_record + number % NUM_RECORDS * (RECORD_BYTES // 8)) * 8
+        found = RECORD.unpack_from(self.mapping, begin)
+        return self._record(self.index, found) if found[0] == number else None
+
+    def counterpart(self, slot: int, fingerprint: int, index: int) -> Record | None:
+        """Another rank's record of the operation with this fingerprint, up to the checksum, in this rank's slot."""
+        theirs, place = self.slots_of.get(slot, {}).get(index), fingerprint >> CHECKSUM_BITS
+        return next(
+            (r for r in self.records(index) if r.slot == theirs and r.fingerprint >> CHECKSUM_BITS == place), None
+        )
+
+    def write_text(self, text: str) -> None:
+        """Publish the stacks of this rank's threads."""
+        data = text.encode(errors="backslashreplace")[:TEXT_BYTES]
+        begin = self._begin + TEXT_BEGIN
+        self.mapping[begin : begin + len(data)] = data  # before its length
+        self.put(TEXT_LENGTH, len(data))
 
 
 current: Board | None = None

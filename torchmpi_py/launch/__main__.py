@@ -29,6 +29,7 @@ from torchmpi_py.launch import (
     mpirun,
     ready_scripts,
     terminal,
+    timeline_file,
     variables,
     wrap,
 )
@@ -40,7 +41,7 @@ from torchmpi_py.launch.terminal import Tail, say
 # What the ranks must not inherit: the place of this process in another job, and the variable by which a started process
 # forbids MPI to its children.
 _DROPPED = ("PMIX_", "PMI_", "OMPI_COMM_", "OMPI_ARGV", "OMPI_COMMAND", "PRTE_LAUNCHED", "HYDI_", "MPI_LOCAL")
-_DROPPED_WHOLE = ("TORCHMPI_STARTED_PID", group_jobs.VARIABLE)
+_DROPPED_WHOLE = ("TORCHMPI_STARTED_PID", group_jobs.VARIABLE, timeline_file.VARIABLE)
 _KEPT = ("PMIX_MCA_",)
 # What must reach the ranks on other hosts, besides what --env gives.
 _FORWARDED = (
@@ -207,6 +208,18 @@ def run(options: argparse.Namespace) -> int:
         return 0
     check_folder("--log-dir", options.log_dir, replaced="rank-0.log")
     check_folder("--profile", options.profile)
+    with timeline_file.kept(options) as timeline:
+        code, last = run_attempts(options, vendor, program, most)
+        timeline.write(code, last.reason, last.num_ranks)
+    if code and options.group is not None:
+        options.group.record_end(last.reason)
+    if code and last.may_lack_something:
+        explain_start(options, vendor, program)
+    return code
+
+
+def run_attempts(options: argparse.Namespace, vendor: Vendor, program: str, most: int) -> tuple[int, Job]:
+    """Start the job, and again if it fails, at most ``most`` times more; its exit code, and the last attempt."""
     if vendor.shared_bytes and not hosts.named_hosts(options, os.environ):
         check_shared_memory(vendor, options.num_ranks or hosts.default_num_ranks((), os.environ))
 
@@ -217,12 +230,7 @@ def run(options: argparse.Namespace) -> int:
         attempts.append(make_job(options, vendor, chosen, folder, begin))
         return attempts[-1]
 
-    code = job.run(make, most, Tail(options.log_dir))
-    if code and options.group is not None:
-        options.group.record_end(attempts[-1].reason)
-    if code and attempts[-1].may_lack_something:
-        explain_start(options, vendor, program)
-    return code
+    return job.run(make, most, Tail(options.log_dir)), attempts[-1]
 
 
 def make_job(options: argparse.Namespace, vendor: Vendor, chosen: JobPlan, folder: Path, begin: float) -> Job:

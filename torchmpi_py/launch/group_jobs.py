@@ -88,6 +88,8 @@ def apply(group: GroupOfRanks, options: argparse.Namespace) -> None:
     for name in ("log_dir", "profile"):
         if getattr(options, name) is not None:
             setattr(options, name, getattr(options, name) / f"group-{group.index}")
+    if options.timeline is not None:
+        options.timeline = options.timeline.with_stem(f"{options.timeline.stem}-group-{group.index}")
     options.env = [*options.env, f"{VARIABLE}={json.dumps(asdict(group), separators=(',', ':'))}"]
 
 

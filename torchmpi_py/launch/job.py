@@ -99,7 +99,7 @@ class Job:
     def run(self) -> int:
         """Start, wait, clean up; return the exit code of the job."""
         self.has_run, started = True, time.monotonic()
-        stderr = terminal.relay()
+        stderr = terminal.relay(lambda: bool(exit_marks.failures(self.folder)))
         self.guardian.note(self._remains, self.stop_signals)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
         self.process = subprocess.Popen(
@@ -133,7 +133,8 @@ class Job:
             if self.signals.ending:
                 break
             if self.is_late:
-                say(f"the job passed its limit of {self.timeout_seconds:g} s (--timeout)")
+                self.reason = f"the job passed its limit of {self.timeout_seconds:g} s (--timeout)"
+                say(self.reason)
                 self.was_ended = True
                 self._end(signal.SIGTERM)
                 return TIMEOUT_CODE
@@ -147,6 +148,7 @@ class Job:
                 look = now + interval
         if self.signals.ending:
             self.was_ended = True
+            self.reason = f"the job was ended by signal {self.signals.ending[0]}"
             self._give_time(self.signals.ending[0])
             self._end(self.signals.ending[0])
             return 128 + self.signals.ending[0]

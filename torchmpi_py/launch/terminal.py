@@ -26,6 +26,8 @@ from collections.abc import Callable
 from math import inf
 from pathlib import Path
 
+from torchmpi_py.launch.notices import NoticeFilter
+
 ENDED_SECONDS = 1.0  # how long a reader may take nothing before the launcher of a job that was ended leaves
 _SOON_SECONDS = 0.2  # how long a line may wait to be read, so that it keeps its place among other output
 _LOOK_SECONDS = 0.05  # between two looks for more
@@ -41,12 +43,13 @@ def say(text: str) -> None:
         _speech.wait(_SOON_SECONDS)
 
 
-def relay() -> int | None:
+def relay(is_explained: Callable[[], bool]) -> int | None:
     """A descriptor for a starter's stderr, to be closed when the starter has it; None if there is no stderr.
 
-    NUL bytes are left out: Open MPI ends a notice with one, and ``grep`` then takes a job's output for binary.
+    Notices of an abort that a rank has explained are left out (``NoticeFilter``), and NUL bytes: Open MPI ends a notice
+    with one, and ``grep`` then takes a job's output for binary.
     """
-    return None if sys.stderr is None else _speech.relay()
+    return None if sys.stderr is None else _speech.relay(is_explained)
 
 
 def has_input() -> bool:
@@ -161,30 +164,34 @@ class _Speech(_Outlet):
     def __init__(self) -> None:
         super().__init__(_STDERR)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._pipes: list[int] = []
+        self._pipes: dict[int, NoticeFilter] = {}
 
     def add(self, line: str) -> None:
         """Have a line written."""
         self._lines.put(line)
         self.start()
 
-    def relay(self) -> int:
+    def relay(self, is_explained: Callable[[], bool]) -> int:
         """The writing end of a pipe; what comes through is written."""
         pipe, end = os.pipe()
         os.set_blocking(pipe, False)
-        self._pipes.append(pipe)
+        self._pipes[pipe] = NoticeFilter(is_explained)
         self.start()
         self._news.set()
         return end
 
     def _next_output(self) -> bytes:
-        for pipe in list(self._pipes):
+        for pipe, notices in list(self._pipes.items()):
             with contextlib.suppress(BlockingIOError):
                 data = os.read(pipe, _READ_BYTES)
                 if data:
-                    return data.replace(b"\0", b"") or self._next_output()
+                    return notices.feed(data.replace(b"\0", b"")) or self._next_output()
                 os.close(pipe)
-                self._pipes.remove(pipe)
+                del self._pipes[pipe]
+                if held := notices.overdue(at_end=True):
+                    return held
+            if held := notices.overdue():
+                return held
         return b"" if self._lines.empty() else self._lines.get().encode(errors="backslashreplace")
 
     def _wait_for_more(self) -> None:

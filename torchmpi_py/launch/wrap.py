@@ -31,7 +31,6 @@ import runpy
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -42,7 +41,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from torchmpi_py.errors import EndRequested
-from torchmpi_py.launch import binding, exit_marks, variables
+from torchmpi_py.launch import binding, exit_marks, notices, variables
 
 _ARRIVAL_SECONDS = 30  # for the other ranks to start MPI, of which one has failed before it did
 _SILENT = "99"  # for torch's profiler, which else reports on stderr that it starts and stops
@@ -141,10 +140,11 @@ def exit_code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def explain(error: BaseException, rank: int, former: int | None = None) -> None:
+def explain(error: BaseException, rank: int, folder: str, former: int | None = None) -> None:
     """Print what plain Python would, with the rank, and without the frames of this file and runpy.
 
-    ``former``: a descriptor for what cannot be written to stderr, which is a log.
+    Where another rank of the host prints the same, this one prints the last line alone. ``folder``: the job's.
+    ``former``: a descriptor for what cannot be written to stderr, which is a log, and complete.
     """
     if isinstance(error, SystemExit):
         text = "" if isinstance(error.code, int) or error.code is None else f"{error.code}\n"
@@ -154,7 +154,11 @@ def explain(error: BaseException, rank: int, former: int | None = None) -> None:
         error = error.with_traceback(_without_ours(error.__traceback__))
         if _shown_by_the_programs_hook(error):
             return
-        text = f"[rank {rank}] " + "".join(traceback.format_exception(error))
+        text = notices.traceback_text(error)
+        other = notices.said_by(folder, text, rank) if former is None else None
+        if other is not None:
+            text = f"{type(error).__name__}: the same as on rank {other}\n"
+        text = f"[rank {rank}] {text}"
     try:
         sys.stderr.write(text)  # in one piece, so that ranks do not mix theirs
         sys.stderr.flush()
@@ -204,7 +208,7 @@ def fail(error: BaseException, code: int, folder: str, rank: int, former: int | 
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     with contextlib.suppress(BaseException):
-        explain(error, rank, former)
+        explain(error, rank, folder, former)
     # The trace of a rank that fails ends here; the others leave none.
     tracing: Any = sys.modules.get("torchmpi_py.watch.tracing")
     if tracing is not None:

@@ -147,7 +147,8 @@ def _num_gpus() -> int:
 def describe(device: torch.device, size: int, num_nodes: int) -> str:
     """The line that rank 0 logs about the job."""
     vendor, version = MPI.get_vendor()
+    alone = "" if size > 1 else "; for several ranks start the program by torchmpirun -n 4 program.py"
     return (
         f"world of {size} (nodes: {num_nodes}), {vendor} {'.'.join(map(str, version))}, torch {torch.__version__}; "
-        f"rank 0 is on {socket.gethostname()}, device {device}, threads {torch.get_num_threads()}"
+        f"rank 0 is on {socket.gethostname()}, device {device}, threads {torch.get_num_threads()}{alone}"
     )

@@ -20,7 +20,7 @@ from torchmpi_py.core import backoff, communicators, config, journal, mpi_api
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CollectiveTimeout, NotStarted, TorchMPIError
-from torchmpi_py.launch import exit_marks
+from torchmpi_py.launch import exit_marks, mpirun
 from torchmpi_py.runtime import arrival, exits, placement, session as sessions, survivors
 from torchmpi_py.watch import reports
 
@@ -51,6 +51,7 @@ def start(
     Raises NotStarted in a child process of a started one, TorchMPIError when it is started already.
     """
     _check_startable()
+    config.log_level()  # an error now, rather than after all ranks have met
     tuning = tuning or config.from_environment()
     device = placement.cuda_device() if with_cuda else torch.device("cpu")
     options = sessions.StartOptions(
@@ -78,6 +79,7 @@ def _start(options: sessions.StartOptions, wait: arrival.Wait) -> None:
         sessions.check_tuning(world, options.tuning)
     sessions.open_session(world, options)
     os.environ[STARTED_PID] = str(os.getpid())
+    _log_from(world.rank, config.log_level())
     if world.rank == 0 and (unknown := config.unknown_settings()):
         logger.warning("%s", unknown)
     if communicators.resolve(None).rank == 0 and world.rank == 0:
@@ -182,6 +184,7 @@ def _initialise_mpi() -> MPI.Comm:
     mpi4py.rc.finalize = False  # exits.py finalizes: mpi4py's own exit handler would also run in forked children
     mpi4py.rc.initialize = False  # arrival.initialise_mpi does
 
+    _load_mpi()
     if MPI.Is_finalized():
         raise TorchMPIError("MPI was finalised in this process and cannot be started again")
     if not MPI.Is_initialized():
@@ -189,6 +192,27 @@ def _initialise_mpi() -> MPI.Comm:
     exits.register(stop)
     placement.check_world(MPI.COMM_WORLD.size)
     return sessions.remaining_world or MPI.COMM_WORLD
+
+
+def _load_mpi() -> None:
+    """Load the MPI library. TorchMPIError where there is none, with the remedy."""
+    try:
+        MPI.Get_library_version()
+    except (ImportError, RuntimeError) as error:
+        given = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if name in os.environ]
+        remedy = f"unset {' and '.join(given)}, or set it right" if given else mpirun.remedy("")
+        raise TorchMPIError(f"no MPI library can be loaded ({'; '.join(str(error).splitlines())}); {remedy}") from None
+
+
+def _log_from(rank: int, level: str | None) -> None:
+    """Let the package's log be seen from this level on, where the program has not set up logging of its own."""
+    if level is None:
+        return
+    logger.setLevel(level)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(f"[rank {rank}] %(name)s %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
 
 
 def _check_startable() -> None:

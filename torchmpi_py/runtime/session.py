@@ -40,7 +40,7 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.launch import variables
 from torchmpi_py.memory import gpus, symmetric
 from torchmpi_py.runtime import placement
-from torchmpi_py.watch import node_links, tracing
+from torchmpi_py.watch import kept_boards, node_links, tracing
 from torchmpi_py.watch.watchdog import Watchdog
 
 logger = logging.getLogger("torchmpi_py")
@@ -64,6 +64,7 @@ class Session:
         self.options = options
         self.device = options.device
         self.local: placement.Local | None = None
+        self.described_ns = 0  # when its kept boards were described
         self._node: Communicator | None = None
         self._watchdog: Watchdog | None = None
 
@@ -82,6 +83,7 @@ class Session:
         measured_cache.load_for(whole)
         _push_levels(self.options.custom_levels, self.options.collective_levels)
         tracing.current = tracing.start(whole)
+        self.described_ns = kept_boards.describe(whole)
         assert status_board.current is not None, "_build_parts has built it"
         # On several nodes the watchdogs talk to each other, beside MPI.
         address = rendezvous.own_address(whole.num_nodes)
@@ -101,7 +103,7 @@ class Session:
         node = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
         place = Place(node.bcast(world.rank), node.rank)
         self._node = Communicator(node, place, f"node of rank {place.node}")
-        status_board.current = Board(node, self._node.direct.places, world.rank)
+        status_board.current = Board(node, self._node.direct.places, world.rank, kept_boards.path_of(world.rank))
         symmetric.unavailable_because = symmetric.try_out(node, self._node.direct.places, part_bytes())
         is_first_time = self.local is None
         self.local = placement.locate(node)

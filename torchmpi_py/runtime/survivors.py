@@ -20,7 +20,7 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communication_thread, communicators, journal, ulfm
 from torchmpi_py.errors import CommunicatorError, RankDied
 from torchmpi_py.runtime import exits, session as sessions
-from torchmpi_py.watch import tracing, watchdog
+from torchmpi_py.watch import kept_boards, tracing, watchdog
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -184,6 +184,7 @@ def close_session() -> None:
             communication_thread.current().drain()
             exits.wait_for_all(communicators.stack().levels[0])
             tracing.stop()
+            kept_boards.describe(communicators.stack().levels[0], sessions.current().described_ns)
         if not attempt.has_recovered:
             break
     # 2. Each takes its session down, with the others, or, where one dies now, alone.

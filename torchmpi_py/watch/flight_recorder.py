@@ -22,7 +22,15 @@ from typing import Any
 
 from torchmpi_py.core import config
 from torchmpi_py.core.sequences import ranks_from_text
-from torchmpi_py.core.status_board import GENERATION_SHIFT, NUM_GENERATIONS, PROCESS, WORLD_RANK, Board, Record
+from torchmpi_py.core.status_board import (
+    GENERATION_SHIFT,
+    NUM_GENERATIONS,
+    PROCESS,
+    WORLD_RANK,
+    Board,
+    ReadableBoard,
+    Record,
+)
 
 PREFIX = "flight_recorder_"
 VERSION = "2.10"
@@ -63,17 +71,18 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """The dump of a rank, with all of its operations in ``entries``, the oldest first.
-
-    Raises OSError, or another error where the file is no dump.
-    """
+    """The dump of a rank in a file, ``whole``. Raises OSError, or another error where the file is no dump."""
     with path.open("rb") as file:
-        content: dict[str, Any] = _PlainUnpickler(file).load()
+        return whole(_PlainUnpickler(file).load())
+
+
+def whole(content: dict[str, Any]) -> dict[str, Any]:
+    """The dump of a rank with all of its operations in ``entries``, the oldest first."""
     entries = content["entries"] + content.pop("other_entries", [])
     return {**content, "entries": sorted(entries, key=lambda entry: entry["op_id"])}
 
 
-def of_rank(board: Board, index: int) -> dict[str, Any]:
+def of_rank(board: ReadableBoard, index: int) -> dict[str, Any]:
     """The dump of one rank, the oldest operation first."""
     groups: dict[str, dict[str, str]] = {}
     entries = [_entry(board, index, record, groups) for record in reversed(board.records(index))]
@@ -95,7 +104,7 @@ def of_rank(board: Board, index: int) -> dict[str, Any]:
     }
 
 
-def _entry(board: Board, index: int, record: Record, groups: dict[str, dict[str, str]]) -> dict[str, Any]:
+def _entry(board: ReadableBoard, index: int, record: Record, groups: dict[str, dict[str, str]]) -> dict[str, Any]:
     name, desc, ranks = _group(board, index, record)
     groups.setdefault(name, {"name": name, "desc": desc, "ranks": str(ranks)})
     verb = record.text.split(" ", 1)[0]
@@ -133,7 +142,7 @@ def _entry(board: Board, index: int, record: Record, groups: dict[str, dict[str,
     }
 
 
-def _group(board: Board, index: int, record: Record) -> tuple[str, str, list[int]]:
+def _group(board: ReadableBoard, index: int, record: Record) -> tuple[str, str, list[int]]:
     """(name, description, ranks) of the communicator and thread: the name is the same on all of its ranks."""
     if record.slot < 0:
         return "0", "without a row", [board.get(WORLD_RANK, index)]

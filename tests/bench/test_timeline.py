@@ -1,0 +1,312 @@
+"""The page of a timeline: its arithmetic on made-up records, and the pages of real jobs."""
+
+import html.parser
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchmpi_py.bench import __main__ as bench, timeline, timeline_tables
+from torchmpi_py.bench.timeline_calls import (
+    COMPLETE,
+    LAUNCHED,
+    MISSING,
+    UNDER_WAY,
+    UNKNOWN,
+    JobCalls,
+    RankCalls,
+    RecordedCall,
+    meet,
+)
+from torchmpi_py.core.status_board import NUM_RECORDS
+from torchmpi_py.watch import kept_boards
+
+TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
+needs_launcher = pytest.mark.skipif(not TORCHMPIRUN.exists(), reason=f"no {TORCHMPIRUN}: install the package")
+
+PROGRAM = """
+import sys, time, torch
+import torchmpi_py as mpi
+mpi.start()
+how = sys.argv[1]
+for turn in range(1500 if how == "long" else 5):
+    mpi.allreduce(torch.ones(1000))
+if how == "long":
+    sys.exit()
+mpi.broadcast(torch.ones(7, dtype=torch.float64), flavour="ring")
+mpi.allreduce_async(torch.ones(1 << 18), flavour="ring").wait()
+mpi.barrier()
+if how == "hang" and mpi.rank() == 1:
+    print("rank 1 sleeps", flush=True)
+    time.sleep(300)
+if how == "die" and mpi.rank() == 1:
+    import os
+    os.kill(os.getpid(), 9)
+if how in ("hang", "die"):
+    mpi.allreduce(torch.ones(3))
+"""
+
+
+def call(begin, end, key=("0.0", 1), state=COMPLETE, num_bytes=4000):
+    return RecordedCall(
+        "allreduce mpi torch.float32 sum", "a.py:3 in f", "global", num_bytes, begin, begin, end, state, key
+    )
+
+
+def job_of(*ranks, num_before=0):
+    made = [RankCalls(rank, "vm", "", list(calls), num_before) for rank, calls in enumerate(ranks)]
+    return JobCalls(made, {"0.0": range(len(ranks))}, len(ranks), "torch 9", "a story")
+
+
+def test_waits_end_when_the_last_rank_begins():
+    job = job_of([call(1000, 9000)], [call(5000, 9500)], [call(2000, 3000)])
+    meet(job)
+    calls = [rank.calls[0] for rank in job.ranks]
+    assert [each.wait_us for each in calls] == [4, 0, 1], "not longer than the operation: a broadcast's root may go on"
+    assert {each.transfer_ns for each in calls} == {4500}
+    assert [rank.num_last for rank in job.ranks] == [0, 1, 0]
+    assert [rank.kept_others_us for rank in job.ranks] == [0, 5, 0]
+
+
+def test_a_rank_that_has_not_come_is_known_from_one_whose_record_is_lost():
+    late = job_of([call(1000, 9000, state=UNDER_WAY)], [])
+    meet(late)
+    assert late.ranks[0].calls[0].wait_us == MISSING
+    lost = job_of([call(1000, 9000)], [call(8000, 9000, key=("0.0", 2))])
+    meet(lost)
+    assert [rank.calls[0].wait_us for rank in lost.ranks] == [UNKNOWN, UNKNOWN]
+    elsewhere = job_of([call(1000, 9000)])._replace(members={"0.0": [0, 1]})
+    meet(elsewhere)
+    assert elsewhere.ranks[0].calls[0].wait_us == UNKNOWN
+
+
+def test_operations_that_are_not_all_ranks_do_not_meet():
+    job = job_of([call(1000, 2000, key=None)], [call(1500, 2500, key=None, state=LAUNCHED)])
+    meet(job)
+    assert [rank.calls[0].wait_us for rank in job.ranks] == [UNKNOWN, UNKNOWN]
+    assert {each[-1] for rank in timeline.data(job)["ranks"] for each in rank["calls"]} == {-1}
+
+
+def test_the_tables_sum_up():
+    job = job_of(
+        *([call(begin + at, begin + 8000, ("0.0", n)) for n, begin in enumerate((10**4, 10**5), 1)] for at in (0, 6000))
+    )
+    meet(job)
+    row = timeline_tables._operation_row(
+        "allreduce", 4096, [(rank.rank, each) for rank in job.ranks for each in rank.calls]
+    )
+    # Two operations; rank 0 is 8 us in each and waits 6, rank 1 is 2 us in each; 4096 bytes in 2 us.
+    assert row == (10.0, ("allreduce", "4 KiB", "2", "10 us", "60 %", "2 us", "2.05 GB/s"))
+    ranks = list(timeline_tables._rank_rows(job))
+    assert [each[1:4] for each in ranks] == [("0 of 2", "0 us", "12 us"), ("2 of 2", "12 us", "0 us")]
+
+
+@pytest.mark.parametrize(
+    ("us", "text"), [(0.0, "0 us"), (999.6, "1000 us"), (1500, "1.5 ms"), (2.5e8, "250 s"), (5e10, "50000 s")]
+)
+def test_durations_are_short(us, text):
+    assert timeline_tables.duration(us) == text
+
+
+def test_clocks_of_other_hosts_are_interpolated():
+    clock = [{"at_ns": 1000, "offset_ns": 100}, {"at_ns": 3000, "offset_ns": 300}]
+    assert [kept_boards._by_rank_0(time, clock) for time in (1000, 2000, 3000)] == [900, 1800, 2700]
+    assert kept_boards._by_rank_0(5000, clock[:1]) == 4900
+
+
+def test_text_of_a_program_ends_no_script_and_no_tag():
+    bad = call(0, 1000)
+    bad.text, bad.site = "allreduce </script><b>", "</script>.py:1"
+    about = {"command": "torchmpirun '<i>' @DATA@", "exit_code": 1, "reason": "<u>", "ended_ns": 10**18}
+    read = Page(timeline.page(job_of([bad]), about))
+    assert {"b", "i", "u"} & set(read.tags) == set()
+    assert read.title == "Timeline of torchmpirun '<i>' @DATA@"
+    assert bad.site in read.data["texts"]
+
+
+class Page(html.parser.HTMLParser):
+    """A page's tags, title and data; its open tags are all closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.text, self.tags, self.open, self.title, self.json, self.words = text, [], [], "", "", ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        self.data = json.loads(self.json)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        assert not {"src", "href"} & {name for name, value in attributes if value != "data:,"}, "nothing is fetched"
+        if tag not in ("meta", "link", "br"):
+            self.open.append((tag, dict(attributes).get("id")))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] == [("title", None)]:
+            self.title += data
+        if self.open[-1:] == [("script", "data")]:
+            self.json += data
+        elif "script" not in dict(self.open):
+            self.words += data
+
+    def operations(self, number):
+        """(verb, bytes, state) of a rank's operations, but for those of start and stop."""
+        texts, (rank,) = self.data["texts"], [each for each in self.data["ranks"] if each["rank"] == number]
+        found = [(texts[each[0]].split()[0], each[3], self.data["states"][each[4]]) for each in rank["calls"]]
+        return [each for each in found if each[0] in ("allreduce", "broadcast", "barrier")]
+
+
+def run(folder, num_ranks, how, *options, timeline="t.html", **variables):
+    (folder / "a.py").write_text(PROGRAM)
+    return subprocess.run(
+        [TORCHMPIRUN, "-n", str(num_ranks), "--timeline", timeline, *options, "a.py", how],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"TORCHMPI_DUMP_DIR": str(folder)} | variables,
+    )
+
+
+EXPECTED = [
+    *[("allreduce", 4000, "complete")] * 5,
+    ("broadcast", 56, "complete"),
+    ("allreduce", 1 << 20, "complete"),
+    ("barrier", 0, "complete"),
+]
+
+
+@needs_launcher
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_page_of_a_job(tmp_path, num_ranks):
+    done = run(
+        tmp_path,
+        num_ranks,
+        "",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", "t.html"]
+    page = Page((tmp_path / "t.html").read_text())
+    assert re.findall("https?:|//[a-z]", page.text) == []
+    assert [rank["ended"] for rank in page.data["ranks"]] == ["with mpi.stop()"] * num_ranks
+    for rank in range(num_ranks):
+        assert page.operations(rank) == EXPECTED
+    # The same operation has the same number on all ranks, and begins before it has ended on any.
+    for same in zip(*([each for each in rank["calls"] if each[-1] >= 0] for rank in page.data["ranks"]), strict=True):
+        assert len({each[-1] for each in same}) == 1
+        if not page.data["texts"][same[0][0]].startswith("broadcast"):  # whose root may be done before the others come
+            assert max(each[5] for each in same) <= min(each[5] + each[6] for each in same) + 0.2
+        assert min(each[8] for each in same) == 0, "the last rank does not wait"
+    assert f"{num_ranks} on" in page.words
+    assert "exit code 0" in page.words
+    assert "Where it ended" not in page.words
+
+
+@needs_launcher
+def test_the_last_operations_alone_are_shown(tmp_path):
+    assert run(tmp_path, 2, "long").returncode == 0
+    page = Page((tmp_path / "t.html").read_text())
+    assert [len(rank["calls"]) for rank in page.data["ranks"]] == [NUM_RECORDS] * 2
+    assert all(rank["dropped"] > 1500 - NUM_RECORDS for rank in page.data["ranks"])
+    assert len(page.text) < 40_000 + 2 * NUM_RECORDS * 70, "the page is bounded, whatever the job"
+    assert f"the last {NUM_RECORDS} of " in page.words
+
+
+@needs_launcher
+def test_the_last_records_of_a_job_that_hangs(tmp_path):
+    assert run(tmp_path, 3, "hang", TORCHMPI_DEADLINE="3").returncode == 1
+    page = Page((tmp_path / "t.html").read_text())
+    assert re.search("rank . failed first, with exit code 1", page.words)
+    for rank in (0, 2):
+        assert page.operations(rank) == [*EXPECTED, ("allreduce", 12, "under way")]
+    assert page.operations(1) == EXPECTED
+    assert "rank 1 has not come to it" in page.words
+    assert re.search(r"rank 1: last completed barrier, called at .*a.py:12 in <module>", page.words)
+    assert re.search(r"rank 2: still in allreduce .* torch.float32 sum, 12 bytes, called at .*a.py:20", page.words)
+
+
+@needs_launcher
+def test_the_last_records_of_a_job_that_is_ended_from_outside(tmp_path):
+    (tmp_path / "a.py").write_text(PROGRAM)
+    command = [TORCHMPIRUN, "-n", "2", "--timeline", "t.html", "--grace", "0", "a.py", "hang"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as job:
+        assert job.stdout.readline() == b"rank 1 sleeps\n"
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(200) == 143
+    page = Page((tmp_path / "t.html").read_text())
+    assert "the job was ended by signal 15" in page.words
+    assert page.operations(1) == EXPECTED
+    assert page.operations(0)[:8] == EXPECTED
+
+
+@needs_launcher
+def test_the_last_record_of_a_rank_that_is_killed(tmp_path):
+    assert run(tmp_path, 2, "die").returncode in (1, 137), "the watchdog of rank 0 may end the job first, or MPI"
+    page = Page((tmp_path / "t.html").read_text())
+    assert page.operations(1) == EXPECTED
+    assert re.search(r"rank 1 \(process \d+\) was killed by signal 9", page.words)
+    assert "rank 1: last completed barrier" in page.words
+
+
+@needs_launcher
+def test_dumps_of_a_job_that_hung_have_a_page_too(tmp_path, capsys):
+    """Without --timeline."""
+    (tmp_path / "a.py").write_text(PROGRAM)
+    subprocess.run(
+        [TORCHMPIRUN, "-n", "2", "a.py", "hang"],
+        cwd=tmp_path,
+        env=os.environ | {"TORCHMPI_DUMP_DIR": str(tmp_path), "TORCHMPI_DEADLINE": "2"},
+        stderr=subprocess.DEVNULL,
+        timeout=200,
+    )
+    (folder,) = tmp_path.glob("torchmpi_py-hang-*")
+    assert bench.main(["timeline", str(folder)]) == 0
+    page = Page((folder / "timeline.html").read_text())
+    assert page.operations(0) == [*EXPECTED, ("allreduce", 12, "under way")]
+    assert "rank 1 has not come to it" in page.words
+    assert f"{folder / 'timeline.html'}: open it in a browser" in capsys.readouterr().out
+
+
+def test_a_folder_without_records_is_refused(tmp_path, capsys):
+    assert bench.main(["timeline", str(tmp_path)]) == 2
+    assert "has no dumps" in capsys.readouterr().err
+    assert bench.main(["timeline", str(tmp_path), "--about", '{"command": "torchmpirun a.py"}']) == 2
+    assert "no rank has called mpi.start()" in capsys.readouterr().err
+
+
+@needs_launcher
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("folder", r"--timeline folder: that is a folder; name a file in it, as .*/folder/timeline.html"),
+        ("none/t.html", r"--timeline none/t.html: there is no folder .*/none; make it"),
+        ("a.py/t.html", r"--timeline a.py/t.html: there is no folder .*/a.py; make it"),
+        ("/proc/t.html", r"--timeline /proc/t.html: cannot write there: .*; name another file"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_refused_before_the_job(tmp_path, path, problem):
+    (tmp_path / "folder").mkdir()
+    done = run(tmp_path, 2, "", timeline=path)
+    assert done.returncode == 2
+    assert re.fullmatch(f"torchmpirun: {problem}.*\n", done.stderr)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.py", "folder"]
+
+
+@needs_launcher
+def test_a_job_without_records_says_that_there_is_no_page(tmp_path):
+    (tmp_path / "b.py").write_text("print('nothing')")
+    command = [TORCHMPIRUN, "-n", "1", "--timeline", "t.html", "b.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "nothing\n")
+    assert "no page for --timeline" in done.stderr
+    assert "no rank has called mpi.start()" in done.stderr
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["b.py"]

@@ -1,0 +1,91 @@
+"""The command ``timeline``: what the ranks of a job did last, as one page for a browser.
+
+The page is made of the flight recorder's records: up to 1024 operations a rank. They come from the boards that
+``torchmpirun --timeline`` keeps, or from the dumps of a job that hung. ``timeline_calls`` reads and computes,
+``timeline_tables`` writes the tables; the script in ``timeline.html`` draws the ranks on their time axis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchmpi_py.bench import UsageError, timeline_tables
+from torchmpi_py.bench.timeline_calls import STATES, JobCalls, meet, read
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``timeline``."""
+    parser.add_argument("directory", type=Path, metavar="DIR", help="with the dumps of a job that hung")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: DIR/timeline.html")
+    parser.add_argument("--about", type=json.loads, default={}, help=argparse.SUPPRESS)  # torchmpirun's
+
+
+def main(options: argparse.Namespace) -> None:
+    """Write the page. UsageError where there are no records, or the page cannot be written."""
+    about: dict[str, Any] = options.about
+    path: Path = options.output or options.directory / "timeline.html"
+    job = read(options.directory, about)
+    meet(job)
+    try:
+        path.write_text(page(job, about), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; name another file") from error
+    if not about:
+        print(f"{path}: open it in a browser", flush=True)
+
+
+def page(job: JobCalls, about: Mapping[str, Any]) -> str:
+    """The whole page: nothing in it is fetched from anywhere."""
+    text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    parts = timeline_tables.parts(job, about) | {"DATA": _as_script(data(job))}
+    return re.sub("@([A-Z]+)@", lambda place: parts[place[1]], text)
+
+
+def _as_script(content: object) -> str:
+    """JSON that no program text in it can end."""
+    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def data(job: JobCalls) -> dict[str, Any]:
+    """The operations as the page's script reads them; times are in us since ``begin_ns``.
+
+    The last number of a call is the same on all ranks of a collective operation, and -1 for what not all ranks call.
+    """
+    begin_ns = min((call.launched for rank in job.ranks for call in rank.calls), default=0)
+    texts: dict[str, int] = {}
+    meetings: dict[tuple[str, int], int] = {}
+
+    def index(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
+    ranks = [
+        {
+            "rank": rank.rank,
+            "host": rank.host,
+            "ended": rank.how_ended,
+            "dropped": rank.num_before,
+            "calls": [
+                [
+                    index(call.text),
+                    index(call.comm),
+                    index(call.site),
+                    call.num_bytes,
+                    call.state,
+                    round((call.begin - begin_ns) / 1000, 1),
+                    round(call.duration_us, 1),
+                    round((call.begin - call.launched) / 1000, 1),
+                    round(call.wait_us, 1),
+                    round(call.transfer_ns / 1000, 1),
+                    -1 if call.key is None else meetings.setdefault(call.key, len(meetings)),
+                ]
+                for call in rank.calls
+            ],
+        }
+        for rank in job.ranks
+    ]
+    return {"begin_ns": begin_ns, "texts": list(texts), "states": STATES, "ranks": ranks}

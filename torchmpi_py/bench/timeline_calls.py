@@ -1,0 +1,164 @@
+"""The operations of a job's ranks, side by side: who came last to which, and how long the others waited.
+
+Operations of one communicator and thread are counted alike on its ranks, so the same number is the same operation. It
+can complete only when the last rank has begun it. From this follow, for an operation that all of its ranks have begun::
+
+    arrival        the latest begin of all ranks; that rank is the last one
+    wait           arrival - begin of a rank, at most its duration
+    transfer       the latest end - arrival
+    bandwidth      bytes / transfer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchmpi_py.bench import UsageError, hang
+from torchmpi_py.watch import kept_boards
+
+STATES = ("complete", "under way", "launched", "failed")
+COMPLETE, UNDER_WAY, LAUNCHED, FAILED = range(4)
+UNKNOWN, MISSING = -1.0, -2.0
+"""In place of a wait: not known, or without end, for a rank has not come. -1 too for what all ranks need not call."""
+
+
+@dataclasses.dataclass
+class RecordedCall:
+    """An operation of one rank; times are in ns by the clock of rank 0's host."""
+
+    text: str  # verb, flavour, dtype, arguments
+    site: str
+    comm: str
+    num_bytes: int
+    launched: int
+    begin: int
+    end: int
+    state: int
+    key: tuple[str, int] | None  # the same on all ranks of a collective operation
+    wait_us: float = UNKNOWN
+    transfer_ns: int = 0  # 0: not known
+
+    @property
+    def duration_us(self) -> float:
+        return (self.end - self.begin) / 1000
+
+
+@dataclasses.dataclass
+class RankCalls:
+    """The operations of one rank, the oldest first. ``num_before``: those that are no longer recorded."""
+
+    rank: int
+    host: str
+    how_ended: str
+    calls: list[RecordedCall]
+    num_before: int
+    num_last: int = 0  # operations to which this rank came last
+    kept_others_us: float = 0.0  # sum of the waits of the other ranks in these
+
+    @property
+    def waited_us(self) -> float:
+        return sum(call.wait_us for call in self.calls if call.wait_us > 0)
+
+
+class JobCalls(NamedTuple):
+    """What a page is made of. ``members``: the ranks of each communicator, by the name in the dumps."""
+
+    ranks: list[RankCalls]
+    members: Mapping[str, Sequence[int]]
+    num_ranks: int
+    versions: str
+    explanation: str  # of the operation at which the ranks have parted, in the words of ``bench hang``
+
+
+def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
+    """The operations of the ranks whose boards, or dumps, are in a folder."""
+    try:
+        num_ranks, kept = kept_boards.load(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{directory}: a board cannot be read: {error}") from error
+    if kept:
+        dumps = {rank.dump["rank"]: rank.dump for rank in kept}
+        places = {rank.dump["rank"]: (rank.host, f"with{'' if rank.has_left else 'out'} mpi.stop()") for rank in kept}
+    elif about:
+        raise UsageError("no rank has called mpi.start(), or all ran on hosts that do not share the page's folder")
+    else:
+        dumps = hang.load(directory)
+        places = dict.fromkeys(dumps, ("", ""))
+        num_ranks = 1 + max(dumps)
+    now = about.get("ended_ns") or max(map(_last_time, dumps.values()))
+    ranks = [_of_rank(dump, *places[rank], now) for rank, dump in dumps.items()]
+    groups = {name: group for dump in dumps.values() for name, group in dump["pg_config"].items()}
+    members = {name: json.loads(group["ranks"]) for name, group in groups.items()}
+    return JobCalls(ranks, members, num_ranks, kept[0].versions if kept else "", hang.explain(dumps).partition("\n")[2])
+
+
+def _last_time(dump: Mapping[str, Any]) -> int:
+    names = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns")
+    return max((entry[name] or 0 for entry in dump["entries"] for name in names), default=0)
+
+
+def _of_rank(dump: Mapping[str, Any], host: str, how_ended: str, now: int) -> RankCalls:
+    calls = [_call(entry, now) for entry in dump["entries"]]
+    num_before = dump["entries"][0]["op_id"] - 1 if calls else 0
+    return RankCalls(dump["rank"], host, how_ended, sorted(calls, key=lambda call: call.begin), num_before)
+
+
+def _call(entry: Mapping[str, Any], now: int) -> RecordedCall:
+    # ``what`` is the text of the call, and the number of bytes where there are any.
+    text, _, num_bytes = entry["what"].removesuffix(" bytes").rpartition(", ")
+    if not (text and num_bytes.isdigit()):
+        text, num_bytes = entry["what"], "0"
+    launched, end = entry["time_created_ns"], entry["time_discovered_completed_ns"]
+    begin = entry["time_discovered_started_ns"] or launched
+    state = FAILED if entry["has_failed"] else COMPLETE if end else {"started": UNDER_WAY}.get(entry["state"], LAUNCHED)
+    number, (name, comm) = entry["collective_seq_id"], entry["process_group"]
+    key = (name, number) if number else None
+    return RecordedCall(
+        text,
+        entry["site"],
+        comm,
+        int(num_bytes),
+        launched,
+        begin,
+        max(begin, end or now),
+        state,
+        key,
+    )
+
+
+def meet(job: JobCalls) -> None:
+    """Compute waits, transfers and last ranks, from the operations that have the same key."""
+    found: dict[tuple[str, int], dict[int, RecordedCall]] = {}
+    for rank in job.ranks:
+        for call in rank.calls:
+            if call.key is not None:
+                found.setdefault(call.key, {})[rank.rank] = call
+    by_number = {rank.rank: rank for rank in job.ranks}
+    for (name, number), calls in found.items():
+        missing = set(job.members.get(name, ())) - set(calls)
+        if missing or not job.members.get(name):
+            has_not_come = any(_is_behind(by_number.get(rank), name, number) for rank in missing)
+            for call in calls.values():
+                call.wait_us = MISSING if has_not_come and call.state in (UNDER_WAY, FAILED) else UNKNOWN
+            continue
+        last = max(calls, key=lambda rank: calls[rank].begin)
+        arrival, is_over = calls[last].begin, all(call.state == COMPLETE for call in calls.values())
+        transfer_ns = max(call.end for call in calls.values()) - arrival if is_over else 0
+        for call in calls.values():
+            call.wait_us = min(max(0, arrival - call.begin) / 1000, call.duration_us)
+            call.transfer_ns = transfer_ns
+        if len(calls) > 1:
+            by_number[last].num_last += 1
+            by_number[last].kept_others_us += sum(call.wait_us for call in calls.values())
+
+
+def _is_behind(rank: RankCalls | None, name: str, number: int) -> bool:
+    """Whether a rank has not come to an operation; else the record of it was overwritten, or is on another host."""
+    if rank is None:
+        return False
+    numbers = [call.key[1] for call in rank.calls if call.key is not None and call.key[0] == name]
+    return max(numbers, default=0) < number and (bool(numbers) or rank.num_before == 0)

@@ -1,0 +1,103 @@
+"""What is left out of a job's errors: notices and frames that repeat what torchmpirun and the message say.
+
+``TORCHMPI_ERRORS=full`` leaves nothing out.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+_RULE = b"-" * 74 + b"\n"  # before and after a notice of Open MPI and its starter
+_NEEDLESS = (b"MPI_ABORT was invoked on rank", b"prterun has exited due to process rank")
+_MOST_BYTES = 4096  # of a notice
+_HOLD_SECONDS = 0.3  # for the rest of a notice
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_OF_BAD_INPUT = ("ValueError", "TypeError")  # and the package's own: what else is raised may be a defect of it
+
+
+def are_full(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user wants errors with all frames and notices."""
+    return environment.get("TORCHMPI_ERRORS") == "full"
+
+
+class NoticeFilter:
+    """Leaves out of a starter's stderr what it says of an abort, where a rank or torchmpirun has said why.
+
+    All else passes at once, but for the beginning of a notice, which is held until the notice is complete.
+    ``is_explained``: whether a rank of this package has said why it ends the job.
+    """
+
+    def __init__(self, is_explained: Callable[[], bool]) -> None:
+        self._is_explained = is_explained
+        self._held, self._since = b"", 0.0
+        self._is_line_start = True
+
+    def feed(self, data: bytes) -> bytes:
+        """Output that may be shown, after ``data`` was read."""
+        if are_full():
+            return data
+        data, shown = self._held + data, b""
+        self._held, self._since = b"", time.monotonic()
+        while data:
+            if self._is_line_start and (data.startswith(_RULE) or _RULE.startswith(data)):
+                end = data.find(b"\n" + _RULE, len(_RULE) - 1) + 1
+                if end == 0 and len(data) < _MOST_BYTES:
+                    self._held = data
+                    break
+                piece = data[: (end or 0) + len(_RULE)]
+                is_needless = piece[len(_RULE) :].startswith(_NEEDLESS) and self._is_explained()
+                shown += b"" if is_needless else piece
+            else:
+                piece = data[: data.find(b"\n") + 1] or data
+                shown += piece
+                self._is_line_start = piece.endswith(b"\n")
+            data = data[len(piece) :]
+        return shown
+
+    def overdue(self, *, at_end: bool = False) -> bytes:
+        """What was held, for no notice has come of it in time, or none can."""
+        if not self._held or (time.monotonic() - self._since < _HOLD_SECONDS and not at_end):
+            return b""
+        held, self._held = self._held, b""
+        self._is_line_start = held.endswith(b"\n")
+        return held
+
+
+def traceback_text(error: BaseException) -> str:
+    """The traceback, without the frames of this package in which it refuses what its caller gave."""
+    trace = traceback.TracebackException.from_exception(error)
+    if not are_full():
+        each: traceback.TracebackException | None = trace
+        while each is not None:
+            _trim(each)
+            each = each.__cause__ or each.__context__
+    return "".join(trace.format())
+
+
+def _trim(trace: traceback.TracebackException) -> None:
+    kind = trace.exc_type
+    if kind is None or not (kind.__name__ in _OF_BAD_INPUT or kind.__module__ == "torchmpi_py.errors"):
+        return
+    outside = [n for n, frame in enumerate(trace.stack, 1) if not frame.filename.startswith(_PACKAGE + os.sep)]
+    if outside:
+        del trace.stack[outside[-1] :]
+
+
+def said_by(folder: str, text: str, rank: int) -> int | None:
+    """The rank of this host that says just this; None if this rank is the first to say it, or cannot know."""
+    if are_full() or not os.path.isdir(folder):
+        return None
+    attempt = os.environ.get("TORCHMPIRUN_RESTART", "0")
+    mark = os.path.join(folder, f"said-{attempt}-{zlib.crc32(text.encode(errors='replace'))}")
+    try:
+        os.symlink(str(rank), mark)  # there whole, or not at all
+    except FileExistsError:
+        return int(os.readlink(mark))
+    except OSError:
+        pass
+    return None

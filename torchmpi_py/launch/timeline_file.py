@@ -1,0 +1,87 @@
+"""The page of ``--timeline``: what the ranks leave for it, and its making when the job is over.
+
+The ranks keep what they note of their operations (`watch.kept_boards`) in a hidden folder beside the page, which is
+removed when the page is there. Hosts that share the page's file system are in it; ranks of other hosts are named as
+missing. The page is made by a process of its own, ``python -m torchmpi_py.bench timeline``, for it reads numbers with
+numpy, and this package uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import variables
+from torchmpi_py.launch.terminal import say
+
+VARIABLE = "TORCHMPI_TIMELINE"
+_PAGE_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class TimelinePage:
+    """The page of a job; ``path`` is None without ``--timeline``. ``folder``: where the ranks leave their boards."""
+
+    path: Path | None
+    folder: str
+    command: str
+
+    def write(self, code: int, reason: str, num_ranks: int) -> None:
+        """Make the page of a job that has ended with this exit code; say why there is none."""
+        if self.path is None:
+            return
+        ended = {"exit_code": code, "reason": reason, "num_ranks": num_ranks, "ended_ns": time.time_ns()}
+        about = json.dumps({"command": self.command, **ended})
+        words = [sys.executable, "-m", "torchmpi_py.bench", "timeline", self.folder, "-o", str(self.path)]
+        environment = variables.without_outer(os.environ)  # the process is no rank
+        try:
+            done = subprocess.run(
+                [*words, "--about", about], env=environment, capture_output=True, text=True, timeout=_PAGE_SECONDS
+            )
+            problem = done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            problem = f"it is not made after {_PAGE_SECONDS:g} s"
+        if problem:
+            say(f"no page for --timeline {self.path}: {problem}")
+
+
+@contextlib.contextmanager
+def kept(options: argparse.Namespace) -> Iterator[TimelinePage]:
+    """The page that ``options`` ask for; within the block ranks that are started by them leave what it needs.
+
+    LaunchError where it cannot be written.
+    """
+    if options.timeline is None:
+        yield TimelinePage(None, "", "")
+        return
+    path = options.timeline.absolute()
+    command = shlex.join(["torchmpirun", *sys.argv[1:]])
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_folder_beside(path, f"--timeline {options.timeline}"))
+        options.env = [*options.env, f"{VARIABLE}={folder}"]
+        yield TimelinePage(path, folder, command)
+
+
+def _folder_beside(path: Path, option: str) -> tempfile.TemporaryDirectory[str]:
+    """A new folder beside a file that can be written. LaunchError else."""
+    if path.is_dir():
+        raise LaunchError(f"{option}: that is a folder; name a file in it, as {path / 'timeline.html'}")
+    if not path.parent.is_dir():
+        raise LaunchError(f"{option}: there is no folder {path.parent}; make it, or name a file in another one")
+    try:
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(0, "the file that is there may not be written to")
+        return tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise LaunchError(f"{option}: cannot write there: {error.strerror}; name another file") from None

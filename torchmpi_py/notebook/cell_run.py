@@ -1,0 +1,194 @@
+"""A cell that the ranks run: what the kernel shows of it, and how it ends.
+
+A rank that fails ends its own part of the cell. The others go on; where all of them wait in calls of the package and
+nothing moves, they wait in vain, and are interrupted. After a failure the ranks compare how many collectives they have
+called: where these numbers differ, later ones would meet wrong ones, and are refused.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import time
+from typing import Any
+
+from torchmpi_py.notebook.rank_job import LAUNCHER, RankJob
+from torchmpi_py.notebook.rank_output import OutputMerger, name_ranks
+
+LOOK_SECONDS = 2.0  # between two looks at ranks that may wait for one that has failed
+INTERRUPT_SECONDS = 6.0  # for ranks to heed an interrupt
+_EVENT_SECONDS = 0.05
+_ANSWER_SECONDS = 1.0
+_RESTART = "%torchmpi restart starts new ranks"
+
+
+class RanksFailed(Exception):  # noqa: N818 - as IPython shows its name
+    """A cell failed on ranks. ``lines``: what is shown, after the error of the rank that failed first."""
+
+    def __init__(self, summary: str, lines: list[str] | None = None) -> None:
+        super().__init__(summary)
+        self._lines = [*(lines or []), summary]
+
+    def _render_traceback_(self) -> list[str]:
+        """For IPython, in place of the frames of the kernel."""
+        return self._lines
+
+
+class RanksEnded(RanksFailed):
+    """The job of the ranks has ended."""
+
+
+class CellRun:
+    """What the ranks of ``job`` are busy with. ``shell``: the kernel's."""
+
+    def __init__(self, job: RankJob, shell: Any) -> None:
+        self._job, self._shell = job, shell
+        self._merger = OutputMerger(job.size, self._write)
+        self._errors: dict[int, tuple[str, str, list[str]]] = {}  # in the order in which they came
+        self._num_called: dict[int, dict[object, int]] = {}
+        self._places: dict[int, tuple[str, str, object]] = {}
+        self._interrupted = ""  # how
+        self._freed: set[int] = set()  # ranks that were interrupted because they waited in vain
+        self._looked = self._interrupted_at = 0.0
+        self.pulled: bytes | None = None
+
+    def wait(self) -> None:
+        """Show what comes until no rank is busy. RanksFailed, RanksEnded."""
+        while self._job.busy:
+            try:
+                self._take()
+                if self._interrupted and time.monotonic() - self._interrupted_at > INTERRUPT_SECONDS:
+                    break
+                if self._errors and not self._interrupted:
+                    self._look_for_waiting()
+            except KeyboardInterrupt:
+                if self._interrupted:
+                    break
+                self._interrupt("interrupted")
+        self._conclude()
+
+    def drain(self) -> None:
+        """Show what has come since the last cell. RanksEnded."""
+        while not self._job.events.empty():
+            self._take()
+        self._merger.flush(is_end=True)
+
+    def ask_where(self, ranks: set[int]) -> dict[int, tuple[str, str, object]]:
+        """(call, line, progress) of these ranks, as far as they answer within a second."""
+        self._places.clear()
+        self._job.send(ranks, "where")
+        until = time.monotonic() + _ANSWER_SECONDS
+        while ranks - self._places.keys() and time.monotonic() < until:
+            self._take()
+        return dict(self._places)
+
+    def _take(self) -> None:
+        """One event, if there is one; then the lines that are due."""
+        try:
+            rank, (kind, *content) = self._job.events.get(timeout=_EVENT_SECONDS)
+        except queue.Empty:
+            pass
+        else:
+            getattr(self, f"_on_{kind}")(rank, *content)
+        self._merger.flush()
+
+    def _write(self, stream: str, text: str) -> None:
+        """To the kernel's own stream, which a notebook has in place of the process's."""
+        print(text, end="", file=getattr(sys, stream))
+
+    def _on_text(self, rank: int, stream: str, text: str) -> None:
+        self._merger.add(rank, stream, text)
+
+    def _on_line(self, _: int, text: str) -> None:
+        self._write("stderr", text)
+
+    def _on_shown(self, rank: int, data: dict[str, Any], metadata: dict[str, Any], options: dict[str, Any]) -> None:
+        """A value: rank 0's in its best form, and of the others what is text alone."""
+        if data.keys() == {"text/plain"}:
+            self._merger.add_block(rank, "stdout", f"{data['text/plain']}\n")
+        elif rank == 0:
+            self._merger.flush(is_end=True)
+            self._shell.display_pub.publish(data, metadata, **options)
+
+    def _on_cleared(self, rank: int, wait: bool) -> None:
+        if rank == 0:
+            self._shell.display_pub.clear_output(wait)
+
+    def _on_error(self, rank: int, *error: Any) -> None:
+        self._errors.setdefault(rank, error)
+
+    def _on_where(self, rank: int, place: tuple[str, str, object]) -> None:
+        self._places[rank] = place
+
+    def _on_pulled(self, _: int, value: bytes) -> None:
+        self.pulled = value
+
+    def _on_done(self, rank: int, num_called: dict[object, int]) -> None:
+        self._job.busy.discard(rank)
+        self._num_called[rank] = num_called
+
+    def _on_over(self, _: int) -> None:
+        self._on_gone(LAUNCHER)
+
+    def _on_gone(self, _: int) -> None:
+        """A rank has ended, and with it the job."""
+        self._merger.flush(is_end=True)
+        *words, reason = self._job.last_words().splitlines()
+        self._write("stderr", "".join(f"{line}\n" for line in words))
+        self._job.stop()
+        reason = reason.removeprefix("torchmpirun: ")
+        raise RanksEnded(f"The ranks have ended: {reason}\nThe next %%torchmpi starts new ones, without variables")
+
+    def _look_for_waiting(self) -> None:
+        """Interrupt the ranks that wait for one that has failed: where two looks find all of them at the same place."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        before, self._looked = self._places.copy(), time.monotonic()
+        now = self.ask_where(set(self._job.busy))
+        if now == before and now.keys() == self._job.busy and all(call for call, _, _ in now.values()):
+            self._freed = set(self._job.busy)
+            self._interrupt("waited for a rank that failed")
+
+    def _interrupt(self, how: str) -> None:
+        self._interrupted, self._interrupted_at = how, time.monotonic()
+        self._job.send(set(self._job.busy), "interrupt")
+
+    def _conclude(self) -> None:
+        """Raise what happened."""
+        self._merger.flush(is_end=True)
+        if not (self._errors or self._interrupted):
+            return
+        failed = {rank: error for rank, error in self._errors.items() if rank not in self._freed}
+        texts = []
+        if failed:
+            texts.append(f"{name_ranks(failed)} of {self._job.size} failed")
+        if self._freed:
+            places = {f"{call} ({line})" for rank, (call, line, _) in self._places.items() if rank in self._freed}
+            texts.append(f"{name_ranks(self._freed)} waited in {', '.join(sorted(places))}, and had to be interrupted")
+        if self._job.busy:
+            busy = set(self._job.busy)
+            where = {f"{call} ({line})" for call, line, _ in self.ask_where(busy).values() if line}
+            at = f": {', '.join(sorted(where))}" if where else " at all"
+            texts.append(f"{name_ranks(busy)} cannot be interrupted{at}; {_RESTART}")
+        elif self._is_out_of_step():
+            self._job.send(self._job.ranks, "refuse")
+            texts.append(f"the ranks have called different numbers of collectives, which raise from now on; {_RESTART}")
+        raise RanksFailed("\n".join(texts), self._traceback(failed or self._errors))
+
+    def _traceback(self, errors: dict[int, tuple[str, str, list[str]]]) -> list[str]:
+        """The error of the rank that failed first, and one line for each other error."""
+        alike: dict[tuple[str, str], list[int]] = {}
+        for rank, (name, text, _) in errors.items():
+            alike.setdefault((name, text), []).append(rank)
+        if not alike:
+            return []
+        (_, ranks), *others = alike.items()
+        return [*errors[ranks[0]][2], "", *(f"{name_ranks(theirs)}: {': '.join(error)}" for error, theirs in others)]
+
+    def _is_out_of_step(self) -> bool:
+        """Whether ranks of one communicator have called different numbers of operations there."""
+        counts: dict[object, set[int]] = {}
+        for found in self._num_called.values():
+            for communicator, number in found.items():
+                counts.setdefault(communicator, set()).add(number)
+        return any(len(numbers) > 1 for numbers in counts.values())

@@ -1,0 +1,118 @@
+"""The magics of a notebook: ``%%torchmpi`` runs a cell on all ranks, ``%torchmpi`` says and changes how they are."""
+
+from __future__ import annotations
+
+import atexit
+import pickle
+import shlex
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.notebook.cell_run import CellRun, RanksEnded
+from torchmpi_py.notebook.rank_job import RankJob
+from torchmpi_py.notebook.rank_output import name_ranks
+
+_COMMANDS = "%torchmpi status, %torchmpi restart, %torchmpi stop, or %torchmpi pull NAME"
+
+
+@magics_class
+class TorchMPIMagics(Magics):
+    """``%%torchmpi`` and ``%torchmpi``, with the ranks that they start."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self._job: RankJob | None = None
+        self._words: list[str] = []  # of the last job
+        self._ended = ""  # why the last job has ended
+        atexit.register(self._stop)
+
+    @line_cell_magic
+    def torchmpi(self, line: str, cell: str | None = None) -> Any:
+        """Run the cell on all ranks, or one command.
+
+        ``%%torchmpi -n 4`` starts ranks, by torchmpirun with these options; later cells may leave the options out.
+        In the ranks ``mpi`` is started, and ``torch`` imported. ``%torchmpi status`` says what each rank does,
+        ``restart`` starts new ranks, ``stop`` ends them, and ``pull NAME`` gives the value of a variable of rank 0.
+        """
+        words = shlex.split(line)
+        if cell is None:
+            return self._command(*words)
+        job = self._ready(words)
+        source = cell if cell.startswith("%%") else f"# %%torchmpi\n{cell}"  # lines count as in the notebook
+        return self._run(job, job.ranks, "cell", len(self.shell.user_ns["In"]) - 1, source)
+
+    def _command(self, command: str = "", *words: str) -> Any:
+        if command == "pull" and len(words) == 1:
+            return self._run(self._ready([]), {0}, "pull", words[0])
+        if command == "status" and not words:
+            self._tell_status()
+        elif command in ("restart", "stop") and not words:
+            self._stop()
+            if command == "restart":
+                self._start()
+        else:
+            raise UsageError(f"%torchmpi {' '.join((command, *words))}: write {_COMMANDS}; or %%torchmpi above a cell")
+        return None
+
+    def _run(self, job: RankJob, ranks: set[int], kind: str, *content: object) -> Any:
+        """Have ranks do something, and show what comes of it; the value that they send, for a pull."""
+        job.begin(ranks, kind, *content)
+        run = CellRun(job, self.shell)
+        try:
+            run.wait()
+        except RanksEnded as error:
+            self._job, self._ended = None, str(error)
+            raise
+        return None if run.pulled is None else pickle.loads(run.pulled)
+
+    def _ready(self, words: list[str]) -> RankJob:
+        """Ranks that wait for a cell: those there are, unless they have ended, or others are wanted."""
+        self._look()
+        if self._job is not None and words and words != self._job.words:
+            print(f"{shlex.join(words)} in place of {shlex.join(self._job.words)}: new ranks, without variables")
+            self._stop()
+        if self._job is not None and self._job.busy:
+            raise UsageError(
+                f"{name_ranks(self._job.busy)} of {self._job.size} have not ended the cell before; %torchmpi status "
+                "says where they are, %torchmpi restart starts new ranks"
+            )
+        return self._job or self._start(words)
+
+    def _look(self) -> None:
+        """Take in what has come since the last cell, the end of the job perhaps."""
+        try:
+            if self._job is not None:
+                CellRun(self._job, self.shell).drain()
+        except RanksEnded as error:
+            self._job = None
+            print(error)
+
+    def _start(self, words: list[str] | None = None) -> RankJob:
+        self._words = words or self._words
+        try:
+            self._job = job = RankJob(self._words)
+        except LaunchError as error:
+            raise UsageError(str(error)) from None
+        again, self._ended = "new " if self._ended else "", ""
+        hosts = sorted({process.host for process in job.processes.values()})
+        print(f"{job.size} {again}rank{'s' * (job.size != 1)} on {', '.join(hosts)}")
+        return job
+
+    def _stop(self) -> None:
+        job, self._job = self._job, None
+        if job is not None:
+            job.stop()
+
+    def _tell_status(self) -> None:
+        self._look()
+        if self._job is None:
+            print("no ranks; %%torchmpi -n 4 above a cell starts some")
+            return
+        places = CellRun(self._job, self.shell).ask_where(self._job.ranks)
+        for rank, process in sorted(self._job.processes.items()):
+            call, line, _ = places.get(rank, ("", "does not answer", None))
+            state = f"{line}, in {call}" if call else line or "idle"
+            print(f"rank {rank}: process {process.process_id} on {process.host}, {state}")

@@ -1,0 +1,176 @@
+"""The job of a notebook, as the kernel has it: its launcher, and a connection to each rank.
+
+The kernel listens on 127.0.0.1, or with hosts that are named, on the address of the interface that leads there, until
+all ranks have come. Both sides prove by the key that they know it (``multiprocessing.connection``), before anything
+else is read. The launcher is in a process group of its own, which an interrupt of the kernel does not reach, and in
+the kernel's session: where the kernel dies, the launcher ends the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any, NamedTuple
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import hosts, variables
+from torchmpi_py.launch.options import parse
+
+VARIABLE = "TORCHMPIRUN_NOTEBOOK"  # address and key, for the ranks
+LAUNCHER = -1  # in the place of a rank
+_PROGRAM = ["-m", "torchmpi_py.notebook.rank_program"]
+_LOOK_SECONDS = 0.2
+_END_SECONDS = 5.0  # for ranks that are asked to end
+_KILL_SECONDS = 20.0  # for the launcher to end ranks that did not
+
+
+class RankProcess(NamedTuple):
+    """The process of a rank, and its host."""
+
+    process_id: int
+    host: str
+
+
+class RankJob:
+    """Ranks that wait for cells. ``words``: options of torchmpirun. LaunchError if the ranks cannot start.
+
+    ``events``: what comes from the ranks, and from the launcher, as (rank, (kind, ...)). ``busy``: ranks in a cell.
+    """
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+        self.size = 0  # until the first rank says
+        self.processes: dict[int, RankProcess] = {}
+        self.busy: set[int] = set()
+        self.events: queue.SimpleQueue[tuple[int, tuple[Any, ...]]] = queue.SimpleQueue()
+        self._connections: dict[int, Connection[Any, Any]] = {}
+        key = secrets.token_bytes(32)
+        with socket.create_server((_address_for(words), 0)) as listener:
+            host, port = listener.getsockname()
+            self._launcher = subprocess.Popen(
+                [sys.executable, "-m", "torchmpi_py.launch", *words, *_PROGRAM],
+                env=os.environ | {VARIABLE: f"{host}:{port}:{key.hex()}"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_leave_group,
+            )
+            threading.Thread(target=self._read_launcher, daemon=True).start()
+            try:
+                self._accept_ranks(listener, key)
+            except BaseException:
+                self.stop()
+                raise
+        for rank, connection in self._connections.items():
+            threading.Thread(target=self._read_rank, args=(rank, connection), daemon=True).start()
+
+    def _accept_ranks(self, listener: socket.socket, key: bytes) -> None:
+        listener.settimeout(_LOOK_SECONDS)
+        while not self.size or len(self.processes) < self.size:
+            try:
+                connection: Connection[Any, Any] = Connection(listener.accept()[0].detach())
+            except TimeoutError:
+                if self._launcher.poll() is not None:
+                    raise LaunchError(f"the ranks did not start: {self.last_words()}") from None
+                continue
+            try:
+                deliver_challenge(connection, key)
+                answer_challenge(connection, key)
+            except (AuthenticationError, EOFError, OSError):  # a stranger
+                connection.close()
+                continue
+            rank, self.size, *process = connection.recv()
+            self._connections[rank], self.processes[rank] = connection, RankProcess(*process)
+
+    def _read_rank(self, rank: int, connection: Connection[Any, Any]) -> None:
+        """In a thread: what a rank sends, until its end."""
+        with connection, contextlib.suppress(EOFError, OSError):
+            while True:
+                self.events.put((rank, connection.recv()))
+        self.events.put((rank, ("gone",)))
+
+    def _read_launcher(self) -> None:
+        """In a thread: what the launcher, MPI and C libraries write."""
+        assert self._launcher.stdout is not None
+        with self._launcher.stdout as lines:
+            for line in lines:
+                self.events.put((LAUNCHER, ("line", line.decode(errors="replace"))))
+        self.events.put((LAUNCHER, ("over",)))
+
+    def send(self, ranks: set[int], kind: str, *content: object) -> None:
+        """Send a message to ranks. One that is gone is noticed by its event."""
+        for rank in ranks & self._connections.keys():
+            with contextlib.suppress(OSError):
+                self._connections[rank].send((kind, *content))
+
+    def begin(self, ranks: set[int], kind: str, *content: object) -> None:
+        """Send ranks something to do."""
+        self.busy |= ranks
+        self.send(ranks, kind, *content)
+
+    @property
+    def ranks(self) -> set[int]:
+        """All ranks."""
+        return set(range(self.size))
+
+    def last_words(self) -> str:
+        """What the launcher has said last, once its end is there or near, and otherwise its exit code."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._launcher.wait(_KILL_SECONDS)
+        text = ""
+        with contextlib.suppress(queue.Empty):
+            while (event := self.events.get(timeout=_LOOK_SECONDS)) != (LAUNCHER, ("over",)):
+                text += event[1][1] if event[1][0] == "line" else ""
+        return text.strip() or f"torchmpirun has ended with exit code {self._launcher.poll()}"
+
+    def stop(self) -> None:
+        """End the ranks: in order those that are idle, and the others by a signal."""
+        self.send(self.ranks, "end")
+        for seconds, end in (
+            (_END_SECONDS * (self.size > 0), self._launcher.terminate),
+            (_KILL_SECONDS, self._launcher.kill),
+        ):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(seconds)
+                return
+            end()
+        self._launcher.wait()
+
+
+def _address_for(words: list[str]) -> str:
+    """The address to listen on for ranks that these options start. LaunchError for options that make no sense here."""
+    try:
+        options = parse([*words, *_PROGRAM])
+    except SystemExit:
+        raise LaunchError(
+            f"{' '.join(words)}: give options of torchmpirun, as -n 4; what is wrong stands above"
+        ) from None
+    if options.program != _PROGRAM[1:]:
+        raise LaunchError(f"{options.program[0]!r} is no option of torchmpirun; the program is the cell")
+    if options.elastic or options.max_restarts or options.groups:
+        raise LaunchError("--elastic, --max-restarts and --groups are not for notebooks: a death ends the ranks")
+    named = hosts.named_hosts(options, os.environ)
+    if not named:
+        return variables.LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((named[-1].name.rpartition("@")[2], 9))  # which sends nothing
+        except OSError as error:
+            raise LaunchError(f"{named[-1].name}: {error.strerror}; name a host that this one can reach") from None
+        return str(probe.getsockname()[0])
+
+
+def _leave_group() -> None:
+    """In the launcher, before it is executed: heed the death of the kernel, and not the kernel's interrupts."""
+    os.setpgid(0, 0)
+    for signum in (signal.SIGINT, signal.SIGHUP):  # ignored under nohup
+        signal.signal(signum, signal.SIG_DFL)

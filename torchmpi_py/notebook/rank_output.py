@@ -1,0 +1,88 @@
+"""Output of several ranks as one text: lines that are equal on several ranks are shown once.
+
+A line of rank 0 alone stands as it is; another one begins with the ranks that have written it, as ``[1]`` or ``[0-3]``.
+Lines of a rank keep their order. A line waits until all ranks have written an equal one, or for ``HOLD_SECONDS``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+HOLD_SECONDS = 0.2
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|[\r\n])")
+
+
+class WaitingText(NamedTuple):
+    """A line of a rank, or a value of several lines, and the time since when it waits."""
+
+    stream: str
+    text: str
+    since: float
+
+
+class OutputMerger:
+    """The text of ``num_ranks`` ranks on its way to ``write(stream, text)``."""
+
+    def __init__(self, num_ranks: int, write: Callable[[str, str], object]) -> None:
+        self._write = write
+        self._waiting: list[deque[WaitingText]] = [deque() for _ in range(num_ranks)]
+        self._num_written = [0] * num_ranks  # texts of each rank
+        self._begun: dict[tuple[int, str], str] = {}  # lines without end
+
+    def add(self, rank: int, stream: str, text: str) -> None:
+        """Text that a rank has written; what follows the last end of a line waits for more."""
+        text = self._begun.pop((rank, stream), "") + text
+        end = 0
+        for line in _LINE.finditer(text):
+            end = line.end()
+            self.add_block(rank, stream, line[0])
+        if end < len(text):
+            self._begun[rank, stream] = text[end:]
+
+    def add_block(self, rank: int, stream: str, text: str) -> None:
+        """Text that is shown as a whole."""
+        self._waiting[rank].append(WaitingText(stream, text, time.monotonic()))
+
+    def flush(self, *, is_end: bool = False) -> None:
+        """Write what need not wait any longer; at the end all."""
+        if is_end:
+            for (rank, stream), text in self._begun.items():
+                self.add_block(rank, stream, f"{text}\n")
+            self._begun.clear()
+        while ranks := self._ranks_to_write(is_end):
+            stream, text, _ = self._waiting[ranks[0]][0]
+            for rank in ranks:
+                self._waiting[rank].popleft()
+                self._num_written[rank] += 1
+            label = "" if ranks == [0] else f"[{ranks_as_text(ranks)}] "
+            self._write(stream, "".join(f"{label}{line}" for line in text.splitlines(keepends=True)))
+
+    def _ranks_to_write(self, is_end: bool) -> list[int]:
+        """The ranks whose next text is equal, and due; ranks that have written less come first, so that others meet."""
+        heads = {rank: waiting[0] for rank, waiting in enumerate(self._waiting) if waiting}
+        due = time.monotonic() - HOLD_SECONDS
+        for first in sorted(heads, key=lambda rank: (self._num_written[rank], rank)):
+            ranks = [rank for rank, head in heads.items() if head[:2] == heads[first][:2]]
+            if is_end or len(ranks) == len(self._waiting) or heads[first].since < due:
+                return ranks
+        return []
+
+
+def ranks_as_text(ranks: Collection[int]) -> str:
+    """``0-2,5`` for the ranks 0, 1, 2 and 5."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """``rank 1`` or ``ranks 0-2,5``, for a message."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_as_text(ranks)}"

@@ -1,0 +1,228 @@
+"""The program of a notebook's rank: an IPython shell that runs the kernel's cells, one after the other.
+
+The main thread runs cells. Another thread listens to the kernel, so that it can interrupt a cell, or say where the cell
+stands. Operations of the package are started with ``at_deadline="raise"``: then no verb blocks inside MPI, where Python
+would hear no interrupt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.history import HistoryManager
+from IPython.core.interactiveshell import InteractiveShell
+
+import torchmpi_py as mpi
+from torchmpi_py.core import communicators, config, journal, sequences, status_board
+from torchmpi_py.notebook.rank_job import VARIABLE
+
+_CELL = "Cell In["  # begins the name of a cell, in place of a file's
+
+
+class KernelLink:
+    """The connection to the kernel, by which messages (kind, ...) go out whole, of one thread at a time."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self.connection = connection
+        self.process_id = os.getpid()
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, *content: object) -> None:
+        """Send a message, unless the kernel is gone."""
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # after half a message nothing can be read
+            with self._lock:
+                self.connection.send((kind, *content))
+        except OSError:
+            return
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+class RankStream(io.TextIOBase):
+    """``sys.stdout`` or ``sys.stderr`` of a rank. What C libraries and forked children write goes to the launcher."""
+
+    encoding = "utf-8"
+
+    def __init__(self, link: KernelLink, name: str, descriptor: int) -> None:
+        self._link, self._name, self._descriptor = link, name, descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, text: str) -> int:
+        if os.getpid() != self._link.process_id:
+            os.write(self._descriptor, text.encode(errors="backslashreplace"))
+        elif text:
+            self._link.send("text", self._name, text)
+        return len(text)
+
+
+class ValueHook(DisplayHook):
+    """Sends the value of a cell's last expression, in all forms that IPython has for it."""
+
+    def write_output_prompt(self) -> None:
+        """No prompt."""
+
+    def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
+        self.shell.link.send("shown", format_dict, md_dict or {}, {})
+
+
+class RichPublisher(DisplayPublisher):
+    """Sends what ``display`` is given, figures of matplotlib among it."""
+
+    def publish(self, data: dict[str, Any], metadata: dict[str, Any] | None = None, *_: Any, **options: Any) -> None:
+        passed_on = {name: options[name] for name in ("transient", "update") if options.get(name)}
+        self.shell.link.send("shown", data, metadata or {}, passed_on)
+
+    def clear_output(self, wait: bool = False) -> None:
+        self.shell.link.send("cleared", wait)
+
+
+class RankShell(InteractiveShell):
+    """IPython without terminal and history, whose errors go to the kernel."""
+
+    link: KernelLink
+
+    def init_history(self) -> None:
+        self.history_manager = HistoryManager(shell=self, parent=self, enabled=False)
+
+    def _showtraceback(self, etype: type[BaseException], evalue: BaseException, stb: list[str]) -> None:
+        own = Path(__file__).name  # the frame of the signal's handler
+        self.link.send("error", etype.__name__, str(evalue), [frame for frame in stb if own not in frame])
+
+
+class RankProgram:
+    """A rank between ``mpi.start()`` and the kernel's end."""
+
+    def __init__(self, link: KernelLink) -> None:
+        self._link = link
+        self._tasks: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._is_running = False
+        self._main_thread = threading.get_ident()
+        self._shell = RankShell.instance(
+            user_ns={"mpi": mpi, "torch": torch}, displayhook_class=ValueHook, display_pub_class=RichPublisher
+        )
+        self._shell.link = link
+        self._shell.compile.get_code_name = lambda raw, code, number: (
+            f"{_CELL}{number}]"
+        )  # for reports, in place of a hash
+        signal.signal(signal.SIGINT, self._hear_interrupt)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def serve(self) -> None:
+        """Carry out what the kernel sends, until it sends the end, or is gone."""
+        while (task := self._tasks.get()) != ("end",):
+            try:
+                self._is_running = True
+                self._carry_out(*task)
+            except BaseException:
+                self._is_running = False
+                self._shell.showtraceback()
+            self._is_running = False
+            self._link.send("done", num_called())
+
+    def _carry_out(self, kind: str, *content: Any) -> None:
+        if kind == "pull":
+            (name,) = content
+            if name not in self._shell.user_ns:
+                raise NameError(f"name {name!r} is not defined on rank {mpi.rank()}")
+            self._link.send("pulled", pickle.dumps(self._shell.user_ns[name]))
+            return
+        self._shell.execution_count, source = content
+        self._shell.run_cell(source, store_history=True)
+
+    def _listen(self) -> None:
+        """In a thread: messages of the kernel."""
+        try:
+            while True:
+                message = self._link.connection.recv()
+                if message == ("interrupt",):
+                    signal.pthread_kill(self._main_thread, signal.SIGINT)
+                elif message == ("where",):
+                    self._link.send("where", self._where())
+                elif message == ("refuse",):
+                    refuse_collectives()
+                else:
+                    self._tasks.put(message)
+        except (EOFError, OSError):
+            self._tasks.put(("end",))
+
+    def _hear_interrupt(self, signum: int, frame: FrameType | None) -> None:
+        if self._is_running:
+            raise KeyboardInterrupt
+
+    def _where(self) -> tuple[str, str, object]:
+        """The call that the cell waits in, the line of the cell, and what shows progress; "" where there is none."""
+        frame: FrameType | None = sys._current_frames()[self._main_thread]
+        while frame is not None and not frame.f_code.co_filename.startswith(_CELL):
+            frame = frame.f_back
+        if frame is None or not self._is_running:
+            return "", "", num_called()
+        return open_call(), f"{frame.f_code.co_filename}, line {frame.f_lineno}", num_called()
+
+
+def open_call() -> str:
+    """The verb, or another call of the package, in which this rank waits; "" if in none."""
+    board = status_board.current
+    numbers = () if board is None else journal.under_way(board)
+    records = (journal.find_record(board, number) for number in numbers if board is not None)
+    return next((record.text.partition(" ")[0] for record in records if record is not None), "")
+
+
+def num_called() -> dict[tuple[int, str], int]:
+    """The number of operations that this rank has called on each communicator (generation, ranks)."""
+    board, found = status_board.current, {}
+    for slot in () if board is None else tuple(board.slots_of):
+        assert board is not None
+        group = board.group(board.index, slot)
+        found[group.generation, group.ranks] = sequences.last_place(board, board.index, slot)
+    return found
+
+
+def refuse_collectives() -> None:
+    """Have collectives raise from now on: the ranks have called different numbers of them."""
+    if communicators.is_started():
+        stack = communicators.stack()
+        for each in (*stack.levels, *stack.others):
+            for sequence in (*each.sequences, *(each.outer.sequences if each.outer is not None else ())):
+                sequence.is_broken = not sequence.is_alone
+
+
+def main() -> None:
+    """Start, connect, serve; end in order."""
+    host, port, key = os.environ.pop(VARIABLE).split(":")
+    os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # figures of pyplot are shown
+    tuning = dataclasses.replace(config.from_environment(), at_deadline="raise")
+    mpi.start(with_cuda=torch.cuda.is_available(), tuning=tuning)
+    connection = Client((host, int(port)), authkey=bytes.fromhex(key))
+    link = KernelLink(connection)
+    link.connection.send((mpi.rank(), mpi.size(), os.getpid(), socket.gethostname()))
+    former = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = RankStream(link, "stdout", 1), RankStream(link, "stderr", 2)
+    try:
+        RankProgram(link).serve()
+    finally:
+        sys.stdout, sys.stderr = former
+
+
+if __name__ == "__main__":
+    main()
