@@ -10,10 +10,13 @@ import json
 import math
 import os
 import pathlib
+import sys
 import time
 
 import torch
 from torch.utils.data import TensorDataset
+
+import torchmpi_py
 
 
 def parser(description):
@@ -109,9 +112,9 @@ class Curve:
 
     def __init__(self, options, network, test_set, evaluate=accuracy):
         self.file, self.network, self.test_set, self.evaluate = options.curve, network, test_set, evaluate
-        rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        rank, self.num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.is_writer = rank == 0
-        self.pause = options.pause if rank == num_ranks - 1 else 0.0
+        self.pause = options.pause if rank == self.num_ranks - 1 else 0.0
         self.begin = None
         self.points = []
 
@@ -146,5 +149,8 @@ class Curve:
         result = self.evaluate(self.network, self.test_set)
         if self.file and self.is_writer:
             seconds, accuracies = zip(*self.points, (seconds, result), strict=True)
-            pathlib.Path(self.file).write_text(json.dumps({"seconds": seconds, "accuracy": accuracies}))
+            about = {"program": pathlib.Path(sys.argv[0]).stem, "ranks": self.num_ranks}
+            about["versions"] = f"torchmpi_py {torchmpi_py.__version__}, torch {torch.__version__}"
+            about["date"] = time.strftime("%Y-%m-%d", time.gmtime())
+            pathlib.Path(self.file).write_text(json.dumps({"seconds": seconds, "accuracy": accuracies, **about}))
         return result

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from torchmpi_py.bench import UsageError, plot, results
+from torchmpi_py.bench import UsageError, __main__ as bench, plot, results
 from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, HOST_COPY, RAW_MPI
 from torchmpi_py.bench.results import COLLECTIVE, Report, ResultRow, load, make_row, quantile, store
 
@@ -60,6 +60,23 @@ def test_the_table_is_markdown_with_columns_in_line():
     assert cells == ["4", "ring", "warm", "0.00400", "0.00800", "1.00", "1.50", "3.00", "0.500"]
 
 
+def test_the_summary_names_the_fastest_of_each_size_and_kind():
+    text = results.render(report())
+    assert text.splitlines()[-2:] == [
+        "Fastest, warm buffers: 4 B ring (3.00 x raw MPI, 0.500 x limit); 1 MiB ring (3.00 x raw MPI, 0.500 x limit).",
+        "Fastest, cold buffers: 4 B ring (3.00 x raw MPI, 0.500 x limit); 1 MiB ring (3.00 x raw MPI, 0.500 x limit).",
+    ]
+
+
+def test_a_peer_that_is_the_fastest_is_in_the_summary():
+    rows = [row for row in report(kinds=("warm",)).rows if row.what != "ring" and row.num_bytes == 4]
+    rows[1] = dataclasses.replace(rows[1], median_seconds=rows[0].median_seconds / 2)
+    assert results.summary(dataclasses.replace(report(), rows=rows)) == (
+        "Fastest, warm buffers: 4 B raw MPI (0.500 x limit), of ours mpi (0.500 x raw MPI, 0.250 x limit)."
+    )
+    assert results.summary(dataclasses.replace(report(), rows=rows[:1])) == "", "there is no other candidate"
+
+
 def on_gpus():
     names = {"mpi": "staged", "ring": "cudaipc", RAW_MPI: DEVICE_COPY, COPY: HOST_COPY}
     rows = [dataclasses.replace(row, what=names[row.what]) for row in report().rows]
@@ -111,6 +128,53 @@ def test_a_picture_is_drawn(tmp_path, kinds):
     assert (tmp_path / "gpu.png").exists()
     plot.draw(report(kinds=kinds), tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def drawn(monkeypatch, draw, *arguments):
+    """The figure that is drawn."""
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: figures.append(figure))
+    draw(*arguments)
+    return figures[0]
+
+
+def test_a_picture_hides_no_series_and_is_labelled(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    facts = {"torch": "9.1", "MPI": "Some MPI 7", "torchmpi_py": "0.3", "date": "2031-05-06 07:08 UTC"}
+    measured = dataclasses.replace(report(), facts=facts, rows=report().rows[:4])  # one size: a line is one point
+    figure = drawn(monkeypatch, plot.draw, measured, tmp_path / "r.png")
+    for axes in figure.axes:
+        assert {line.get_label() for line in axes.lines} == {"mpi", "ring", RAW_MPI, COPY}
+        assert all(line.get_marker() not in (None, "None", "") for line in axes.lines)
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == {"mpi", "ring", RAW_MPI, COPY}
+    for part in ("torchmpi_py 0.3, torch 9.1, Some MPI 7; 2031-05-06", "allreduce (sum) of float32, 4 ranks"):
+        assert part in figure.get_suptitle()
+
+
+def curve(path, ranks, seconds):
+    about = {"program": "digits", "ranks": ranks, "versions": "torch 9.1", "date": "2031-05-06"}
+    path.write_text(json.dumps({"seconds": seconds, "accuracy": [0.5, 0.75], **about}))
+    return path
+
+
+def test_curves_of_examples_and_their_scaling_are_drawn(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    paths = [curve(tmp_path / f"on{ranks}.json", ranks, [4 / ranks, 8 / ranks + 1]) for ranks in (1, 4)]
+    assert bench.main(["plot", *map(str, paths), str(tmp_path / "c.png")]) == 0
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    figure = drawn(monkeypatch, plot.draw_curves, [plot.load_curve(path) for path in paths], tmp_path / "c.png")
+    accuracy, scaling = figure.axes
+    assert [list(line.get_ydata()) for line in accuracy.lines] == [[50, 75]] * 2
+    assert [list(line.get_ydata()) for line in scaling.lines] == [[9, 3], [9, 2.25]]
+    assert "torch 9.1; 2031-05-06" in figure.get_suptitle()
+    assert len(figure.legends[0].get_texts()) == 4
+
+
+def test_reports_and_curves_are_no_picture_together(tmp_path, capsys):
+    store(COLLECTIVE, report(), tmp_path / "r.json")
+    both = [str(tmp_path / "r.json"), str(curve(tmp_path / "c.json", 1, [1, 2]))]
+    assert bench.main(["plot", *both, str(tmp_path / "c.png")]) == 2
+    assert "one report of run or compare, or of curves alone" in capsys.readouterr().err
 
 
 def test_a_picture_of_unknown_kind_is_refused(tmp_path):

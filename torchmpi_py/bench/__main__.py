@@ -56,7 +56,10 @@ COMMANDS = {
     ),
     "watch": Command("what noting and comparing operations adds to a call", watching.add_options, watching.main),
     "plot": Command(
-        "draw a report that was stored with --json; needs no launcher", plot.add_options, plot.main, needs_job=False
+        "draw a report that was stored with --json, or curves of examples; needs no launcher",
+        plot.add_options,
+        plot.main,
+        needs_job=False,
     ),
     "trace": Command(
         "merge the traces of torchmpirun --profile DIR; needs no launcher",

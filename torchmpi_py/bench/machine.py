@@ -129,6 +129,7 @@ def facts(comm: MPI.Comm, device: torch.device = _CPU) -> dict[str, str]:
         "threads per rank": str(torch.get_num_threads()),
         "MPI": f"{vendor} {'.'.join(map(str, version))}",
         "torch": torch.__version__,
+        "torchmpi_py": mpi.__version__,
         "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
     return on_cpu | (_gpu_facts(comm, device) if device.type == "cuda" else {})

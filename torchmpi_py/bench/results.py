@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmpi_py.bench import UsageError
+from torchmpi_py.bench.buffers import format_size
 from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, GLOO, HOST_COPY, LIMITS, RAW_MPI, WIRE
 from torchmpi_py.bench.cases import VERBS
 from torchmpi_py.core import text_tables
@@ -121,11 +122,44 @@ def load(path: Path) -> Report:
         raise UsageError(f"{path} is not a report of run or compare --json: {error}") from error
 
 
+def summary(report: Report) -> str:
+    """A line for each kind of buffers: the fastest candidate of each size, and its ratios to peers and limits.
+
+    Limits are no candidates. Empty where there is one candidate alone.
+    """
+    lines = []
+    for kind in dict.fromkeys(row.buffers for row in report.rows):
+        rows = [row for row in report.rows if row.buffers == kind and row.what not in LIMITS]
+        if len({row.what for row in rows}) < 2:
+            continue
+        by_size: dict[int, list[ResultRow]] = {}
+        for row in sorted(rows, key=lambda row: row.median_seconds):
+            by_size.setdefault(row.num_bytes, []).append(row)
+        lines.append(
+            f"Fastest, {kind} buffers: {'; '.join(_winner(report, by_size[size]) for size in sorted(by_size))}."
+        )
+    return "\n".join(lines)
+
+
+def _winner(report: Report, rows: Sequence[ResultRow]) -> str:
+    """The first of the rows of a size, and where that is a peer the first of ours."""
+    ours = next((row for row in rows if row.what not in (RAW_MPI, GLOO, f"{GLOO}, async")), rows[0])
+    shown = [rows[0]] if ours is rows[0] else [rows[0], ours]
+    return f"{format_size(rows[0].num_bytes)} " + ", of ours ".join(_in_short(report, row) for row in shown)
+
+
+def _in_short(report: Report, row: ResultRow) -> str:
+    ratios = {name: report.times_faster(row, name) for name in _REFERENCES if name != row.what}
+    texts = [f"{number(ratio)} {_REFERENCES[name]}" for name, ratio in ratios.items() if ratio is not None]
+    return row.what + (f" ({', '.join(texts)})" if texts else "")
+
+
 def render(report: Report) -> str:
-    """The facts, the table and the notes."""
+    """The facts, the table, the notes and the summary."""
     op = f" ({report.op})" if report.op else ""
     where = "" if report.device == "cpu" else f" on {report.device}"
-    return document(f"{report.verb}{op} of {report.dtype}{where}", report.facts, report.notes, *_cells(report))
+    text = document(f"{report.verb}{op} of {report.dtype}{where}", report.facts, report.notes, *_cells(report))
+    return "\n\n".join(filter(None, (text, summary(report))))
 
 
 def document(

@@ -200,6 +200,7 @@ def _engine(network: torch.nn.Module, plain: MakeOptimizer, **options: Any) -> T
 
     def train(samples: Sequence[Sample], done: Done) -> None:
         engine.hooks.on_update = lambda state: done()
-        engine.train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=samples, optimizer=optimizer)
+        criterion = torch.nn.CrossEntropyLoss()
+        engine.train(network=network, criterion=criterion, iterator=samples, optimizer=optimizer, epoch_lines=False)
 
     return train

@@ -23,6 +23,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from torchmpi_py.engine import evaluation, samples
+from torchmpi_py.engine.epoch_lines import followed_by_lines
 from torchmpi_py.engine.evaluation import Evaluator
 from torchmpi_py.engine.resume import RunHooks, Stateful, hooks_of_run
 from torchmpi_py.engine.state import Hooks, State, modes_restored
@@ -61,6 +62,7 @@ class SGDEngine:
 
     def __init__(self) -> None:
         self.hooks = Hooks()
+        self.has_bar = False  # of ``show_progress``
         self._run_hooks: RunHooks = self.hooks  # those that the loop calls: with a checkpoint, more than the user's
 
     def train(
@@ -77,6 +79,7 @@ class SGDEngine:
         keep: int = 3,
         stateful: Mapping[str, Stateful] | None = None,
         evaluator: Evaluator | None = None,
+        epoch_lines: bool = True,
     ) -> State:
         """Train for ``maxepoch`` epochs and return the last state.
 
@@ -100,20 +103,25 @@ class SGDEngine:
         ``evaluator(network, epoch)`` is called on a rank of its own, the last one, while the others train (`evaluation`
         says how); here, and with one rank, after each epoch. ``state.evaluations`` has what it returned, by epoch.
 
+        After each epoch rank 0 prints a line with the mean loss of its samples, unless ``epoch_lines`` is False, or
+        ``show_progress`` has a bar for it.
+
         Raises ValueError or TypeError for an ambiguous optimizer, TypeError for one that needs a closure (LBFGS), for
         an iterator that can be run through only once (a generator) with ``maxepoch`` > 1, and for a sample that is not
         (input, target).
         """
         if evaluator is not None:
             again: dict[str, Any] = {"lr": lr, "optimizer": optimizer, "maxepoch": maxepoch, "checkpoint": checkpoint}
-            train = functools.partial(self.train, every=every, keep=keep, stateful=stateful, **again)
+            again |= {"every": every, "keep": keep, "stateful": stateful, "epoch_lines": epoch_lines}
+            train = functools.partial(self.train, **again)
             state = State(network, criterion, iterator, maxepoch=maxepoch)
             return evaluation.train_and_evaluate(train, self.hooks, state, evaluator, beside=self.steps_together)
         state = State(network, criterion, iterator, training=True, maxepoch=maxepoch)
         check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
+        lines = epoch_lines and not self.has_bar
         run_hooks = hooks_of_run(self.hooks, checkpoint, every, keep, stateful, self.steps_together)
-        with self.session(state), run_hooks as hooks, self._calling(hooks):
+        with self.session(state), run_hooks as saving, self._calling(followed_by_lines(saving, lines)) as hooks:
             state.optimizer = self.make_optimizer(state, lr, optimizer)
             self.set_mode(state)
             hooks.on_start(state)
@@ -172,11 +180,11 @@ class SGDEngine:
         return nullcontext()
 
     @contextmanager
-    def _calling(self, hooks: RunHooks) -> Iterator[None]:
+    def _calling(self, hooks: RunHooks) -> Iterator[RunHooks]:
         """A block whose loop calls ``hooks``: a hook may train another network with this engine."""
         enclosing, self._run_hooks = self._run_hooks, hooks
         try:
-            yield
+            yield hooks
         finally:
             self._run_hooks = enclosing
 

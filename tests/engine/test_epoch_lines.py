@@ -1,0 +1,60 @@
+"""The line of the engine after each epoch."""
+
+import re
+
+import pytest
+import torch
+
+from torchmpi_py.engine import Average, SGDEngine, show_progress
+
+
+def train(engine=None, **options):
+    engine = engine or SGDEngine()
+    network = torch.nn.Linear(2, 1)
+    samples = [(torch.full((n, 2), float(n)), torch.zeros(n, 1)) for n in (1, 3)]
+    given = {"iterator": samples, "lr": 0.01, "maxepoch": 2} | options
+    engine.train(network=network, criterion=torch.nn.functional.mse_loss, **given)
+
+
+def losses(output):
+    """Of the lines, which are nothing else."""
+    pattern = r"epoch (\d)/2: loss (\d+\.\d{4}), 2 steps, \d+\.\d s"
+    return {
+        int(epoch): float(loss)
+        for epoch, loss in (re.fullmatch(pattern, line).groups() for line in output.splitlines())
+    }
+
+
+def test_a_line_has_the_mean_over_the_samples_of_the_epoch(capsys):
+    engine, means = SGDEngine(), []
+    loss = Average()
+    engine.hooks.on_start_epoch = lambda state: loss.reset()
+    engine.hooks.on_forward_criterion = lambda state: loss.add(state.loss, state.num_samples)
+    engine.hooks.on_end_epoch = lambda state: means.append(loss.value)
+    train(engine)
+    assert losses(capsys.readouterr().out) == {n: pytest.approx(mean, abs=6e-5) for n, mean in enumerate(means, 1)}
+
+
+def test_it_can_be_left_out(capsys):
+    train(epoch_lines=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_bar_takes_its_place(capsys):
+    pytest.importorskip("tqdm")
+    engine = SGDEngine()
+    show_progress(engine)
+    train(engine)
+    assert capsys.readouterr().out == ""
+
+
+def test_checkpoints_are_saved_beside_it(capsys, tmp_path):
+    train(checkpoint=tmp_path)
+    assert sorted(losses(capsys.readouterr().out)) == [1, 2]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rank_0_alone_writes_it(mpi, capsys):
+    train()
+    assert sorted(losses(capsys.readouterr().out)) == ([1, 2] if mpi.rank() == 0 else [])
