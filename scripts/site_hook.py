@@ -3,6 +3,7 @@
 Markdown files are pages as they are, and their own links are followed; other texts are shown as code, pictures copied.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 FIRST = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+LANGUAGES = {".py": "python", ".ipynb": "python", ".sh": "sh", ".json": "json"}
 PICTURES = {".png", ".svg"}
 LINK = re.compile(r"(?<=\]\()([^()\s:#]+)(?=[#)])")
 LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["'](?:https?:)?//[^>]*>""")
@@ -37,20 +39,26 @@ def on_files(files, config):
     """The files of docs/, and those outside that they lead to, directly or through others."""
     queue = [*DOCS.rglob("*.md"), *(ROOT / name for name in FIRST)]
     for source in queue:
-        _source_of[site_path(source)] = source
         queue += [path for path in linked(source) if path.suffix == ".md" and path not in queue]
         for path in [source, *linked(source)]:
+            _source_of[site_path(path)] = path
             if not path.is_relative_to(DOCS) and files.get_file_from_path(site_path(path)) is None:
                 files.append(outside(path, config))
     return files
 
 
 def outside(path, config):
-    """The site's file for a file outside docs/."""
+    """The site's file for a file outside docs/. A notebook is shown without its outputs."""
     if path.suffix in {".md", *PICTURES}:
         return File.generated(config, site_path(path), abs_src_path=str(path))
-    code = f"# {path.relative_to(ROOT)}\n\n```{path.suffix[1:]}\n{path.read_text()}\n```\n"
-    return File.generated(config, site_path(path), content=code)
+    parts = [f"# {path.relative_to(ROOT)}"]
+    cells = json.loads(path.read_text())["cells"] if path.suffix == ".ipynb" else [{"source": path.read_text()}]
+    for cell in cells:
+        text = "".join(cell["source"])
+        parts.append(
+            text if cell.get("cell_type") == "markdown" else f"```{LANGUAGES.get(path.suffix, '')}\n{text}\n```"
+        )
+    return File.generated(config, site_path(path), content="\n\n".join(parts))
 
 
 def on_page_markdown(markdown, page, config, files):

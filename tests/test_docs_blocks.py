@@ -8,10 +8,9 @@ in any order; a line ``...`` stands for others. All other blocks have a mark, an
     continues: NAME          part of the program NAME of the page, after what the page shows of NAME before
     output of NAME           (of a text) lines that NAME prints
     output varies: REASON    (of a console block) the commands run, the output is not compared
-    not run: REASON          compiled, and the names of our modules looked up; of a console block: nothing is done
+    not run: REASON          (of a console block) nothing is done
 """
 
-import ast
 import collections
 import os
 import re
@@ -100,7 +99,7 @@ def programs(page):
         kind, _, argument = block.mark.partition(": ")
         if block.language == "python" and kind == "continues":
             found[argument].source += "\n" + block.text
-        elif block.language == "python" and not kind.startswith(("fragment of ", "not run")):
+        elif block.language == "python" and not kind.startswith("fragment of "):
             name = name_of(block, all_blocks[number + 1 :])
             assert name not in found, f"{block.place}: the page has another {name}; mark it as continued, or rename it"
             found[name] = Program(block.text)
@@ -114,8 +113,11 @@ def programs(page):
 
 
 def lines_of(text):
-    """Lines as a bag, without what differs from run to run: process numbers, and what is known of a death."""
-    lines = (re.sub(r"process \d+|; rank \d failed after that, with exit code \d+", "", line.rstrip()) for line in text)
+    """Lines as a bag, without what differs from run to run: process numbers, seconds, what is known of a death."""
+    lines = (
+        re.sub(r"process \d+|, [\d.]+ s$|; rank \d failed after that, with exit code \d+", "", line.rstrip())
+        for line in text
+    )
     lines = (line.replace("was killed by signal 9", "died") for line in lines)
     return collections.Counter(line for line in lines if line.strip(" ^~") and line != "...")
 
@@ -170,21 +172,6 @@ def test_fragments_are_in_their_files(block):
     rest = iter([bare(line) for line in (ROOT / block.mark.removeprefix("fragment of ")).read_text().splitlines()])
     for line in map(bare, block.text.splitlines()):
         assert line in {"", "..."} or line in rest, f"{block.place}: not in the file, or not in this order: {line}"
-
-
-NOT_RUN = [
-    block
-    for page in PAGES
-    for block in blocks(page)
-    if block.mark.startswith("not run: ") and block.language == "python"
-]
-
-
-@pytest.mark.parametrize("block", NOT_RUN, ids=lambda block: block.place)
-def test_blocks_that_are_not_run_name_what_exists(block):
-    for node in ast.walk(ast.parse(block.text)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mpi":
-            assert hasattr(mpi, node.attr), f"{block.place}: mpi has no {node.attr}"
 
 
 def test_every_public_name_is_in_the_reference():

@@ -42,7 +42,7 @@ class TorchMPIMagics(Magics):
             return self._command(*words)
         job = self._ready(words)
         source = cell if cell.startswith("%%") else f"# %%torchmpi\n{cell}"  # lines count as in the notebook
-        return self._run(job, job.ranks, "cell", self.shell.execution_count, source)
+        return self._run(job, job.ranks, "cell", len(self.shell.user_ns["In"]) - 1, source)
 
     def _command(self, command: str = "", *words: str) -> Any:
         if command == "pull" and len(words) == 1:

@@ -16,24 +16,23 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from IPython.core import page
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell
 
 import torchmpi_py as mpi
-from torchmpi_py.core import communicators, config, sequences, status_board
+from torchmpi_py.core import communicators, config, journal, sequences, status_board
 from torchmpi_py.notebook.rank_job import VARIABLE
 
-_PACKAGE = Path(__file__).parents[1]
-_NOT_WAITED_IN = (str(_PACKAGE / "notebook"), str(_PACKAGE / "launch"))
+_CELL = "Cell In["  # begins the name of a cell, in place of a file's
 
 
 class KernelLink:
@@ -108,7 +107,8 @@ class RankShell(InteractiveShell):
         self.history_manager = HistoryManager(shell=self, parent=self, enabled=False)
 
     def _showtraceback(self, etype: type[BaseException], evalue: BaseException, stb: list[str]) -> None:
-        self.link.send("error", etype.__name__, str(evalue), list(stb))
+        own = Path(__file__).name  # the frame of the signal's handler
+        self.link.send("error", etype.__name__, str(evalue), [frame for frame in stb if own not in frame])
 
 
 class RankProgram:
@@ -123,6 +123,10 @@ class RankProgram:
             user_ns={"mpi": mpi, "torch": torch}, displayhook_class=ValueHook, display_pub_class=RichPublisher
         )
         self._shell.link = link
+        self._shell.compile.get_code_name = lambda raw, code, number: (
+            f"{_CELL}{number}]"
+        )  # for reports, in place of a hash
+        self._shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)  # what `?` shows
         signal.signal(signal.SIGINT, self._hear_interrupt)
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -169,30 +173,21 @@ class RankProgram:
             raise KeyboardInterrupt
 
     def _where(self) -> tuple[str, str, object]:
-        """What the cell waits in ("": nothing of the package), the line of the program, and what marks progress."""
-        frame = sys._current_frames()[self._main_thread]
-        stack = [(each.f_code, line) for each, line in traceback.walk_stack(frame)][::-1]
-        ours = [
-            place
-            for place, (code, _) in enumerate(stack)
-            if code.co_filename.startswith(str(_PACKAGE)) and not code.co_filename.startswith(_NOT_WAITED_IN)
-        ]
-        cells = [place for place, (code, _) in enumerate(stack) if self._cell_of(code.co_filename)]
-        if not self._is_running or not cells:
+        """The call that the cell waits in, the line of the cell, and what shows progress; "" where there is none."""
+        frame: FrameType | None = sys._current_frames()[self._main_thread]
+        while frame is not None and not frame.f_code.co_filename.startswith(_CELL):
+            frame = frame.f_back
+        if frame is None or not self._is_running:
             return "", "", num_called()
-        code, line = stack[cells[-1]]
-        name = _open_call() or stack[ours[0]][0].co_name if ours else ""
-        return name, f"{self._cell_of(code.co_filename)}, line {line}", num_called()
-
-    def _cell_of(self, filename: str) -> str:
-        return " ".join(self._shell.compile.format_code_name(filename) or ())
+        return open_call(), f"{frame.f_code.co_filename}, line {frame.f_lineno}", num_called()
 
 
-def _open_call() -> str:
-    """The verb that this rank has called last, if it is under way."""
+def open_call() -> str:
+    """The verb, or another call of the package, in which this rank waits; "" if in none."""
     board = status_board.current
-    record = None if board is None else board.latest(board.index)
-    return record.text.partition(" ")[0] if record is not None and not record.ended else ""
+    numbers = () if board is None else journal.under_way(board)
+    records = (journal.find_record(board, number) for number in numbers if board is not None)
+    return next((record.text.partition(" ")[0] for record in records if record is not None), "")
 
 
 def num_called() -> dict[tuple[int, str], int]:
