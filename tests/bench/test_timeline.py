@@ -67,10 +67,10 @@ def test_waits_end_when_the_last_rank_begins():
     job = job_of([call(1000, 9000)], [call(5000, 9500)], [call(2000, 3000)])
     meet(job)
     calls = [rank.calls[0] for rank in job.ranks]
-    assert [each.wait_us for each in calls] == [4, 0, 1], "not longer than the operation: a broadcast's root may go on"
+    assert [each.wait_us for each in calls] == [4, 0, UNKNOWN], "as a broadcast's root, which may go on alone"
     assert {each.transfer_ns for each in calls} == {4500}
     assert [rank.num_last for rank in job.ranks] == [0, 1, 0]
-    assert [rank.kept_others_us for rank in job.ranks] == [0, 5, 0]
+    assert [rank.kept_others_us for rank in job.ranks] == [0, 4, 0]
 
 
 def test_a_rank_that_has_not_come_is_known_from_one_whose_record_is_lost():
@@ -205,7 +205,7 @@ def test_the_page_of_a_job(tmp_path, num_ranks):
         assert len({each[-1] for each in same}) == 1
         if not page.data["texts"][same[0][0]].startswith("broadcast"):  # whose root may be done before the others come
             assert max(each[5] for each in same) <= min(each[5] + each[6] for each in same) + 0.2
-        assert min(each[8] for each in same) == 0, "the last rank does not wait"
+        assert 0 in [each[8] for each in same], "the last rank does not wait"
     assert f"{num_ranks} on" in page.words
     assert "exit code 0" in page.words
     assert "Where it ended" not in page.words

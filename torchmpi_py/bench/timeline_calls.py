@@ -5,7 +5,7 @@ is complete on all ranks only when the last one has begun it; the root of a smal
 this follow, for an operation that all of its ranks have begun::
 
     arrival        the latest begin of all ranks; that rank is the last one
-    wait           arrival - begin of a rank, at most its duration
+    wait           arrival - begin of a rank
     transfer       the latest end - arrival
     bandwidth      bytes / transfer
 """
@@ -150,11 +150,12 @@ def meet(job: JobCalls) -> None:
         arrival, is_over = calls[last].begin, all(call.state == COMPLETE for call in calls.values())
         transfer_ns = max(call.end for call in calls.values()) - arrival if is_over else 0
         for call in calls.values():
-            call.wait_us = min(max(0, arrival - call.begin) / 1000, call.duration_us)
+            # A rank that is done before the last one comes, as a broadcast's root may be, has not waited for it.
+            call.wait_us = (arrival - call.begin) / 1000 if call.end >= arrival else UNKNOWN
             call.transfer_ns = transfer_ns
         if len(calls) > 1:
             by_number[last].num_last += 1
-            by_number[last].kept_others_us += sum(call.wait_us for call in calls.values())
+            by_number[last].kept_others_us += sum(call.wait_us for call in calls.values() if call.wait_us > 0)
 
 
 def _is_behind(rank: RankCalls | None, name: str, number: int) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import os
 import pathlib
 import socket
 from collections.abc import Iterator, Mapping
@@ -46,9 +47,9 @@ def describe(world: Communicator, start_ns: int = 0) -> int:
     nodes = [place.node for place in world.background.places]
     reading = tracing.read_clock(world.background.mpi, nodes)
     begin_ns: int = start_ns or world.background.mpi.bcast(reading.at_ns)
-    if world.rank == nodes[world.rank]:
+    if world.rank == nodes[world.rank] and os.path.isdir(folder):  # not on a host with another file system
         path, clock = pathlib.Path(folder, f"node-{world.rank}.json"), []
-        with contextlib.suppress(OSError):  # no folder on this host, or a full disk
+        with contextlib.suppress(OSError):  # a full disk
             if start_ns:
                 clock = json.loads(path.read_text())["clock"]
             about = {"start_ns": begin_ns, "num_ranks": world.size, "host": socket.gethostname()}
