@@ -121,7 +121,8 @@ class Curve:
     def follow(self, engine):
         """Watch the training of an engine."""
         engine.hooks.on_sample = lambda state: state.training and self.step()
-        engine.hooks.on_end_epoch = lambda state: self.end_epoch()
+        if self.file:  # else the engine writes a line
+            engine.hooks.on_end_epoch = lambda state: self.end_epoch()
 
     def steps(self, batches):
         """The batches of an epoch, for a loop of one's own."""

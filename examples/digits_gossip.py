@@ -1,6 +1,7 @@
 """Digit recognition by gossip: after each step a rank averages its parameters with partners, and with nobody else.
 
     torchmpirun -n 4 examples/digits_gossip.py
+    ...
     accuracy 98.33 % after gossip among 4 ranks, partners: ring
     torchmpirun -n 4 examples/digits_gossip.py --partners random
     torchmpirun -n 4 examples/digits_gossip.py --asynchronous       # while the next step is computed

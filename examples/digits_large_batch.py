@@ -1,6 +1,7 @@
 """Digit recognition with a batch that grows with the number of ranks, and a learning rate that follows it.
 
     torchmpirun -n 4 examples/digits_large_batch.py
+    ...
     accuracy 98.06 % with a batch of 240
     torchmpirun -n 4 examples/digits_large_batch.py --layerwise lars --lr 1.0
 

@@ -1,6 +1,7 @@
 """Digit recognition by local SGD: each rank trains alone, and parameters are averaged now and then.
 
     torchmpirun -n 4 examples/digits_local_sgd.py --period 8
+    ...
     accuracy 98.61 %, parameters averaged every 8 steps on 4 ranks
     torchmpirun -n 4 examples/digits_local_sgd.py --period 8 --start 120                # post-local: together at first
     torchmpirun -n 4 examples/digits_local_sgd.py --period 32 --group-period 4          # often in pairs of ranks

@@ -1,6 +1,7 @@
 """Digit recognition on several ranks: each computes on its share of every batch, gradients are averaged.
 
     torchmpirun -n 4 examples/mnist_allreduce.py
+    ...
     parameters are bit-identical on all 4 ranks
     test loss 0.0572, accuracy 98.61 %
 

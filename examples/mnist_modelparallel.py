@@ -1,6 +1,7 @@
 """Digit recognition with a network that is partly split: convolutions on all ranks, linear layers split over few.
 
     torchmpirun -n 4 examples/mnist_modelparallel.py --ranks-per-group 2
+    ...
     16746 of 33482 parameters of the linear layers on rank 0, in groups of 2
     accuracy 98.61 %
 

@@ -1,6 +1,7 @@
 """Digit recognition as multi-GPU Caffe did it: shared weights on a node, differences of weights between nodes.
 
     torchmpirun -n 4 examples/mnist_parameterserver_difference.py --ranks-per-node 2
+    ...
     accuracy 98.33 % with the server's parameters, of 2 copies
 
 The ranks of a node train one copy of the weights without locks (Hogwild). A parameter server adds up how far each

@@ -1,6 +1,7 @@
 """Digit recognition with Downpour SGD: every rank trains alone, and streams its gradients to a parameter server.
 
     torchmpirun -n 4 examples/mnist_parameterserver_downpour.py
+    ...
     accuracy 98.06 % with the server's parameters
 
 No rank waits for another one. Every --send-frequency steps a rank sends the sum of its gradients, times a learning

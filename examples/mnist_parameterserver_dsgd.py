@@ -1,6 +1,7 @@
 """Digit recognition with gradients that are averaged by a parameter server, step by step.
 
     torchmpirun -n 4 examples/mnist_parameterserver_dsgd.py
+    ...
     parameters are bit-identical on all 4 ranks
     accuracy 98.61 %
 

@@ -1,6 +1,7 @@
 """Digit recognition with elastic averaging (EASGD): every rank trains alone, tied to a common centre.
 
     torchmpirun -n 4 examples/mnist_parameterserver_easgd.py
+    ...
     accuracy 98.89 % at the centre, which has moved by 5.67
 
 A parameter server holds the centre. Every --update-frequency steps a rank and the centre move towards each other. No

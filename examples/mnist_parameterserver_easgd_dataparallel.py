@@ -1,6 +1,7 @@
 """Digit recognition with elastic averaging between groups of ranks, each of which trains one copy of the network.
 
     torchmpirun -n 4 examples/mnist_parameterserver_easgd_dataparallel.py
+    ...
     2 workers, the first of 3 ranks
     accuracy 98.06 % at the centre, which has moved by 5.35
 

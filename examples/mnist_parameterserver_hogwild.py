@@ -1,6 +1,7 @@
 """Digit recognition with Hogwild: the ranks of a node train one copy of the weights, without locks.
 
     torchmpirun -n 4 examples/mnist_parameterserver_hogwild.py
+    ...
     accuracy 98.61 % with the weights that all ranks share
 
 The weights lie in memory that all ranks share, and every rank's optimizer changes them in place, whatever the others

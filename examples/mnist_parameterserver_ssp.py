@@ -1,6 +1,7 @@
 """Digit recognition with bounded staleness (SSP): ranks run ahead of each other, but not further than agreed.
 
     torchmpirun -n 4 examples/mnist_parameterserver_ssp.py --staleness 3 --pause 0.01
+    ...
     accuracy 98.06 % with the server's parameters
     the largest lead was 3 steps, of at most 3
 

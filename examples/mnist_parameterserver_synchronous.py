@@ -1,6 +1,7 @@
 """Digit recognition with a synchronous parameter server: the optimizer runs there, each rank holding a share of it.
 
     torchmpirun -n 4 examples/mnist_parameterserver_synchronous.py
+    ...
     accuracy 98.61 %, after sgd at the server
     torchmpirun -n 4 examples/mnist_parameterserver_synchronous.py --optimizer adam --lr 0.002
 

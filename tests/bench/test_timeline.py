@@ -203,7 +203,8 @@ def test_the_page_of_a_job(tmp_path, num_ranks):
     # The same operation has the same number on all ranks, and begins before it has ended on any.
     for same in zip(*([each for each in rank["calls"] if each[-1] >= 0] for rank in page.data["ranks"]), strict=True):
         assert len({each[-1] for each in same}) == 1
-        assert max(each[5] for each in same) <= min(each[5] + each[6] for each in same) + 0.2
+        if not page.data["texts"][same[0][0]].startswith("broadcast"):  # whose root may be done before the others come
+            assert max(each[5] for each in same) <= min(each[5] + each[6] for each in same) + 0.2
         assert min(each[8] for each in same) == 0, "the last rank does not wait"
     assert f"{num_ranks} on" in page.words
     assert "exit code 0" in page.words

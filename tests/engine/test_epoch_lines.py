@@ -26,18 +26,24 @@ def losses(output):
 
 
 def test_a_line_has_the_mean_over_the_samples_of_the_epoch(capsys):
-    engine, means = SGDEngine(), []
-    loss = Average()
-    engine.hooks.on_start_epoch = lambda state: loss.reset()
-    engine.hooks.on_forward_criterion = lambda state: loss.add(state.loss, state.num_samples)
-    engine.hooks.on_end_epoch = lambda state: means.append(loss.value)
+    engine, loss = SGDEngine(), [Average(), Average()]
+    engine.hooks.on_forward_criterion = lambda state: loss[state.epoch].add(state.loss, state.num_samples)
     train(engine)
-    assert losses(capsys.readouterr().out) == {n: pytest.approx(mean, abs=6e-5) for n, mean in enumerate(means, 1)}
+    means = {epoch: pytest.approx(each.value, abs=6e-5) for epoch, each in enumerate(loss, 1)}
+    assert losses(capsys.readouterr().out) == means
 
 
 def test_it_can_be_left_out(capsys):
     train(epoch_lines=False)
     assert capsys.readouterr().out == ""
+
+
+def test_a_hook_takes_its_place(capsys):
+    engine = SGDEngine()
+    epochs = []
+    engine.hooks.on_end_epoch = lambda state: epochs.append(state.epoch)
+    train(engine)
+    assert (epochs, capsys.readouterr().out) == ([1, 2], "")
 
 
 def test_a_bar_takes_its_place(capsys):

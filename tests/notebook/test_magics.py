@@ -159,6 +159,7 @@ def test_an_interrupt_reaches_all_ranks(notebook, num_ranks, tmp_path, work, is_
         f"import time, pathlib\ntime.sleep(0.2)\npathlib.Path({str(tmp_path)!r}, str(mpi.rank())).touch()\n{work}"
     )
     assert "KeyboardInterrupt" in output
+    assert "rank_program.py" not in output
     assert "cannot be interrupted" not in output
     assert f"ranks 0-{num_ranks - 1} of {num_ranks} failed" in output
     assert ("different numbers of collectives" in output) != is_in_step

@@ -1,7 +1,10 @@
-"""The notebook of examples/, executed as Jupyter does."""
+"""The notebook of examples/, executed as Jupyter does, and Jupyter's interrupt."""
 
+import asyncio
+import os
 import pathlib
 import re
+import time
 
 import pytest
 
@@ -39,3 +42,37 @@ def test_the_tour_shows_what_it_shows_here():
     assert [shown(cell) for cell in now] == [shown(cell) for cell in before]
     assert sum("image/png" in shown(cell) for cell in now) == 1
     assert sum(output.output_type == "error" for cell in now for output in cell.outputs) == 2
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.filterwarnings("default")
+def test_jupyters_interrupt_and_the_end_of_its_kernel(tmp_path):
+    """The interrupt reaches the ranks and leaves the launcher alone; a kernel that is shut down leaves no rank."""
+    file = f"pathlib.Path({str(tmp_path)!r}, str(mpi.rank()))"
+    sources = [
+        "%load_ext torchmpi_py.notebook",
+        "%%torchmpi -n 2\nimport os, pathlib, time\nkept = 1",
+        f"%%torchmpi\n{file}.write_text(str(os.getpid()))\ntime.sleep(1000)",
+        "%%torchmpi\nmpi.allreduce(kept)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    asyncio.run(execute_and_interrupt(notebook, tmp_path / "1"))
+    *_, interrupted, after = [cell.outputs for cell in notebook.cells]
+    assert [output.ename for output in interrupted] == ["RanksFailed"]
+    assert "KeyboardInterrupt" in "".join(interrupted[0].traceback)
+    assert [output.text for output in after] == ["[0-1] 2\n"]
+    processes, until = [int((tmp_path / rank).read_text()) for rank in "01"], time.monotonic() + 60
+    while any(os.path.exists(f"/proc/{each}") for each in processes):
+        assert time.monotonic() < until, "the ranks have not ended"
+        time.sleep(0.1)
+
+
+async def execute_and_interrupt(notebook, file):
+    """Interrupt the kernel when the file has been written."""
+    client = nbclient.NotebookClient(notebook, timeout=100, allow_errors=True)
+    execution = asyncio.create_task(client.async_execute())
+    while not (file.exists() and file.read_text()):
+        assert not execution.done(), notebook.cells
+        await asyncio.sleep(0.1)
+    await client.km.interrupt_kernel()
+    await execution

@@ -104,7 +104,7 @@ def show_progress(engine: SGDEngine) -> None:
         from tqdm import tqdm
     except ImportError as error:
         raise ImportError("show_progress needs tqdm: pip install tqdm") from error
-    progress, engine.has_bar = _Progress(tqdm), True
+    progress = _Progress(tqdm)
     for moment in ("on_start", "on_start_epoch", "on_forward_criterion", "on_end_epoch", "on_end", "on_recovery"):
         _prepend(engine.hooks, moment, getattr(progress, moment))
 

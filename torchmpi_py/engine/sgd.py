@@ -62,7 +62,6 @@ class SGDEngine:
 
     def __init__(self) -> None:
         self.hooks = Hooks()
-        self.has_bar = False  # of ``show_progress``
         self._run_hooks: RunHooks = self.hooks  # those that the loop calls: with a checkpoint, more than the user's
 
     def train(
@@ -104,7 +103,7 @@ class SGDEngine:
         says how); here, and with one rank, after each epoch. ``state.evaluations`` has what it returned, by epoch.
 
         After each epoch rank 0 prints a line with the mean loss of its samples, unless ``epoch_lines`` is False, or
-        ``show_progress`` has a bar for it.
+        there is a hook ``on_end_epoch``.
 
         Raises ValueError or TypeError for an ambiguous optimizer, TypeError for one that needs a closure (LBFGS), for
         an iterator that can be run through only once (a generator) with ``maxepoch`` > 1, and for a sample that is not
@@ -119,7 +118,7 @@ class SGDEngine:
         state = State(network, criterion, iterator, training=True, maxepoch=maxepoch)
         check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
-        lines = epoch_lines and not self.has_bar
+        lines = epoch_lines and self.hooks.on_end_epoch is Hooks().on_end_epoch
         run_hooks = hooks_of_run(self.hooks, checkpoint, every, keep, stateful, self.steps_together)
         with self.session(state), run_hooks as saving, self._calling(followed_by_lines(saving, lines)) as hooks:
             state.optimizer = self.make_optimizer(state, lr, optimizer)

@@ -137,7 +137,7 @@ class CellRun:
         self._write("stderr", "".join(f"{line}\n" for line in words))
         self._job.stop()
         reason = reason.removeprefix("torchmpirun: ")
-        raise RanksEnded(f"The ranks have ended: {reason}. The next %%torchmpi starts new ones, without variables")
+        raise RanksEnded(f"The ranks have ended: {reason}\nThe next %%torchmpi starts new ones, without variables")
 
     def _look_for_waiting(self) -> None:
         """Interrupt the ranks that wait for one that has failed: where two looks find all of them at the same place."""

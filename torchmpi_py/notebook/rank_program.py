@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,6 +30,8 @@ from IPython.core.interactiveshell import InteractiveShell
 import torchmpi_py as mpi
 from torchmpi_py.core import communicators, config, journal, sequences, status_board
 from torchmpi_py.notebook.rank_job import VARIABLE
+
+_CELL = "Cell In["  # begins the name of a cell, in place of a file's
 
 
 class KernelLink:
@@ -103,7 +106,8 @@ class RankShell(InteractiveShell):
         self.history_manager = HistoryManager(shell=self, parent=self, enabled=False)
 
     def _showtraceback(self, etype: type[BaseException], evalue: BaseException, stb: list[str]) -> None:
-        self.link.send("error", etype.__name__, str(evalue), list(stb))
+        own = Path(__file__).name  # the frame of the signal's handler
+        self.link.send("error", etype.__name__, str(evalue), [frame for frame in stb if own not in frame])
 
 
 class RankProgram:
@@ -118,6 +122,9 @@ class RankProgram:
             user_ns={"mpi": mpi, "torch": torch}, displayhook_class=ValueHook, display_pub_class=RichPublisher
         )
         self._shell.link = link
+        self._shell.compile.get_code_name = lambda raw, code, number: (
+            f"{_CELL}{number}]"
+        )  # for reports, in place of a hash
         signal.signal(signal.SIGINT, self._hear_interrupt)
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -166,14 +173,11 @@ class RankProgram:
     def _where(self) -> tuple[str, str, object]:
         """The call that the cell waits in, the line of the cell, and what shows progress; "" where there is none."""
         frame: FrameType | None = sys._current_frames()[self._main_thread]
-        while frame is not None and not (cell := self._cell_of(frame.f_code.co_filename)):
+        while frame is not None and not frame.f_code.co_filename.startswith(_CELL):
             frame = frame.f_back
         if frame is None or not self._is_running:
             return "", "", num_called()
-        return open_call(), f"{cell}, line {frame.f_lineno}", num_called()
-
-    def _cell_of(self, filename: str) -> str:
-        return " ".join(self._shell.compile.format_code_name(filename) or ())
+        return open_call(), f"{frame.f_code.co_filename}, line {frame.f_lineno}", num_called()
 
 
 def open_call() -> str:
