@@ -13,8 +13,9 @@ import time
 import pytest
 
 from torchmpi_py.errors import Unavailable
+from torchmpi_py.notebook import rank_output
 
-pytest.importorskip("IPython", reason="pip install 'torchmpi-py[notebook]'")
+pytest.importorskip("IPython", reason="pip install ipython")
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
@@ -56,6 +57,12 @@ class Notebook:
 
     def processes(self):
         return {rank: process.process_id for rank, process in self.magics._job.processes.items()}
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """Equal lines are one, however late a rank is on this machine."""
+    monkeypatch.setattr(rank_output, "HOLD_SECONDS", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +118,15 @@ def test_variables_live_from_cell_to_cell_and_values_are_shown(notebook, num_ran
     assert notebook.good("x;") == ""
     lines = notebook.good("print('rank', mpi.rank())").splitlines()
     assert lines == ["rank 0", *(f"[{rank}] rank {rank}" for rank in range(1, num_ranks))]
+
+
+def test_what_ipython_has(notebook, num_ranks):
+    everyone = f"[0-{num_ranks - 1}]"
+    assert f"{everyone} Signature: mpi.rank() -> 'int'\n" in notebook.good("mpi.rank?")
+    assert notebook.good("!echo $((1 + 2))").split() == [everyone, "3"]
+    assert "loop" in notebook.good("%%timeit -n 1 -r 1\npass")
+    assert notebook.good("import asyncio\nawait asyncio.sleep(0)\n_ = 5\n_ + 1") == f"{everyone} 6\n"
+    assert "SyntaxError" in notebook.fails("1 +")
 
 
 def test_errors_on_all_ranks_are_one(notebook, num_ranks):
@@ -309,5 +325,5 @@ def test_without_ipython_the_remedy_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "torchmpi_py.notebook.magics", raising=False)
     from torchmpi_py import notebook
 
-    with pytest.raises(Unavailable, match=r"pip install 'torchmpi-py\[notebook\]'"):
+    with pytest.raises(Unavailable, match="run: pip install ipython"):
         notebook.load_ipython_extension(None)

@@ -1,7 +1,8 @@
 """The operations of a job's ranks, side by side: who came last to which, and how long the others waited.
 
 Operations of one communicator and thread are counted alike on its ranks, so the same number is the same operation. It
-can complete only when the last rank has begun it. From this follow, for an operation that all of its ranks have begun::
+is complete on all ranks only when the last one has begun it; the root of a small broadcast may be through before. From
+this follow, for an operation that all of its ranks have begun::
 
     arrival        the latest begin of all ranks; that rank is the last one
     wait           arrival - begin of a rank, at most its duration

