@@ -33,20 +33,20 @@ def shown(cell):
     return re.sub(r"process \d+|\d+\.\d+|on \S+", "#", text)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("default")
 def test_the_tour_shows_what_it_shows_here():
     committed = nbformat.read(TOUR, as_version=4)
     executed = nbformat.read(TOUR, as_version=4)
     executed.cells[1].source += f"\n{PATIENCE}"
-    nbclient.NotebookClient(executed, timeout=100, resources={"metadata": {"path": str(TOUR.parent)}}).execute()
+    nbclient.NotebookClient(executed, timeout=300, resources={"metadata": {"path": str(TOUR.parent)}}).execute()
     before, now = ([cell for cell in each.cells if cell.cell_type == "code"] for each in (committed, executed))
     assert [shown(cell) for cell in now] == [shown(cell) for cell in before]
     assert sum("image/png" in shown(cell) for cell in now) == 1
     assert sum(output.output_type == "error" for cell in now for output in cell.outputs) == 2
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("default")
 def test_jupyters_interrupt_and_the_end_of_its_kernel(tmp_path):
     """The interrupt reaches the ranks and leaves the launcher alone; a kernel that is shut down leaves no rank."""
@@ -71,7 +71,7 @@ def test_jupyters_interrupt_and_the_end_of_its_kernel(tmp_path):
 
 async def execute_and_interrupt(notebook, file):
     """Interrupt the kernel when the file has been written."""
-    client = nbclient.NotebookClient(notebook, timeout=100, allow_errors=True)
+    client = nbclient.NotebookClient(notebook, timeout=300, allow_errors=True)
     execution = asyncio.create_task(client.async_execute())
     while not (file.exists() and file.read_text()):
         assert not execution.done(), notebook.cells
