@@ -279,7 +279,8 @@ def test_dumps_of_a_job_that_hung_have_a_page_too(tmp_path, capsys):
 def test_a_folder_without_records_is_refused(tmp_path, capsys):
     assert bench.main(["timeline", str(tmp_path)]) == 2
     assert "has no dumps" in capsys.readouterr().err
-    assert bench.main(["timeline", str(tmp_path), "--about", '{"command": "torchmpirun a.py"}']) == 2
+    (tmp_path / "about.json").write_text('{"command": "torchmpirun a.py"}')
+    assert bench.main(["timeline", str(tmp_path), "--about", str(tmp_path / "about.json")]) == 2
     assert "no rank has called mpi.start()" in capsys.readouterr().err
 
 

@@ -92,6 +92,47 @@ def test_frames_are_kept_where_the_package_may_be_wrong():
     assert os.path.dirname(torchmpi_py.__file__) in notices.traceback_text(error)
 
 
+def test_a_rule_is_not_held_for_longer_while_more_comes():
+    found, shown_at_last = notices.NoticeFilter(lambda: True), b""
+    until = time.monotonic() + 5
+    found.feed(RULE.encode())
+    while not shown_at_last and time.monotonic() < until:
+        assert found.feed(b"a line\n") == b""
+        time.sleep(0.05)
+        shown_at_last = found.overdue()
+    assert shown_at_last.startswith(RULE.encode())
+
+
+def test_frames_of_a_cause_are_left_out_by_its_own_kind():
+    try:
+        try:
+            config.from_environment({"TORCHMPI_FUSE_BYTES": "x"})
+        except ValueError as error:
+            raise RuntimeError("mine") from error
+    except RuntimeError as error:
+        text = notices.traceback_text(error)
+    assert os.path.dirname(torchmpi_py.__file__) not in text
+    assert text.count(f'File "{__file__}"') == 2
+
+
+def test_what_another_rank_says_is_said_once(tmp_path):
+    with notices.said_once(str(tmp_path), "error", 1) as other:
+        assert other is None
+    with notices.said_once(str(tmp_path), "error", 0) as other:
+        assert other == 1
+    with notices.said_once(str(tmp_path), "another error", 0) as other:
+        assert other is None
+    with notices.said_once(str(tmp_path / "no folder"), "error", 0) as other:
+        assert other is None
+
+
+def test_what_a_rank_could_not_say_is_said_by_the_next(tmp_path):
+    with pytest.raises(OSError, match="full"), notices.said_once(str(tmp_path), "error", 1):
+        raise OSError("full")
+    with notices.said_once(str(tmp_path), "error", 0) as other:
+        assert other is None
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("is_full", [False, True])
 def test_the_same_error_of_all_ranks_is_shown_once(program, no_leftovers, is_full):

@@ -22,12 +22,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``timeline``."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="with the dumps of a job that hung")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: DIR/timeline.html")
-    parser.add_argument("--about", type=json.loads, default={}, help=argparse.SUPPRESS)  # torchmpirun's
+    parser.add_argument("--about", type=Path, help=argparse.SUPPRESS)  # torchmpirun's
 
 
 def main(options: argparse.Namespace) -> None:
     """Write the page. UsageError where there are no records, or the page cannot be written."""
-    about: dict[str, Any] = options.about
+    about: dict[str, Any] = json.loads(options.about.read_text()) if options.about else {}
     path: Path = options.output or options.directory / "timeline.html"
     job = read(options.directory, about)
     meet(job)

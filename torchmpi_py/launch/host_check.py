@@ -61,7 +61,9 @@ class Inquiry:
         srun = shutil.which("srun", path=self.environment.get("PATH"))
         if not self.agent and srun and "SLURM_JOB_ID" in self.environment:
             return [srun, *_SRUN_OPTIONS, f"--nodelist={host}", *python]
-        passed = [f"{name}={self.environment[name]}" for name in self.forwarded if name in self.environment]
+        # On a command line, which every user can read: without the key of a notebook.
+        names = [name for name in self.forwarded if name in self.environment and name != "TORCHMPIRUN_NOTEBOOK"]
+        passed = [f"{name}={self.environment[name]}" for name in names]
         there = shlex.join(["env", *passed, *python])
         ssh = [self.agent] if self.agent else ["ssh", "-o", "BatchMode=yes", *shlex.split(self.ssh_options)]
         return [*ssh, host, there]

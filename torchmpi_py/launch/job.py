@@ -86,6 +86,7 @@ class Job:
     _death_time: float = 0.0
     _was_deserted: bool = False
     _is_ending: bool = False
+    _was_explained: bool = False
     _last_seen: float = field(default_factory=time.monotonic)  # when a rank was not known to have ended
 
     def __post_init__(self) -> None:
@@ -96,10 +97,18 @@ class Job:
         """Whether the time limit has passed."""
         return self.timeout_seconds is not None and time.monotonic() - self.begin > self.timeout_seconds
 
+    def _has_explained(self) -> bool:
+        """Whether a rank has said why it fails; asked by the thread that shows output, also when the folder goes."""
+        try:
+            self._was_explained = self._was_explained or bool(exit_marks.failures(self.folder))
+        except OSError:
+            return True
+        return self._was_explained
+
     def run(self) -> int:
         """Start, wait, clean up; return the exit code of the job."""
         self.has_run, started = True, time.monotonic()
-        stderr = terminal.relay(lambda: bool(exit_marks.failures(self.folder)))
+        stderr = terminal.relay(self._has_explained)
         self.guardian.note(self._remains, self.stop_signals)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
         self.process = subprocess.Popen(

@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 _RULE = b"-" * 74 + b"\n"  # before and after a notice of Open MPI and its starter
 _NEEDLESS = (b"MPI_ABORT was invoked on rank", b"prterun has exited due to process rank")
 _MOST_BYTES = 4096  # of a notice
 _HOLD_SECONDS = 0.3  # for the rest of a notice
+_SAY_SECONDS = 1.0  # for another rank to print what it has begun to
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _OF_BAD_INPUT = ("ValueError", "TypeError")  # and the package's own: what else is raised may be a defect of it
 
@@ -42,12 +44,12 @@ class NoticeFilter:
         if are_full():
             return data
         data, shown = self._held + data, b""
-        self._held, self._since = b"", time.monotonic()
+        was_held, self._held = bool(self._held), b""
         while data:
             if self._is_line_start and (data.startswith(_RULE) or _RULE.startswith(data)):
                 end = data.find(b"\n" + _RULE, len(_RULE) - 1) + 1
                 if end == 0 and len(data) < _MOST_BYTES:
-                    self._held = data
+                    self._held, self._since = data, self._since if was_held else time.monotonic()
                     break
                 piece = data[: (end or 0) + len(_RULE)]
                 is_needless = piece[len(_RULE) :].startswith(_NEEDLESS) and self._is_explained()
@@ -73,31 +75,44 @@ def traceback_text(error: BaseException) -> str:
     trace = traceback.TracebackException.from_exception(error)
     if not are_full():
         each: traceback.TracebackException | None = trace
-        while each is not None:
-            _trim(each)
-            each = each.__cause__ or each.__context__
+        raised: BaseException | None = error
+        while each is not None and raised is not None:
+            _trim(each, type(raised))
+            is_cause = each.__cause__ is not None
+            each = each.__cause__ if is_cause else each.__context__
+            raised = raised.__cause__ if is_cause else raised.__context__
     return "".join(trace.format())
 
 
-def _trim(trace: traceback.TracebackException) -> None:
-    kind = trace.exc_type
-    if kind is None or not (kind.__name__ in _OF_BAD_INPUT or kind.__module__ == "torchmpi_py.errors"):
+def _trim(trace: traceback.TracebackException, kind: type[BaseException]) -> None:
+    if not (kind.__name__ in _OF_BAD_INPUT or kind.__module__ == "torchmpi_py.errors"):
         return
     outside = [n for n, frame in enumerate(trace.stack, 1) if not frame.filename.startswith(_PACKAGE + os.sep)]
     if outside:
         del trace.stack[outside[-1] :]
 
 
-def said_by(folder: str, text: str, rank: int) -> int | None:
-    """The rank of this host that says just this; None if this rank is the first to say it, or cannot know."""
+@contextlib.contextmanager
+def said_once(folder: str, text: str, rank: int) -> Iterator[int | None]:
+    """The rank of this host that has said just this; None if this rank is the first, which says it in the block.
+
+    The first may be killed before it has: then this rank is to say it, too.
+    """
     if are_full() or not os.path.isdir(folder):
-        return None
+        yield None
+        return
     attempt = os.environ.get("TORCHMPIRUN_RESTART", "0")
     mark = os.path.join(folder, f"said-{attempt}-{zlib.crc32(text.encode(errors='replace'))}")
-    try:
-        os.symlink(str(rank), mark)  # there whole, or not at all
-    except FileExistsError:
-        return int(os.readlink(mark))
-    except OSError:
-        pass
-    return None
+    first, until = rank, time.monotonic() + _SAY_SECONDS
+    with contextlib.suppress(OSError):
+        try:
+            os.symlink(str(rank), mark)  # there whole, or not at all
+        except FileExistsError:
+            first = int(os.readlink(mark))
+    while first != rank and not os.path.exists(f"{mark}-whole"):
+        if time.monotonic() > until:
+            first = rank
+        time.sleep(_SAY_SECONDS / 50)
+    yield None if first == rank else first
+    with contextlib.suppress(OSError):
+        Path(f"{mark}-whole").touch()

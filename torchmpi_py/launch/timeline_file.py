@@ -42,16 +42,19 @@ class TimelinePage:
         if self.path is None:
             return
         ended = {"exit_code": code, "reason": reason, "num_ranks": num_ranks, "ended_ns": time.time_ns()}
-        about = json.dumps({"command": self.command, **ended})
         words = [sys.executable, "-m", "torchmpi_py.bench", "timeline", self.folder, "-o", str(self.path)]
+        about = Path(self.folder, "about.json")  # which may be longer than a command line
         environment = variables.without_outer(os.environ)  # the process is no rank
         try:
+            about.write_text(json.dumps({"command": self.command, **ended}))
             done = subprocess.run(
-                [*words, "--about", about], env=environment, capture_output=True, text=True, timeout=_PAGE_SECONDS
+                [*words, "--about", str(about)], env=environment, capture_output=True, text=True, timeout=_PAGE_SECONDS
             )
             problem = done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
         except subprocess.TimeoutExpired:
             problem = f"it is not made after {_PAGE_SECONDS:g} s"
+        except OSError as error:
+            problem = str(error)
         if problem:
             say(f"no page for --timeline {self.path}: {problem}")
 

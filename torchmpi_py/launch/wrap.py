@@ -147,20 +147,22 @@ def explain(error: BaseException, rank: int, folder: str, former: int | None = N
     ``former``: a descriptor for what cannot be written to stderr, which is a log, and complete.
     """
     if isinstance(error, SystemExit):
-        text = "" if isinstance(error.code, int) or error.code is None else f"{error.code}\n"
-    elif isinstance(error, KeyboardInterrupt):
-        text = ""  # every rank would print one, and the user knows
-    else:
+        write_whole("" if isinstance(error.code, int) or error.code is None else f"{error.code}\n", rank, former)
+    elif not isinstance(error, KeyboardInterrupt):  # of which every rank would print one, and the user knows
         error = error.with_traceback(_without_ours(error.__traceback__))
         if _shown_by_the_programs_hook(error):
             return
         text = notices.traceback_text(error)
-        other = notices.said_by(folder, text, rank) if former is None else None
-        if other is not None:
-            text = f"{type(error).__name__}: the same as on rank {other}\n"
-        text = f"[rank {rank}] {text}"
+        with notices.said_once(folder if former is None else "", text, rank) as other:
+            if other is not None:
+                text = f"{type(error).__name__}: the same as on rank {other}\n"
+            write_whole(f"[rank {rank}] {text}", rank, former)
+
+
+def write_whole(text: str, rank: int, former: int | None) -> None:
+    """Write to stderr in one piece, so that ranks do not mix theirs; where a log cannot be written to, before it."""
     try:
-        sys.stderr.write(text)  # in one piece, so that ranks do not mix theirs
+        sys.stderr.write(text)
         sys.stderr.flush()
     except OSError as obstacle:
         if former is None:

@@ -14,6 +14,7 @@ import queue
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ VARIABLE = "TORCHMPIRUN_NOTEBOOK"  # address and key, for the ranks
 LAUNCHER = -1  # in the place of a rank
 _PROGRAM = ["-m", "torchmpi_py.notebook.rank_program"]
 _LOOK_SECONDS = 0.2
+_HELLO_SECONDS = 20  # for who connects to say the key
 _END_SECONDS = 5.0  # for ranks that are asked to end
 _KILL_SECONDS = 20.0  # for the launcher to end ranks that did not
 
@@ -77,26 +79,32 @@ class RankJob:
         listener.settimeout(_LOOK_SECONDS)
         while not self.size or len(self.processes) < self.size:
             try:
-                connection: Connection[Any, Any] = Connection(listener.accept()[0].detach())
+                accepted, _ = listener.accept()
             except TimeoutError:
                 if self._launcher.poll() is not None:
                     raise LaunchError(f"the ranks did not start: {self.last_words()}") from None
                 continue
-            try:
-                deliver_challenge(connection, key)
-                answer_challenge(connection, key)
-            except (AuthenticationError, EOFError, OSError):  # a stranger
-                connection.close()
-                continue
-            rank, self.size, *process = connection.recv()
+            with accepted:
+                connection: Connection[Any, Any] = Connection(os.dup(accepted.fileno()))
+                _limit(accepted, _HELLO_SECONDS)
+                try:
+                    deliver_challenge(connection, key)
+                    answer_challenge(connection, key)
+                    rank, self.size, *process = connection.recv()
+                except (AuthenticationError, EOFError, OSError):  # a stranger, or one that says nothing
+                    connection.close()
+                    continue
+                _limit(accepted, 0)
             self._connections[rank], self.processes[rank] = connection, RankProcess(*process)
 
     def _read_rank(self, rank: int, connection: Connection[Any, Any]) -> None:
         """In a thread: what a rank sends, until its end."""
-        with connection, contextlib.suppress(EOFError, OSError):
-            while True:
-                self.events.put((rank, connection.recv()))
-        self.events.put((rank, ("gone",)))
+        try:
+            with connection, contextlib.suppress(EOFError, OSError):
+                while True:
+                    self.events.put((rank, connection.recv()))
+        finally:  # also where a message cannot be unpickled here
+            self.events.put((rank, ("gone",)))
 
     def _read_launcher(self) -> None:
         """In a thread: what the launcher, MPI and C libraries write."""
@@ -144,6 +152,12 @@ class RankJob:
                 return
             end()
         self._launcher.wait()
+
+
+def _limit(connection: socket.socket, seconds: int) -> None:
+    """How long a read or write of a connection may take; 0: for ever."""
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
 def _address_for(words: list[str]) -> str:
