@@ -65,6 +65,14 @@ def _patience(monkeypatch):
     monkeypatch.setattr(rank_output, "HOLD_SECONDS", 60.0)
 
 
+@pytest.fixture(autouse=True)
+def _interruptible():
+    """Ctrl-C reaches this process also where the tests were started in the background of a script, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def loaded(num_ranks):
     notebook = Notebook()
