@@ -4,7 +4,7 @@
     2 ranks, in the style of Horovod: test accuracy 98.33 %
 
 A sampler for each rank, a wrapped optimizer, gradients that may be clipped before the step, a measure that is averaged.
-docs/from_horovod.md has all names, and what is a trap: mpi.allreduce sums, in place, unless it is told otherwise.
+docs/from_horovod.md has all names, and what is a trap: mpi.allreduce works in place, and sums without op="avg".
 """
 
 import digits_data

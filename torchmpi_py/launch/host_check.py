@@ -62,7 +62,7 @@ class Inquiry:
         if not self.agent and srun and "SLURM_JOB_ID" in self.environment:
             return [srun, *_SRUN_OPTIONS, f"--nodelist={host}", *python]
         # On a command line, which every user can read: without the key of a notebook.
-        names = [name for name in self.forwarded if name in self.environment and name != "TORCHMPIRUN_NOTEBOOK"]
+        names = [name for name in self.forwarded if name in self.environment and name != variables.NOTEBOOK]
         passed = [f"{name}={self.environment[name]}" for name in names]
         there = shlex.join(["env", *passed, *python])
         ssh = [self.agent] if self.agent else ["ssh", "-o", "BatchMode=yes", *shlex.split(self.ssh_options)]

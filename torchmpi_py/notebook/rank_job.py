@@ -26,7 +26,7 @@ from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import hosts, variables
 from torchmpi_py.launch.options import parse
 
-VARIABLE = "TORCHMPIRUN_NOTEBOOK"  # address and key, for the ranks
+VARIABLE = variables.NOTEBOOK
 LAUNCHER = -1  # in the place of a rank
 _PROGRAM = ["-m", "torchmpi_py.notebook.rank_program"]
 _LOOK_SECONDS = 0.2

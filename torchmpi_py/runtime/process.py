@@ -51,7 +51,6 @@ def start(
     Raises NotStarted in a child process of a started one, TorchMPIError when it is started already.
     """
     _check_startable()
-    config.log_level()  # an error now, rather than after all ranks have met
     tuning = tuning or config.from_environment()
     device = placement.cuda_device() if with_cuda else torch.device("cpu")
     options = sessions.StartOptions(
@@ -74,12 +73,13 @@ def start_for_group(tuning: config.Tuning, timeout_seconds: float) -> None:
 
 
 def _start(options: sessions.StartOptions, wait: arrival.Wait) -> None:
+    log_level = config.log_level()  # an error before the ranks meet
     with wait.watched():
         world = _initialise_mpi()
         sessions.check_tuning(world, options.tuning)
     sessions.open_session(world, options)
     os.environ[STARTED_PID] = str(os.getpid())
-    _log_from(world.rank, config.log_level())
+    _log_from(world.rank, log_level)
     if world.rank == 0 and (unknown := config.unknown_settings()):
         logger.warning("%s", unknown)
     if communicators.resolve(None).rank == 0 and world.rank == 0:
