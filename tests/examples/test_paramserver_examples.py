@@ -1,25 +1,15 @@
 """The examples with parameter servers, for a few epochs. Each one asserts itself what is special about it."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from example_programs import start
 
 pytestmark = pytest.mark.timeout(240)
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
-pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install scikit-learn")
-if not TORCHMPIRUN.exists():
-    pytest.skip(f"no {TORCHMPIRUN}: install the package", allow_module_level=True)
 
 
 def example(num_ranks, name, *options):
-    command = [TORCHMPIRUN, "-n", num_ranks, EXAMPLES / f"mnist_parameterserver_{name}.py", *options]
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
-    )
+    done = start(num_ranks, f"mnist_parameterserver_{name}.py", *options)
     return done.returncode, done.stdout + done.stderr
 
 

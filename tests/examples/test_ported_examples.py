@@ -2,26 +2,16 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from example_programs import start
 
 pytestmark = pytest.mark.timeout(240)
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
-pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install scikit-learn")
-if not TORCHMPIRUN.exists():
-    pytest.skip(f"no {TORCHMPIRUN}: install the package", allow_module_level=True)
 
 
 def example(num_ranks, name, *options):
     """What rank 0 of this many ranks prints."""
-    command = [TORCHMPIRUN, "-n", num_ranks, EXAMPLES / name, *options]
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
-    )
+    done = start(num_ranks, name, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
