@@ -280,7 +280,7 @@ def test_flavours_that_fail(tmp_path):
     lines = [f"print({probes.MARK!r}, {json.dumps(one)!r}, flush=True)" for one in said]
     program = tmp_path / "trial.py"
     program.write_text(
-        "\n".join(["import os, sys", "if os.environ['RANK'] == '1': sys.exit(3)", *lines, "sys.exit(3)"])
+        "\n".join(["import os, sys, time", "if os.environ['RANK'] == '1': time.sleep(60)", *lines, "sys.exit(3)"])
     )
     found = list(software.trial(program))
     assert [finding.level for finding in found] == [PROBLEM, OK, WARNING, PROBLEM, PROBLEM]
