@@ -46,6 +46,13 @@ def pytest_configure(config):
         config.pluginmanager.getplugin("terminalreporter")._tw._file = _hidden
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the modules without tests for several ranks: each rank would take seconds to collect them."""
+    if config.getoption("--only-mpi") and collection_path.match("test_*.py"):
+        return "mark.mpi" not in collection_path.read_text(encoding="utf-8") or None
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Leave out the tests that are not for this run, of one process or of many: to skip thousands takes long."""

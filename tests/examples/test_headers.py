@@ -25,4 +25,6 @@ def test_an_example_has_a_header_with_its_output_and_a_test(example, tests):
     assert re.search(command + r"(?:    \.\.\.\n)?    \S*.*\d", header, re.MULTILINE), (
         "a command, and below it what it printed"
     )
-    assert re.search(rf'"{example.stem.removeprefix("mnist_parameterserver_")}(\.py)?\b', tests)
+    assert re.search(
+        rf'"(mnist_parameterserver_)?{example.stem.removeprefix("mnist_parameterserver_")}(\.py)?\b', tests
+    )

@@ -77,12 +77,12 @@ def _interruptible():
 def loaded(num_ranks):
     notebook = Notebook()
     yield notebook
-    notebook.magics._stop()
+    notebook.magics.stop()
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def num_ranks(request):
-    return request.param
+@pytest.fixture(scope="module")
+def num_ranks():
+    return 3
 
 
 @pytest.fixture
@@ -232,6 +232,24 @@ def test_a_death_between_cells(notebook, num_ranks):
     assert output.endswith(f"[0-{num_ranks - 1}] {num_ranks}\n")
 
 
+def test_an_error_of_a_rank_is_shown_also_where_another_one_dies(notebook):
+    output = notebook.fails(
+        "import os, time\nif mpi.rank() == 0: raise ValueError('of rank 0')\ntime.sleep(1)\nos.kill(os.getpid(), 9)"
+    )
+    assert "ValueError: of rank 0" in output
+    assert "was killed by signal 9" in output
+
+
+def test_an_interrupt_at_the_end_of_a_job_leaves_no_dead_job(notebook, num_ranks):
+    """Its last words have been taken, and the kernel still counts its ranks as busy."""
+    job, before = notebook.magics._job, notebook.processes()
+    os.kill(before[1], signal.SIGKILL)
+    job.last_words()
+    job.busy |= job.ranks
+    assert "The ranks have ended" in notebook.run("%torchmpi status")[0]
+    assert notebook.good("mpi.size()").endswith(f"[0-{num_ranks - 1}] {num_ranks}\n")
+
+
 def test_other_options_start_other_ranks(notebook, num_ranks):
     notebook.good("kept = 1")
     assert notebook.good("mpi.size()", "-n 1").endswith("1\n")
@@ -285,6 +303,7 @@ def test_output_of_threads_children_and_c(notebook, num_ranks):
         ("%torchmpi", "%torchmpi status"),
         ("%torchmpi pull", "pull NAME"),
         ("%%torchmpi -n none\n1", "-n 4"),
+        ("%%torchmpi -n '2\n1", "No closing quotation"),
         ("%%torchmpi train.py\n1", "the program is the cell"),
         ("%%torchmpi -n 2 --elastic\n1", "not for notebooks"),
         ("%%torchmpi -n 2 --hosts a.invalid:2\n1", "a.invalid"),
@@ -297,6 +316,15 @@ def test_a_mistake_is_an_error_with_a_remedy(line, remedy):
     assert "UsageError" in errors + output
     assert remedy in errors + output
     assert notebook.magics._job is None
+
+
+def test_loading_the_extension_again_ends_the_ranks():
+    notebook = Notebook()
+    notebook.good("pass", "-n 1")
+    before = notebook.processes()
+    notebook.run("%reload_ext torchmpi_py.notebook")
+    wait_for_end(before.values())
+    assert notebook.run("%torchmpi status")[0].startswith("no ranks")
 
 
 def test_the_end_of_the_kernel_ends_the_ranks(tmp_path):

@@ -1,11 +1,14 @@
-"""The job of a notebook: who may connect to it."""
+"""The job of a notebook: who may connect to it, where, and what a rank sends."""
 
+import pickle
 import socket
 import subprocess
 
 import pytest
 
-from torchmpi_py.notebook import rank_job
+pytest.importorskip("IPython", reason="pip install ipython")
+
+from torchmpi_py.notebook import rank_job, rank_program
 
 
 @pytest.mark.timeout(200)
@@ -29,3 +32,23 @@ def test_strangers_do_not_keep_the_ranks_from_starting(monkeypatch):
         job.stop()
         for each in strangers:
             each.close()
+
+
+@pytest.mark.parametrize(("hosts", "address"), [("here:1", "127.0.0.1"), ("a:1,here:2", "10.0.0.1"), ("", "127.0.0.1")])
+def test_the_kernel_listens_where_all_hosts_reach_it(monkeypatch, hosts, address):
+    monkeypatch.setattr(rank_job, "_address_towards", {"here": "127.0.0.1", "a": "10.0.0.1"}.__getitem__)
+    assert rank_job._address_for(["--hosts", hosts] if hosts else []) == address
+
+
+def test_a_destructor_may_print_in_the_middle_of_a_send():
+    class Connection:
+        sent = []
+
+        def send_bytes(self, message):
+            self.sent.append(pickle.loads(message))
+            if len(self.sent) == 1:
+                link.send("text", "stdout", "of a destructor")
+
+    link = rank_program.KernelLink(Connection())
+    link.send("text", "stdout", "first")
+    assert [text for *_, text in Connection.sent] == ["first", "of a destructor"]

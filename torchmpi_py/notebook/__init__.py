@@ -18,3 +18,8 @@ def load_ipython_extension(shell: Any) -> None:
     except ModuleNotFoundError as error:
         raise Unavailable(f"torchmpi_py.notebook needs IPython ({error}); run: pip install ipython") from None
     shell.register_magics(TorchMPIMagics)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """End the ranks, for ``%unload_ext`` and ``%reload_ext``."""
+    shell.magics_manager.registry["TorchMPIMagics"].stop()

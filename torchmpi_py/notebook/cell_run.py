@@ -72,6 +72,8 @@ class CellRun:
         while not self._job.events.empty():
             self._take()
         self._merger.flush(is_end=True)
+        if self._job.has_ended:
+            self._on_gone(LAUNCHER)
 
     def ask_where(self, ranks: set[int]) -> dict[int, tuple[str, str, object]]:
         """(call, line, progress) of these ranks, as far as they answer within a second."""
@@ -134,12 +136,21 @@ class CellRun:
 
     def _on_gone(self, _: int) -> None:
         """A rank has ended, and with it the job."""
+        said = self._job.last_words(self._on_last)
         self._merger.flush(is_end=True)
-        *words, reason = self._job.last_words().splitlines()
+        *words, reason = said.splitlines()
         self._write("stderr", "".join(f"{line}\n" for line in words))
         self._job.stop()
         reason = reason.removeprefix("torchmpirun: ")
-        raise RanksEnded(f"The ranks have ended: {reason}\nThe next %%torchmpi starts new ones, without variables")
+        raise RanksEnded(
+            f"The ranks have ended: {reason}\nThe next %%torchmpi starts new ones, without variables",
+            self._traceback(self._errors),
+        )
+
+    def _on_last(self, rank: int, kind: str, *content: Any) -> None:
+        """What other ranks have sent before the job ended."""
+        if kind in ("text", "shown", "error"):
+            getattr(self, f"_on_{kind}")(rank, *content)
 
     def _look_for_waiting(self) -> None:
         """Interrupt the ranks that wait for one that has failed: where two looks find all of them at the same place."""
@@ -158,6 +169,8 @@ class CellRun:
     def _conclude(self) -> None:
         """Raise what happened."""
         self._merger.flush(is_end=True)
+        if self._job.busy and self._job.has_ended:  # an interrupt came in the middle of its last words
+            self._on_gone(LAUNCHER)
         if not (self._errors or self._interrupted):
             return
         failed = {rank: error for rank, error in self._errors.items() if rank not in self._freed}

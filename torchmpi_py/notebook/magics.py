@@ -27,7 +27,7 @@ class TorchMPIMagics(Magics):
         self._job: RankJob | None = None
         self._words: list[str] = []  # of the last job
         self._ended = ""  # why the last job has ended
-        atexit.register(self._stop)
+        atexit.register(self.stop)
 
     @line_cell_magic
     def torchmpi(self, line: str, cell: str | None = None) -> Any:
@@ -37,7 +37,10 @@ class TorchMPIMagics(Magics):
         In the ranks ``mpi`` is started, and ``torch`` imported. ``%torchmpi status`` says what each rank does,
         ``restart`` starts new ranks, ``stop`` ends them, and ``pull NAME`` gives the value of a variable of rank 0.
         """
-        words = shlex.split(line)
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            raise UsageError(f"%torchmpi {line}: {error}") from None
         if cell is None:
             return self._command(*words)
         job = self._ready(words)
@@ -50,7 +53,7 @@ class TorchMPIMagics(Magics):
         if command == "status" and not words:
             self._tell_status()
         elif command in ("restart", "stop") and not words:
-            self._stop()
+            self.stop()
             if command == "restart":
                 self._start()
         else:
@@ -73,7 +76,7 @@ class TorchMPIMagics(Magics):
         self._look()
         if self._job is not None and words and words != self._job.words:
             print(f"{shlex.join(words)} in place of {shlex.join(self._job.words)}: new ranks, without variables")
-            self._stop()
+            self.stop()
         if self._job is not None and self._job.busy:
             raise UsageError(
                 f"{name_ranks(self._job.busy)} of {self._job.size} have not ended the cell before; %torchmpi status "
@@ -101,7 +104,8 @@ class TorchMPIMagics(Magics):
         print(f"{job.size} {again}rank{'s' * (job.size != 1)} on {', '.join(hosts)}")
         return job
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End the ranks, if there are any."""
         job, self._job = self._job, None
         if job is not None:
             job.stop()
@@ -111,7 +115,12 @@ class TorchMPIMagics(Magics):
         if self._job is None:
             print("no ranks; %%torchmpi -n 4 above a cell starts some")
             return
-        places = CellRun(self._job, self.shell).ask_where(self._job.ranks)
+        try:
+            places = CellRun(self._job, self.shell).ask_where(self._job.ranks)
+        except RanksEnded as error:
+            self._job = None
+            print(error)
+            return
         for rank, process in sorted(self._job.processes.items()):
             call, line, _ = places.get(rank, ("", "does not answer", None))
             state = f"{line}, in {call}" if call else line or "idle"

@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, NamedTuple
@@ -130,14 +131,26 @@ class RankJob:
         """All ranks."""
         return set(range(self.size))
 
-    def last_words(self) -> str:
-        """What the launcher has said last, once its end is there or near, and otherwise its exit code."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether its launcher has."""
+        return self._launcher.poll() is not None
+
+    def last_words(self, heed: Callable[..., None] = lambda *_: None) -> str:
+        """What the launcher has said last, once its end is there or near, and otherwise its exit code.
+
+        ``heed`` is called with each other event (rank, kind, ...) that has not been taken.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(_KILL_SECONDS)
         text = ""
         with contextlib.suppress(queue.Empty):
             while (event := self.events.get(timeout=_LOOK_SECONDS)) != (LAUNCHER, ("over",)):
-                text += event[1][1] if event[1][0] == "line" else ""
+                rank, (kind, *content) = event
+                if kind == "line":
+                    text += content[0]
+                else:
+                    heed(rank, kind, *content)
         return text.strip() or f"torchmpirun has ended with exit code {self._launcher.poll()}"
 
     def stop(self) -> None:
@@ -172,14 +185,18 @@ def _address_for(words: list[str]) -> str:
         raise LaunchError(f"{options.program[0]!r} is no option of torchmpirun; the program is the cell")
     if options.elastic or options.max_restarts or options.groups:
         raise LaunchError("--elastic, --max-restarts and --groups are not for notebooks: a death ends the ranks")
-    named = hosts.named_hosts(options, os.environ)
-    if not named:
-        return variables.LOOPBACK
+    names = [host.name.rpartition("@")[2] for host in hosts.named_hosts(options, os.environ)]
+    others = (address for address in map(_address_towards, names) if not address.startswith("127."))
+    return next(others, variables.LOOPBACK)
+
+
+def _address_towards(host: str) -> str:
+    """This host's address on the interface that leads there. LaunchError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((named[-1].name.rpartition("@")[2], 9))  # which sends nothing
+            probe.connect((host, 9))  # which sends nothing
         except OSError as error:
-            raise LaunchError(f"{named[-1].name}: {error.strerror}; name a host that this one can reach") from None
+            raise LaunchError(f"{host}: {error.strerror}; name a host that this one can reach") from None
         return str(probe.getsockname()[0])
 
 

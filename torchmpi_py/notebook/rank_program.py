@@ -41,14 +41,15 @@ class KernelLink:
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self.connection = connection
         self.process_id = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a destructor may print in the middle of a send
 
     def send(self, kind: str, *content: object) -> None:
         """Send a message, unless the kernel is gone."""
+        message = pickle.dumps((kind, *content))  # outside of the lock: this may run the user's code, which may print
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # after half a message nothing can be read
             with self._lock:
-                self.connection.send((kind, *content))
+                self.connection.send_bytes(message)
         except OSError:
             return
         finally:

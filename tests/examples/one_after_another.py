@@ -1,0 +1,20 @@
+"""Programs in the ranks of one job, one after the other: a rank imports torch once, and not for each of them.
+
+Its arguments: a line that rank 0 prints before each program's output, and the programs with their options, as JSON.
+"""
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+mark, commands = sys.argv[1:]
+sys.stderr = sys.stdout  # in one order
+for program, *options in json.loads(commands):
+    if os.environ["RANK"] == "0":
+        sys.stdout.write(f"{mark}\n")
+        sys.stdout.flush()
+    sys.path[0] = str(Path(program).parent)
+    sys.argv = [program, *options]
+    runpy.run_path(program, run_name="__main__")
