@@ -118,16 +118,15 @@ def test_batch_statistics_with_a_rest_of_one_sample():
 
 
 class Squares(Dataset):
-    """Items that are no tensors, and a way to fail and to be slow."""
+    """Items that are no tensors, and a way to fail."""
 
-    def __init__(self, total, fail_at=None, seconds=0.0):
-        self.total, self.fail_at, self.seconds = total, fail_at, seconds
+    def __init__(self, total, fail_at=None):
+        self.total, self.fail_at = total, fail_at
 
     def __len__(self):
         return self.total
 
     def __getitem__(self, index):
-        time.sleep(self.seconds)
         if index == self.fail_at:
             raise LookupError(f"no square {index}")
         return float(index), index * index
@@ -208,15 +207,20 @@ def test_prefetching_works_ahead_within_its_depth():
     assert prefetching() == []
 
 
-@pytest.mark.timeout(20)
-def test_prefetching_overlaps_with_the_step():
-    def seconds(prefetch):
-        begin = time.perf_counter()
-        for _ in DatasetIterator(Squares(10, seconds=0.02), 1, prefetch=prefetch):
-            time.sleep(0.02)
-        return time.perf_counter() - begin
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_the_next_sample_is_read_during_the_step_if_it_is_prefetched(prefetch):
+    read = threading.Semaphore(0)
 
-    assert seconds(2) < 0.85 * seconds(0)
+    class Announced(Squares):
+        def __getitem__(self, index):
+            read.release()
+            return super().__getitem__(index)
+
+    for number, _ in enumerate(DatasetIterator(Announced(10), 1, prefetch=prefetch)):
+        for _ in range({0: 2, 9: 0}.get(number, 1) if prefetch else 1):  # up to the sample after this one
+            assert read.acquire(timeout=30)
+        assert prefetch or not read.acquire(blocking=False)
 
 
 @pytest.mark.parametrize(
