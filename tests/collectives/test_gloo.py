@@ -222,6 +222,25 @@ def num_threads():
     return len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.mpi
+def test_a_torch_whose_newer_store_cannot_take_a_socket(mpi, monkeypatch):
+    """As that of torch 2.4."""
+    factory = rendezvous.distributed.TCPStore
+
+    def old_factory(*args, use_libuv=True, **options):
+        if use_libuv and "master_listen_fd" in options:
+            raise NotImplementedError("the libuv backend does not support a listen fd")
+        return factory(*args, **options)
+
+    monkeypatch.setattr(rendezvous.distributed, "TCPStore", old_factory)
+    channel = mpi.communicator().direct
+    store = rendezvous.open_store(channel, "a test")
+    store.add("ranks", 1)
+    mpi.barrier()
+    assert store.add("ranks", 0) == mpi.size()
+    mpi.barrier()
+
+
 def test_addresses(monkeypatch):
     def resolving(*addresses):
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]

@@ -7,8 +7,11 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
+from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.launch import __main__ as launcher
+from torchmpi_py.torch_backend import meeting
 
 BIN = os.path.dirname(sys.executable)
 RANKS = 3
@@ -115,3 +118,9 @@ def test_one_process_without_a_launcher(tmp_path, autoload):
             "import torch, sys\nassert 'torchmpi_py' not in sys.modules\nimport torchmpi_py.torch_backend\n" + program
         )
     assert run(tmp_path, program, sys.executable, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload) == "1\n"
+
+
+def test_a_torch_that_is_too_old_for_groups(monkeypatch):
+    monkeypatch.setattr(torch._C._distributed_c10d, "FakeProcessGroup", object)
+    with pytest.raises(TorchMPIError, match=rf"needs torch 2.10 or later, and this is torch {torch.__version__[:4]}"):
+        meeting.create(None)

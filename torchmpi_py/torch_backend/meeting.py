@@ -23,7 +23,7 @@ from torchmpi_py.errors import CollectiveTimeout, TorchMPIError
 from torchmpi_py.launch import variables
 from torchmpi_py.runtime import process
 from torchmpi_py.torch_backend.process_group import ProcessGroup
-from torchmpi_py.torch_backend.torch_internals import DEFAULT_SECONDS, program
+from torchmpi_py.torch_backend.torch_internals import DEFAULT_SECONDS, check_version, program
 from torchmpi_py.watch import reports
 
 Found = Iterator[tuple[Any, int, int]]
@@ -88,6 +88,7 @@ def over_mpi(rank: int | None, timeout: dt.timedelta | None = None, **_: object)
 def create(options: Any) -> ProcessGroup:
     """The process group that torch.distributed describes by ``options``. Collective over its ranks."""
     # 1. Start the package, if the group can be made at all.
+    check_version()
     is_default = not options.global_ranks_in_group
     if is_default and not communicators.is_started():
         _check_is_whole(options, variables.size_in(os.environ) or 1)  # before this rank waits for the others to start

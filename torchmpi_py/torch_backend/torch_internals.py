@@ -1,6 +1,7 @@
-"""What the backend does to torch itself, and every private name of torch that it needs. Tried on torch 2.13.
+"""What the backend does to torch itself, and every private name of torch that it needs. Tried on torch 2.11 and 2.13.
 
-setup.cfg allows torch from 2.4 on. ``import torch`` runs `prepare`, so nothing heavier than torch is imported here.
+setup.cfg allows torch from 2.4 on, which has what the rest of the package needs; `check_version` refuses groups on
+older ones than 2.10. ``import torch`` runs `prepare`, so nothing heavier than torch is imported here.
 
 - The table of backends holds this one without listing it.
 - ``env://`` leads to this package's handler.
@@ -34,6 +35,7 @@ from torch import Tensor, distributed
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
+from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.launch import variables
 from torchmpi_py.torch_backend.registration import NAME
 
@@ -205,6 +207,17 @@ def keep_join_notices() -> None:
         return work
 
     Join.notify_join_context = staticmethod(notify)  # type: ignore[method-assign]
+
+
+def check_version() -> None:
+    """TorchMPIError on a torch whose placeholder would not raise if a collective reached it."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    if not hasattr(FakeProcessGroup, "Options"):
+        raise TorchMPIError(
+            f'init_process_group("{NAME}") needs torch 2.10 or later, and this is torch {torch.__version__}: '
+            "run pip install --upgrade torch; mpi.start() and all that follows it work with this one"
+        )
 
 
 def add_placeholder(group: Any, rank: int, size: int) -> None:

@@ -63,8 +63,11 @@ def _serve(address: str, num_ranks: int) -> Any:
         listener.bind(where)
         listener.listen()
         port = listener.getsockname()[1]
-        # The store takes the descriptor over.
-        return _tcp_store(address, port, num_ranks, is_master=True, master_listen_fd=os.dup(listener.fileno()))
+        options = {"is_master": True, "master_listen_fd": os.dup(listener.fileno())}  # which the store takes over
+        try:
+            return _tcp_store(address, port, num_ranks, **options)
+        except NotImplementedError:  # older versions of torch have a server on libuv that cannot
+            return _tcp_store(address, port, num_ranks, use_libuv=False, **options)
 
 
 def _tcp_store(host: str, port: int, num_ranks: int, **options: Any) -> Any:
