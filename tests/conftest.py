@@ -9,6 +9,7 @@ import io
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,19 @@ import torch
 from torchmpi_py.launch import variables
 
 os.environ["TORCHMPI_TUNING_DIR"] = os.devnull  # what someone measured on this machine is not what is tested
+_SHORT_PROGRAMS = Path(__file__).with_name("short_programs")
 _hidden: io.StringIO | None = None
+
+
+def pytest_addoption(parser):
+    text = "Leave Python's garbage collector as it is in the programs that tests start (tests/short_programs)."
+    parser.addoption("--full-collections", action="store_true", help=text)
+
+
+def _start_short_programs() -> None:
+    """Let each Python that a test starts import ``short_programs/sitecustomize.py``."""
+    paths = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_SHORT_PROGRAMS), *([paths] if paths else [])])
 
 
 def _give_temporary_folder() -> None:
@@ -41,6 +54,8 @@ def pytest_configure(config):
     if config.getoption("--only-mpi"):
         _give_temporary_folder()
         _be_as_nice_as_started()
+    elif not config.getoption("--full-collections"):
+        _start_short_programs()
     if (variables.rank_in(os.environ) or 0) > 0 and config.getoption("--only-mpi"):
         _hidden = io.StringIO()
         config.pluginmanager.getplugin("terminalreporter")._tw._file = _hidden

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from example_programs import EXAMPLES, TORCHMPIRUN, commands_of, launch, run, run_together
+from example_programs import EXAMPLES, TORCHMPIRUN, example, launch, run
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -28,22 +28,15 @@ def assert_close(file, other):
         assert (x - others[name]).abs().max() < 1e-5 * others[name].abs().max(), name
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """Three epochs in one process: what is printed, and the file of parameters."""
-    file = tmp_path_factory.mktemp("alone") / "1.pt"
-    return sequential("--epochs", 3, "--save", file), file
+ALONE = "mnist_sequential.py --epochs 2 --save 1.pt"
+ONE_EPOCH = "mnist_sequential.py --epochs 1 --batch 62"
+runs = pytest.mark.runs
 
 
-@pytest.fixture(scope="module")
-def one_epoch():
-    """What one process prints after one epoch, with batches of 62."""
-    return sequential("--epochs", 1, "--batch", 62)
-
-
-def test_sequential_learns(alone, one_epoch):
-    first, third = result(one_epoch)[0], result(alone[0])[0]
-    assert 2.4 > first > 1 > third
+@runs(1, ALONE, ONE_EPOCH)
+def test_sequential_learns(jobs):
+    first, second = (result(jobs.printed(1, command))[0] for command in (ONE_EPOCH, ALONE))
+    assert 2.4 > first > second
 
 
 def test_two_ranks_learn_the_digits():
@@ -56,35 +49,32 @@ def test_two_ranks_learn_the_digits():
     assert len(re.findall("epoch 25/25: 100%.*accuracy", output)) == 1, "progress is shown once"
 
 
-@pytest.fixture(scope="module")
-def printed(request):
-    """What the programs print on 3 ranks, by their commands."""
-    return run_together(3, commands_of(request))
-
-
 @pytest.mark.parametrize(
     ("command", "percent"),
     [
-        ("digits_own_loop.py --epochs 3 --compression powersgd", 85),  # some ranks have a batch more
-        ("digits_own_loop.py --epochs 3 --sharded --clip 1.0", 85),
-        ("digits_own_loop.py --epochs 3 --sharded --placement round_robin", 85),
-        ("digits_local_sgd.py --epochs 6 --period 4", 80),
-        ("digits_local_sgd.py --epochs 6 --period 8 --group-period 2 --start 10", 80),
-        ("digits_local_sgd.py --epochs 6 --period 4 --slow-momentum 0.5", 80),
-        ("digits_gossip.py --epochs 6", 80),
-        ("digits_gossip.py --epochs 6 --partners random --asynchronous", 80),
-        ("digits_large_batch.py --epochs 6 --factor 1.5 --warmup-steps 10", 80),
-        ("mnist_allreduce.py --epochs 6 --flavour ring", 80),
+        example(3, "digits_own_loop.py --epochs 3 --compression powersgd", 85),  # some ranks have a batch more
+        example(3, "digits_own_loop.py --epochs 3 --sharded --clip 1.0", 85),
+        example(3, "digits_own_loop.py --epochs 3 --sharded --placement round_robin", 85),
+        example(3, "digits_local_sgd.py --epochs 6 --period 4", 80),
+        example(3, "digits_local_sgd.py --epochs 6 --period 8 --group-period 2 --start 10", 80),
+        example(3, "digits_local_sgd.py --epochs 6 --period 4 --slow-momentum 0.5", 80),
+        example(3, "digits_gossip.py --epochs 6", 80),
+        example(3, "digits_gossip.py --epochs 6 --partners random --asynchronous", 80),
+        example(3, "digits_large_batch.py --epochs 6 --factor 1.5 --warmup-steps 10", 80),
+        example(3, "mnist_allreduce.py --epochs 6 --flavour ring", 80),
     ],
 )
-def test_a_mode_learns(printed, command, percent):
-    assert float(re.search(r"accuracy ([\d.]+) %", printed[command])[1]) > percent
+def test_a_mode_learns(jobs, command, percent):
+    assert float(re.search(r"accuracy ([\d.]+) %", jobs.printed(3, command))[1]) > percent
 
 
-def test_the_curve_ends_with_the_result_and_a_pause_shows_in_its_seconds(tmp_path):
-    program = "digits_pipeline.py"  # whose last rank alone knows what is right
-    output = launch(2, program, "--epochs", 2, "--pause", 0.01, "--curve", tmp_path / "curve.json")
-    curve = json.loads((tmp_path / "curve.json").read_text())
+CURVE = "digits_pipeline.py --epochs 2 --pause 0.01 --curve curve.json"
+
+
+@runs(2, CURVE)
+def test_the_curve_ends_with_the_result_and_a_pause_shows_in_its_seconds(jobs):
+    output = jobs.printed(2, CURVE)  # of a program whose last rank alone knows what is right
+    curve = json.loads((jobs.folder / "curve.json").read_text())
     assert f"accuracy {100 * curve['accuracy'][-1]:.2f} %" in output
     assert len(curve["accuracy"]) == len(curve["seconds"]) == 3
     assert curve["accuracy"][1] == curve["accuracy"][2]
@@ -92,36 +82,51 @@ def test_the_curve_ends_with_the_result_and_a_pause_shows_in_its_seconds(tmp_pat
     assert curve["seconds"][0] >= 24 * 0.01, "there are 24 steps in an epoch"
 
 
-def test_a_pipeline_trains_as_one_process(tmp_path):
-    for num_ranks in (1, 3):
-        options = ["--epochs", 1, "--micro-batches", 3, "--save", tmp_path / f"{num_ranks}.pt"]
-        output = launch(num_ranks, "digits_pipeline.py", *options)
-        assert float(re.search(r"accuracy ([\d.]+) %", output)[1]) > 30
-    assert_close(tmp_path / "3.pt", tmp_path / "1.pt")
+PIPELINES = {n: f"digits_pipeline.py --epochs 1 --micro-batches 3 --save pipeline-{n}.pt" for n in (1, 3)}
 
 
-def test_a_hybrid_of_server_and_split_layers_trains_as_one_process(alone):
-    output = launch(4, "mnist_hybrid.py", "--ranks-per-group", 2, "--epochs", 3)
-    assert float(re.search(r"accuracy ([\d.]+) %", output)[1]) == pytest.approx(result(alone[0])[1], abs=0.3)
+@runs(1, PIPELINES[1])
+@runs(3, PIPELINES[3])
+def test_a_pipeline_trains_as_one_process(jobs):
+    for num_ranks, command in PIPELINES.items():
+        assert float(re.search(r"accuracy ([\d.]+) %", jobs.printed(num_ranks, command))[1]) > 30
+    assert_close(jobs.folder / "pipeline-3.pt", jobs.folder / "pipeline-1.pt")
 
 
-def test_split_layers_train_as_one_process(tmp_path, alone):
-    output = launch(4, "mnist_modelparallel.py", "--ranks-per-group", 2, "--epochs", 3, "--save", tmp_path / "4.pt")
-    assert f"accuracy {result(alone[0])[1]:.2f} %" in output
-    split = torch.load(tmp_path / "4.pt")
-    plain = torch.load(alone[1])
+HYBRID = "mnist_hybrid.py --ranks-per-group 2 --epochs 2"
+SPLIT = "mnist_modelparallel.py --ranks-per-group 2 --epochs 2 --save split.pt"
+
+
+@runs(1, ALONE)
+@runs(4, HYBRID)
+def test_a_hybrid_of_server_and_split_layers_trains_as_one_process(jobs):
+    accuracy = float(re.search(r"accuracy ([\d.]+) %", jobs.printed(4, HYBRID))[1])
+    assert accuracy == pytest.approx(result(jobs.printed(1, ALONE))[1], abs=0.3)
+
+
+@runs(1, ALONE)
+@runs(4, SPLIT)
+def test_split_layers_train_as_one_process(jobs, tmp_path):
+    assert f"accuracy {result(jobs.printed(1, ALONE))[1]:.2f} %" in jobs.printed(4, SPLIT)
+    split = torch.load(jobs.folder / "split.pt")
+    plain = torch.load(jobs.folder / "1.pt")
     torch.save(dict(zip(plain, split.values(), strict=True)), tmp_path / "plain.pt")  # 6.0.weight is 6.weight there
-    assert_close(tmp_path / "plain.pt", alone[1])
+    assert_close(tmp_path / "plain.pt", jobs.folder / "1.pt")
 
 
-def test_four_ranks_train_as_one_process(tmp_path, alone):
-    hows = ["", "--asynchronous", "--sharded"]
-    files = [tmp_path / f"{number}.pt" for number in range(len(hows))]
-    commands = [f"mnist_allreduce.py --epochs 3 --save {f} {how}" for how, f in zip(hows, files, strict=True)]
-    for output, file in zip(run_together(4, commands).values(), files, strict=True):
-        loss, accuracy = result(output)
-        assert (pytest.approx(loss, abs=2e-4), accuracy) == result(alone[0])
-        assert_close(file, alone[1])
+@pytest.mark.parametrize(
+    "command",
+    [
+        example(4, "mnist_allreduce.py --epochs 2 --save blocking.pt"),
+        example(4, "mnist_allreduce.py --epochs 2 --save asynchronous.pt --asynchronous"),
+        example(4, "mnist_allreduce.py --epochs 2 --save sharded.pt --sharded"),
+    ],
+)
+@runs(1, ALONE)
+def test_four_ranks_train_as_one_process(jobs, command):
+    loss, accuracy = result(jobs.printed(4, command))
+    assert (pytest.approx(loss, abs=2e-4), accuracy) == result(jobs.printed(1, ALONE))
+    assert_close(jobs.folder / command.split()[4], jobs.folder / "1.pt")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
@@ -130,11 +135,16 @@ def test_on_gpus(how):
     assert result(launch(2, "mnist_allreduce.py", "--usegpu", *how))[1] >= 97
 
 
-def test_a_batch_that_cannot_be_split_is_rounded_up(one_epoch):
-    output = launch(2, "mnist_allreduce.py", "--epochs", 1, "--batch", 61)
+ROUNDED = "mnist_allreduce.py --epochs 1 --batch 61"
+
+
+@runs(1, ONE_EPOCH)
+@runs(2, ROUNDED)
+def test_a_batch_that_cannot_be_split_is_rounded_up(jobs):
+    output = jobs.printed(2, ROUNDED)
     assert output.count("batch of 61 rounded up to 62, 31 on each of 2 ranks") == 1
     loss, accuracy = result(output)
-    assert (pytest.approx(loss, abs=2e-4), accuracy) == result(one_epoch)
+    assert (pytest.approx(loss, abs=2e-4), accuracy) == result(jobs.printed(1, ONE_EPOCH))
 
 
 def idx(tensor):

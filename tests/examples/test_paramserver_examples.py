@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from example_programs import commands_of, launch, run_together
+from example_programs import example
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -14,16 +14,10 @@ def check(output, says):
     assert says in output
 
 
-@pytest.fixture(scope="module")
-def printed(request):
-    """What the programs print on 3 ranks, by their commands."""
-    return run_together(3, commands_of(request))
-
-
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (f"mnist_parameterserver_{words}", says)
+        example(3, f"mnist_parameterserver_{words}", says)
         for words, says in (
             ("dsgd.py --epochs 6", "bit-identical on all 3 ranks"),
             ("synchronous.py --epochs 6", "after sgd at the server"),
@@ -37,10 +31,13 @@ def printed(request):
         )
     ],
 )
-def test_an_example_learns(printed, command, says):
-    check(printed[command], says)
+def test_an_example_learns(jobs, command, says):
+    check(jobs.printed(3, command), says)
 
 
-def test_workers_of_two_ranks():
-    output = launch(4, "mnist_parameterserver_easgd_dataparallel.py", "--epochs", 6)
-    check(output, "2 workers, the first of 3 ranks")
+WORKERS = "mnist_parameterserver_easgd_dataparallel.py --epochs 6"
+
+
+@pytest.mark.runs(4, WORKERS)
+def test_workers_of_two_ranks(jobs):
+    check(jobs.printed(4, WORKERS), "2 workers, the first of 3 ranks")

@@ -4,16 +4,9 @@ import importlib.util
 import re
 
 import pytest
-from example_programs import commands_of, launch, run_together
+from example_programs import example, launch
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def printed(request):
-    """What the programs print, by the number of ranks and their commands."""
-    own_loops = [command for command in commands_of(request) if command.startswith("own_loop")]
-    return {1: run_together(1, own_loops) if own_loops else {}, 3: run_together(3, commands_of(request))}
 
 
 def accuracy(output, num_ranks):
@@ -23,20 +16,26 @@ def accuracy(output, num_ranks):
     return float(found)
 
 
-@pytest.mark.parametrize("command", ["own_loop.py --epochs 3", "own_loop.py --epochs 3 --asynchronous"])
-def test_a_loop_of_ones_own_takes_the_steps_of_one_process(printed, command):
+OWN_LOOPS = ["own_loop.py --epochs 3", "own_loop.py --epochs 3 --asynchronous"]
+
+
+@pytest.mark.runs(1, *OWN_LOOPS)
+@pytest.mark.runs(3, *OWN_LOOPS)
+@pytest.mark.parametrize("command", OWN_LOOPS)
+def test_a_loop_of_ones_own_takes_the_steps_of_one_process(jobs, command):
     """A batch of 60 on 3 ranks and on 1: the same samples, the same mean gradient."""
-    alone, together = printed[1][command], printed[3][command]
+    alone, together = (jobs.printed(num_ranks, command) for num_ranks in (1, 3))
     losses = [float(re.search(r"loss ([\d.]+)", output)[1]) for output in (alone, together)]
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
     assert accuracy(together, 3) == pytest.approx(accuracy(alone, 1), abs=1.5)
 
 
 @pytest.mark.parametrize(
-    "command", ["horovod_style.py --epochs 6", "horovod_style.py --epochs 6 --compression fp16 --clip 5"]
+    "command",
+    [example(3, "horovod_style.py --epochs 6"), example(3, "horovod_style.py --epochs 6 --compression fp16 --clip 5")],
 )
-def test_a_script_for_horovod(printed, command):
-    assert accuracy(printed[3][command], 3) > 80
+def test_a_script_for_horovod(jobs, command):
+    assert accuracy(jobs.printed(3, command), 3) > 80
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="no transformers: scripts/test_programs")
