@@ -72,25 +72,27 @@ def finished(mpi, verb, form, *args, **kwargs):
     return getattr(mpi, f"{verb}_async")(*args, **kwargs).wait()
 
 
-def calls(mpi, num_rows, dtype):
-    """(verb, x, arguments, result, the part of the result that replaces x) for each verb, as numpy arrays."""
+def case(mpi, verb, num_rows, dtype):
+    """(x, arguments, result, whether the result replaces x) of a verb, as numpy arrays."""
     rank, size = mpi.rank(), mpi.size()
-    own, everywhere = held(rank, num_rows, dtype), [held(r, num_rows, dtype) for r in range(size)]
-    long, all_long = held(rank, num_rows * size, dtype), [held(r, num_rows * size, dtype) for r in range(size)]
-    mine = slice(rank * num_rows, (rank + 1) * num_rows)
-    last = size - 1
-    summed = total(size, num_rows, dtype)
-    return {
-        "broadcast": (own, (last,), everywhere[last], True),
-        "allreduce": (own, (), summed, True),
-        "reduce": (own, (last,), summed if rank == last else own, True),
-        "allgather": (own, (), np.concatenate(everywhere), False),
-        "gather": (own, (last,), np.concatenate(everywhere) if rank == last else None, False),
-        "reduce_scatter": (long, (), total(size, num_rows * size, dtype)[mine], False),
-        "scatter": (long, (last,), all_long[last][mine], False),
-        "alltoall": (long, (), np.concatenate([x[mine] for x in all_long]), True),
-        "sendreceive": (own, ((rank - 1) % size, (rank + 1) % size), everywhere[rank - 1], True),
-    }
+    last, mine = size - 1, slice(rank * num_rows, (rank + 1) * num_rows)
+
+    def everywhere(num_rows):
+        return [held(r, num_rows, dtype) for r in range(size)]
+
+    own = held(rank, num_rows * size if verb in ("reduce_scatter", "scatter", "alltoall") else num_rows, dtype)
+    args, result, is_in_place = {
+        "broadcast": lambda: ((last,), held(last, num_rows, dtype), True),
+        "allreduce": lambda: ((), total(size, num_rows, dtype), True),
+        "reduce": lambda: ((last,), total(size, num_rows, dtype) if rank == last else own, True),
+        "allgather": lambda: ((), np.concatenate(everywhere(num_rows)), False),
+        "gather": lambda: ((last,), np.concatenate(everywhere(num_rows)) if rank == last else None, False),
+        "reduce_scatter": lambda: ((), total(size, num_rows * size, dtype)[mine], False),
+        "scatter": lambda: ((last,), held(last, num_rows * size, dtype)[mine], False),
+        "alltoall": lambda: ((), np.concatenate([x[mine] for x in everywhere(num_rows * size)]), True),
+        "sendreceive": lambda: (((rank - 1) % size, (rank + 1) % size), held((rank - 1) % size, num_rows, dtype), True),
+    }[verb]()
+    return own, args, result, is_in_place
 
 
 VERBS = ["broadcast", "allreduce", "reduce", "allgather", "gather", "reduce_scatter", "scatter", "alltoall"]
@@ -103,7 +105,7 @@ def test_every_verb(mpi, verb, form, library):
     to_array, to_numpy, kind = library
     for num_rows in SIZES:
         for dtype in DTYPES if num_rows < 10_000 else ["float32"]:
-            own, args, expected, is_in_place = calls(mpi, num_rows, dtype)[verb]
+            own, args, expected, is_in_place = case(mpi, verb, num_rows, dtype)
             x = to_array(own)
             result = finished(mpi, verb, form, x, *args)
             where = f"{verb}, {num_rows} rows, {dtype}, {form}, rank {mpi.rank()}"
@@ -122,7 +124,7 @@ def test_every_verb(mpi, verb, form, library):
 @pytest.mark.parametrize("verb", WITH_OUT)
 def test_out(mpi, verb, form, library):
     to_array, to_numpy, _ = library
-    own, args, expected, _ = calls(mpi, 1000, "float32")[verb]
+    own, args, expected, _ = case(mpi, verb, 1000, "float32")
     shape = own.shape if expected is None else expected.shape
     x, out = to_array(own), to_array(np.full(shape, 77, "float32"))
     result = finished(mpi, verb, form, x, *args, out=out)
@@ -244,14 +246,14 @@ def read_only(x):
 
 @pytest.mark.parametrize("verb", ["broadcast", "allreduce", "reduce", "alltoall", "sendreceive"])
 def test_a_read_only_array_is_not_written(mpi, verb):
-    own, args, _, _ = calls(mpi, 10, "float64")[verb]
+    own, args, _, _ = case(mpi, verb, 10, "float64")
     with pytest.raises(ValueError, match=rf"{verb}: x is a read-only numpy array.*x\.copy\(\)"):
         getattr(mpi, verb)(read_only(own), *args)
 
 
 @pytest.mark.parametrize("verb", WITH_OUT)
 def test_a_read_only_array_is_sent(mpi, verb):
-    own, args, expected, _ = calls(mpi, 10, "float64")[verb]
+    own, args, expected, _ = case(mpi, verb, 10, "float64")
     out = np.empty(own.shape if expected is None else expected.shape)
     result = getattr(mpi, verb)(read_only(own), *args, out=out)
     if expected is not None and (verb != "reduce" or mpi.rank() == mpi.size() - 1):
