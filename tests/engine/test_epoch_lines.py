@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 
-from torchmpi_py.engine import Average, SGDEngine, show_progress
+from torchmpi_py.engine import AllReduceSGDEngine, Average, SGDEngine, show_progress
+from torchmpi_py.runtime import chief, process
 
 
 def train(engine=None, **options):
@@ -54,6 +55,28 @@ def test_a_bar_takes_its_place(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_an_evaluator_does_not_take_its_place(capsys):
+    evaluated = []
+    train(evaluator=lambda network, epoch: evaluated.append(epoch))
+    assert (evaluated, sorted(losses(capsys.readouterr().out))) == ([1, 2], [1, 2])
+
+
+def test_a_hook_takes_its_place_beside_an_evaluator(capsys):
+    engine = SGDEngine()
+    engine.hooks.on_end_epoch = lambda state: None
+    train(engine, evaluator=lambda network, epoch: None)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_rank_that_is_chief_when_the_epoch_ends_writes_it(capsys, monkeypatch):
+    """As after a recovery in which rank 0 died."""
+    monkeypatch.setattr(process, "is_started", lambda: True)
+    ranks = iter([False, True])
+    monkeypatch.setattr(chief, "is_chief", lambda: next(ranks))
+    train()
+    assert list(losses(capsys.readouterr().out)) == [2]
+
+
 def test_checkpoints_are_saved_beside_it(capsys, tmp_path):
     train(checkpoint=tmp_path)
     assert sorted(losses(capsys.readouterr().out)) == [1, 2]
@@ -61,6 +84,7 @@ def test_checkpoints_are_saved_beside_it(capsys, tmp_path):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_rank_0_alone_writes_it(mpi, capsys):
-    train()
+@pytest.mark.parametrize("options", [{}, {"evaluator": lambda network, epoch: None}], ids=["alone", "evaluator"])
+def test_rank_0_alone_writes_it(mpi, capsys, options):
+    train(AllReduceSGDEngine() if options else None, **options)
     assert sorted(losses(capsys.readouterr().out)) == ([1, 2] if mpi.rank() == 0 else [])

@@ -14,14 +14,16 @@ from torchmpi_py.engine.state import Hook, State
 from torchmpi_py.runtime import chief, process
 
 
-def followed_by_lines(hooks: RunHooks, is_wanted: bool) -> Any:
-    """The hooks of a run, followed by lines if they ``is_wanted`` and this rank is the one that writes them."""
-    is_writer = not process.is_started() or chief.is_chief()
-    return EpochLines(hooks) if is_wanted and is_writer else hooks
+def followed_by_lines(hooks: RunHooks, are_wanted: bool) -> Any:
+    """The hooks of a run, followed by lines if they are wanted."""
+    return EpochLines(hooks) if are_wanted else hooks
 
 
 class EpochLines:
-    """The hooks of one training run; after each epoch the mean loss of this rank's samples, steps and seconds."""
+    """The hooks of one training run; after each epoch the mean loss of this rank's samples, steps and seconds.
+
+    Every rank counts, and the one that is chief when the epoch ends writes: rank 0 may have died meanwhile.
+    """
 
     def __init__(self, hooks: RunHooks) -> None:
         self.hooks = hooks
@@ -48,6 +50,8 @@ class EpochLines:
     def on_end_epoch(self, state: State) -> None:
         seconds = time.perf_counter() - self._begin
         self.hooks.on_end_epoch(state)
+        if process.is_started() and not chief.is_chief():
+            return
         loss = f"loss {float(self._total) / self._num_samples:.4f}, " if self._num_samples else ""
         steps = state.t - self._first_step
         line = f"epoch {state.epoch}/{state.maxepoch}: {loss}{steps} step{'s' * (steps != 1)}, {seconds:.1f} s\n"

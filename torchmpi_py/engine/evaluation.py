@@ -11,6 +11,7 @@ then the bytes; a header without bytes at the end. Distributed TensorFlow's eval
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -107,6 +108,7 @@ def _after_each_epoch(hooks: Hooks, action: Callable[[State], None]) -> Iterator
     """Within the block the action follows the user's hook."""
     users = hooks.on_end_epoch
 
+    @functools.wraps(users)  # so that the engine can tell whether there is one of the user's
     def both(state: State) -> None:
         users(state)
         action(state)

@@ -118,7 +118,7 @@ class SGDEngine:
         state = State(network, criterion, iterator, training=True, maxepoch=maxepoch)
         check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
-        lines = epoch_lines and self.hooks.on_end_epoch is Hooks().on_end_epoch
+        lines = epoch_lines and inspect.unwrap(self.hooks.on_end_epoch) is Hooks().on_end_epoch
         run_hooks = hooks_of_run(self.hooks, checkpoint, every, keep, stateful, self.steps_together)
         with self.session(state), run_hooks as saving, self._calling(followed_by_lines(saving, lines)) as hooks:
             state.optimizer = self.make_optimizer(state, lr, optimizer)
