@@ -22,8 +22,8 @@ _hidden: io.StringIO | None = None
 
 
 def pytest_addoption(parser):
-    text = "Leave Python's garbage collector as it is in the programs that tests start (tests/short_programs)."
-    parser.addoption("--full-collections", action="store_true", help=text)
+    text = "Spare full collections of garbage in the programs that tests start; see tests/short_programs."
+    parser.addoption("--short-programs", action="store_true", help=text)
 
 
 def _start_short_programs() -> None:
@@ -54,7 +54,7 @@ def pytest_configure(config):
     if config.getoption("--only-mpi"):
         _give_temporary_folder()
         _be_as_nice_as_started()
-    elif not config.getoption("--full-collections"):
+    elif config.getoption("--short-programs"):
         _start_short_programs()
     if (variables.rank_in(os.environ) or 0) > 0 and config.getoption("--only-mpi"):
         _hidden = io.StringIO()
@@ -93,6 +93,13 @@ def pytest_unconfigure(config):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
     session.config.exit_status = 0 if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED else int(exitstatus)
+
+
+@pytest.fixture
+def full_collections(monkeypatch):
+    """Programs that the test starts collect garbage as ever, also at their end: for tests of how things end."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path != str(_SHORT_PROGRAMS)))
 
 
 @pytest.fixture(scope="session")

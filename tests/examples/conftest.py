@@ -14,4 +14,4 @@ def jobs(request, tmp_path_factory):
     """The jobs in which the examples of all chosen tests run."""
     from example_programs import Jobs
 
-    return Jobs.of(request.session.items, tmp_path_factory.mktemp("examples"))
+    return Jobs(request.session.items, tmp_path_factory.mktemp("examples"))

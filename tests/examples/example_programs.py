@@ -1,11 +1,8 @@
 """How tests start programs of examples/: each as its users do, or all that run on so many ranks in one job."""
 
-import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -39,31 +36,33 @@ def example(num_ranks, command, *values):
     return pytest.param(command, *values, marks=pytest.mark.runs(num_ranks, command), id=command)
 
 
-@dataclass(frozen=True)
 class Jobs:
     """One job for each number of ranks, started when first asked for: the programs of all chosen tests.
 
-    A test names its commands by the mark ``runs(num_ranks, *commands)``. ``folder`` is the working directory.
+    A test names its commands by the mark ``runs(num_ranks, *commands)``. ``folder`` is their working directory.
     """
 
-    commands: dict[int, list[str]]
-    folder: Path
-    outputs_of: Callable[[int], dict[str, str]]
-
-    @classmethod
-    def of(cls, items, folder):
-        commands: dict[int, list[str]] = {}
+    def __init__(self, items, folder):
+        self.folder = folder
+        self._commands: dict[int, list[str]] = {}
+        self._ended: dict[int, dict[str, str] | Exception] = {}
         for item in items:
             for mark in item.iter_markers("runs"):
-                num_ranks, *named = mark.args
-                known = commands.setdefault(num_ranks, [])
-                known += [command for command in named if command not in known]
-        run_all = functools.cache(lambda num_ranks: _run_together(num_ranks, commands[num_ranks], folder))
-        return cls(commands, folder, run_all)
+                num_ranks, *commands = mark.args
+                known = self._commands.setdefault(num_ranks, [])
+                known += [command for command in commands if command not in known]
 
     def printed(self, num_ranks, command):
-        """What the command prints on this many ranks."""
-        return self.outputs_of(num_ranks)[command]
+        """What the command prints on this many ranks. A job that failed is not run again."""
+        if num_ranks not in self._ended:
+            try:
+                self._ended[num_ranks] = _run_together(num_ranks, self._commands[num_ranks], self.folder)
+            except (AssertionError, subprocess.SubprocessError) as error:
+                self._ended[num_ranks] = error
+        outputs = self._ended[num_ranks]
+        if isinstance(outputs, Exception):
+            raise AssertionError(f"the job of {num_ranks} ranks failed") from outputs
+        return outputs[command]
 
 
 def _run_together(num_ranks, commands, folder):

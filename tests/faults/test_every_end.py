@@ -5,7 +5,11 @@ import json
 import harness
 import pytest
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(bool(harness.MISSING), reason=harness.MISSING)]
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("full_collections"),
+    pytest.mark.skipif(bool(harness.MISSING), reason=harness.MISSING),
+]
 
 WHAT = ["exception", "MemoryError", "sys.exit", "os._exit", "SIGKILL"]
 WHERE = {

@@ -14,7 +14,7 @@ from torchmpi_py.core import config
 from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.launch import mpirun
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("full_collections")]
 
 
 def run(code):

@@ -1,7 +1,8 @@
 """Python in the programs that tests start: without full collections of garbage, which take a third of a short program.
 
 Most of them run while torch is imported and while the interpreter ends, over some half a million objects that stay. The
-young generations are collected as ever. ``pytest --full-collections`` leaves Python as it is.
+young generations are collected as ever. For ``pytest --short-programs``; where a test is about the end of a program,
+its fixture ``full_collections`` leaves Python as it is.
 """
 
 import atexit

@@ -8,6 +8,7 @@ import textwrap
 import pytest
 
 seldom = pytest.mark.skipif(os.environ.get("TORCHMPI_FAULTS") != "all", reason="scripts/test_faults runs it")
+pytestmark = pytest.mark.usefixtures("full_collections")
 BIN = os.path.dirname(sys.executable)
 HEAD = """
 import datetime as dt, os, time, torch, torch.distributed as dist
