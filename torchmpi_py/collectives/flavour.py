@@ -80,6 +80,15 @@ class Flavour:
         """Start an operation, without a wait: in the communication thread, unless a flavour has a better way."""
         return devices.submit(operation, operation.device, operation.tensors)
 
+    def again(self, operation: Operation[Any], num_tensors: int) -> Callable[[Tensor], object]:
+        """The method of an operation as a function of its tensor, which is ``num_tensors`` times in the arguments.
+
+        For calls alike, in the thread that makes them.
+        """
+        method, channel = getattr(self, operation.method), operation.comm.direct
+        others = operation.arguments[num_tensors:]
+        return lambda x: method(channel, *(x,) * num_tensors, *others)
+
     def walk(self, verb: str, channel: Channel, *arguments: Any) -> Walk:
         """A verb in parts, between which the caller may do other work. By default all is done at once.
 

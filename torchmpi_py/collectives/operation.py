@@ -32,6 +32,8 @@ class Launcher(Method, Protocol):
 
     def launch(self, operation: Operation[Any]) -> Handle[Any]: ...
 
+    def again(self, operation: Operation[Any], num_tensors: int) -> Callable[[Any], object]: ...
+
 
 @dataclasses.dataclass(slots=True)
 class Operation(Work[R]):
@@ -52,6 +54,7 @@ class Operation(Work[R]):
     device: torch.device | None = None  # of the tensors, if the device has streams
     fingerprint: tuple[Any, ...] | None = None  # equal on all ranks, verb first; None where not all need to call it
     entry: journal.Entry | None = None
+    again: Callable[[Any], object] | None = None  # what a kept operation does with its target, on the direct channel
 
     def run(self, in_background: bool = False) -> R:  # noqa: C901 - in one piece: every call pays for every function
         """Carry out the operation on the channel for this thread, and return its result.
@@ -78,12 +81,12 @@ class Operation(Work[R]):
             try:
                 if trace is not None:
                     begin = trace.begin(self)
-                returned = getattr(self.flavour, self.method)(channel, *self.arguments)
-                is_done = True
-                if was_recorded:
-                    journal.end_launched(entry)
+                if in_background or self.again is None:
+                    returned = getattr(self.flavour, self.method)(channel, *self.arguments)
                 else:
-                    journal.end(entry)
+                    returned = self.again(self.target)
+                is_done = True
+                (journal.end_launched if was_recorded else journal.end)(entry)
                 return self.target if self.conclude is None else self.conclude(returned)  # type: ignore[return-value]
             except BaseException as error:
                 raise self._ended_by(error, entry, is_done)  # noqa: B904 - it carries its cause

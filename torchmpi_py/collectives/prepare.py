@@ -17,14 +17,15 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from torchmpi_py.collectives import numbers
+from torchmpi_py.collectives import kept_operations, numbers
 from torchmpi_py.collectives.arrays import ArrayCall
 from torchmpi_py.collectives.flavour import Gathering, Sizes
+from torchmpi_py.collectives.kept_operations import KeptOperation
 from torchmpi_py.collectives.numbers import Number
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core import compiling
-from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.tensors import (
     Finish,
@@ -85,8 +86,8 @@ def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, 
     An ``x`` may be an array, an ``obj`` is sent as it is. Tensors take the short way: every call of a verb passes here.
     """
     name = prepare.__name__.lstrip("_")
-    blocking = _form(prepare, name, operator.methodcaller("run"), ArrayCall.result)
-    asynchronous = _form(prepare, name, operator.methodcaller("launch"), ArrayCall.handle)
+    blocking = _form(prepare, name, operator.methodcaller("run"), ArrayCall.result, KeptOperation.to_run)
+    asynchronous = _form(prepare, name, operator.methodcaller("launch"), ArrayCall.handle, KeptOperation.to_launch)
     result = str(inspect.signature(prepare).return_annotation).removeprefix("Operation[").removesuffix("]")
     compiling.leave_alone(blocking, asynchronous)
     _present(blocking, prepare, name, result, _OF_BLOCKING)
@@ -99,9 +100,13 @@ def _form(
     name: str,
     end: Callable[[Operation[R]], Any],
     for_arrays: Callable[[ArrayCall, Any], Any],
+    again: Callable[[KeptOperation, Tensor], Operation[Any]],
 ) -> Callable[P, Any]:
-    """A form of verb ``name``: ``end`` runs or launches the operation; ``for_arrays`` makes the result for arrays."""
-    takes_tensors = "x" in inspect.signature(prepare).parameters
+    """A form of verb ``name``: ``end`` runs or launches the operation; ``for_arrays`` makes the result for arrays.
+
+    ``again`` makes the operation of another call alike.
+    """
+    takes_tensors, keeps = "x" in inspect.signature(prepare).parameters, name in kept_operations.VERBS
 
     @functools.wraps(prepare)
     def form(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -111,6 +116,15 @@ def _form(
                 if not isinstance(x, Tensor):
                     call = ArrayCall(name, args, kwargs)
                     return for_arrays(call, end(prepare(*call.args, **call.kwargs)))
+                if keeps and args and (key := kept_operations.key_of(name, args, kwargs)) is not None:
+                    comm = resolve(kwargs.get("comm") if kwargs else None)  # type: ignore[arg-type]
+                    if (kept := comm.kept.pop(key, None)) is None:
+                        operation = prepare(*args, **kwargs)
+                        kept_operations.keep(comm, key, operation)
+                        return end(operation)
+                    result = end(again(kept, x))
+                    kept_operations.put_back(comm, key, kept)
+                    return result
                 if x.requires_grad or "out" in kwargs:
                     operation = prepare(*args, **kwargs)
                     cut_off(name, x, kwargs.get("out"))

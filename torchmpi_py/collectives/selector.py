@@ -73,14 +73,14 @@ class Selector:
 
     def __init__(self) -> None:
         self._rows: dict[Key, list[Choice]] = _defaults()
-        self._generation = 0
+        self.generation = 0
         self.source = "built-in defaults"
 
     def load(self, rows: dict[Key, list[Choice]], source: str) -> None:
         """Replace the whole table."""
         self._rows = dict(rows)
         self.source = source
-        self._generation += 1
+        self.generation += 1
 
     def __setitem__(self, key: str | tuple[object, ...], choices: str | Sequence[tuple[float, str]]) -> None:
         given, checked = _checked_key(key), _checked_choices(choices)
@@ -89,7 +89,7 @@ class Selector:
             for symmetric in (False, True) if num_parts < 3 else (given.symmetric,):
                 for device in _devices(checked) if num_parts < 4 else (given.device,):
                     self._rows[Key(given.verb, scope, symmetric, device)] = list(checked)
-        self._generation += 1
+        self.generation += 1
 
     def __getitem__(self, key: str | tuple[object, ...]) -> list[Choice]:
         return self._choices(_checked_key(key))
@@ -115,14 +115,14 @@ class Selector:
 
         A name is an order: no other flavour takes its place.
         """
-        plan = comm.plans.get((self._generation, verb, device, symmetric, name))
+        plan = comm.plans.get((self.generation, verb, device, symmetric, name))
         limits, flavours = plan or self.plan(verb, comm, device, symmetric=symmetric, name=name)
         chosen: Flavour = flavours[bisect.bisect_left(limits, num_bytes)]
         return chosen
 
     def plan(self, verb: str, comm: Communicator, device: torch.device, *, symmetric: bool, name: str | None) -> Plan:
         """The choices of ``flavour_for``, for calls whose size is not known yet."""
-        key = (self._generation, verb, device, symmetric, name)
+        key = (self.generation, verb, device, symmetric, name)
         plan = comm.plans.get(key)
         if plan is None:
             plan = comm.plans[key] = self._plan(verb, comm, device, symmetric, name)

@@ -52,7 +52,7 @@ class CommunicationThread:
         """Queue the operation of ``handle``, which has this ``entry``."""
         self._last_entry = entry
         if self.inline:
-            with handle._waited_for(None):
+            with handle._waited_for():
                 handle.execute()
         else:
             self._ensure_thread()

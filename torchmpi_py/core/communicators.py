@@ -56,6 +56,7 @@ class Communicator:
         self.is_free = False
         self.is_stuck = False  # in an operation that was given up: MPI still uses it, so it cannot be freed
         self.plans: dict[Any, Any] = {}  # the selector's, for this communicator
+        self.kept: dict[Any, Any] = {}  # operations for further calls alike (``kept_operations.py``)
 
     @property
     def is_broken(self) -> bool:
@@ -239,6 +240,7 @@ def set_collective_span(begin: int, end: int) -> None:
     used.span = (begin, end)
     for level in used.levels:
         level.plans.clear()
+        level.kept.clear()
 
 
 def communicator(level: int | None = None) -> Communicator:

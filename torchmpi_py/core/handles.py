@@ -141,23 +141,21 @@ class Handle(ABC, Generic[R]):
         """Block the host until the operation is complete."""
         self.wait()
 
-    @contextlib.contextmanager
-    def _waited_for(self, timeout_seconds: float | None) -> Iterator[None]:
-        """A block in which a thread waits for the operation, and reports may name the operation as late.
-
-        NotStarted in a forked child, unless the operation was complete before the fork.
-        """
-        work = self._work
-        if work is not None and mpi_api.is_forked():
+    def _check_process(self) -> None:
+        """NotStarted in a forked child, unless the operation was complete before the fork."""
+        if self._work is not None and mpi_api.is_forked():
             raise NotStarted(
                 f"{self._label} was launched by the process from which this one was forked; only there can it be "
                 "waited for"
             )
-        if timeout_seconds == 0 or work is None or work.entry is None:
-            yield
-            return
-        wait = object()
-        backoff.active[wait] = work.entry[0]
+
+    @contextlib.contextmanager
+    def _waited_for(self) -> Iterator[None]:
+        """A block in which a thread waits for the operation, and reports may name the operation as late."""
+        self._check_process()
+        work, wait = self._work, object()
+        if work is not None and work.entry is not None:
+            backoff.active[wait] = work.entry[0]
         try:
             yield
         finally:
@@ -209,11 +207,15 @@ class ThreadHandle(Handle[R]):
         return self._work.run(True)
 
     def _complete(self, timeout_seconds: float | None) -> bool:
-        with self._waited_for(timeout_seconds):
-            if not self._open.acquire(timeout=lock_timeout(timeout_seconds)):
-                return False
-        self._open.release()
-        return True
+        if timeout_seconds == 0:
+            self._check_process()
+            is_complete = self._open.acquire(blocking=False)
+        else:
+            with self._waited_for():
+                is_complete = self._open.acquire(timeout=lock_timeout(timeout_seconds))
+        if is_complete:
+            self._open.release()
+        return is_complete
 
 
 def _call_of(label: object) -> tuple[str | None, Any]:
@@ -277,7 +279,10 @@ class RequestHandle(Handle[R]):
         table[id(self)] = self
 
     def _complete(self, timeout_seconds: float | None) -> bool:
-        with self._waited_for(timeout_seconds):
+        if timeout_seconds == 0:
+            self._check_process()
+            return self._advance_until(0)
+        with self._waited_for():
             return self._advance_until(timeout_seconds)
 
     def _advance_until(self, timeout_seconds: float | None) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py.collectives import verbs
+from torchmpi_py.collectives import kept_operations, verbs
 from torchmpi_py.collectives.flavour import Sizes
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.collectives.prepare import builder
@@ -133,6 +133,23 @@ def _one_after_another(steps: Sequence[Callable[[], object] | None]) -> Callable
             step()
 
     return conclude if given else None
+
+
+def allreduce_again(comm: Communicator, tensors: list[Tensor], op: str) -> Call | None:
+    """The allreduce of one plain tensor, by the operation of the last call alike; None for any other allreduce."""
+    x = tensors[0]
+    if len(tensors) > 1 or (op == "avg" and _is_whole(x)):
+        return None
+    options = {"op": op}
+    if (key := kept_operations.key_of("allreduce", (x,), options)) is None:
+        return None
+    kept = resolve(comm).kept.get(key)
+    if kept is not None:
+        operation = kept.to_launch(x)
+    else:
+        operation = _allreduce(x, op=op, comm=comm)
+        kept_operations.keep(comm, key, operation)
+    return [operation], tensors, None
 
 
 def averaging(op: str, outputs: Tensors, size: int, make: Callable[[str], Call], is_root: bool = True) -> Call:

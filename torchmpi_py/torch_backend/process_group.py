@@ -65,6 +65,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         op, factor = plans.op_of(opts)
         given = plans.as_list(tensors)
+        if factor is None and (call := plans.allreduce_again(self.comm, given, op)) is not None:
+            return self.carry_out(call, opts)
         return self._reduce(op, given, lambda op: plans.allreduce(self.extra, given, op, factor), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
@@ -207,7 +209,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         ``opts``, where torch gives any: a timeout, and whether the program waits in this call.
         """
         self._check_open()
-        given = opts.timeout.total_seconds() if hasattr(opts, "timeout") else -1.0
+        timeout = getattr(opts, "timeout", None)
+        given = -1.0 if timeout is None else timeout.total_seconds()
         seconds = given if given > 0 else self.seconds
         is_nested = is_in_callback()
         is_launch = not is_nested and (getattr(opts, "asyncOp", True) or seconds is not None)

@@ -1,0 +1,276 @@
+"""Calls alike share an operation: right values, the errors of a first call, nothing kept alive, no stale choice."""
+
+import os
+import signal
+import threading
+import weakref
+
+import pytest
+import torch
+
+from torchmpi_py.collectives import kept_operations
+from torchmpi_py.collectives.flavours.ring import Ring
+from torchmpi_py.errors import CommunicatorError, NotStarted
+from torchmpi_py.memory import symmetric as symmetric_memory
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+TURNS = 3
+
+
+def values(mpi, count, dtype, turn):
+    """This rank's tensor of a turn, which depends on the position."""
+    return (torch.arange(count) % 7 + mpi.rank() + turn).to(dtype)
+
+
+def total(mpi, count, dtype, turn):
+    """The sum of all ranks' ``values``."""
+    ranks = range(mpi.size())
+    return torch.stack([(torch.arange(count) % 7 + rank + turn).to(dtype) for rank in ranks]).sum(0, dtype=dtype)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 50_000, 5_000_000])
+def test_sums_of_other_tensors(mpi, count):
+    """The sizes lie on both sides of where another flavour is chosen."""
+    for turn in range(TURNS):
+        for dtype in (torch.float32, torch.int64) if count < 1_000_000 else (torch.float32,):
+            x = values(mpi, count, dtype, turn)
+            assert mpi.allreduce(x) is x
+            assert x.equal(total(mpi, count, dtype, turn))
+            y = values(mpi, count, dtype, turn).view(-1, 1)
+            assert mpi.allreduce(y, op="sum").view(-1).equal(total(mpi, count, dtype, turn))
+
+
+@pytest.mark.parametrize("count", [1, 50_000])
+def test_asynchronous_sums_of_other_tensors(mpi, count):
+    given = [values(mpi, count, torch.float32, turn) for turn in range(5)]
+    handles = [mpi.allreduce_async(x) for x in given]
+    for turn, (x, handle) in enumerate(zip(given, handles, strict=True)):
+        assert handle.wait() is x
+        assert x.equal(total(mpi, count, torch.float32, turn))
+
+
+def test_symmetric_tensors_and_ordinary_ones(mpi):
+    if reason := symmetric_memory.why_unavailable():
+        pytest.skip(reason)
+    symmetric = mpi.symmetric_empty(50_000)
+    for turn in range(TURNS):
+        for x in (symmetric, torch.empty(50_000)):
+            mpi.allreduce(x.copy_(values(mpi, 50_000, torch.float32, turn)))
+            assert x.equal(total(mpi, 50_000, torch.float32, turn))
+
+
+def test_ops_dtypes_and_communicators_are_apart(mpi):
+    with mpi.split(mpi.rank() % 2) as half:
+        for turn in range(TURNS):
+            x = torch.full((5,), mpi.rank() + 1 + turn)
+            assert mpi.allreduce(x.clone(), op="max").eq(mpi.size() + turn).all()
+            assert mpi.allreduce(x.clone(), op="min").eq(1 + turn).all()
+            assert mpi.allreduce(x.double(), op="min").eq(1 + turn).all()
+            assert mpi.allreduce(torch.ones(5), comm=half).eq(half.size).all()
+            assert mpi.allreduce(torch.ones(5), op="avg").eq(1).all()
+            assert mpi.broadcast(x.clone()).eq(1 + turn).all()
+
+
+def test_parts_of_the_memory_that_are_no_flat_tensor(mpi):
+    """Strided, negated, conjugate and differentiable tensors of a size that is kept."""
+    mpi.allreduce(torch.ones(4))
+    strided = torch.ones(8)
+    mpi.allreduce(strided[::2])
+    assert strided.tolist() == [mpi.size(), 1] * 4
+    for _ in range(TURNS):
+        z = torch.full((1,), 1 + 2j)
+        mpi.allreduce(z.conj())
+        assert z.item() == mpi.size() * (1 + 2j)
+    imaginary = torch.full((1,), 1 + 2j).conj().imag
+    assert imaginary.is_neg()
+    mpi.allreduce(torch.ones(1))
+    assert mpi.allreduce(imaginary).item() == -2 * mpi.size()
+    weight = torch.nn.Parameter(torch.ones(4))
+    mpi.allreduce(weight)
+    assert weight.detach().eq(mpi.size()).all()
+
+
+def test_autograd_sees_that_a_tensor_was_overwritten(mpi):
+    weight = torch.ones(3, requires_grad=True)
+    for _ in range(TURNS):
+        x = torch.ones(3)
+        loss = (weight * x).sum()
+        before = x._version
+        mpi.allreduce(x)
+        assert x._version > before
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_errors_are_those_of_a_first_call(mpi):
+    for _ in range(TURNS):
+        mpi.allreduce(torch.ones(4))
+        mpi.allreduce(torch.ones(4), op="sum")
+    with pytest.raises(ValueError, match=r"allreduce: op 'mean' is unknown"):
+        mpi.allreduce(torch.ones(4), op="mean")
+    with pytest.raises(ValueError, match=r"allreduce: op 'band' is not defined for torch.float32"):
+        mpi.allreduce(torch.ones(4), op="band")
+    with pytest.raises(ValueError, match=r"flavour 'fast' is unknown"):
+        mpi.allreduce(torch.ones(4), flavour="fast")
+    with pytest.raises(TypeError, match=r"a torch.sparse_coo tensor; pass a dense one"):
+        mpi.allreduce(torch.ones(4).to_sparse())
+    with pytest.raises(TypeError, match=r"group.*comm="):
+        mpi.allreduce(torch.ones(4), group=None)
+    comm = mpi.split(0)
+    mpi.allreduce(torch.ones(4), comm=comm)
+    mpi.allreduce(torch.ones(4), comm=comm)
+    comm.free()
+    with pytest.raises(CommunicatorError, match=r"was freed"):
+        mpi.allreduce(torch.ones(4), comm=comm)
+    assert mpi.allreduce(torch.ones(4)).eq(mpi.size()).all()
+
+
+def test_no_tensor_is_kept(mpi):
+    for _ in range(TURNS):
+        x, y = torch.ones(4), torch.ones(4)
+        mpi.allreduce(x)
+        mpi.allreduce_async(y).wait()
+        ends = [weakref.ref(x), weakref.ref(y)]
+        del x, y
+        assert [end() for end in ends] == [None, None]
+
+
+def test_what_is_kept_does_not_grow(mpi):
+    with mpi.split(0) as comm:
+        for count in range(2 * kept_operations._MOST_KEPT):
+            mpi.allreduce(torch.ones(count), comm=comm)
+        assert 0 < len(comm.kept) <= kept_operations._MOST_KEPT
+
+
+def test_an_assignment_to_the_selector_counts_at_once(mpi, monkeypatch):
+    used, real = [], Ring.allreduce
+
+    def allreduce(*args):
+        used.append(1)
+        real(*args)
+
+    rows, source = {key: mpi.selector[key] for key in mpi.selector}, mpi.selector.source
+    mpi.allreduce(torch.ones(4))
+    mpi.allreduce(torch.ones(4))
+    monkeypatch.setattr(Ring, "allreduce", allreduce)
+    try:
+        mpi.selector["allreduce"] = "ring"
+        for turn in range(TURNS):
+            assert mpi.allreduce(torch.ones(4)).eq(mpi.size()).all()
+            assert len(used) == turn + 1
+    finally:
+        mpi.selector.load(rows, source)
+    mpi.allreduce(torch.ones(4))
+    assert len(used) == TURNS
+
+
+def test_threads_with_communicators_of_their_own(mpi):
+    """The table of one communicator is used by one thread at a time; all tables at once."""
+    comms = [mpi.split(0) for _ in range(3)]
+    wrong = []
+
+    def work(comm, number):
+        for turn in range(200):
+            x = torch.full((3,), float(number + turn))
+            if not mpi.allreduce(x, comm=comm).eq(mpi.size() * (number + turn)).all():
+                wrong.append((number, turn))
+
+    threads = [threading.Thread(target=work, args=(comm, number)) for number, comm in enumerate(comms)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for comm in comms:
+        comm.free()
+    assert not wrong
+
+
+def test_a_call_from_a_signal_handler_is_refused(mpi):
+    """The handler runs within a call that uses the operation which is kept for the handler's."""
+    errors, comm = [], mpi.split(0)
+
+    def handler(*_):
+        try:
+            mpi.allreduce(torch.ones(2), comm=comm)
+        except CommunicatorError as error:
+            errors.append(str(error))
+
+    former = signal.signal(signal.SIGUSR1, handler)
+    real = comm.direct.mpi
+    try:
+        mpi.allreduce(torch.ones(2), comm=comm)
+        (kept,) = comm.kept.values()
+        again = kept.operation.again
+
+        def interrupted(x):
+            signal.raise_signal(signal.SIGUSR1)
+            return again(x)
+
+        kept.operation.again = interrupted
+        x = torch.ones(2)
+        assert mpi.allreduce(x, comm=comm) is x
+        assert x.eq(mpi.size()).all()
+        assert len(errors) == 1
+        assert "already" in errors[0]
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+        assert comm.direct.mpi is real
+        comm.free()
+
+
+def test_the_group_of_torch_distributed(mpi):
+    from torch import distributed
+
+    distributed.init_process_group("torchmpi")
+    try:
+        for turn in range(TURNS):
+            for op, combined in ((distributed.ReduceOp.SUM, mpi.size()), (distributed.ReduceOp.AVG, 1)):
+                for dtype in (torch.float32, torch.int64):
+                    x = torch.full((3,), turn + 1, dtype=dtype)
+                    distributed.all_reduce(x, op=op)
+                    assert x.eq(combined * (turn + 1)).all()
+                    work = distributed.all_reduce(y := torch.full((3,), turn + 1, dtype=dtype), op=op, async_op=True)
+                    work.wait()
+                    assert y.equal(x)
+            scaled = torch.ones(3)
+            distributed.all_reduce(scaled, op=distributed._make_nccl_premul_sum(2.0))
+            assert scaled.eq(2 * mpi.size()).all()
+            sparse = torch.ones(3).to_sparse()
+            distributed.all_reduce(sparse)
+            assert sparse.to_dense().eq(mpi.size()).all()
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_in_a_forked_child(mpi):
+    """An operation that was kept by the parent does not let the child call MPI."""
+    from torch import distributed
+
+    distributed.init_process_group("torchmpi")
+    try:
+        for call in (mpi.allreduce, mpi.allreduce_async, mpi.broadcast, distributed.all_reduce):
+            for _ in range(TURNS):
+                call(torch.ones(2))
+            if (child := os.fork()) == 0:
+                try:
+                    call(torch.ones(2))
+                except NotStarted:
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0, call
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_after_stop(mpi):
+    """An operation that was kept before does not hide that the package is stopped."""
+    mpi.allreduce(torch.ones(2))
+    mpi.allreduce(torch.ones(2))
+    mpi.stop()
+    try:
+        with pytest.raises(NotStarted):
+            mpi.allreduce(torch.ones(2))
+    finally:
+        mpi.start()
+    assert mpi.allreduce(torch.ones(2)).eq(mpi.size()).all()
