@@ -6,7 +6,7 @@ import torch
 from torchmpi_py.bench import UsageError, WrongValue, step
 from torchmpi_py.bench.__main__ import parse
 from torchmpi_py.bench.step import make_samples
-from torchmpi_py.bench.trainers import DDP, DDP_HOOK, DDP_TORCHMPI, NONE, OPTIMIZERS, WAYS, make_network, trainers
+from torchmpi_py.bench.trainers import DDP, DDP_HOOK, DDP_TORCHMPI, NONE, OPTIMIZERS, WAYS, make_perceptron, trainers
 from torchmpi_py.errors import RanksDisagree
 
 pytestmark = pytest.mark.timeout(240)
@@ -98,7 +98,7 @@ def test_an_unknown_way_is_an_error_that_lists_the_known_ones():
 
 
 def test_networks_are_equal_and_data_is_each_ranks_own():
-    one, other = make_network([6, 5, 3]), make_network([6, 5, 3])
+    one, other = make_perceptron([6, 5, 3]), make_perceptron([6, 5, 3])
     assert all(x.equal(y) for x, y in zip(one.parameters(), other.parameters(), strict=True))
     (x, y), (of_other, _) = (make_samples([6, 5, 3], 4, 1, rank)[0] for rank in (0, 1))
     assert x.shape == (4, 6)

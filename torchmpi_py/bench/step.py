@@ -16,25 +16,29 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 import torchmpi_py as mpi
 from torchmpi_py import nn as mpinn
-from torchmpi_py.bench import WrongValue, command_line, machine, progress_bar, results, wire
+from torchmpi_py.bench import UsageError, WrongValue, command_line, machine, progress_bar, results, wire
 from torchmpi_py.bench.candidates import process_groups
 from torchmpi_py.bench.results import quantile
 from torchmpi_py.bench.trainers import (
     DDP,
     DDP_TORCHMPI,
+    FSDP,
+    FSDP_TORCHMPI,
+    LAYERS,
+    NETWORKS,
     NONE,
     OPTIMIZERS,
     SEED,
     WAYS,
     Sample,
     Trainer,
-    make_network,
     trainers,
 )
 from torchmpi_py.collectives.timing import interleaved, order, until_done
@@ -54,8 +58,10 @@ _CPU = torch.device("cpu")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``step``."""
     add = parser.add_argument
-    layers = "784,4096,4096,10"
-    add("--layers", type=_layers, default=layers, help=f"widths, input first; default: {layers}")
+    networks = "perceptron: few large gradients (default); convolutional: 60 small ones"
+    add("--network", choices=NETWORKS, default="perceptron", help=networks)
+    widths = ",".join(map(str, LAYERS["perceptron"]))
+    add("--layers", type=_layers, help=f"widths of the perceptron, input first; default: {widths}")
     command_line.add_device(parser)
     add("--batch", type=command_line.count, default=32, help="samples a rank; default: 32")
     add("--steps", type=command_line.count, default=25, help="timed steps of each way; default: 25")
@@ -94,6 +100,7 @@ class StepReport:
     parts_seconds: dict[str, float]
     device: str = "cpu"
     optimizer: str = "sgd"
+    network: str = "perceptron"
     wire_seconds: float | None = None  # the floor of an allreduce of all gradients, where the link is known
 
     @property
@@ -112,43 +119,48 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     Raises RanksDisagree if a trainer leaves different parameters on different ranks, and WrongValue if its parameters
     after the first steps are not those of the others.
     """
+    if options.layers is not None and options.network != "perceptron":
+        raise UsageError("--layers are the widths of the perceptron; leave it out, or take --network perceptron")
     machine.limit_threads()
-    device = mpi.device()
+    device, layers = mpi.device(), options.layers or LAYERS[options.network]
     link = None if options.link is None else wire.open_link(comm, options.link)
     with process_groups(comm, with_torchmpi=True) as groups:
         made = trainers(
-            options.layers,
+            layers,
             with_ddp=not groups.no_gloo,
             torchmpi=groups.torchmpi,
             device=device,
             ways=options.ways,
             optimizer=options.optimizer,
+            network=options.network,
         )
         reasons = {DDP: groups.no_gloo, DDP_TORCHMPI: groups.no_torchmpi}
         notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
-        samples = make_samples(options.layers, options.batch, STEPS_PER_RUN + 1, comm.rank, device)
+        samples = make_samples(layers, options.batch, STEPS_PER_RUN + 1, comm.rank, device)
         seconds = _measured(comm, made, samples, options)
     num_steps = len(seconds[NONE])
     medians = {name: quantile(times, 0.5) for name, times in seconds.items()}
     parts = {}
     if "average" in options.ways:
-        parts = measure_parts(comm, options.layers, samples[0], min(options.steps, 15))
+        network = NETWORKS[options.network](layers)
+        parts = measure_parts(comm, network, samples[0], min(options.steps, 15))
     facts = machine.facts(comm, device) | wire.facts(link)
     on_wire = (
         None if link is None else link.floor_seconds("allreduce", sum(p.nbytes for p in made[0].network.parameters()))
     )
-    report = StepReport(
-        options.layers, options.batch, num_steps, facts, notes, medians, parts, device.type, options.optimizer, on_wire
-    )
+    how = device.type, options.optimizer, options.network, on_wire
+    report = StepReport(layers, options.batch, num_steps, facts, notes, medians, parts, *how)
     results.publish(comm.rank, render(report), _FORMAT, report, options.json)
 
 
 def render(report: StepReport) -> str:
     """The report in Markdown."""
-    layers = "-".join(map(str, report.layers))
+    layers = f"layers {'-'.join(map(str, report.layers))}"
+    if report.network != "perceptron":
+        layers = f"{report.network} network"
     where = "" if report.device == "cpu" else f" on {report.device}"
     batches = f"{report.optimizer}, batches of {report.batch} a rank"
-    title = f"a training step{where}: layers {layers}, {batches}, {report.num_steps} steps"
+    title = f"a training step{where}: {layers}, {batches}, {report.num_steps} steps"
     header = ["what", "step ms", "added ms", "x DDP's added"]
     rows = [_row(report, name) for name in report.median_seconds]
     floor = report.floor_seconds
@@ -189,7 +201,7 @@ def _measured(
             comm.Barrier()
             times[made[index].name] += _run(made[index], samples)
     for trainer in made:
-        if trainer.name != NONE:
+        if trainer.name not in (NONE, FSDP, FSDP_TORCHMPI):  # whose ranks have different parts
             mpinn.check_with_allreduce(trainer.network)
     return {name: _slowest(comm, of_trainer) for name, of_trainer in times.items()}
 
@@ -218,8 +230,13 @@ def _check_alike(made: Sequence[Trainer]) -> None:
     first, *others = [trainer for trainer in made if trainer.name != NONE and trainer.is_exact] or made[:1]
     for other in others:
         for (name, x), y in zip(first.network.named_parameters(), other.network.parameters(), strict=True):
-            if not torch.allclose(x, y, rtol=1e-3, atol=1e-5):
+            if not torch.allclose(_whole(x), _whole(y), rtol=1e-3, atol=1e-5):
                 raise WrongValue(f"after the same steps {name} of {other.name!r} is not that of {first.name!r}")
+
+
+def _whole(x: Any) -> torch.Tensor:
+    """A parameter; collective where the ranks share it out."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
 
 
 def make_samples(
@@ -236,10 +253,10 @@ def make_samples(
     ]
 
 
-def measure_parts(comm: MPI.Comm, layers: list[int], sample: Sample, num_turns: int) -> dict[str, float]:
+def measure_parts(comm: MPI.Comm, network: torch.nn.Module, sample: Sample, num_turns: int) -> dict[str, float]:
     """Median seconds of each part of ``synchronize_gradients``, on the sample's device. Collective over ``comm``."""
     device = sample[0].device
-    network, criterion = make_network(layers).to(device), torch.nn.CrossEntropyLoss()
+    network, criterion = network.to(device), torch.nn.CrossEntropyLoss()
     count = sum(p.numel() for p in network.parameters())
     source, destination = (torch.ones(count, device=device) for _ in range(2))
 

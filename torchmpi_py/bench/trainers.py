@@ -2,6 +2,9 @@
 
 Each is a function that takes one step per sample of an ongoing training and calls ``done`` after each one. Those of one
 kind of ``WAYS`` stand together; "average" and "sharded" all give the same parameters, up to rounding.
+
+There are two networks: a perceptron, whose few large gradients cost bandwidth, and a convolutional network with many
+small ones, which cost calls.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +23,7 @@ from torchmpi_py.engine import AllReduceSGDEngine
 
 NONE, DDP = "no communication", "DDP on gloo"
 DDP_TORCHMPI, DDP_HOOK = "DDP on torchmpi", "DDP on torchmpi, hook"
+FSDP, FSDP_TORCHMPI = "FSDP2 on gloo", "FSDP2 on torchmpi"
 WAYS = ("average", "sharded", "compressed")
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.01}),
@@ -33,6 +38,7 @@ Train = Callable[[Sequence[Sample], Done], None]
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 MakeTrain = Callable[[torch.nn.Module], Train]
 _CPU = torch.device("cpu")
+_NUM_CONVOLUTIONS, _CHANNELS = 30, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +62,12 @@ def trainers(
     device: torch.device = _CPU,
     ways: Sequence[str] = WAYS[:1],
     optimizer: str = "sgd",
+    network: str = "perceptron",
 ) -> list[Trainer]:
     """NONE, DDP and all trainers of ``ways``, each with a network of its own from the same seed, on ``device``.
 
-    ``with_ddp``: DDP on torch's default process group. ``torchmpi``: a group of this package's backend, for DDP too.
+    ``with_ddp``: DDP and FSDP2 on torch's default process group. ``torchmpi``: a group of this package's backend, for
+    these too. ``network``: one of NETWORKS.
     """
     optimizer_class, options = OPTIMIZERS[optimizer]
     plain = functools.partial(optimizer_class, **options)
@@ -69,23 +77,40 @@ def trainers(
     if "average" in ways:
         makers += [(name, make, True) for name, make in _averaging(plain, torchmpi)]
     if "sharded" in ways:
-        makers += [(name, make, True) for name, make in _sharded(optimizer_class, options, with_ddp)]
+        makers += [(name, make, True) for name, make in _sharded(optimizer_class, options, with_ddp, torchmpi)]
     if "compressed" in ways:
         makers += [(name, make, False) for name, make in _compressed(plain, with_ddp)]
-    networks = [make_network(layers).to(device) for _ in makers]
+    networks = [NETWORKS[network](layers).to(device) for _ in makers]
     return [
-        Trainer(name, network, make(network), is_exact)
-        for (name, make, is_exact), network in zip(makers, networks, strict=True)
+        Trainer(name, made, make(made), is_exact) for (name, make, is_exact), made in zip(makers, networks, strict=True)
     ]
 
 
-def make_network(layers: Sequence[int]) -> torch.nn.Module:
-    """A multilayer perceptron, the same for each call and on each rank."""
+def make_perceptron(layers: Sequence[int]) -> torch.nn.Sequential:
+    """A multilayer perceptron, the same for each call and on each rank; ``layers``: its widths."""
     torch.manual_seed(SEED)
     parts: list[torch.nn.Module] = []
     for inputs, outputs in itertools.pairwise(layers):
         parts += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
     return torch.nn.Sequential(*parts[:-1])
+
+
+def make_convolutional(layers: Sequence[int]) -> torch.nn.Sequential:
+    """Convolutions of 3 x 3 between 16 channels, of square images: 60 small parameters, and a classifier.
+
+    The same for each call and on each rank; ``layers``: pixels of an image, and classes.
+    """
+    torch.manual_seed(SEED)
+    side = math.isqrt(layers[0])
+    parts: list[torch.nn.Module] = [torch.nn.Unflatten(1, (1, side, side))]
+    for number in range(_NUM_CONVOLUTIONS):
+        parts += [torch.nn.Conv2d(_CHANNELS if number else 1, _CHANNELS, 3, padding=1), torch.nn.ReLU()]
+    return torch.nn.Sequential(*parts, torch.nn.Flatten(), torch.nn.Linear(_CHANNELS * layers[0], layers[-1]))
+
+
+NETWORKS = {"perceptron": make_perceptron, "convolutional": make_convolutional}
+LAYERS = {"perceptron": [784, 4096, 4096, 10], "convolutional": [64, 10]}
+"""What ``layers`` is unless given."""
 
 
 def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[tuple[str, MakeTrain]]:
@@ -110,20 +135,36 @@ def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[tuple[str, MakeTrain
     ]
 
 
-def _sharded(optimizer_class: Any, options: dict[str, Any], with_ddp: bool) -> list[tuple[str, MakeTrain]]:
-    """ShardedOptimizer, beside plain averaging by DistributedOptimizer and torch's ZeroRedundancyOptimizer."""
+def _sharded(
+    optimizer_class: Any, options: dict[str, Any], with_ddp: bool, torchmpi: Any
+) -> list[tuple[str, MakeTrain]]:
+    """ShardedOptimizer, beside plain averaging by DistributedOptimizer, and torch's ways to divide the state."""
     plain = functools.partial(optimizer_class, **options)
 
-    def zero(parameters: Iterable[Any]) -> Any:
+    def zero(parameters: Iterable[Any], group: Any = None) -> Any:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(parameters, optimizer_class, parameters_as_bucket_view=True, **options)
+        return ZeroRedundancyOptimizer(
+            parameters, optimizer_class, process_group=group, parameters_as_bucket_view=True, **options
+        )
 
     def sharded(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         return optim.ShardedOptimizer(parameters, optimizer_class, **options)
 
+    made: list[tuple[str, MakeTrain]] = []
+    if with_ddp:
+        made = [
+            (f"{DDP}, ZeroRedundancyOptimizer", functools.partial(_ddp, plain=zero)),
+            (FSDP, functools.partial(_fsdp, plain=plain, group=None)),
+        ]
+    if torchmpi is not None:
+        on_torchmpi = functools.partial(zero, group=torchmpi)
+        made += [
+            (f"{DDP_TORCHMPI}, ZeroRedundancyOptimizer", functools.partial(_ddp, plain=on_torchmpi, group=torchmpi)),
+            (FSDP_TORCHMPI, functools.partial(_fsdp, plain=plain, group=torchmpi)),
+        ]
     return [
-        *([(f"{DDP}, ZeroRedundancyOptimizer", functools.partial(_ddp, plain=zero))] if with_ddp else []),
+        *made,
         ("DistributedOptimizer", lambda network: _distributed(network, plain)),
         ("ShardedOptimizer", lambda network: _loop(network, network, sharded)),
         ("engine, sharded", lambda network: _engine(network, plain, sharded=True)),
@@ -182,6 +223,18 @@ def _ddp(
     if hook is not None:
         ddp.register_comm_hook(*hook)
     return _loop(network, ddp, plain)
+
+
+def _fsdp(network: Any, plain: MakeOptimizer, group: Any) -> Train:
+    """FSDP2 on the default process group or on ``group``: each layer with parameters is sharded by itself."""
+    from torch.distributed import fsdp, group as groups
+    from torch.distributed.device_mesh import DeviceMesh
+
+    used: Any = groups.WORLD if group is None else group
+    mesh = DeviceMesh.from_group(used, next(network.parameters()).device.type)
+    for layer in [layer for layer in network if next(layer.parameters(), None) is not None]:
+        fsdp.fully_shard(layer, mesh=mesh)
+    return _loop(network, fsdp.fully_shard(network, mesh=mesh), plain)
 
 
 def _distributed(network: torch.nn.Module, plain: MakeOptimizer, compression: Any = None) -> Train:

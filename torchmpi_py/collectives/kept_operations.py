@@ -45,10 +45,10 @@ def key_of(verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
     ):
         return None
     if not kwargs:
-        return verb, x.dtype, x.nbytes, symmetric.find(x) is None, selector.generation
+        return verb, x.dtype, x.nbytes, symmetric.is_declared(x), selector.generation
     if not _ARGUMENTS.issuperset(kwargs):
         return None
-    return verb, x.dtype, x.nbytes, symmetric.find(x) is None, selector.generation, *kwargs.items()
+    return verb, x.dtype, x.nbytes, symmetric.is_declared(x), selector.generation, *kwargs.items()
 
 
 class KeptOperation:

@@ -7,6 +7,9 @@ same IPC group map (``cuda_ipc.py``).
 ``symmetric_empty`` returns this rank's part of a new segment as a tensor; ``find`` looks a tensor up, by a bisect over
 the addresses of live parts. A rank unmaps a segment when the last tensor of its part dies, whatever the other ranks do:
 the memory lives as long as one rank maps it.
+
+``adopt`` makes a segment of memory that each rank has already (``adopted.py``). A program has not *declared* such
+tensors to be symmetric: it may pass one on this rank, and an ordinary one on another.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from torchmpi_py.core.channels import Channel, Place
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import RanksDisagree, Unavailable
-from torchmpi_py.memory import cuda_ipc, gpus
+from torchmpi_py.memory import adopted, cuda_ipc, gpus
+from torchmpi_py.memory.adopted import AdoptedSegment
 
 NOT_STARTED = "call mpi.start() first"
 unavailable_because = NOT_STARTED
@@ -66,7 +70,7 @@ class Segment:
         return torch.frombuffer(memory, dtype=dtype)
 
 
-AnySegment = Segment | cuda_ipc.GpuSegment
+AnySegment = Segment | cuda_ipc.GpuSegment | AdoptedSegment
 
 
 class LiveSegments:
@@ -121,6 +125,36 @@ def find(x: Tensor) -> tuple[AnySegment, int] | None:
     offset = address - segment.begin
     is_inside = offset + x.nbytes <= segment.part_bytes and x.device.type == segment.device_type
     return (segment, offset) if is_inside else None
+
+
+def is_declared(x: Tensor) -> bool:
+    """Whether the program has made ``x`` symmetric, as it then has on all ranks."""
+    if not live.now[0]:
+        return False
+    found = find(x)
+    return found is not None and not isinstance(found[0], AdoptedSegment)
+
+
+def adopt(channel: Channel, x: Tensor) -> bool:
+    """Let flavours find ``x``, an ordinary CPU tensor, and all on its storage, as they find symmetric tensors.
+
+    Collective over ``channel``, all on one node. False, on all ranks, if that is not possible. The memory is given up
+    when nothing else uses it, by the next call, or ``drop_unused``.
+    """
+    drop_unused()
+    try:
+        live.add(adopted.move(channel, x))
+    except Unavailable:
+        return False
+    return True
+
+
+def drop_unused() -> None:
+    """Give up the adopted memory that no tensor lies on any more."""
+    for segment in live.now[1]:
+        if isinstance(segment, AdoptedSegment) and segment.is_unused:
+            live.remove(segment)
+            segment.close()
 
 
 def is_live(segment: AnySegment) -> bool:

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.prepare import builder
-from torchmpi_py.torch_backend import torch_internals
+from torchmpi_py.torch_backend import ddp_buckets, torch_internals
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket as GradBucket
@@ -36,9 +36,13 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """
     group = torch_internals.group_of_hook("average", state)
     x = torch_internals.check_bucket("average", bucket.buffer())
-    memory = _memory(group, bucket.parameters(), x)
-    target = x if memory is None else memory
-    work = group.carry_out(([_allreduce(x, out=target, op="avg", comm=group.comm)], [target], None))
+    if x.is_cpu:
+        call = ddp_buckets.allreduce(group.comm, [x], "avg")
+    else:
+        memory = _memory(group, bucket.parameters(), x)
+        target = x if memory is None else memory
+        call = [_allreduce(x, out=target, op="avg", comm=group.comm)], [target], None
+    work = group.carry_out(call)
     return work.get_future().then(_first)  # type: ignore[no-any-return]
 
 

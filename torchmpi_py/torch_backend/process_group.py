@@ -18,7 +18,16 @@ from torch import Tensor, distributed
 from torchmpi_py.core import communication_thread, compiling, config
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.errors import CommunicatorError
-from torchmpi_py.torch_backend import call_queue, communicator_pool, monitoring, p2p, plans, torch_internals
+from torchmpi_py.memory import symmetric
+from torchmpi_py.torch_backend import (
+    call_queue,
+    communicator_pool,
+    ddp_buckets,
+    monitoring,
+    p2p,
+    plans,
+    torch_internals,
+)
 from torchmpi_py.torch_backend.call_queue import Call, CallQueue, QueuedCall
 from torchmpi_py.torch_backend.ddp_hook import BucketMemory
 from torchmpi_py.torch_backend.extra_operations import ExtraOperations
@@ -65,6 +74,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         op, factor = plans.op_of(opts)
         given = plans.as_list(tensors)
+        if torch_internals.is_called_for_bucket() and ddp_buckets.is_bucket(given):
+            return self.carry_out(ddp_buckets.allreduce(self.comm, given, op), opts)
         if factor is None and (call := plans.allreduce_again(self.comm, given, op)) is not None:
             return self.carry_out(call, opts)
         return self._reduce(op, given, lambda op: plans.allreduce(self.extra, given, op, factor), opts)
@@ -201,6 +212,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 communication_thread.current().remove_companion(self.mailbox)
                 self.mailbox.close()
             self.buckets.clear()
+            symmetric.drop_unused()
             communicator_pool.release(self.comm)
 
     def carry_out(self, call: Call, opts: Any = None) -> Any:

@@ -49,6 +49,13 @@ REDUCTIONS: Any = distributed.ReduceOp.RedOpType
 
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 _INSTALLED = ("site-packages", "dist-packages")
+_AROUND_BUCKETS = {
+    getattr(function, "__code__", None)
+    for function in (
+        getattr(torch.autograd.graph, "_engine_run_backward", None),
+        getattr(torch.nn.parallel.DistributedDataParallel, "_match_all_reduce_for_bwd_pass", None),
+    )
+}
 _UNNAMED = "undefined"
 _ON_THE_CPU = {"gloo", "mpi", "ucc"}
 _REMEDY = f'call dist.init_process_group("{NAME}") before, or give the library that name'
@@ -187,6 +194,14 @@ def program() -> FrameType:
     while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def is_called_for_bucket() -> bool:
+    """Whether the caller of this function is called by DistributedDataParallel's C++, for one of its buckets.
+
+    That happens in a backward pass, and in the place of one, on a rank that has no inputs left (``model.join()``).
+    """
+    return sys._getframe(2).f_code in _AROUND_BUCKETS
 
 
 def library_of(frame: FrameType) -> str:

@@ -38,7 +38,7 @@ _HEADER = struct.Struct("<6q")  # code, count; then segment and offset of what i
 _HEADER_ROOM_BYTES = 4096  # a page, so that slots are aligned
 _NUM_SLOTS = 4
 _LEAST_SLOT_BYTES = 64 << 10
-_NOWHERE = (0, 0)  # segment and offset of ordinary memory
+_NOWHERE, _ADOPTABLE = (0, 0), (-1, 0)  # segment and offset of ordinary memory; of some that may be moved
 MOST_PREPARED = 1024
 
 
@@ -50,6 +50,7 @@ class Headers(NamedTuple):
 
     read: list[int] | None
     written: list[int] | None
+    are_adoptable: bool = False  # whether all ranks may move their tensors (``symmetric.adopt``)
 
 
 class Prepared(NamedTuple):
@@ -75,6 +76,7 @@ class NodeGroup:
         self._headers = [self._segment.part_of[index] * self._segment.part_bytes for index in self._indices]
         self._slots: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self.prepared: dict[Hashable, Prepared] = {}
+        self.can_adopt = True  # until the ranks have failed to
         self.chunk_bytes = min(config.current.chunk_bytes, self._slot_bytes)
 
     def header(self, what: str, x: Tensor, out: Tensor | None = None, count: int | None = None) -> bytes:
@@ -82,6 +84,10 @@ class NodeGroup:
         read = _where(x)
         written = read if out is None or out is x else _where(out)
         return _HEADER.pack(_code(what, x.dtype), x.numel() if count is None else count, *read, *written)
+
+    def adoptable_header(self, what: str, x: Tensor) -> bytes:
+        """The header of an operation in place on ordinary memory that this rank may move."""
+        return _HEADER.pack(_code(what, x.dtype), x.numel(), *_ADOPTABLE, *_ADOPTABLE)
 
     def announce(self, header: bytes) -> bool:
         """Show the others this rank's header, and return whether all headers are equal. Collective: one barrier."""
@@ -108,7 +114,8 @@ class NodeGroup:
             # All ranks come here, for all read the same headers.
             calls = self._mpi.allgather(f"{what} of {x.numel() if count is None else count} elements of {x.dtype}")
             raise RanksDisagree("; ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls)))
-        return Headers(_common(*places[:2]), _common(*places[2:]))
+        are_adoptable = set(places[0]) == {_ADOPTABLE[0]}
+        return Headers(_common(*places[:2]), _common(*places[2:]), are_adoptable)
 
     def is_within(self, segment: symmetric.AnySegment) -> bool:
         """Whether all these ranks have a part of the segment."""
@@ -186,7 +193,7 @@ def _where(x: Tensor) -> tuple[int, int]:
 
 
 def _common(segments: Sequence[int], offsets: Sequence[int]) -> list[int] | None:
-    return list(offsets) if segments[0] and len(set(segments)) == 1 else None
+    return list(offsets) if segments[0] > 0 and len(set(segments)) == 1 else None
 
 
 @functools.cache

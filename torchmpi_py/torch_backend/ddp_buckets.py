@@ -1,0 +1,56 @@
+"""The allreduce of DistributedDataParallel's buckets, in memory that all ranks of a node map.
+
+DDP allocates its buckets itself, copies gradients in, has each bucket reduced, and copies the gradients out. (With
+``gradient_as_bucket_view=True`` the gradients stay in the bucket.) A bucket lives for many steps. So its memory is
+moved at its first allreduce (``symmetric.adopt``), and from then on the ranks reduce buckets where they lie.
+
+All ranks of a group call DDP's allreduces alike. So for buckets the selector is asked as for symmetric tensors.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchmpi_py.collectives import verbs
+from torchmpi_py.collectives.flavour import Flavour
+from torchmpi_py.collectives.flavours.shared import Shared
+from torchmpi_py.collectives.prepare import builder
+from torchmpi_py.collectives.registry import BY_NAME
+from torchmpi_py.collectives.selector import selector
+from torchmpi_py.core.channels import Channel
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.torch_backend.call_queue import Call
+
+_allreduce, _SHARED = builder(verbs.allreduce), BY_NAME["shared"]
+
+
+class SharedBuckets(Shared):
+    """Flavour ``shared``, for buckets; ``ordinary`` is the flavour for buckets that cannot be moved."""
+
+    def __init__(self, ordinary: Flavour) -> None:
+        self.ordinary = ordinary
+
+    def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
+        def otherwise() -> None:
+            self.ordinary.allreduce(channel, source, destination, op)
+
+        self.allreduce_adopting(channel, destination, op, otherwise)
+
+
+def is_bucket(tensors: list[Tensor]) -> bool:
+    """Whether the tensors of an allreduce that C++ calls in a backward pass are a bucket of DDP, on the host."""
+    x = tensors[0]
+    return len(tensors) == 1 and x.dim() == 1 and x.is_cpu and not x.is_sparse and x.is_contiguous()
+
+
+def allreduce(comm: Communicator, tensors: list[Tensor], op: str) -> Call:
+    """The allreduce of one bucket."""
+    x = tensors[0]
+    in_place, ordinary = (
+        selector.flavour_for("allreduce", comm, x.device, x.nbytes, symmetric=symmetric, name=None)
+        for symmetric in (True, False)
+    )
+    operation = _allreduce(x, op=op, comm=comm, flavour=in_place.name)
+    if in_place is _SHARED:
+        operation.flavour = SharedBuckets(ordinary)
+    return [operation], tensors, None
