@@ -12,7 +12,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.flavours.shared import Shared
 from torchmpi_py.collectives.prepare import builder
 from torchmpi_py.collectives.registry import BY_NAME
@@ -25,16 +24,13 @@ _allreduce, _SHARED = builder(verbs.allreduce), BY_NAME["shared"]
 
 
 class SharedBuckets(Shared):
-    """Flavour ``shared``, for buckets; ``ordinary`` is the flavour for buckets that cannot be moved."""
-
-    def __init__(self, ordinary: Flavour) -> None:
-        self.ordinary = ordinary
+    """Flavour ``shared``, for buckets."""
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        def otherwise() -> None:
-            self.ordinary.allreduce(channel, source, destination, op)
+        self.allreduce_adopting(channel, destination, op)
 
-        self.allreduce_adopting(channel, destination, op, otherwise)
+
+_SHARED_BUCKETS = SharedBuckets()
 
 
 def is_bucket(tensors: list[Tensor]) -> bool:
@@ -46,11 +42,8 @@ def is_bucket(tensors: list[Tensor]) -> bool:
 def allreduce(comm: Communicator, tensors: list[Tensor], op: str) -> Call:
     """The allreduce of one bucket."""
     x = tensors[0]
-    in_place, ordinary = (
-        selector.flavour_for("allreduce", comm, x.device, x.nbytes, symmetric=symmetric, name=None)
-        for symmetric in (True, False)
-    )
-    operation = _allreduce(x, op=op, comm=comm, flavour=in_place.name)
-    if in_place is _SHARED:
-        operation.flavour = SharedBuckets(ordinary)
+    chosen = selector.flavour_for("allreduce", comm, x.device, x.nbytes, symmetric=True, name=None)
+    operation = _allreduce(x, op=op, comm=comm, flavour=chosen.name)
+    if operation.flavour is _SHARED:
+        operation.flavour = _SHARED_BUCKETS
     return [operation], tensors, None

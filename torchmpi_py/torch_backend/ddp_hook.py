@@ -1,13 +1,13 @@
-"""The cheapest way for DistributedDataParallel's buckets: ``ddp.register_comm_hook(None, torch_backend.average)``.
+"""A hook for DistributedDataParallel: ``ddp.register_comm_hook(None, torch_backend.average)``.
 
-DDP hands over a bucket of gradients in memory of its own, and copies the result out again, into the gradients. The
-hook reduces from DDP's memory into symmetric memory, which other ranks of the node read and write directly, and lets
-DDP copy from there: no copy more than DDP makes anyway. (With ``gradient_as_bucket_view=True`` DDP wants the result in
-its own memory, which takes one copy.)
+The mean of a bucket is the sum, divided; DDP itself divides gradients before it adds them. So sums of 16-bit gradients
+accumulate in float32. On the host, buckets are reduced where they lie, as without the hook (``ddp_buckets.py``).
 
-The symmetric memory is kept from step to step. A bucket is known by its parameters, for several modules may share a
-group, each with a bucket number 0. When DDP has arranged a module's parameters in other buckets, these get memory of
-their own, and that of an old bucket goes when its last parameter has moved.
+On GPUs the hook reduces from DDP's memory into symmetric memory, which other ranks of the node read and write directly,
+and lets DDP copy from there: no copy more than DDP makes anyway. The symmetric memory is kept from step to step. A
+bucket is known by its parameters, for several modules may share a group, each with a bucket number 0. When DDP has
+arranged a module's parameters in other buckets, these get memory of their own, and that of an old bucket goes when its
+last parameter has moved.
 """
 
 from collections.abc import Sequence  # DDP looks at the hook's annotations: they must be types, and not strings
@@ -29,7 +29,7 @@ _allreduce = builder(verbs.allreduce)
 
 
 def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook for DDP: the mean of the gradients over the ranks, by way of symmetric memory.
+    """A communication hook for DDP: the mean of the gradients over the ranks, in memory that the ranks of a node share.
 
     ``state``: the process group, of this backend, that the module was given; None: the default one. Sums of 16-bit
     gradients accumulate in float32. Every rank must register the hook.

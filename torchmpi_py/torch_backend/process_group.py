@@ -74,7 +74,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         op, factor = plans.op_of(opts)
         given = plans.as_list(tensors)
-        if torch_internals.is_called_for_bucket() and ddp_buckets.is_bucket(given):
+        if factor is None and torch_internals.is_called_for_bucket() and ddp_buckets.is_bucket(given):
             return self.carry_out(ddp_buckets.allreduce(self.comm, given, op), opts)
         if factor is None and (call := plans.allreduce_again(self.comm, given, op)) is not None:
             return self.carry_out(call, opts)

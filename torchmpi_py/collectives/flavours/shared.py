@@ -8,8 +8,6 @@ their results the slices of their inputs that others own; any other mixture is t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from torchmpi_py.collectives.flavour import Flavour, Sizes
@@ -45,27 +43,21 @@ class Shared(Flavour):
         x, out = source.view(-1), destination.view(-1)
         _allreduce(node, x, out, how, node.exchange_headers(what, x, out))
 
-    def allreduce_adopting(self, channel: Channel, x: Tensor, op: str, otherwise: Callable[[], object]) -> None:
+    def allreduce_adopting(self, channel: Channel, x: Tensor, op: str) -> None:
         """``allreduce`` in place of a tensor that comes again, and whose memory is the package's to move.
 
         If all ranks make this call, and no rank's tensor has moved before, they move their tensors to where all of them
-        map these (``symmetric.adopt``). ``otherwise`` reduces tensors that do not all lie there, on all ranks.
+        map these (``symmetric.adopt``).
         """
         node, x, how, what = _node(channel), x.view(-1), kernel(x.dtype, op), f"allreduce with {op}"
-        headers = None
         if node.can_adopt and symmetric.find(x) is None:
             node.announce(node.adoptable_header(what, x))
             headers = node.read_headers(what, x)
-            if headers.are_adoptable:
-                node.can_adopt = symmetric.adopt(channel, x)
-                node.barrier()  # all ranks have read the headers
-                headers = None
-        if headers is None:
-            headers = _in_place(node, x, how, what)
-        if headers is not None and headers.read is not None:
-            _allreduce(node, x, x, how, headers)
-        elif headers is not None:
-            otherwise()
+            if not headers.are_adoptable:
+                _allreduce(node, x, x, how, headers)
+                return
+            node.can_adopt = symmetric.adopt(channel, x)  # in which all ranks meet: they have read the headers
+        _allreduce_in_place(node, x, how, what)
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
         node, x, out = _node(channel), source.view(-1), destination.view(-1)
@@ -144,29 +136,20 @@ def _allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, headers: He
 
 
 def _allreduce_in_place(node: NodeGroup, x: Tensor, how: Kernel, what: str) -> None:
-    headers = _in_place(node, x, how, what)
-    if headers is not None:
-        _allreduce(node, x, x, how, headers)
-
-
-def _in_place(node: NodeGroup, x: Tensor, how: Kernel, what: str) -> Headers | None:
-    """The hot path, which buckets take at every step: the plan of the last call with this tensor is used again.
-
-    The headers, where they differ, or there is no plan: then nothing is reduced yet.
-    """
+    """The hot path, which buckets take at every step: the plan of the last call with this tensor is used again."""
     key = (what, x.dtype, x.data_ptr(), x.numel())
     ready = node.prepared.get(key)
     if ready is None or not symmetric.is_live(ready.segment):
         ready = _prepare(node, x, what)
-        if ready is None:
-            return node.exchange_headers(what, x)
-        node.keep_prepared(key, ready)
-    if not node.announce(ready.header):
-        return node.read_headers(what, x)
-    # Equal headers: all tensors lie at the same offset, as planned.
-    two_shot.carry_out(ready.work, how)
-    node.barrier()
-    return None
+        if ready is not None:
+            node.keep_prepared(key, ready)
+    if ready is None:
+        _allreduce(node, x, x, how, node.exchange_headers(what, x))
+    elif node.announce(ready.header):  # equal headers: all tensors lie at the same offset, as planned
+        two_shot.carry_out(ready.work, how)
+        node.barrier()
+    else:
+        _allreduce(node, x, x, how, node.read_headers(what, x))
 
 
 def _prepare(node: NodeGroup, x: Tensor, what: str) -> Prepared | None:
