@@ -1,7 +1,9 @@
 """DDP's buckets move into memory that all ranks map: the same parameters as one process, and nothing stays behind."""
 
+import _thread
 import gc
 import os
+import time
 
 import pytest
 import torch
@@ -129,6 +131,65 @@ def test_ranks_with_fewer_batches(mpi, how):
         optimizer.step()
         assert_close(ddp.parameters(), expected.parameters())
     mpi.nn.check_with_allreduce(ddp.module)
+
+
+@pytest.fixture
+def small_ones_in_place(mpi):
+    """Symmetric tensors of any size take ``shared``, others ``mpi``, as a table of ``autotune`` might say."""
+    rows, source = {key: mpi.selector[key] for key in mpi.selector}, mpi.selector.source
+    mpi.selector["allreduce", "node", True] = "shared"
+    mpi.selector["allreduce", "node", False] = "mpi"
+    yield
+    mpi.selector.load(rows, source)
+
+
+def test_the_map_of_used_parameters_is_no_bucket(mpi, small_ones_in_place):
+    """A rank that has joined has it reduced by a call from Python, the others from C++."""
+    ddp = DistributedDataParallel(network(), find_unused_parameters=True)
+    with ddp.join():
+        train(ddp, [batch(mpi.rank(), step) for step in range(STEPS - (mpi.rank() == 0))])
+    mpi.nn.check_with_allreduce(ddp.module)
+
+
+def test_a_call_from_a_thread_of_c(mpi, the_group):
+    """As autograd has for deeply nested backward passes: there is no frame of Python above the call."""
+    floats, integers = torch.full((20_000,), 1.0 + mpi.rank()), torch.full((3,), 1 + mpi.rank())
+    total = sum(1 + rank for rank in range(mpi.size()))
+    for x in (floats, integers):
+        _thread.start_new_thread(the_group.allreduce, ([x],))
+        deadline = time.monotonic() + 60
+        while not x.eq(total).all():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    dist.barrier()
+
+
+def test_an_address_taken_before_buckets_could_move(mpi):
+    """The selector changes in the middle: a bucket that has been reduced elsewhere stays where it is."""
+    rows, source = {key: mpi.selector[key] for key in mpi.selector}, mpi.selector.source
+    mpi.selector["allreduce"] = "mpi"
+    try:
+        ddp = DistributedDataParallel(network(), gradient_as_bucket_view=True)
+        train(ddp, [batch(mpi.rank(), step) for step in range(STEPS)])
+        gradient = ddp.module[0].weight.grad
+        array = gradient.numpy()
+    finally:
+        mpi.selector.load(rows, source)
+    for parameter in ddp.parameters():
+        parameter.grad.zero_()
+    ddp(batch(mpi.rank(), STEPS)).square().mean().backward()
+    assert ddp.module[0].weight.grad is gradient
+    assert torch.from_numpy(array).equal(gradient)
+    assert gradient.count_nonzero()
+    assert not moved()
+
+
+def test_one_descriptor_a_bucket(mpi):
+    before = len(os.listdir("/proc/self/fd"))
+    ddp = DistributedDataParallel(network(8), bucket_cap_mb=0.4)
+    train(ddp, [batch(mpi.rank(), step) for step in range(STEPS)])
+    assert len(moved()) >= 4
+    assert len(os.listdir("/proc/self/fd")) - before <= len(moved()) + 2
 
 
 def test_a_rank_without_any_batch(mpi):

@@ -85,6 +85,7 @@ class Communicator:
         """Free all resources. Collective, unless the communicator ``is_lost``: one of its ranks has died."""
         if not self.is_free:
             self.is_free = True
+            self.kept.clear()
             is_lost = is_lost or self.is_broken or self.is_stuck or self.direct.is_in_use  # a thread needs the memory
             if self.outer is not None:
                 self.outer._release(is_lost=is_lost)

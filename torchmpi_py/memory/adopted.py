@@ -10,7 +10,6 @@ torch moves a storage into a file in /dev/shm, whose name is removed at once: a 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import secrets
 from collections.abc import Sequence
@@ -23,7 +22,8 @@ from torchmpi_py.core import agree, shared_files
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.errors import Unavailable
 
-_LEAST_FREE = 2  # times the size of the storage: other processes take from the same room
+_COUNT_OF_UNUSED = 1  # users of a storage that is this module's alone
+_LEAST_LEFT_BYTES = 256 << 20  # of /dev/shm: workers of a DataLoader send batches through the same room
 
 
 class AdoptedSegment:
@@ -34,29 +34,34 @@ class AdoptedSegment:
 
     device_type = "cpu"
 
-    def __init__(self, key: int, storage: torch.UntypedStorage, own: int, mappings: dict[int, mmap.mmap]) -> None:
+    def __init__(self, key: int, storage: torch.UntypedStorage, own: int, others: dict[int, Tensor]) -> None:
         self.key = key
         self.part_bytes = storage.nbytes()
         self.begin = storage.data_ptr()
+        self.part_of = dict.fromkeys((own, *others), 0)
         self._storage: torch.UntypedStorage | None = storage
-        self._mappings = mappings
-        addresses = {index: torch.frombuffer(each, dtype=torch.uint8).data_ptr() for index, each in mappings.items()}
-        self.part_of = {own: self.begin} | addresses
+        self._others = others
 
     def view(self, index: int, dtype: torch.dtype, count: int, offset_bytes: int = 0) -> Tensor:
-        """``count`` elements of the storage of the rank with this index on the node, good until ``close``."""
-        memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(self.part_of[index] + offset_bytes)
+        """``count`` elements of the storage of the rank with this index on the node.
+
+        The view keeps another rank's storage mapped, and does not keep this rank's own alive.
+        """
+        num_bytes = count * dtype.itemsize
+        if index in self._others:
+            return self._others[index][offset_bytes : offset_bytes + num_bytes].view(dtype)
+        memory: Any = (ctypes.c_char * num_bytes).from_address(self.begin + offset_bytes)
         return torch.frombuffer(memory, dtype=dtype)
 
     @property
     def is_unused(self) -> bool:
         """Whether no tensor lies on this rank's storage any more, as far as torch tells."""
-        count = getattr(torch._C, "_storage_Use_Count", None)
-        return self._storage is not None and count is not None and count(self._storage._cdata) == 1
+        storage, count = self._storage, getattr(torch._C, "_storage_Use_Count", None)
+        return storage is not None and count is not None and count(storage._cdata) <= _COUNT_OF_UNUSED
 
     def close(self) -> None:
-        """Give up this rank's storage, and unmap the others: no operation uses the segment, nor will one."""
-        self._storage, self._mappings = None, {}
+        """Give up this rank's storage, and the others: no operation uses the segment, nor will one."""
+        self._storage, self._others = None, {}
 
 
 class Offered(NamedTuple):
@@ -71,28 +76,29 @@ class Offered(NamedTuple):
 def move(channel: Channel, x: Tensor) -> AdoptedSegment:
     """Move the storage of ``x``, a CPU tensor, and map those of the other ranks. Collective over ``channel``, one node.
 
-    Unavailable, on every rank, if one of them cannot; the storage may have moved then, which its tensors do not notice.
+    Unavailable, on every rank, if one of them cannot. A storage may have moved then, which its tensors do not notice.
     """
     storage, how = x.untyped_storage(), ((Unavailable,), str, agree.first_as(Unavailable))
+    agree.run_on_all_ranks(channel.mpi.allgather, lambda: _check_room(storage, channel.size), *how)
     offers = agree.gather_results(channel.mpi.allgather, lambda: _offer(storage), *how)
-    mappings = agree.run_on_all_ranks(channel.mpi.allgather, lambda: _map_others(channel, offers), *how)
-    return AdoptedSegment(offers[0].key, storage, channel.places[channel.rank].local, mappings)
+    others = agree.run_on_all_ranks(channel.mpi.allgather, lambda: _map_others(channel, offers), *how)
+    return AdoptedSegment(offers[0].key, storage, channel.places[channel.rank].local, others)
 
 
-def _map_others(channel: Channel, offers: Sequence[Offered]) -> dict[int, mmap.mmap]:
-    """The storages of the other ranks, by their index on the node."""
-    return {
-        place.local: shared_files.map_file(offered.path, offered.num_bytes, offered.identity)
-        for rank, (place, offered) in enumerate(zip(channel.places, offers, strict=True))
-        if rank != channel.rank
-    }
+def _check_room(storage: torch.UntypedStorage, num_ranks: int) -> None:
+    """Unavailable if the storages of all ranks, which are about as large, would not leave room enough."""
+    if storage.is_shared():
+        return
+    try:
+        room = os.statvfs(shared_files.SHARED_DIRECTORY)
+    except OSError as error:
+        raise Unavailable(f"{shared_files.SHARED_DIRECTORY}: {error}") from None
+    if room.f_bavail * room.f_frsize < num_ranks * storage.nbytes() + _LEAST_LEFT_BYTES:
+        raise Unavailable(f"{shared_files.SHARED_DIRECTORY} has no room for {storage.nbytes()} bytes of each rank")
 
 
 def _offer(storage: torch.UntypedStorage) -> Offered:
     """Move a storage into a file of its own."""
-    room = os.statvfs(shared_files.SHARED_DIRECTORY)
-    if not storage.is_shared() and room.f_bavail * room.f_frsize < _LEAST_FREE * storage.nbytes():
-        raise Unavailable(f"{shared_files.SHARED_DIRECTORY} has no room for {storage.nbytes()} bytes")
     move_here: Any = storage._share_fd_cpu_
     try:
         file, _ = move_here()
@@ -101,3 +107,24 @@ def _offer(storage: torch.UntypedStorage) -> Offered:
         raise Unavailable(f"torch cannot move the storage: {agree.first_line(error)}") from None
     path, identity = f"/proc/{os.getpid()}/fd/{file}", (status.st_dev, status.st_ino)
     return Offered(path, status.st_size, identity, secrets.randbits(62))
+
+
+def _map_others(channel: Channel, offers: Sequence[Offered]) -> dict[int, Tensor]:
+    """The storages of the other ranks, by their index on the node."""
+    return {
+        place.local: _mapped(offered)
+        for rank, (place, offered) in enumerate(zip(channel.places, offers, strict=True))
+        if rank != channel.rank
+    }
+
+
+def _mapped(offered: Offered) -> Tensor:
+    """The bytes of another rank's storage. No descriptor stays open, for there are many buckets, and many ranks."""
+    file = shared_files.open_file(offered.path, offered.num_bytes, offered.identity)
+    try:
+        path = f"/proc/self/fd/{file}"
+        return torch.from_file(path, shared=True, size=offered.num_bytes, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:
+        raise Unavailable(f"cannot map {offered.path}: {agree.first_line(error)}") from None
+    finally:
+        os.close(file)

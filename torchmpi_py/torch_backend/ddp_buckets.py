@@ -9,6 +9,8 @@ All ranks of a group call DDP's allreduces alike. So for buckets the selector is
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from torchmpi_py.collectives import verbs
@@ -19,6 +21,7 @@ from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.torch_backend.call_queue import Call
+from torchmpi_py.torch_backend.torch_internals import BucketCall
 
 _allreduce, _SHARED = builder(verbs.allreduce), BY_NAME["shared"]
 
@@ -33,17 +36,23 @@ class SharedBuckets(Shared):
 _SHARED_BUCKETS = SharedBuckets()
 
 
-def is_bucket(tensors: list[Tensor]) -> bool:
-    """Whether the tensors of an allreduce that C++ calls in a backward pass are a bucket of DDP, on the host."""
-    x = tensors[0]
-    return len(tensors) == 1 and x.dim() == 1 and x.is_cpu and not x.is_sparse and x.is_contiguous()
+def is_bucket(x: Tensor) -> bool:
+    """Whether a tensor that DDP's C++ has reduced is a bucket on the host, and not DDP's map of used parameters."""
+    return x.dim() == 1 and x.is_cpu and not x.is_sparse and x.is_contiguous() and not (_is_map(x) or x.requires_grad)
 
 
-def allreduce(comm: Communicator, tensors: list[Tensor], op: str) -> Call:
+def _is_map(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
+
+
+def allreduce(comm: Communicator, x: Tensor, op: str, how: BucketCall) -> Call:
     """The allreduce of one bucket."""
-    x = tensors[0]
     chosen = selector.flavour_for("allreduce", comm, x.device, x.nbytes, symmetric=True, name=None)
     operation = _allreduce(x, op=op, comm=comm, flavour=chosen.name)
-    if operation.flavour is _SHARED:
+    # A bucket moves at its first allreduce or never: a program may have taken addresses of gradients since then.
+    storage: Any = x.untyped_storage()
+    if operation.flavour is not _SHARED:
+        storage.stays_where_it_is = True
+    elif how is BucketCall.IN_BACKWARD and not hasattr(storage, "stays_where_it_is"):
         operation.flavour = _SHARED_BUCKETS
-    return [operation], tensors, None
+    return [operation], [x], None

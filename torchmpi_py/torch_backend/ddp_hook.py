@@ -37,7 +37,7 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     group = torch_internals.group_of_hook("average", state)
     x = torch_internals.check_bucket("average", bucket.buffer())
     if x.is_cpu:
-        call = ddp_buckets.allreduce(group.comm, [x], "avg")
+        call = ddp_buckets.allreduce(group.comm, x, "avg", torch_internals.BucketCall.IN_BACKWARD)
     else:
         memory = _memory(group, bucket.parameters(), x)
         target = x if memory is None else memory

@@ -136,9 +136,9 @@ def _one_after_another(steps: Sequence[Callable[[], object] | None]) -> Callable
 
 
 def allreduce_again(comm: Communicator, tensors: list[Tensor], op: str) -> Call | None:
-    """The allreduce of one plain tensor, by the operation of the last call alike; None for any other allreduce."""
-    x = tensors[0]
-    if len(tensors) > 1 or (op == "avg" and _is_whole(x)):
+    """The allreduce of the only tensor, by the operation of the last call alike; None if the tensor is not plain."""
+    (x,) = tensors
+    if op == "avg" and _is_whole(x):
         return None
     options = {"op": op}
     if (key := kept_operations.key_of("allreduce", (x,), options)) is None:

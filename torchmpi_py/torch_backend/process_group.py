@@ -74,10 +74,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         op, factor = plans.op_of(opts)
         given = plans.as_list(tensors)
-        if factor is None and torch_internals.is_called_for_bucket() and ddp_buckets.is_bucket(given):
-            return self.carry_out(ddp_buckets.allreduce(self.comm, given, op), opts)
-        if factor is None and (call := plans.allreduce_again(self.comm, given, op)) is not None:
-            return self.carry_out(call, opts)
+        if factor is None and len(given) == 1:
+            how = torch_internals.bucket_call()
+            if how is not None and ddp_buckets.is_bucket(given[0]):
+                return self.carry_out(ddp_buckets.allreduce(self.comm, given[0], op, how), opts)
+            if (call := plans.allreduce_again(self.comm, given, op)) is not None:
+                return self.carry_out(call, opts)
         return self._reduce(op, given, lambda op: plans.allreduce(self.extra, given, op, factor), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:

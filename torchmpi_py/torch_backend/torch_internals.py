@@ -21,6 +21,7 @@ older ones than 2.10. ``import torch`` runs `prepare`, so nothing heavier than t
 from __future__ import annotations
 
 import datetime as dt
+import enum
 import functools
 import logging
 import os
@@ -49,13 +50,6 @@ REDUCTIONS: Any = distributed.ReduceOp.RedOpType
 
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 _INSTALLED = ("site-packages", "dist-packages")
-_AROUND_BUCKETS = {
-    getattr(function, "__code__", None)
-    for function in (
-        getattr(torch.autograd.graph, "_engine_run_backward", None),
-        getattr(torch.nn.parallel.DistributedDataParallel, "_match_all_reduce_for_bwd_pass", None),
-    )
-}
 _UNNAMED = "undefined"
 _ON_THE_CPU = {"gloo", "mpi", "ucc"}
 _REMEDY = f'call dist.init_process_group("{NAME}") before, or give the library that name'
@@ -196,12 +190,32 @@ def program() -> FrameType:
     return frame
 
 
-def is_called_for_bucket() -> bool:
-    """Whether the caller of this function is called by DistributedDataParallel's C++, for one of its buckets.
+class BucketCall(enum.Enum):
+    """How DistributedDataParallel's C++ has a bucket reduced."""
 
-    That happens in a backward pass, and in the place of one, on a rank that has no inputs left (``model.join()``).
+    IN_BACKWARD = 1
+    JOINED = 2  # on a rank without inputs, in the place of a backward pass: the bucket is of zeros, and not kept
+
+
+def bucket_call() -> BucketCall | None:
+    """How C++ calls the caller of this function, if that may be for a bucket; None if Python does.
+
+    A thread of C++, of which there are some for deeply nested backward passes, has no frame above that.
     """
-    return sys._getframe(2).f_code in _AROUND_BUCKETS
+    frame = sys._getframe(1).f_back
+    return BucketCall.IN_BACKWARD if frame is None else _AROUND_BUCKETS.get(frame.f_code)
+
+
+_AROUND_BUCKETS = {
+    getattr(function, "__code__", None): how
+    for function, how in (
+        (getattr(torch.autograd.graph, "_engine_run_backward", None), BucketCall.IN_BACKWARD),
+        (
+            getattr(torch.nn.parallel.DistributedDataParallel, "_match_all_reduce_for_bwd_pass", None),
+            BucketCall.JOINED,
+        ),
+    )
+}
 
 
 def library_of(frame: FrameType) -> str:

@@ -127,6 +127,10 @@ class NodeGroup:
             self.prepared.clear()
         self.prepared[key] = prepared
 
+    def drop_dead_plans(self) -> None:
+        """Drop what was prepared in segments that are no more."""
+        self.prepared = {key: ready for key, ready in self.prepared.items() if symmetric.is_live(ready.segment)}
+
     def views(self, x: Tensor, offsets: Sequence[int], counts: Sequence[int] | None = None) -> list[Tensor]:
         """Views of the symmetric tensors of all ranks, with dtype of ``x`` and its size, or counts of their own.
 

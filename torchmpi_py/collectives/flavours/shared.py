@@ -57,6 +57,7 @@ class Shared(Flavour):
                 _allreduce(node, x, x, how, headers)
                 return
             node.can_adopt = symmetric.adopt(channel, x)  # in which all ranks meet: they have read the headers
+            node.drop_dead_plans()
         _allreduce_in_place(node, x, how, what)
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
