@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -86,13 +87,15 @@ def move(channel: Channel, x: Tensor) -> AdoptedSegment:
 
 
 def _check_room(storage: torch.UntypedStorage, num_ranks: int) -> None:
-    """Unavailable if the storages of all ranks, which are about as large, would not leave room enough."""
+    """Unavailable if the storages of all ranks, which are about as large, would leave too little to others."""
     if storage.is_shared():
         return
     try:
-        room = os.statvfs(shared_files.SHARED_DIRECTORY)
+        room, num_open = os.statvfs(shared_files.SHARED_DIRECTORY), len(os.listdir("/proc/self/fd"))
     except OSError as error:
-        raise Unavailable(f"{shared_files.SHARED_DIRECTORY}: {error}") from None
+        raise Unavailable(f"no shared memory: {error}") from None
+    if num_open > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+        raise Unavailable(f"{num_open} files are open, more than half of what ulimit -n allows")
     if room.f_bavail * room.f_frsize < num_ranks * storage.nbytes() + _LEAST_LEFT_BYTES:
         raise Unavailable(f"{shared_files.SHARED_DIRECTORY} has no room for {storage.nbytes()} bytes of each rank")
 
