@@ -119,8 +119,8 @@ def test_two_threads_that_wait_for_one_handle():
         label, entry = "work", (7,)
 
     handle = ThreadHandle(Work())
-    with handle._waited_for(None):
-        with handle._waited_for(1):
+    with handle._waited_for():
+        with handle._waited_for():
             pass
         assert list(backoff.active.values()) == [7]
     assert not backoff.active
