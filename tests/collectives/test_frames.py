@@ -5,24 +5,26 @@ import sys
 import pytest
 import torch
 
-MOST_FRAMES, MOST_FILES = 14, 9
+MOST_FRAMES, MOST_FILES = 10, 7
 
 
 @pytest.mark.mpi
 def test_an_allreduce_passes_few_frames(mpi):
-    x, passed = torch.ones(1), []
+    x, passed, calls = torch.ones(1), [], []
 
     def note(frame, event, _):
         module = frame.f_globals["__name__"]
         if event == "call" and module.startswith("torchmpi_py."):
             passed.append((module, frame.f_code.co_name))
 
-    for _ in range(3):  # the first calls look things up that later ones find
+    for _ in range(4):  # the first calls look things up; once in hundreds, records of operations under way are kept
         passed.clear()
         sys.setprofile(note)
         try:
             mpi.allreduce(x)
         finally:
             sys.setprofile(None)
-    assert len(passed) <= MOST_FRAMES, passed
-    assert len({module for module, _ in passed}) <= MOST_FILES, passed
+        calls.append(list(passed))
+    shortest = min(calls, key=len)
+    assert len(shortest) <= MOST_FRAMES, shortest
+    assert len({module for module, _ in shortest}) <= MOST_FILES, shortest

@@ -44,11 +44,13 @@ def key_of(verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
         or config.can_raise  # then a blocking call is launched
     ):
         return None
+    found = symmetric.find(x)
+    is_symmetric = found is not None and found[0].is_declared
     if not kwargs:
-        return verb, x.dtype, x.nbytes, symmetric.is_declared(x), selector.generation
+        return verb, x.dtype, x.nbytes, is_symmetric, selector.generation
     if not _ARGUMENTS.issuperset(kwargs):
         return None
-    return verb, x.dtype, x.nbytes, symmetric.is_declared(x), selector.generation, *kwargs.items()
+    return verb, x.dtype, x.nbytes, is_symmetric, selector.generation, *kwargs.items()
 
 
 class KeptOperation:

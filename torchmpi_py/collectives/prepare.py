@@ -179,7 +179,8 @@ def tensor_operation(
     """
     conclude = None if copy_out is None else functools.partial(_result, target, copy_out)
     num_bytes = x.nbytes
-    is_symmetric = symmetric.is_declared(x)
+    found = symmetric.find(x)
+    is_symmetric = found is not None and found[0].is_declared
     served = selector.flavour_for(verb, comm, x.device, num_bytes, symmetric=is_symmetric, name=flavour)
     device = _gpu(verb, x) if x.is_cuda else None
     num_tensors = _TENSORS_BEFORE_OTHERS.get(verb)

@@ -41,10 +41,12 @@ unavailable_because = NOT_STARTED
 class Segment:
     """A segment on the host as one rank sees it, without owning the memory.
 
+    ``is_declared``: whether the program has made its tensors symmetric, as it then has on all ranks.
+
     ``key`` is equal on all ranks of the segment; ``indices`` are the ranks of its parts, by their index on the node.
     """
 
-    device_type = "cpu"
+    device_type, is_declared = "cpu", True
 
     def __init__(self, mapping: mmap.mmap, key: int, part_bytes: int, indices: Sequence[int], own: int) -> None:
         self.key = key
@@ -125,14 +127,6 @@ def find(x: Tensor) -> tuple[AnySegment, int] | None:
     offset = address - segment.begin
     is_inside = offset + x.nbytes <= segment.part_bytes and x.device.type == segment.device_type
     return (segment, offset) if is_inside else None
-
-
-def is_declared(x: Tensor) -> bool:
-    """Whether the program has made ``x`` symmetric, as it then has on all ranks."""
-    if not live.now[0]:
-        return False
-    found = find(x)
-    return found is not None and not isinstance(found[0], AdoptedSegment)
 
 
 def adopt(channel: Channel, x: Tensor) -> bool:
