@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-MOST_FRAMES, MOST_FILES = 10, 7
+MOST_FRAMES, MOST_FILES = 12, 8
 
 
 @pytest.mark.mpi
