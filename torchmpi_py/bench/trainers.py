@@ -226,7 +226,7 @@ def _ddp(
 
 
 def _fsdp(network: Any, plain: MakeOptimizer, group: Any) -> Train:
-    """FSDP2 on the default process group or on ``group``: each layer with parameters is sharded by itself."""
+    """FSDP2 on the default process group or on ``group``: each layer with parameters in a unit of its own."""
     from torch.distributed import fsdp, group as groups
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -41,9 +41,8 @@ unavailable_because = NOT_STARTED
 class Segment:
     """A segment on the host as one rank sees it, without owning the memory.
 
-    ``is_declared``: whether the program has made its tensors symmetric, as it then has on all ranks.
-
     ``key`` is equal on all ranks of the segment; ``indices`` are the ranks of its parts, by their index on the node.
+    ``is_declared``: whether the program has made its tensors symmetric, as it then has on all ranks.
     """
 
     device_type, is_declared = "cpu", True

@@ -38,11 +38,8 @@ _SHARED_BUCKETS = SharedBuckets()
 
 def is_bucket(x: Tensor) -> bool:
     """Whether a tensor that DDP's C++ has reduced is a bucket on the host, and not DDP's map of used parameters."""
-    return x.dim() == 1 and x.is_cpu and not x.is_sparse and x.is_contiguous() and not (_is_map(x) or x.requires_grad)
-
-
-def _is_map(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex())
+    is_map = not (x.is_floating_point() or x.is_complex())
+    return x.dim() == 1 and x.is_cpu and not x.is_sparse and x.is_contiguous() and not (is_map or x.requires_grad)
 
 
 def allreduce(comm: Communicator, x: Tensor, op: str, how: BucketCall) -> Call:
