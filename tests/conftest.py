@@ -5,6 +5,7 @@ aborted, and a test that waits longer than its time limit ends the job with ever
 """
 
 import contextlib
+import faulthandler
 import io
 import os
 import sys
@@ -19,6 +20,8 @@ from torchmpi_py.launch import variables
 os.environ["TORCHMPI_TUNING_DIR"] = os.devnull  # what someone measured on this machine is not what is tested
 _SHORT_PROGRAMS = Path(__file__).with_name("short_programs")
 _hidden: io.StringIO | None = None
+_DUMP_SECONDS = 2.0  # so much earlier than pytest-timeout, which ends the process, each rank shows its stacks
+_stderr: int | None = None  # the standard error of a rank, which pytest captures in a test
 
 
 def pytest_addoption(parser):
@@ -49,11 +52,12 @@ def _be_as_nice_as_started() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     """Rank 0 reports; the others are heard only when they fail."""
-    global _hidden
+    global _hidden, _stderr
     config.addinivalue_line("markers", "mpi(min_size): runs on several ranks")
     if config.getoption("--only-mpi"):
         _give_temporary_folder()
         _be_as_nice_as_started()
+        _stderr = os.dup(2)
     elif config.getoption("--short-programs"):
         _start_short_programs()
     if (variables.rank_in(os.environ) or 0) > 0 and config.getoption("--only-mpi"):
@@ -76,6 +80,18 @@ def pytest_collection_modifyitems(config, items):
         chosen = set(wanted)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = wanted
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item, settings):
+    """Show every rank's stacks when a test has hung: pytest-timeout's own would go where a hidden rank reports."""
+    if _stderr is not None:
+        faulthandler.dump_traceback_later(max(settings.timeout - _DUMP_SECONDS, 0.1), file=_stderr)
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_cancel_timer(item):
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(trylast=True)

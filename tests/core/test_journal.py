@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchmpi_py.bench import hang
-from torchmpi_py.core import backoff, config, journal, status_board
+from torchmpi_py.core import backoff, channels, config, journal, status_board
 from torchmpi_py.core.status_board import (
     CHECKSUM_BITS,
     FINGERPRINTS_PER_SLOT,
@@ -178,6 +178,34 @@ def test_what_is_under_way_outlives_its_record(mpi):
         for _ in range(NUM_RECORDS + 600):
             mpi.barrier(other)
         assert not journal.under_way(status_board.current)
+
+
+@pytest.mark.mpi
+def test_what_was_left_without_an_end_is_not_under_way(mpi):
+    """A later operation passes it, and so does the end of its communicator, also when another one has its slot."""
+    used = status_board.current
+    with mpi.split(mpi.rank()) as comm:
+        passed = journal.record_plain("left without an end", comm)
+        assert journal.under_way(used) == {passed[0]}
+        mpi.barrier(comm)
+        assert not journal.under_way(used)
+    with mpi.split(mpi.rank()) as comm:
+        slots = {sequence.index for sequence in comm.sequences}
+        mpi.barrier(comm)
+        freed = journal.record_plain("left without an end", comm)
+        comm._release()
+    assert used.record(freed[0]).is_open
+    assert not journal.under_way(used)
+    with mpi.split(mpi.rank()) as comm:
+        assert slots == {sequence.index for sequence in comm.sequences}
+        assert used.record(freed[0]).is_open
+        assert not journal.under_way(used)
+        own = journal.record_own("a request", comm)
+        message = journal.record(journal.Plain("a message", comm, None), channels.DIRECT)
+        mpi.barrier(comm)
+        assert journal.under_way(used) == {message[0]}
+        journal.end(message)
+        journal.end(own)
 
 
 @pytest.mark.mpi
@@ -354,6 +382,26 @@ def test_a_rank_that_does_not_stop(tmp_path):
     assert job.returncode == 1, job.stderr
     assert "RanksDisagree: operation 1 " in job.stderr
     assert re.search(r"calls mpi.stop\(\) .* calls allreduce|calls allreduce .* calls mpi.stop", job.stderr)
+
+
+def test_what_was_left_without_an_end_ends_no_job(tmp_path):
+    """Nor where the others are in mpi.stop() already, and its communicator's slot is one of all ranks."""
+    program = """
+from torchmpi_py.core import journal
+if me == 1:
+    with mpi.split(mpi.rank()) as alone:
+        mpi.barrier(alone)
+        journal.record_plain("left without an end", alone)
+        alone._release()
+else:
+    mpi.split(mpi.rank()).free()
+later = mpi.split(0)
+if me == 1:
+    time.sleep(3)
+"""
+    job = run(tmp_path, program)
+    assert job.returncode == 0, job.stderr
+    assert "report of rank" not in job.stderr
 
 
 def test_a_report_that_is_asked_for(tmp_path):

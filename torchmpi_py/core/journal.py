@@ -292,7 +292,8 @@ def under_way(used: Board) -> set[int]:
 
 def called(used: Board) -> set[int]:
     """The numbers of the operations that the program's threads carry out."""
-    found = _open(used).union(number for number, kept in tuple(evicted_open.items()) if not _is_passed(used, kept))
+    kept = [*map(used.record, _open(used)), *tuple(evicted_open.values())]
+    found = {each.number for each in kept if each is not None and not sequences.is_passed(used, each)}
     return found.union(
         number for number, size in tuple(backoff.unhurried.values()) if not _may_come(used, number, size)
     )
@@ -324,21 +325,14 @@ def _open(used: Board) -> set[int]:
 
 
 def _keep_open(used: Board) -> None:
-    """Keep the records of open operations, before others overwrite them; messages are not kept, nor what is passed.
+    """Keep the records of open operations, before others overwrite them; not those that are passed.
 
-    A thread may leave an operation without an end (an exception from a signal's handler): the next operation of the
-    sequence passes it. Of a message there is nothing else to see.
+    Of one that is not numbered, as a message, nobody would see that it was left without an end.
     """
     found = [used.record(number) for number in _open(used)]
-    # Sequence number 0: a message.
-    kept = [each for each in (*found, *evicted_open.values()) if each is not None and each.sequence_number]
+    kept = [each for each in (*found, *evicted_open.values()) if each is not None and sequences.is_numbered(each)]
     evicted_open.clear()
-    evicted_open.update({each.number: each for each in kept if not _is_passed(used, each)})
-
-
-def _is_passed(used: Board, kept: Record) -> bool:
-    """Whether a later operation was recorded in the same slot, by this communicator or a later one."""
-    return kept.slot < 0 or sequences.last_place(used, used.index, kept.slot) > kept.fingerprint >> CHECKSUM_BITS
+    evicted_open.update({each.number: each for each in kept if not sequences.is_passed(used, each)})
 
 
 def _look_up(used: Board, operation: Recorded, sequence: CallSequence, frame: Any) -> tuple[int, int]:

@@ -176,6 +176,25 @@ def last_place(used: Board, index: int, slot: int) -> int:
     return max(used.words[first : first + FINGERPRINTS_PER_SLOT]) >> CHECKSUM_BITS
 
 
+def is_numbered(mine: Record) -> bool:
+    """Whether an operation has a place in a sequence; a message has none, nor an operation without a slot."""
+    return bool(mine.sequence_number) and mine.slot >= 0
+
+
+def is_passed(used: Board, mine: Record) -> bool:
+    """Whether this rank is past its operation: has called a later one of the sequence, or freed the communicator.
+
+    A thread may leave an operation without an end (an exception from a signal's handler).
+    """
+    if not is_numbered(mine):
+        return False
+    place = mine.fingerprint >> CHECKSUM_BITS
+    # A freed communicator's slot may be another's, which is empty until its first operation.
+    ahead = (used.generation_of(used.index, mine.slot) - (place >> SEQUENCE_NUMBER_BITS)) % NUM_GENERATIONS
+    is_freed = mine.slot not in used.slots_of or 0 < ahead < NUM_GENERATIONS // 2
+    return is_freed or last_place(used, used.index, mine.slot) > place
+
+
 def difference(used: Board, mine: Record) -> str:
     """In what other ranks differ from this rank's operation; empty if none differs, or none has come."""
     different = list(sides(used, mine, only_different=True))
