@@ -10,6 +10,7 @@ import io
 import os
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ os.environ["TORCHMPI_TUNING_DIR"] = os.devnull  # what someone measured on this 
 _SHORT_PROGRAMS = Path(__file__).with_name("short_programs")
 _hidden: io.StringIO | None = None
 _DUMP_SECONDS = 2.0  # so much earlier than pytest-timeout, which ends the process, each rank shows its stacks
+_timer: threading.Timer | None = None
 _stderr: int | None = None  # the standard error of a rank, which pytest captures in a test
 
 
@@ -85,13 +87,18 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item, settings):
     """Show every rank's stacks when a test has hung: pytest-timeout's own would go where a hidden rank reports."""
-    if _stderr is not None:
-        faulthandler.dump_traceback_later(max(settings.timeout - _DUMP_SECONDS, 0.1), file=_stderr)
+    global _timer
+    if _stderr is not None:  # a thread of Python's: a forked child would wait for one of faulthandler's
+        seconds = settings.timeout - min(_DUMP_SECONDS, settings.timeout / 2)
+        _timer = threading.Timer(seconds, faulthandler.dump_traceback, kwargs={"file": _stderr})
+        _timer.daemon = True
+        _timer.start()
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_cancel_timer(item):
-    faulthandler.cancel_dump_traceback_later()
+    if _timer is not None:
+        _timer.cancel()
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,8 +4,8 @@ Every call pays for the journal, so the steps of ``record`` and ``end`` stand in
 on the board (``status_board.py``), and two looks at the neighbour's fingerprint (``sequences.py``). Texts and checksum
 of a call are kept by its place in the program. ``python -m torchmpi_py.bench watch`` measures the cost.
 
-An operation is *under way* while a call carries it out (begun, and not ended), or waits for it (``backoff.active``; a
-future counts as a wait from its request on). ``watch/watchdog.py`` looks at the oldest operation under way.
+An operation is *under way* while a call carries it out (begun, not ended, and its communicator not freed), or waits
+for it (``backoff.active``; a future counts as a wait from its request on). ``watch/watchdog.py`` looks at the oldest.
 """
 
 from __future__ import annotations
@@ -212,12 +212,12 @@ def run_while_others_work(name: str, comm: RecordedGroup, step: Callable[[], R])
 def _until_over(entry: Entry, step: Callable[[], R]) -> R:
     try:
         returned = step()
+        end_launched(entry)
     except BaseException as error:
         if isinstance(error, MPI.Exception):  # other errors are agreed on
             break_off(entry)
         fail(entry)
         raise
-    end_launched(entry)
     return returned
 
 
@@ -292,8 +292,8 @@ def under_way(used: Board) -> set[int]:
 
 def called(used: Board) -> set[int]:
     """The numbers of the operations that the program's threads carry out."""
-    kept = [*map(used.record, _open(used)), *tuple(evicted_open.values())]
-    found = {each.number for each in kept if each is not None and not sequences.is_passed(used, each)}
+    found = {each.number for each in map(used.record, _open(used)) if each and not sequences.is_freed(used, each)}
+    found.update(number for number, kept in tuple(evicted_open.items()) if not sequences.is_passed(used, kept))
     return found.union(
         number for number, size in tuple(backoff.unhurried.values()) if not _may_come(used, number, size)
     )
@@ -327,12 +327,14 @@ def _open(used: Board) -> set[int]:
 def _keep_open(used: Board) -> None:
     """Keep the records of open operations, before others overwrite them; not those that are passed.
 
-    Of one that is not numbered, as a message, nobody would see that it was left without an end.
+    Of one that is not numbered, as a message, nobody would see that it was left without an end: once its record is
+    overwritten, nobody sees that it hangs.
     """
-    found = [used.record(number) for number in _open(used)]
-    kept = [each for each in (*found, *evicted_open.values()) if each is not None and sequences.is_numbered(each)]
+    kept = [*filter(None, map(used.record, _open(used))), *evicted_open.values()]
     evicted_open.clear()
-    evicted_open.update({each.number: each for each in kept if not sequences.is_passed(used, each)})
+    evicted_open.update(
+        {each.number: each for each in kept if sequences.is_numbered(each) and not sequences.is_passed(used, each)}
+    )
 
 
 def _look_up(used: Board, operation: Recorded, sequence: CallSequence, frame: Any) -> tuple[int, int]:

@@ -181,18 +181,26 @@ def is_numbered(mine: Record) -> bool:
     return bool(mine.sequence_number) and mine.slot >= 0
 
 
-def is_passed(used: Board, mine: Record) -> bool:
-    """Whether this rank is past its operation: has called a later one of the sequence, or freed the communicator.
+def is_freed(used: Board, mine: Record) -> bool:
+    """Whether the communicator of this rank's operation was freed.
 
-    A thread may leave an operation without an end (an exception from a signal's handler).
+    The operation is over then, also one that has no end: an exception from a signal's handler may have come between.
     """
     if not is_numbered(mine):
         return False
-    place = mine.fingerprint >> CHECKSUM_BITS
-    # A freed communicator's slot may be another's, which is empty until its first operation.
-    ahead = (used.generation_of(used.index, mine.slot) - (place >> SEQUENCE_NUMBER_BITS)) % NUM_GENERATIONS
-    is_freed = mine.slot not in used.slots_of or 0 < ahead < NUM_GENERATIONS // 2
-    return is_freed or last_place(used, used.index, mine.slot) > place
+    # The slot may be another communicator's, and is empty until the first operation of that one.
+    mines = mine.fingerprint >> CHECKSUM_BITS + SEQUENCE_NUMBER_BITS
+    ahead = (used.generation_of(used.index, mine.slot) - mines) % NUM_GENERATIONS
+    return mine.slot not in used.slots_of or 0 < ahead < NUM_GENERATIONS // 2
+
+
+def is_passed(used: Board, mine: Record) -> bool:
+    """Whether a later operation of the sequence was recorded, or the communicator freed.
+
+    The operation itself may still hang, where a call records several at once, or several threads call.
+    """
+    is_later = is_numbered(mine) and last_place(used, used.index, mine.slot) > mine.fingerprint >> CHECKSUM_BITS
+    return is_later or is_freed(used, mine)
 
 
 def difference(used: Board, mine: Record) -> str:

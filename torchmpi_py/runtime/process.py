@@ -144,10 +144,10 @@ def barrier(comm: Communicator | None = None) -> None:
         elif not backoff.fenced(lambda: backoff.complete(comm.direct.mpi.Ibarrier(), backoff.Nap(0.001), limit))():
             late = f"the barrier is not complete after {limit:g} s. {reports.late(entry)}"
             raise CollectiveTimeout(late)._of_call("barrier", comm)
+        journal.end(entry)
     except BaseException:
         journal.fail(entry)
         raise
-    journal.end(entry)
 
 
 def local_rank() -> int:
