@@ -154,12 +154,17 @@ def record(operation: Recorded, thread_role: int, is_launch: bool = False, frame
     fingerprint |= checksum
     if is_launch:
         names |= IS_LAUNCH
-    pack(used.mapping, begin_byte, number, fingerprint, now, operation.num_bytes, names)
+    entry = number, word, end_word, neighbours, fingerprint, sequence
+    try:
+        pack(used.mapping, begin_byte, number, fingerprint, now, operation.num_bytes, names)
+    except BaseException:  # from a signal's handler
+        break_off(entry)
+        fail(entry)
+        raise
     # 3. The fingerprint, after its record: a reader of the fingerprint finds the record. Then the first look.
     words = used.words
     words[mine] = fingerprint
     theirs = words[neighbours]
-    entry = number, word, end_word, neighbours, fingerprint, sequence
     # A neighbour that is behind, or ahead, has another sequence number there: no difference.
     if theirs != fingerprint and theirs ^ fingerprint < _NEXT and not operation.flavour.exchanges_headers:
         fail(entry)
@@ -294,9 +299,8 @@ def called(used: Board) -> set[int]:
     """The numbers of the operations that the program's threads carry out."""
     found = {each.number for each in map(used.record, _open(used)) if each and not sequences.is_freed(used, each)}
     found.update(number for number, kept in tuple(evicted_open.items()) if not sequences.is_passed(used, kept))
-    return found.union(
-        number for number, size in tuple(backoff.unhurried.values()) if not _may_come(used, number, size)
-    )
+    late = (number for number, size in tuple(backoff.unhurried.values()) if not _may_come(used, number, size))
+    return found.union(late)
 
 
 def _may_come(used: Board, number: int, size: int) -> bool:
