@@ -40,8 +40,9 @@ def strike():
     global is_victim
     is_victim = False  # once
     path = folder / f"fault-{me}"
-    path.with_suffix(".tmp").write_text(str(os.getpid()))
-    path.with_suffix(".tmp").rename(path)
+    part = path.with_name(f"part-{path.name}")  # whoever waits for the mark looks for fault-*
+    part.write_text(str(os.getpid()))
+    part.rename(path)
     what = fault["what"]
     if what.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, what))
