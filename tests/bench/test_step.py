@@ -6,7 +6,19 @@ import torch
 from torchmpi_py.bench import UsageError, WrongValue, step
 from torchmpi_py.bench.__main__ import parse
 from torchmpi_py.bench.step import make_samples
-from torchmpi_py.bench.trainers import DDP, DDP_HOOK, DDP_TORCHMPI, NONE, OPTIMIZERS, WAYS, make_perceptron, trainers
+from torchmpi_py.bench.trainers import (
+    DDP,
+    DDP_ALONE,
+    DDP_HOOK,
+    DDP_TORCHMPI,
+    DDP_TORCHMPI_VIEWS,
+    DDP_VIEWS,
+    NONE,
+    OPTIMIZERS,
+    WAYS,
+    make_perceptron,
+    trainers,
+)
 from torchmpi_py.errors import RanksDisagree
 
 pytestmark = pytest.mark.timeout(240)
@@ -27,8 +39,11 @@ def test_every_way_is_timed_and_trains_alike(mpi, capsys, tmp_path):
         assert list(stored["median_seconds"]) == [
             NONE,
             DDP,
+            DDP_ALONE,
+            DDP_VIEWS,
             DDP_TORCHMPI,
             DDP_HOOK,
+            DDP_TORCHMPI_VIEWS,
             "synchronize_gradients",
             "register_async_backward",
             "engine",

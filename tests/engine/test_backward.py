@@ -129,3 +129,62 @@ def test_the_weight_scales_gradients_and_not_the_loss():
     assert torch.equal(state.loss, loss)
     assert state.num_samples == 0
     assert torch.equal(grad, 0.25 * network.weight.grad)
+
+
+class Remembering(torch.autograd.Function):
+    """A function whose node has attributes with the names of torch's own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.variable, ctx.name = x.detach(), "a function"
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+def test_only_what_is_trained_gets_a_gradient():
+    network, others = linear(), linear(2)
+    (sample,) = pairs(1)
+
+    def criterion(output, target):
+        loss = torch.nn.functional.cross_entropy(Remembering.apply(output), target)
+        return loss + (others(sample[0]).square().sum() * network.bias.sum()).tanh()
+
+    SGDEngine().train(network=network, criterion=criterion, iterator=[sample], lr=0)
+    found = [parameter.grad.clone() for parameter in network.parameters()]
+    assert [parameter.grad for parameter in others.parameters()] == [None, None]
+    network.zero_grad()
+    criterion(network(sample[0]), sample[1]).backward()
+    for parameter, grad in zip(network.parameters(), found, strict=True):
+        assert torch.allclose(parameter.grad, grad)
+
+
+LOSSES = {
+    "does not require grad": lambda output: output.detach().sum(),
+    "only for scalar outputs": lambda output: output.sum(1),
+    "scalar outputs": lambda output: torch.ones(3, requires_grad=True) * 2,
+}
+
+
+@pytest.mark.parametrize("message", LOSSES)
+def test_what_is_no_loss_is_an_error(message):
+    train = SGDEngine().train
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        train(network=linear(), criterion=lambda output, _: LOSSES[message](output), iterator=pairs(), lr=0.1)
+
+
+def test_what_only_a_hook_gave_a_gradient_is_forgotten_too():
+    network = torch.nn.ModuleDict({"trained": linear(), "beside": linear(2)})
+    engine, kept = SGDEngine(), []
+
+    def check(state):
+        kept.append(network["beside"].weight.grad)
+        network["beside"].weight.grad = torch.ones_like(network["beside"].weight)
+
+    engine.hooks.on_backward_criterion = check
+    network.forward = network["trained"].forward
+    optimizer = torch.optim.SGD(network["trained"].parameters(), lr=0.1)
+    engine.train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), optimizer=optimizer)
+    assert kept == [None, None]

@@ -28,6 +28,7 @@ from torchmpi_py.bench.candidates import process_groups
 from torchmpi_py.bench.results import quantile
 from torchmpi_py.bench.trainers import (
     DDP,
+    DDP_ALONE,
     DDP_TORCHMPI,
     FSDP,
     FSDP_TORCHMPI,
@@ -201,7 +202,7 @@ def _measured(
             comm.Barrier()
             times[made[index].name] += _run(made[index], samples)
     for trainer in made:
-        if trainer.name not in (NONE, FSDP, FSDP_TORCHMPI):  # whose ranks have different parts
+        if trainer.name not in (NONE, DDP_ALONE, FSDP, FSDP_TORCHMPI):  # whose ranks differ
             mpinn.check_with_allreduce(trainer.network)
     return {name: _slowest(comm, of_trainer) for name, of_trainer in times.items()}
 

@@ -23,6 +23,8 @@ from torchmpi_py.engine import AllReduceSGDEngine
 
 NONE, DDP = "no communication", "DDP on gloo"
 DDP_TORCHMPI, DDP_HOOK = "DDP on torchmpi", "DDP on torchmpi, hook"
+DDP_VIEWS, DDP_TORCHMPI_VIEWS = (f"{name}, views" for name in (DDP, DDP_TORCHMPI))
+DDP_ALONE = "DDP without communication"
 FSDP, FSDP_TORCHMPI = "FSDP2 on gloo", "FSDP2 on torchmpi"
 WAYS = ("average", "sharded", "compressed")
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -75,7 +77,7 @@ def trainers(
     if with_ddp:
         makers.append((DDP, functools.partial(_ddp, plain=plain), True))
     if "average" in ways:
-        makers += [(name, make, True) for name, make in _averaging(plain, torchmpi)]
+        makers += [(name, make, name != DDP_ALONE) for name, make in _averaging(plain, with_ddp, torchmpi)]
     if "sharded" in ways:
         makers += [(name, make, True) for name, make in _sharded(optimizer_class, options, with_ddp, torchmpi)]
     if "compressed" in ways:
@@ -113,13 +115,23 @@ LAYERS = {"perceptron": [784, 4096, 4096, 10], "convolutional": [64, 10]}
 """What ``layers`` is unless given."""
 
 
-def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[tuple[str, MakeTrain]]:
+def _averaging(plain: MakeOptimizer, with_ddp: bool, torchmpi: Any) -> list[tuple[str, MakeTrain]]:
+    """Ways to average the gradients; and DDP_ALONE, which does all that DDP does but for that."""
     made: list[tuple[str, MakeTrain]] = []
+    if with_ddp:
+        made = [
+            (DDP_ALONE, functools.partial(_ddp, plain=plain, hook=(None, lambda _, bucket: _done(bucket.buffer())))),
+            (DDP_VIEWS, functools.partial(_ddp, plain=plain, gradient_as_bucket_view=True)),
+        ]
     if torchmpi is not None:
         from torchmpi_py.torch_backend import average  # here, for a torch may be built without torch.distributed
 
         on_torchmpi = functools.partial(_ddp, plain=plain, group=torchmpi)
-        made = [(DDP_TORCHMPI, on_torchmpi), (DDP_HOOK, functools.partial(on_torchmpi, hook=(torchmpi, average)))]
+        made += [
+            (DDP_TORCHMPI, on_torchmpi),
+            (DDP_HOOK, functools.partial(on_torchmpi, hook=(torchmpi, average))),
+            (DDP_TORCHMPI_VIEWS, functools.partial(on_torchmpi, gradient_as_bucket_view=True)),
+        ]
     return [
         *made,
         (
@@ -216,13 +228,25 @@ def _loop(
 
 
 def _ddp(
-    network: torch.nn.Module, plain: MakeOptimizer, group: Any = None, hook: tuple[Any, Any] | None = None
+    network: torch.nn.Module,
+    plain: MakeOptimizer,
+    group: Any = None,
+    hook: tuple[Any, Any] | None = None,
+    gradient_as_bucket_view: bool = False,
 ) -> Train:
     """DDP on the default process group or on ``group``; ``hook``: (state, hook) for its communication."""
-    ddp: Any = torch.nn.parallel.DistributedDataParallel(network, process_group=group)
+    ddp: Any = torch.nn.parallel.DistributedDataParallel(
+        network, process_group=group, gradient_as_bucket_view=gradient_as_bucket_view
+    )
     if hook is not None:
         ddp.register_comm_hook(*hook)
     return _loop(network, ddp, plain)
+
+
+def _done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(result)
+    return future
 
 
 def _fsdp(network: Any, plain: MakeOptimizer, group: Any) -> Train:

@@ -193,7 +193,7 @@ def _up_to(limit: float) -> str:
 def _defaults() -> dict[Key, list[Choice]]:
     """The table before ``autotune``: crossovers measured with 2 and 4 ranks, Open MPI 5, two cores."""
     to_shared = {  # from where on: ordinary tensors, symmetric ones
-        "allreduce": (16 << 20, 32 << 10),
+        "allreduce": (4 << 20, 32 << 10),
         "broadcast": (16 << 20, 4 << 20),
         "reduce": (4 << 20, 512 << 10),
         "reduce_scatter": (1 << 20, 512 << 10),

@@ -51,6 +51,25 @@ def _checked(optimizer: Any) -> torch.optim.Optimizer:
     return cast(torch.optim.Optimizer, optimizer)
 
 
+def _leaves(loss: Any) -> list[torch.Tensor]:
+    """The tensors whose gradients ``loss.backward()`` would accumulate; none for what is no such loss."""
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        return []
+    if loss.grad_fn is None:
+        return [loss]
+    found: list[torch.Tensor] = []
+    seen: set[Any] = set()
+    left: list[Any] = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            if type(node).__name__ == "AccumulateGrad":  # a class of torch's; those of users' functions end in Backward
+                found.append(node.variable)
+            left += [function for function, _ in node.next_functions if function is not None]
+    return found
+
+
 class SGDEngine:
     """Train and test a network; the module docstring tells how behaviour is added.
 
@@ -262,13 +281,17 @@ class SGDEngine:
         parameter's gradient is accumulated once: hooks of autograd that reduce a gradient then reduce the whole of it.
         """
         loss = state.loss if state.weight == 1.0 else state.loss * state.weight
-        parameters = state.parameters()
-        outputs, leaves = [tensor for tensor, _ in state._cuts], [leaf for _, leaf in state._cuts]
-        inputs = [*leaves, *parameters]
-        grads = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()  # (): all is frozen
-        for leaf, grad in zip(leaves, grads[: len(leaves)], strict=True):
-            leaf.grad = grad
-        state._cuts = [(at, grad) for at, grad in zip([*outputs, *parameters], grads, strict=True) if grad is not None]
+        outputs = {leaf: output for output, leaf in state._cuts}
+        leaves = _leaves(loss)
+        if not leaves or any(leaf not in outputs for leaf in leaves):
+            trained = dict.fromkeys([*outputs, *state.parameters()])
+            # If the loss reaches none of them, torch says what is wrong with it.
+            leaves = [leaf for leaf in leaves if leaf in trained] or list(trained)
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()  # (): all is frozen
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if leaf in outputs:
+                leaf.grad = grad
+        state._cuts = [(outputs.get(x, x), grad) for x, grad in zip(leaves, grads, strict=True) if grad is not None]
 
     def backward(self, state: State) -> None:
         """Gradients of all parameters, in one pass of autograd that begins where ``backward_criterion`` stopped."""

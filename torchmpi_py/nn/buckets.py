@@ -136,6 +136,10 @@ class Buckets:
             self.index_of = {p: index for index, bucket in enumerate(self.all) for p in bucket.parameters}
         return True
 
+    def all_fit(self) -> bool:
+        """Whether their own parameters have the shapes, dtypes and devices still for which the buckets were made."""
+        return all(bucket.fits(bucket.parameters) for bucket in self.all)
+
     def has_gradient_here(self) -> Tensor:
         """A byte per parameter: whether it has a gradient on this rank. Reduced by ``max``: on any rank.
 
