@@ -26,7 +26,6 @@ from torchmpi_py.nn.block_sequential import BlockSequential
 from torchmpi_py.nn.bucket import sparse_parameters
 from torchmpi_py.nn.buckets import Buckets
 from torchmpi_py.nn.compression import Compression, check_compression
-from torchmpi_py.nn.members import modules_of, parameters_of
 from torchmpi_py.nn.synchronize import check_dense, check_unregistered, reduced_in_backward, trainable
 
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # autograd calls Function.backward here
@@ -141,7 +140,7 @@ class AsyncBackward:
             index = self.buckets.index_of[parameter]
             bucket = self.buckets.all[index]
             if not bucket.publishes:
-                bucket.insert([parameter])
+                bucket.insert(parameter)
             self._num_ready[index] += 1
             self._launch(only_ready=True)
 
@@ -185,18 +184,18 @@ class AsyncBackward:
     def _check_parameters(self) -> None:
         """RuntimeError if the module has other parameters than at its registration."""
         module = self._module()
-        unknown = {
-            p
-            for p in (() if module is None else parameters_of(module))
+        named = () if module is None else module.named_parameters()
+        unknown = [
+            name
+            for name, p in named
             if p.requires_grad and p not in self.names and (self._only is None or p in self._only)
-        }
-        if module is not None and unknown:
-            names = [name for name, p in module.named_parameters() if p in unknown]
+        ]
+        if unknown:
             raise RuntimeError(
-                f"{', '.join(names)}: new or trainable only since register_async_backward, so that nobody would "
+                f"{', '.join(unknown)}: new or trainable only since register_async_backward, so that nobody would "
                 "average it; remove() the registration, and register again"
             )
-        if not self.buckets.all_fit():
+        if not all(bucket.fits(bucket.parameters) for bucket in self.buckets.all):
             raise RuntimeError(
                 "parameters have another shape, dtype or device than at register_async_backward; remove() the "
                 "registration, and register again"
@@ -280,7 +279,7 @@ def _hooked(
 
 def _blocks(module: torch.nn.Module, reduced: Container[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
     """The parameters of the blocks of all BlockSequentials inside that are reduced as a whole."""
-    blocks = [block.parameters for m in modules_of(module) if isinstance(m, BlockSequential) for block in m.blocks]
+    blocks = [block.parameters for m in module.modules() if isinstance(m, BlockSequential) for block in m.blocks]
     return [parameters for parameters in blocks if parameters and all(p in reduced for p in parameters)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.memory.symmetric import find
 from torchmpi_py.nn.compression import Compression, Compressor
-from torchmpi_py.nn.members import modules_of
 from torchmpi_py.nn.split_parameters import split_of
 
 
@@ -56,21 +55,16 @@ class Bucket:
         self.parameters = list(parameters)
         self._views = dict(zip(parameters, self._views.values(), strict=True))
 
-    def insert(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Copy gradients into the bucket, but for those that lie there; zero for None. ``p.grad`` becomes a view."""
-        views, gradients = [], []
-        for parameter in parameters:
-            view, gradient = self._views[parameter], parameter.grad
-            if gradient is None:
-                view.zero_()
-            elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
-                views.append(view)
-                gradients.append(gradient.detach())
-            else:
-                continue
-            parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
-        if views:
-            torch._foreach_copy_(views, gradients)
+    def insert(self, parameter: torch.nn.Parameter) -> None:
+        """Copy a gradient into the bucket, unless it lies there; zero for None. ``p.grad`` becomes a view."""
+        view = self._views[parameter]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad.data_ptr() != view.data_ptr() or parameter.grad.stride() != view.stride():
+            view.copy_(parameter.grad.detach())
+        else:
+            return
+        parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
 
     def holds_gradient(self) -> bool:
         """Whether the gradient of one of its parameters lies in it."""
@@ -109,7 +103,8 @@ class Bucket:
         ):
             self.parameters[0].grad = view.detach()
             return gradient.detach().view(-1)
-        self.insert(self.parameters)
+        for parameter in self.parameters:
+            self.insert(parameter)
         if op == "sum" and self.num_parts > 1:
             self.flat.mul_(self.num_parts)  # each of the ranks that share a whole counts, as with unsplit parameters
         return self.flat
@@ -142,7 +137,7 @@ class SparseBucket(Bucket):
     def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
 
-    def insert(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def insert(self, parameter: torch.nn.Parameter) -> None:
         """Nothing: the gradient stays where it is."""
 
     def holds_gradient(self) -> bool:
@@ -201,7 +196,7 @@ class SparseBucket(Bucket):
 def sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:
     """The parameters of a module whose gradients are sparse."""
     embeddings = [
-        m for m in modules_of(module) if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and m.sparse
+        m for m in module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and m.sparse
     ]
     return {m.weight for m in embeddings if isinstance(m.weight, torch.nn.Parameter)}
 
