@@ -195,7 +195,7 @@ class AsyncBackward:
                 f"{', '.join(unknown)}: new or trainable only since register_async_backward, so that nobody would "
                 "average it; remove() the registration, and register again"
             )
-        if not all(bucket.fits(bucket.parameters) for bucket in self.buckets.all):
+        if not self.buckets.all_fit():
             raise RuntimeError(
                 "parameters have another shape, dtype or device than at register_async_backward; remove() the "
                 "registration, and register again"
