@@ -290,7 +290,7 @@ def test_every_variable_in_use_is_known():
     root = pathlib.Path(__file__).parents[2]
     files = [path for folder in ("torchmpi_py", "tests", "scripts") for path in (root / folder).rglob("*")]
     texts = [path.read_text() for path in files if path.suffix in (".py", ".sh", "") and path.is_file()]
-    used = {name for text in texts for name in re.findall(r"TORCHMPI_[A-Z_]*[A-Z]\b", text)}
+    used = {name for text in texts for name in re.findall(r"\bTORCHMPI_[A-Z_]*[A-Z]\b", text)}
     assert len(used) > 10
     assert config.unknown_settings(dict.fromkeys(used - {"TORCHMPI_DEADLIN", "TORCHMPI_WHATEVER"}, "")) == ""
 
