@@ -13,6 +13,7 @@ from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.memory.symmetric import find
 from torchmpi_py.nn.compression import Compression, Compressor
+from torchmpi_py.nn.members import modules_of
 from torchmpi_py.nn.split_parameters import split_of
 
 
@@ -195,9 +196,8 @@ class SparseBucket(Bucket):
 
 def sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:
     """The parameters of a module whose gradients are sparse."""
-    embeddings = [
-        m for m in module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and m.sparse
-    ]
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    embeddings = [part for part in modules_of(module) if isinstance(part, kinds) and part.sparse]
     return {m.weight for m in embeddings if isinstance(m.weight, torch.nn.Parameter)}
 
 
