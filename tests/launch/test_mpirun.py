@@ -188,15 +188,31 @@ def test_options_of_torchrun():
             launcher.hosts.num_ranks_as_torchrun(named, environment)
 
 
+def test_options_of_mpirun():
+    options = launcher.parse(["--np", "3", "-H", "a:2,b", "a.py"])
+    assert (options.num_ranks, options.hosts) == (3, "a:2,b")
+    assert launcher.parse(["--host", "a", "--machinefile", "f", "a.py"]).hostfile == Path("f")
+
+
 @pytest.mark.parametrize(
-    ("option", "remedy"),
-    [("--nnodes=2", "--hosts a:4,b:4"), ("--standalone", "leave it"), ("--rdzv_id", "leave it")],  # one of each kind
+    ("argv", "whose", "remedy"),
+    [  # one of each kind
+        (["--nnodes=2"], "torchrun", "--hosts a:4,b:4"),
+        (["--standalone"], "torchrun", "leave it away"),
+        (["--rdzv_id"], "torchrun", "leave it away"),
+        (["-x", "PATH"], "mpirun", "--env NAME=VALUE"),
+        (["-genv", "A", "1"], "mpirun", "--env NAME=VALUE"),
+        (["-ppn", "4"], "mpirun", "--hosts a:4,b:4"),
+        (["--oversubscribe"], "mpirun", "leave it away"),
+        (["--bind-to", "core"], "mpirun", "--bind core"),
+        (["--mca", "btl", "tcp,self"], "mpirun", "--mpi-args '--mca ...'"),
+    ],
 )
-def test_options_of_torchrun_without_a_meaning(option, remedy, capsys):
+def test_options_of_other_starters_without_a_meaning(argv, whose, remedy, capsys):
     with pytest.raises(SystemExit, match="2"):
-        launcher.parse([option, "a.py"])
+        launcher.parse([*argv, "a.py"])
     said = capsys.readouterr().err
-    assert f"{option.partition('=')[0]} is an option of torchrun" in said
+    assert f"{argv[0].partition('=')[0]} is an option of {whose}" in said
     assert remedy in said
 
 

@@ -1,6 +1,7 @@
 """The command line of torchmpirun."""
 
 import argparse
+import functools
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,26 @@ _OF_TORCHRUN = dict.fromkeys(
     _ONCE,
 ) | {"nnodes": "leave it away on one host; else name the hosts and their ranks: --hosts a:4,b:4, or --hostfile"}
 """Options of torchrun that have no meaning here, and what to write. ``--nproc-per-node`` is ``-n`` on one host."""
+_OF_MPIRUN = (
+    dict.fromkeys(("-x", "-env", "-genv"), "write --env NAME=VALUE")
+    | dict.fromkeys(("-N", "-ppn", "--npernode", "--pernode"), "name the hosts and their ranks: --hosts a:4,b:4")
+    | dict.fromkeys(("--oversubscribe", "--allow-run-as-root"), "leave it away: it is given where it is needed")
+    | {"--bind-to": "write --bind core (the default), or --bind none"}
+    | dict.fromkeys(
+        (
+            "--mca",
+            "--map-by",
+            "--rank-by",
+            "--report-bindings",
+            "--display",
+            "--output",
+            "--tag-output",
+            "-prepend-rank",
+        ),
+        "to hand it on: --mpi-args '{option} ...'",
+    )
+)
+"""Those of mpirun or mpiexec, likewise."""
 
 
 def _number(read: Callable[[str], float], is_possible: Callable[[float], bool], why_not: str) -> Callable[[str], float]:
@@ -41,18 +62,24 @@ def _ranks_per_host(text: str) -> float:
 
 
 class _Refused(argparse.Action):
-    """An option that ends with an error, which ``const`` explains."""
+    """An option that ends with an error; ``const`` says whose it is, and what to write."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, __: object, option: str | None = None) -> None:
-        parser.error(f"{option} is an option of torchrun; {self.const}")
+        whose, remedy = self.const
+        parser.error(f"{option} is an option of {whose}; {remedy.format(option=option)}")
 
 
-def _add_those_of_torchrun(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--nproc-per-node", "--nproc_per_node", dest="ranks_per_host", type=_ranks_per_host, help=argparse.SUPPRESS)
+def _add_those_of_other_starters(parser: argparse.ArgumentParser) -> None:
+    add = functools.partial(parser.add_argument, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--nproc-per-node", "--nproc_per_node", dest="ranks_per_host", type=_ranks_per_host, default=None)
+    add("--np", dest="num_ranks", type=_RANKS)
+    add("--host", "-H", dest="hosts")
+    add("--machinefile", dest="hostfile", type=Path)
     for name, remedy in _OF_TORCHRUN.items():
         both = f"--{name}", f"--{name.replace('-', '_')}"
-        add(*both, action=_Refused, nargs="?", const=remedy, help=argparse.SUPPRESS)
+        add(*both, action=_Refused, nargs="?", const=("torchrun", remedy))
+    for option, remedy in _OF_MPIRUN.items():
+        add(option, action=_Refused, nargs="?", const=("mpirun", remedy))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -86,7 +113,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--check", action="store_true", help="ask every host whether it has what the ranks need, and run nothing")
     add("--version", action="store_true", help="print the versions of what a job here uses")
     add("--template", choices=sorted(ready_scripts.PARTS), help="print a script for a batch system")
-    _add_those_of_torchrun(parser)
+    _add_those_of_other_starters(parser)
     add("-m", "--module", dest="as_module", action="store_true", help="the program is a module")
     add("program", nargs=argparse.REMAINDER, help="program and its arguments")
     options = parser.parse_args(argv)
