@@ -192,6 +192,7 @@ def test_the_page_of_a_job(tmp_path, num_ranks):
         tmp_path,
         num_ranks,
         "",
+        *("--env", "TOKEN=confided", "--env=KEY=a=confided"),
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", "t.html"]
@@ -208,6 +209,8 @@ def test_the_page_of_a_job(tmp_path, num_ranks):
         assert 0 in [each[8] for each in same], "the last rank does not wait"
     assert f"{num_ranks} on" in page.words
     assert "exit code 0" in page.words
+    assert "--env TOKEN=... --env=KEY=... a.py" in page.words
+    assert "confided" not in page.text
     assert "Where it ended" not in page.words
 
 

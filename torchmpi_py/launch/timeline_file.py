@@ -69,11 +69,21 @@ def kept(options: argparse.Namespace) -> Iterator[TimelinePage]:
         yield TimelinePage(None, "", "")
         return
     path = options.timeline.absolute()
-    command = shlex.join(["torchmpirun", *sys.argv[1:]])
+    command = _command(sys.argv[1:], options)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_folder_beside(path, f"--timeline {options.timeline}"))
         options.env = [*options.env, f"{VARIABLE}={folder}"]
         yield TimelinePage(path, folder, command)
+
+
+def _command(words: list[str], options: argparse.Namespace) -> str:
+    """The command line as the page shows it: without the values of ``--env``, for these may be secret."""
+    num_own = len(words) - len(options.program)
+    for number, word in enumerate(words[:num_own]):
+        pair = word.removeprefix("--env=")
+        if pair in options.env:
+            words[number] = word.removesuffix(pair.partition("=")[2]) + "..."
+    return shlex.join(["torchmpirun", *words])
 
 
 def _folder_beside(path: Path, option: str) -> tempfile.TemporaryDirectory[str]:
