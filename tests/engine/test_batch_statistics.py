@@ -126,3 +126,13 @@ def test_layers_that_one_rank_does_not_use_beside_synchronized_statistics(mpi, e
 def test_an_unknown_way_is_refused(mpi):
     with pytest.raises(ValueError, match="buffers='mean': give 'average', 'root' or 'leave'"):
         AllReduceSGDEngine(buffers="mean")
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_rank_without_samples_in_the_last_batch(mpi):
+    """One process trains alike; later batches of that rank count again."""
+    total = 9 * mpi.size() - 1  # two batches of 4 a rank, and one with a sample less than there are ranks
+    net = train(mpi, AllReduceSGDEngine(), network(SyncBatchNorm), total=total)
+    alone = train(mpi, SGDEngine(), network(), total=total, rank=0, size=1)
+    torch.testing.assert_close(dict(net.state_dict()), dict(alone.state_dict()), rtol=1e-9, atol=1e-10)
+    assert net[1].has_samples

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from torchmpi_py import errors
+from torchmpi_py import errors, optim
 from torchmpi_py.engine import AllReduceSGDEngine, Checkpoints, DatasetIterator, SGDEngine, checkpoint, resume
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
@@ -65,6 +65,32 @@ def test_it_goes_on_in_the_middle_of_an_epoch(mpi, folder):
         assert trained(mpi, folder, killed_at=killed_at, every=2) is None
     assert torch.equal(trained(mpi, folder, every=2), expected)
     assert len(os.listdir(folder)) == 3
+
+
+def test_ranks_that_take_steps_of_their_own(mpi, folder):
+    """Parameters and moments are each rank's between two averages, and in a checkpoint too."""
+
+    def train(maxepoch, folder=None):
+        torch.manual_seed(3)
+        resume.completed.clear()
+        network = torch.nn.Linear(6, 3)
+        optimizer = optim.LocalSGD(torch.optim.SGD(network.parameters(), 0.05, momentum=0.9), 500, slow_momentum=0.5)
+        SGDEngine().train(
+            network=network,
+            criterion=torch.nn.CrossEntropyLoss(),
+            iterator=DatasetIterator(samples(), 4, drop_last=True),
+            optimizer=optimizer,
+            maxepoch=maxepoch,
+            checkpoint=folder,
+        )
+        own = network.weight.detach().clone()
+        optimizer.average()
+        return torch.cat([own, network.weight.detach()])
+
+    expected = train(3)
+    train(1, folder)
+    assert torch.equal(train(3, folder), expected)
+    assert len({tuple(row.flatten().tolist()) for row in mpi.allgather(expected[:3].unsqueeze(0))}) == mpi.size()
 
 
 def test_each_rank_gets_what_is_its_own(mpi, folder):

@@ -370,7 +370,7 @@ def launch(tmp_path, code, *arguments):
 
 
 def test_without_nameless_files(tmp_path):
-    """A file with a name takes their place, and the name is gone before the memory is used."""
+    """A file with a name takes their place, and the name is gone when all ranks have opened it."""
     (tmp_path / "shm").mkdir()
     code = """
     import os, sys, torch, torchmpi_py as mpi
@@ -379,9 +379,9 @@ def test_without_nameless_files(tmp_path):
     del os.memfd_create
     shared_files.SHARED_DIRECTORY = sys.argv[1]
     mpi.start()
-    assert symmetric.why_unavailable() == "" and os.listdir(sys.argv[1]) == []
     x = mpi.symmetric_empty(100_003).fill_(mpi.rank() + 1)
-    assert os.listdir(sys.argv[1]) == []
+    mpi.barrier()
+    assert symmetric.why_unavailable() == "" and os.listdir(sys.argv[1]) == []
     assert sum(sys.argv[1] in line for line in open("/proc/self/maps")) == 2
     for y in (x, torch.full((100_003,), mpi.rank() + 1.0)):
         assert (mpi.allreduce(y, flavour="shared") == 3).all()

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from torchmpi_py.errors import RanksDisagree
+
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
@@ -337,3 +339,28 @@ def test_reentrant_checkpointing_of_the_whole(mpi, mpinn):
         loss(alone, batch(mpi.rank(), step)).backward()
         mpinn.synchronize_gradients(alone, average=False)
         equal_gradients(alone, net)
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+@pytest.mark.parametrize("width", [3, 300])  # posted to MPI, and in the communication thread
+def test_two_registrations_that_one_pass_reaches(mpi, mpinn, width, is_alike):
+    """Their buckets have one size, so that no operation differs where the ranks reach them in another order."""
+    a, b = (torch.nn.Linear(width, width, bias=False) for _ in "ab")
+    registrations = [mpinn.register_async_backward(net) for net in (a, b)]
+    factors = [(a, mpi.rank() + 1.0), (b, 10.0)]
+    for _ in range(2):
+        x = torch.ones(1, width)
+        order = factors if is_alike or mpi.rank() < mpi.size() - 1 else factors[::-1]
+        terms = [net(x).sum() * factor for net, factor in order]
+        a.zero_grad()
+        b.zero_grad()
+        sum(terms).backward()
+        if is_alike or mpi.size() == 1:
+            for registered in registrations:
+                registered.synchronize()
+            assert torch.equal(a.weight.grad, torch.full((width, width), (mpi.size() + 1) / 2))
+            assert torch.equal(b.weight.grad, torch.full((width, width), 10.0))
+        else:
+            for registered in registrations:
+                with pytest.raises(RanksDisagree, match=r"in different orders.*ModuleList\(\[a, b\]\)"):
+                    registered.synchronize()

@@ -67,6 +67,23 @@ def test_one_batch_after_the_other(mpi):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_second_backward_pass_is_refused(mpi):
+    """One gradient travels for each message: that of a second pass would be lost, or waited for."""
+    if mpi.rank() == 0:
+        w = torch.ones(2, requires_grad=True)
+        links = [mpinn.send(w * 1, rank) for rank in range(1, mpi.size())]
+        sum(links).backward(retain_graph=True)
+        assert w.grad.tolist() == [mpi.size() - 1] * 2
+        with pytest.raises(RuntimeError, match="second backward pass through the link"):
+            links[0].backward()
+    else:
+        y = mpinn.recv(0)
+        y.sum().backward()
+        with pytest.raises(RuntimeError, match="second backward pass through what"):
+            (y * 10).sum().backward()
+
+
 @pytest.mark.parametrize("num_elements", [0, 1, 1000, 300_000, 3_000_000])
 def test_in_a_ring_at_every_size(mpi, num_elements):
     """All send at once, also themselves; what is sent may be overwritten."""

@@ -132,6 +132,39 @@ def test_slow_momentum_by_its_formula(mpi, slow_momentum, slow_lr, start):
             ours.load_state_dict(state)
 
 
+def test_slow_momentum_with_rates_that_end_at_zero(mpi):
+    """What a step of SlowMo divides by is the rate that the steps had, and not the one that the next will have."""
+    module, all_ranks = network(), Simulated(mpi.size(), momentum)
+    ours = optim.LocalSGD(momentum(module.parameters()), 3, slow_momentum=0.5)
+    before, u, rates = values(module), 0.0, [0.05, 0.02, 0.01, 0.05, 0.001, 0.0, 0.0, 0.0, 0.0, 0.02, 0.0, 0.0]
+    for step, lr in enumerate(rates):
+        for each in (ours, *all_ranks.optimizers):
+            each.param_groups[0]["lr"] = lr
+        train(module, ours, mpi.rank(), step)
+        all_ranks.step(step)
+        if (step + 1) % 3 == 0 and (mean_rate := sum(rates[step - 2 : step + 1]) / 3):
+            u = 0.5 * u + (before - all_ranks.average(range(mpi.size()))) / mean_rate
+            before = before - mean_rate * u
+            for each in all_ranks.modules:
+                put(each, before)
+        torch.testing.assert_close(values(module), values(all_ranks.modules[mpi.rank()]), rtol=1e-9, atol=1e-9)
+    ours.average()  # without a step in between, nothing moves
+    assert torch.equal(values(module), mpi.broadcast(values(module), 0))
+    torch.testing.assert_close(values(module), before, rtol=1e-9, atol=1e-9)
+
+
+def test_slow_momentum_begins_where_the_first_step_does(mpi):
+    """Parameters that are made equal after the optimizer was made are equal after each average."""
+    module = network()
+    with torch.no_grad():
+        module[0].weight += mpi.rank()
+    ours = optim.LocalSGD(momentum(module.parameters()), 1, slow_momentum=0.5)
+    mpinn.synchronize_parameters(module)
+    for step in range(2):
+        train(module, ours, mpi.rank(), step)
+        assert torch.equal(values(module), mpi.broadcast(values(module), 0))
+
+
 @pytest.mark.parametrize("unscales", [False, True])
 def test_an_overflow_on_one_rank(mpi, unscales):
     """GradScaler leaves out its update; the other ranks take theirs, and all meet for the average."""

@@ -197,6 +197,20 @@ def test_accumulation_clipping_and_sums(mpi, sharded, placement):
 
 
 @every_placement
+def test_clipping_after_fewer_passes_than_a_step_has(mpi, sharded, placement):
+    module, alone = network(), network()
+    options = {"lr": 1.0, "backward_passes_per_step": 3, "placement": PLACEMENTS[placement]}
+    ours, theirs = sharded(module.parameters(), torch.optim.SGD, **options), torch.optim.SGD(alone.parameters(), 1.0)
+    loss_of(mpi, module, 0, mpi.rank()).backward()
+    loss_of(mpi, alone, 0).backward()
+    norm, exact = ours.clip_grad_norm_(0.01), torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
+    torch.testing.assert_close(norm.float(), exact, rtol=1e-4, atol=1e-6)
+    ours.step()
+    theirs.step()
+    assert_close(module, alone)
+
+
+@every_placement
 def test_grad_scaler_skips_on_all_ranks(mpi, sharded, placement):
     module, alone = network(), network()
     ours = sharded(module.parameters(), torch.optim.Adam, placement=PLACEMENTS[placement])
@@ -327,6 +341,24 @@ def test_a_layer_that_thaws_is_told_of(mpi, sharded):
     with pytest.raises(RuntimeError, match="parameter 2 has become trainable"):
         loss_of(mpi, module, 0, mpi.rank()).backward()
     ours.zero_grad()
+
+
+def test_a_layer_that_is_frozen_later_is_told_of(mpi, sharded):
+    """Its moments would go on moving it. While another optimizer takes a step it may be frozen."""
+    module = network()
+    ours = sharded(module.parameters(), torch.optim.Adam, lr=0.1)
+    trained(mpi, module, ours, range(2))
+    before = module[2].weight.detach().clone()
+    module[2].requires_grad_(False)
+    ours.zero_grad()
+    loss_of(mpi, module, 2, mpi.rank()).backward()
+    with pytest.raises(RuntimeError, match="parameter 2 was frozen"):
+        ours.step()
+    assert torch.equal(module[2].weight, before)
+    module[2].requires_grad_(True)
+    ours.zero_grad()
+    trained(mpi, module, ours, [3])
+    assert not torch.equal(module[2].weight, before)
 
 
 def test_bad_input(mpi, sharded):

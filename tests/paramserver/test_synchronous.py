@@ -74,6 +74,19 @@ def test_sparse_gradients(mpi):
     update.free()
 
 
+def test_a_parameter_that_is_frozen_later(mpi):
+    net = torch.nn.Linear(2, 2)
+    update = ps.SynchronousUpdate(net, optimizer="adam", lr=0.1)
+    net(torch.ones(1, 2)).sum().backward()
+    update.update()
+    before = net.weight.detach().clone()
+    net.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="parameter 0 was frozen"):
+        update.update()
+    assert torch.equal(net.weight, before)
+    update.free()
+
+
 def test_mistakes(mpi):
     net = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="optimizer='lbfgs' is unknown"):

@@ -1,7 +1,8 @@
 """Files that processes of one node open together, to share memory or locks.
 
 A file has no name if possible: the other ranks open it through /proc. Where they cannot (each in a container of its
-own) a file in /dev/shm takes its place. A killed rank leaves nothing behind: a name is removed before the file is used.
+own) a file in /dev/shm takes its place, whose name is removed once all have opened it. So a rank that is killed later
+leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -81,6 +81,7 @@ class Saving:
 
     Equal on all ranks, and written by rank 0: network, criterion, optimizer, counters. Each rank's own: buffers of the
     modules (batch statistics), random generators, the place in the epoch, the last loss, the objects in ``stateful``.
+    Where ranks take steps of their own (``SGDEngine``), network, criterion and optimizer are each rank's own as well.
     """
 
     def __init__(
@@ -188,19 +189,24 @@ class Saving:
             self.saved = _standing(state)
 
     def _collected(self, state: State) -> Collected:
-        parts = {
+        trained = {
             **{name: module.state_dict() for name, module in state._named_modules().items()},
             "outside": [tensor.detach() for tensor in state._parameters_of_optimizer_alone()],
             "optimizer": None if state.optimizer is None else whole_state(state.optimizer),
+        }
+        parts = {
+            **trained,
             "epoch": state.epoch,
             "maxepoch": {"asked": self.asked, "now": state.maxepoch},
             "t": state.t,
             "size": outcomes.size(),
             "experiment": os.environ.get(config.EXPERIMENT, ""),
         }
-        # Rank 0's buffers are in the model.
-        modules = state._named_modules().items() if outcomes.rank() > 0 else ()
+        # What rank 0 has is in the model.
+        is_own = outcomes.rank() > 0 and not self.steps_together
+        modules = state._named_modules().items() if outcomes.rank() > 0 and not is_own else ()
         own = {
+            "trained": trained if is_own else None,
             "buffers": {name: _kept_buffers(module) for name, module in modules},
             "position": state.position,
             "order": samples.order_of(state.iterator),
@@ -215,19 +221,20 @@ class Saving:
     def _restore(self, state: State, parts: dict[str, Any]) -> None:
         _check_experiment(parts.get("experiment", ""))
         modules = state._named_modules()
+        trained = parts.get("trained") or parts  # this rank's own, if it has some
         for name, module in modules.items():
-            module.load_state_dict(parts[name])
+            module.load_state_dict(trained[name])
         with torch.no_grad():
-            for tensor, content in zip(state._parameters_of_optimizer_alone(), parts["outside"], strict=True):
+            for tensor, content in zip(state._parameters_of_optimizer_alone(), trained["outside"], strict=True):
                 tensor.copy_(content)
             for name, buffers in parts["buffers"].items():
                 kept = _kept_buffers(modules[name])
                 for key, content in buffers.items():
                     kept[key].copy_(content)
-        if (state.optimizer is None) != (parts["optimizer"] is None):
+        if (state.optimizer is None) != (trained["optimizer"] is None):
             raise ValueError("one of them has no optimizer (lr=0)")
         if state.optimizer is not None:
-            load_whole_state(state.optimizer, parts["optimizer"])
+            load_whole_state(state.optimizer, trained["optimizer"])
         for name, part in self.stateful.items():
             if name not in parts["stateful"]:
                 raise ValueError(f"it holds nothing of stateful[{name!r}]")

@@ -27,6 +27,7 @@ from torchmpi_py.engine.epoch_lines import followed_by_lines
 from torchmpi_py.engine.evaluation import Evaluator
 from torchmpi_py.engine.resume import RunHooks, Stateful, hooks_of_run
 from torchmpi_py.engine.state import Hooks, State, modes_restored
+from torchmpi_py.nn.sync_batch_norm import set_has_samples
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -139,7 +140,7 @@ class SGDEngine:
         samples.check_repeatable(iterator, maxepoch)
         lines = epoch_lines and inspect.unwrap(self.hooks.on_end_epoch) is Hooks().on_end_epoch
         run_hooks = hooks_of_run(self.hooks, checkpoint, every, keep, stateful, self.steps_together)
-        with self.session(state), run_hooks as saving, self._calling(followed_by_lines(saving, lines)) as hooks:
+        with self.session(state), run_hooks as saving, self._calling(followed_by_lines(saving, lines), state) as hooks:
             state.optimizer = self.make_optimizer(state, lr, optimizer)
             self.set_mode(state)
             hooks.on_start(state)
@@ -198,13 +199,17 @@ class SGDEngine:
         return nullcontext()
 
     @contextmanager
-    def _calling(self, hooks: RunHooks) -> Iterator[RunHooks]:
-        """A block whose loop calls ``hooks``: a hook may train another network with this engine."""
+    def _calling(self, hooks: RunHooks, state: State) -> Iterator[RunHooks]:
+        """A block whose loop calls ``hooks``: a hook may train another network with this engine.
+
+        Wherever the loop ends, batches count again in the statistics of SyncBatchNorm.
+        """
         enclosing, self._run_hooks = self._run_hooks, hooks
         try:
             yield hooks
         finally:
             self._run_hooks = enclosing
+            set_has_samples(state.modules() if state._is_stand_in else (), True)
 
     def make_optimizer(
         self, state: State, lr: float | None, optimizer: OptimizerLike | None
@@ -240,7 +245,11 @@ class SGDEngine:
         state.num_samples = samples.length(sample) if num_samples is None else num_samples
 
     def prepare(self, state: State) -> None:
-        """The action between ``hooks.on_sample`` and the forward pass, in training only: none here."""
+        """Before the forward pass, in training only: a stand-in does not count in the statistics of SyncBatchNorm."""
+        is_stand_in = state.num_samples == 0 and state.weight == 0
+        if is_stand_in or state._is_stand_in:
+            state._is_stand_in = is_stand_in
+            set_has_samples(state.modules(), not is_stand_in)
 
     def forward(self, state: State) -> None:
         """``state.output = network(input)``."""

@@ -26,7 +26,8 @@ from torchmpi_py.nn.block_sequential import BlockSequential
 from torchmpi_py.nn.bucket import sparse_parameters
 from torchmpi_py.nn.buckets import Buckets
 from torchmpi_py.nn.compression import Compression, check_compression
-from torchmpi_py.nn.synchronize import check_dense, check_unregistered, reduced_in_backward, trainable
+from torchmpi_py.nn.launch_order import LaunchOrder
+from torchmpi_py.nn.synchronize import check_alike, check_dense, check_unregistered, reduced_in_backward, trainable
 
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # autograd calls Function.backward here
 
@@ -61,6 +62,7 @@ class AsyncBackward:
         self.names = {p: name for name, p in parameters.items()}
         if buckets is None:
             sparse = () if sparse_as_dense else sparse_parameters(module)
+            check_alike("register_async_backward", parameters, resolve(comm))
             buckets = Buckets(list(self.names), resolve(comm), _blocks(module, self.names), compression, sparse)
         self.buckets = buckets
         self._before_pass: Callable[[], Callable[[], None] | None] = lambda: None
@@ -75,6 +77,7 @@ class AsyncBackward:
         self._end: Callable[[], object | None] = lambda: None  # its callback, as long as that pass is under way
         self._num_ready = [0] * len(self.buckets.all)  # complete gradients of each bucket
         self._num_launched = 0  # buckets, in their order
+        self._order = LaunchOrder(self.buckets.comm)
         self._handles: list[Handle[Any]] = []  # of what was launched
         self._has_gradient_anywhere: Handle[Tensor] | None = None  # from the end of a pass to synchronize
         self._module = weakref.ref(module)
@@ -96,7 +99,7 @@ class AsyncBackward:
         handles, has_gradient_anywhere = self._handles, self._has_gradient_anywhere
         self.num_passes, self._num_launched, self._handles, self._has_gradient_anywhere = 0, 0, [], None
         wait_all([*handles, has_gradient_anywhere])
-        self.buckets.finish(self.op, has_gradient_anywhere.wait())
+        self.buckets.finish(self.op, self._order.checked(has_gradient_anywhere.wait()))
 
     def reduce_now(self) -> None:
         """Reduce the gradients as they are, after no backward pass or fewer than ``frequency``. Collective.
@@ -213,12 +216,17 @@ class AsyncBackward:
     def _start_reduction(self) -> None:
         """Nothing is launched yet but, where ranks may run out of data, the number of those that have some."""
         self._num_launched, self._num_ready = 0, [0] * len(self.buckets.all)
+        self._order.begin()
         self._handles = self.buckets.announce(self.op)
+        if self._handles:
+            self._order.add()
 
     def _end_reduction(self) -> None:
         """Launch the buckets that are not launched yet, and the reduction of the flags."""
         flags = self.buckets.has_gradient_here()  # before the buckets give every parameter a gradient
         self._launch(only_ready=False)
+        self._order.add()
+        flags = self._order.append_digest(flags)
         self._has_gradient_anywhere = verbs.allreduce_async(flags, op="max", comm=self.buckets.comm)
 
     def _launch(self, *, only_ready: bool) -> None:
@@ -227,6 +235,7 @@ class AsyncBackward:
         for bucket in self.buckets.all[self._num_launched :]:
             if only_ready and self._num_ready[self._num_launched] < len(bucket.parameters):
                 return
+            self._order.add()
             self._handles += bucket.launch(self.op)
             self._num_launched += 1
 
@@ -243,8 +252,9 @@ def register_async_backward(
     BlockSequential) when its gradients are complete; the passes between accumulate. ``p.grad`` becomes a view of a flat
     buffer that the next reduction overwrites: clone what you want to keep, save or send. Call ``synchronize()`` on the
     result after each ``backward()``, before the optimizer; ``remove()`` ends it. Every rank registers the same module
-    and runs the same number of backward passes. ``compression``: of what travels, as ``optim.compression.BF16()``.
-    ValueError for parameters that are registered already, with this module or another.
+    and runs the same number of backward passes; one that reaches several registrations reaches them in the same order.
+    ``compression``: of what travels, as ``optim.compression.BF16()``. ValueError for parameters that are registered
+    already, with this module or another; RanksDisagree, from ``synchronize``, where that order differs between ranks.
     """
     return AsyncBackward(module, frequency=frequency, average=average, compression=compression)
 

@@ -147,6 +147,7 @@ class _Sent(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_link: Tensor) -> tuple[Tensor | None, ...]:
+        _check_first(ctx, "the link that nn.send has returned")
         return ctx.peer.gradient(ctx.number), None, None
 
 
@@ -161,8 +162,19 @@ class _Received(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _check_first(ctx, "what nn.recv has returned")
         ctx.peer.send(_GRADIENT, ctx.number, dy, False)
         return None, None, None, None
+
+
+def _check_first(ctx: Any, what: str) -> None:
+    """RuntimeError in a second backward pass: one gradient travels for each activation."""
+    if getattr(ctx, "is_done", False):
+        raise RuntimeError(
+            f"a second backward pass through {what}: one gradient is sent back for each message. Add the losses up, "
+            "and call backward() once"
+        )
+    ctx.is_done = True
 
 
 def _peer(verb: str, name: str, rank: int, comm: Communicator | None) -> Peer:

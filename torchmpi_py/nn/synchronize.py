@@ -5,6 +5,7 @@ Every function runs on the current level. Small tensors share flat buffers of up
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.check import check_all_with_allreduce, differing
 from torchmpi_py.collectives.verbs import allgather_object
+from torchmpi_py.core import agree
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_tensor
 from torchmpi_py.errors import RanksDisagree
@@ -24,7 +26,7 @@ from torchmpi_py.nn.bucket import sparse_parameters
 from torchmpi_py.nn.buckets import Buckets, grouped
 from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.members import parameters_of
-from torchmpi_py.nn.split_parameters import by_replicas
+from torchmpi_py.nn.split_parameters import by_replicas, split_of
 
 _buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
 reduced_in_backward: WeakSet[Buckets] = WeakSet()  # of register_async_backward
@@ -35,14 +37,44 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> No
     """Give every rank rank 0's parameters and buffers, or with ``average`` the mean of all ranks'. Collective.
 
     Buffers of whole numbers (such as counters) come from rank 0 in both cases. The module must have the same parameters
-    and buffers, of the same shapes, on every rank.
+    and buffers, of the same names, shapes and dtypes, in the same order on every rank: RanksDisagree, on all ranks, if
+    not, before anything is changed.
     """
     check_module("synchronize_parameters", module)
     named = dict([*module.named_parameters(), *module.named_buffers()])
     for name, x in named.items():
         check_tensor("synchronize_parameters", name, x)
+    check_alike("synchronize_parameters", named, resolve(None))
     for replicas, equal in by_replicas(named, resolve(None)):
         _make_equal([x.detach() for x in equal.values()], average, replicas)
+
+
+def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator) -> None:
+    """RanksDisagree, on all ranks, unless names, shapes and dtypes are the same in the same order. Collective.
+
+    Tensors that ranks bring together are paired by their place: in another order they would be mixed up.
+    """
+    if comm.size == 1:
+        return
+    table = [(name, *summary(x)) for name, x in named.items()]
+    digest = hashlib.blake2b(repr(table).encode(errors="backslashreplace"), digest_size=7).digest()
+    if len(set(verbs.allgather(int.from_bytes(digest, "little"), comm=comm))) == 1:
+        return
+    check_tables(f"{call}: the ranks' modules differ", allgather_object(table, comm=comm))
+
+
+def check_tables(what: str, tables: Sequence[Sequence[Any]]) -> None:
+    """RanksDisagree, with the first difference, unless the ranks' tables are equal."""
+    rank = agree.first_different(tables)
+    if rank is not None:
+        _, here, there = agree.first_difference(tables[0], tables[rank], "nothing more")
+        raise RanksDisagree(f"{what}: rank 0 has {here}, rank {rank} has {there}")
+
+
+def summary(x: Tensor) -> tuple[Any, ...]:
+    """Shape, of a split parameter that of the whole, dtype and kind of device."""
+    split = split_of(x)
+    return tuple(x.shape if split is None else split.whole_shape(x)), str(x.dtype), x.device.type
 
 
 def _make_equal(tensors: Sequence[Tensor], average: bool, comm: Communicator) -> None:
@@ -125,6 +157,7 @@ def buckets_of(module: torch.nn.Module, compression: Compression | None = None) 
     parameters = list(named.values())
     sparse = sparse_parameters(module)
     if buckets is None or buckets.compression is not compression or not buckets.fit(parameters, comm, sparse):
+        check_alike("synchronize_gradients", named, comm)
         buckets = _buckets[module] = Buckets(parameters, comm, compression=compression, sparse=sparse)
     return buckets
 

@@ -18,13 +18,10 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.core import agree
 from torchmpi_py.core.communicators import Communicator, resolve
-from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.compression import Compression
-from torchmpi_py.nn.split_parameters import split_of
-from torchmpi_py.nn.synchronize import check_module, trainable
+from torchmpi_py.nn.synchronize import check_module, check_tables, summary, trainable
 from torchmpi_py.optim.wrapper import ReducingOptimizer
 
 
@@ -145,7 +142,7 @@ def _check_parameters(optimizer: Any, module: torch.nn.Module, comm: Communicato
     """ValueError or RanksDisagree, on all ranks, unless the optimizer's parameters are some of the module's."""
     known = {p: name for name, p in module.named_parameters()}
     names = [known.get(p) for group in optimizer.param_groups for p in group["params"]]
-    table = [(name, *_summary(p)) for name, p in trainable(module).items()]
+    table = [(name, *summary(p)) for name, p in trainable(module).items()]
     stands: Sequence[tuple[int, list[Any], list[Any]]] = verbs.allgather_object(
         (names.count(None), [name for name in names if name is not None], table), comm=comm
     )
@@ -157,15 +154,5 @@ def _check_parameters(optimizer: Any, module: torch.nn.Module, comm: Communicato
             + f" (it has {len(names)} on this one). Make it of this module's parameters, before the module is wrapped "
             "or copied, as torch.optim.SGD(module.parameters(), ...)"
         )
-    for rank, (_, *stand) in enumerate(stands):
-        for ours, theirs in zip(stands[0][1:], stand, strict=True):
-            if ours != theirs:
-                _, here, there = agree.first_difference(ours, theirs, "nothing more")
-                raise RanksDisagree(
-                    f"the ranks do not train the same parameters: rank 0 has {here}, rank {rank} has {there}"
-                )
-
-
-def _summary(p: Tensor) -> tuple[Any, ...]:
-    split = split_of(p)
-    return tuple(p.shape if split is None else split.whole_shape(p)), str(p.dtype), p.device.type
+    for lists in list(zip(*stands, strict=True))[1:]:
+        check_tables("the ranks do not train the same parameters", lists)

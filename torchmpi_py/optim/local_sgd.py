@@ -6,6 +6,7 @@ Local SGD (2020), for post-local and hierarchical averaging; Wang et al., SlowMo
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +31,9 @@ class LocalSGD(LocalOptimizer):
         longest is that of all ranks; of averages that are due together, the one over most ranks is taken.
     start: until so many steps have been made, parameters are averaged over all ranks in each (post-local SGD).
     slow_momentum, slow_lr: b and a of SlowMo. After an average over all ranks u becomes b u + (x0 - x) / lr, where x0
-        is what the last one made, x the average and lr the group's learning rate; and parameters become x0 - a lr u.
+        is what the last one made (at first: the parameters before the first step), x the average and lr the group's
+        learning rate, averaged over the steps since; and parameters become x0 - a lr u. Without a step since, or with
+        rates of 0 alone, they are the average.
 
     ``state_dict`` is the optimizer's, this rank's own, with "local_sgd" beside it. Raises ValueError for another period
     or start, or split parameters.
@@ -56,13 +59,18 @@ class LocalSGD(LocalOptimizer):
             )
         self.start, self.slow_momentum, self.slow_lr = start, slow_momentum, slow_lr
         self.num_steps = 0
-        self._slow: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of each parameter x0 and u
-        if slow_momentum or slow_lr != 1:
-            self._slow = {p: (p.detach().clone(), torch.zeros_like(p)) for p in self.parameters()}
+        self._is_slow = slow_momentum > 0 or slow_lr != 1
+        self._slow: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of each parameter x0 and u, from its first step on
+        self._rates: list[list[float]] = []  # the groups' learning rates in each step since the last average of all
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, and an average if one is due. closure: evaluated once, before."""
         loss = evaluated(closure)
+        if self._is_slow:
+            self._slow |= {
+                p: (p.detach().clone(), torch.zeros_like(p)) for p in self.parameters() if p not in self._slow
+            }
+            self._rates.append([float(group["lr"]) for group in self.param_groups])
         self.take_own_step()
         self.num_steps += 1
         everywhere = next(reversed(self.periods))
@@ -72,6 +80,7 @@ class LocalSGD(LocalOptimizer):
             self.average_over(everywhere)
             for p, (before, _) in self._slow.items():
                 before.copy_(p.detach())
+            self._rates.clear()
         elif everywhere in due:
             self.average()
         elif due:
@@ -85,33 +94,30 @@ class LocalSGD(LocalOptimizer):
 
     @torch.no_grad()
     def _take_slow_step(self) -> None:
-        for group in self.param_groups if self._slow else ():
-            for p in group["params"]:
+        for index, group in enumerate(self.param_groups):
+            rates = [of_groups[index] for of_groups in self._rates if index < len(of_groups)]  # groups may be added
+            lr = sum(rates) / max(len(rates), 1)
+            for p in group["params"] if lr > 0 else ():
                 before, momentum = self._slow[p]
-                momentum.mul_(self.slow_momentum).add_((before - p) / group["lr"])
-                before.sub_(self.slow_lr * group["lr"] * momentum)
+                momentum.mul_(self.slow_momentum).add_((before - p) / lr)
+                before.sub_(self.slow_lr * lr * momentum)
                 p.copy_(before)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, on every rank."""
-        super().add_param_group(param_group)
-        if self._slow:
-            for p in self.parameters():
-                self._slow.setdefault(p, (p.detach().clone(), torch.zeros_like(p)))
+        self._rates.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, and under "local_sgd" the number of steps and, of each parameter, x0 and u."""
+        """The optimizer's; under "local_sgd" the number of steps, x0 and u of each parameter, and rates since x0."""
         slow = [self._slow[p] for p in self.parameters()] if self._slow else []
-        return {**super().state_dict(), "local_sgd": {"num_steps": self.num_steps, "slow": slow}}
+        own = {"num_steps": self.num_steps, "slow": slow, "rates": copy.deepcopy(self._rates)}
+        return {**super().state_dict(), "local_sgd": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what ``state_dict`` has given, or the state of the optimizer alone."""
         own = state_dict.get("local_sgd", {"num_steps": 0, "slow": []})
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "local_sgd"})
         self.num_steps = own["num_steps"]
-        for p, saved in zip(self.parameters(), own["slow"], strict=False):
-            for kept, value in zip(self._slow.get(p, ()), saved, strict=False):
-                kept.copy_(value)
+        self._rates = copy.deepcopy(own.get("rates", []))
+        slow = zip(self.parameters(), own["slow"] if self._is_slow else (), strict=False)
+        self._slow = {p: (before.to(p, copy=True), momentum.to(p, copy=True)) for p, (before, momentum) in slow}
 
 
 def _checked(period: int | Mapping[Communicator, int], comm: Communicator | None) -> dict[Communicator, int]:

@@ -159,9 +159,8 @@ class ShardedOptimizer(ReducingOptimizer):
         closure: evaluated once, before the update.
         """
         loss = evaluated(closure)
-        if not self._is_reduced:
-            self.reduction.reduce_now()
-            self._share_overflow()
+        self._check_frozen()
+        self.synchronize()
         self.check_equal()
         # A bucket's parameters travel while the next bucket is updated; every rank starts all of them, in one order.
         handles: list[Handle[Any]] = []
@@ -172,6 +171,13 @@ class ShardedOptimizer(ReducingOptimizer):
         wait_all(handles)
         self._is_reduced = False
         return loss
+
+    def synchronize(self) -> None:
+        """Reduce gradients that are not reduced yet, as after no backward pass, or fewer than on other ranks."""
+        if not self._is_reduced:
+            self.reduction.reduce_now()
+            self._is_reduced = True
+            self._share_overflow()
 
     def _update(self, bucket: ShardedBucket) -> None:
         """The optimizer's step, for one bucket alone."""
@@ -188,8 +194,10 @@ class ShardedOptimizer(ReducingOptimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; returns the norm. Collective.
 
-        As ``torch.nn.utils.clip_grad_norm_``, between the backward pass and ``step``.
+        As ``torch.nn.utils.clip_grad_norm_``, between the backward pass and ``step``. Gradients that are not reduced
+        yet are reduced first.
         """
+        self.synchronize()
         here = self._gradients_here()
         norm = combined(norm_of(here, norm_type), norm_type, self.comm)
         scale_to(norm, max_norm, here)
@@ -305,6 +313,16 @@ class ShardedOptimizer(ReducingOptimizer):
         here = self._gradients_here()
         self._stand_in.grad = torch.zeros_like(self._stand_in)
         share_overflow(here, here[0] if here else self._stand_in.grad, self.comm)
+
+    def _check_frozen(self) -> None:
+        """RuntimeError where a parameter was frozen later: slices have no way to leave it out."""
+        trained = self.reduction.names
+        if frozen := [number for number, p in enumerate(self.parameters) if p in trained and not p.requires_grad]:
+            raise RuntimeError(
+                f"parameter {frozen[0]} was frozen after the ShardedOptimizer was made, which would still move it by "
+                "its moments and its weight decay: make another one, with its state_dict() (in the engine: call train "
+                "again)"
+            )
 
     def _check_pass(self) -> None:
         if self._is_reduced:

@@ -61,6 +61,11 @@ class SynchronousUpdate:
         """One step with the mean of all ranks' gradients. Collective. The number of the step is not needed."""
         if self.is_free:
             raise ParameterServerError("update: this SynchronousUpdate was freed; make another")
+        if frozen := [number for number, p in enumerate(self.parameters) if not p.requires_grad]:
+            raise RuntimeError(
+                f"trained parameter {frozen[0]} was frozen after the SynchronousUpdate was made, which would still "
+                "move it by its moments: free() this one, and make another"
+            )
         gradients = [_gradient(p) for p in self.parameters]
         wait_all(tensor_lists.send_tensors(self._gradients, gradients, "scaled_add", scale=1 / self._comm.size))
         wait_for_all(self._comm, "SynchronousUpdate.update")  # all gradients are there
