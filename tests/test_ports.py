@@ -60,6 +60,22 @@ def test_all_options_of_torchrun_are_on_the_page():
     assert [name for name in sorted(wanted) if name not in text("from_torchrun.md")] == []
 
 
+def test_options_of_torchrun_are_understood_or_answered(capsys):
+    """Those that both have, with hyphens or underscores, are taken; the others say what to write."""
+    names = {name for action in get_args_parser()._actions for name in action.option_strings} - {"-h", "--help", "-m"}
+    for name in sorted(names):
+        for value in (["1"], []):
+            try:
+                options.parse([name, *value, "a.py"])
+            except SystemExit:
+                continue
+            break
+        else:
+            said = capsys.readouterr().err
+            assert f"{name} is an option of torchrun; " in said, said
+    assert options.parse(["--max_restarts", "3", "--log_dir", "d", "a.py"]).max_restarts == 3
+
+
 def found(path):
     """The object of a dotted name, such as optim.compression.FP16."""
     value = mpi
@@ -86,6 +102,30 @@ def test_a_name_of_horovod_exists_here_or_is_explained(name):
     if not hasattr(mpi, name):
         with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; (\w|\()"):
             getattr(mpi, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["allreduce_", "allreduce_async_", "grouped_allreduce_async_", "grouped_reducescatter"]
+)
+def test_what_averages_in_horovod_is_not_answered_by_a_sum(name):
+    with pytest.raises(AttributeError, match=r'op="avg".*without op= it sums'):
+        getattr(mpi, name)
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "remedy"),
+    [
+        ("optim.DistributedOptimizer", {"named_parameters": []}, r"DistributedOptimizer\(optimizer, module\)"),
+        ("optim.DistributedOptimizer", {"op": "Average"}, "average=False sums"),
+        ("nn.synchronize_parameters", {"root_rank": 0}, "rank 0's"),
+        ("optim.broadcast_optimizer_state", {"root_rank": 0}, "write root="),
+        ("start", {"process_sets": []}, r"mpi\.split"),
+        ("start", {"tuneing": None}, "arguments are: with_cuda, .*, tuning"),
+    ],
+)
+def test_an_argument_of_horovod_is_answered(path, arguments, remedy):
+    with pytest.raises(TypeError, match=f"argument '{next(iter(arguments))}' is unknown; .*{remedy}"):
+        found(path)(**arguments)
 
 
 def test_an_option_of_torchmpirun_that_a_page_names_exists(capsys):

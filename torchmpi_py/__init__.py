@@ -213,8 +213,8 @@ _OTHER_NAMES = {  # of Horovod, torch.distributed and MPI: what each is called h
     "world_size": "size()",
     "cross_size": "num_nodes()",
     "all_reduce": "allreduce()",
-    "allreduce_": "allreduce(), which works in place",
-    "allreduce_async_": "allreduce_async(), which works in place",
+    "allreduce_": 'allreduce(x, op="avg"), which works in place; without op= it sums',
+    "allreduce_async_": 'allreduce_async(x, op="avg"), which works in place; without op= it sums',
     "all_gather": "allgather()",
     "all_to_all": "alltoall()",
     "reducescatter": "reduce_scatter(), which sums by default",
@@ -245,12 +245,20 @@ _REMEDIES = {  # for other names of Horovod; "grouped_" is for all names that be
     "Adasum": 'there is none; average, op="avg", and warm up: mpi.optim.large_batch',
     "synchronize": "handle.wait() returns the result",
     "poll": "handle.done() asks",
-    "grouped_": "call the verb for each tensor: mpi.wait_all([mpi.allreduce_async(x) for x in tensors])",
+    "grouped_allreduce": 'call the verb for each: mpi.wait_all([mpi.allreduce_async(x, op="avg") for x in tensors]); '
+    "without op= it sums, in place",
+    "grouped_allgather": "call the verb for each: mpi.wait_all([mpi.allgather_async(x) for x in tensors])",
+    "grouped_reducescatter": 'call the verb for each: mpi.wait_all([mpi.reduce_scatter_async(x, op="avg") for x in '
+    "tensors]); without op= it sums",
     "sparse_": "mpi.allgather the indices and the values; mpi.optim.DistributedOptimizer does it for gradients",
     "global_process_set": "leave it away, or write comm=mpi.communicator(0)",
     "remove_process_set": "call free() of what mpi.split gave, or leave it to mpi.stop",
-    "start_timeline": "torchmpirun --profile DIRECTORY traces all ranks",
-    "stop_timeline": "torchmpirun --profile DIRECTORY traces all ranks",
+    **dict.fromkeys(
+        ("start_timeline", "stop_timeline"),
+        "torchmpirun --timeline FILE shows the last operations of all ranks, --profile DIRECTORY traces all",
+    ),
+    "is_homogeneous": "compare mpi.local_size() over the ranks: mpi.allgather(mpi.local_size())",
+    "run": "start the program with torchmpirun -n 4 program.py, or mpi.notebook in a notebook",
     **dict.fromkeys(
         ("mpi_", "gloo_", "nccl_", "ddl_", "ccl_", "cuda_", "rocm_"),
         "nothing has to be built in; print(mpi.availability()) says what can run here",
@@ -277,7 +285,7 @@ def _register_backend() -> None:
 
 
 def _is_meant(name: str, key: str) -> bool:
-    return name.startswith(key) if key.endswith("_") else name == key
+    return name.startswith(key) if key.endswith("_") else name.rstrip("_").removesuffix("_async") == key
 
 
 def __getattr__(name: str) -> Any:

@@ -192,6 +192,8 @@ def test_options_of_mpirun():
     options = launcher.parse(["--np", "3", "-H", "a:2,b", "a.py"])
     assert (options.num_ranks, options.hosts) == (3, "a:2,b")
     assert launcher.parse(["--host", "a", "--machinefile", "f", "a.py"]).hostfile == Path("f")
+    assert launcher.parse(["-hosts", "a,b", "-f", "f", "a.py"]).hosts == "a,b"
+    assert launcher.parse(["-hostfile", "f", "a.py"]).hostfile == Path("f")
 
 
 @pytest.mark.parametrize(
@@ -205,6 +207,7 @@ def test_options_of_mpirun():
         (["-ppn", "4"], "mpirun", "--hosts a:4,b:4"),
         (["--oversubscribe"], "mpirun", "leave it away"),
         (["--bind-to", "core"], "mpirun", "--bind core"),
+        (["-wdir", "/data"], "mpirun", "change to the folder"),
         (["--mca", "btl", "tcp,self"], "mpirun", "--mpi-args '--mca ...'"),
     ],
 )

@@ -66,6 +66,25 @@ def test_buffers(mpi, mpinn, monkeypatch, how, fuse_bytes):
     mpinn.synchronize_buffers(torch.nn.LazyBatchNorm1d())
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("call", ["synchronize_parameters", "synchronize_gradients", "register_async_backward"])
+def test_modules_that_are_not_the_same(mpi, mpinn, call):
+    """Other orders of equal layers, and other shapes of as many elements, would be mixed up."""
+    is_other = mpi.rank() == mpi.size() - 1
+    layers = {name: torch.nn.Linear(3, 3) for name in ("ba" if is_other else "ab")}
+    shapes = torch.nn.Linear(4, 2, bias=False) if is_other else torch.nn.Linear(2, 4, bias=False)
+    for module, here, there in (
+        (torch.nn.ModuleDict(layers), "a.weight", "b.weight"),
+        (shapes, r"weight', \(4, 2\)", r"weight', \(2, 4\)"),
+    ):
+        before = [p.detach().clone() for p in module.parameters()]
+        with pytest.raises(
+            RanksDisagree, match=f"{call}: .* rank 0 has .*{here}.*, rank {mpi.size() - 1} has .*{there}"
+        ):
+            getattr(mpinn, call)(module)
+        assert all(map(torch.equal, before, module.parameters()))
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -24,7 +24,7 @@ from torchmpi_py.collectives.kept_operations import KeptOperation
 from torchmpi_py.collectives.numbers import Number
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.collectives.selector import selector
-from torchmpi_py.core import compiling
+from torchmpi_py.core import compiling, other_arguments
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.tensors import (
@@ -140,12 +140,9 @@ def _form(
 def _check_names(prepare: Callable[..., Any], name: str, kwargs: Iterable[str]) -> None:
     """TypeError for an argument that the verb does not have, with what stands for it here."""
     known = inspect.signature(prepare).parameters
-    for argument in kwargs:
-        if argument not in known:
-            source, destination = ("root", "root") if "root" in known else ("source", "destination")
-            remedy = _OTHER_ARGUMENTS.get(argument, f"arguments are: {', '.join(known)}")
-            remedy = remedy.format(verb=name, source=source, destination=destination)
-            raise TypeError(f"{name}: argument {argument!r} is unknown; {remedy}") from None
+    ends = ("root", "root") if "root" in known else ("source", "destination")
+    fill = {"verb": name, "source": ends[0], "destination": ends[1]}
+    other_arguments.check(name, known, kwargs, {key: text.format(**fill) for key, text in _OTHER_ARGUMENTS.items()})
 
 
 def builder(verb: Callable[P, R]) -> Callable[P, Operation[R]]:

@@ -201,7 +201,8 @@ def resolve(comm: Communicator | None) -> Communicator:
 def push_communicator(key: str | int) -> int:
     """Add a level below the current one, grouping ranks that give the same ``key``; return its index.
 
-    Collective over the current level, which stays the current one: ``set_communicator`` and ``at`` move.
+    Collective over the current level, which stays the current one: ``set_communicator`` and ``at`` move. TypeError for
+    another key.
     """
     if not isinstance(key, (str, int)):
         raise TypeError(f"push_communicator: key must be a str or an int, not {key!r}")
@@ -212,14 +213,18 @@ def push_communicator(key: str | int) -> int:
 def set_communicator(level: int) -> None:
     """Make ``level`` the current one: what ``rank``, ``size`` and every verb without ``comm=`` refer to.
 
-    Not collective, but every rank must call this: ranks at different levels cannot exchange messages.
+    Not collective, but every rank must call this: ranks at different levels cannot exchange messages. ValueError for a
+    level that does not exist.
     """
     stack().current = stack().level(level)
 
 
 @contextlib.contextmanager
 def at(level: int) -> Iterator[Communicator]:
-    """``with mpi.at(level):`` make ``level`` the current one inside the block, and the former one after the block."""
+    """``with mpi.at(level):`` make ``level`` the current one inside the block, and the former one after the block.
+
+    Every rank enters the block. ValueError for a level that does not exist.
+    """
     used = stack()
     former = used.current
     used.current = used.level(level)
@@ -230,7 +235,11 @@ def at(level: int) -> Iterator[Communicator]:
 
 
 def set_collective_span(begin: int, end: int) -> None:
-    """Name the levels that hierarchical collectives combine: ``begin`` as a whole, by way of the groups of ``end``."""
+    """Name the levels that hierarchical collectives combine: ``begin`` as a whole, by way of the groups of ``end``.
+
+    Every rank calls it alike, between the same calls; it waits for what this rank has launched. ValueError for a level
+    that does not exist, or where ``end`` is not below ``begin``.
+    """
     used = stack()
     whole, below = used.level(begin), used.level(end)
     while below is not whole and below.parent is not None:
@@ -245,7 +254,7 @@ def set_collective_span(begin: int, end: int) -> None:
 
 
 def communicator(level: int | None = None) -> Communicator:
-    """The communicator of ``level``, or of the current level."""
+    """The communicator of ``level``, or of the current level. ValueError for a level that does not exist."""
     return stack().current if level is None else stack().level(level)
 
 
@@ -253,7 +262,7 @@ def split(color: int | None, key: int = 0) -> Communicator:
     """A communicator of the ranks that give the same ``color``, in the order of ``key`` (then of rank).
 
     Collective over the current level. Pass the result as ``comm=``. A rank with ``color=None`` takes part and stays
-    out: its result is false, and an error as ``comm=``.
+    out: its result is false, and an error as ``comm=``. ValueError for another color or key.
     """
     if color is not None and (isinstance(color, bool) or not hasattr(color, "__index__") or color < 0):
         raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")

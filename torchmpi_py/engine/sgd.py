@@ -175,6 +175,7 @@ class SGDEngine:
     ) -> State:
         """Run every sample forward, without gradients and in evaluation mode, and return the last state.
 
+        Its loss is that of the last batch: for the mean add each to an ``Average`` in ``hooks.on_forward_criterion``.
         The hooks are those of training (``state.training`` tells them apart); each module's mode is restored.
         """
         state = State(network, criterion, iterator, training=False)

@@ -51,6 +51,8 @@ _FORWARDED = (
     "PYTHONPATH",
     variables.ADDRESS,
     variables.PORT,
+    "GLOO_",
+    "NCCL_",
     *binding.THREAD_VARIABLES,
 )
 

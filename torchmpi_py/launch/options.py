@@ -14,11 +14,34 @@ _OF_TORCHRUN = dict.fromkeys(
     _ONCE,
 ) | {"nnodes": "leave it away on one host; else name the hosts and their ranks: --hosts a:4,b:4, or --hostfile"}
 """Options of torchrun that have no meaning here, and what to write. ``--nproc-per-node`` is ``-n`` on one host."""
+_NONE = "there is none; leave it away"
+_OF_TORCHRUN |= {
+    "monitor-interval": _NONE,
+    "start-method": _NONE,
+    "role": _NONE,
+    "event-log-handler": _NONE,
+    "local-addr": _NONE,
+    "logs-specs": _NONE,
+    "no-python": "the program is a Python file, or a module after -m",
+    "run-path": "leave it away: every program is run so",
+    "redirects": "write --log-dir DIRECTORY",
+    "tee": "write --log-dir DIRECTORY, or nothing: all ranks are shown",
+    "local-ranks-filter": "write --log-dir DIRECTORY, which shows rank 0 alone",
+    "duplicate-stdout-filters": _NONE,
+    "duplicate-stderr-filters": _NONE,
+    "numa-binding": "leave it away: --bind core is the default",
+    "signals-to-handle": "write --grace SECONDS, the time that ranks have after a signal",
+    "shutdown-timeout": "write --grace SECONDS",
+    "virtual-local-rank": "leave it away: every rank sees all GPUs, and takes that of its LOCAL_RANK",
+}
 _OF_MPIRUN = (
     dict.fromkeys(("-x", "-env", "-genv"), "write --env NAME=VALUE")
     | dict.fromkeys(("-N", "-ppn", "--npernode", "--pernode"), "name the hosts and their ranks: --hosts a:4,b:4")
     | dict.fromkeys(("--oversubscribe", "--allow-run-as-root"), "leave it away: it is given where it is needed")
-    | {"--bind-to": "write --bind core (the default), or --bind none"}
+    | dict.fromkeys(("--bind-to", "-bind-to"), "write --bind core (the default), or --bind none")
+    | dict.fromkeys(("--wdir", "-wdir"), "change to the folder before torchmpirun")
+    | {"--prefix": "install the same environment at the same path on all hosts"}
+    | {"-c": "write -n"}
     | dict.fromkeys(
         (
             "--mca",
@@ -73,8 +96,12 @@ def _add_those_of_other_starters(parser: argparse.ArgumentParser) -> None:
     add = functools.partial(parser.add_argument, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--nproc-per-node", "--nproc_per_node", dest="ranks_per_host", type=_ranks_per_host, default=None)
     add("--np", dest="num_ranks", type=_RANKS)
-    add("--host", "-H", dest="hosts")
-    add("--machinefile", dest="hostfile", type=Path)
+    add("--host", "-H", "-host", "-hosts", dest="hosts")
+    add("--machinefile", "-machinefile", "-hostfile", "-f", dest="hostfile", type=Path)
+    add("--log_dir", dest="log_dir", type=Path)
+    add("--max_restarts", dest="max_restarts", type=_RESTARTS)
+    for option, name in (("-r", "redirects"), ("-t", "tee")):
+        add(option, action=_Refused, nargs="?", const=("torchrun", _OF_TORCHRUN[name]))
     for name, remedy in _OF_TORCHRUN.items():
         both = f"--{name}", f"--{name.replace('-', '_')}"
         add(*both, action=_Refused, nargs="?", const=("torchrun", remedy))
@@ -103,7 +130,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--groups", type=_RANKS, metavar="G", help="G jobs of N/G ranks, which share the experiments of the program")
     add("--group", type=group_jobs.read, help=argparse.SUPPRESS)  # torchmpirun's own, for one of them
     add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
-    add("--timeline", type=Path, metavar="FILE", help="what each rank did last, as a page for a browser: FILE.html")
+    add("--timeline", type=Path, metavar="FILE", help="what each rank did last, as a page for a browser, FILE")
     add("--mpi", choices=[vendor.name for vendor in mpirun.VENDORS], default="", help="default: the one that is found")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in every rank; repeatable")
     add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")

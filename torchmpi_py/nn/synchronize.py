@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.check import check_all_with_allreduce, differing
 from torchmpi_py.collectives.verbs import allgather_object
-from torchmpi_py.core import agree
+from torchmpi_py.core import agree, other_arguments
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_tensor
 from torchmpi_py.errors import RanksDisagree
@@ -33,6 +33,7 @@ reduced_in_backward: WeakSet[Buckets] = WeakSet()  # of register_async_backward
 _MOST_NAMES = 3
 
 
+@other_arguments.explain("synchronize_parameters", root_rank="rank 0's parameters are given to all")
 def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> None:
     """Give every rank rank 0's parameters and buffers, or with ``average`` the mean of all ranks'. Collective.
 
@@ -108,7 +109,8 @@ def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None
     TorchMPI summed. A parameter that got no gradient here counts as zero; one that got none on any rank keeps None.
     Call it once per step, after ``backward``. The same parameters must be trainable on every rank. ``p.grad`` becomes a
     view of a flat buffer, which is made at the first call and overwritten at the next: clone what you want to keep,
-    save or send. ValueError for parameters that ``register_async_backward`` reduces.
+    save or send. ValueError for parameters that ``register_async_backward`` reduces; RanksDisagree, on all ranks, where
+    the first call finds other names, shapes or dtypes on another rank.
     """
     buckets_of(module).reduce("avg" if average else "sum")
 

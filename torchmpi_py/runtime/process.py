@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchmpi_py.core import backoff, communicators, config, journal, mpi_api
+from torchmpi_py.core import backoff, communicators, config, journal, mpi_api, other_arguments
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CollectiveTimeout, NotStarted, TorchMPIError
@@ -29,6 +29,11 @@ logger = logging.getLogger("torchmpi_py")
 STARTED_PID = config.STARTED_PID  # by which a child process knows that it is one; torchmpirun removes it
 
 
+@other_arguments.explain(
+    "start",
+    comm="all ranks of the job start; mpi.split makes groups of them",
+    process_sets="all ranks of the job start; mpi.split makes groups of them",
+)
 def start(
     with_cuda: bool = False,
     *,
@@ -122,19 +127,19 @@ def is_started() -> bool:
 
 
 def rank() -> int:
-    """This process's rank in the current level: 0 to ``size() - 1``."""
+    """This process's rank in the current level: 0 to ``size() - 1``. NotStarted before ``start``."""
     return communicators.resolve(None).rank
 
 
 def size() -> int:
-    """The number of ranks in the current level."""
+    """The number of ranks in the current level. NotStarted before ``start``."""
     return communicators.resolve(None).size
 
 
 def barrier(comm: Communicator | None = None) -> None:
     """Wait until every rank of ``comm`` (default: the current level) has called ``barrier``.
 
-    CollectiveTimeout after the deadline if ``at_deadline`` of the tuning is "raise".
+    NotStarted before ``start``; CollectiveTimeout after the deadline if ``at_deadline`` of the tuning is "raise".
     """
     comm, limit = communicators.resolve(comm), config.current.deadline_seconds
     entry = journal.record_plain("barrier", comm)
@@ -151,22 +156,25 @@ def barrier(comm: Communicator | None = None) -> None:
 
 
 def local_rank() -> int:
-    """This process's rank among those of its node."""
+    """This process's rank among those of its node. NotStarted before ``start``."""
     return sessions.current().location().rank
 
 
 def local_size() -> int:
-    """The number of ranks on this node."""
+    """The number of ranks on this node. NotStarted before ``start``."""
     return sessions.current().location().size
 
 
 def num_nodes() -> int:
-    """The number of nodes that the current level spreads over."""
+    """The number of nodes that the current level spreads over. NotStarted before ``start``."""
     return communicators.resolve(None).num_nodes
 
 
 def device() -> torch.device:
-    """The device on which this rank computes: its GPU after ``start(with_cuda=True)``, else the CPU."""
+    """The device on which this rank computes: its GPU after ``start(with_cuda=True)``, else the CPU.
+
+    NotStarted before ``start``.
+    """
     return sessions.current().device
 
 
