@@ -233,7 +233,7 @@ _OTHER_NAMES = {  # of Horovod, torch.distributed and MPI: what each is called h
     "isend": "send_async()",
     "irecv": "recv_async()",
 }
-_REMEDIES = {  # for other names of Horovod; "grouped_" is for all names that begin so
+_REMEDIES = {  # for other names of Horovod; "sparse_" is for all names that begin so
     "init": "call mpi.start(). mpi.allreduce sums, and overwrites its tensor, where Horovod averages a copy: see "
     "docs/from_horovod.md",
     "cross_rank": "os.environ['GROUP_RANK'] is the number of the node",

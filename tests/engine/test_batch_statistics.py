@@ -1,5 +1,7 @@
 """Batch statistics in data-parallel training: each rank's own, brought together, or those of all ranks' batches."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -132,7 +134,16 @@ def test_an_unknown_way_is_refused(mpi):
 def test_a_rank_without_samples_in_the_last_batch(mpi):
     """One process trains alike; later batches of that rank count again."""
     total = 9 * mpi.size() - 1  # two batches of 4 a rank, and one with a sample less than there are ranks
-    net = train(mpi, AllReduceSGDEngine(), network(SyncBatchNorm), total=total)
+    engine, copies = AllReduceSGDEngine(), []
+    engine.hooks.on_backward = lambda state: copies.append(copy.deepcopy(state.network))
+    engine.hooks.on_update = lambda state: copies.append(state.network)
+    net = train(mpi, engine, network(SyncBatchNorm), total=total)
     alone = train(mpi, SGDEngine(), network(), total=total, rank=0, size=1)
     torch.testing.assert_close(dict(net.state_dict()), dict(alone.state_dict()), rtol=1e-9, atol=1e-10)
-    assert net[1].has_samples
+    assert all(each[1].has_samples for each in copies)
+
+
+def test_one_sample_on_all_ranks(mpi):
+    """As on one process, which has no variance of it."""
+    with pytest.raises(ValueError, match="per channel when training"):
+        train(mpi, AllReduceSGDEngine(), network(SyncBatchNorm), total=4 * mpi.size() + 1)

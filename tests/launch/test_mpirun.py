@@ -219,6 +219,12 @@ def test_options_of_other_starters_without_a_meaning(argv, whose, remedy, capsys
     assert remedy in said
 
 
+@pytest.mark.parametrize("words", [["-p", "8080"], ["-ma", "x"], ["-hos"], ["--he"], ["-x"], ["-n", "0"], ["--mca"]])
+def test_words_of_the_program_are_the_programs(words):
+    assert launcher.parse(["-n4", "a.py", *words]).program == ["a.py", *words]
+    assert launcher.parse(["-n4", "-m", "a", *words]).num_ranks == 4
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -364,3 +364,16 @@ def test_two_registrations_that_one_pass_reaches(mpi, mpinn, width, is_alike):
             for registered in registrations:
                 with pytest.raises(RanksDisagree, match=r"in different orders.*ModuleList\(\[a, b\]\)"):
                     registered.synchronize()
+
+
+def test_tensors_are_made_elsewhere_by_default(mpi, mpinn):
+    """Where a program sets a default device, what travels beside gradients still lies on the host."""
+    net = network()
+    backward = mpinn.register_async_backward(net, frequency=2)
+    loss(net, batch(mpi.rank())).backward()
+    torch.set_default_device("meta")
+    try:
+        backward.reduce_now()
+    finally:
+        torch.set_default_device(None)
+    mpi.check_with_allreduce(net[0].weight.grad, "gradient")

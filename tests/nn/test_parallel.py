@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from torchmpi_py import errors, nn as mpinn, optim
+from torchmpi_py.core import config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -338,3 +339,30 @@ def test_replicas_of_a_part_are_kept_equal(mpi):
             layer.bias.data[0] += 1
         with pytest.raises(errors.RanksDisagree, match="bias"):
             mpinn.check_with_allreduce(layer)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_parts_of_unequal_size_may_fall_into_other_buckets(mpi, monkeypatch):
+    """Rank 0 has a row more than the others, which makes its part large enough for a bucket of its own."""
+    monkeypatch.setattr(config, "current", config.Tuning(alone_bytes=150, fuse_bytes=400))
+    torch.manual_seed(3)
+    width = 25  # a row of 100 bytes
+    net = torch.nn.Sequential(
+        mpinn.ColumnParallelLinear(width, mpi.size() + 1),
+        torch.nn.Linear(mpi.size() + 1, width),
+        mpinn.ColumnParallelLinear(width, mpi.size() + 1),
+    )
+    gradients = []
+    for reduction in (mpinn.register_async_backward(net), None):
+        net.zero_grad()
+        net(torch.ones(2, width)).square().sum().backward()
+        if reduction is None:
+            mpinn.synchronize_gradients(net)
+        else:
+            reduction.synchronize()
+            counts = mpi.allgather(len(reduction.buckets.all))
+            reduction.remove()
+        gradients.append([p.grad.clone() for p in net.parameters()])
+    assert len(set(counts)) == 2
+    for x, y in zip(*gradients, strict=True):
+        torch.testing.assert_close(x, y)

@@ -143,7 +143,6 @@ def test_one_value_on_each_rank_is_enough_if_there_are_several(mpi):
         ours(torch.ones(2, 4, dtype=torch.float64))
 
 
-@pytest.mark.mpi(min_size=4)
 @pytest.mark.mpi(min_size=2)
 def test_a_batch_that_stands_in_for_none(mpi):
     """Outputs, gradients and statistics of the other ranks are those without it, and nothing comes of its own."""
@@ -167,6 +166,7 @@ def test_a_batch_that_stands_in_for_none(mpi):
         torch.testing.assert_close(dict(ours.named_buffers()), dict(torchs.named_buffers()), rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.mpi(min_size=4)
 def test_over_a_group(mpi):
     group = mpi.split(mpi.rank() % 2)
     ours, torchs = layers(2, comm=group)

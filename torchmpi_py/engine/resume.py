@@ -27,6 +27,8 @@ from torchmpi_py.engine.checkpoint import Checkpoints, Collected, check_collecte
 from torchmpi_py.engine.state import Hook, Hooks, State
 from torchmpi_py.errors import EndRequested
 from torchmpi_py.nn.optimizer_state import load_whole_state, whole_state
+from torchmpi_py.nn.split_parameters import any_split
+from torchmpi_py.optim.wrapper import ReducingOptimizer
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -81,7 +83,8 @@ class Saving:
 
     Equal on all ranks, and written by rank 0: network, criterion, optimizer, counters. Each rank's own: buffers of the
     modules (batch statistics), random generators, the place in the epoch, the last loss, the objects in ``stateful``.
-    Where ranks take steps of their own (``SGDEngine``), network, criterion and optimizer are each rank's own as well.
+    Where ranks take steps of their own (``SGDEngine``, without an optimizer that reduces gradients), network, criterion
+    and optimizer are each rank's own as well.
     """
 
     def __init__(
@@ -203,7 +206,7 @@ class Saving:
             "experiment": os.environ.get(config.EXPERIMENT, ""),
         }
         # What rank 0 has is in the model.
-        is_own = outcomes.rank() > 0 and not self.steps_together
+        is_own = outcomes.rank() > 0 and not self.steps_together and not _is_replicated(state)
         modules = state._named_modules().items() if outcomes.rank() > 0 and not is_own else ()
         own = {
             "trained": trained if is_own else None,
@@ -246,6 +249,11 @@ class Saving:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
         samples.restore_generators(state.iterator, parts["generators"])
         state.maxepoch = _last_epoch(state, **parts["maxepoch"])
+
+
+def _is_replicated(state: State) -> bool:
+    """Whether the optimizer, or layers split over ranks, have the ranks train the same."""
+    return isinstance(state.optimizer, ReducingOptimizer) or any_split(state.parameters())
 
 
 def _last_epoch(state: State, asked: int, now: int) -> int:

@@ -210,7 +210,13 @@ class SGDEngine:
             yield hooks
         finally:
             self._run_hooks = enclosing
-            set_has_samples(state.modules() if state._is_stand_in else (), True)
+            self._end_stand_in(state)
+
+    @staticmethod
+    def _end_stand_in(state: State) -> None:
+        if state._is_stand_in:
+            state._is_stand_in = False
+            set_has_samples(state.modules(), True)
 
     def make_optimizer(
         self, state: State, lr: float | None, optimizer: OptimizerLike | None
@@ -247,10 +253,9 @@ class SGDEngine:
 
     def prepare(self, state: State) -> None:
         """Before the forward pass, in training only: a stand-in does not count in the statistics of SyncBatchNorm."""
-        is_stand_in = state.num_samples == 0 and state.weight == 0
-        if is_stand_in or state._is_stand_in:
-            state._is_stand_in = is_stand_in
-            set_has_samples(state.modules(), not is_stand_in)
+        state._is_stand_in = state.num_samples == 0 and state.weight == 0
+        if state._is_stand_in:
+            set_has_samples(state.modules(), False)
 
     def forward(self, state: State) -> None:
         """``state.output = network(input)``."""
@@ -314,7 +319,8 @@ class SGDEngine:
             state.optimizer.step()
 
     def complete(self, state: State) -> None:
-        """Count the step."""
+        """Count the step; what hooks compute from here on counts in the statistics of SyncBatchNorm."""
+        self._end_stand_in(state)
         state.t += 1
         state.position = state.next_position
 

@@ -5,6 +5,7 @@ import functools
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torchmpi_py.launch import group_jobs, mpirun, ready_scripts
 
@@ -84,6 +85,14 @@ def _ranks_per_host(text: str) -> float:
     return _RANKS(text)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser to which no word of the program's is an abbreviation: ``allow_abbrev`` is about two hyphens alone."""
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return [each for each in found if each[1] == option_string[:2]]  # -n4
+
+
 class _Refused(argparse.Action):
     """An option that ends with an error; ``const`` says whose it is, and what to write."""
 
@@ -111,7 +120,7 @@ def _add_those_of_other_starters(parser: argparse.ArgumentParser) -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line. Everything after the program belongs to the program."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="torchmpirun",
         usage="torchmpirun [-n N] [options] program.py args...\n       torchmpirun [-n N] [options] -m module args...\n"
         "       torchmpirun --check [--hosts a,b] | --version | --template {slurm,kubernetes,pbs}",

@@ -235,7 +235,8 @@ class AsyncBackward:
         for bucket in self.buckets.all[self._num_launched :]:
             if only_ready and self._num_ready[self._num_launched] < len(bucket.parameters):
                 return
-            self._order.add()
+            if bucket.comm is self.buckets.comm:  # of split parameters ranks may have other numbers of buckets
+                self._order.add()
             self._handles += bucket.launch(self.op)
             self._num_launched += 1
 

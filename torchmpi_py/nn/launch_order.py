@@ -1,11 +1,11 @@
 """Whether the ranks launch the reductions of several registrations in the same order.
 
 The buckets of one registration (``async_backward``) have a fixed order. Those of two registrations on one communicator
-are launched as autograd reaches them, which a program may have do so in another order on another rank: two networks
-whose outputs are computed in a different order. Buckets of one size would then be added to each other. So each
+are launched as autograd reaches them, which may be in another order on another rank: that computes the outputs of two
+networks in another order, or leaves out a layer. Buckets of one size would then be added to each other. So each
 registration notes at which places of the communicator's launches its own are, and a digest of its number and of these
 travels behind the flags that are reduced anyway, by ``max``: the digest and its complement add up to 255 in every byte,
-if all are equal.
+if all are equal. Launches on communicators of fewer ranks, those of split parameters, do not count.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class LaunchOrder:
     def append_digest(self, flags: Tensor) -> Tensor:
         """The flags, with the digest behind them, to be reduced by ``max``."""
         digest = list(self._digest.to_bytes(_BYTES, "little"))
-        return torch.cat([flags, torch.tensor([*digest, *(255 - byte for byte in digest)], dtype=torch.uint8)])
+        both = [*digest, *(255 - byte for byte in digest)]
+        return torch.cat([flags, torch.tensor(both, dtype=torch.uint8, device="cpu")])
 
     @staticmethod
     def checked(reduced: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class LaunchOrder:
             raise RanksDisagree(
                 "the backward passes of the ranks reach modules with registrations of their own "
                 "(register_async_backward, or optimizers of optim) in different orders, so that gradients of one were "
-                "added to those of another. Register one module that holds them all, as torch.nn.ModuleList([a, b]), "
-                "or compute them in the same order on all ranks"
+                "added to those of another: their outputs are computed in another order, or a rank leaves out a layer. "
+                "Register one module that holds them all, as torch.nn.ModuleList([a, b])"
             )
         return flags

@@ -98,13 +98,14 @@ def send(x: Tensor, destination: int, *, comm: Communicator | None = None) -> Te
 
     ``link.backward()`` waits for the gradient that the backward pass of ``destination`` sends, and goes on with it
     through this rank's part of the network; the gradient of the link itself does not count, so a scaled loss is scaled
-    once, by the rank that has it. If ``x`` requires no gradient, neither does the link. ``x`` may be changed at once.
+    once, by the rank that has it. The link takes one backward pass, and so does what ``recv`` returns. If ``x``
+    requires no gradient, neither does the link. ``x`` may be changed at once.
 
     Messages between two ranks arrive in the order of the calls; their backward passes may come in any order. The first
     call of ``send`` or ``recv`` on a communicator (default: the current level) is collective: every rank of it calls
     one of the two. ``x`` lies on the CPU or on ``mpi.device()``.
 
-    Raises TypeError and ValueError as ``mpi.send``.
+    Raises TypeError and ValueError as ``mpi.send``; a second backward pass is a RuntimeError.
     """
     peer = _peer("send", "destination", destination, comm)
     check_tensor("nn.send", "x", x)

@@ -45,7 +45,8 @@ class SyncBatchNorm(_BatchNorm):
     ``has_samples = False``: this rank's batch stands in for one that it does not have. It is normalized like the
     others, and counts in no statistics; no gradient passes through. The engine sets it.
 
-    Raises ValueError, on all ranks, where all batches together have fewer than 2 values per channel.
+    Raises ValueError, on all ranks, where all batches together have fewer than 2 values per channel, as BatchNorm does
+    on one process: with inputs (N, C) where the last batch of an epoch has one sample in all.
     """
 
     has_samples = True
@@ -63,6 +64,10 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.comm = comm
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, whose batches count."""
+        return {name: value for name, value in self.__dict__.items() if name != "has_samples"}
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize; in training with the statistics of all ranks' batches, and update the running ones."""

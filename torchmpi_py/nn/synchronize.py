@@ -57,7 +57,9 @@ def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator) -> N
     """
     if comm.size == 1:
         return
-    table = [(name, *summary(x)) for name, x in named.items()]
+    # torch.compile and DDP put a prefix before names, perhaps on some ranks alone.
+    bare = {name.replace("_orig_mod.", "").removeprefix("module."): x for name, x in named.items()}
+    table = [(name, *summary(x)) for name, x in bare.items()]
     digest = hashlib.blake2b(repr(table).encode(errors="backslashreplace"), digest_size=7).digest()
     if len(set(verbs.allgather(int.from_bytes(digest, "little"), comm=comm))) == 1:
         return

@@ -98,6 +98,8 @@ class LocalSGD(LocalOptimizer):
             rates = [of_groups[index] for of_groups in self._rates if index < len(of_groups)]  # groups may be added
             lr = sum(rates) / max(len(rates), 1)
             for p in group["params"] if lr > 0 else ():
+                if p not in self._slow:  # it has had no step yet
+                    continue
                 before, momentum = self._slow[p]
                 momentum.mul_(self.slow_momentum).add_((before - p) / lr)
                 before.sub_(self.slow_lr * lr * momentum)
