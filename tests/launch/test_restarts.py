@@ -31,6 +31,7 @@ attempt = int(os.environ["TORCHMPIRUN_RESTART"])
 print(f"rank {world.rank} in attempt {attempt}", flush=True)
 world.Barrier()
 if world.rank == 1 and attempt < int(sys.argv[2]):
+    time.sleep(1)  # torchmpirun tells who died first once it has seen the ranks
     exec(sys.argv[1])
 world.Barrier()
 """
