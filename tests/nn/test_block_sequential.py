@@ -173,3 +173,24 @@ def test_frozen_parameters_get_no_gradient():
     assert [block.collect().numel() for block in net.backward_blocks(torch.ones_like(output))] == [24]
     assert net[0].weight.grad is None
     assert net[0].bias.grad is not None
+
+
+def test_parameters_that_are_flat_already_stay_where_they_are():
+    """A block within a block has the memory of the outer one; so has a network whose memory was moved as a whole."""
+    inner = BlockSequential(2, torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    net = BlockSequential(1, torch.nn.Linear(3, 3), inner)
+    for _ in range(2):
+        (block,) = net.blocks
+        block.weights.copy_(torch.arange(36.0))
+        inside = [part.weights.tolist() for part in inner.blocks]
+        assert inside == [list(range(12, 24)), list(range(24, 36))]
+        elsewhere = torch.zeros(40)
+        elsewhere[2:38] = block.weights
+        for p in net.parameters():
+            p.data = elsewhere.as_strided(p.shape, p.stride(), 2 + p.storage_offset())
+        net(torch.ones(1, 3))
+        net.blocks[0].weights.mul_(2)
+        assert elsewhere.tolist() == [0, 0, *(2.0 * n for n in range(36)), 0, 0]
+        elsewhere = net.blocks[0].weights.clone()
+        for p in net.parameters():
+            p.data = elsewhere.as_strided(p.shape, p.stride(), p.storage_offset() - 2)

@@ -1,12 +1,13 @@
 """Ranks that train one copy of the parameters, and memory that outlives whoever made it."""
 
+import copy
 import gc
 
 import pytest
 import torch
 
-from torchmpi_py import paramserver as ps
-from torchmpi_py.errors import RanksDisagree, Unavailable
+from torchmpi_py import nn, paramserver as ps
+from torchmpi_py.errors import ParameterServerError, RanksDisagree, Unavailable
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -109,6 +110,122 @@ def test_the_memory_outlives_its_maker(mpi):
     assert (view == 5).all()
     for server in more:
         server.free()
+
+
+def blocks():
+    """Blocks within a block, and a child that was exchanged since they were cut."""
+    inner = nn.BlockSequential(2, torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    net = nn.BlockSequential(2, torch.nn.Linear(3, 4), inner)
+    net[0] = torch.nn.Linear(3, 4)
+    return net
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_blocks_stay_in_the_shared_memory(mpi, copied):
+    """They are flat there, also after calls of the network; and flat in each rank's own memory at the end."""
+    size, me = mpi.size(), mpi.rank()
+    net = blocks()
+    net = copy.deepcopy(net) if copied else net
+    values = [torch.arange(float(p.numel())).view_as(p) + number for number, p in enumerate(net.parameters())]
+    with torch.no_grad():
+        for p, value in zip(net.parameters(), values, strict=True):
+            p.copy_(value if me == 0 else value - 1000)
+    shared = ps.Hogwild(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    output = net(torch.zeros(1, 3))
+    assert len(list(net.backward_blocks(torch.ones_like(output)))) == len(net.blocks) == 2
+    mpi.barrier()  # backward has read the parameters
+    for rank in range(size):
+        if rank == me:
+            for number, p in enumerate(net.parameters()):
+                p.grad.fill_(-(10.0**rank) * (number + 1))
+            optimizer.step()
+        mpi.barrier()
+    net(torch.zeros(1, 3))
+    steps = sum(10.0**rank for rank in range(size))
+    expected = [value + steps * (number + 1) for number, value in enumerate(values)]
+    for p, value in zip(net.parameters(), expected, strict=True):
+        assert torch.equal(p, value)
+    mpi.barrier()
+    shared.free()
+    mpi.barrier()
+    net.blocks[0].weights.fill_(me)
+    mpi.barrier()
+    assert all((p == me).all() for p in net.blocks[0].parameters)
+    for p, value in list(zip(net.parameters(), expected, strict=True))[len(net.blocks[0].parameters) :]:
+        assert torch.equal(p, value)
+
+
+def give_other_memory(net):
+    net[1].bias.data = net[1].bias.data.clone()
+
+
+def replace(net):
+    net[1].bias = torch.nn.Parameter(net[1].bias.detach())
+    net[1].bias.data = net[1].bias.data.clone()
+
+
+CHANGES = {
+    "dtype": ("0.weight", lambda net: net.double()),
+    "data": ("1.bias", give_other_memory),
+    "replaced": ("1.bias", replace),
+    "assigned": ("0.weight", lambda net: net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)),
+    "added": ("2.weight", lambda net: net.append(torch.nn.Linear(2, 1))),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_parameter_that_leaves_the_shared_memory(mpi, change):
+    """An error at the next step on its rank, and at the end on all; the others' values have not been lost."""
+    size, me = mpi.size(), mpi.rank()
+    name, apply = CHANGES[change]
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    for number, p in enumerate(net.parameters()):
+        torch.nn.init.constant_(p, number + 1.0)
+    shared = ps.Hogwild(net)
+    mpi.barrier()
+    if me == size - 1:
+        apply(net)
+        before = [p.detach().clone() for p in net.parameters()]
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        net(torch.ones(1, 3, dtype=net[0].weight.dtype)).sum().backward()
+        with pytest.raises(ParameterServerError, match=rf"SGD\.step: parameter {name} does not lie in .*: free\(\) it"):
+            optimizer.step()
+        assert all(torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
+    with pytest.raises(ParameterServerError, match=rf"Hogwild.free: rank {size - 1}: parameter {name} does not lie"):
+        shared.free()
+    shared.free()
+    if me < size - 1:
+        assert [p.unique().item() for p in net.parameters()] == [1, 2, 3, 4]
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer.step()  # nobody looks any more
+
+
+def test_what_is_no_parameter_that_has_left(mpi):
+    """Copies, other networks and tensors in the place of parameters train; a second Hogwild takes the network over."""
+    size, me = mpi.size(), mpi.rank()
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    for number, p in enumerate(net.parameters()):
+        torch.nn.init.constant_(p, number + 1.0)
+    first = ps.Hogwild(net)
+    for other in (copy.deepcopy(net), torch.nn.Linear(3, 2)):
+        optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
+        other(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    doubled = {name: 2 * p for name, p in net.named_parameters()}
+    assert torch.func.functional_call(net, doubled, torch.ones(1, 3)).unique().item() == 2 * 2 * 6 * (3 + 2) + 8
+    second = ps.Hogwild(net)
+    mpi.barrier()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    for rank in range(size):
+        if rank == me:
+            for number, p in enumerate(net.parameters()):
+                p.grad = torch.full_like(p, -float(number + 1))
+            optimizer.step()
+        mpi.barrier()
+    first.free()
+    second.free()
+    assert [p.unique().item() for p in net.parameters()] == [(size + 1) * (number + 1) for number in range(4)]
 
 
 def test_mistakes(mpi):

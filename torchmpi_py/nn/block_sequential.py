@@ -167,7 +167,21 @@ def _flat_weights(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
     kinds = {(p.dtype, p.device) for p in parameters}
     if len(kinds) > 1:
         raise ValueError(f"BlockSequential: the parameters of a block have several dtypes or devices: {kinds}")
-    return torch.cat([p.detach().reshape(-1) for p in parameters]) if parameters else torch.empty(0)
+    if not parameters:
+        return torch.empty(0)
+    if _follow_each_other(parameters):  # they are flat already, perhaps where Hogwild has moved all of their memory
+        return parameters[0].data.as_strided((sum(p.numel() for p in parameters),), (1,))
+    return torch.cat([p.detach().reshape(-1) for p in parameters])
+
+
+def _follow_each_other(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether the parameters lie one after another in one memory, without gaps."""
+    memory, end = parameters[0].untyped_storage().data_ptr(), parameters[0].storage_offset()
+    for p in parameters:
+        if not p.is_contiguous() or p.untyped_storage().data_ptr() != memory or p.storage_offset() != end:
+            return False
+        end += p.numel()
+    return True
 
 
 def _views(flat: Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:

@@ -18,7 +18,8 @@ from torchmpi_py.paramserver.tensor_lists import (
     prefetch_tensors,
     send_tensors,
 )
-from torchmpi_py.paramserver.update import Timetable, Update
+from torchmpi_py.paramserver.timetable import Timetable
+from torchmpi_py.paramserver.update import Update
 
 __all__ = [
     "DifferenceUpdate",

@@ -73,7 +73,7 @@ class DownpourUpdate(Update):
                 f"update({step}): no parameter has a gradient; call update before optimizer.zero_grad"
             )
         for total, p in zip(self._sums, self.parameters, strict=True):
-            if p.grad is not None:
+            if p.grad is not None and p.requires_grad:  # not one from before the parameter was frozen
                 total.add_(p.grad)
         self._num_steps += 1
 

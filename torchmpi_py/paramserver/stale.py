@@ -28,7 +28,8 @@ from torchmpi_py.core.tensors import check_count
 from torchmpi_py.errors import ParameterServerError
 from torchmpi_py.paramserver import tensor_lists
 from torchmpi_py.paramserver.server import init
-from torchmpi_py.paramserver.update import Due, Update, copy_all, refuse_options
+from torchmpi_py.paramserver.timetable import Due
+from torchmpi_py.paramserver.update import Update, copy_all, refuse_options
 
 logger = logging.getLogger("torchmpi_py")
 WARN_AFTER_SECONDS = 20.0

@@ -24,7 +24,8 @@ from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import wait_all
 from torchmpi_py.errors import ParameterServerError
 from torchmpi_py.paramserver import rules, tensor_lists
-from torchmpi_py.paramserver.update import Timetable, check_alike, check_trained, wait_for_all
+from torchmpi_py.paramserver.timetable import Timetable
+from torchmpi_py.paramserver.update import check_alike, check_trained, wait_for_all
 
 
 class SynchronousUpdate:

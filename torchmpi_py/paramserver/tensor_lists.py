@@ -8,7 +8,6 @@ the tensors. After TorchMPI's functions of these names (reference 5.7), which ke
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torchmpi_py.core import agree, journal
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.core.tensors import check_parts, check_tensor
-from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.errors import ParameterServerError, RanksDisagree
 from torchmpi_py.paramserver import rules
 from torchmpi_py.paramserver.server import ParameterServer, init
 from torchmpi_py.runtime import process
@@ -34,13 +33,22 @@ class _Pack:
         self.sent = torch.empty_like(self.fetched)
         self.server: ParameterServer = init(self.fetched, comm=comm, optimizer=optimizer)
         self.sending: Handle[Tensor] | None = None
+        self.sent_by: tuple[str, dict[str, Any]] = "", {}  # the rule and options of the last send
+        self.failed: tuple[Handle[Tensor], str, dict[str, Any]] | None = None  # the first send with an unseen error
 
     def wait_for_sent_buffer(self) -> None:
-        """Wait until ``sent`` may be filled again. An error of the last send is raised by its handle alone."""
-        sending, self.sending = self.sending, None
-        if sending is not None:
-            with contextlib.suppress(Exception):
-                sending.wait()
+        """Wait until ``sent`` may be filled again. An error of the send is raised by its handle, or ``check_sends``."""
+        if (sending := self.sending) is None:
+            return
+        was_seen = sending._error_was_seen
+        try:
+            sending.wait()
+        except BaseException as error:
+            if error is not sending._error:  # such as a deadline: the send goes on
+                raise
+            sending._error_was_seen = was_seen
+            if not was_seen and self.failed is None:
+                self.failed = sending, *self.sent_by
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parts of a flat buffer in the shapes of the tensors."""
@@ -60,6 +68,7 @@ class ServedTensors:
         self._indices = list(by_kind.values())
         self.packs = [_Pack([self.tensors[index] for index in indices], comm, optimizer) for indices in self._indices]
         self.fetching: list[Handle[Tensor]] = []
+        self.names = [f"tensor {index}" for index in range(len(self.tensors))]  # for errors
 
     def in_packs(self, updates: Sequence[Tensor]) -> list[list[Tensor]]:
         """The tensors that correspond to the served ones, pack by pack."""
@@ -76,7 +85,36 @@ class ServedTensors:
 
     def _finish_sends(self) -> None:
         """Wait until the servers have what this rank has sent; raises what the last sends have raised."""
-        wait_all([pack.sending for pack in self.packs if pack.sending is not None])
+        for pack in self.packs:
+            pack.wait_for_sent_buffer()
+        self.check_sends()
+
+    def check_sends(self) -> None:
+        """ParameterServerError, once, if sends have failed and nobody has waited for their handles.
+
+        Does not block unless one has.
+        """
+        for pack in self.packs:
+            if pack.sending is not None and pack.sending.done():
+                pack.wait_for_sent_buffer()
+        if not any(pack.failed for pack in self.packs):
+            return
+        failed, names = [], []
+        for pack, indices in zip(self.packs, self._indices, strict=True):
+            pack.wait_for_sent_buffer()  # the same send may fail in the other packs as well
+            if pack.failed is not None and not pack.failed[0]._error_was_seen:
+                pack.failed[0].give_up()  # its error is raised here
+                failed.append(pack.failed)
+                names += [self.names[index] for index in indices]
+            pack.failed = None
+        if failed:
+            handle, rule, options = failed[0]
+            error, more = handle._error, f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ParameterServerError(
+                f"a send of {', '.join(names[:3])}{more} to the parameter server by rule {rule!r}, options {options}, "
+                f"has failed: {type(error).__name__}: {error}; what was sent is lost, but for shards where the rule "
+                "did not fail; correct the rule or its options"
+            ) from error
 
     @property
     def num_bytes_sent(self) -> int:
@@ -184,12 +222,12 @@ def send_tensors(
     # A mistake shows before the first pack is sent.
     for pack in served.packs:
         rules.checked(rule, options, pack.server.dtype, pack.server.optimizer)
-    for pack, given in zip(served.packs, given_by_pack, strict=True):
         pack.wait_for_sent_buffer()
+    for pack, given in zip(served.packs, given_by_pack, strict=True):
         for part, update in zip(pack.views(pack.sent), given, strict=True):
             part.copy_(update.detach())
             if local is not None:
                 local(part)
-        pack.sending = pack.server.send(pack.sent, rule, **options)
+        pack.sending, pack.sent_by = pack.server.send(pack.sent, rule, **options), (rule, options)
         handles.append(pack.sending)
     return handles

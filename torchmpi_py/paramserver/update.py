@@ -1,4 +1,4 @@
-"""Training with a parameter server: which rank seeds, sends, fetches and integrates, and in which steps.
+"""Training with a parameter server: which rank seeds, sends, fetches and integrates.
 
 A *worker* is a rank, or a group of ranks that train one copy of the network together (data-parallel: their gradients
 are averaged by other means). Only the root of a group exchanges values with the server; after an integration the
@@ -8,78 +8,21 @@ a group sent, values were fetched F steps too late, and one skipped step stopped
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from torchmpi_py import nn
 from torchmpi_py.core import agree, backoff, communicators, journal
 from torchmpi_py.core.communicators import Communicator
-from torchmpi_py.core.tensors import check_count
 from torchmpi_py.errors import ParameterServerError, RanksDisagree
 from torchmpi_py.paramserver import tensor_lists
+from torchmpi_py.paramserver.timetable import Due, Timetable
 
 T = TypeVar("T")
-
-
-class Due(NamedTuple):
-    """The actions that are due in a step, in this order; with F = U the fetch comes last."""
-
-    shard: bool
-    send: bool
-    prefetch: bool
-    integrate: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Timetable:
-    """The steps in which a worker exchanges values with a server.
-
-    With D = ``init_delay``, U = ``update_frequency``, F = ``prefetch`` and S = ``send_frequency``: the server is seeded
-    in step D; updates are sent every S steps after D; the server's values are integrated every U steps after D, and are
-    fetched F steps before each integration. A step sends before it fetches: with F = 0 a worker gets back what it has
-    just sent. With F = U a step fetches, after its own integration, the values for the next one. A send that belongs to
-    an integration (EASGD) follows the integration.
-
-    ValueError unless 0 <= prefetch <= update_frequency, and the frequencies are at least 1.
-    """
-
-    init_delay: int = 100
-    update_frequency: int = 10
-    prefetch: int = 0
-    send_frequency: int = 1
-
-    def __post_init__(self) -> None:
-        for name, least in (("init_delay", 0), ("update_frequency", 1), ("prefetch", 0), ("send_frequency", 1)):
-            check_count(name, getattr(self, name), least, "steps")
-        if self.prefetch > self.update_frequency:
-            raise ValueError(
-                f"prefetch={self.prefetch} is more than update_frequency={self.update_frequency}: values would be "
-                "fetched before those that precede them are integrated"
-            )
-
-    def at(self, step: int) -> Due:
-        """The actions that are due in a step; steps count from 0."""
-        since = step - self.init_delay
-        return Due(
-            shard=since == 0,
-            send=since > 0 and since % self.send_frequency == 0,
-            prefetch=since >= 0 and since + self.prefetch > 0 and (since + self.prefetch) % self.update_frequency == 0,
-            integrate=since > 0 and since % self.update_frequency == 0,
-        )
-
-    def describe(self, num_steps: int) -> str:
-        """A text with a line for each of the first ``num_steps`` steps in which an action is due."""
-        lines = []
-        for step in range(num_steps):
-            due = [name for name, is_due in self.at(step)._asdict().items() if is_due]
-            if due:
-                lines.append(f"{step:6}  {', '.join(due)}")
-        return "\n".join(lines)
 
 
 class Update(ABC):
@@ -94,6 +37,7 @@ class Update(ABC):
     """
 
     server_optimizer: str | None = None  # whose state the server keeps
+    shares_memory = False  # whether the ranks of a group have one copy of the parameters, and need not wait
 
     def __init__(
         self,
@@ -130,7 +74,8 @@ class Update(ABC):
     def update(self, step: int) -> None:
         """Do what is due in this step.
 
-        ParameterServerError if the step numbers do not go up, or the step that seeds the server was left out.
+        ParameterServerError if the step numbers do not go up, the step that seeds the server was left out, or, after
+        what is due, if a send of this worker has failed (in a group on all of its ranks, in a step that integrates).
         """
         self._check_usable(f"update({step})")
         if step <= self._last_step:
@@ -144,6 +89,7 @@ class Update(ABC):
             self._seed()
         if self.served is not None:
             self.exchange(self.served, step, due)
+            self._check_sends(self.served, step, due)
         elif step > self.timetable.init_delay:
             raise ParameterServerError(
                 f"update({step}): the parameter server is seeded in step {self.timetable.init_delay} "
@@ -212,7 +158,7 @@ class Update(ABC):
     def finish(self) -> None:
         """After a worker's last step: send what is left, and wait until the server has all of it.
 
-        Not collective; idempotent.
+        Not collective; idempotent. ParameterServerError if a send has failed.
         """
         if self.served is not None:
             if self.is_root:
@@ -223,7 +169,7 @@ class Update(ABC):
         """After the last step of all workers: the network gets the server's values, the same on all ranks.
 
         Each worker is finished first. Collective over the level of sharding; waits asleep. ParameterServerError if
-        there were too few steps for the server to be seeded.
+        there were too few steps for the server to be seeded, or, on every rank, if a send has failed on any.
         """
         self._check_usable("take_result")
         if (served := self.served) is None:
@@ -233,8 +179,7 @@ class Update(ABC):
             )
         if self.group is not None:
             self._wait_for_all(self.group, "take_result")  # its ranks have done what they do together
-        self.finish()
-        self._wait_for_all(self.sharding, "take_result")
+        self._end_on_all_ranks(self.finish, "take_result")
         if self.is_root:
             tensor_lists.prefetch_tensors(served)  # what was fetched before is older
             self.adopt(served)
@@ -242,11 +187,15 @@ class Update(ABC):
         self._wait_for_all(self.sharding, "take_result")  # nobody trains on before all have the result
 
     def free(self) -> None:
-        """Free the server. Collective over the level of sharding; idempotent."""
+        """Free the server. Collective over the level of sharding; idempotent.
+
+        ParameterServerError if a send of this rank has failed, and no other call has raised it; the server is free.
+        """
         self.is_free = True
         served, self.served = self.served, None
         if served is not None:
             served.free()
+            served.check_sends()
 
     def state_dict(self) -> dict[str, Any]:
         """The state from which a later run goes on: the server's (on rank 0 alone), and this worker's own.
@@ -257,8 +206,7 @@ class Update(ABC):
         self._check_usable("state_dict")
         state: dict[str, Any] = {**self._origin(), "step": self._last_step, "is_seeded": self.served is not None}
         if self.served is not None:
-            self.served._finish_sends()
-            self._wait_for_all(self.sharding, "state_dict")
+            self._end_on_all_ranks(self.served._finish_sends, "state_dict")
             state["server"] = self.served.state_dict() if self.sharding.rank == 0 else None
             state["worker"] = self.worker_state() if self.is_root else {}
             self._wait_for_all(self.sharding, "state_dict")
@@ -299,6 +247,7 @@ class Update(ABC):
             except ValueError:
                 served.free()
                 raise
+        served.names = [name for name, p in self.network.named_parameters() if p.requires_grad]
         self.served = served
         self.begin(served)
         if state is not None and self.is_root:
@@ -306,6 +255,29 @@ class Update(ABC):
 
     def _wait_for_all(self, comm: Communicator, call: str) -> None:
         wait_for_all_after_training(comm, f"{self._name}.{call}")
+
+    def _check_sends(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
+        """ParameterServerError if a send of this worker has failed: on all ranks of a group, where they share."""
+        allgather: agree.AllGather = agree.alone
+        if self.group is not None and not self.shares_memory:
+            if not due.integrate:
+                return
+            allgather = functools.partial(gathered, self.group, "sends of an update")
+        failed = agree.first_as(ParameterServerError, f"update({step}): ")
+        agree.run_on_all_ranks(allgather, served.check_sends, (ParameterServerError,), str, failed)
+
+    def _end_on_all_ranks(self, step: Callable[[], object], call: str) -> None:
+        """ParameterServerError on every rank if ``step`` raises on any. Collective over the sharding; waits asleep."""
+
+        def allgather(outcome: T) -> list[T]:
+            self._wait_for_all(self.sharding, call)
+            return gathered(self.sharding, "outcomes of an update", outcome)
+
+        def failed(texts: Mapping[int, str]) -> ParameterServerError:
+            rank, text = next(iter(texts.items()))
+            return ParameterServerError(f"{call}: rank {rank}: {text}")
+
+        agree.run_on_all_ranks(allgather, step, (Exception,), str, failed)
 
     def _run_on_all_ranks(self, step: Callable[[], object]) -> None:
         """ValueError on every rank if ``step`` raises one, or a TypeError, on any. Collective."""
