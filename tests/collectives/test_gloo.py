@@ -118,6 +118,16 @@ def test_moves(mpi, dtype, form):
 
 
 @pytest.mark.mpi
+def test_one_element_is_flat_with_any_stride(mpi):
+    size, me = mpi.size(), mpi.rank()
+    x = values(torch.float32, me, 2 * size).view(1, -1)[:, me]
+    assert x.is_contiguous()
+    assert x.stride() == (2 * size,)
+    assert torch.equal(mpi.broadcast(x, size - 1, flavour="gloo"), values(torch.float32, size - 1, size)[-1:])
+    same(mpi.allgather(x, flavour="gloo"), mpi.allgather(x, flavour="mpi"))
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("op", ["sum", "avg", "prod"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=name)
 def test_rounding_is_the_same_on_all_ranks(mpi, dtype, op):

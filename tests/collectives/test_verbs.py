@@ -459,6 +459,20 @@ def test_random_sums_are_rounded_once(mpi, dtype):
     mpi.check_with_allreduce(x)
 
 
+@pytest.mark.parametrize("dtype", SIGNED + UNSIGNED, ids=name)
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_wrap_around(mpi, form, dtype):
+    """In every order, as in torch: 100 + 100 - 100 is 100 in int8, though 100 + 100 does not fit."""
+    rank, size, count, kind = mpi.rank(), mpi.size(), 1000, np.dtype(name(dtype))
+    j = np.arange(count * size)
+    arrays = [((j + r) % 5).astype(kind) * (np.iinfo(kind).max // 3) + j.astype(kind) for r in range(size)]
+    expected, mine = torch.from_numpy(np.add.reduce(arrays, dtype=kind)), torch.from_numpy(arrays[rank])
+    assert torch.equal(call(mpi, form, "allreduce", mine.clone()), expected)
+    assert torch.equal(call(mpi, form, "reduce_scatter", mine), expected[count * rank : count * (rank + 1)])
+    reduced = call(mpi, form, "reduce", mine.clone(), size - 1)
+    assert torch.equal(reduced, expected if rank == size - 1 else mine)
+
+
 @pytest.mark.parametrize("dtype", [t for t in FLOATS if t != torch.float8_e4m3fn], ids=name)
 def test_special_values(mpi, dtype):
     """NaN wins in min and max on every rank; infinities and signed zeros keep their order."""
@@ -477,6 +491,16 @@ def test_special_values(mpi, dtype):
     x = mpi.allreduce((first if last else other).clone())
     assert x[0].isnan()
     assert x[1].isnan() or mpi.size() == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_alone_with_one_memory_for_both(mpi, form):
+    """A rank that is alone may give its tensor as ``out`` too, which MPI forbids."""
+    x, expected = torch.arange(1000) + mpi.rank(), torch.arange(1000) + mpi.rank()
+    with mpi.split(mpi.rank()) as alone:
+        for verb in ("scatter", "reduce_scatter", "alltoall", "allreduce", "reduce", "allgather", "gather"):
+            assert call(mpi, form, verb, x, out=x, comm=alone) is x
+            assert torch.equal(x, expected), verb
 
 
 def test_lazy_conjugation_and_negation(mpi):

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import islice
 
 import pytest
 import torch
@@ -247,6 +248,39 @@ def test_a_state_in_another_order_is_refused_on_all_ranks(mpi):
     iterator.load_state_dict(state)
     with pytest.raises(ValueError, match="after 6 samples of epoch 0 is in another order"):
         iter(iterator)
+
+
+class Moving(Epochs):
+    """Another order at each iteration, which follows from nothing that the iterator knows."""
+
+    def set_epoch(self, epoch):
+        self.epoch += 7
+
+
+def test_an_epoch_that_was_under_way_keeps_the_order_of_its_sampler(mpi):
+    iterator = DatasetIterator(sources(), 3, sampler=Moving(range(TOTAL)), prefetch=0)
+
+    def run(first, batches):
+        iterator.set_epoch(1)
+        iterator.set_position(first)
+        return [number for batch in islice(iterator, batches) for number in numbers_of(iterator, batch)]
+
+    begun = run(0, 2)
+    iterator.take_place()
+    rest = run(6 * mpi.size(), TOTAL)
+    assert sorted(together(mpi, begun + rest)) == list(range(TOTAL))
+    assert iterator.sampler.epoch == 7
+    again = run(0, TOTAL)  # the epoch is over: this is a new one
+    assert sorted(together(mpi, again)) == list(range(TOTAL))
+    assert again != begun + rest
+    run(0, 1)
+    iterator.take_place()
+    run(0, 1)  # ranks have died before its first step
+    assert iterator.sampler.epoch == 21
+    iterator.load_state_dict(iterator.state_dict() | {"position": 6})
+    with pytest.raises(ValueError, match="after 6 samples of epoch 1 is in another order"):
+        iter(iterator)  # of a checkpoint: drawn, and compared
+    assert iterator.sampler.epoch == 28
 
 
 class Raising(Epochs):

@@ -1,9 +1,15 @@
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from torchmpi_py.nn.first_batches import short_digest
+from torchmpi_py.nn.first_batches import short_digest, whole_digest
 
 
 class Unread(Dataset):
@@ -85,3 +91,41 @@ def test_what_contains_itself_ends():
     endless = []
     endless.extend([endless] * 600)
     assert short_digest(endless)
+
+
+@dataclasses.dataclass
+class Sample:
+    """It has no length."""
+
+    x: object
+    text: str = "text"
+
+
+WHOLE = {
+    **{name: make for name, make in SAME.items() if name not in ("meta", "objects", "unread", "ConcatDataset")},
+    "sample": lambda: Sample(tensors()),
+    "middle": lambda: Sample(tensors(2500)),
+    "array": lambda: Sample(tensors(2500).numpy()),
+    "text": lambda: Sample(tensors(), "other"),
+    "numbers": lambda: (np.int64(3), np.float32(0.5)),
+    "other numbers": lambda: (np.int64(3), np.float32(0.25)),
+    "sparse numbers": lambda: 2 * torch.eye(3).to_sparse(),
+    "long": lambda: ["".join(["a", str(number % 2999)]) for number in range(3000)],
+    "long, other": lambda: ["".join(["a", str(number % 2998)]) for number in range(3000)],
+}
+
+
+def test_whole_digests_are_those_of_the_whole_content():
+    assert len({whole_digest(make()) for make in WHOLE.values()}) == len(WHOLE)
+    texts = ["".join(["a", "b"]) for _ in range(2)]
+    assert whole_digest(texts) == whole_digest(texts[:1] * 2)
+    for content in (torch.empty(3, device="meta"), lambda: 3):
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            whole_digest(content)
+
+
+def test_whole_digests_are_equal_in_all_processes():
+    program = "import test_digests as t; print([t.whole_digest(make()).hex() for make in t.WHOLE.values()])"
+    folder = os.path.dirname(__file__)
+    printed = [subprocess.check_output([sys.executable, "-c", program], cwd=folder, text=True) for _ in range(2)]
+    assert printed[0] == printed[1]

@@ -66,6 +66,29 @@ def test_begin_and_end_in_any_order(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+def test_what_nobody_received_comes_to_no_later_session(tmp_path):
+    done = job(
+        tmp_path,
+        """
+        for number in range(3):
+            dist.init_process_group("torchmpi")
+            groups = [None, dist.new_group()]
+            following, before = (dist.get_rank() + 1) % 3, (dist.get_rank() - 1) % 3
+            works = [dist.isend(torch.tensor([number]), following, each) for each in groups]
+            for each in groups:
+                dist.recv(got := torch.tensor([-2]), before, each)
+                assert got.item() == number, (number, got)
+                works.append(dist.isend(torch.tensor([-1]), following, each))  # which nobody receives
+            for work in works:
+                work.wait()
+            dist.barrier()
+            dist.destroy_process_group()
+            mpi.stop()
+        """,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 CALLS = {
     "allreduce": "dist.all_reduce(torch.ones(3))",
     "barrier": "dist.barrier()",

@@ -1,7 +1,8 @@
 """Tensors as MPI messages, and the MPI datatype and op for each torch dtype and op.
 
 Values are reduced in the *form* that ``reductions.py`` gives them; data that is only moved travels as bytes. MPI never
-gets a dtype that it does not have: Open MPI would answer a bfloat16 sum with inf, without an error.
+gets a dtype that it does not have: Open MPI would answer a bfloat16 sum with inf, without an error. Nor one in which it
+adds in another way than torch.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ _MPI_TYPES = {
     torch.uint32: "UINT32_T",
     torch.uint64: "UINT64_T",
 }
+_CAPPED = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
+"""Whole numbers whose sums Open MPI's vector code caps at the ends of the dtype: 100 + 100 - 100 would be 27 in int8.
+They travel as int32, and wrap around as in torch."""
+
 _MPI_OPS = {"avg": "SUM"} | {op: op.upper() for op in ("sum", "prod", "min", "max", "band", "bor", "bxor")}
 
 
@@ -56,6 +61,8 @@ class Reduction:
 def reduction(dtype: torch.dtype, op: str) -> Reduction:
     """The reduction for a dtype and an op that ``tensors.check_op`` accepts."""
     wire_dtype, encode, decode = form(dtype, op)
+    if op == "sum" and dtype in _CAPPED:
+        wire_dtype, encode, decode = torch.int32, lambda x: x.to(torch.int32), lambda wire: wire.to(dtype)
     if wire_dtype not in _MPI_TYPES:
         raise TypeError(f"op {op!r} on {dtype}: this dtype cannot be reduced; convert the tensor, as with x.float()")
     name = BOOL_OPS[op].upper() if wire_dtype == torch.bool else _MPI_OPS[op]

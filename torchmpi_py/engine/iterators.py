@@ -75,6 +75,7 @@ class DatasetIterator(BatchIterator):
 
     The engine reads ``weight``, ``num_samples`` and ``position`` of each batch. After ``set_position`` or
     ``load_state_dict`` the next iteration begins there, with any number of ranks: no sample is used twice or left out.
+    The order of an epoch that was under way in this process is kept then, and the sampler not asked again.
     Raises TypeError for a dataset without length and indexing and for a sampler without length; ValueError for a
     dataset without a batch, an empty source, a number out of range; when an epoch begins, on all ranks: for a sampler
     whose indices differ between ranks, or from those of the loaded state, or are none of the dataset.
@@ -109,6 +110,8 @@ class DatasetIterator(BatchIterator):
         self.collate_fn = collate_fn
         self.drop_last = drop_last
         self._order: torch.Tensor | None = None  # of the epoch under way
+        self._order_epoch: int | None = None  # which epoch that is
+        self._has_recovered = False  # ranks have died since the last iteration began
         self._loaded_digest: str | None = None
         if len(self.dataset) == 0:
             raise ValueError("the dataset is empty: there is nothing to iterate over")
@@ -146,6 +149,11 @@ class DatasetIterator(BatchIterator):
             raise ValueError(f"position={position} is beyond the dataset, which has {self.total} samples")
         super().set_position(position)
 
+    def take_place(self) -> None:
+        """As in ``BatchIterator``; an epoch that was under way keeps its order."""
+        super().take_place()
+        self._has_recovered = True
+
     def state_dict(self) -> dict[str, Any]:
         """As in ``BatchIterator``, with a digest of the order."""
         return super().state_dict() | {"order": None if self._order is None else _digest(self._order)}
@@ -153,17 +161,27 @@ class DatasetIterator(BatchIterator):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As in ``BatchIterator``; the next iteration raises ValueError if its order is another one."""
         super().load_state_dict(state)
-        self._loaded_digest = state["order"]
+        self._loaded_digest, self._order_epoch = state["order"], None
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, first = self._begin()
-        self._order, loaded, self._loaded_digest = self.order(epoch), self._loaded_digest, None
-        if first > 0 and loaded not in (None, _digest(self._order)):
+        under_way, (epoch, first) = self._epoch_under_way, self._begin()
+        goes_on = first > 0 or (self._has_recovered and epoch == under_way)
+        is_kept, self._has_recovered = goes_on and self._order_epoch == epoch, False
+
+        def draw() -> torch.Tensor:
+            if self._order is None or not is_kept:
+                self._order, self._order_epoch = self._drawn(epoch), epoch
+            return self._order
+
+        # A sampler is not asked again within an epoch: it may have moved on, and this rank may have asked it alone.
+        order = self._order = self.order(epoch) if self.sampler is None else self._agreed(draw)
+        if first > 0 and self._loaded_digest not in (None, _digest(order)):
             raise ValueError(
                 f"the place after {first} samples of epoch {epoch} is in another order than this dataset, seed or "
                 "sampler gives now"
             )
-        return self._batches(self._order, first)
+        self._loaded_digest = None
+        return self._batches(order, first)
 
     def order(self, epoch: int) -> torch.Tensor:
         """The indices of the dataset in the order of this epoch: a function of (seed, epoch) alone, or the sampler's.
@@ -171,28 +189,33 @@ class DatasetIterator(BatchIterator):
         With a sampler collective; ValueError, on all ranks, for the reasons in the docstring of the class.
         """
         if self.sampler is not None:
-            return self._sampled(epoch)
+            return self._agreed(lambda: self._drawn(epoch))
         if not self.shuffle:
             return torch.arange(self.total, device="cpu")
         return torch.from_numpy(np.random.default_rng((self.seed, epoch)).permutation(self.total))
 
-    def _sampled(self, epoch: int) -> torch.Tensor:
-        drawn: list[torch.Tensor] = []
+    def _drawn(self, epoch: int) -> torch.Tensor:
+        set_epoch(self.sampler, epoch)
+        order = torch.tensor([int(index) for index in self.sampler], dtype=torch.int64, device="cpu")
+        beyond = order[(order < 0) | (order >= len(self.dataset))]
+        if len(beyond):
+            raise ValueError(f"index {int(beyond[0])} is none of a dataset of {len(self.dataset)} samples")
+        return order
 
-        def draw() -> str:
-            set_epoch(self.sampler, epoch)
-            drawn.append(torch.tensor([int(index) for index in self.sampler], dtype=torch.int64, device="cpu"))
-            beyond = drawn[0][(drawn[0] < 0) | (drawn[0] >= len(self.dataset))]
-            if len(beyond):
-                raise ValueError(f"index {int(beyond[0])} is none of a dataset of {len(self.dataset)} samples")
-            return _digest(drawn[0])
+    def _agreed(self, draw: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The order that ``draw`` returns on all ranks. Collective."""
+        orders: list[torch.Tensor] = []
+
+        def draw_digest() -> str:
+            orders.append(draw())
+            return _digest(orders[0])
 
         def failed(failures: Mapping[int, str]) -> Exception:
             said = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
             return ValueError(f"the sampler gives no order: {said}")
 
         allgather = verbs.allgather_object if self.size > 1 and self.follows_place else agree.alone
-        digests = agree.gather_results(allgather, draw, (Exception,), str, failed)
+        digests = agree.gather_results(allgather, draw_digest, (Exception,), str, failed)
         different = agree.first_different(digests)
         if different is not None:
             raise ValueError(
@@ -200,7 +223,7 @@ class DatasetIterator(BatchIterator):
                 "dataset: seed its generator alike, or draw from (seed, epoch) in set_epoch. The shares of the ranks "
                 "are made here"
             )
-        return drawn[0]
+        return orders[0]
 
     def _batches(self, order: torch.Tensor, first: int) -> Iterator[Any]:
         total, order = len(order), order[first:]

@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import pickle
 from collections.abc import Iterable
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,6 +121,32 @@ def short_digest(content: Any) -> bytes:
     return digest.digest()
 
 
+def whole_digest(content: Any) -> bytes:
+    """8 bytes that are equal where all of the content is, for instance of a sample; of objects their pickled state.
+
+    Raises what pickling raises for content that cannot be pickled.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    pickler = _ContentPickler(SimpleNamespace(write=digest.update), protocol=5)
+    pickler.fast = True  # no memo: which strings, say, are one object is chance
+    pickler.dump(content)
+    return digest.digest()
+
+
+class _ContentPickler(pickle.Pickler):
+    """Pickles tensors by their bytes; torch's own way has addresses in it, which differ between processes."""
+
+    def reducer_override(self, content: Any) -> Any:
+        if not isinstance(content, torch.Tensor):
+            return NotImplemented
+        x = content.detach()
+        if x.layout is torch.sparse_coo:
+            return tuple, ((tuple(x.shape), x._indices(), x._values()),)
+        if x.layout is not torch.strided or x.is_quantized or x.is_meta:
+            raise pickle.PicklingError(f"the content of a tensor of layout {x.layout}, {x.dtype} is not compared")
+        return tuple, ((f"{x.dtype} {tuple(x.shape)}", _raw(x.resolve_conj().resolve_neg().reshape(-1))),)
+
+
 def _pieces(content: Any, depth: int) -> Iterable[bytes]:
     yield type(content).__qualname__.encode()
     if isinstance(content, torch.Tensor):
@@ -137,7 +165,11 @@ def _of_tensor(x: torch.Tensor) -> Iterable[bytes]:
     yield f"{x.dtype} {tuple(x.shape)}".encode()
     if x.layout is torch.strided and not (x.is_quantized or x.is_meta):
         flat = x.resolve_conj().resolve_neg().reshape(-1)
-        yield from (end.contiguous().cpu().view(torch.uint8).numpy().tobytes() for end in _ends(flat))
+        yield from map(_raw, _ends(flat))
+
+
+def _raw(flat: torch.Tensor) -> bytes:
+    return flat.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
 def _parts(content: Any) -> Iterable[Any]:

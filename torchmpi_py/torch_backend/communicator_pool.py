@@ -2,21 +2,22 @@
 
 In torch.distributed the members alone make a group, and each rank destroys it at any time. MPI's communicators are
 freed by all their ranks together, and are few. So a communicator outlives its group: for the next group of the same
-ranks, they agree on a communicator that is free on all of them, or make one. ``mpi.stop()`` frees all.
+ranks, they agree on a communicator that is free on all of them, or make one. ``mpi.stop()`` frees them.
 
-All groups of the same ranks share one communicator for messages. Each group has tags of its own there, so that a group
-does not receive a message that was sent to a former one.
+``_NUM_USES`` groups of the same ranks share a communicator for messages, then a new one is made. Each group has tags of
+its own there, which no other group ever gets, so that it receives nothing that was sent to another one, live or
+destroyed: a message that nobody has received may still be under way, and cannot be looked for.
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torchmpi_py.core import communicators, journal
-from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator, Stack
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.torch_backend import torch_internals
@@ -26,14 +27,19 @@ _NUM_USES = 64
 
 
 class Tags(NamedTuple):
-    """The tags of a group: ``number``, from ``first``. Larger tags of the program wrap around."""
+    """The tags of a group: ``number``, from ``first``. The program's tags count from 0; the last one is the group's."""
 
     first: int
     number: int
 
-    def of(self, tag: int) -> int:
-        """The tag in MPI for a tag of the program."""
-        return self.first + tag % (self.number - 1)
+    def of(self, verb: str, tag: int) -> int:
+        """The tag in MPI for a tag of the program; ValueError for one that the group does not have."""
+        number, largest = operator.index(tag), self.number - 2
+        if not 0 <= number <= largest:
+            raise ValueError(
+                f"{verb}: tag={tag}: give one from 0 to {largest}, the largest that a group has on this MPI"
+            )
+        return self.first + number
 
     @property
     def own(self) -> int:
@@ -50,14 +56,13 @@ class Membership(NamedTuple):
 
 
 class _Line:
-    """The communicator for messages, which is given back with the first one for collectives."""
+    """A communicator for the messages of some groups."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.mpi = channel.mpi.Dup()
-        self.num_uses = 0
+    def __init__(self, mpi: MPI.Comm) -> None:
+        self.mpi: MPI.Comm = mpi.Dup()
 
     def free(self) -> None:
-        self.mpi.Free()
+        """Nothing: MPICH would give what nobody has received to the next communicator."""
 
 
 class _Pool:
@@ -67,15 +72,15 @@ class _Pool:
         self.families: dict[tuple[int, ...], _Family] = {}  # by their ranks in the world
         self.busy: set[Communicator] = set()  # in use by a group of this rank
 
-    def take(self, ranks: Sequence[int]) -> tuple[_Family, Communicator]:
-        """A communicator that is free on all ``ranks``. Collective over them."""
+    def take(self, ranks: Sequence[int]) -> Membership:
+        """Communicators and tags for a group of ``ranks``. Collective over them."""
         key = tuple(ranks)
         if key not in self.families:
             self.families[key] = _Family(ranks)
         family = self.families[key]
         comm = family.take(self.busy)
         self.busy.add(comm)
-        return family, comm
+        return Membership(comm, *family.messages())
 
 
 class _Family:
@@ -86,7 +91,8 @@ class _Family:
         tag = zlib.crc32(repr(list(ranks)).encode()) >> 32 - _CREATION_TAG_BITS
         self.comms: list[Communicator] = []
         first = self._add(world.Create_group(world.group.Incl(list(ranks)), tag))
-        self.line = first.direct.keep("messages of process groups", _Line)
+        self.first, self.num_groups = first.direct, 0
+        self.line = self._new_line(self.first.mpi)
 
     def take(self, busy: set[Communicator]) -> Communicator:
         """The first communicator that is free on all ranks, or a new one."""
@@ -95,6 +101,19 @@ class _Family:
         gathered = self.line.mpi.allgather(mine)
         found = (comm for comm, *free in zip(self.comms, *gathered, strict=True) if all(free))
         return next(found, None) or self._add(self.line.mpi.Dup())
+
+    def messages(self) -> tuple[MPI.Comm, Tags]:
+        """The communicator and the tags for the messages of the next group. Collective."""
+        use = self.num_groups % _NUM_USES
+        if self.num_groups and use == 0:
+            self.line = self._new_line(self.line.mpi)  # a call may be stuck on the first communicator
+        last: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        number = (int(last) + 1) // _NUM_USES
+        self.num_groups += 1
+        return self.line.mpi, Tags(use * number, number)
+
+    def _new_line(self, mpi: MPI.Comm) -> _Line:
+        return self.first.keep(("messages of process groups", self.num_groups), lambda _: _Line(mpi))
 
     def _add(self, group: MPI.Comm) -> Communicator:
         used = communicators.stack()
@@ -116,9 +135,7 @@ def acquire(ranks: Sequence[int]) -> Membership:
     """The communicators and tags for a group of these ranks of the world. Collective over them."""
     pool, world = _pool(), communicators.stack().levels[0]
     frame = torch_internals.program()
-    family, comm = journal.run_alone("a new process group", world, lambda: pool.take(ranks), frame=frame)
-    family.line.num_uses += 1
-    return Membership(comm, family.line.mpi, _tags(family.line.num_uses))
+    return journal.run_alone("a new process group", world, lambda: pool.take(ranks), frame=frame)
 
 
 def release(comm: Communicator) -> None:
@@ -127,10 +144,3 @@ def release(comm: Communicator) -> None:
         comm._release(is_lost=True)
     elif communicators.is_started():
         _pool().busy.discard(comm)
-
-
-def _tags(use: int) -> Tags:
-    """The tags of the n-th group of the same ranks. Groups that are ``_NUM_USES`` apart share their tags."""
-    last: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-    number = (int(last) + 1) // _NUM_USES
-    return Tags(use % _NUM_USES * number, number)

@@ -9,7 +9,7 @@ memory      symmetric memory for buckets
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +63,10 @@ class ExtraOperations:
     def alltoall(self, channel: Channel, *tensors: Tensor) -> None:
         """The outputs, one for each rank, then the inputs; see ``alltoall_operation``."""
         outputs, inputs = tensors[: channel.size], tensors[channel.size :]
-        # This rank's own part needs no message.
         sent, received = [flat(x).cpu() for x in inputs], [_room_on_host(x) for x in outputs]
+        if _may_overlap(sent, received):  # what comes must not overwrite what is still to be sent
+            sent = [x.clone() for x in sent]
+        # This rank's own part needs no message.
         received[channel.rank].copy_(sent[channel.rank].view_as(received[channel.rank]))
         # All receives first, so that messages arrive in place; each rank sends to its neighbours in another order.
         others = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
@@ -105,3 +107,12 @@ class ExtraOperations:
 def _room_on_host(x: Tensor) -> Tensor:
     """Memory on the host to receive ``x`` in: its own, if MPI can write there."""
     return x.detach() if not x.is_cuda and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device="cpu")
+
+
+def _may_overlap(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether the memory that flat tensors span overlaps what the others span."""
+    ends = [[(x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors if x.numel()] for tensors in (some, others)]
+    if not all(ends):
+        return False
+    (begin, end), (start, stop) = ((min(low for low, _ in each), max(high for _, high in each)) for each in ends)
+    return begin < stop and start < end

@@ -61,15 +61,16 @@ class Mailbox:
     def send(self, x: Tensor, destination: int, tag: int, seconds: float | None, frame: FrameType) -> Message:
         """Post a send."""
         check_rank("send", "dst", destination, resolve(self._comm).size)
+        place = self._tags.of("send", tag)
         buffer = flat(check_tensor("send", "tensor", x)).cpu()
         operation = self._operation("send", (buffer, destination), x, None)
-        handle = _posted(operation, frame, lambda: _post_send(self._mpi, buffer, destination, self._tags.of(tag)))
+        handle = _posted(operation, frame, lambda: _post_send(self._mpi, buffer, destination, place))
         communication_thread.current().keep(handle)
         return Message(handle, x, seconds, [])
 
     def receive(self, x: Tensor, source: int | None, tag: int, seconds: float | None, frame: FrameType) -> Message:
         """Post a receive; from any rank if ``source`` is None."""
-        size = resolve(self._comm).size
+        size, place = resolve(self._comm).size, self._tags.of("recv", tag)
         where = MPI.ANY_SOURCE if source is None else check_rank("recv", "src", source, size)
         buffer, copy_out = output_buffer("recv", check_tensor("recv", "tensor", x), holds_input=False)
         if source is None and x.nbytes > config.current.message_bytes:
@@ -84,7 +85,7 @@ class Mailbox:
         receipts: list[Any] = []
 
         def post() -> list[Any]:
-            receipts.extend(_post_recv(self._mpi, buffer, where, self._tags.of(tag)))
+            receipts.extend(_post_recv(self._mpi, buffer, where, place))
             return receipts
 
         handle = _posted(operation, frame, post)

@@ -179,12 +179,12 @@ def _is_whole(x: Tensor) -> bool:
 def allreduce(extra: ExtraOperations, tensors: list[Tensor], op: str, factor: Any) -> Call:
     """Each tensor in an operation of its own; sparse ones too."""
     if any(x.is_sparse for x in tensors):
-        return _allreduce_sparse(extra, tensors, op)
+        return _allreduce_sparse(extra, tensors, op, factor)
     _multiply(tensors, factor)
     return [_allreduce(x, op=op, comm=extra.comm) for x in tensors], tensors, None
 
 
-def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], op: str) -> Call:
+def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], op: str, factor: Any) -> Call:
     if op != "sum":
         raise ValueError(f"allreduce of sparse tensors with {op!r}: only the sum of sparse tensors is defined")
     totals: list[Tensor] = []
@@ -194,7 +194,7 @@ def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], op: str) ->
             for x, total in zip(tensors, totals, strict=True):
                 x.copy_(total)
 
-    return [extra.operation("sparse", x, totals.append) for x in tensors], tensors, conclude
+    return [extra.operation("sparse", _scaled(x, factor), totals.append) for x in tensors], tensors, conclude
 
 
 def allreduce_together(comm: Communicator, tensors: list[Tensor], op: str, factor: Any) -> Call:
@@ -218,7 +218,7 @@ def broadcast(comm: Communicator, tensors: list[Tensor], root: int) -> Call:
 
 def reduce(comm: Communicator, tensors: list[Tensor], root: int, op: str, factor: Any) -> Call:
     """Each tensor in an operation of its own; only root's tensors are written."""
-    sources = tensors if factor is None else [x.detach() * factor for x in tensors]
+    sources = [_scaled(x, factor) for x in tensors]
     operations = [
         _reduce(source, root, out=None if factor is None else x, op=op, comm=comm)
         for source, x in zip(sources, tensors, strict=True)
@@ -287,7 +287,7 @@ def reduce_scatter(comm: Communicator, outputs: Tensors, input_lists: Sequence[T
     for output, given in zip(outputs, input_lists, strict=True):
         _check_list("reduce_scatter", "inputs", given, output, comm.size)
         _check_equal("reduce_scatter", "inputs", [given[comm.rank]], output)
-        inputs = list(given) if factor is None else [x.detach() * factor for x in given]
+        inputs = [_scaled(x, factor) for x in given]
         buffer, copy_out = output_buffer("reduce_scatter", output, holds_input=False)
         if len({x.numel() for x in inputs}) == 1:  # else a reduce for each rank
             whole = torch.cat([flat(x).view(-1) for x in inputs])
@@ -305,7 +305,7 @@ def reduce_scatter_single(comm: Communicator, outputs: Tensors, inputs: Tensors,
     operations, finishes = [], []
     for output, x in zip(outputs, inputs, strict=True):
         _check_whole("reduce_scatter", "input", x, "output", output, comm.size)
-        source = flat(x).view(-1) if factor is None else flat(x * factor).view(-1)
+        source = flat(_scaled(x, factor)).view(-1)
         buffer, copy_out = output_buffer("reduce_scatter", output, holds_input=False)
         operations.append(_reduce_scatter(source, out=buffer.view(-1), op=op, comm=comm))
         finishes.append(copy_out)
@@ -356,7 +356,23 @@ def _rows(what: str, x: Tensor, splits: list[int], size: int) -> list[Tensor]:
 def _multiply(tensors: list[Tensor], factor: Any) -> None:
     if factor is not None:
         for x in tensors:
-            x.detach().mul_(factor)
+            _times(x.detach(), factor)
+
+
+def _scaled(x: Tensor, factor: Any) -> Tensor:
+    """A copy of ``x``, multiplied by ``factor``; ``x`` itself without one."""
+    return x if factor is None else _times(x.detach().clone(), factor)
+
+
+def _times(x: Tensor, factor: Any) -> Tensor:
+    """``x``, multiplied in place. ValueError if its dtype or shape cannot hold the products."""
+    try:
+        return x.mul_(factor)
+    except RuntimeError as error:
+        raise ValueError(
+            f"premul_sum: {x.dtype} of shape {tuple(x.shape)} cannot be multiplied by {factor!r}: {error}. Give a "
+            "factor that fits, or x.float()"
+        ) from None
 
 
 def _gathering(

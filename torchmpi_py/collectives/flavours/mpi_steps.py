@@ -90,7 +90,7 @@ def reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str)
         for root, part in enumerate(source.chunk(comm.size)):
             yield from reduce(comm, part, destination, op, root)
         return
-    sent = source if how.encode is None else how.encode(source)
+    sent = copy_if_overlapping(source, destination) if how.encode is None else how.encode(source)
     received = destination if how.encode is None else sent.new_empty(destination.shape)
     yield (
         "Reduce_scatter_block",
@@ -116,6 +116,7 @@ def alltoall(comm: MPI.Comm, source: Tensor, destination: Tensor) -> Steps:
 def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> Steps:
     """Scatter; large: messages from root."""
     if source.nbytes <= config.current.message_bytes:
+        source = copy_if_overlapping(source, destination)  # alone, a rank may give one memory for both
         yield "Scatter", (mpi_buffers.raw(source) if comm.rank == root else None, mpi_buffers.raw(destination), root)
     elif comm.rank != root:
         yield from recv(comm, destination, root, INTERNAL)
