@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator, SGDEngine
+from torchmpi_py.nn import ColumnParallelLinear
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(90)]
 
@@ -128,6 +129,25 @@ def test_an_iterator_that_is_divided_for_all_ranks_is_refused(mpi):
             ValueError, match=f"divided into {mpi.size()} parts, and with evaluator= {mpi.size() - 1} of"
         ):
             trained(AllReduceSGDEngine(), network, iterator, evaluator=lambda *_: None)
+
+
+def test_split_layers_are_refused(mpi):
+    if mpi.size() == 1:
+        pytest.skip("needs another rank")
+    dataset, _ = task()
+    network = torch.nn.Sequential(ColumnParallelLinear(6, 2)).double()
+    with pytest.raises(ValueError, match="evaluator= has a rank of its own, and a parameter is split"):
+        trained(AllReduceSGDEngine(), network, DatasetIterator(dataset, 4), evaluator=lambda *_: None)
+
+
+def test_parameters_of_one_element_with_a_stride(mpi):
+    dataset, _ = task()
+    network = torch.nn.Linear(6, 1).double()
+    network.bias.data = torch.zeros(5, dtype=torch.float64)[::5]
+    options = {"criterion": lambda output, target: ((output[:, 0] - target) ** 2).mean(), "lr": 0.1, "maxepoch": 2}
+    iterator, evaluate = DatasetIterator(dataset, 4), lambda network, epoch: float(network.bias)
+    state = AllReduceSGDEngine().train(network=network, iterator=iterator, evaluator=evaluate, **options)
+    assert state.evaluations[2] != 0
 
 
 def test_an_error_in_training_is_an_error_on_every_rank(mpi):

@@ -45,6 +45,7 @@ SAME = {
     "bool": lambda: tensors() > 7,
     "complex": lambda: torch.view_as_complex(tensors()[:, :2].contiguous()).conj(),
     "scalar": lambda: torch.tensor(2.5),
+    "one element, with a stride": lambda: torch.full((5,), 3.5)[::5],
     "empty": lambda: torch.empty(0, 3),
     "sparse": lambda: torch.eye(3).to_sparse(),
     "meta": lambda: torch.empty(3, device="meta"),

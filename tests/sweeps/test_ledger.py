@@ -11,7 +11,7 @@ import torch
 from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.sweeps import ledger as ledgers, successive_halving
 from torchmpi_py.sweeps.ledger import Ledger
-from torchmpi_py.sweeps.outcome import FAILED, FINISHED, Experiment, Results
+from torchmpi_py.sweeps.outcome import FAILED, FINISHED, STOPPED, Experiment, Results
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -148,6 +148,11 @@ def test_best():
     for none in (results[:1], results[3:]):
         with pytest.raises(ValueError, match="none of 1 experiments has a value that can be compared"):
             Results(none).best("loss")
+    stopped = Results([row(0, {"loss": 3.0}), row(1, 0.5, state=STOPPED)])  # its last report, a number
+    assert [stopped.best(key).number for key in ("loss", lambda value: value["loss"])] == [0, 0]
+    assert Results([row(0, 0.1), *stopped[1:]]).best().number == 1
+    with pytest.raises(KeyError):
+        stopped.best("accuracy")  # a mistake
 
 
 def test_successive_halving():

@@ -144,20 +144,29 @@ class AllReduceSGDEngine(SGDEngine):
             with survivors.elastic() as attempt:
                 # The state of the rank that has come farthest becomes everyone's.
                 standing = state.epoch, state.position, state.t, -state.maxepoch  # a hook may have lowered it, to stop
-                parts = [as_one_module(state)] if state.optimizer is None else [as_one_module(state), state.optimizer]
-                farthest = survivors.catch_up(standing, *parts)
                 endings = allgather_object((standing, state.is_ending_epoch))
-                attempt.confirm()
-                # From here on the survivors stand at the same step, and share the rest of the epoch.
+                farthest = survivors.catch_up(standing, *self._parts(state))
+                # This rank has come as far, also if that rank dies before the others have.
                 state.epoch, state.position, state.t = farthest[:3]
                 state.maxepoch = -farthest[3]
                 state.is_ending_epoch = (farthest, True) in endings
+                attempt.confirm()
+                # From here on the survivors stand at the same step, and share the rest of the epoch.
                 state.iterator.take_place()  # type: ignore[attr-defined]  # checked before the first epoch
                 if self._replicas is not None:
                     self._replicas = self._replicas.successor()
                 self.hooks.on_recovery(state)
             if not attempt.has_recovered:
                 return
+
+    def _parts(self, state: State) -> list[Any]:
+        """What is the same on ranks at the same step: modules, optimizer, torch's schedules in ``stateful``."""
+        schedules = getattr(self._run_hooks, "stateful", {}).values()  # without checkpoints there are none
+        return [
+            state.as_one_module(),
+            *([] if state.optimizer is None else [state.optimizer]),
+            *(schedule for schedule in schedules if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)),
+        ]
 
     @contextmanager
     def _on_gpu(self, state: State) -> Iterator[None]:
@@ -266,7 +275,7 @@ class AllReduceSGDEngine(SGDEngine):
 
     def _synchronize_buffers(self, state: State) -> None:
         if self.buffers != "leave":
-            nn.synchronize_buffers(as_one_module(state), self.buffers)
+            nn.synchronize_buffers(state.as_one_module(), self.buffers)
 
     def _wait_for_device(self) -> None:
         if self.usegpu and self.devicesync and process.device().type == "cuda":
@@ -291,7 +300,7 @@ class Replicas:
         """Broadcast and register, if the set of trained parameters is not the one of the last time."""
         if not self._trains_the_same():
             self.close()
-            nn.synchronize_parameters(as_one_module(self.state))
+            nn.synchronize_parameters(self.state.as_one_module())
             self._register()
 
     def successor(self) -> Replicas | None:
@@ -314,7 +323,7 @@ class Replicas:
         return self.trained is not None and [id(p) for p in self.state.parameters()] == [id(p) for p in self.trained]
 
     def _register(self) -> None:
-        self.module = as_one_module(self.state)
+        self.module = self.state.as_one_module()
         if self.asynchronous:
             self.registration = nn.register_async_backward(self.module, compression=self.compression)
         self.trained = self.state.parameters()
@@ -349,18 +358,6 @@ class Replicas:
         if self.registration is not None:
             registration, self.registration = self.registration, None
             registration.remove()
-
-
-def as_one_module(state: State) -> torch.nn.Module:
-    """Everything that is trained as one module: its gradients are reduced in one order, the same on every rank."""
-    outside = state._parameters_of_optimizer_alone()
-    for tensor in outside:
-        if not isinstance(tensor, torch.nn.Parameter):
-            raise TypeError(
-                f"the optimizer holds a plain tensor of shape {tuple(tensor.shape)}, which cannot be trained on "
-                "several ranks: make it a torch.nn.Parameter"
-            )
-    return torch.nn.ModuleDict({**state._named_modules(), "optimizer": torch.nn.ParameterList(outside)})
 
 
 def _check_sharded(optimizer: ShardedOptimizer, sharded: bool, compression: Compression | None) -> None:

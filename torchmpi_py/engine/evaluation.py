@@ -1,9 +1,10 @@
 """Evaluation beside training: one rank has no part in the steps, and evaluates the parameters that the others send.
 
 The last rank of the level is the *evaluator*; the others *train*, in a world that is smaller by one. At the end of an
-epoch the first training rank sends its parameters and buffers, if the evaluator waits for some. If not, the epoch goes
-unevaluated: training never waits for an evaluation, except for the last one. The evaluator calls the user's function in
-a world of one, so that ``engine.test`` works there.
+epoch the first training rank sends its parameters and buffers, if the evaluator waits for some (so the statistics of
+BatchNorm are of that rank's batches; those of SyncBatchNorm are of all). If not, the epoch goes unevaluated: training
+never waits for an evaluation, except for the last one. The evaluator calls the user's function in a world of one, so
+that ``engine.test`` works there.
 
 Messages, on a communicator of their own: READY (the evaluator waits); a header (epochs completed, bytes, exit code) and
 then the bytes; a header without bytes at the end. Distributed TensorFlow's evaluator, which reads checkpoints instead.
@@ -25,6 +26,7 @@ from torchmpi_py.engine import outcomes, samples
 from torchmpi_py.engine.batches import BatchIterator
 from torchmpi_py.engine.state import Hooks, State, modes_restored
 from torchmpi_py.errors import TorchMPIError
+from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.runtime import process, session as sessions
 
 Evaluator = Callable[[torch.nn.Module, int], Any]
@@ -45,6 +47,11 @@ def train_and_evaluate(
     if not (beside and process.is_started() and process.size() > 1):
         return _train_alone(train, hooks, state, evaluator)
     _check_iterator(state.iterator)
+    if any_split(parameter for module in state.modules() for parameter in module.parameters()):
+        raise ValueError(
+            "evaluator= has a rank of its own, and a parameter is split over the ranks, which have to call its layer "
+            "together: leave evaluator= out, and evaluate by engine.test in hooks.on_end_epoch"
+        )
     comm = communicators.resolve(None).direct.mpi.Dup()
     root, last = 0, comm.size - 1
     is_evaluator = comm.rank == last
@@ -159,7 +166,9 @@ def _train_for(comm: MPI.Comm, evaluator: int, train: Callable[..., State], hook
 def _send(comm: MPI.Comm, evaluator: int, state: State) -> None:
     """Send parameters and buffers, when the evaluator is ready for them."""
     backoff.complete(comm.Irecv(np.empty(0), evaluator, _READY), backoff.Nap(_LOOK_SECONDS))
-    tensors = [tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in _tensors(state.network)]
+    tensors = [tensor.detach().cpu().contiguous() for tensor in _tensors(state.network)]
+    # Flat, for one element may have any stride.
+    tensors = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
     content = torch.cat(tensors).numpy() if tensors else np.empty(0, np.uint8)
     comm.Send(np.array([state.epoch, content.size, 0]), evaluator, _HEADER)
     for begin in range(0, content.size, _PIECE_BYTES):

@@ -64,6 +64,17 @@ class State:
         inside = {id(parameter) for module in self.modules() for parameter in module.parameters()}
         return [parameter for parameter in self.parameters() if id(parameter) not in inside]
 
+    def as_one_module(self) -> torch.nn.Module:
+        """Everything that is trained as one module: its gradients are reduced in one order, the same on every rank."""
+        outside = self._parameters_of_optimizer_alone()
+        for tensor in outside:
+            if not isinstance(tensor, torch.nn.Parameter):
+                raise TypeError(
+                    f"the optimizer holds a plain tensor of shape {tuple(tensor.shape)}, which cannot be trained on "
+                    "several ranks: make it a torch.nn.Parameter"
+                )
+        return torch.nn.ModuleDict({**self._named_modules(), "optimizer": torch.nn.ParameterList(outside)})
+
 
 Hook = Callable[[State], Any]
 

@@ -169,7 +169,8 @@ def _of_tensor(x: torch.Tensor) -> Iterable[bytes]:
 
 
 def _raw(flat: torch.Tensor) -> bytes:
-    return flat.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    flat = flat.contiguous().cpu().as_strided((flat.numel(),), (1,))  # one element may have any stride
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _parts(content: Any) -> Iterable[Any]:

@@ -154,6 +154,7 @@ def catch_up(step: Any, *parts: Any) -> Any:
             if step != farthest:
                 for part, state in zip(parts, states, strict=True):
                     part.load_state_dict(state)
+                step = farthest  # this rank is there too, also if that rank dies now
         if not attempt.has_recovered:
             return farthest
 

@@ -59,12 +59,17 @@ class Results(tuple[Experiment, ...]):
     def best(self, key: str | Callable[[Any], float] | None = None, *, largest: bool = True) -> Experiment:
         """The experiment with the largest value (or the smallest), stopped ones included.
 
-        ``key``: what of the value counts: a key of a mapping, or a function; None: the value itself. NaN is no value.
-        ValueError if there is none.
+        ``key``: what of the value counts: a key of a mapping, or a function; None: the value itself. NaN is no value,
+        nor is what a stopped one has reported if ``key`` does not fit. ValueError if there is none.
         """
 
         def amount(row: Experiment) -> float:
-            return float(key(row.value) if callable(key) else row.value if key is None else row.value[key])
+            try:
+                return float(key(row.value) if callable(key) else row.value if key is None else row.value[key])
+            except (TypeError, ValueError, LookupError, AttributeError):
+                if row.state == STOPPED:  # it has reported a number, say, where train_fn returns a mapping
+                    return math.nan
+                raise
 
         amounts = [(amount(row), row) for row in self if row.state != FAILED and row.value is not None]
         comparable = [pair for pair in amounts if not math.isnan(pair[0])]
