@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -131,18 +131,19 @@ def _form(
                     return end(operation)
             return end(prepare(*args, **kwargs))
         except TypeError:
-            _check_names(prepare, name, kwargs)
+            _check_arguments(prepare, name, args, kwargs)
             raise
 
     return form
 
 
-def _check_names(prepare: Callable[..., Any], name: str, kwargs: Iterable[str]) -> None:
-    """TypeError for an argument that the verb does not have, with what stands for it here."""
-    known = inspect.signature(prepare).parameters
-    ends = ("root", "root") if "root" in known else ("source", "destination")
+def _check_arguments(prepare: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """TypeError for arguments that the verb does not take, with what stands for them here."""
+    signature = inspect.signature(prepare)
+    ends = ("root", "root") if "root" in signature.parameters else ("source", "destination")
     fill = {"verb": name, "source": ends[0], "destination": ends[1]}
-    other_arguments.check(name, known, kwargs, {key: text.format(**fill) for key, text in _OTHER_ARGUMENTS.items()})
+    remedies = {key: text.format(**fill) for key, text in _OTHER_ARGUMENTS.items()}
+    other_arguments.check(name, signature, args, kwargs, remedies)
 
 
 def builder(verb: Callable[P, R]) -> Callable[P, Operation[R]]:

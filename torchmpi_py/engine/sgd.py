@@ -27,6 +27,7 @@ from torchmpi_py.engine.epoch_lines import followed_by_lines
 from torchmpi_py.engine.evaluation import Evaluator
 from torchmpi_py.engine.resume import RunHooks, Stateful, hooks_of_run
 from torchmpi_py.engine.state import Hooks, State, modes_restored
+from torchmpi_py.nn.members import parameters_of
 from torchmpi_py.nn.sync_batch_norm import set_has_samples
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -287,7 +288,8 @@ class SGDEngine:
         if state.optimizer is not None:
             state.optimizer.zero_grad()
         for module in state.modules():
-            module.zero_grad()
+            for parameter in parameters_of(module):
+                parameter.grad = None
 
     def backward_criterion(self, state: State) -> None:
         """Gradients of the weighted loss at the cut outputs, and at parameters that the loss reaches without them.

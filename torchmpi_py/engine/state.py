@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchmpi_py.nn.members import parameters_of
 from torchmpi_py.optim.sharded import ShardedOptimizer
 
 
@@ -50,8 +51,8 @@ class State:
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters of network, criterion and optimizer that take a gradient, each once."""
-        holders = [*(module.parameters() for module in self.modules()), *self._groups()]
-        return list(dict.fromkeys(p for holder in holders for p in holder if p.requires_grad))
+        holders = [*map(parameters_of, self.modules()), *self._groups()]
+        return list({id(p): p for holder in holders for p in holder if p.requires_grad}.values())
 
     def _groups(self) -> list[list[torch.nn.Parameter]]:
         """The parameters of the optimizer's groups; those of a ShardedOptimizer hold shards in their place."""

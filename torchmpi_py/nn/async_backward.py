@@ -143,7 +143,7 @@ class AsyncBackward:
             index = self.buckets.index_of[parameter]
             bucket = self.buckets.all[index]
             if not bucket.publishes:
-                bucket.insert(parameter)
+                bucket.insert([parameter])
             self._num_ready[index] += 1
             self._launch(only_ready=True)
 

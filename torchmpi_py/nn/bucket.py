@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,29 +43,33 @@ class Bucket:
         self.publishes = is_lone and comm.num_nodes == 1 and find(flat) is not None
         parts = torch.split(self.flat, [p.numel() for p in parameters])
         self._views = {p: shaped(part, p) for p, part in zip(parameters, parts, strict=True)}
+        self._kinds = [(view.shape, view.dtype, view.device) for view in self._views.values()]
 
     def fits(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether these parameters have the shapes, dtype and device for which the bucket was made."""
-        return all(
-            p.shape == view.shape and p.dtype == view.dtype and p.device == view.device
-            for p, view in zip(parameters, self._views.values(), strict=True)
-        )
+        return [(p.shape, p.dtype, p.device) for p in parameters] == self._kinds
 
     def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Serve other parameters, which fit, in place of the present ones."""
         self.parameters = list(parameters)
         self._views = dict(zip(parameters, self._views.values(), strict=True))
 
-    def insert(self, parameter: torch.nn.Parameter) -> None:
-        """Copy a gradient into the bucket, unless it lies there; zero for None. ``p.grad`` becomes a view."""
-        view = self._views[parameter]
-        if parameter.grad is None:
-            view.zero_()
-        elif parameter.grad.data_ptr() != view.data_ptr() or parameter.grad.stride() != view.stride():
-            view.copy_(parameter.grad.detach())
-        else:
-            return
-        parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
+    def insert(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Copy gradients into the bucket, unless they lie there; zero for None. ``p.grad`` becomes a view."""
+        views, gradients = [], []
+        with torch.no_grad():
+            for parameter in parameters:
+                view, gradient = self._views[parameter], parameter.grad
+                if gradient is None:
+                    view.zero_()
+                elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+                    views.append(view)
+                    gradients.append(gradient)
+                else:
+                    continue
+                parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
+            if views:
+                torch._foreach_copy_(views, gradients)
 
     def holds_gradient(self) -> bool:
         """Whether the gradient of one of its parameters lies in it."""
@@ -104,8 +108,7 @@ class Bucket:
         ):
             self.parameters[0].grad = view.detach()
             return gradient.detach().view(-1)
-        for parameter in self.parameters:
-            self.insert(parameter)
+        self.insert(self.parameters)
         if op == "sum" and self.num_parts > 1:
             self.flat.mul_(self.num_parts)  # each of the ranks that share a whole counts, as with unsplit parameters
         return self.flat
@@ -138,7 +141,7 @@ class SparseBucket(Bucket):
     def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
 
-    def insert(self, parameter: torch.nn.Parameter) -> None:
+    def insert(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Nothing: the gradient stays where it is."""
 
     def holds_gradient(self) -> bool:
