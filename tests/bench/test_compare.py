@@ -104,9 +104,9 @@ def test_torch_distributed_takes_part_on_gloo_and_on_torchmpi(mpi, verb):
 
 
 def test_cold_buffers_that_fit_the_cache_are_pointed_out(mpi, monkeypatch):
-    monkeypatch.setattr("torchmpi_py.bench.machine.last_level_cache_bytes", lambda: 1 << 30)
+    monkeypatch.setattr("torchmpi_py.memory.caches.last_level_cache_bytes", lambda: 1 << 30)
     assert any("may be warm" in note for note in measured("run", "--sizes", "4").notes)
-    monkeypatch.setattr("torchmpi_py.bench.machine.last_level_cache_bytes", lambda: 1 << 16)
+    monkeypatch.setattr("torchmpi_py.memory.caches.last_level_cache_bytes", lambda: 1 << 16)
     assert measured("run", "--sizes", "4").notes == []
 
 

@@ -184,6 +184,12 @@ def test_crossovers(mpi, selector, asked):
 
 
 @in_a_job
+@pytest.mark.parametrize(("cache", "limit"), [(None, 4), (8, 4), (32, 4), (64, 8), (480, 16)])
+def test_ordinary_tensors_leave_the_cache_where_it_ends(monkeypatch, cache, limit):
+    monkeypatch.setattr(selector_module.caches, "last_level_cache_bytes", lambda: cache and cache << 20)
+    assert Selector()["allreduce"][0].max_bytes == limit << 20
+
+
 def test_symmetric_tensors_have_rows_of_their_own(mpi, selector, asked):
     selector["allreduce"] = "mpi"
     selector["allreduce", "node", True] = "ring"

@@ -1,4 +1,4 @@
-"""The machine: starting on CPU or GPU, the last-level cache, the memory that may be used, and facts for a report.
+"""The machine: starting on CPU or GPU, the memory that may be used, and facts for a report.
 
 Ranks may share a GPU; the facts say how many do.
 """
@@ -18,11 +18,10 @@ import torch
 
 import torchmpi_py as mpi
 from torchmpi_py.bench import UsageError
-from torchmpi_py.bench.buffers import format_size, parse_size
+from torchmpi_py.bench.buffers import format_size
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.memory import gpus
+from torchmpi_py.memory import caches, gpus
 
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _MEMORY = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _PROCESSORS = Path("/proc/cpuinfo")
@@ -59,17 +58,6 @@ def first_failure(comm: MPI.Comm, failure: str) -> str:
     return next(filter(None, comm.allgather(failure)), "")
 
 
-def last_level_cache_bytes(caches: Path = _CACHES) -> int | None:
-    """The size of the last-level cache, or None where the system does not show it."""
-    found = []
-    for folder in caches.glob("index*"):
-        try:
-            found.append((int((folder / "level").read_text()), parse_size((folder / "size").read_text())))
-        except (OSError, ValueError):
-            continue
-    return max(found)[1] if found else None
-
-
 def free_bytes(meminfo: Path = _MEMORY, cgroup: Path = _CGROUP) -> int:
     """Memory that this machine, or the container that limits us, has left."""
     limits = []
@@ -86,7 +74,7 @@ def agreed_cache_bytes(comm: MPI.Comm, device: torch.device) -> int:
     """The largest last-level cache of all ranks' machines, or more than a GPU's. Collective."""
     if device.type == "cuda":
         return _GPU_CACHE_BYTES
-    sizes: list[int] = comm.allgather(last_level_cache_bytes() or _ASSUMED_CACHE_BYTES)
+    sizes: list[int] = comm.allgather(caches.last_level_cache_bytes() or _ASSUMED_CACHE_BYTES)
     return max(sizes)
 
 
@@ -119,7 +107,7 @@ def limit_threads() -> None:
 def facts(comm: MPI.Comm, device: torch.device = _CPU) -> dict[str, str]:
     """Facts about this machine and the GPUs of all ranks, in the order of a report's header. Collective."""
     vendor, version = MPI.get_vendor()
-    cache_bytes = last_level_cache_bytes()
+    cache_bytes = caches.last_level_cache_bytes()
     nodes = mpi.num_nodes()
     on_cpu = {
         "processor": _processor(),
