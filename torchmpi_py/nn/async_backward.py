@@ -27,6 +27,7 @@ from torchmpi_py.nn.bucket import sparse_parameters
 from torchmpi_py.nn.buckets import Buckets
 from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.launch_order import LaunchOrder
+from torchmpi_py.nn.members import parameters_of
 from torchmpi_py.nn.synchronize import check_alike, check_dense, check_unregistered, reduced_in_backward, trainable
 
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # autograd calls Function.backward here
@@ -143,7 +144,7 @@ class AsyncBackward:
             index = self.buckets.index_of[parameter]
             bucket = self.buckets.all[index]
             if not bucket.publishes:
-                bucket.insert([parameter])
+                bucket.insert(parameter)
             self._num_ready[index] += 1
             self._launch(only_ready=True)
 
@@ -187,15 +188,15 @@ class AsyncBackward:
     def _check_parameters(self) -> None:
         """RuntimeError if the module has other parameters than at its registration."""
         module = self._module()
-        named = () if module is None else module.named_parameters()
-        unknown = [
-            name
-            for name, p in named
-            if p.requires_grad and p not in self.names and (self._only is None or p in self._only)
-        ]
-        if unknown:
+        unknown = {
+            id(p)
+            for p in ([] if module is None else parameters_of(module))
+            if p not in self.names and p.requires_grad and (self._only is None or p in self._only)
+        }
+        if module is not None and unknown:
+            names = [name for name, p in module.named_parameters() if id(p) in unknown]
             raise RuntimeError(
-                f"{', '.join(unknown)}: new or trainable only since register_async_backward, so that nobody would "
+                f"{', '.join(names)}: new or trainable only since register_async_backward, so that nobody would "
                 "average it; remove() the registration, and register again"
             )
         if not self.buckets.all_fit():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,20 +54,30 @@ class Bucket:
         self.parameters = list(parameters)
         self._views = dict(zip(parameters, self._views.values(), strict=True))
 
-    def insert(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Copy gradients into the bucket, unless they lie there; zero for None. ``p.grad`` becomes a view."""
+    def insert(self, parameter: torch.nn.Parameter) -> None:
+        """Copy a gradient into the bucket, unless it lies there; zero for None. ``p.grad`` becomes a view."""
+        view = self._views[parameter]
+        if parameter.grad is None:
+            view.zero_()
+        elif _lies_elsewhere(parameter.grad, view):
+            view.copy_(parameter.grad.detach())
+        else:
+            return
+        parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
+
+    def insert_all(self) -> None:
+        """Insert the gradients of all parameters: with many, in a fraction of the time that each alone would take."""
         views, gradients = [], []
         with torch.no_grad():
-            for parameter in parameters:
-                view, gradient = self._views[parameter], parameter.grad
-                if gradient is None:
+            for parameter, view in self._views.items():
+                if (gradient := parameter.grad) is None:
                     view.zero_()
-                elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+                elif _lies_elsewhere(gradient, view):
                     views.append(view)
                     gradients.append(gradient)
                 else:
                     continue
-                parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
+                parameter.grad = view.detach()
             if views:
                 torch._foreach_copy_(views, gradients)
 
@@ -108,7 +118,7 @@ class Bucket:
         ):
             self.parameters[0].grad = view.detach()
             return gradient.detach().view(-1)
-        self.insert(self.parameters)
+        self.insert_all()
         if op == "sum" and self.num_parts > 1:
             self.flat.mul_(self.num_parts)  # each of the ranks that share a whole counts, as with unsplit parameters
         return self.flat
@@ -141,7 +151,7 @@ class SparseBucket(Bucket):
     def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
 
-    def insert(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def insert(self, parameter: torch.nn.Parameter) -> None:
         """Nothing: the gradient stays where it is."""
 
     def holds_gradient(self) -> bool:
@@ -202,6 +212,10 @@ def sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     embeddings = [part for part in modules_of(module) if isinstance(part, kinds) and part.sparse]
     return {m.weight for m in embeddings if isinstance(m.weight, torch.nn.Parameter)}
+
+
+def _lies_elsewhere(gradient: Tensor, view: Tensor) -> bool:
+    return gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride()
 
 
 def shaped(part: Tensor, parameter: torch.nn.Parameter) -> Tensor:

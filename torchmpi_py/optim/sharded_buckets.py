@@ -110,22 +110,22 @@ class ShardedBucket(Bucket):
         counts = [p.numel() for p in self.parameters]
         return torch.split(flat[: sum(counts)], counts)
 
-    def insert(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Move gradients into the bucket; zero for None. ``p.grad`` becomes None: its owner alone will have it."""
-        for parameter in parameters:
-            if parameter in self._filled and parameter.grad is None:
-                continue
-            view = self._views[parameter]
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                view.copy_(parameter.grad.detach())
-            parameter.grad = None
-            self._filled.add(parameter)
+    def insert(self, parameter: torch.nn.Parameter) -> None:
+        """Move a gradient into the bucket; zero for None. ``p.grad`` becomes None: its owner alone will have it."""
+        if parameter in self._filled and parameter.grad is None:
+            return
+        view = self._views[parameter]
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            view.copy_(parameter.grad.detach())
+        parameter.grad = None
+        self._filled.add(parameter)
 
     def launch(self, op: str) -> list[Handle[Any]]:
         """Start the reduction of the gradients to their owners."""
-        self.insert(self.parameters)
+        for parameter in self.parameters:
+            self.insert(parameter)
         if self.compressor is not None:
             return self.compressor.launch(op)
         self._handle = self._destination.reduce_async(self.padded, op)
