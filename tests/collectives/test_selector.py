@@ -187,7 +187,8 @@ def test_crossovers(mpi, selector, asked):
 @pytest.mark.parametrize(("cache", "limit"), [(None, 4), (8, 4), (32, 4), (64, 8), (480, 16)])
 def test_ordinary_tensors_leave_the_cache_where_it_ends(monkeypatch, cache, limit):
     monkeypatch.setattr(selector_module.caches, "last_level_cache_bytes", lambda: cache and cache << 20)
-    assert Selector()["allreduce"][0].max_bytes == limit << 20
+    limits = [Selector()[verb][0].max_bytes / 2**20 for verb in ("allreduce", "broadcast", "reduce", "allgather")]
+    assert limits == [limit, limit, limit / 4, 2 * limit]
 
 
 def test_symmetric_tensors_have_rows_of_their_own(mpi, selector, asked):

@@ -204,12 +204,13 @@ def _cached_bytes() -> int:
 
 def _defaults() -> dict[Key, list[Choice]]:
     """The table before ``autotune``: crossovers measured with 2 and 4 ranks, Open MPI 5, two cores."""
+    cached = _cached_bytes()
     to_shared = {  # from where on: ordinary tensors, symmetric ones
-        "allreduce": (_cached_bytes(), 32 << 10),
-        "broadcast": (16 << 20, 4 << 20),
-        "reduce": (4 << 20, 512 << 10),
+        "allreduce": (cached, 32 << 10),
+        "broadcast": (cached, 4 << 20),
+        "reduce": (cached // 4, 512 << 10),
         "reduce_scatter": (1 << 20, 512 << 10),
-        "allgather": (32 << 20, 32 << 20),
+        "allgather": (2 * cached, 32 << 20),
         "alltoall": (64 << 20, 16 << 20),
     }
     rows = {}
