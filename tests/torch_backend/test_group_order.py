@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.nn.parallel import DistributedDataParallel
 
+from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.torch_backend import average
 
 pytestmark = pytest.mark.mpi
@@ -181,6 +182,22 @@ def test_a_group_does_not_get_messages_of_one_that_is_no_more(group):
             assert x.tolist() == [2.0, 2.0]
         dist.barrier()
         dist.destroy_process_group(part)
+
+
+def test_a_message_that_is_too_large_and_nobody_waits_for(group):
+    part = dist.new_group()
+    if group.rank() == 0:
+        for rank in range(1, group.size()):
+            dist.isend(torch.ones(64), rank, group=part)
+    else:
+        memory = torch.zeros(64)
+        message = dist.irecv(memory[:4], 0, group=part)
+    dist.barrier(part)
+    dist.barrier(part)
+    dist.destroy_process_group(part)
+    if group.rank() > 0:
+        with pytest.raises(CommunicatorError, match="truncated"):
+            message.wait()
 
 
 def test_inference_mode_holds_in_the_thread_too(group):

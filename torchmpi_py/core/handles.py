@@ -329,7 +329,9 @@ class RequestHandle(Handle[R]):
         if not self._lock.acquire(blocking=False):
             return
         try:
-            if self._work is not None and not all(request.Test() for request in self._requests):
+            if self._work is not None:
+                self._advance(self._work, wait=False)
+            if self._work is not None:
                 cancelled = CommunicatorError(f"{self._label} was cancelled: nothing has come for it")
                 self._failure = cancelled._of_call(*_call_of(self._label))
                 for request in self._requests:
