@@ -183,7 +183,6 @@ def test_crossovers(mpi, selector, asked):
     assert [chosen(mpi, size) for size in (0, 1 << 40)] == ["ring", "ring"]
 
 
-@in_a_job
 @pytest.mark.parametrize(("cache", "limit"), [(None, 4), (8, 4), (32, 4), (64, 8), (480, 16)])
 def test_ordinary_tensors_leave_the_cache_where_it_ends(monkeypatch, cache, limit):
     monkeypatch.setattr(selector_module.caches, "last_level_cache_bytes", lambda: cache and cache << 20)
@@ -191,6 +190,7 @@ def test_ordinary_tensors_leave_the_cache_where_it_ends(monkeypatch, cache, limi
     assert limits == [limit, limit, limit / 4, 2 * limit]
 
 
+@in_a_job
 def test_symmetric_tensors_have_rows_of_their_own(mpi, selector, asked):
     selector["allreduce"] = "mpi"
     selector["allreduce", "node", True] = "ring"
