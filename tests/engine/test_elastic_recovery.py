@@ -72,6 +72,38 @@ mpi.nn.check_with_allreduce(network)
 mpi.stop()
 """
 
+# Rank 2 dies at the end of an epoch, where rank 1 waits for it, and rank 0 has made the step of the schedule.
+END_OF_EPOCH = """
+import os, signal
+import torch
+import torchmpi_py as mpi
+from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
+
+def on_end_epoch(state):
+    if state.epoch == 1 and mpi.size() == 3:
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            mpi.barrier(comm=others)
+    while schedule.last_epoch < state.epoch:
+        schedule.step()
+
+mpi.start()
+rank = mpi.rank()
+others = mpi.split(int(rank > 0))
+engine = AllReduceSGDEngine()
+engine.hooks.on_end_epoch = on_end_epoch
+data = torch.utils.data.TensorDataset(torch.ones(48, 1), torch.ones(48, 1))
+network = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(network.parameters(), 0.5)
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+engine.train(network=network, criterion=torch.nn.MSELoss(), iterator=DatasetIterator(data, 2), optimizer=optimizer,
+             maxepoch=2, checkpoint=CHECKPOINT, stateful={"schedule": schedule})
+mpi.nn.check_with_allreduce(network)
+print(f"size {mpi.size()} calls {schedule.last_epoch} {optimizer.param_groups[0]['lr']}", flush=True)
+mpi.stop()
+"""
+
 
 def lines(folder, program, ranks):
     (folder / "program.py").write_text(program)
@@ -88,3 +120,13 @@ def test_the_farthest_rank_dies_after_giving_its_state(tmp_path):
 def test_the_engine_stands_where_the_farthest_rank_stood(tmp_path):
     program = ENGINE.replace("CHECKPOINT", repr(str(tmp_path / "checkpoints")))
     assert lines(tmp_path, program, 4) == ["size 2 t 3 position 24 calls 3 (0.0625, 0.0625)"] * 2
+
+
+def test_a_schedule_of_which_some_ranks_have_made_the_step(tmp_path):
+    for step in ("while schedule.last_epoch < state.epoch:", "for _ in range(1):"):
+        folder = tmp_path / step[:3]
+        folder.mkdir()
+        program = END_OF_EPOCH.replace("CHECKPOINT", repr(str(folder / "checkpoints")))
+        printed = lines(folder, program.replace("while schedule.last_epoch < state.epoch:", step), 3)
+        calls = 2 if step.startswith("while") else 3  # it is called again
+        assert printed == [f"size 2 calls {calls} {0.5 ** (calls + 1)}"] * 2

@@ -140,6 +140,13 @@ def test_split_layers_are_refused(mpi):
         trained(AllReduceSGDEngine(), network, DatasetIterator(dataset, 4), evaluator=lambda *_: None)
 
 
+def test_layers_that_are_split_over_one_rank(mpi):
+    dataset, _ = task()
+    network = torch.nn.Sequential(ColumnParallelLinear(6, 2, comm=mpi.split(mpi.rank()))).double()
+    state = trained(AllReduceSGDEngine(), network, DatasetIterator(dataset, 4), evaluator=lambda network, epoch: epoch)
+    assert state.evaluations
+
+
 def test_parameters_of_one_element_with_a_stride(mpi):
     dataset, _ = task()
     network = torch.nn.Linear(6, 1).double()

@@ -80,6 +80,27 @@ def test_training_is_plain_sgd():
     assert torch.equal(network.bias, expected.bias)
 
 
+class Own(torch.nn.Linear):
+    """A layer with a parameter that it does not show, and something of its own to forget before a step."""
+
+    num_calls = 0
+
+    def parameters(self, recurse=True):
+        yield self.weight
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        self.num_calls += 1
+
+
+def test_a_network_shows_its_parameters_and_forgets_gradients_itself():
+    network = Own(3, 2)
+    bias = network.bias.detach().clone()
+    SGDEngine().train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(2), lr=0.1)
+    assert network.num_calls == 2
+    assert torch.equal(network.bias, bias)
+
+
 def test_the_state_counts():
     engine = SGDEngine()
     seen = []

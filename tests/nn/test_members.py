@@ -13,7 +13,15 @@ def tied():
     return network
 
 
+class HeadAlone(torch.nn.Sequential):
+    """A network that shows its head alone."""
+
+    def parameters(self, recurse=True):
+        return self[1].parameters(recurse)
+
+
 NETWORKS = {
+    "head alone": lambda: HeadAlone(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)),
     "tied": tied,
     "recurrent": lambda: torch.nn.LSTM(2, 3, num_layers=2),
     "lists": lambda: torch.nn.ParameterList([torch.nn.ParameterDict({"a": torch.ones(1)}), torch.ones(2)]),

@@ -145,7 +145,12 @@ class AllReduceSGDEngine(SGDEngine):
                 # The state of the rank that has come farthest becomes everyone's.
                 standing = state.epoch, state.position, state.t, -state.maxepoch  # a hook may have lowered it, to stop
                 endings = allgather_object((standing, state.is_ending_epoch))
-                farthest = survivors.catch_up(standing, *self._parts(state))
+                schedules = self._schedules()
+                # Of ranks that were in one hook some have made the step of a schedule there, and others have not.
+                steps = [getattr(schedule, "last_epoch", 0) for schedule in schedules]
+                optimizers = [] if state.optimizer is None else [state.optimizer]
+                parts = [state.as_one_module(), *optimizers, *schedules]
+                farthest = survivors.catch_up((*standing, *steps), *parts)[:4]
                 # This rank has come as far, also if that rank dies before the others have.
                 state.epoch, state.position, state.t = farthest[:3]
                 state.maxepoch = -farthest[3]
@@ -159,14 +164,10 @@ class AllReduceSGDEngine(SGDEngine):
             if not attempt.has_recovered:
                 return
 
-    def _parts(self, state: State) -> list[Any]:
-        """What is the same on ranks at the same step: modules, optimizer, torch's schedules in ``stateful``."""
-        schedules = getattr(self._run_hooks, "stateful", {}).values()  # without checkpoints there are none
-        return [
-            state.as_one_module(),
-            *([] if state.optimizer is None else [state.optimizer]),
-            *(schedule for schedule in schedules if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)),
-        ]
+    def _schedules(self) -> list[torch.optim.lr_scheduler.LRScheduler]:
+        """Torch's schedules in ``stateful``, which without checkpoints is empty."""
+        stateful = getattr(self._run_hooks, "stateful", {}).values()
+        return [part for part in stateful if isinstance(part, torch.optim.lr_scheduler.LRScheduler)]
 
     @contextmanager
     def _on_gpu(self, state: State) -> Iterator[None]:

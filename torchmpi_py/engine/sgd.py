@@ -288,6 +288,9 @@ class SGDEngine:
         if state.optimizer is not None:
             state.optimizer.zero_grad()
         for module in state.modules():
+            if type(module).zero_grad is not torch.nn.Module.zero_grad:
+                module.zero_grad()
+                continue
             for parameter in parameters_of(module):
                 parameter.grad = None
 

@@ -20,5 +20,8 @@ def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Like ``module.parameters()``, each once and in its order."""
+    kind, plain = type(module), torch.nn.Module
+    if kind.parameters is not plain.parameters or kind.named_parameters is not plain.named_parameters:
+        return list(module.parameters())  # it shows others than it holds
     found = {id(p): p for part in modules_of(module) for p in part._parameters.values() if p is not None}
     return list(found.values())
