@@ -23,7 +23,6 @@ from torchmpi_py.errors import Unavailable, Unimplemented
 from torchmpi_py.memory import caches
 
 SCOPES = ("node", "nodes")
-_ASSUMED_CACHE_BYTES = 32 << 20
 
 
 class Choice(NamedTuple):
@@ -198,7 +197,7 @@ def _cached_bytes() -> int:
     Up to there the copies that MPI makes stay in the cache; beyond it what counts is how often each byte moves. The
     bounds are those of caches of 32 and 480 MiB, where it was measured. All ranks of a node find the same.
     """
-    cache_bytes = caches.last_level_cache_bytes() or _ASSUMED_CACHE_BYTES
+    cache_bytes = caches.last_level_cache_bytes() or 0  # unknown: the lower bound
     return min(max(cache_bytes // 8, 4 << 20), 16 << 20)
 
 

@@ -288,11 +288,11 @@ class SGDEngine:
         if state.optimizer is not None:
             state.optimizer.zero_grad()
         for module in state.modules():
-            if type(module).zero_grad is not torch.nn.Module.zero_grad:
+            if type(module).zero_grad is torch.nn.Module.zero_grad:
+                for parameter in parameters_of(module):  # the same, but for the names that torch makes on its way
+                    parameter.grad = None
+            else:
                 module.zero_grad()
-                continue
-            for parameter in parameters_of(module):
-                parameter.grad = None
 
     def backward_criterion(self, state: State) -> None:
         """Gradients of the weighted loss at the cut outputs, and at parameters that the loss reaches without them.

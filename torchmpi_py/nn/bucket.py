@@ -65,22 +65,6 @@ class Bucket:
             return
         parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
 
-    def insert_all(self) -> None:
-        """Insert the gradients of all parameters: with many, in a fraction of the time that each alone would take."""
-        views, gradients = [], []
-        with torch.no_grad():
-            for parameter, view in self._views.items():
-                if (gradient := parameter.grad) is None:
-                    view.zero_()
-                elif _lies_elsewhere(gradient, view):
-                    views.append(view)
-                    gradients.append(gradient)
-                else:
-                    continue
-                parameter.grad = view.detach()
-            if views:
-                torch._foreach_copy_(views, gradients)
-
     def holds_gradient(self) -> bool:
         """Whether the gradient of one of its parameters lies in it."""
         held = ((p.grad, view) for p, view in self._views.items())
@@ -118,10 +102,26 @@ class Bucket:
         ):
             self.parameters[0].grad = view.detach()
             return gradient.detach().view(-1)
-        self.insert_all()
+        self._insert_all()
         if op == "sum" and self.num_parts > 1:
             self.flat.mul_(self.num_parts)  # each of the ranks that share a whole counts, as with unsplit parameters
         return self.flat
+
+    def _insert_all(self) -> None:
+        """Insert the gradients of all parameters: with many, in a fraction of the time that each alone would take."""
+        views, gradients = [], []
+        with torch.no_grad():
+            for parameter, view in self._views.items():
+                if (gradient := parameter.grad) is None:
+                    view.zero_()
+                elif _lies_elsewhere(gradient, view):
+                    views.append(view)
+                    gradients.append(gradient)
+                else:
+                    continue
+                parameter.grad = view.detach()
+            if views:
+                torch._foreach_copy_(views, gradients)
 
 
 class SparseBucket(Bucket):
