@@ -93,7 +93,7 @@ ENDS = {
         False,
         "not known whether this MPI is CUDA-aware: a trial crashed with signal 6 (Aborted) before it came to GPU",
     ),
-    "hang": (TRYING + "time.sleep(60)", True, "did not end within 1.5 s on GPU memory, in Sendrecv of 64 bytes"),
+    "hang": (TRYING + "time.sleep(600)", True, "did not end within 6 s on GPU memory, in Sendrecv of 64 bytes"),
     "nonsense": ("print('hello')", False, "ended with exit code 0 before it came to GPU memory: hello"),
     "traceback": (
         "raise RuntimeError('CUDA error: busy')",
@@ -107,7 +107,7 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_how_a_child_ends_is_the_verdict(end):
     code, is_final, words = ENDS[end]
-    verdict = gpu_probe.run_trial(python(code), 1.5 if end == "hang" else 30)
+    verdict = gpu_probe.run_trial(python(code), 6 if end == "hang" else 60)
     assert verdict.is_final == is_final
     assert words in verdict.why_not
     assert bool(words) == bool(verdict.why_not)

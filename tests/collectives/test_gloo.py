@@ -278,8 +278,8 @@ def test_starting_twice_and_leaving_nothing_behind(tmp_path):
         import os, time, torch, torchmpi_py as mpi
 
         def settled(wanted):  # a thread that was waited for is in /proc for a moment yet
-            until = time.monotonic() + 20
-            while (number := len(os.listdir("/proc/self/task"))) != wanted and time.monotonic() < until:
+            until = time.monotonic() + 60
+            while (number := len(os.listdir("/proc/self/task"))) > wanted and time.monotonic() < until:
                 time.sleep(0.01)
             return number
 
@@ -292,7 +292,7 @@ def test_starting_twice_and_leaving_nothing_behind(tmp_path):
             if before is None:
                 time.sleep(0.5)
                 before = len(os.listdir("/proc/self/task"))
-        assert settled(before) == before
+        assert settled(before) <= before
         mpi.start()
         assert mpi.allreduce(torch.ones(3), flavour="gloo").tolist() == [3.0] * 3  # and stop at exit
         assert not torch.distributed.is_initialized()

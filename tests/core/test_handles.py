@@ -1,6 +1,6 @@
 import gc
 import logging
-import time
+import threading
 import weakref
 
 import pytest
@@ -88,11 +88,13 @@ def test_a_handle_is_not_a_truth_value(thread):
 
 def test_timeouts():
     thread = CommunicationThread(inline=False)
-    handle = thread.submit(Step(lambda: time.sleep(0.3) or "late"))
+    late = threading.Event()
+    handle = thread.submit(Step(lambda: late.wait(60) and "late"))
     assert not handle.done()
     assert "under way" in repr(handle)
     with pytest.raises(CollectiveTimeout, match=r"some work is not complete after 0.01 s"):
         handle.wait(timeout_seconds=0.01)
+    late.set()
     assert handle.wait(timeout_seconds=30) == "late"
     thread.close()
 
@@ -133,15 +135,16 @@ def test_ten_thousand_outstanding_and_dropped_ones(mpi, count):
 @pytest.mark.parametrize("count", [SMALL, LARGE])
 def test_a_late_rank_is_a_timeout_then_a_result(mpi, count):
     x = torch.ones(count)
-    mpi.barrier()
+    others_have_waited = mpi.communicator().direct.mpi.Barrier
     if mpi.rank() == 0:
-        time.sleep(1.0)
+        others_have_waited()
         handle = mpi.allreduce_async(x)
     else:
         handle = mpi.allreduce_async(x)
         assert not handle.done()
         with pytest.raises(CollectiveTimeout, match=r"allreduce \(mpi, \d+ bytes\) on rank \d of"):
             handle.wait(timeout_seconds=0.05)
+        others_have_waited()
     handle.synchronize()
     assert handle.done()
     assert handle.wait() is x

@@ -111,7 +111,7 @@ checkpoints.save(2, {"x": 1}, own={"dies": True})
 
 def test_a_save_that_takes_longer_than_the_deadline(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
-    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "2", "--bind", "none", "--timeout", "60"]
+    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "2", "--bind", "none", "--timeout", "150"]
     line = [*launch, str(tmp_path / "slow.py"), str(tmp_path / "checkpoints")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHMPI_DEADLINE": "1"}
     job = subprocess.run(line, capture_output=True, text=True, timeout=200, env=environment, check=False)
@@ -155,7 +155,7 @@ mpi.stop()
 def test_a_death_after_a_hook_has_trained_another_network(tmp_path):
     """The end of the outer epoch is repeated, with its own checkpoint."""
     (tmp_path / "nested.py").write_text(NESTED)
-    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", "--bind", "none", "--timeout", "60", "--elastic"]
+    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", "--bind", "none", "--timeout", "150", "--elastic"]
     job = subprocess.run([*launch, tmp_path / "nested.py", tmp_path], capture_output=True, text=True, timeout=200)
     assert job.returncode == 0, job.stderr
     assert os.listdir(tmp_path / "inner") == os.listdir(tmp_path / "outer") == ["step-000002"]

@@ -107,7 +107,7 @@ mpi.stop()
 
 def lines(folder, program, ranks):
     (folder / "program.py").write_text(program)
-    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", str(ranks), "--bind", "none", "--timeout", "60"]
+    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", str(ranks), "--bind", "none", "--timeout", "150"]
     job = subprocess.run([*launch, "--elastic", folder / "program.py"], capture_output=True, text=True, timeout=200)
     assert job.returncode == 0, job.stderr
     return [line for line in job.stdout.splitlines() if line.startswith("size")]

@@ -62,7 +62,7 @@ mpi.stop()
 @pytest.mark.parametrize(("moment", "number"), [("sample", 0), ("update", 3), ("sample", 12), ("end_epoch", 8)])
 def test_the_survivors_keep_the_order(tmp_path, moment, number):
     (tmp_path / "program.py").write_text(PROGRAM)
-    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", "--bind", "none", "--timeout", "60", "--elastic"]
+    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", "--bind", "none", "--timeout", "150", "--elastic"]
     command = [*launch, tmp_path / "program.py", tmp_path, moment, str(number)]
     job = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert job.returncode == 0, job.stderr

@@ -63,7 +63,7 @@ mpi.stop()
 )
 def test_the_survivors_read_the_rest(tmp_path, way, moment, number):
     (tmp_path / "program.py").write_text(PROGRAM)
-    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", "--bind", "none", "--timeout", "60", "--elastic"]
+    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", "--bind", "none", "--timeout", "150", "--elastic"]
     command = [*launch, tmp_path / "program.py", tmp_path, way, moment, str(number)]
     job = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert job.returncode == 0, job.stderr

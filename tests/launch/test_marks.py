@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -76,3 +77,26 @@ def test_no_function_of_python_is_replaced_by_the_mark(tmp_path):
     text = "print(*(f.__module__ for f in (os._exit, os.execv, os.execve)))"
     shown = subprocess.run([sys.executable, "-c", RANK, tmp_path, text], capture_output=True, text=True, timeout=200)
     assert shown.stdout == "posix posix posix\n"
+
+
+def test_output_is_waited_for_until_it_is_read(monkeypatch):
+    """However late the starter comes, within a limit; where it never comes an abort comes all the same."""
+    monkeypatch.setattr(exit_marks, "_UNREAD_SECONDS", 60.0)
+    monkeypatch.setattr(exit_marks, "_OUTPUT_SECONDS", 0.0)
+    reading, writing = os.pipe()
+    os.write(writing, b"a traceback")
+    read = []
+    starter = threading.Timer(0.5, lambda: read.append(os.read(reading, 100)))
+    starter.start()
+    exit_marks.wait_for_output((writing,))
+    assert exit_marks._num_unread(writing) == 0
+    starter.join()
+    assert read == [b"a traceback"]
+    exit_marks.wait_for_output((writing,))
+    os.write(writing, b"more")
+    monkeypatch.setattr(exit_marks, "_UNREAD_SECONDS", 0.1)
+    exit_marks.wait_for_output((writing,))
+    assert exit_marks._num_unread(writing) == 4
+    os.close(reading)
+    os.close(writing)
+    exit_marks.wait_for_output((writing,))  # a rank may have closed its output

@@ -364,8 +364,8 @@ def launch(tmp_path, code, *arguments):
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(code))
     torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
-    command = [torchmpirun, "-n", "2", "--timeout", "50", path, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55)
+    command = [torchmpirun, "-n", "2", "--timeout", "150", path, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

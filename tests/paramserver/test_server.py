@@ -222,7 +222,8 @@ os._exit(0)
 def test_a_rank_that_dies_under_a_lock_does_not_stop_the_others(tmp_path, how):
     """Nor if a process that it has forked, such as a worker of a data loader, lives on."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    launcher = [os.path.join(os.path.dirname(sys.executable), "torchmpirun"), "-n", "3", "--elastic", "--timeout", "50"]
+    torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
+    launcher = [torchmpirun, "-n", "3", "--elastic", "--timeout", "150"]
     over = tmp_path / "over"
     job = subprocess.run([*launcher, tmp_path / "program.py", how, over], capture_output=True, text=True, timeout=200)
     over.touch()

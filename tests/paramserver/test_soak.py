@@ -94,18 +94,25 @@ def play(comm, seed):
 
 def left_behind():
     gc.collect()  # memory of tests before this one may hang in a circle of references
-    time.sleep(0.2)  # a thread that was waited for is in /proc for a moment yet
     with open("/proc/self/maps") as maps:
         mappings = sum("torchmpi_py" in line for line in maps)
     threads = sorted(thread.name for thread in threading.enumerate())
-    return len(os.listdir("/proc/self/fd")), mappings, len(os.listdir("/proc/self/task")), threads
+    return len(os.listdir("/proc/self/fd")), mappings, threads
+
+
+def tasks():
+    return set(os.listdir("/proc/self/task"))
 
 
 def test_random_sends_and_receives(comm):
     num_rounds = max(1, NUM_OPERATIONS // (PER_ROUND * comm.size))
     for seed in (-1, -2):  # what is made once is there then
         play(comm, seed)
-    before = left_behind()
+    before, tasks_before = left_behind(), tasks()
     for seed in range(num_rounds):
         play(comm, seed)
     assert left_behind() == before
+    until = time.monotonic() + 60
+    while tasks() - tasks_before and time.monotonic() < until:
+        time.sleep(0.01)  # a thread that was waited for is in /proc for a moment yet
+    assert not tasks() - tasks_before

@@ -130,6 +130,7 @@ def test_the_timeout_that_torch_sets_reaches_the_group(mpi):
                 dist.all_reduce(torch.ones(1), group=group)
         dist.barrier()
         if mpi.rank() > 0:
+            distributed_c10d._set_pg_timeout(dt.timedelta(minutes=3), group)
             dist.all_reduce(torch.ones(1), group=group)
 
 

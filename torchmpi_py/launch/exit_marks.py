@@ -21,8 +21,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import os
+import stat
 import sys
+import termios
 import time
 import zlib
 from collections.abc import Iterator
@@ -31,7 +34,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchmpi_py.launch import variables
 
-OUTPUT_SECONDS = 0.3  # an abort overtakes output that the starter has not read yet, such as a traceback
+_UNREAD_SECONDS = 3.0  # how long the starter may take to read what a rank has written, such as a traceback
+_OUTPUT_SECONDS = 0.3  # and to pass it on
 _UNKNOWN = "unknown"
 _STARTER_SECONDS = 10.0  # how long MPI_Abort itself may take
 _KILLED_SECONDS = 2.0  # how long the starter may take to kill a rank that has called MPI_Abort
@@ -223,9 +227,25 @@ def explain_alone(ranks: list[int]) -> str:
     return f"{who} the whole program alone: it called neither mpi.start() nor init_process_group()"
 
 
+def wait_for_output(descriptors: tuple[int, ...] = (1, 2)) -> None:
+    """Give the starter the time to pass on what this process has written, which an abort would overtake."""
+    until = time.monotonic() + _UNREAD_SECONDS
+    with contextlib.suppress(OSError):
+        while any(map(_num_unread, descriptors)) and time.monotonic() < until:
+            time.sleep(0.01)
+    time.sleep(_OUTPUT_SECONDS)
+
+
+def _num_unread(descriptor: int) -> int:
+    """The bytes in a pipe that its other end has not read; 0 of what is no pipe."""
+    if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        return 0
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 def abort(mpi: Any, code: int) -> NoReturn:
     """End all ranks of the job by MPI_Abort; ``mpi`` is the module mpi4py.MPI, of an MPI that runs."""
-    time.sleep(OUTPUT_SECONDS)
+    wait_for_output()
     # Where the starter cannot be reached MPI_Abort waits for it, with Python's lock: faulthandler needs no lock.
     with contextlib.suppress(Exception), open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(_STARTER_SECONDS, exit=True, file=os.dup(nowhere.fileno()))

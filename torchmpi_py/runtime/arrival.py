@@ -120,7 +120,7 @@ class Wait:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        time.sleep(exit_marks.OUTPUT_SECONDS)
+        exit_marks.wait_for_output()
         os._exit(abort.EXIT_CODE)
 
 
