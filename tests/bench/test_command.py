@@ -19,7 +19,7 @@ pytestmark = [
 def bench(*words, code=0):
     command = [TORCHMPIRUN, "-n", 2, "-m", "torchmpi_py.bench", *words]
     done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=80, stdin=subprocess.DEVNULL
+        [str(word) for word in command], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, done.stderr

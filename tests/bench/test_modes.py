@@ -14,12 +14,12 @@ MODES = ROOT / "benchmarks" / "modes"
 TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
 PAGE = "before\n<!-- table: python benchmarks/modes -->\nold\n<!-- end of the table -->\nafter\n"
 needs_launcher = pytest.mark.skipif(not TORCHMPIRUN.exists(), reason=f"no {TORCHMPIRUN}: install the package")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(950)
 
 
 def run(*words):
     command = [sys.executable, MODES, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, stdin=subprocess.DEVNULL)
 
 
 @pytest.fixture

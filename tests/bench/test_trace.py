@@ -35,7 +35,7 @@ def job(folder, program, how):
         [TORCHMPIRUN, "-n", "2", "--profile", folder, program, how],
         capture_output=True,
         text=True,
-        timeout=80,
+        timeout=200,
         stdin=subprocess.DEVNULL,
     )
 

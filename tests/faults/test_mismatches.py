@@ -6,8 +6,8 @@ import pytest
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.skipif(bool(harness.MISSING), reason=harness.MISSING)]
 
-DEADLINE_SECONDS = 3
-WITHIN_SECONDS = 20.0
+DEADLINE_SECONDS = 3 if harness.ALL else 12  # other tests may run
+WITHIN_SECONDS = 20.0 if harness.ALL else 40.0
 PARTS = harness.count(1, 10)
 NUMBER = harness.count(4, 600)
 AT_ONCE = 4

@@ -11,7 +11,7 @@ import pytest
 import testbed
 from testbed import Bed, BedError
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(bool(testbed.why_not()), reason=testbed.why_not())]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(testbed.why_not()), reason=testbed.why_not())]
 NAME = f"tests-own-{os.getpid()}"
 
 
@@ -86,7 +86,7 @@ def test_hosts_are_apart_and_boot_again(bed):
     ask = [
         "ssh",
         "-o",
-        "ConnectTimeout=5",
+        "ConnectTimeout=10",
         second,
         "cat /tmp/mine || echo nothing; cat /proc/sys/kernel/random/boot_id",
     ]

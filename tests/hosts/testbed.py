@@ -37,7 +37,7 @@ RATE, DELAY = "1gbit", ""
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "sshd": "openssh-server"}
 SLURM_TOOLS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge"}
-START_SECONDS = 30.0
+START_SECONDS = 100.0
 PATH = f"{Path(sys.prefix, 'bin')}:{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
 
 

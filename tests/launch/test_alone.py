@@ -15,9 +15,9 @@ try:
 except LaunchError as error:
     MISSING = str(error)
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
-# Rank 2 becomes another program, of which nothing is known.
+# Rank 2 becomes another program, of which nothing is known, until torchmpirun has seen it.
 PROGRAM = """
 import os, sys
 from torchmpi_py.launch import variables
@@ -25,7 +25,8 @@ rank = variables.rank_in(os.environ)
 if rank == 1 and os.fork() == 0:
     sys.exit(0)
 if rank == 2:
-    os.execv("/bin/sleep", ["sleep", "2"])
+    wait = 'while [ -e "$TORCHMPIRUN_JOB_DIR/running-2" ] && [ $((i+=1)) -lt 600 ]; do sleep 0.1; done'
+    os.execv("/bin/sh", ["sh", "-c", wait])
 """
 # As a worker that the rank has spawned: the place is the program's.
 OWN_GROUP = """

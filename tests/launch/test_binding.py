@@ -6,7 +6,7 @@ import pytest
 
 from torchmpi_py.launch import binding, variables, wrap
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.parametrize("local_size", range(1, 38))

@@ -181,7 +181,7 @@ def test_standard_input_that_is_no_terminal_reaches_rank_0(program, no_leftovers
 
 
 def test_a_starter_gets_the_signals_that_it_wants(program, tmp_path, no_leftovers, monkeypatch):
-    monkeypatch.setattr(jobs, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(jobs, "GRACE_SECONDS", 60.0)
     seen = tmp_path / "seen"
     starter = program(
         "import os, signal, time\n"
@@ -197,10 +197,12 @@ def test_a_starter_gets_the_signals_that_it_wants(program, tmp_path, no_leftover
     job = jobs.Job([sys.executable, str(starter)], environment, folder, stop_signals=stop_signals)
 
     def end_when_it_is_up():
-        while not seen.exists():
-            time.sleep(0.01)
-        job.signals.receive(signal.SIGINT)
+        """And again when a signal has come: the next one is due then."""
+        for text in ("", "15 ", "15 15 "):
+            while not (seen.exists() and seen.read_text() == text):
+                time.sleep(0.01)
+            job.signals.receive(signal.SIGINT)
 
-    threading.Thread(target=end_when_it_is_up).start()
+    threading.Thread(target=end_when_it_is_up, daemon=True).start()
     assert job.run() == 130
     assert seen.read_text() == "15 15 "

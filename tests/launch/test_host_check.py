@@ -19,7 +19,7 @@ try:
 except LaunchError as error:
     VENDOR, MISSING = "", str(error)
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+pytestmark = [pytest.mark.timeout(320), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
 PACKAGE = Path(torchmpi_py.__file__).parent
 # What follows the host's name is the command, in one word or in several, as the MPIs give it.
@@ -64,7 +64,7 @@ def torchmpirun(*arguments, **environment):
         env=launcher.inherited_environment(os.environ) | own | environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
 

@@ -151,7 +151,7 @@ def test_a_signal_leaves_nothing_behind(program, no_leftovers):
     with subprocess.Popen(arguments, **pipes, text=True, preexec_fn=heed) as job:
         assert job.stdout.readline() == "up\n"
         job.send_signal(signal.SIGINT)
-        job.communicate(timeout=30)
+        job.communicate(timeout=200)
     assert job.returncode == 130
 
 

@@ -17,6 +17,9 @@ from torchmpi_py.launch import exit_marks
 with exit_marks.running(sys.argv[1], 3):
     exec(sys.argv[2])
 """
+# Another program, until torchmpirun has seen it.
+WAIT = 'while [ -e "$TORCHMPIRUN_JOB_DIR/running-3" ] && [ $((i+=1)) -lt 600 ]; do sleep 0.1; done'
+EXEC = f"os.execvp('sh', ['sh', '-c', {WAIT!r}])"
 EXEC_FAILS = "with contextlib.suppress(OSError): os.execvp('/no/such', ['x'])\nos._exit(0)"
 
 
@@ -58,8 +61,8 @@ AGAIN = (
     [
         ("sys.exit(0)", 0),
         ("atexit.register(os._exit, 0)", 0),
-        ("os.execvp('sleep', ['sleep', '1'])", 0),
-        ("import time; time.sleep(0.5); os.execvp('sleep', ['sleep', '1'])", 0),
+        (EXEC, 0),
+        (f"import time; time.sleep(0.5); {EXEC}", 0),
         (AGAIN, 0),  # under the same command line
         (f"{AGAIN}\nos._exit(0)", 1),
         ("os._exit(0)", 1),

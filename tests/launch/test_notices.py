@@ -19,6 +19,8 @@ OTHER = f"{RULE}A daemon has failed to start.\n{RULE}"
 LINES = ["a line\n", "no end of a line", "---\n", "-", RULE, "\n", ABORT, EXITED, OTHER]
 BAD_ROOT = """
 import torch, torchmpi_py as mpi
+from torchmpi_py.launch import notices
+notices._SAY_SECONDS = 30.0  # however late a rank is
 def main():
     mpi.start()
     mpi.barrier()
@@ -50,12 +52,13 @@ def test_all_else_is_shown_whole(pieces):
     assert shown(pieces) == "".join(pieces)
 
 
-def test_a_line_passes_at_once_and_a_rule_after_a_while():
+def test_a_line_passes_at_once_and_a_rule_after_a_while(monkeypatch):
     found = notices.NoticeFilter(lambda: True)
     assert found.feed(b"[##   ] 2/5\r") == b"[##   ] 2/5\r"
     assert found.feed(b"\n----") == b"\n"
+    monkeypatch.setattr(notices, "_HOLD_SECONDS", 60.0)
     assert found.overdue() == b""
-    time.sleep(0.4)
+    monkeypatch.setattr(notices, "_HOLD_SECONDS", 0.0)
     assert found.overdue() == b"----"
     assert found.feed(b"more\n") == b"more\n"
 
@@ -133,12 +136,12 @@ def test_what_a_rank_could_not_say_is_said_by_the_next(tmp_path):
         assert other is None
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("is_full", [False, True])
 def test_the_same_error_of_all_ranks_is_shown_once(program, no_leftovers, is_full):
     environment = os.environ | ({"TORCHMPI_ERRORS": "full"} if is_full else {})
     command = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", str(program(BAD_ROOT))]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    job = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert job.returncode == 1
     num_tracebacks = job.stderr.count("Traceback (most recent call last)")
     message = "ValueError: broadcast: root=7 is not a rank of this communicator; ranks are 0 to 2"

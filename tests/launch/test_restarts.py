@@ -43,7 +43,8 @@ rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
 if os.fork() == 0:
     os._exit(7)
 if rank == "0":
-    os.execlp(sys.executable, sys.executable, "-c", "import time; time.sleep(0.5); print('another program')")
+    wait = 'while [ -e "$TORCHMPIRUN_JOB_DIR/running-0" ] && [ $((i+=1)) -lt 600 ]; do sleep 0.1; done'
+    os.execlp("sh", "sh", "-c", f"{wait}; echo another program")
 atexit.register(time.sleep, 0.3)
 sys.exit(0)
 """
@@ -109,7 +110,7 @@ def test_a_job_that_was_ended_is_not_started_again(program, no_leftovers):
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         assert job.stdout.readline().endswith("in attempt 0\n")
         job.send_signal(signal.SIGTERM)
-        _, said = job.communicate(timeout=30)
+        _, said = job.communicate(timeout=200)
     assert (job.returncode, said.count("attempt")) == (143, 0)
 
 
@@ -165,8 +166,7 @@ def test_the_lookout(tmp_path, monkeypatch, pidfd):
 @pytest.mark.parametrize("is_ending", [True, False])
 def test_deaths_are_told_in_the_order_of_their_beginnings(tmp_path, monkeypatch, is_ending):
     """Of a rank that takes long to end, and of one that has closed its pipe and lives on."""
-    if not is_ending:
-        monkeypatch.setattr(deaths, "ENDING_SECONDS", 0.0)
+    monkeypatch.setattr(deaths, "ENDING_SECONDS", 100.0 if is_ending else 0.0)
     with subprocess.Popen(["sleep", "100"]) as one, subprocess.Popen(["sleep", "100"]) as other:
         pipes = []
         for rank, process in enumerate((one, other)):

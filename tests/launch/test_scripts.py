@@ -74,7 +74,7 @@ def test_a_rank_that_fails_before_mpi_starts_ends_the_job_without_torchmpirun(tm
 def test_thread_settings_do_not_change_the_default_number_of_ranks(name):
     environment = os.environ | {"OMP_NUM_THREADS": "1000", "OMP_THREAD_LIMIT": "1", "MPIRUN": "echo", "MPIEXEC": "echo"}
     environment.pop("NP", None)
-    job = subprocess.run([FOLDER / name, "a.py"], env=environment, capture_output=True, text=True, timeout=20)
+    job = subprocess.run([FOLDER / name, "a.py"], env=environment, capture_output=True, text=True, timeout=100)
     assert job.stdout.startswith(f"{len(os.sched_getaffinity(0))} ")  # echo takes the -n for itself
 
 
@@ -103,7 +103,7 @@ if sys.argv[1] == "kill":
 def printed(name, tmp_path):
     """The template as a user saves it."""
     command = [sys.executable, "-m", "torchmpi_py.launch", "--template", name]
-    script = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    script = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     path = tmp_path / f"job.{name}"
     path.write_text(script)
     return path
@@ -185,9 +185,9 @@ def test_kubernetes(tmp_path):
     sshd = shutil.which(worker["command"][0])
     if sshd is not None:  # -t: read the options and the configuration, and end
         key = tmp_path / "key"
-        subprocess.run(["ssh-keygen", "-q", "-N", "", "-f", key], check=True, timeout=20)
+        subprocess.run(["ssh-keygen", "-q", "-N", "", "-f", key], check=True, timeout=100)
         words = [sshd, *worker["args"], "-t", "-h", key, "-f", "/dev/null"]
-        assert subprocess.run(words, capture_output=True, timeout=20, check=False).returncode == 0
+        assert subprocess.run(words, capture_output=True, timeout=100, check=False).returncode == 0
     assert worker["volumeMounts"][0]["mountPath"] == "/dev/shm"
 
 
@@ -195,7 +195,7 @@ def test_the_image_has_what_the_job_starts(tmp_path):
     script = printed("kubernetes", tmp_path)
     sed = ["sed", "-n", r"s/^#| \{0,1\}//p", script]
     assert f"{' '.join(sed[:2])} '{sed[2]}' job.yaml > Dockerfile" in script.read_text()  # as its first line says
-    dockerfile = subprocess.run(sed, capture_output=True, text=True, check=True, timeout=20).stdout
+    dockerfile = subprocess.run(sed, capture_output=True, text=True, check=True, timeout=100).stdout
     assert dockerfile == (ready_scripts.FOLDER / "Dockerfile").read_text()
     steps = [line for line in dockerfile.replace("\\\n", "").splitlines() if not line.startswith("#")]
     assert steps[0].startswith("FROM python:")
@@ -206,10 +206,10 @@ def test_the_image_has_what_the_job_starts(tmp_path):
     folder = tmp_path / "etc"
     (folder / "sshd_config.d").mkdir(parents=True)
     (folder / "ssh_config.d").mkdir()
-    subprocess.run(["sh", "-c", writes.replace("/etc/ssh", str(folder))], check=True, timeout=20)
+    subprocess.run(["sh", "-c", writes.replace("/etc/ssh", str(folder))], check=True, timeout=100)
     if shutil.which("ssh"):
         asked = ["ssh", "-F", folder / "ssh_config.d" / "job.conf", "-G", "somewhere"]
-        shown = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout
+        shown = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=100).stdout
         assert "stricthostkeychecking false" in shown
         assert "userknownhostsfile /dev/null" in shown
 
@@ -221,7 +221,7 @@ def test_the_image_has_what_the_job_starts(tmp_path):
 )
 def test_scripts_are_executable_and_parse(script):
     assert os.access(script, os.X_OK)
-    subprocess.run([shutil.which("bash"), "-n", script], check=True, timeout=20)
+    subprocess.run([shutil.which("bash"), "-n", script], check=True, timeout=100)
     lines = script.read_text().splitlines()
     assert all(line.startswith("#") for line in lines[:6])
     assert "set -euo pipefail" in lines

@@ -56,8 +56,8 @@ sys.exit((0, 3, "the end")[rank])
 """
 
 FINALLY = """
-up()
 try:
+    up()
     time.sleep(100)
 except KeyboardInterrupt:
     if rank == 1:
@@ -90,8 +90,19 @@ if rank == 0:
 world.Barrier()
 """
 
+# The signal comes when the main thread of each rank is in the last line.
 DEADLOCK = """
-up()
+import threading
+main, last_line = sys._getframe(), len(sys.argv[1].splitlines())
+def say_that_all_wait():
+    while main.f_lineno < last_line:
+        time.sleep(0.01)
+    save()
+    if rank == 0:
+        wait_for(1)
+        print("up", flush=True)
+world.Barrier()
+threading.Thread(target=say_that_all_wait, daemon=True).start()
 world.recv(source=world.size - 1 - rank)
 """
 
@@ -186,6 +197,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(program, tmp_path, no_leftover
         assert job.stdout.readline() == "up\n"
         assert len(os.listdir(os.environ["TMPDIR"])) >= 1
         assert saved(tmp_path, "held") == ["held-0", "held-1"]
+        time.sleep(6)  # the launcher looks every five seconds at the latest
         job.kill()
         job.communicate(timeout=200)  # all who write there have ended
     wait_for_the_end()

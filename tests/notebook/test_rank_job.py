@@ -1,5 +1,6 @@
 """The job of a notebook: who may connect to it, where, and what a rank sends."""
 
+import itertools
 import pickle
 import socket
 import subprocess
@@ -23,7 +24,8 @@ def test_strangers_do_not_keep_the_ranks_from_starting(monkeypatch):
         return start(words, **options)
 
     monkeypatch.setattr(rank_job.subprocess, "Popen", start_after_strangers)
-    monkeypatch.setattr(rank_job, "_HELLO_SECONDS", 1)
+    limit, seconds = rank_job._limit, itertools.chain([1, 1], itertools.repeat(0))  # strangers come first
+    monkeypatch.setattr(rank_job, "_limit", lambda connection, given: limit(connection, given and next(seconds)))
     job = rank_job.RankJob(["-n", "2"])
     try:
         assert len(strangers) == 2

@@ -13,7 +13,7 @@ from torchmpi_py.sweeps import ledger as ledgers, successive_halving
 from torchmpi_py.sweeps.ledger import Ledger
 from torchmpi_py.sweeps.outcome import FAILED, FINISHED, STOPPED, Experiment, Results
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 def row(number, value, configuration=None, state=FINISHED, error=""):
@@ -39,7 +39,7 @@ def test_each_experiment_is_claimed_once(tmp_path):
     groups = [multiprocessing.Process(target=claim_all, args=(tmp_path, group, found)) for group in range(4)]
     for each in groups:
         each.start()
-    claimed = [found.get(timeout=50)[1] for _ in range(300)]
+    claimed = [found.get(timeout=200)[1] for _ in range(300)]
     for each in groups:
         each.join()
     assert sorted(claimed) == list(range(300))

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GRACE_SECONDS = 5.0  # for a starter that was asked to end
+KILL_SECONDS = 10.0  # for processes to end by SIGKILL
 TAKING_SECONDS = 0.2  # how long the guardian, which may be stopped, may take to empty a full pipe
 _SHARED_MEMORY = "/dev/shm/"
 _NAMES = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma", "mpich_", "ucx_shm_", "Intel_MPI_", "torch_")
@@ -70,11 +71,9 @@ class Remains:
 
     def kill(self, reap: Callable[[], object] = lambda: None) -> None:
         """Kill the job's processes; ``reap`` waits for the starter, where that is a child."""
-        for _ in range(20):  # again, for a process may start another before it dies
-            alive = self.processes()
-            if not alive:
-                break
-            for process_id in alive:
+        until = time.monotonic() + KILL_SECONDS
+        while (alive := self.processes()) and time.monotonic() < until:
+            for process_id in alive:  # again, for a process may start another before it dies
                 send_signal(process_id, signal.SIGKILL)
             reap()
             time.sleep(0.02)
