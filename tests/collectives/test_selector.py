@@ -183,11 +183,13 @@ def test_crossovers(mpi, selector, asked):
     assert [chosen(mpi, size) for size in (0, 1 << 40)] == ["ring", "ring"]
 
 
-@pytest.mark.parametrize(("cache", "limit"), [(None, 4), (8, 4), (32, 4), (64, 8), (480, 16)])
-def test_ordinary_tensors_leave_the_cache_where_it_ends(monkeypatch, cache, limit):
+@pytest.mark.parametrize(
+    ("cache", "of_allreduce", "limit"), [(None, 1, 4), (8, 1, 4), (32, 1, 4), (64, 2, 8), (480, 15, 16), (1024, 16, 16)]
+)
+def test_ordinary_tensors_leave_the_cache_where_it_ends(monkeypatch, cache, of_allreduce, limit):
     monkeypatch.setattr(selector_module.caches, "last_level_cache_bytes", lambda: cache and cache << 20)
     limits = [Selector()[verb][0].max_bytes / 2**20 for verb in ("allreduce", "broadcast", "reduce", "allgather")]
-    assert limits == [limit, limit, limit / 4, 2 * limit]
+    assert limits == [of_allreduce, limit, limit / 4, 2 * limit]
 
 
 @in_a_job

@@ -208,6 +208,31 @@ def test_all_to_all_in_one_memory(group, done, count):
     assert torch.equal(torch.cat(parts), right)
 
 
+@pytest.mark.parametrize("count", [4, 40_000])  # in one flat tensor, and as messages from and into the list
+def test_gather_and_scatter_in_one_memory(group, done, count):
+    """The part of root is its tensor in the list; what is written overlaps what is sent to others; strided ones."""
+    rank, size = group.rank(), group.size()
+    made = [of(other, count) for other in range(size)]
+    for root in range(size):
+        x = made[rank].clone()
+        outs = [torch.full((count,), -1.0) for _ in range(size)]
+        outs[root] = x if rank == root else outs[root]
+        done(dist.gather, x, outs if rank == root else None, root)
+        assert rank != root or all(map(torch.equal, outs, made))
+        parts = [part.clone() for part in made]
+        done(dist.scatter, parts[root], parts if rank == root else None, root)
+        assert torch.equal(parts[root], made[rank])
+        memory = torch.cat(made)  # half of the output is the end of one part, half the beginning of the next
+        begin = count // 2 if size > 1 else 0
+        done(dist.scatter, memory[begin : begin + count], list(memory.split(count)) if rank == root else None, root)
+        assert torch.equal(memory[begin : begin + count], made[rank])
+        columns = [torch.full((2, count // 2), -1.0).t() for _ in range(size)]
+        done(dist.gather, made[rank].view(-1, 2), columns if rank == root else None, root)
+        assert rank != root or all(torch.equal(y.flatten(), x) for y, x in zip(columns, made, strict=True))
+        done(dist.scatter, columns[0], [x.view(2, -1).t() for x in made] if rank == root else None, root)
+        assert torch.equal(columns[0], made[rank].view(2, -1).t())
+
+
 def test_strided_tensors(group, done):
     rank, size = group.rank(), group.size()
     base = of(rank, 20).view(4, 5).clone()

@@ -191,21 +191,21 @@ def _up_to(limit: float) -> str:
     return "larger" if limit == math.inf else f"to {limit:.0f} B"
 
 
-def _cached_bytes() -> int:
-    """Where an allreduce of ordinary tensors leaves the cache: an eighth of the last level, 4 to 16 MiB.
+def _cached_bytes(part: int, least: int) -> int:
+    """Where a verb on ordinary tensors leaves the cache: at a ``part`` of the last level, ``least`` to 16 MiB.
 
     Up to there the copies that MPI makes stay in the cache; beyond it what counts is how often each byte moves. The
     bounds are those of caches of 32 and 480 MiB, where it was measured. All ranks of a node find the same.
     """
     cache_bytes = caches.last_level_cache_bytes() or 0  # unknown: the lower bound
-    return min(max(cache_bytes // 8, 4 << 20), 16 << 20)
+    return min(max(cache_bytes // part, least), 16 << 20)
 
 
 def _defaults() -> dict[Key, list[Choice]]:
     """The table before ``autotune``: crossovers measured with 2 and 4 ranks, Open MPI 5, two cores."""
-    cached = _cached_bytes()
+    cached = _cached_bytes(8, 4 << 20)
     to_shared = {  # from where on: ordinary tensors, symmetric ones
-        "allreduce": (cached, 32 << 10),
+        "allreduce": (_cached_bytes(32, 1 << 20), 32 << 10),
         "broadcast": (cached, 4 << 20),
         "reduce": (cached // 4, 512 << 10),
         "reduce_scatter": (1 << 20, 512 << 10),

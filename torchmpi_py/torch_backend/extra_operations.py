@@ -2,12 +2,15 @@
 
 barrier     ends with an error when its group is destroyed
 alltoall    parts of any sizes, as messages between all pairs
+gather      large tensors, as messages straight into the list of root
+scatter     large tensors, as messages straight from the list of root
 sparse      allreduce of sparse tensors: each rank gathers all indices and values, and adds them in rank order
 memory      symmetric memory for buckets
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +28,8 @@ from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import flat
 from torchmpi_py.errors import CommunicatorError, Unavailable
 from torchmpi_py.memory import symmetric
+
+_BY_MESSAGE_BYTES = 64 << 10  # of all ranks: from there on a flat tensor of all parts costs more than messages
 
 
 class ExtraOperations:
@@ -52,6 +57,27 @@ class ExtraOperations:
         """``outputs[r]`` becomes rank r's ``inputs[this rank]``; the numbers of elements match in each pair."""
         return self.operation("alltoall", *outputs, *inputs)
 
+    def takes(self, verb: str, x: Tensor) -> bool:
+        """Whether a gather or scatter, of ``x`` on each rank, is one for messages: else the verb's flavour has it."""
+        num_bytes = self.comm.size * x.nbytes
+        if x.is_cuda or num_bytes < _BY_MESSAGE_BYTES:
+            return False
+        return selector.flavour_for(verb, self.comm, x.device, num_bytes, symmetric=False, name=None).name == self.name
+
+    def gather_operation(self, x: Tensor, outputs: Sequence[Tensor], root: int) -> Operation[Any]:
+        """``outputs[r]`` of root becomes rank r's ``x``. All have one size; elsewhere there are no outputs."""
+        return self._with_root("gather", x, outputs, root)
+
+    def scatter_operation(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> Operation[Any]:
+        """``output`` becomes root's ``inputs[rank]``. All have one size; elsewhere there are no inputs."""
+        return self._with_root("scatter", output, inputs, root)
+
+    def _with_root(self, method: str, x: Tensor, parts: Sequence[Tensor], root: int) -> Operation[Any]:
+        operation = self.operation(method, root, x, *parts)
+        operation.num_bytes = self.comm.size * x.nbytes
+        operation.fingerprint = (method, self.name, operation.num_bytes, x.dtype, root)
+        return operation
+
     def barrier(self, channel: Channel) -> None:
         """Wait for all ranks. CommunicatorError if the communicator is freed meanwhile."""
         request, nap = channel.mpi.Ibarrier(), backoff.Nap(0.001)
@@ -62,10 +88,24 @@ class ExtraOperations:
 
     def alltoall(self, channel: Channel, *tensors: Tensor) -> None:
         """The outputs, one for each rank, then the inputs; see ``alltoall_operation``."""
-        outputs, inputs = tensors[: channel.size], tensors[channel.size :]
-        sent, received = [flat(x).cpu() for x in inputs], [_room_on_host(x) for x in outputs]
-        if _may_overlap(sent, received):  # what comes must not overwrite what is still to be sent
-            sent = [x.clone() for x in sent]
+        self._exchange(channel, tensors[: channel.size], tensors[channel.size :])
+
+    def gather(self, channel: Channel, root: int, x: Tensor, *outputs: Tensor) -> None:
+        """See ``gather_operation``."""
+        inputs = [x[:0]] * channel.size
+        inputs[root] = x
+        self._exchange(channel, outputs or [x[:0]] * channel.size, inputs)
+
+    def scatter(self, channel: Channel, root: int, output: Tensor, *inputs: Tensor) -> None:
+        """See ``scatter_operation``."""
+        outputs = [output[:0]] * channel.size
+        outputs[root] = output
+        self._exchange(channel, outputs, inputs or [output[:0]] * channel.size)
+
+    def _exchange(self, channel: Channel, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Messages between all pairs of ranks that have something for each other."""
+        received = [_room_on_host(x) for x in outputs]
+        sent = _apart([flat(x).cpu() for x in inputs], received)
         # This rank's own part needs no message.
         received[channel.rank].copy_(sent[channel.rank].view_as(received[channel.rank]))
         # All receives first, so that messages arrive in place; each rank sends to its neighbours in another order.
@@ -109,10 +149,13 @@ def _room_on_host(x: Tensor) -> Tensor:
     return x.detach() if not x.is_cuda and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
-def _may_overlap(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether the memory that flat tensors span overlaps what the others span."""
-    ends = [[(x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors if x.numel()] for tensors in (some, others)]
-    if not all(ends):
-        return False
-    (begin, end), (start, stop) = ((min(low for low, _ in each), max(high for _, high in each)) for each in ends)
-    return begin < stop and start < end
+def _apart(sent: list[Tensor], received: Sequence[Tensor]) -> list[Tensor]:
+    """``sent``, flat tensors; of those that overlap a received one copies, which nothing overwrites."""
+    ranges = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in received if x.numel())
+    begins, ends = [begin for begin, _ in ranges], list(itertools.accumulate((end for _, end in ranges), max))
+
+    def overlaps(x: Tensor) -> bool:
+        num_before = bisect.bisect_left(begins, x.data_ptr() + x.nbytes)
+        return x.numel() > 0 and num_before > 0 and ends[num_before - 1] > x.data_ptr()
+
+    return [x.clone() if overlaps(x) else x for x in sent]

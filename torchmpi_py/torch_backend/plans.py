@@ -256,28 +256,36 @@ def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> C
     return operations, list(outputs), _one_after_another(finishes)
 
 
-def gather(comm: Communicator, output_lists: Sequence[Tensors], x: Tensor, root: int) -> Call:
+def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, root: int) -> Call:
     """The inputs of all ranks, which have one shape, into a list on root."""
-    source, whole = flat(check_tensor("gather", "input", x)).view(-1), None
+    comm, outputs, whole = extra.comm, [], None
+    source = flat(check_tensor("gather", "input", x)).view(-1)
     if comm.rank == root:
-        _check_list("gather", "outputs", output_lists[0], x, comm.size)
-        _check_equal("gather", "outputs", output_lists[0], x)
+        outputs = list(output_lists[0])
+        _check_list("gather", "outputs", outputs, x, comm.size)
+        _check_equal("gather", "outputs", outputs, x)
+    if extra.takes("gather", x):
+        targets = [output_buffer("gather", y, holds_input=False) for y in outputs]
+        operation = extra.gather_operation(source, [y.view(-1) for y, _ in targets], root)
+        return [operation], outputs, _one_after_another([copy_out for _, copy_out in targets])
+    if comm.rank == root:
         whole = x.new_empty(comm.size * x.numel(), requires_grad=False)
     operation = _gathering(comm, source, whole, [x.numel()] * comm.size, root)
-    conclude = None if whole is None else _into_lists([whole], output_lists)
-    return [operation], list(output_lists[0]) if whole is not None else [], conclude
+    return [operation], outputs, None if whole is None else _into_lists([whole], output_lists)
 
 
-def scatter(comm: Communicator, output: Tensor, input_lists: Sequence[Tensors], root: int) -> Call:
+def scatter(extra: ExtraOperations, output: Tensor, input_lists: Sequence[Tensors], root: int) -> Call:
     """A list on root, of tensors of one shape, to all ranks."""
+    comm, inputs = extra.comm, []
     check_tensor("scatter", "output", output)
     buffer, copy_out = output_buffer("scatter", output, holds_input=False)
     if comm.rank == root:
         _check_list("scatter", "inputs", input_lists[0], output, comm.size)
         _check_equal("scatter", "inputs", input_lists[0], output)
-        whole = torch.cat([flat(x).view(-1) for x in input_lists[0]])
-    else:
-        whole = buffer.new_empty(comm.size * buffer.numel())
+        inputs = [flat(x).view(-1) for x in input_lists[0]]
+    if extra.takes("scatter", output):
+        return [extra.scatter_operation(buffer.view(-1), inputs, root)], [output], copy_out
+    whole = torch.cat(inputs) if inputs else buffer.new_empty(comm.size * buffer.numel())
     return [_scatter(whole, root, out=buffer.view(-1), comm=comm)], [output], copy_out
 
 

@@ -114,12 +114,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def gather(self, outputs: Sequence[Any], inputs: Tensors | Tensor, opts: Any, timeout: Any = None) -> Any:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.carry_out(plans.gather(self.comm, outputs, inputs[0], plans.root_of(opts)), opts)
+        return self.carry_out(plans.gather(self.extra, outputs, inputs[0], plans.root_of(opts)), opts)
 
     def scatter(self, outputs: Tensors | Tensor, inputs: Sequence[Any], opts: Any, timeout: Any = None) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.carry_out(plans.scatter(self.comm, outputs[0], inputs, plans.root_of(opts)), opts)
+        return self.carry_out(plans.scatter(self.extra, outputs[0], inputs, plans.root_of(opts)), opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(outputs, Tensor):
