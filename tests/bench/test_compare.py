@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from torchmpi_py.bench import UsageError, WrongValue, candidates, compare
+from torchmpi_py.bench import UsageError, WrongValue, candidates, compare, measurement
 from torchmpi_py.bench.__main__ import parse
 from torchmpi_py.bench.candidates import COPY, GLOO, RAW_MPI, TORCH_TORCHMPI
 from torchmpi_py.bench.cases import VERBS, Task
@@ -187,3 +187,19 @@ def test_timed_sums_stay_finite(mpi, monkeypatch):
     monkeypatch.setattr(mpi, "allreduce", recorded)
     measured("run", "--sizes", "1K", "--no-verify", "--buffers", "warm")
     assert torch.equal(seen[-1], torch.zeros(256))
+
+
+def test_calls_in_a_row_count_one_by_one(mpi, monkeypatch):
+    made = []
+
+    def interleaved(comm, functions, **_):
+        return {name: [function() or 6.0] for name, function in functions.items()}
+
+    monkeypatch.setattr(measurement, "interleaved", interleaved)
+    monkeypatch.setattr(measurement, "_warm", lambda bind, take: measurement._Timed(int, lambda: made.append(1)))
+    words = ["run", "--flavour", "mpi", "--sizes", "8", "--buffers", "warm", "--no-verify"]
+    report = measured(*words, "--in-a-row", "3")
+    assert (len(made), [row.median_seconds for row in report.rows]) == (3, [2.0])
+    assert report.facts["calls in a row"] == "3"
+    assert "calls in a row" not in measured(*words).facts
+    assert (len(made), report.rows[0].num_turns) == (4, 1)

@@ -71,6 +71,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--buffers", choices=("warm", "cold", "both"), default="both", help="default: both")
     seconds = "about so long for each size and kind of buffers; default: 1"
     add("--seconds", type=command_line.positive, default=1.0, help=seconds)
+    in_a_row = "time so many calls without a barrier between them; the time of one is their mean; default: 1"
+    add("--in-a-row", type=command_line.count, default=1, metavar="N", help=in_a_row)
     memory = "of buffers a rank; default: what fits, to 1G (cuda: 8G)"
     add("--max-memory", type=command_line.with_message(parse_size), metavar="BYTES", help=memory)
     patience = "leave out, from there on, who would take longer for a call at the next size; default: nobody"
@@ -216,7 +218,7 @@ def _measured(
     )
     pools, candidates, without_pool = make_pools(plan, candidates, task.device)
     measurement = Measurement(
-        comm, task, candidates, plan, pools, options.seconds, options.verify, options.patience, link
+        comm, task, candidates, plan, pools, options.seconds, options.verify, options.patience, link, options.in_a_row
     )
     # A candidate that refuses the smallest size is left out of all sizes.
     notes += [*without_pool, *measurement.drop_unable(sizes[0])]
@@ -236,6 +238,8 @@ def _measured(
     op = task.op if task.verb.reduces else ""
     dtype = str(task.dtype).removeprefix("torch.")
     facts = machine.facts(comm, task.device) | wire.facts(link)
+    if options.in_a_row > 1:
+        facts["calls in a row"] = str(options.in_a_row)
     return Report(task.verb.name, dtype, op, comm.size, facts, notes, rows, task.device.type)
 
 

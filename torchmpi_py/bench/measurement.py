@@ -41,6 +41,7 @@ class Measurement:
     verify: bool
     time_limit_seconds: float = math.inf
     link: Wire | None = None
+    num_in_a_row: int = 1  # calls that are timed together
     last_rows: dict[str, ResultRow] = dataclasses.field(default_factory=dict)  # by the candidate's name
 
     def drop_unable(self, num_bytes: int) -> list[str]:
@@ -80,13 +81,14 @@ class Measurement:
         device = self.task.device
         times = interleaved(
             self.comm,
-            {name: until_done(each.call, device) for name, each in timed.items()},
+            {name: until_done(_repeated(each.call, self.num_in_a_row), device) for name, each in timed.items()},
             before={name: until_done(each.before, device) for name, each in timed.items()},
             seconds=self.seconds,
             min_turns=MIN_TURNS,
             max_turns=MAX_TURNS,
         )
-        rows = [make_row(num_bytes, name, buffers, seconds) for name, seconds in times.items()]
+        of_one = {name: [each / self.num_in_a_row for each in seconds] for name, seconds in times.items()}
+        rows = [make_row(num_bytes, name, buffers, seconds) for name, seconds in of_one.items()]
         self.last_rows |= {row.what: row for row in rows}
         if self.link is not None:
             rows = self._beside_floor(self.link, rows, timed)
@@ -135,6 +137,18 @@ def _warm(bind: Callable[[NextBuffers], Call], take: NextBuffers) -> _Timed:
     """One slot for all calls. Each timed call follows an untimed one, whatever ran in between."""
     call = bind(take)
     return _Timed(call, call)
+
+
+def _repeated(call: Call, number: int) -> Call:
+    """So many calls; the call itself for one."""
+    if number == 1:
+        return call
+
+    def calls() -> None:
+        for _ in range(number):
+            call()
+
+    return calls
 
 
 def _cold(bind: Callable[[NextBuffers], Call], take: NextBuffers) -> _Timed:
