@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GRACE_SECONDS = 5.0  # for a starter that was asked to end
-KILL_SECONDS = 10.0  # for processes to end by SIGKILL
+KILL_SECONDS = 5.0  # for processes to end by SIGKILL
 TAKING_SECONDS = 0.2  # how long the guardian, which may be stopped, may take to empty a full pipe
 _SHARED_MEMORY = "/dev/shm/"
 _NAMES = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma", "mpich_", "ucx_shm_", "Intel_MPI_", "torch_")

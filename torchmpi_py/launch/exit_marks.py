@@ -23,6 +23,7 @@ import contextlib
 import faulthandler
 import fcntl
 import os
+import select
 import stat
 import sys
 import termios
@@ -34,8 +35,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchmpi_py.launch import variables
 
-_UNREAD_SECONDS = 3.0  # how long the starter may take to read what a rank has written, such as a traceback
-_OUTPUT_SECONDS = 0.3  # and to pass it on
+# How long the starter may take to read what a rank has written, such as a traceback, and to pass it on. Together less
+# than job.FAILURE_GRACE_SECONDS, after which torchmpirun ends a job in which a rank has failed.
+_UNREAD_SECONDS = 1.5
+_OUTPUT_SECONDS = 0.3
 _UNKNOWN = "unknown"
 _STARTER_SECONDS = 10.0  # how long MPI_Abort itself may take
 _KILLED_SECONDS = 2.0  # how long the starter may take to kill a rank that has called MPI_Abort
@@ -230,17 +233,20 @@ def explain_alone(ranks: list[int]) -> str:
 def wait_for_output(descriptors: tuple[int, ...] = (1, 2)) -> None:
     """Give the starter the time to pass on what this process has written, which an abort would overtake."""
     until = time.monotonic() + _UNREAD_SECONDS
-    with contextlib.suppress(OSError):
-        while any(map(_num_unread, descriptors)) and time.monotonic() < until:
-            time.sleep(0.01)
+    while any(map(_is_unread, descriptors)) and time.monotonic() < until:
+        time.sleep(0.01)
     time.sleep(_OUTPUT_SECONDS)
 
 
-def _num_unread(descriptor: int) -> int:
-    """The bytes in a pipe that its other end has not read; 0 of what is no pipe."""
-    if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-        return 0
-    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+def _is_unread(descriptor: int) -> bool:
+    """Whether this is a pipe with bytes in it that its other end may yet read."""
+    with contextlib.suppress(OSError):  # it may be closed
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            ends = select.poll()
+            ends.register(descriptor, 0)
+            has_reader = not ends.poll(0)  # else there is an error to tell
+            return has_reader and any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    return False
 
 
 def abort(mpi: Any, code: int) -> NoReturn:

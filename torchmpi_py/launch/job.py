@@ -274,8 +274,9 @@ class Job:
         if self.elastic and code == 0 and not failures:
             return 0
         # The deaths come first in the reason, then the first failure, then ranks that nobody else reports.
-        # A death before any failure is no deed of the MPI's, whatever its code says.
-        how = [(death, death.explain(None if self.elastic or failures else code)) for death in self._deaths]
+        how = [(death, death.explain(None if self.elastic else code)) for death in self._deaths]
+        if failures:  # a death before any failure is no deed of the MPI's, whatever its code says
+            how = [(death, text or death.explain()) for death, text in how]
         unseen = ", as far as this host shows: a rank of another host may have been first"
         among = "" if self._lookout.sees_all else unseen
         reasons = [f"{death.name} {text}{among}" for death, text in how if text]
