@@ -244,9 +244,9 @@ class Job:
         self._is_ending = True  # a rank that dies now was ended with the job
         self._look_for_remains()
         for wanted in self.stop_signals or (signum,):
+            num_signals = len(self.signals.ending)
             self.process.send_signal(wanted)
             until = time.monotonic() + (GRACE_SECONDS if grace_seconds is None else grace_seconds)
-            num_signals = len(self.signals.ending)
             while self._running() and time.monotonic() < until and len(self.signals.ending) == num_signals:
                 pass
         self._kill()
