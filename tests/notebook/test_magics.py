@@ -21,8 +21,6 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 pytestmark = pytest.mark.timeout(200)
-# The starter may have taken the end of its child away before torchmpirun looks.
-DIED = "(was killed by signal 9|died)"
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
@@ -239,7 +237,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_cell_starts_anew(notebook, num_
     notebook.good("kept = 1")
     before = notebook.processes()
     output = notebook.fails("import os\nif mpi.rank() == 1: os.kill(os.getpid(), 9)\nmpi.barrier()")
-    assert re.search(rf"rank 1 \(process {before[1]}\) {DIED}", output)
+    assert f"rank 1 (process {before[1]}) was killed by signal 9" in output
     wait_for_end(before.values())
     output = notebook.fails("kept")
     assert f"{num_ranks} new ranks" in output
@@ -251,7 +249,7 @@ def test_a_death_between_cells(notebook, num_ranks):
     os.kill(before[1], signal.SIGKILL)
     wait_for_end(before.values())
     output = notebook.good("mpi.size()")
-    assert re.search(rf"rank 1 \(process {before[1]}\) {DIED}", output)
+    assert f"rank 1 (process {before[1]}) was killed by signal 9" in output
     assert output.endswith(f"[0-{num_ranks - 1}] {num_ranks}\n")
 
 
@@ -274,7 +272,7 @@ def test_an_error_of_a_rank_is_shown_also_where_another_one_dies(notebook, monke
         """
     )
     assert "ValueError: of rank 0" in output
-    assert re.search(DIED, output)
+    assert "was killed by signal 9" in output
 
 
 def test_an_interrupt_at_the_end_of_a_job_leaves_no_dead_job(notebook, num_ranks):

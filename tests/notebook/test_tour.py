@@ -30,7 +30,6 @@ def shown(cell):
         else:
             others.append((output.output_type, *sorted(output.data)))
     text = re.sub(r"; rank \d failed after that, with exit code \d+", "", f"{streams}{others}")  # or MPI has ended it
-    text = text.replace("was killed by signal 9", "died")  # where the starter was faster than torchmpirun
     return re.sub(r"process \d+|\d+\.\d+|on \S+", "#", text)
 
 
