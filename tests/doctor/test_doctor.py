@@ -57,6 +57,12 @@ def test_lines_for_people():
     assert "\nMPI " in done.stdout
 
 
+def test_the_host_alone():
+    code, found = examined("--host-only")
+    assert (code, "cores" in found, "memfd" in found) == (0, True, True)
+    assert not {"Python", "torch", "MPI", "two ranks", "mpi, cpu"} & set(found)
+
+
 # Faults of the host
 
 

@@ -37,6 +37,7 @@ case $host in
     empty) set -- "${*//$PYTHON//nowhere\\/bin\\/python}" ;;
     old) set -- "${*//PYTHONPATH=/IGNORED=}"; export PYTHONPATH=$here/old ;;
     lacks) set -- "${*//the program.py/another.py}" ;;
+    lost*) set -- "${*//PYTHONPATH=/TMPDIR=$here/nowhere PYTHONPATH=}" ;;
 esac
 exec bash -c "$*"
 """
@@ -73,8 +74,63 @@ def test_hosts_that_agree(agent):
     done = torchmpirun("--check", "--hosts", "localhost:2,first,chatty", "--launch-agent", agent)
     assert (done.returncode, done.stderr) == (0, "")
     start = f"3 hosts answer, and have the same: torchmpi_py {torchmpi_py.__version__}, Python "
-    assert done.stdout.startswith(start)
-    assert done.stdout.count("\n") == 1
+    *warnings, last = done.stdout.splitlines()
+    assert last.startswith(start)
+    assert all(": warning, " in line for line in warnings)  # of the machine that runs the tests
+
+
+def test_what_the_doctor_finds_is_a_line_for_all_hosts_of_which_it_is_true(agent):
+    done = torchmpirun("--check", "--hosts", "localhost,lost1,first,lost2", "--launch-agent", agent)
+    found = [line for line in done.stdout.splitlines() if "TMPDIR" in line]
+    assert (done.returncode, found) == (
+        0,
+        [f"lost1, lost2: warning, TMPDIR: {agent.parent}/nowhere cannot be written to; export TMPDIR=/tmp"],
+    )
+    assert done.stdout.splitlines()[-1].startswith("4 hosts answer, and have the same: ")
+
+
+def finding(level, text="short"):
+    return {"level": level, "subject": "memory", "text": text, "remedy": "buy more"}
+
+
+@pytest.mark.parametrize(
+    ("findings", "problems", "warnings"),
+    [
+        ({"a": [], "b": [finding("ok")]}, [], []),
+        (
+            {
+                "a": [finding("problem")],
+                "b": [finding("warning"), finding("problem", "none")],
+                "c": [finding("warning")],
+            },
+            ["a: memory: short; buy more", "b: memory: none; buy more"],
+            ["b, c: warning, memory: short; buy more"],
+        ),
+        (
+            {name: [finding("problem")] for name in "abcdefgh"},
+            ["a, b, c, d and 4 more: memory: short; buy more"],
+            [],
+        ),
+        ({"a": None}, [], ["a: warning, host: could not be examined; run there: python -m torchmpi_py.doctor"]),
+    ],
+)
+def test_findings_of_hosts(findings, problems, warnings, monkeypatch):
+    def answer(inquiry, host):
+        return HERE | {"host": host, "findings": [] if host == "localhost" else findings[host]}
+
+    monkeypatch.setattr(host_check, "ask", answer)
+    monkeypatch.setattr(host_check, "_is_this_host", lambda host: False)
+    found = host_check.check(Inquiry(tuple(findings), {}))
+    assert (found.problems, found.warnings) == (problems, warnings)
+
+
+def test_a_host_that_differs_is_not_asked_for_more(monkeypatch):
+    there = HERE | {"torchmpi_py": "", "findings": None}
+    monkeypatch.setattr(host_check, "ask", lambda _, host: HERE | {"findings": []} if host == "localhost" else there)
+    monkeypatch.setattr(host_check, "_is_this_host", lambda host: False)
+    found = host_check.check(Inquiry(("a",), {}))
+    assert (len(found.problems), found.warnings) == (1, [])
+    assert found.problems[0].startswith("a: no torchmpi_py at ")
 
 
 def test_a_line_for_each_host_that_differs(agent, tmp_path):

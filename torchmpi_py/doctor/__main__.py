@@ -1,4 +1,4 @@
-"""Examine this machine: ``python -m torchmpi_py.doctor [--json] [--no-job]``.
+"""Examine this machine: ``python -m torchmpi_py.doctor [--json] [--no-job] [--host-only]``.
 
 A line for each finding; below each warning and problem the remedy. Exit code 1 if there is a problem, else 0.
 """
@@ -20,9 +20,11 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m torchmpi_py.doctor", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print a list of objects instead")
     parser.add_argument("--no-job", action="store_true", help="leave out the job of two ranks")
+    parser.add_argument("--host-only", action="store_true", help="leave out what is installed, and the job")
     options = parser.parse_args(words)
     found = []
-    for finding in examine(with_job=not options.no_job):
+    with_software = not options.host_only
+    for finding in examine(with_software=with_software, with_job=with_software and not options.no_job):
         found.append(finding)
         if not options.json:
             print(f"{finding.level:8} {finding.subject:17} {finding.text}", flush=True)
@@ -37,10 +39,10 @@ def main(words: list[str] | None = None) -> int:
     return 1 if numbers[PROBLEM] else 0
 
 
-def examine(*, with_job: bool = True) -> Iterator[Finding]:
+def examine(*, with_software: bool = True, with_job: bool = True) -> Iterator[Finding]:
     """Findings, one after the other; the job of two ranks runs last, unless there are problems already."""
     has_problem = False
-    for check in (*software.CHECKS, *host.CHECKS):
+    for check in (*(software.CHECKS if with_software else ()), *host.CHECKS):
         try:
             for finding in check():
                 has_problem |= finding.level == PROBLEM

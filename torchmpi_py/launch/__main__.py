@@ -258,7 +258,7 @@ def explain_start(options: argparse.Namespace, vendor: Vendor, program: str) -> 
     """Say which hosts of a job on several could not run the job that has failed."""
     asked = inquiry(options, vendor, program)
     if len(asked.hosts) > 1:
-        for line in host_check.check(asked)[0]:
+        for line in host_check.check(asked).problems:
             say(line)
 
 
@@ -291,9 +291,9 @@ def answer(options: argparse.Namespace) -> int:
     if options.version:
         print("\n".join(host_check.versions(asked, where)))
         return 0
-    lines, text = host_check.check(asked)
-    print("\n".join(lines) or text)
-    return 2 if lines else 0
+    found = host_check.check(asked)
+    print("\n".join([*found.problems, *found.warnings, *([] if found.problems else [found.text])]))
+    return 2 if found.problems else 0
 
 
 def show(chosen: JobPlan) -> None:

@@ -1,8 +1,8 @@
-"""Whether the hosts of a job can run it: every one answers, and has the same Python, packages and MPI as this host.
+"""Whether the hosts of a job can run it: each answers, is fit, and has the same Python, packages and MPI as this host.
 
 Each host is asked by the way that its ranks take: in an allocation of Slurm by srun, as the MPIs start their daemons
 there; else by ssh or the --launch-agent. There `host_facts` runs under the ranks' Python. What differs from this host
-is a line for each host, with the remedy.
+is a line for each host, with the remedy; what the doctor finds is a line for all hosts of which it is true.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import sys
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchmpi_py.launch import host_facts, variables
 
@@ -27,6 +27,7 @@ _PACKAGE = Path(__file__).parents[1]
 _COPY_PACKAGE = f"copy {_PACKAGE} there, or share it by a common file system"
 _ANSWER_SECONDS = 60.0  # a cold file system on many hosts at once is slow
 _MOST_AT_ONCE = 32
+_MOST_NAMED = 5  # hosts of which the doctor says the same
 _SRUN_OPTIONS = ("--quiet", "--mpi=none", "--overlap", "--nodes=1", "--ntasks=1")
 _REMEDIES = (  # for what ssh says, with the host's name
     ("Could not resolve hostname", "check the spelling, or add the name to the DNS or to /etc/hosts"),
@@ -36,6 +37,12 @@ _REMEDIES = (  # for what ssh says, with the host's name
     ("timed out", "is the host up, and does a firewall let ssh pass?"),
     ("No route to host", "is the host up, and on a network with this one?"),
 )
+_UNEXAMINED = {
+    "level": "warning",
+    "subject": "host",
+    "text": "could not be examined",
+    "remedy": "run there: python -m torchmpi_py.doctor",
+}
 _NAMES = {"python": "Python", "torch": "torch", "torchmpi_py": "torchmpi_py", "mpi4py": "mpi4py", "mpi": "the MPI"}
 
 
@@ -49,13 +56,14 @@ class Inquiry:
     files: tuple[str, ...] = ()  # what every host needs at the same path
     agent: str = ""  # in place of ssh
     ssh_options: str = ""
+    doctor: str = host_facts.WITH_DOCTOR
 
     def command(self, host: str) -> list[str]:
         """The command that asks a host."""
         # In one word, without line breaks, for any shell there may be.
         text = base64.b64encode(zlib.compress(Path(host_facts.__file__).read_bytes())).decode()
         source = f"exec(__import__('zlib').decompress(__import__('base64').b64decode('{text}')))"
-        python = [sys.executable, "-c", source, str(_PACKAGE), *self.files]
+        python = [sys.executable, "-c", source, str(_PACKAGE), self.doctor, *self.files]
         if _is_this_host(host):
             return python
         srun = shutil.which("srun", path=self.environment.get("PATH"))
@@ -178,26 +186,56 @@ def _ways(key: str, here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     return [f"{key}=={here[key]}" if here[key] else key], []
 
 
-def check(inquiry: Inquiry) -> tuple[list[str], str]:
-    """Ask this host and all others: a line for each host that cannot run the job, and what is to be said if none is."""
+class Outcome(NamedTuple):
+    """What keeps a job from running on the hosts, what makes it slower, and what is said where it can run."""
+
+    problems: list[str]
+    warnings: list[str]
+    text: str
+
+
+def check(inquiry: Inquiry) -> Outcome:
+    """Ask this host and all others."""
     here = ask(inquiry, "localhost")
     if isinstance(here, str):
-        return [f"this host: {here}"], ""
-    own = differences(here, here)
+        return Outcome([f"this host: {here}"], [], "")
     others = [host for host in inquiry.hosts if not _is_this_host(host)]
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
         answers = dict(zip(others, pool.map(lambda host: ask(inquiry, host), others), strict=True))
-    lines = [f"{here['host']} (this host): {own}"] if own else []
+    answers = {f"{here['host']} (this host)": here, **answers}
+    problems, examined = [], {}
     for host, answer in answers.items():
         text = answer if isinstance(answer, str) else differences(here, answer)
-        lines += [f"{host}: {text}"] if text else []
-    who = f"{len(others) + 1} hosts answer, and have the same" if others else "this host can run a job"
-    return lines, f"{who}: {', '.join(_versions(here))}"
+        if text:
+            problems.append(f"{host}: {text}")
+        if not isinstance(answer, str) and (answer["findings"] is not None or not text):
+            examined[host] = answer["findings"]
+    of_doctor = {level: _merged(examined, level) for level in ("problem", "warning")}
+    who = f"{len(answers)} hosts answer, and have the same" if others else "this host can run a job"
+    return Outcome(problems + of_doctor["problem"], of_doctor["warning"], f"{who}: {', '.join(_versions(here))}")
+
+
+def _merged(examined: Mapping[str, list[dict[str, str]] | None], level: str) -> list[str]:
+    """The doctor's findings of a level, by host, None of one without an answer: a line for all hosts with the same."""
+    hosts: dict[str, list[str]] = {}
+    prefix = "warning, " if level == "warning" else ""
+    for host, findings in examined.items():
+        for finding in [_UNEXAMINED] if findings is None else findings:
+            if finding["level"] == level:
+                text = f"{prefix}{finding['subject']}: {finding['text']}; {finding['remedy']}"
+                hosts.setdefault(text, []).append(host)
+    return [f"{_named(names)}: {text}" for text, names in hosts.items()]
+
+
+def _named(hosts: list[str]) -> str:
+    if len(hosts) <= _MOST_NAMED:
+        return ", ".join(hosts)
+    return f"{', '.join(hosts[: _MOST_NAMED - 1])} and {len(hosts) - _MOST_NAMED + 1} more"
 
 
 def versions(inquiry: Inquiry, where: str) -> list[str]:
     """What this host has, a line each; ``where``: the MPI's starter, or why there is none."""
-    here = ask(inquiry, "localhost")
+    here = ask(replace(inquiry, doctor=host_facts.WITHOUT_DOCTOR), "localhost")
     if isinstance(here, str):
         return [here]
     *packages, mpi = _versions(here)

