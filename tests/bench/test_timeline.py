@@ -309,6 +309,28 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_job(tmp_path, path,
 
 
 @needs_launcher
+@pytest.mark.parametrize(("num_restarts", "whose"), [(0, ""), (1, "the first start"), (2, "restart 1")])
+def test_records_of_an_earlier_start_are_not_taken_for_those_of_the_last(tmp_path, num_restarts, whose):
+    (tmp_path / "b.py").write_text(
+        "import os, sys, torch\n"
+        "import torchmpi_py as mpi\n"
+        f"if os.environ['TORCHMPIRUN_RESTART'] == '{num_restarts}' != '0':\n"
+        "    sys.exit(3)\n"
+        "mpi.start()\n"
+        "mpi.allreduce(torch.ones(1 + int(os.environ['TORCHMPIRUN_RESTART'])))\n"
+        "sys.exit(4)\n"
+    )
+    command = [TORCHMPIRUN, "-n", "2", "--max-restarts", str(num_restarts), "--timeline", "t.html", "b.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == (3 if num_restarts else 4), done.stderr
+    page = Page((tmp_path / "t.html").read_text())
+    assert page.operations(1) == [("allreduce", 4 * max(1, num_restarts), "complete")]
+    records = f"of {whose}: restart {num_restarts} ended before mpi.start()" if whose else ""
+    assert ("ended before mpi.start()" in page.words, records in page.words) == (bool(whose), True)
+    assert f"with exit code {done.returncode}" in page.words
+
+
+@needs_launcher
 def test_a_job_without_records_says_that_there_is_no_page(tmp_path):
     (tmp_path / "b.py").write_text("print('nothing')")
     command = [TORCHMPIRUN, "-n", "1", "--timeline", "t.html", "b.py"]

@@ -73,6 +73,7 @@ class JobCalls(NamedTuple):
     num_ranks: int
     versions: str
     explanation: str  # of the operation at which the ranks have parted, in the words of ``bench hang``
+    restart: int = 0  # of the job, whose records these are
 
 
 def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
@@ -94,7 +95,8 @@ def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
     ranks = [_of_rank(dump, *places[rank], now) for rank, dump in dumps.items()]
     groups = {name: group for dump in dumps.values() for name, group in dump["pg_config"].items()}
     members = {name: json.loads(group["ranks"]) for name, group in groups.items()}
-    return JobCalls(ranks, members, num_ranks, kept[0].versions if kept else "", hang.explain(dumps).partition("\n")[2])
+    versions, restart = (kept[0].versions, kept[0].restart) if kept else ("", 0)
+    return JobCalls(ranks, members, num_ranks, versions, hang.explain(dumps).partition("\n")[2], restart)
 
 
 def _last_time(dump: Mapping[str, Any]) -> int:

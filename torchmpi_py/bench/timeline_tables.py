@@ -59,6 +59,7 @@ def _facts(job: JobCalls, about: Mapping[str, Any]) -> dict[str, str]:
         "ranks": f"{job.num_ranks} on {where}",
         "no record": f"{_ranks(lost)}, whose host does not share the page's folder" if lost else "",
         "versions": job.versions,
+        "records": _whose_records(job, about),
     }
     return {name: text.removesuffix(" on ") for name, text in facts.items() if text}
 
@@ -67,12 +68,22 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {ranks_as_text(ranks)}"
 
 
+def _whose_records(job: JobCalls, about: Mapping[str, Any]) -> str:
+    """Which start of the job has left the records, if it is not the last one; else empty."""
+    if about.get("restart", job.restart) == job.restart:
+        return ""
+    whose = f"restart {job.restart}" if job.restart else "the first start"
+    return f"of {whose}: restart {about['restart']} ended before mpi.start()"
+
+
 def _end(job: JobCalls, about: Mapping[str, Any]) -> str:
     """Why the job has ended, and where its ranks stood; empty for a job that ended in order."""
     if about and not about["exit_code"]:
         return ""
     reason = f"<p><strong>{escape(about['reason'])}</strong></p>" if about.get("reason") else ""
-    return f"<section><h2>Where it ended</h2>{reason}<pre>{escape(job.explanation)}</pre></section>"
+    # Records of an earlier start do not tell where the last one ended.
+    where = "" if _whose_records(job, about) else f"<pre>{escape(job.explanation)}</pre>"
+    return f"<section><h2>Where it ended</h2>{reason}{where}</section>"
 
 
 _RANK_COLUMNS = ("rank", "came last to", "kept others waiting", "waited itself", "operations", "ended", "host", "last")

@@ -211,8 +211,9 @@ def run(options: argparse.Namespace) -> int:
     check_folder("--log-dir", options.log_dir, replaced="rank-0.log")
     check_folder("--profile", options.profile)
     with timeline_file.kept(options) as timeline:
-        code, last = run_attempts(options, vendor, program, most)
-        timeline.write(code, last.reason, last.num_ranks)
+        code, attempts = run_attempts(options, vendor, program, most)
+        last = attempts[-1]
+        timeline.write(code, last.reason, restart=len(attempts) - 1)
     if code and options.group is not None:
         options.group.record_end(last.reason)
     if code and last.may_lack_something:
@@ -220,8 +221,8 @@ def run(options: argparse.Namespace) -> int:
     return code
 
 
-def run_attempts(options: argparse.Namespace, vendor: Vendor, program: str, most: int) -> tuple[int, Job]:
-    """Start the job, and again if it fails, at most ``most`` times more; its exit code, and the last attempt."""
+def run_attempts(options: argparse.Namespace, vendor: Vendor, program: str, most: int) -> tuple[int, list[Job]]:
+    """Start the job, and again if it fails, at most ``most`` times more; its exit code, and the attempts."""
     if vendor.shared_bytes and not hosts.named_hosts(options, os.environ):
         check_shared_memory(vendor, options.num_ranks or hosts.default_num_ranks((), os.environ))
 
@@ -232,7 +233,7 @@ def run_attempts(options: argparse.Namespace, vendor: Vendor, program: str, most
         attempts.append(make_job(options, vendor, chosen, folder, begin))
         return attempts[-1]
 
-    return job.run(make, most, Tail(options.log_dir)), attempts[-1]
+    return job.run(make, most, Tail(options.log_dir)), attempts
 
 
 def make_job(options: argparse.Namespace, vendor: Vendor, chosen: JobPlan, folder: Path, begin: float) -> Job:

@@ -37,11 +37,11 @@ class TimelinePage:
     folder: str
     command: str
 
-    def write(self, code: int, reason: str, num_ranks: int) -> None:
-        """Make the page of a job that has ended with this exit code; say why there is none."""
+    def write(self, code: int, reason: str, restart: int) -> None:
+        """Make the page of a job that has ended with this exit code, in this restart; say why there is none."""
         if self.path is None:
             return
-        ended = {"exit_code": code, "reason": reason, "num_ranks": num_ranks, "ended_ns": time.time_ns()}
+        ended = {"exit_code": code, "reason": reason, "restart": restart, "ended_ns": time.time_ns()}
         words = [sys.executable, "-m", "torchmpi_py.bench", "timeline", self.folder, "-o", str(self.path)]
         about = Path(self.folder, "about.json")  # which may be longer than a command line
         environment = variables.without_outer(os.environ)  # the process is no rank

@@ -53,6 +53,7 @@ def describe(world: Communicator, start_ns: int = 0) -> int:
             if start_ns:
                 clock = json.loads(path.read_text())["clock"]
             about = {"start_ns": begin_ns, "num_ranks": world.size, "host": socket.gethostname()}
+            about["restart"] = int(os.environ.get("TORCHMPIRUN_RESTART", "0"))
             config.keep(path, about | {"versions": _versions(), "clock": [*clock, reading._asdict()]})
     return begin_ns
 
@@ -69,6 +70,7 @@ class KeptRank(NamedTuple):
     host: str
     versions: str
     has_left: bool  # by ``mpi.stop()``
+    restart: int  # of the job, whose session it was; 0: the first start
 
 
 def load(folder: pathlib.Path) -> tuple[int, list[KeptRank]]:
@@ -95,7 +97,8 @@ def _of_node(about: Mapping[str, Any], path: pathlib.Path) -> Iterator[KeptRank]
                 for name in _TIMES:
                     if entry[name]:
                         entry[name] = _by_rank_0(entry[name] + shift_ns, about["clock"])
-            yield KeptRank(dump, about["host"], about["versions"], board.get(HAS_LEFT, index) == STOPPED)
+            has_left = board.get(HAS_LEFT, index) == STOPPED
+            yield KeptRank(dump, about["host"], about["versions"], has_left, about["restart"])
         board.words.release()
 
 
