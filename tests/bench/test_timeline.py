@@ -282,6 +282,14 @@ def test_dumps_of_a_job_that_hung_have_a_page_too(tmp_path, capsys):
     assert f"{folder / 'timeline.html'}: open it in a browser" in capsys.readouterr().out
 
 
+def test_a_board_that_another_version_has_left_is_refused(tmp_path, capsys):
+    about = {"start_ns": 1, "num_ranks": 1, "host": "h", "versions": "", "clock": [{"at_ns": 0, "offset_ns": 0}]}
+    (tmp_path / "node-0.json").write_text(json.dumps(about))
+    (tmp_path / "node-0.board").write_bytes(bytes(kept_boards.PART_BYTES))
+    assert bench.main(["timeline", str(tmp_path)]) == 2
+    assert "a board cannot be read" in capsys.readouterr().err
+
+
 def test_a_folder_without_records_is_refused(tmp_path, capsys):
     assert bench.main(["timeline", str(tmp_path)]) == 2
     assert "has no dumps" in capsys.readouterr().err
@@ -312,21 +320,24 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_job(tmp_path, path,
 @pytest.mark.parametrize(("num_restarts", "whose"), [(0, ""), (1, "the first start"), (2, "restart 1")])
 def test_records_of_an_earlier_start_are_not_taken_for_those_of_the_last(tmp_path, num_restarts, whose):
     (tmp_path / "b.py").write_text(
-        "import os, sys, torch\n"
+        "import os, sys, time, torch\n"
         "import torchmpi_py as mpi\n"
         f"if os.environ['TORCHMPIRUN_RESTART'] == '{num_restarts}' != '0':\n"
         "    sys.exit(3)\n"
         "mpi.start()\n"
         "mpi.allreduce(torch.ones(1 + int(os.environ['TORCHMPIRUN_RESTART'])))\n"
-        "sys.exit(4)\n"
+        "mpi.barrier()\n"
+        "if mpi.rank() == 0:\n"
+        "    sys.exit(4)\n"
+        "time.sleep(100)\n"
     )
     command = [TORCHMPIRUN, "-n", "2", "--max-restarts", str(num_restarts), "--timeline", "t.html", "b.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == (3 if num_restarts else 4), done.stderr
     page = Page((tmp_path / "t.html").read_text())
-    assert page.operations(1) == [("allreduce", 4 * max(1, num_restarts), "complete")]
-    records = f"of {whose}: restart {num_restarts} ended before mpi.start()" if whose else ""
-    assert ("ended before mpi.start()" in page.words, records in page.words) == (bool(whose), True)
+    assert page.operations(1) == [("allreduce", 4 * max(1, num_restarts), "complete"), ("barrier", 0, "complete")]
+    records = f"of {whose}: restart {num_restarts} did not come through mpi.start()" if whose else ""
+    assert ("did not come through" in page.words, records in page.words) == (bool(whose), True)
     assert f"with exit code {done.returncode}" in page.words
 
 

@@ -37,7 +37,9 @@ case $host in
     empty) set -- "${*//$PYTHON//nowhere\\/bin\\/python}" ;;
     old) set -- "${*//PYTHONPATH=/IGNORED=}"; export PYTHONPATH=$here/old ;;
     lacks) set -- "${*//the program.py/another.py}" ;;
-    lost*) set -- "${*//PYTHONPATH=/TMPDIR=$here/nowhere PYTHONPATH=}" ;;
+    lost*) set -- "${*//PYTHONPATH=/TEMP= TMP= TMPDIR=$here/nowhere PYTHONPATH=}" ;;
+    prints) mkdir "$here/prints"; echo 'print("[hello]")' > "$here/prints/sitecustomize.py"
+        set -- "${*//PYTHONPATH=/PYTHONPATH=$here/prints:}" ;;
 esac
 exec bash -c "$*"
 """
@@ -80,17 +82,22 @@ def test_hosts_that_agree(agent):
 
 
 def test_what_the_doctor_finds_is_a_line_for_all_hosts_of_which_it_is_true(agent):
-    done = torchmpirun("--check", "--hosts", "localhost,lost1,first,lost2", "--launch-agent", agent)
+    done = torchmpirun("--check", "--hosts", "localhost,lost1,prints,lost2", "--launch-agent", agent)
     found = [line for line in done.stdout.splitlines() if "TMPDIR" in line]
     assert (done.returncode, found) == (
         0,
         [f"lost1, lost2: warning, TMPDIR: {agent.parent}/nowhere cannot be written to; export TMPDIR=/tmp"],
     )
+    assert "could not be examined" not in done.stdout
     assert done.stdout.splitlines()[-1].startswith("4 hosts answer, and have the same: ")
 
 
-def finding(level, text="short"):
-    return {"level": level, "subject": "memory", "text": text, "remedy": "buy more"}
+def finding(level, text="short", subject="memory"):
+    return {"level": level, "subject": subject, "text": text, "remedy": "buy more"}
+
+
+LOOK_THERE = f"run there: {sys.executable} -m torchmpi_py.doctor"
+SHM = finding("problem", "is missing", "/dev/shm")
 
 
 @pytest.mark.parametrize(
@@ -107,25 +114,39 @@ def finding(level, text="short"):
             ["b, c: warning, memory: short; buy more"],
         ),
         (
-            {name: [finding("problem")] for name in "abcdefgh"},
-            ["a, b, c, d and 4 more: memory: short; buy more"],
+            {f"node{k}": [finding("problem", f"{k} MiB of node{k}")] for k in range(8)},
+            ["node0, node1, node2, node3 and 4 more: memory: 0 MiB of node0; buy more"],
             [],
         ),
-        ({"a": None}, [], ["a: warning, host: could not be examined; run there: python -m torchmpi_py.doctor"]),
+        (
+            {"a": None, "b": "ImportError: no"},
+            [],
+            [
+                f"a: warning, host: could not be examined: no answer; {LOOK_THERE}",
+                f"b: warning, host: could not be examined: ImportError: no; {LOOK_THERE}",
+            ],
+        ),
+        ({"a": [SHM]}, [], ["a: warning, /dev/shm: is missing; buy more"]),
     ],
 )
 def test_findings_of_hosts(findings, problems, warnings, monkeypatch):
     def answer(inquiry, host):
-        return HERE | {"host": host, "findings": [] if host == "localhost" else findings[host]}
+        return HERE | {"host": host, "findings": [finding("problem")] if host == "localhost" else findings[host]}
 
     monkeypatch.setattr(host_check, "ask", answer)
     monkeypatch.setattr(host_check, "_is_this_host", lambda host: False)
-    found = host_check.check(Inquiry(tuple(findings), {}))
+    found = host_check.check(Inquiry(tuple(findings), {}))  # no rank is to run on the host that asks
     assert (found.problems, found.warnings) == (problems, warnings)
 
 
+def test_an_mpi_that_needs_shared_memory_has_a_problem_without(monkeypatch):
+    monkeypatch.setattr(host_check, "ask", lambda *_: HERE | {"findings": [SHM]})
+    found = host_check.check(Inquiry((), {}, needs_shared_memory=True))
+    assert (found.problems, found.warnings) == (["here (this host): /dev/shm: is missing; buy more"], [])
+
+
 def test_a_host_that_differs_is_not_asked_for_more(monkeypatch):
-    there = HERE | {"torchmpi_py": "", "findings": None}
+    there = HERE | {"torchmpi_py": ""}
     monkeypatch.setattr(host_check, "ask", lambda _, host: HERE | {"findings": []} if host == "localhost" else there)
     monkeypatch.setattr(host_check, "_is_this_host", lambda host: False)
     found = host_check.check(Inquiry(("a",), {}))
@@ -133,12 +154,20 @@ def test_a_host_that_differs_is_not_asked_for_more(monkeypatch):
     assert found.problems[0].startswith("a: no torchmpi_py at ")
 
 
+def test_a_host_whose_doctor_does_not_end_has_answered(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_check, "_ANSWER_SECONDS", 3)
+    agent = tmp_path / "agent"
+    agent.write_text(f'#!/bin/sh\necho \'{host_facts.MARK} {{"host": "slow"}}\'; exec sleep 60\n')
+    agent.chmod(0o755)
+    assert host_check.ask(Inquiry((), os.environ, agent=str(agent)), "slow.invalid") == {"host": "slow"}
+
+
 def test_a_line_for_each_host_that_differs(agent, tmp_path):
     (tmp_path / "the program.py").touch()
     (tmp_path / "hosts").write_text("localhost\nunknown\nrefuses\nmute\nfirst\nbare\nchanged\nempty\nold\nlacks\n")
     program = tmp_path / "the program.py"
     done = torchmpirun("--check", "--hostfile", tmp_path / "hosts", "--launch-agent", agent, program)
-    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": warning, " not in line)
     assert done.returncode == 2
     assert list(lines) == ["unknown", "refuses", "mute", "bare", "changed", "empty", "old", "lacks"]
     assert lines["unknown"].startswith("ssh: Could not resolve hostname unknown: Name or service not known; check the")

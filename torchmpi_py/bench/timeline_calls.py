@@ -91,11 +91,12 @@ def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
         dumps = hang.load(directory)
         places = dict.fromkeys(dumps, ("", ""))
         num_ranks = 1 + max(dumps)
-    now = about.get("ended_ns") or max(map(_last_time, dumps.values()))
+    versions, restart = (kept[0].versions, kept[0].restart) if kept else ("", 0)
+    is_of_last = about.get("restart", restart) == restart  # else what is open has ended with an earlier start
+    now = (about.get("ended_ns") if is_of_last else 0) or max(map(_last_time, dumps.values()))
     ranks = [_of_rank(dump, *places[rank], now) for rank, dump in dumps.items()]
     groups = {name: group for dump in dumps.values() for name, group in dump["pg_config"].items()}
     members = {name: json.loads(group["ranks"]) for name, group in groups.items()}
-    versions, restart = (kept[0].versions, kept[0].restart) if kept else ("", 0)
     return JobCalls(ranks, members, num_ranks, versions, hang.explain(dumps).partition("\n")[2], restart)
 
 

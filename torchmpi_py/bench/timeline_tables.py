@@ -73,7 +73,7 @@ def _whose_records(job: JobCalls, about: Mapping[str, Any]) -> str:
     if about.get("restart", job.restart) == job.restart:
         return ""
     whose = f"restart {job.restart}" if job.restart else "the first start"
-    return f"of {whose}: restart {about['restart']} ended before mpi.start()"
+    return f"of {whose}: restart {about['restart']} did not come through mpi.start()"
 
 
 def _end(job: JobCalls, about: Mapping[str, Any]) -> str:
@@ -83,7 +83,7 @@ def _end(job: JobCalls, about: Mapping[str, Any]) -> str:
     reason = f"<p><strong>{escape(about['reason'])}</strong></p>" if about.get("reason") else ""
     # Records of an earlier start do not tell where the last one ended.
     where = "" if _whose_records(job, about) else f"<pre>{escape(job.explanation)}</pre>"
-    return f"<section><h2>Where it ended</h2>{reason}{where}</section>"
+    return f"<section><h2>Where it ended</h2>{reason}{where}</section>" if reason or where else ""
 
 
 _RANK_COLUMNS = ("rank", "came last to", "kept others waiting", "waited itself", "operations", "ended", "host", "last")

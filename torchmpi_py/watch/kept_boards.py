@@ -30,10 +30,17 @@ from torchmpi_py.watch import flight_recorder, tracing
 _TIMES = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns")
 
 
-def path_of(rank: int) -> str:
-    """The file for the board of the node whose lowest rank is ``rank``; "" where no board is to be kept."""
-    folder = config.timeline_directory()
-    return str(pathlib.Path(folder, f"node-{rank}.board")) if folder else ""
+def replaced(rank: int) -> str:
+    """The file for the board of the node whose lowest rank is ``rank``; "" where no board is to be kept.
+
+    What a former session has written about the board that lies there no longer counts.
+    """
+    if not (folder := config.timeline_directory()):
+        return ""
+    path = pathlib.Path(folder, f"node-{rank}.board")
+    with contextlib.suppress(OSError):  # no such folder on this host
+        path.with_suffix(".json").unlink(missing_ok=True)
+    return str(path)
 
 
 def describe(world: Communicator, start_ns: int = 0) -> int:
@@ -88,18 +95,24 @@ def load(folder: pathlib.Path) -> tuple[int, list[KeptRank]]:
 def _of_node(about: Mapping[str, Any], path: pathlib.Path) -> Iterator[KeptRank]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
         board = ReadableBoard(mapping, {index: index * PART_BYTES for index in range(len(mapping) // PART_BYTES)}, 0)
-        for index in board.indices:
-            dump = flight_recorder.whole(flight_recorder.of_rank(board, index))
-            # A rank's times count from a reading of two clocks, which the system may have interrupted; those of the
-            # node's first rank are taken for all of its ranks.
-            shift_ns = board.get(EPOCH, 0) - board.get(EPOCH, index)
-            for entry in dump["entries"]:
-                for name in _TIMES:
-                    if entry[name]:
-                        entry[name] = _by_rank_0(entry[name] + shift_ns, about["clock"])
-            has_left = board.get(HAS_LEFT, index) == STOPPED
-            yield KeptRank(dump, about["host"], about["versions"], has_left, about["restart"])
-        board.words.release()
+        try:
+            for index in board.indices:
+                yield _of_rank(board, index, about)
+        finally:
+            board.words.release()
+
+
+def _of_rank(board: ReadableBoard, index: int, about: Mapping[str, Any]) -> KeptRank:
+    dump = flight_recorder.whole(flight_recorder.of_rank(board, index))
+    # A rank's times count from a reading of two clocks, which the system may have interrupted; those of the node's
+    # first rank are taken for all of its ranks.
+    shift_ns = board.get(EPOCH, 0) - board.get(EPOCH, index)
+    for entry in dump["entries"]:
+        for name in _TIMES:
+            if entry[name]:
+                entry[name] = _by_rank_0(entry[name] + shift_ns, about["clock"])
+    has_left = board.get(HAS_LEFT, index) == STOPPED
+    return KeptRank(dump, about["host"], about["versions"], has_left, about["restart"])
 
 
 def _by_rank_0(time_ns: int, clock: list[Mapping[str, int]]) -> int:
