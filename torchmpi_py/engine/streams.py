@@ -47,6 +47,8 @@ def read_tar(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """
     sample: dict[str, Any] = {}
     with tarfile.open(path, "r|*") as archive:
+        if archive.firstmember is None:  # empty, which tarfile of Python 3.10 must not be asked again
+            return
         while (member := archive.next()) is not None:
             archive.members = []  # type: ignore[attr-defined]  # tarfile keeps all headers that it has read
             content = archive.extractfile(member) if member.isfile() else None
