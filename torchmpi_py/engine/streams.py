@@ -47,7 +47,7 @@ def read_tar(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """
     sample: dict[str, Any] = {}
     with tarfile.open(path, "r|*") as archive:
-        if archive.firstmember is None:  # empty, which tarfile of Python 3.10 must not be asked again
+        if archive.offset == 0:  # empty, which tarfile of Python 3.10 must not be asked again
             return
         while (member := archive.next()) is not None:
             archive.members = []  # type: ignore[attr-defined]  # tarfile keeps all headers that it has read
