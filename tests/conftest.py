@@ -8,7 +8,9 @@ import contextlib
 import faulthandler
 import gc
 import io
+import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -61,6 +63,7 @@ def pytest_configure(config):
         _give_temporary_folder()
         _be_as_nice_as_started()
         _stderr = os.dup(2)
+        faulthandler.register(signal.SIGUSR2, file=_stderr)  # also in children that are forked from now on
     elif config.getoption("--short-programs"):
         _start_short_programs()
     if (variables.rank_in(os.environ) or 0) > 0 and config.getoption("--only-mpi"):
@@ -92,13 +95,22 @@ def _what_is_imported_stays():
     gc.freeze()
 
 
+def _show_stacks() -> None:
+    """The stacks of this process, and of its children: a rank may wait for a worker of a data loader."""
+    faulthandler.dump_traceback(_stderr)
+    for child in multiprocessing.active_children():
+        os.write(_stderr, f"Stacks of the child {child.name}, process {child.pid}:\n".encode())
+        os.kill(child.pid, signal.SIGUSR2)
+        child.join(0.2)  # so that they do not write at the same time
+
+
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item, settings):
     """Show every rank's stacks when a test has hung: pytest-timeout's own would go where a hidden rank reports."""
     global _timer
     if _stderr is not None:  # a thread of Python's: a forked child would wait for one of faulthandler's
         seconds = settings.timeout - min(_DUMP_SECONDS, settings.timeout / 2)
-        _timer = threading.Timer(seconds, faulthandler.dump_traceback, kwargs={"file": _stderr})
+        _timer = threading.Timer(seconds, _show_stacks)
         _timer.daemon = True
         _timer.start()
 
