@@ -74,6 +74,7 @@ class JobCalls(NamedTuple):
     versions: str
     explanation: str  # of the operation at which the ranks have parted, in the words of ``bench hang``
     restart: int = 0  # of the job, whose records these are
+    is_of_last: bool = True  # that restart is the last one
 
 
 def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
@@ -97,7 +98,8 @@ def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
     ranks = [_of_rank(dump, *places[rank], now) for rank, dump in dumps.items()]
     groups = {name: group for dump in dumps.values() for name, group in dump["pg_config"].items()}
     members = {name: json.loads(group["ranks"]) for name, group in groups.items()}
-    return JobCalls(ranks, members, num_ranks, versions, hang.explain(dumps).partition("\n")[2], restart)
+    explanation = hang.explain(dumps).partition("\n")[2]
+    return JobCalls(ranks, members, num_ranks, versions, explanation, restart, is_of_last)
 
 
 def _last_time(dump: Mapping[str, Any]) -> int:

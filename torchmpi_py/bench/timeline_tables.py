@@ -70,7 +70,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _whose_records(job: JobCalls, about: Mapping[str, Any]) -> str:
     """Which start of the job has left the records, if it is not the last one; else empty."""
-    if about.get("restart", job.restart) == job.restart:
+    if job.is_of_last:
         return ""
     whose = f"restart {job.restart}" if job.restart else "the first start"
     return f"of {whose}: restart {about['restart']} did not come through mpi.start()"
@@ -82,7 +82,7 @@ def _end(job: JobCalls, about: Mapping[str, Any]) -> str:
         return ""
     reason = f"<p><strong>{escape(about['reason'])}</strong></p>" if about.get("reason") else ""
     # Records of an earlier start do not tell where the last one ended.
-    where = "" if _whose_records(job, about) else f"<pre>{escape(job.explanation)}</pre>"
+    where = f"<pre>{escape(job.explanation)}</pre>" if job.is_of_last else ""
     return f"<section><h2>Where it ended</h2>{reason}{where}</section>" if reason or where else ""
 
 
