@@ -1,4 +1,4 @@
-"""Many trainings at a time: groups of ranks try learning rates, momenta and widths, and bad ones end early.
+"""Many trainings at a time: groups of ranks try learning rates and momenta, and bad ones end early.
 
     torchmpirun -n 4 --groups 2 examples/digits_sweep.py
     ...

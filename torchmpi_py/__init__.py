@@ -258,7 +258,7 @@ _REMEDIES = {  # for other names of Horovod; "sparse_" is for all names that beg
         "torchmpirun --timeline FILE shows the last operations of all ranks, --profile DIRECTORY traces all",
     ),
     "is_homogeneous": "compare mpi.local_size() over the ranks: mpi.allgather(mpi.local_size())",
-    "run": "start the program with torchmpirun -n 4 program.py, or mpi.notebook in a notebook",
+    "run": "start the program with torchmpirun -n 4 program.py, or use %load_ext torchmpi_py.notebook and %%torchmpi",
     **dict.fromkeys(
         ("mpi_", "gloo_", "nccl_", "ddl_", "ccl_", "cuda_", "rocm_"),
         "nothing has to be built in; print(mpi.availability()) says what can run here",

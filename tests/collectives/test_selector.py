@@ -192,6 +192,22 @@ def test_ordinary_tensors_leave_the_cache_where_it_ends(monkeypatch, cache, of_a
     assert limits == [of_allreduce, limit, limit / 4, 2 * limit]
 
 
+@pytest.mark.parametrize(("num_nodes", "grown"), [(2, 1), (4, 1), (7, 2), (16, 5), (1024, 341)])
+def test_rings_of_many_nodes_begin_at_larger_sizes(monkeypatch, num_nodes, grown):
+    """Default limits alone: those of trees, and what a program has assigned, stay."""
+    monkeypatch.setattr(selector_module, "status", lambda flavour, verb, device, comm: "available")
+    table, comm = Selector(), types.SimpleNamespace(plans={}, num_nodes=num_nodes, size=2 * num_nodes)
+
+    def limits(verb, symmetric=False):
+        return table.plan(verb, comm, CPU, symmetric=symmetric, name=None).limits
+
+    assert limits("allreduce") == limits("allreduce", True) == [grown * (128 << 10), math.inf]
+    assert limits("allgather") == [grown * (2 << 20), math.inf]
+    assert limits("broadcast") == [128 << 10, math.inf]
+    table["allreduce", "nodes"] = [(128 << 10, "mpi"), (math.inf, "hierarchical")]
+    assert limits("allreduce") == [128 << 10, math.inf]
+
+
 @in_a_job
 def test_symmetric_tensors_have_rows_of_their_own(mpi, selector, asked):
     selector["allreduce"] = "mpi"

@@ -233,7 +233,7 @@ def test_more_places_of_call_than_are_kept(mpi, monkeypatch):
 
 @pytest.mark.mpi
 def test_rows_and_strings_run_out(mpi):
-    """Then operations go on, without being compared, or without words."""
+    """Then operations go on, without being compared, or with the verb and the file alone as words."""
     used = status_board.current
     slots = []
     while (slot := used.acquire_slot()) is not None:
@@ -244,10 +244,12 @@ def test_rows_and_strings_run_out(mpi):
         used.release_slot(slot)
     assert len({slot.number for slot in slots}) == len(slots)
     for number in range(NUM_STRINGS):
-        used.keep_string(f"{number}")
+        used.keep_string(f"{number}", "one of many")
     x = torch.ones(3, dtype=torch.int16)
     assert mpi.allreduce(x).tolist() == [mpi.size()] * 3
-    assert used.records(used.index)[0].text == "?"
+    latest = used.records(used.index)[0]
+    assert latest.text == "allreduce"
+    assert latest.site.endswith("test_journal.py")
     assert len(used.records(used.index)) <= NUM_RECORDS
 
 

@@ -30,7 +30,7 @@ def test_a_dump_has_all_operations_in_order(mpi, tmp_path, monkeypatch):
         "barrier",
     ]
     latest = status_board.current.records(status_board.current.index)[0]
-    assert entries[-1]["site"] == latest.site  # "?" where the board has no room for more texts
+    assert entries[-1]["site"] == latest.site  # the file alone where the board has no room for more texts
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"rank": 0}), pickle.dumps(pathlib.Path("x"))])

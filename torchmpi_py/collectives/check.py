@@ -18,6 +18,7 @@ def check_with_allreduce(x: Tensor | Number, name: str = "", *, comm: Communicat
     """Check that ``x`` is the same, bit for bit, on every rank of ``comm`` (default: the current level). Collective.
 
     Raises RanksDisagree on every rank, with ``name`` and the ranks that differ from most others. dtype and shape count.
+    TypeError for what is neither a tensor nor a number; NotStarted before ``mpi.start()``.
     """
     check_all_with_allreduce({name or "the value": x}, comm=comm)
 

@@ -46,17 +46,25 @@ _CPU = torch.device("cpu")
 
 _OF_PARAMETERS = {
     "op": "op: sum, avg, prod, min, max, band, bor, bxor, land or lor.",
-    "comm": "comm: the communicator whose ranks make this call, all of them alike; default: the current level.",
+    "comm": "comm: the communicator whose ranks make this call, alike and in one order; default: the current level.",
     "flavour": 'flavour: the way to carry the call out, as "mpi" or "shared"; default: what mpi.selector chooses.',
 }
 _OF_BLOCKING = "Returns when this rank's part is done; the other ranks may still be at work."
 _OF_ASYNC = """\
 Returns a Handle at once; handle.wait() returns the result, or raises what the operation has raised. Until the operation
-is complete its tensors must not be touched. Ranks launch their asynchronous calls in the same order."""
+is complete its tensors must not be touched."""
+_OF_MESSAGES = """\
+comm: the communicator in which the other rank is counted; default: the current level. Only the ranks named call.
+flavour: the way to carry the call out; default: what mpi.selector chooses."""
 _OF_ERRORS = """\
 Raises TypeError or ValueError for a wrong argument, on every rank before anything is sent; NotStarted before mpi.start;
 FlavourError where no flavour can carry the call out; RanksDisagree where ranks of one node make different calls;
 CommunicatorError if MPI fails."""
+
+_OF_MESSAGES_ERRORS = """\
+Raises TypeError or ValueError for a wrong argument, before anything is sent; NotStarted before mpi.start; FlavourError
+where no flavour can carry the call out; CommunicatorError if MPI fails. Calls are not compared: one without its
+counterpart waits until the deadline."""
 
 _OTHER_ARGUMENTS = {  # of Horovod and torch.distributed
     "average": 'write op="avg"',
@@ -155,9 +163,12 @@ def builder(verb: Callable[P, R]) -> Callable[P, Operation[R]]:
 def _present(form: Any, prepare: Callable[..., Any], name: str, result: str, promise: str) -> None:
     """Give a form of a verb what ``help()`` shows: name, signature, and the whole contract."""
     known = inspect.signature(prepare).parameters
-    parameters = [text for parameter, text in _OF_PARAMETERS.items() if parameter in known]
+    parameters = "\n".join(text for parameter, text in _OF_PARAMETERS.items() if parameter in known)
+    errors = _OF_ERRORS
+    if known.keys() & {"source", "destination"}:
+        parameters, errors = _OF_MESSAGES, _OF_MESSAGES_ERRORS
     form.__name__ = form.__qualname__ = name
-    form.__doc__ = "\n\n".join([inspect.cleandoc(prepare.__doc__ or ""), "\n".join(parameters), promise, _OF_ERRORS])
+    form.__doc__ = "\n\n".join([inspect.cleandoc(prepare.__doc__ or ""), parameters, promise, errors])
     form.__annotations__ = {**prepare.__annotations__, "return": result}
     form.__signature__ = inspect.signature(prepare).replace(return_annotation=result)
 

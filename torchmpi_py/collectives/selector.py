@@ -59,6 +59,9 @@ class Plan(NamedTuple):
 
 ASSIGNED = "assigned"
 """The reason (``Choice.why``) of a flavour that the program has assigned."""
+NODES_MEASURED = 4
+OF_FEW_NODES = f"default up to {NODES_MEASURED} nodes, more with more: fewer messages when small"
+"""The reason of a limit beyond which a ring of nodes is faster: it grows with the ring's steps."""
 
 
 class Selector:
@@ -145,7 +148,7 @@ class Selector:
             kind = Unimplemented if name is not None and statuses[name] == "unimplemented" else Unavailable
             reasons = "; ".join(f"{flavour}: {reason}" for flavour, reason in statuses.items())
             raise kind(f"{verb} of a tensor on {device}: no flavour can do it ({reasons})")._of_call(verb, comm)
-        limits = [choice.max_bytes for choice in usable]
+        limits = [_limit(choice, comm.num_nodes) for choice in usable]
         num_used = limits.index(math.inf) + 1  # the choices after the first one without limit are never reached
         return Plan(limits[:num_used], [BY_NAME[choice.flavour] for choice in usable[:num_used]])
 
@@ -180,6 +183,12 @@ def _checked_choices(choices: str | Sequence[tuple[float, str]]) -> list[Choice]
             f"whose last limit is math.inf; flavours: {', '.join(BY_NAME)}"
         )
     return [Choice(limit, flavour, ASSIGNED) for limit, flavour in pairs]
+
+
+def _limit(choice: Choice, num_nodes: int) -> float:
+    """Up to how many bytes a choice holds. A ring of n nodes has n - 1 steps one way, where MPI has log2(n)."""
+    steps = (num_nodes - 1) / (NODES_MEASURED - 1) if choice.why == OF_FEW_NODES else 1
+    return choice.max_bytes * max(1, steps)
 
 
 def _devices(choices: Sequence[Choice]) -> list[str]:
@@ -219,18 +228,19 @@ def _defaults() -> dict[Key, list[Choice]]:
                 Choice(limit, "mpi", "default: fewer meetings when small"),
                 Choice(math.inf, "shared", "default: each byte moves once, through memory"),
             ]
-    between_nodes = {  # the flavour for larger sizes, and from where on
-        "allreduce": ("hierarchical", 128 << 10),
-        "broadcast": ("hierarchical", 128 << 10),
-        "reduce": ("hierarchical", 128 << 10),
-        "reduce_scatter": ("hierarchical", 256 << 10),
-        "allgather": ("hierarchical", 2 << 20),
-        "alltoall": ("ring", 4 << 20),
+    anywhere = "default: fewer messages when small"
+    between_nodes = {  # the flavour for larger sizes, from where on, and whether that holds for any number of nodes
+        "allreduce": ("hierarchical", 128 << 10, OF_FEW_NODES),
+        "broadcast": ("hierarchical", 128 << 10, anywhere),  # in trees
+        "reduce": ("hierarchical", 128 << 10, anywhere),
+        "reduce_scatter": ("hierarchical", 256 << 10, OF_FEW_NODES),
+        "allgather": ("hierarchical", 2 << 20, OF_FEW_NODES),
+        "alltoall": ("ring", 4 << 20, anywhere),
     }
-    for verb, (flavour, limit) in between_nodes.items():
+    for verb, (flavour, limit, why) in between_nodes.items():
         for symmetric in (False, True):
             rows[Key(verb, "nodes", symmetric)] = [
-                Choice(limit, "mpi", "default: fewer messages when small"),
+                Choice(limit, "mpi", why),
                 Choice(math.inf, flavour, "default: the links between nodes stay busy in both directions"),
             ]
     return rows | _gpu_defaults()

@@ -231,7 +231,8 @@ def lock_timeout(seconds: float | None) -> float:
 def wait_all(handles: Iterable[Handle[Any]]) -> list[Any]:
     """Wait for every handle, in order, and return their results; then raise the first error, if there was one.
 
-    The error carries a note that says how many more operations failed.
+    Results are not returned then; a note says how many more operations failed. Errors are those of ``Handle.wait``. The
+    other ranks need not wait together, nor in this order.
     """
     results, errors = [], []
     for handle in handles:

@@ -372,7 +372,7 @@ def _text(used: Board, parts: tuple[Any, ...]) -> tuple[int, int]:
         used.texts.clear()  # the strings stay on the board, and are found again
     flat = [part for each in parts for part in (each if isinstance(each, tuple) else (each,))]
     shown = [part for index, part in enumerate(flat) if index != _SIZE_INDEX or not isinstance(part, int)]
-    text = used.keep_string(" ".join(str(part) for part in shown))
+    text = used.keep_string(" ".join(str(part) for part in shown), str(parts[0]))
     checksum = zlib.crc32(repr(parts).encode(errors="backslashreplace")) & (1 << CHECKSUM_BITS) - 1
     used.texts[parts] = made = text, checksum
     return made
@@ -395,6 +395,6 @@ def _name_frame(used: Board, frame: Any) -> tuple[int, CodeType]:
     code, site = frame.f_code, -1
     is_own = code.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_BENCH)
     if frame.f_back is None or not is_own:
-        site = used.keep_string(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+        site = used.keep_string(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}", code.co_filename)
     used.sites[id(code), frame.f_lasti] = made = site, code
     return made

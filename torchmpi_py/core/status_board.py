@@ -41,7 +41,7 @@ logger = logging.getLogger("torchmpi_py")
 NUM_RECORDS = 1024
 NUM_SLOTS = 512
 FINGERPRINTS_PER_SLOT = 64
-NUM_STRINGS = 1024
+NUM_STRINGS, NUM_SHORT_STRINGS = 1024, 128  # of all strings, those that stay free for short ones
 STRING_BYTES = 128
 TEXT_BYTES = 16 << 10
 GROUP_BYTES = 256
@@ -303,12 +303,15 @@ class Board(ReadableBoard):
         """Let another communicator have the slot."""
         self._free_slots.append(slot.number)
 
-    def keep_string(self, text: str) -> int:
-        """A number by which records of this rank refer to the end of a text; 0 when there is no room for more."""
+    def keep_string(self, text: str, short: str = "") -> int:
+        """A number by which records of this rank refer to the end of a text; to ``short`` when the room is used up.
+
+        0 when there is no room for the short text either.
+        """
         number = self._strings.get(text)
         if number is None:
-            if len(self._strings) + 1 >= NUM_STRINGS:
-                return 0
+            if len(self._strings) + 1 >= NUM_STRINGS - (NUM_SHORT_STRINGS if short else 0):
+                return self.keep_string(short) if short else 0
             # The end of a text says more than its beginning: the file's name, the line, the function.
             self._strings[text] = number = len(self._strings) + 1
             data = text.encode(errors="backslashreplace")[-STRING_BYTES:].ljust(STRING_BYTES, b"\0")

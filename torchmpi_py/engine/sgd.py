@@ -121,7 +121,8 @@ class SGDEngine:
         See docs/checkpoints.md.
 
         ``evaluator(network, epoch)`` is called on a rank of its own, the last one, while the others train (`evaluation`
-        says how); here, and with one rank, after each epoch. ``state.evaluations`` has what it returned, by epoch.
+        says how), if steps are collective (``AllReduceSGDEngine``) and there are several ranks; else on each rank after
+        each epoch. ``state.evaluations`` has what it returned, by epoch.
 
         After each epoch rank 0 prints a line with the mean loss of its samples, unless ``epoch_lines`` is False, or
         there is a hook ``on_end_epoch``.

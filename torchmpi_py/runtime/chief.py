@@ -29,7 +29,7 @@ def summary_writer(log_dir: str | None = None, **options: Any) -> Any:
     """TensorBoard's writer on the chief, and on other ranks an object whose methods do nothing. No communication.
 
     ``log_dir`` and ``options`` are those of ``torch.utils.tensorboard.SummaryWriter``. ImportError on every rank if
-    TensorBoard is not installed.
+    TensorBoard is not installed; NotStarted before ``mpi.start()``.
     """
     from torch.utils.tensorboard import SummaryWriter
 

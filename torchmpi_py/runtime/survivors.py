@@ -146,7 +146,8 @@ def catch_up(step: Any, *parts: Any) -> Any:
 
     After a death ranks may be one step apart: some had completed the step, others not. ``step``: a number, or a tuple
     of numbers. ``parts``: objects with ``state_dict`` and ``load_state_dict``, such as module and optimizer. Ranks with
-    the same step are taken to have the same state. If another rank dies meanwhile, the others begin again.
+    the same step are taken to have the same state. All ranks give the same parts in the same order; states travel by
+    pickle. If another rank dies meanwhile, the others begin again. NotStarted before ``mpi.start()``.
     """
     while True:
         with elastic() as attempt:

@@ -1,4 +1,4 @@
-"""What the backend does to torch itself, and every private name of torch that it needs. Tried on torch 2.11 and 2.13.
+"""What the backend does to torch itself, and every private name of torch that it needs. Tried on torch 2.10 to 2.15.
 
 setup.cfg allows torch from 2.4 on, which has what the rest of the package needs; `check_version` refuses groups on
 older ones than 2.10. ``import torch`` runs `prepare`, so nothing heavier than torch is imported here.
