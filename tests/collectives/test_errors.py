@@ -30,6 +30,14 @@ def test_a_root_out_of_range(mpi, verb, form):
     raises_everywhere(mpi, TypeError, rf"{verb}: root must be a rank", call, x, 1.0)
 
 
+def test_an_expanded_tensor(mpi):
+    """Root alone would write into it; all are told."""
+    x = torch.ones(1).expand(4)
+    raises_everywhere(mpi, ValueError, "reduce: cannot write into an expanded", mpi.reduce, x, mpi.size() - 1)
+    raises_everywhere(mpi, ValueError, "reduce: cannot write into an expanded", mpi.reduce, torch.ones(4), out=x)
+    raises_everywhere(mpi, ValueError, "allreduce: cannot write into an expanded", mpi.allreduce_async, x)
+
+
 def test_a_root_in_the_place_of_the_tensor(mpi):
     raises_everywhere(mpi, TypeError, "the tensor comes first, then root", mpi.broadcast, 0, torch.ones(3))
 

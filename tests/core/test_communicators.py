@@ -140,8 +140,13 @@ def test_split(mpi):
             assert "color None" in repr(some)
             some.free()
     for bad in (-1, True, "red"):
-        with pytest.raises(ValueError, match="color must be a whole number"):
-            mpi.split(bad)
+        for color in (bad, bad if rank == size - 1 else 0):  # of all, and of one
+            with pytest.raises(ValueError, match="color must be a whole number"):
+                mpi.split(color)
+    with pytest.raises(ValueError, match="key must be a whole number, not None"):
+        mpi.split(0, key=None if rank == size - 1 else 0)
+    with mpi.split(1 << 40 if rank else 1 << 41, key=-(1 << 50) - rank) as large:
+        assert mpi.allgather(rank, comm=large) == ([*range(size - 1, 0, -1)] if rank else [0])
 
 
 @pytest.mark.mpi

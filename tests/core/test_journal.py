@@ -292,6 +292,51 @@ time.sleep(100)
         assert line.count("program.py:") >= 2
 
 
+def test_what_is_queued_behind_a_call_that_broke_off(tmp_path):
+    """It would meet the other rank's first call, and give its object for the result of the second."""
+    program = """
+first = mpi.allgather_object_async((lambda: 0) if me == 0 else 1)
+second = mpi.allgather_object_async("second")
+for handle in (first, second):
+    try:
+        print(f"got: {handle.wait()}", flush=True)
+    except Exception as error:
+        print(f"told: {type(error).__name__}: {error}", flush=True)
+os._exit(3)
+"""
+    job = run(tmp_path, program, ranks=2)
+    assert "got:" not in job.stdout, job.stdout
+    assert re.search("told: .*[Pp]ickl", job.stdout), job.stdout
+    assert "told: CommunicatorError: allgather_object: an earlier call on " in job.stdout
+
+
+@pytest.mark.parametrize("launch", ["mpi.allreduce_async(x[:3])", "mpi.allreduce_async(x, flavour='ring')"])
+def test_a_launch_that_a_signal_breaks_off(tmp_path, launch):
+    """Its handler raises after the call has its number: whether it is posted nobody knows, and the next is refused."""
+    program = f"""
+from torchmpi_py.core.communication_thread import CommunicationThread as thread
+def interrupt(*args):
+    raise KeyboardInterrupt
+if me == 1:
+    time.sleep(100)
+formers = thread.keep, thread.enqueue
+thread.keep = thread.enqueue = interrupt
+try:
+    {launch}
+except KeyboardInterrupt:
+    print("interrupted")
+thread.keep, thread.enqueue = formers
+try:
+    {launch}
+except mpi.CommunicatorError as error:
+    print("told:", error, flush=True)
+os._exit(3)
+"""
+    job = run(tmp_path, program, ranks=2)
+    assert "interrupted" in job.stdout, job.stderr
+    assert "told: allreduce: an earlier call on " in job.stdout
+
+
 def test_ranks_that_wait_in_different_operations(tmp_path):
     """None of them sees the other as it comes: ranks 2, 0, 1 look at 0, 1, 2. Then their watchdogs do."""
     program = """

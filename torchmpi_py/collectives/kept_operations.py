@@ -41,6 +41,7 @@ def key_of(verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
         or not x.is_contiguous()
         or x.requires_grad
         or x.is_neg()
+        or x.is_inference()
         or config.can_raise  # then a blocking call is launched
     ):
         return None

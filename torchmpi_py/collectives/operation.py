@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from torchmpi_py.core import config, journal, ulfm
+from torchmpi_py.core import config, journal, sequences, ulfm
 from torchmpi_py.core.channels import BACKGROUND, MISUSED, NOBODY, Channel
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, Work
@@ -24,6 +24,7 @@ from torchmpi_py.watch.tracing import POSTED
 R = TypeVar("R")
 _RAISED_BY_ALL = (RanksDisagree, Unavailable, FlavourError, ValueError, TypeError)  # by flavours, on all ranks alike
 _DEATH_SECONDS = 0.3
+_abandoned: list[object] = []  # launches that broke off: MPI may still write into what they hold
 _MESSAGES = frozenset({"send", "recv", "sendreceive"})  # of which several may be under way in a channel
 
 
@@ -75,6 +76,7 @@ class Operation(Work[R]):
                 return self.launch().wait()  # a call that blocks inside MPI could not be given up
             # An operation that was launched has its entry in the journal since then.
             if entry is not None:
+                self._check_earlier(entry)
                 journal.begin(entry)
             else:
                 entry = self.entry = journal.record(self, channel.thread_role)
@@ -110,6 +112,12 @@ class Operation(Work[R]):
         journal.fail(entry)
         return error
 
+    def _check_earlier(self, entry: journal.Entry) -> None:
+        """CommunicatorError if one that was launched earlier broke off: this one would meet it on other ranks."""
+        if entry[5] is not None and entry[5].is_broken:
+            journal.fail(entry)
+            raise sequences.refused(self.name, self.comm)
+
     def _refused(self, channel: Channel, me: int) -> CommunicatorError:
         """The error where another thread is in a collective of the channel, or a signal's handler calls a verb."""
         if self.entry is not None:
@@ -134,6 +142,9 @@ class Operation(Work[R]):
             return self.flavour.launch(self)
         except BaseException as error:
             if self.entry is not None:
+                if not isinstance(error, _RAISED_BY_ALL):  # from a signal's handler, say: is it posted?
+                    journal.break_off(self.entry)
+                    _abandoned.append((self, error.__traceback__))
                 journal.fail(self.entry)
             if isinstance(error, TorchMPIError):
                 error._of_call(self.name, self.comm)

@@ -58,8 +58,10 @@ from torchmpi_py.core.tensors import (
     check_out,
     check_rank,
     check_tensor,
+    check_writable,
     flat,
     flat_copy,
+    is_flat,
     output_buffer,
 )
 
@@ -122,6 +124,8 @@ def _reduce(
         source, buffer, target, copy_out = resolve_output("reduce", tensor, out)
     else:
         target = tensor if out is None else check_out("reduce", out, tensor, tensor.shape)
+        if not is_flat(target):
+            check_writable("reduce", target)  # as on root, which writes there
         source = buffer = flat(tensor)
         copy_out = None
     return tensor_operation("reduce", comm, flavour, tensor, (source, buffer, op, root), target, copy_out)

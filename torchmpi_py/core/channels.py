@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import torch
+
 from torchmpi_py.core import ulfm
 from torchmpi_py.core.mpi_api import MPI
 
@@ -60,7 +62,8 @@ class Channel:
     def keep(self, key: Hashable, make: Callable[[Channel], Kept]) -> Kept:
         """The resource under ``key``, made on first use. ``make`` may be collective over the channel."""
         if key not in self._kept:
-            self._kept[key] = make(self)
+            with torch.inference_mode(False):  # tensors made there could not be used outside of it
+                self._kept[key] = make(self)
         return self._kept[key]  # type: ignore[return-value]
 
     def give_back(self, key: Hashable) -> None:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from torchmpi_py.core.handles import Handle, RequestHandle, ThreadHandle, Work
@@ -36,7 +36,8 @@ class CommunicationThread:
         self.inline = inline
         self._name = f"torchmpi_py-{name}"
         self._queue: queue.SimpleQueue[ThreadHandle[Any] | None] = queue.SimpleQueue()
-        self._posted: dict[int, RequestHandle[Any]] = {}  # oldest first
+        self._posted: dict[int, RequestHandle[Any]] = {}
+        self._to_look_at: Iterator[int] = iter(())  # of those posted: keys
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._companions: list[Companion] = []
@@ -61,12 +62,15 @@ class CommunicationThread:
 
     def keep(self, handle: RequestHandle[R]) -> Handle[R]:
         """Hold a posted operation until it is complete, also when its handle is dropped."""
+        handle.stay_in(self._posted)
         with self._lock:
             # A dropped handle is let go here, as no thread waits for it: two looks a launch keep the table short.
-            for key in list(itertools.islice(self._posted, 2)):
-                if (oldest := self._posted.pop(key, None)) is not None and not oldest.done():
-                    self._posted[key] = oldest
-            handle.stay_in(self._posted)
+            keys = list(itertools.islice(self._to_look_at, 2))
+            if not keys:
+                self._to_look_at = iter(list(self._posted))  # a copy: threads that wait take out what is complete
+            for key in keys:
+                if (posted := self._posted.get(key)) is not None:
+                    posted.done()
         return handle
 
     def beside(self, name: str) -> CommunicationThread:
@@ -105,10 +109,10 @@ class CommunicationThread:
             return
         for other in list(self._companions):
             other.drain()
-        while self._posted:
-            key, handle = next(iter(self._posted.items()))
-            _wait_audibly(handle)
-            self._posted.pop(key, None)
+        while posted := list(self._posted.values()):
+            for handle in posted:
+                _wait_audibly(handle)
+                self._posted.pop(id(handle), None)
         if self._thread is not None:
             _wait_audibly(self._submit_end_mark())
 

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Hashable, Iterator, Sequence as Ranks
 from typing import Any
 
-from torchmpi_py.core import communication_thread, journal, sequences
+from torchmpi_py.core import agree, communication_thread, journal, sequences
 from torchmpi_py.core.channels import BACKGROUND, DIRECT, Channel, Place
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.sequences import CallSequence
@@ -262,21 +263,35 @@ def split(color: int | None, key: int = 0) -> Communicator:
     """A communicator of the ranks that give the same ``color``, in the order of ``key`` (then of rank).
 
     Collective over the current level. Pass the result as ``comm=``. A rank with ``color=None`` takes part and stays
-    out: its result is false, and an error as ``comm=``. ValueError for another color or key.
+    out: its result is false, and an error as ``comm=``. ValueError, on all ranks, for another color or key of one.
     """
-    if color is not None and (isinstance(color, bool) or not hasattr(color, "__index__") or color < 0):
-        raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
     used = stack()
     used.others = [other for other in used.others if not other.is_free]
 
     def make() -> Communicator | NoCommunicator:
-        group: Any = used.current.direct.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        # MPI takes numbers of 31 bits: the first rank of a color stands for it, and a place in the order for a key.
+        comm = used.current.direct.mpi
+        given = agree.gather_results(
+            comm.allgather, lambda: _checked(color, key), (ValueError,), str, agree.first_as(ValueError)
+        )
+        colors, keys = zip(*given, strict=True)
+        place = sorted(range(comm.size), key=lambda rank: (keys[rank], rank)).index(comm.rank)
+        group: Any = comm.Split(MPI.UNDEFINED if color is None else colors.index(colors[comm.rank]), place)
         return NoCommunicator() if color is None else Communicator(group, used.place, f"split {color}")
 
     made = journal.run_together("split", used.current, make)
     if isinstance(made, Communicator):
         used.others.append(made)
     return made  # type: ignore[return-value]  # a NoCommunicator stands for an error where it is used
+
+
+def _checked(color: Any, key: Any) -> tuple[int | None, int]:
+    """Color and key of a rank. ValueError for another color or key."""
+    if color is not None and (isinstance(color, bool) or not hasattr(color, "__index__") or color < 0):
+        raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
+    if isinstance(key, bool) or not hasattr(key, "__index__"):
+        raise ValueError(f"split: key must be a whole number, not {key!r}")
+    return None if color is None else operator.index(color), operator.index(key)
 
 
 def beside(comm: Communicator, key: str) -> Communicator:

@@ -83,6 +83,7 @@ class Handle(ABC, Generic[R]):
         self._label = work.label
         self._result: R | None = None
         self._traceback: TracebackType | None = None
+        self._in_inference_mode = torch.is_inference_mode_enabled()  # a state of the thread that launches
 
     @abstractmethod
     def _complete(self, timeout_seconds: float | None) -> bool:
@@ -164,7 +165,11 @@ class Handle(ABC, Generic[R]):
     def _end_with(self, step: Callable[[], R]) -> None:
         """Run the operation's last step, keep its result or error, and give up the buffers."""
         try:
-            self._result = step()
+            if self._in_inference_mode == torch.is_inference_mode_enabled():
+                self._result = step()
+            else:
+                with torch.inference_mode(self._in_inference_mode):
+                    self._result = step()
         except BaseException as error:
             self._error, self._traceback = error, error.__traceback__
         work, self._work = self._work, None
@@ -191,14 +196,14 @@ class ThreadHandle(Handle[R]):
         super().__init__(work)
         self._open = threading.Lock()  # held until the operation is complete
         self._open.acquire()
-        self._in_inference_mode = torch.is_inference_mode_enabled()  # a state of the thread that launches
+        self._is_over = False
 
     def execute(self) -> None:
         """Carry out the operation. The communication thread calls this, once."""
         work = self._work
         assert work is not None
-        with torch.inference_mode() if self._in_inference_mode else contextlib.nullcontext():
-            self._end_with(self._run)
+        self._end_with(self._run)
+        self._is_over = True
         self._open.release()  # threads that wait go on before what is chained to the operation runs
         work.on_done()
 
@@ -209,13 +214,12 @@ class ThreadHandle(Handle[R]):
     def _complete(self, timeout_seconds: float | None) -> bool:
         if timeout_seconds == 0:
             self._check_process()
-            is_complete = self._open.acquire(blocking=False)
-        else:
+        elif not self._is_over:
             with self._waited_for():
-                is_complete = self._open.acquire(timeout=lock_timeout(timeout_seconds))
-        if is_complete:
-            self._open.release()
-        return is_complete
+                # The lock is there to sleep: while another thread takes and releases it the operation may be over.
+                if self._open.acquire(timeout=lock_timeout(timeout_seconds)):
+                    self._open.release()
+        return self._is_over
 
 
 def _call_of(label: object) -> tuple[str | None, Any]:

@@ -150,17 +150,17 @@ def record(operation: Recorded, thread_role: int, is_launch: bool = False, frame
         return number, word, end_word, sequence.blank, 0, None
     if sequence.is_broken:
         raise sequences.refused(operation.name, operation.comm)
-    fingerprint, (mine, neighbours) = sequence.next_fingerprint()
-    fingerprint |= checksum
     if is_launch:
         names |= IS_LAUNCH
-    entry = number, word, end_word, neighbours, fingerprint, sequence
     try:
+        fingerprint, (mine, neighbours) = sequence.next_fingerprint()
+        fingerprint |= checksum
         pack(used.mapping, begin_byte, number, fingerprint, now, operation.num_bytes, names)
     except BaseException:  # from a signal's handler
-        break_off(entry)
+        break_off(entry := (number, word, end_word, 0, 0, sequence))
         fail(entry)
         raise
+    entry = number, word, end_word, neighbours, fingerprint, sequence
     # 3. The fingerprint, after its record: a reader of the fingerprint finds the record. Then the first look.
     words = used.words
     words[mine] = fingerprint

@@ -165,6 +165,8 @@ def output_buffer(verb: str, target: Tensor, *, holds_input: bool) -> tuple[Tens
     With ``holds_input`` the flat memory starts with the values of ``target``.
     """
     increment_version(target)  # autograd does not see what MPI writes
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        target = _writable(target)
     if target.is_contiguous() and not target.is_neg() and not target.is_conj():  # ``is_flat``, without a call
         return target.detach() if target.requires_grad else target, None
     check_writable(verb, target)
@@ -175,6 +177,14 @@ def output_buffer(verb: str, target: Tensor, *, holds_input: bool) -> tuple[Tens
         plain.copy_(buffer)
 
     return buffer, copy_out
+
+
+def _writable(x: Tensor) -> Tensor:
+    """The memory of a tensor that was made in inference mode, to write outside of that mode."""
+    place = x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
+    plain = torch.empty(0, dtype=x.dtype, device=x.device).set_(*place)
+    plain = plain.conj() if x.is_conj() else plain
+    return torch._neg_view(plain) if x.is_neg() else plain
 
 
 class _Overwritten(torch.autograd.Function):

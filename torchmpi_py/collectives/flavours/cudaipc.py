@@ -276,7 +276,8 @@ class IpcGroup:
             former, self._scratch = self._scratch, None
             del former  # first, so that there is room for the new one
             try:
-                self._scratch = symmetric.memory(self._channel, wanted, self._device)
+                with torch.inference_mode(False):  # it is kept, for calls outside of that mode too
+                    self._scratch = symmetric.memory(self._channel, wanted, self._device)
             except Unavailable:
                 wanted //= 2
                 if wanted < _LEAST_BYTES:

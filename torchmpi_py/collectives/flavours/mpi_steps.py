@@ -110,7 +110,7 @@ def alltoall(comm: MPI.Comm, source: Tensor, destination: Tensor) -> Steps:
     sent, received = source.chunk(comm.size), destination.chunk(comm.size)
     for distance in range(comm.size):
         to, of = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
-        yield from sendreceive(comm, sent[to], received[of], of, to)
+        yield from sendreceive(comm, sent[to], received[of], of, to, INTERNAL)
 
 
 def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> Steps:
@@ -128,13 +128,13 @@ def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> S
                 yield from send(comm, part, rank, INTERNAL)
 
 
-def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination: int) -> Steps:
+def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination: int, tag: int = EXCHANGE) -> Steps:
     """Sendrecv."""
     for sent, received in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x, out):
         status = MPI.Status()
         yield (
             "Sendrecv",
-            (mpi_buffers.raw(sent), destination, EXCHANGE, mpi_buffers.raw(received), source, EXCHANGE, status),
+            (mpi_buffers.raw(sent), destination, tag, mpi_buffers.raw(received), source, tag, status),
         )
         check_arrived(status, received.nbytes)
 

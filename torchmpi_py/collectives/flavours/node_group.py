@@ -157,7 +157,8 @@ class NodeGroup:
         whole = self._slots.get((rank, slot, dtype))
         if whole is None:
             offset = _HEADER_ROOM_BYTES + slot * self._slot_bytes
-            whole = self._segment.view(self._indices[rank], dtype, self._slot_bytes // dtype.itemsize, offset)
+            with torch.inference_mode(False):  # it is kept, for calls outside of that mode too
+                whole = self._segment.view(self._indices[rank], dtype, self._slot_bytes // dtype.itemsize, offset)
             self._slots[rank, slot, dtype] = whole
         return whole[:count]
 

@@ -255,7 +255,10 @@ class ChunkPool:
 
     def borrow(self) -> Tensor:
         """A buffer; the borrower puts it back among the ``unused`` when no message comes or goes there any more."""
-        return self.unused.pop() if self.unused else torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
+        if self.unused:
+            return self.unused.pop()
+        with torch.inference_mode(False):  # it is kept, for calls outside of that mode too
+            return torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
 
     def free(self) -> None:
         self.unused.clear()

@@ -8,6 +8,7 @@ their results the slices of their inputs that others own; any other mixture is t
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from torchmpi_py.collectives.flavour import Flavour, Sizes
@@ -141,7 +142,8 @@ def _allreduce_in_place(node: NodeGroup, x: Tensor, how: Kernel, what: str) -> N
     key = (what, x.dtype, x.data_ptr(), x.numel())
     ready = node.prepared.get(key)
     if ready is None or not symmetric.is_live(ready.segment):
-        ready = _prepare(node, x, what)
+        with torch.inference_mode(False):  # the plan is kept, for calls outside of that mode too
+            ready = _prepare(node, x, what)
         if ready is not None:
             node.keep_prepared(key, ready)
     if ready is None:
