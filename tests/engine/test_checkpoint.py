@@ -140,6 +140,22 @@ def test_it_goes_on_in_the_middle_of_an_epoch(tmp_path, iterator, every):
     assert len(os.listdir(tmp_path)) == 3
 
 
+@pytest.mark.parametrize(("every", "seed"), [(3, None), ("epoch", None), (3, 4)])
+def test_it_goes_on_with_workers_that_persist(tmp_path, monkeypatch, every, seed):
+    """Their seed is drawn when they start: in the first epoch of each process."""
+
+    def loader():
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        workers = {"num_workers": 1, "persistent_workers": True}
+        return DataLoader(samples(), 8, shuffle=True, generator=generator, **workers)
+
+    monkeypatch.setitem(ITERATORS, "workers", loader)
+    options = {"iterator": "workers", "maxepoch": 3}
+    expected = trained(**options)
+    assert trained(tmp_path, killed_at=13, every=every, **options) is None  # in the second epoch
+    assert torch.equal(trained(tmp_path, every=every, **options), expected)
+
+
 def test_random_kills(tmp_path):
     expected = trained()
     draw = random.Random(5)

@@ -305,13 +305,20 @@ def test_what_one_rank_finds_damaged_all_pass_over(mpi, folder, caplog, monkeypa
 def test_ranks_with_steps_of_their_own(mpi, folder):
     """Each has so many more that one which waits for the others after a step would wait in another one's save."""
     steps = 10 + 7 * mpi.rank()
-    batches = [(torch.ones(2, 6), torch.zeros(2, dtype=torch.long))] * steps
-    state = SGDEngine().train(
-        network=torch.nn.Linear(6, 3),
-        criterion=torch.nn.CrossEntropyLoss(),
-        iterator=batches,
-        lr=0.1,
-        maxepoch=2,
-        checkpoint=folder,
-    )
-    assert state.t == 2 * steps
+    for maxepoch in (2, 3):  # the second run goes on from the first, each rank at its own step
+        resume.completed.clear()
+        assert trained_on_batches(steps, maxepoch=maxepoch, checkpoint=folder).t == maxepoch * steps
+
+
+def trained_on_batches(number, **options):
+    batches = [(torch.ones(2, 6), torch.zeros(2, dtype=torch.long))] * number
+    network, criterion = torch.nn.Linear(6, 3), torch.nn.CrossEntropyLoss()
+    return SGDEngine().train(network=network, criterion=criterion, iterator=batches, lr=0.1, **options)
+
+
+def test_every_so_many_steps_needs_epochs_of_the_same_length(mpi, folder):
+    if mpi.size() < 2:
+        pytest.skip("needs 2 ranks")
+    with pytest.raises(ValueError, match=r"every=100: .* \[4, 5.*\] batches in an epoch.*every='epoch'"):
+        trained_on_batches(4 + mpi.rank(), checkpoint=folder, every=100)
+    assert trained_on_batches(5, checkpoint=folder, every=2).t == 5

@@ -249,6 +249,17 @@ def test_shard_in_the_engine_follows_its_epochs(mpi):
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.parametrize("kind", ["shard", "DistributedSampler"])
+def test_a_sampler_inside_a_batch_sampler_follows_the_epochs(mpi, kind):
+    dataset = data(6 * mpi.size())
+    sampler = mpi.shard(dataset) if kind == "shard" else DistributedSampler(dataset, mpi.size(), mpi.rank())
+    loader = DataLoader(dataset, batch_sampler=BatchSampler(sampler, 4, False))
+    epochs = used(mpi, loader, maxepoch=2)
+    assert [sorted(epoch) for epoch in epochs] == [list(range(6 * mpi.size()))] * 2
+    assert epochs[0] != epochs[1]
+    assert used(mpi, loader, maxepoch=2) == epochs  # each call counts from epoch 0
+
+
 def test_shard_refuses_what_it_cannot_divide(mpi, monkeypatch):
     with pytest.raises(TypeError, match="Stream without a length"):
         mpi.shard(Stream())

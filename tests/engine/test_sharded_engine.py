@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from torchmpi_py import optim
+from torchmpi_py import nn, optim
 from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator, resume
 from torchmpi_py.nn.compression import BF16
 
@@ -63,6 +63,14 @@ def test_training_is_that_of_the_plain_optimizer(mpi, kind, asynchronous):
     assert isinstance(state.optimizer, optim.ShardedOptimizer)
     assert_equal(divided.state_dict(), plain.state_dict())
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in divided.parameters())  # nothing else is saved with it
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Adafactor"])
+def test_a_network_in_blocks(mpi, kind):
+    plain, divided = network(), nn.BlockSequential(2, *network())
+    train(plain, sharded=False, **OPTIMIZERS[kind])
+    train(divided, **OPTIMIZERS[kind])
+    assert_equal(divided.state_dict(), plain.state_dict())
 
 
 def test_state_is_divided(mpi):

@@ -111,6 +111,22 @@ def test_weights_stay_flat_when_the_module_is_converted_or_copied():
         assert [id(p) for b in net.blocks for p in b.parameters] == [id(p) for p in net.parameters()]
 
 
+def test_forward_leaves_parameters_where_they_are():
+    """Such as in the buckets of an optimizer; blocks that are asked for are flat again."""
+    plain, blocks = make(2)
+    memory = [p.detach().clone() for p in blocks.parameters()]
+    for p, elsewhere in zip(blocks.parameters(), memory, strict=True):
+        p.data = elsewhere
+    x = torch.randn(4, 6)
+    output = blocks(x)
+    assert [p.data_ptr() for p in blocks.parameters()] == [elsewhere.data_ptr() for elsewhere in memory]
+    plain(x).sum().backward()
+    for block in blocks.backward_blocks(torch.ones_like(output)):
+        block.weights.zero_()
+        assert all((p == 0).all() for p in block.parameters)
+    same_gradients(plain, blocks)
+
+
 def test_shared_and_frozen_parameters():
     first = torch.nn.Linear(3, 3)
     net = BlockSequential(2, first, torch.nn.Linear(3, 3), first)

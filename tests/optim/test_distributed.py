@@ -190,6 +190,29 @@ def test_grad_scaler(mpi, pair, distributed):
     assert_close(module, alone)
 
 
+@pytest.mark.parametrize("overflow", [False, True])
+def test_grad_scaler_after_fewer_passes(mpi, pair, distributed, overflow):
+    """At an epoch's end two of four passes are made, on rank 0 one: what is unscaled is reduced all the same."""
+    module, alone = pair
+    ours = distributed(torch.optim.SGD(module.parameters(), 0.1), module, backward_passes_per_step=4)
+    theirs = torch.optim.SGD(alone.parameters(), 0.1)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    for step in range(3):
+        for rank in range(mpi.size()):
+            for number in range(1 + (rank > 0)):
+                x, y = (part[rank] for part in batches(mpi, 2 * step + number))
+                factor = float("inf") if overflow and (step, rank) == (1, 0) else 1.0
+                scalers[1].scale(mse_loss(alone(x), y) * factor / mpi.size()).backward()
+                if rank == mpi.rank():
+                    scalers[0].scale(mse_loss(module(x), y) * factor).backward()
+        for o, scaler in zip((ours, theirs), scalers, strict=True):
+            scaler.step(o)
+            scaler.update()
+            o.zero_grad()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == (512.0 if overflow else 1024.0)
+    assert_close(module, alone)
+
+
 def test_parts_of_a_module_and_layers_added_later(mpi, pair, distributed):
     """The optimizer's parameters alone are reduced; those of a group that is added are from then on."""
     module, alone = pair

@@ -85,6 +85,22 @@ def test_random_partners_meet_in_pairs(mpi):
     assert met == set(range(size)) - {rank}
 
 
+def test_random_partners_go_on_from_a_state(mpi):
+    own = parameters(mpi)
+    gossip = optim.Gossip(still(own), "random", seed=2)
+    for _ in range(3):
+        gossip.step()
+    other = [torch.nn.Parameter(p.detach().clone()) for p in own]
+    again = optim.Gossip(still(other), "random", seed=2)
+    again.load_state_dict(gossip.state_dict())
+    for _ in range(6):
+        gossip.step()
+        again.step()
+        assert torch.equal(flat(own), flat(other))
+    again.load_state_dict(torch.optim.SGD(other, 0.2).state_dict())  # of the optimizer alone
+    assert again.param_groups[0]["lr"] == 0.2
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_training_on_other_samples(mpi, asynchronous):
     """Each rank has samples of its own; together they find what fits all."""

@@ -165,6 +165,26 @@ def test_slow_momentum_begins_where_the_first_step_does(mpi):
         assert torch.equal(values(module), mpi.broadcast(values(module), 0))
 
 
+def test_slow_momentum_and_a_group_that_was_added(mpi):
+    """Saved before the first step of its parameters."""
+
+    def made(module):
+        return optim.LocalSGD(momentum(module[0].parameters()), 3, slow_momentum=0.5)
+
+    module = network()
+    ours = made(module)
+    train(module, ours, mpi.rank(), 0)
+    ours.add_param_group({"params": list(module[2].parameters())})
+    state, other = copy.deepcopy(ours.state_dict()), copy.deepcopy(module)
+    again = made(other)
+    again.add_param_group({"params": list(other[2].parameters())})
+    again.load_state_dict(state)
+    for step in range(1, 7):
+        train(module, ours, mpi.rank(), step)
+        train(other, again, mpi.rank(), step)
+        assert torch.equal(values(module), values(other))
+
+
 @pytest.mark.parametrize("unscales", [False, True])
 def test_an_overflow_on_one_rank(mpi, unscales):
     """GradScaler leaves out its update; the other ranks take theirs, and all meet for the average."""

@@ -229,6 +229,51 @@ def test_grad_scaler_skips_on_all_ranks(mpi, sharded, placement):
     assert_close(module, alone, 1e-5)
 
 
+@every_placement
+def test_grad_scaler_after_fewer_passes(mpi, sharded, placement):
+    """What is unscaled is reduced, also where passes of the step are missing at an epoch's end."""
+    module, alone = network(), network()
+    how = {"placement": PLACEMENTS[placement], "backward_passes_per_step": 4}
+    ours, theirs = sharded(module.parameters(), torch.optim.Adam, **how), torch.optim.Adam(alone.parameters())
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    for step in range(3):
+        for m, o, scaler, rank in ((module, ours, scalers[0], mpi.rank()), (alone, theirs, scalers[1], None)):
+            for number in range(2):
+                scaler.scale(loss_of(mpi, m, 2 * step + number, rank)).backward()
+            scaler.step(o)
+            scaler.update()
+            o.zero_grad()
+    assert scalers[0].get_scale() == 1024.0
+    assert_close(module, alone, 1e-5)
+
+
+class Counting(torch.optim.SGD):
+    """Counts steps in its groups, as schedule-free optimizers do, and divides by their number."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.div_(group["count"])
+        return super().step(closure)
+
+
+@every_placement
+@pytest.mark.usefixtures("small_buckets")
+def test_what_is_counted_in_groups_counts_once_a_step(mpi, sharded, placement):
+    module, alone = network(), network()
+    ours = sharded(groups(module), Counting, lr=0.05, placement=PLACEMENTS[placement])
+    theirs = Counting(groups(alone), lr=0.05)
+    for step in range(3):
+        for m, o, rank in ((module, ours, mpi.rank()), (alone, theirs, None)):
+            o.zero_grad()
+            loss_of(mpi, m, step, rank).backward()
+            o.step()
+    assert_close(module, alone, 1e-5)
+    assert [group["count"] for group in ours.state_dict()["param_groups"]] == [3, 3]
+
+
 def test_a_rank_without_a_backward_pass_and_a_layer_that_is_not_used(mpi, sharded):
     module = torch.nn.ModuleDict({"used": torch.nn.Linear(3, 2), "unused": torch.nn.Linear(3, 2)})
     mpinn.synchronize_parameters(module)
@@ -293,23 +338,6 @@ def test_a_state_that_lacks_some_parameters(mpi, sharded):
     apart = sharded(network().parameters(), torch.optim.Adam, placement="round_robin")
     apart.load_state_dict(theirs.state_dict())
     assert apart.state_dict()["state"][5]["step"] == 1
-
-
-class Counting(torch.optim.SGD):
-    """An SGD that keeps something in its groups."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["calls"] = group.get("calls", 0) + 1
-        return super().step(closure)
-
-
-def test_what_an_optimizer_keeps_in_its_groups(mpi, sharded):
-    module = network()
-    ours = sharded(module.parameters(), Counting, lr=0.1, placement=lambda number, p: 0)
-    trained(mpi, module, ours, range(3), mpi.rank())
-    if mpi.rank() == 0:
-        assert ours.param_groups[0]["calls"] == 3 * len(ours._buckets)
 
 
 @pytest.mark.parametrize("placement", ["size", "round_robin"])

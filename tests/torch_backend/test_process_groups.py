@@ -97,6 +97,9 @@ def test_averages_of_whole_numbers_are_rounded_towards_zero(group, done):
         x = torch.tensor([sign * (rank + 1)], dtype=dtype)
         done(dist.all_reduce, x, op=OPS.AVG)
         assert x.tolist() == [sign * (size * (size + 1) // 2 // size)]
+        x = torch.tensor(sign * (rank + 1), dtype=dtype)  # without dimensions
+        done(dist.all_reduce, x, op=OPS.AVG)
+        assert x.item() == sign * (size * (size + 1) // 2 // size)
 
 
 def test_other_ops(group, done):

@@ -81,10 +81,10 @@ def hooks_of_run(
 class Saving:
     """The hooks of one training run; three of them resume or save it after the user's hook, and are collective.
 
-    Equal on all ranks, and written by rank 0: network, criterion, optimizer, counters. Each rank's own: buffers of the
-    modules (batch statistics), random generators, the place in the epoch, the last loss, the objects in ``stateful``.
-    Where ranks take steps of their own (``SGDEngine``, without an optimizer that reduces gradients), network, criterion
-    and optimizer are each rank's own as well.
+    Equal on all ranks, and written by rank 0: network, criterion, optimizer, ``maxepoch``. Each rank's own: buffers of
+    the modules (batch statistics), random generators, counters, the place in the epoch, the last loss, the objects in
+    ``stateful``. Where ranks take steps of their own (``SGDEngine``, without an optimizer that reduces gradients),
+    network, criterion and optimizer are each rank's own as well.
     """
 
     def __init__(
@@ -121,7 +121,8 @@ class Saving:
         self.hooks.on_start(state)
         self.asked = state.maxepoch
         # An error that the first save would have is raised now, and not when the first epoch is done.
-        outcomes.of_all(lambda: self._check_begin(state), "training cannot begin", (TypeError, ValueError))
+        lengths = outcomes.of_all(lambda: self._check_begin(state), "training cannot begin", (TypeError, ValueError))
+        self._check_lengths(lengths)
         saved = self.checkpoints.load()
         if saved is None:
             return
@@ -153,7 +154,8 @@ class Saving:
         else:
             self._end_if_requested(state, is_due)
 
-    def _check_begin(self, state: State) -> None:
+    def _check_begin(self, state: State) -> int | None:
+        """Each rank: errors of the folder and of what is saved. The number of batches in an epoch, if it is known."""
         before = completed.get(self.checkpoints.directory)
         if before is not None and before() is not state.network:
             raise ValueError(
@@ -161,6 +163,15 @@ class Saving:
                 "each a folder of its own, or start the program again to go on with that one"
             )
         check_collected(*self._collected(state))
+        return samples.length_of(state.iterator)
+
+    def _check_lengths(self, lengths: list[int | None]) -> None:
+        """ValueError, on all ranks, if their numbers of batches differ, so that some would save more often."""
+        if self.every != "epoch" and not self.steps_together and len({*lengths} - {None}) > 1:
+            raise ValueError(
+                f"every={self.every}: all ranks save together, after as many steps each, and they have {lengths} "
+                "batches in an epoch: give every='epoch'"
+            )
 
     def _log_begin(self, state: State) -> None:
         directory, place = self.checkpoints.directory, f"epoch {state.epoch}, position {state.position}, step {state.t}"
@@ -199,9 +210,7 @@ class Saving:
         }
         parts = {
             **trained,
-            "epoch": state.epoch,
             "maxepoch": {"asked": self.asked, "now": state.maxepoch},
-            "t": state.t,
             "size": outcomes.size(),
             "experiment": os.environ.get(config.EXPERIMENT, ""),
         }
@@ -211,6 +220,8 @@ class Saving:
         own = {
             "trained": trained if is_own else None,
             "buffers": {name: _kept_buffers(module) for name, module in modules},
+            "epoch": state.epoch,
+            "t": state.t,
             "position": state.position,
             "order": samples.order_of(state.iterator),
             "iterator": samples.place_of(state.iterator),

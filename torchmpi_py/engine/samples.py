@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, IterDataPipe
 
 from torchmpi_py.engine import outcomes
 from torchmpi_py.engine.batches import BatchIterator
@@ -59,14 +60,32 @@ def of_epoch(state: State) -> Iterator[Any]:
     begin of the epoch meanwhile, and their present states afterwards.
     """
     iterator = state.iterator
-    samplers = [getattr(iterator, name, None) for name in ("sampler", "batch_sampler")]
-    for holder in (iterator, *samplers):
+    samplers = samplers_of(iterator)
+    for holder in {id(each): each for each in (iterator, *samplers.values())}.values():  # some are the same object
         set_epoch(holder, state.epoch)
     if state.position > 0:
         return _resumed(state)
-    if state.training and (samplers[0] is not None or not hasattr(iterator, "set_position")):
+    if state.training and (samplers["sampler"] is not None or not hasattr(iterator, "set_position")):
         state.epoch_random = {"global": random_states(), "iterator": generator_states(iterator)}
-    return iter(iterator)
+    return _started(iterator)
+
+
+def _started(iterator: Any) -> Iterator[Any]:
+    """``iter(iterator)``, without the seed that torch draws from the loader's generator when persistent workers start.
+
+    They start in the first epoch of a process: a run that goes on would be one number ahead. The workers' seed comes
+    from another generator, which follows from the state of the loader's.
+    """
+    has_lasting_workers = isinstance(iterator, DataLoader) and iterator.persistent_workers
+    if not has_lasting_workers or isinstance(iterator.dataset, IterDataPipe):  # a DataPipe needs a number every epoch
+        return iter(iterator)
+    generator = iterator.generator
+    seed = _number_of(torch.get_rng_state() if generator is None else generator.get_state())
+    iterator.generator = torch.Generator().manual_seed(seed)
+    try:
+        return iter(iterator)
+    finally:
+        iterator.generator = generator
 
 
 def _resumed(state: State) -> Iterator[Any]:
@@ -78,7 +97,7 @@ def _resumed(state: State) -> Iterator[Any]:
         state.iterator.set_position(state.position)
         samples = iter(state.iterator)
     else:
-        samples = iter(state.iterator)
+        samples = _started(state.iterator)
         for _ in range(state.position):
             next(samples, None)
     restore_random_states(now)
@@ -95,8 +114,8 @@ def order_of(iterator: Any) -> dict[str, Any]:
         order["ranks"] = None if ranks == outcomes.size() else ranks  # each rank may have a dataset of its own
     else:
         order = {
-            "samples": _length(getattr(iterator, "dataset", None)),
-            "batches": _length(iterator),
+            "samples": length_of(getattr(iterator, "dataset", None)),
+            "batches": length_of(iterator),
             "batch size": getattr(iterator, "batch_size", None),
             "generators of": ", ".join(generators(iterator)) or None,
         }
@@ -135,7 +154,8 @@ def restore_place(iterator: Any, parts: dict[str, Any]) -> None:
         iterator.load_state_dict(parts["iterator"])
 
 
-def _length(sized: Any) -> int | None:
+def length_of(sized: Any) -> int | None:
+    """``len(sized)``; None for what has no length."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):  # an IterableDataset, and what loads one
@@ -208,7 +228,12 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 def derive_random_states(states: dict[str, Any], rank: int) -> None:
     """Seed the global random generators of a rank that has no states: from another rank's, and from its number."""
-    drawn = zlib.crc32(states["torch"].numpy().tobytes())
+    drawn = _number_of(states["torch"])
     torch.manual_seed((drawn << 24) + rank)
     np.random.seed([drawn, rank])
     random.seed((drawn << 24) + rank)
+
+
+def _number_of(state: torch.Tensor) -> int:
+    """A number that follows from the state of a generator of torch."""
+    return zlib.crc32(state.numpy().tobytes())

@@ -107,10 +107,10 @@ class SGDEngine:
         or a function from the list of parameters to one. A hook that adds layers adds their parameters to
         ``state.optimizer`` too, as anywhere in torch.
 
-        An iterator, or its sampler, that has ``set_epoch`` gets the epoch, and draws its order from (seed, epoch).
-        Each call counts from epoch 0: several calls with ``maxepoch=1`` all see the same order. Make one call with a
-        larger ``maxepoch``, or go on where the last one ended: ``on_start`` may set ``state.epoch`` (``maxepoch``
-        counts from the very first epoch).
+        An iterator, or a sampler that it draws from, with ``set_epoch`` gets the epoch, and draws its order from (seed,
+        epoch). Each call counts from epoch 0: several calls with ``maxepoch=1`` all see the same order. Make one call
+        with a larger ``maxepoch``, or go on where the last one ended: ``on_start`` may set ``state.epoch``
+        (``maxepoch`` counts from the very first epoch).
 
         With ``checkpoint``, a folder that all hosts share, the run is saved there after each epoch (or ``every`` N
         steps) and at its end; the last ``keep`` are kept. If the folder holds a checkpoint the run goes on from it,

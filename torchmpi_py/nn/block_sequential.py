@@ -23,6 +23,13 @@ class Block:
     weights: Tensor
     gradients: Tensor
 
+    def flatten(self) -> None:
+        """Make the parameters views of ``weights`` again, with their values, where they have other memory now."""
+        views = _views(self.weights, self.parameters)
+        if all(p.data_ptr() == view.data_ptr() for p, view in zip(self.parameters, views, strict=True)):
+            return
+        self.weights = _flattened(self.parameters)
+
     def collect(self) -> Tensor:
         """Make every ``p.grad`` a view of ``gradients``, with its values (zero for None), and return ``gradients``."""
         for parameter, view in zip(self.parameters, _views(self.gradients, self.parameters), strict=True):
@@ -73,13 +80,14 @@ class BlockSequential(torch.nn.Sequential):
         self.partitions = partitions
         self._boundaries: list[Tensor] = []
         self._blocks: list[Block] = []
-        self._flatten()
+        self._cut()
 
     @property
     def blocks(self) -> list[Block]:
         """The blocks, first to last; cut again when children or parameters were exchanged."""
-        if not self._is_current():
-            self._flatten()
+        self._cut()
+        for block in self._blocks:
+            block.flatten()
         return self._blocks
 
     def __getitem__(self, index: Any) -> Any:
@@ -88,8 +96,9 @@ class BlockSequential(torch.nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """As Sequential; remembers what passes between the blocks until ``backward_blocks`` or the next forward."""
+        self._cut()
         self._boundaries = [x]
-        for block in self.blocks:
+        for block in self._blocks:  # wherever their parameters are: an optimizer may have moved them
             for child in block.children:
                 x = child(x)
             self._boundaries.append(x)
@@ -110,6 +119,7 @@ class BlockSequential(torch.nn.Sequential):
             wanted += [before] * before.requires_grad
             # Through this block alone: its input's gradient is where the block before goes on.
             found = torch.autograd.grad(after, wanted, gradient, allow_unused=True) if wanted else ()
+            block.flatten()
             block.collect()
             for tensor, part in zip(wanted, found, strict=True):
                 if tensor is not before and part is not None:
@@ -125,25 +135,25 @@ class BlockSequential(torch.nn.Sequential):
         return {**self.__dict__, "_boundaries": []}  # the tensors of a forward pass cannot be copied
 
     def _is_current(self) -> bool:
-        """Whether the blocks still hold this module's children and parameters, in their flat memory."""
+        """Whether the blocks still hold this module's children and parameters, of the same dtypes and devices."""
         children = [child for block in self._blocks for child in block.children]
         parameters = [p for block in self._blocks for p in block.parameters]
         if list(map(id, (*self, *_parameters(self)))) != list(map(id, (*children, *parameters))):
             return False
-        views = [view for block in self._blocks for view in _views(block.weights, block.parameters)]
-        return all(p.data_ptr() == view.data_ptr() for p, view in zip(parameters, views, strict=True))
+        return all(_kinds(block.parameters) <= _kinds([block.weights]) for block in self._blocks)
 
-    def _flatten(self) -> None:
+    def _cut(self) -> None:
+        """Cut the module into blocks, with flat memory, unless the present ones are current."""
+        if self._is_current():
+            return
         children = list(self)  # not children(), which leaves out a module that comes again
         atoms = inseparable([list(child.parameters()) for child in children])
         owned = [_parameters(children[index] for index in atom) for atom in atoms]
         self._blocks = []
         for run in partition([sum(p.numel() for p in parameters) for parameters in owned], self.partitions):
             parameters = [p for atom in run for p in owned[atom]]
-            weights = _flat_weights(parameters)
-            for parameter, view in zip(parameters, _views(weights, parameters), strict=True):
-                parameter.data = view
             members = tuple(children[index] for atom in run for index in atoms[atom])
+            weights = _flattened(parameters)
             self._blocks.append(Block(members, parameters, weights, torch.zeros_like(weights)))
 
 
@@ -163,15 +173,23 @@ def _parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
     return list(dict.fromkeys(p for module in modules for p in module.parameters()))
 
 
-def _flat_weights(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
-    kinds = {(p.dtype, p.device) for p in parameters}
+def _kinds(tensors: Iterable[Tensor]) -> set[tuple[torch.dtype, torch.device]]:
+    return {(x.dtype, x.device) for x in tensors}
+
+
+def _flattened(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    """Flat memory, of which the parameters have become views."""
+    kinds = _kinds(parameters)
     if len(kinds) > 1:
         raise ValueError(f"BlockSequential: the parameters of a block have several dtypes or devices: {kinds}")
     if not parameters:
         return torch.empty(0)
     if _follow_each_other(parameters):  # they are flat already, perhaps where Hogwild has moved all of their memory
         return parameters[0].data.as_strided((sum(p.numel() for p in parameters),), (1,))
-    return torch.cat([p.detach().reshape(-1) for p in parameters])
+    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+    for parameter, view in zip(parameters, _views(flat, parameters), strict=True):
+        parameter.data = view
+    return flat
 
 
 def _follow_each_other(parameters: Sequence[torch.nn.Parameter]) -> bool:

@@ -3,7 +3,8 @@
 Gradients travel during the backward pass, in the buckets of ``nn.register_async_backward``, and ``backward()`` returns
 when they are there: what is read, clipped or unscaled between ``backward()`` and ``step()`` is the average. So
 ``synchronize`` and ``skip_synchronize``, which scripts for Horovod have around clipping, have nothing left to do; a
-rank that had no backward pass, or fewer than the others, meets their reduction in ``step`` (or ``synchronize``).
+rank that had no backward pass, or fewer than the others, meets their reduction in ``step`` (or ``synchronize``, which
+goes before clipping then; GradScaler calls for it).
 
 Source: Horovod's DistributedOptimizer (Sergeev and Del Balso, 2018) for the names; decision 021 for when it waits.
 """
@@ -106,12 +107,6 @@ class DistributedOptimizer(ReducingOptimizer):
             return self.optimizer.step()
         finally:
             self._is_reduced = False
-
-    def synchronize(self) -> None:
-        """Reduce gradients that are not reduced yet, as after no backward pass, or fewer than on other ranks."""
-        if not self._is_reduced:
-            self.reduction.reduce_now()
-            self._is_reduced = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -82,9 +82,15 @@ class Gossip(LocalOptimizer):
         self.average_over(self.comm)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, this rank's own."""
+        """The optimizer's, this rank's own; under "gossip" the state of the generator that draws partners."""
         self.finish()
-        return super().state_dict()
+        return {**super().state_dict(), "gossip": {"generator": self._generator.get_state()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what ``state_dict`` has given, or the state of the optimizer alone."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "gossip"})
+        if "gossip" in state_dict:
+            self._generator.set_state(state_dict["gossip"]["generator"].cpu())
 
     def _drawn(self) -> tuple[list[tuple[int, int]], float]:
         """The partners of this step, as (source, destination), and the weight of each. The same draw on every rank."""

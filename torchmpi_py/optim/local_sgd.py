@@ -107,8 +107,11 @@ class LocalSGD(LocalOptimizer):
         self._rates.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's; under "local_sgd" the number of steps, x0 and u of each parameter, and rates since x0."""
-        slow = [self._slow[p] for p in self.parameters()] if self._slow else []
+        """The optimizer's; under "local_sgd" the number of steps, x0 and u of each parameter, and rates since x0.
+
+        A parameter that has had no step has None in the place of x0 and u.
+        """
+        slow = [self._slow.get(p) for p in self.parameters()] if self._slow else []
         own = {"num_steps": self.num_steps, "slow": slow, "rates": copy.deepcopy(self._rates)}
         return {**super().state_dict(), "local_sgd": own}
 
@@ -119,7 +122,7 @@ class LocalSGD(LocalOptimizer):
         self.num_steps = own["num_steps"]
         self._rates = copy.deepcopy(own.get("rates", []))
         slow = zip(self.parameters(), own["slow"] if self._is_slow else (), strict=False)
-        self._slow = {p: (before.to(p, copy=True), momentum.to(p, copy=True)) for p, (before, momentum) in slow}
+        self._slow = {p: (had[0].to(p, copy=True), had[1].to(p, copy=True)) for p, had in slow if had is not None}
 
 
 def _checked(period: int | Mapping[Communicator, int], comm: Communicator | None) -> dict[Communicator, int]:

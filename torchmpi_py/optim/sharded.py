@@ -27,10 +27,8 @@ from torchmpi_py.nn.clipping import combined, norm_of, scale_to
 from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.optim.owners import Placement, owners
-from torchmpi_py.optim.sharded_buckets import ShardedBucket, ShardedBuckets
+from torchmpi_py.optim.sharded_buckets import ShardedBucket, ShardedBuckets, slice_of_state
 from torchmpi_py.optim.wrapper import ReducingOptimizer, evaluated
-
-_OF_A_PARAMETER = {"step", "eta", "mu", "mu_product"}  # one number, also where the parameter itself is one
 
 
 class ShardedOptimizer(ReducingOptimizer):
@@ -45,7 +43,8 @@ class ShardedOptimizer(ReducingOptimizer):
     parameters: as torch's; parameters equal on all ranks, which the first step checks, not split, on one device.
     optimizer_class: a class of torch optimizers without closures (not LBFGS).
     placement: who updates what. "size": equal slices, where the class treats every element alike (SGD, Adam, AdamW and
-        others of torch.optim); with any other class whole parameters, the largest first to the rank with the least.
+        others of torch.optim); with any other class whole parameters, the largest first to the rank with the least. An
+        update of a parameter may not depend on other parameters.
         "round_robin", "hash" (of its number): whole parameters. A function of (number of the parameter, parameter):
         the rank that owns it.
     average: mean over the ranks; False: sum.
@@ -164,10 +163,14 @@ class ShardedOptimizer(ReducingOptimizer):
         self.check_equal()
         # A bucket's parameters travel while the next bucket is updated; every rank starts all of them, in one order.
         handles: list[Handle[Any]] = []
+        groups, updated = self.optimizer.param_groups, {}
         for bucket in self._buckets:
             if bucket.shards:
-                self._update(bucket)
+                updated[bucket.group] = self._update(bucket)
             handles += bucket.spread()
+        # What an optimizer counts in a group, it counts once a step, not once a bucket.
+        for index, values in updated.items():
+            groups[index].update(values)
         wait_all(handles)
         self._is_reduced = False
         return loss
@@ -175,12 +178,11 @@ class ShardedOptimizer(ReducingOptimizer):
     def synchronize(self) -> None:
         """Reduce gradients that are not reduced yet, as after no backward pass, or fewer than on other ranks."""
         if not self._is_reduced:
-            self.reduction.reduce_now()
-            self._is_reduced = True
+            super().synchronize()
             self._share_overflow()
 
-    def _update(self, bucket: ShardedBucket) -> None:
-        """The optimizer's step, for one bucket alone."""
+    def _update(self, bucket: ShardedBucket) -> dict[str, Any]:
+        """The optimizer's step, for one bucket alone; what its group holds then beside the parameters."""
         groups = self.optimizer.param_groups
         group = {**groups[bucket.group], "params": bucket.shards}
         self.optimizer.param_groups = [group]
@@ -188,8 +190,8 @@ class ShardedOptimizer(ReducingOptimizer):
             self.optimizer.step()
         finally:
             self.optimizer.param_groups = groups
-            del group["params"]
-            groups[bucket.group].update(group)  # some optimizers count there
+        del group["params"]
+        return group
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; returns the norm. Collective.
@@ -238,9 +240,18 @@ class ShardedOptimizer(ReducingOptimizer):
                     state[number_of[p]] = entries
         groups = [
             {**group, "params": [number_of[p] for p in members]}
-            for group, members in zip(self.optimizer.param_groups, self._groups, strict=True)
+            for group, members in zip(self._values_of_groups(), self._groups, strict=True)
         ]
         return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def _values_of_groups(self) -> list[dict[str, Any]]:
+        """What the groups hold beside their parameters, each as a rank has it that updates some of them. Collective."""
+        values = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        updaters = {bucket.group: bucket.owner for bucket in self._buckets if bucket.owner is not None}
+        if not updaters:
+            return values
+        of_ranks = verbs.allgather_object(values, comm=self.comm)
+        return [of_ranks[updaters.get(index, self.comm.rank)][index] for index in range(len(values))]
 
     def _states_of(self, bucket: ShardedBucket) -> list[dict[str, Any]]:
         """The optimizer's state of each parameter of a bucket. Collective."""
@@ -287,7 +298,7 @@ class ShardedOptimizer(ReducingOptimizer):
                 continue
             bucket = bucket_of[shard]
             saved = {p: state_dict["state"].get(number_of[p], {}) for p in bucket.parameters}
-            entries = _slice_of(bucket, list(saved.values())) if bucket.owner is None else saved[shard]
+            entries = slice_of_state(bucket, list(saved.values())) if bucket.owner is None else saved[shard]
             if entries:
                 state[index] = copy.deepcopy(entries)  # torch would share tensors with it
         counts = iter(range(len(shards)))
@@ -342,31 +353,6 @@ class ShardedOptimizer(ReducingOptimizer):
                 "parameters have other memory than when the ShardedOptimizer was made, as after module.to(...): make "
                 "the optimizer after that"
             )
-
-
-def _slice_of(bucket: ShardedBucket, saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """This rank's slice of the state of a bucket's parameters."""
-    entries: dict[str, Any] = {}
-    shard = bucket.shards[0]
-    for name in dict.fromkeys(name for of_parameter in saved for name in of_parameter):
-        values = {p: entry[name] for p, entry in zip(bucket.parameters, saved, strict=True) if name in entry}
-        first = next(iter(values.values()))
-        has_shape = all(isinstance(x, Tensor) and x.shape == p.shape for p, x in values.items())
-        if not has_shape or name in _OF_A_PARAMETER:
-            if others := [x for x in values.values() if x != first]:
-                raise ValueError(
-                    f"the state's {name} is {first} for one parameter and {others[0]} for another, which share a "
-                    "slice: take placement='round_robin', which keeps parameters apart"
-                )
-            entries[name] = first
-            continue
-        whole = torch.zeros(bucket.values.numel(), dtype=first.dtype)  # zero for a parameter that has no state yet
-        for part, p in zip(bucket.split(whole), bucket.parameters, strict=True):
-            if p in values:
-                shaped(part, p).copy_(values[p])
-        begin = bucket.comm.rank * shard.numel()
-        entries[name] = whole[begin : begin + shard.numel()].clone()
-    return entries
 
 
 def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:

@@ -27,6 +27,8 @@ from torchmpi_py.nn.bucket import Bucket, shaped
 from torchmpi_py.nn.buckets import Buckets, flat_memory, runs_of
 from torchmpi_py.nn.compression import Compression, Destination
 
+_OF_A_PARAMETER = {"step", "eta", "mu", "mu_product"}  # one number, also where the parameter itself is one
+
 
 class Slices(Destination):
     """Of reduced gradients each rank wants its slice."""
@@ -201,3 +203,28 @@ class ShardedBuckets(Buckets):
     def has_gradient_here(self) -> Tensor:
         """Digests of the first batches alone: gradients have left their parameters by now; missing ones are zero."""
         return self.first_batches.append_digests(torch.ones(len(self.parameters), dtype=torch.uint8, device="cpu"))
+
+
+def slice_of_state(bucket: ShardedBucket, saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """This rank's slice of the state of a bucket's parameters."""
+    entries: dict[str, Any] = {}
+    shard = bucket.shards[0]
+    for name in dict.fromkeys(name for of_parameter in saved for name in of_parameter):
+        values = {p: entry[name] for p, entry in zip(bucket.parameters, saved, strict=True) if name in entry}
+        first = next(iter(values.values()))
+        has_shape = all(isinstance(x, Tensor) and x.shape == p.shape for p, x in values.items())
+        if not has_shape or name in _OF_A_PARAMETER:
+            if others := [x for x in values.values() if x != first]:
+                raise ValueError(
+                    f"the state's {name} is {first} for one parameter and {others[0]} for another, which share a "
+                    "slice: take placement='round_robin', which keeps parameters apart"
+                )
+            entries[name] = first
+            continue
+        whole = torch.zeros(bucket.values.numel(), dtype=first.dtype)  # zero for a parameter that has no state yet
+        for part, p in zip(bucket.split(whole), bucket.parameters, strict=True):
+            if p in values:
+                shaped(part, p).copy_(values[p])
+        begin = bucket.comm.rank * shard.numel()
+        entries[name] = whole[begin : begin + shard.numel()].clone()
+    return entries

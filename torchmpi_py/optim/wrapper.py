@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,24 @@ class ReducingOptimizer(OptimizerWrapper):
         super().__init__()
         self._is_checked = False  # whether parameters have been compared
         self._is_reduced = False  # whether there are reduced gradients, which no step has used
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer. To GradScaler, which unscales gradients there, they are reduced first."""
+        # What it unscales before a reduction would meet scaled gradients of other ranks in it.
+        if not self._is_reduced and sys._getframe(1).f_globals.get("__name__", "").endswith("grad_scaler"):
+            self.synchronize()
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    def synchronize(self) -> None:
+        """Reduce gradients that are not reduced yet, as after no backward pass, or fewer than on other ranks."""
+        if not self._is_reduced:
+            self.reduction.reduce_now()
+            self._is_reduced = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""

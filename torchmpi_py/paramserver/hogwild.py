@@ -143,7 +143,7 @@ def _why(name: str) -> str:
 
 
 def _flatten(network: torch.nn.Module) -> None:
-    """Let blocks be flat now: the first call of the network would move their parameters out of the shared memory."""
+    """Let blocks be flat now: their first use would move their parameters out of the shared memory."""
     for module in network.modules():
         if isinstance(module, BlockSequential):
             _ = module.blocks

@@ -37,8 +37,8 @@ def record(operations: Sequence[Operation[Any]], thread_role: int, is_launch: bo
     try:
         for operation in operations:
             operation.entry = journal.record(operation, thread_role, is_launch, frame)
-    except BaseException:
-        _fail_rest(operations)
+    except BaseException as error:
+        _fail_rest(operations, error)
         raise
 
 
@@ -48,18 +48,20 @@ def _carry_out(call: Call, in_background: bool = False) -> list[Tensor]:
     try:
         for operation in operations:
             operation.run(in_background)
-    except BaseException:
-        _fail_rest(operations)
+    except BaseException as error:
+        _fail_rest(operations, error)
         raise
     if last_step is not None:
         last_step()
     return results
 
 
-def _fail_rest(operations: Sequence[Operation[Any]]) -> None:
+def _fail_rest(operations: Sequence[Operation[Any]], error: BaseException) -> None:
     """Close the entries behind an operation that has failed: the program may go on, and waits in none of them."""
     for operation in operations:
         if operation.entry is not None:
+            if not isinstance(error, Exception):  # from a signal's handler, and so on this rank alone
+                journal.break_off(operation.entry)
             journal.fail(operation.entry)
 
 
@@ -161,15 +163,20 @@ class CallQueue:
     def submit(self, call: Call, seconds: float | None) -> QueuedCall:
         """Queue a call for the thread of the group. Its work and its future give up after ``seconds``."""
         # Counted first: from here on no call of another thread runs where it is made, and overtakes this one.
-        with self._order:
-            self._num_queued += 1
-            if self._thread is None:
-                self._thread = communication_thread.current().beside(self._name)
-        queued = QueuedCall(self, call, seconds)
         operations, results, _ = call
-        device = operations[0].device if operations else None
-        tensors = itertools.chain(results, *(operation.tensors for operation in operations))
-        queued.handle = devices.submit(queued, device, tensors, self._thread)
+        try:
+            with self._order:
+                self._num_queued += 1
+                if self._thread is None:
+                    self._thread = communication_thread.current().beside(self._name)
+            queued = QueuedCall(self, call, seconds)
+            device = operations[0].device if operations else None
+            tensors = itertools.chain(results, *(operation.tensors for operation in operations))
+            queued.handle = devices.submit(queued, device, tensors, self._thread)
+        except BaseException:  # it may not be queued, or not known to the program
+            for operation in operations:
+                journal.break_off(operation.entry)  # type: ignore[arg-type]
+            raise
         return queued
 
     def enter(self) -> None:

@@ -163,8 +163,8 @@ def averaging(op: str, outputs: Tensors, size: int, make: Callable[[str], Call],
     def divide() -> None:
         for x in outputs if is_root else ():
             plain = x.detach()
-            if x.dtype in _UNSIGNED:  # which torch does not divide
-                plain.copy_(torch.from_numpy(plain.cpu().numpy() // size))
+            if x.dtype in _UNSIGNED:  # which torch does not divide; without dimensions numpy's quotient is no array
+                plain.copy_(torch.from_numpy(plain.cpu()[None].numpy() // size)[0])
             else:
                 plain.div_(size, rounding_mode="trunc" if _is_whole(x) else None)
 
