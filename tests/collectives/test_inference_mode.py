@@ -1,4 +1,4 @@
-"""torch.inference_mode: what calls keep there serves later calls, and tensors made there may be reduced outside of it."""
+"""torch.inference_mode: what calls keep there serves later ones, and tensors made there may be reduced outside."""
 
 import pytest
 import torch

@@ -8,8 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import __main__ as main
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_leftovers")]
 
@@ -32,9 +36,41 @@ sys.exit(jobs.run(make, int(sys.argv[2])))
 """
 
 
+# The command, whose options are those of the launcher above.
+IN_MAIN = """
+from torchmpi_py.launch import __main__ as main
+main.run = lambda options: jobs.run(make, 0)
+sys.exit(main.main(["-m", "os"]))
+"""
+
+
 def launch(starter, most=1, before="", **keywords):
     arguments = [sys.executable, "-c", LAUNCHER, starter, str(most), before]
     return subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False, **keywords)
+
+
+NO_FOLDER = "import tempfile; tempfile.tempdir = '/no/such'"
+NO_STARTER = "make_job = make\ndef make(*_):\n    job = make_job(*_); job.command = ['/etc/passwd']\n    return job"
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [(NO_FOLDER, "no folder for the job: No such file"), (NO_STARTER, "cannot start /etc/passwd: Permission denied")],
+)
+def test_what_keeps_a_job_from_its_start_is_a_line(before, said):
+    launcher = LAUNCHER.replace("sys.exit(jobs.run(make, int(sys.argv[2])))", IN_MAIN)
+    arguments = [sys.executable, "-c", launcher, "", "0", before]
+    job = subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False)
+    assert job.returncode == 2
+    assert re.fullmatch(f"torchmpirun: {said}.*\n", job.stderr), job.stderr
+
+
+def test_a_hostfile_that_cannot_be_written(tmp_path):
+    chosen = SimpleNamespace(hostfile=tmp_path / "none" / "hostfile", hostfile_text="a")
+    with pytest.raises(
+        LaunchError, match=r"cannot write .*hostfile: No such file .*; make room there, or name another"
+    ):
+        main.make_job(None, None, chosen, tmp_path, 0.0)
 
 
 READ = "import sys; print(sys.stdin.read().strip(), flush=True); sys.exit(3)"

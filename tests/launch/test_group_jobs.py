@@ -3,13 +3,17 @@
 import argparse
 import json
 import os
+import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import binding, group_jobs, hosts
 from torchmpi_py.launch.__main__ import parse
+from torchmpi_py.launch.signals import Signals
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -96,3 +100,42 @@ def test_marks_of_a_group(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["experiment-1", "reason-1"]
     group_jobs.GroupOfRanks(1, 2, "token", "/nowhere").record_experiment()  # on another host there is no such folder
     assert isinstance(parse(["x.py"]), argparse.Namespace)
+
+
+@pytest.mark.parametrize(
+    ("is_here", "seconds", "most"), [(False, 100, 12), (False, 0, 2), (True, 100, 1), (True, 0, 1)]
+)
+def test_a_group_that_fails_outside_of_experiments_is_not_started_for_ever(
+    tmp_path, monkeypatch, is_here, seconds, most
+):
+    def start(job):
+        job.started = time.monotonic() - seconds
+
+    monkeypatch.setattr(group_jobs._GroupJob, "start", start)
+    monkeypatch.setattr(group_jobs.host_check, "is_this_host", lambda host: is_here, raising=False)
+    job = group_jobs._GroupJob(group_jobs.GroupOfRanks(0, 1, "token", str(tmp_path), hosts="a:2"), ())
+    num_failures = 1
+    while job.can_go_on(1) and num_failures < 50:
+        num_failures += 1
+        job.start()
+    assert num_failures == most
+
+
+def test_a_group_goes_on_after_any_number_of_experiments_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(group_jobs._GroupJob, "start", lambda job: setattr(job, "started", 0.0))
+    job = group_jobs._GroupJob(group_jobs.GroupOfRanks(0, 1, "token", str(tmp_path)), ())
+    job.group.record_experiment()
+    assert all(job.can_go_on(1) for _ in range(50))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+def test_what_comes_for_the_ranks_goes_to_all_groups(signum):
+    def group():
+        heard = []
+        process = SimpleNamespace(send_signal=heard.append)
+        return SimpleNamespace(process=process, heard=heard, code=lambda: 0 if heard else None)
+
+    groups, signals = [group(), group()], Signals()
+    signals.receive(signum)
+    assert group_jobs._wait(groups, signals) == 0
+    assert [each.heard for each in groups] == [[signum], [signum]]

@@ -134,7 +134,7 @@ def test_findings_of_hosts(findings, problems, warnings, monkeypatch):
         return HERE | {"host": host, "findings": [finding("problem")] if host == "localhost" else findings[host]}
 
     monkeypatch.setattr(host_check, "ask", answer)
-    monkeypatch.setattr(host_check, "_is_this_host", lambda host: False)
+    monkeypatch.setattr(host_check, "is_this_host", lambda host: False)
     found = host_check.check(Inquiry(tuple(findings), {}))  # no rank is to run on the host that asks
     assert (found.problems, found.warnings) == (problems, warnings)
 
@@ -148,7 +148,7 @@ def test_an_mpi_that_needs_shared_memory_has_a_problem_without(monkeypatch):
 def test_a_host_that_differs_is_not_asked_for_more(monkeypatch):
     there = HERE | {"torchmpi_py": ""}
     monkeypatch.setattr(host_check, "ask", lambda _, host: HERE | {"findings": []} if host == "localhost" else there)
-    monkeypatch.setattr(host_check, "_is_this_host", lambda host: False)
+    monkeypatch.setattr(host_check, "is_this_host", lambda host: False)
     found = host_check.check(Inquiry(("a",), {}))
     assert (len(found.problems), found.warnings) == (1, [])
     assert found.problems[0].startswith("a: no torchmpi_py at ")
@@ -302,3 +302,11 @@ def test_facts_of_a_package_follow_its_files(tmp_path):
     third = host_facts.facts(str(tmp_path), [])
     assert second["torchmpi_py"] == third["torchmpi_py"] == "7"
     assert len({first["checksum"], second["checksum"], third["checksum"]}) == 3
+
+
+def test_what_may_be_secret_is_on_no_command_line():
+    given = ("--env", "WANDB_API_KEY=secret", "--env", "LD_LIBRARY_PATH=/a/library")
+    options = launcher.parse(["--hosts", "nowhere.invalid", *given, "x.py"])
+    there = launcher.inquiry(options, *mpirun.find("", os.environ)).command("nowhere.invalid")[-1]
+    assert "LD_LIBRARY_PATH=/a/library" in there
+    assert "WANDB_API_KEY" not in there

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as main, cleanup, exit_marks, job, mpirun, signals
+from torchmpi_py.launch import __main__ as main, cleanup, exit_marks, job, mpirun, signals, wrap
 
 try:
     MISSING = "" if mpirun.find("", os.environ) else "none"
@@ -238,6 +238,34 @@ def test_a_job_ends_with_its_launcher_and_the_launcher_with_its_parent(no_leftov
     assert said == ("" if who == "launcher" else f"torchmpirun: {signals.PARENT_ENDED}\n")
 
 
+BEGIN = "import sys, time\nfrom torchmpi_py.launch import __main__ as main, group_jobs, timeline_file\n"
+WITH_GROUPS = """
+group_jobs._GroupJob = lambda *_: None
+group_jobs._wait = lambda *_: print("up", flush=True) or time.sleep(200)
+main.main(["-n", "1", "--groups", "1", "-m", "os"])
+"""
+WITH_TIMELINE = """
+options = main.parse(["--timeline", sys.argv[1], "x.py"])
+with timeline_file.kept(options):
+    print("up", flush=True)
+    time.sleep(200)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "signum"),
+    [(WITH_GROUPS, signal.SIGKILL), (WITH_TIMELINE, signal.SIGKILL), (WITH_TIMELINE, signal.SIGTERM)],
+)
+def test_folders_that_outlive_a_job_go_with_their_launcher(no_leftovers, text, signum):
+    folder = os.environ["TMPDIR"]
+    command = [sys.executable, "-c", BEGIN + text, f"{folder}/page.html"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline() == "up\n"
+        assert len(os.listdir(folder)) == 1
+        launcher.send_signal(signum)
+    wait_for_the_end()
+
+
 # A rank without an MPI, that does not end by SIGTERM.
 RANK = """
 import os, signal, sys, time
@@ -286,6 +314,9 @@ def ranks(folder, *marked):
             process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
             stack.callback(process.kill)
             assert process.stdout.readline() == "up\n"
+            if not is_marked:  # the process that had this number began before
+                mark = folder / f"running-{rank}"
+                mark.write_text(mark.read_text().rpartition(" ")[0] + " 1")
             started.append(process)
         yield started
 
@@ -300,6 +331,79 @@ def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
         assert forwarded.unfinished() == {0}
         other.kill()
         assert other.stdout.read() == ""
+
+
+# As setproctitle does: the title takes the place of the environment that other processes see.
+SET_TITLE = """
+import ctypes
+with open("/proc/self/stat") as stat:
+    begin, end = map(int, stat.read().rpartition(")")[2].split()[47:49])
+ctypes.memset(begin, 0, end - begin)
+"""
+
+
+def test_a_rank_that_sets_its_title_is_the_jobs(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        sys.modules[__name__], "RANK", RANK.replace('    print("up"', f'    exec({SET_TITLE!r})\n    print("up"')
+    )
+    with ranks(tmp_path, True) as (process,):
+        remains = cleanup.Remains(tmp_path)
+        assert not cleanup.lives_with(process.pid, remains.variable)
+        assert remains.processes() == [process.pid]
+        forwarded = signals.ForwardedSignal(remains, signal.SIGTERM)
+        assert forwarded.ranks == {0: process.pid}
+        forwarded.send()
+        assert process.stdout.readline() == "asked\n"
+        assert forwarded.unfinished() == {0}
+        remains.kill(process.poll)
+        assert process.wait(100) == -signal.SIGKILL
+        assert (tmp_path / "running-0").exists()
+        assert remains.processes() == []
+
+
+HOLD = """
+import time
+from multiprocessing import shared_memory
+print(shared_memory.SharedMemory(create=True, size=100).name, flush=True)
+time.sleep(200)
+"""
+
+
+def test_shared_memory_that_python_tracks_is_gone_with_a_killed_rank(tmp_path):
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", HOLD]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        name = process.stdout.readline().strip()
+        assert os.path.exists(f"/dev/shm/{name}")
+        remains = cleanup.Remains(tmp_path)
+        remains.kill(process.poll)
+        assert remains.processes() == []
+        assert not os.path.exists(f"/dev/shm/{name}")
+
+
+OPEN = """
+import sys, tempfile, time
+file = tempfile.mkstemp(prefix="torchmpi_py_", dir="/dev/shm")
+print(file[1], flush=True)
+time.sleep(200)
+"""
+
+
+def test_a_file_of_the_packages_own_goes_with_a_job_whatever_its_folder_is_called(tmp_path):
+    folder = tmp_path / os.fsdecode(b"\xff")  # no UTF-8
+    folder.mkdir()
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
+    with subprocess.Popen([sys.executable, "-c", OPEN], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        name = process.stdout.readline().strip()
+        try:
+            assert os.path.exists(name)
+            cleanup.Remains(folder).clear(process.poll)
+            assert process.wait(100) == -signal.SIGKILL
+            assert not os.path.exists(name)
+        finally:
+            process.kill()
+            if os.path.exists(name):
+                os.unlink(name)
 
 
 def test_who_waits_for_a_rank_that_has_left(tmp_path, monkeypatch):
@@ -335,6 +439,40 @@ def test_who_answers_ctrl_c(tmp_path, monkeypatch, knows):
             exit_marks.leave(tmp_path, f"{knows}-0")
         now[0] = 4.0
         assert forwarded.is_over() == (not knows)
+
+
+def test_a_rank_that_is_asked_to_end_says_all_before_it_can_be_killed(tmp_path, monkeypatch):
+    steps = []
+
+    def step(name):
+        return lambda *_: steps.append((name, exit_marks.is_left(tmp_path, "failed-0")))
+
+    def be_killed(*_):
+        assert exit_marks.is_left(tmp_path, "failed-0")
+        raise EOFError
+
+    exit_marks.leave(tmp_path, "ending")
+    monkeypatch.setitem(sys.modules, "torchmpi_py.watch.tracing", SimpleNamespace(save=step("saved")))
+    monkeypatch.setattr(wrap, "explain", step("explained"))
+    monkeypatch.setattr(exit_marks, "wait_for_output", step("read"))
+    monkeypatch.setattr(wrap, "_wait_to_be_killed", be_killed)
+    with pytest.raises(EOFError):
+        wrap.fail(KeyboardInterrupt(), 130, str(tmp_path), 0)
+    assert steps == [("explained", False), ("saved", False), ("read", False)]
+    assert [failure.code for failure in exit_marks.failures(tmp_path)] == [130]
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_rank_that_fails_before_mpi_aborts_where_its_mark_is_missing(tmp_path, monkeypatch, is_full):
+    started = []
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(wrap, "_start_mpi", lambda: started.append(1))
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    if is_full:
+        (tmp_path / "part-failed-0").mkdir()
+    with pytest.raises(SystemExit):
+        wrap.fail(SystemExit(3), 3, str(tmp_path), 0)
+    assert bool(started) == is_full
 
 
 @pytest.mark.parametrize(

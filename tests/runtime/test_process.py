@@ -13,6 +13,7 @@ import pytest
 from torchmpi_py.core import config
 from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.launch import mpirun
+from torchmpi_py.runtime import exits
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("full_collections")]
 
@@ -328,3 +329,13 @@ def test_every_rank_knows_its_place(mpi):
     mpi.barrier()
     with pytest.raises(TorchMPIError, match="was called already"):
         mpi.start()
+
+
+@pytest.mark.parametrize("how", ["raise OSError('of the hook')", "sys.exit(0)", "print('shown', file=sys.stderr)"])
+def test_a_hook_that_fails_does_not_keep_the_job_from_its_end(monkeypatch, capsys, how):
+    aborted = []
+    monkeypatch.setattr(exits.abort, "abort", aborted.append)
+    hook = exits._aborting(lambda *failure: exec(how))
+    hook(RuntimeError, RuntimeError("heard"), None)
+    assert aborted == [1]
+    assert ("shown" if "shown" in how else "RuntimeError: heard") in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import csv
 import math
 import multiprocessing
+import os
 
 import numpy as np
 import pytest
@@ -44,6 +45,20 @@ def test_each_experiment_is_claimed_once(tmp_path):
         each.join()
     assert sorted(claimed) == list(range(300))
     assert found.empty()
+
+
+def test_a_claim_that_succeeds_and_reports_the_opposite_is_one(tmp_path, monkeypatch):
+    """As on NFS when the answer is lost."""
+
+    def link(source, target, link=os.link):
+        link(source, target)
+        raise FileExistsError
+
+    ledger, other = prepared(tmp_path), prepared(tmp_path, group=1)
+    assert ledger.claim() == 0
+    monkeypatch.setattr(os, "link", link)
+    assert other.claim() == 1
+    assert not list(tmp_path.glob("part-*"))
 
 
 def test_what_was_under_way_is_run_again_in_another_run_and_abandoned_in_this_one(tmp_path):

@@ -8,9 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from torchmpi_py.launch.group_jobs import GroupOfRanks
+from torchmpi_py.sweeps.experiments import _Group
+from torchmpi_py.sweeps.ledger import Ledger
 
 pytestmark = pytest.mark.timeout(300)
 PROGRAM = Path(__file__).parent / "swept.py"
@@ -167,6 +172,29 @@ def test_a_signal_ends_all_groups(tmp_path):
         sweep.send_signal(signal.SIGTERM)
         assert sweep.wait(60) == 128 + signal.SIGTERM
     wait_until_all_are_dead(tmp_path / "sweep")
+
+
+def test_a_group_that_is_started_again_goes_on_in_its_logs(tmp_path):
+    (tmp_path / "begun.py").write_text(PROGRAM.read_text().replace("mpi.start()\n", "mpi.start()\nprint('begun')\n"))
+    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "1", "--groups", "1", "--log-dir", str(tmp_path / "l")]
+    line = [*launch, str(tmp_path / "begun.py"), str(tmp_path / "sweep"), json.dumps({"2": KILL}), "0"]
+    for num_starts in (2, 1):  # another torchmpirun begins new logs, and finds the sweep complete
+        done = subprocess.run(line, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        for text in (done.stdout, (tmp_path / "l" / "group-0" / "rank-0.log").read_text()):
+            assert text.count("begun\n") == num_starts
+
+
+def test_a_claim_that_fails_is_outside_of_an_experiment(tmp_path):
+    """For ever, if the group were started again."""
+    ledger = Ledger(tmp_path / "sweep", "a", 0)
+    ledger.prepare([1], 0, resume=True)
+    (tmp_path / "sweep" / "claims-a").rmdir()
+    place = GroupOfRanks(0, 1, "a", str(tmp_path))
+    group = _Group(ledger, SimpleNamespace(rank=0), abs, None, place)
+    with pytest.raises(FileNotFoundError):
+        group._next()
+    assert not (tmp_path / "experiment-0").exists()
 
 
 @pytest.mark.parametrize(

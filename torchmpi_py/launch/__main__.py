@@ -56,6 +56,23 @@ _FORWARDED = (
     "NCCL_",
     *binding.THREAD_VARIABLES,
 )
+# What --check passes on of --env: what loads Python, the MPI and the GPUs. The rest may be secret, and every user of a
+# host can read a command line there.
+_CHECKED = (
+    *_FORWARDED,
+    "PATH",
+    "PYTHON",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "TMPDIR",
+    "OMPI_",
+    "OPAL_",
+    "MPICH_",
+    "I_MPI_",
+    "UCX_",
+    "FI_",
+    "CUDA_",
+)
 
 _TRIED_BYTES = 4096  # one block of a disk
 
@@ -206,15 +223,16 @@ def run(options: argparse.Namespace) -> int:
             f"checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
         )
     if options.dry_run:
-        with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
+        with job.new_folder() as folder:
             show(plan(options, vendor, program, Path(folder), os.environ))
         return 0
-    check_folder("--log-dir", options.log_dir, replaced="rank-0.log")
+    num_before = options.group.restart if options.group is not None else 0
+    check_folder("--log-dir", options.log_dir, replaced="" if num_before else "rank-0.log")
     check_folder("--profile", options.profile)
     with timeline_file.kept(options) as timeline:
-        code, attempts = run_attempts(options, vendor, program, most)
+        code, attempts = run_attempts(options, vendor, program, most, num_before)
         last = attempts[-1]
-        timeline.write(code, last.reason, restart=sum(each.has_run for each in attempts) - 1)
+        timeline.write(code, last.reason, restart=num_before + sum(each.has_run for each in attempts) - 1)
     if code and options.group is not None:
         options.group.record_end(last.reason)
     if code and last.may_lack_something:
@@ -222,15 +240,20 @@ def run(options: argparse.Namespace) -> int:
     return code
 
 
-def run_attempts(options: argparse.Namespace, vendor: Vendor, program: str, most: int) -> tuple[int, list[Job]]:
-    """Start the job, and again if it fails, at most ``most`` times more; its exit code, and the attempts."""
+def run_attempts(
+    options: argparse.Namespace, vendor: Vendor, program: str, most: int, num_before: int
+) -> tuple[int, list[Job]]:
+    """Start the job, and again if it fails, at most ``most`` times more; its exit code, and the attempts.
+
+    ``num_before``: how many attempts another torchmpirun has made before, of a group that is started again.
+    """
     if vendor.shared_bytes and not hosts.named_hosts(options, os.environ):
         check_shared_memory(vendor, options.num_ranks or hosts.default_num_ranks((), os.environ))
 
     attempts: list[Job] = []
 
     def make(folder: Path, attempt: int, begin: float) -> Job:
-        chosen = plan(options, vendor, program, folder, os.environ, attempt)
+        chosen = plan(options, vendor, program, folder, os.environ, num_before + attempt)
         attempts.append(make_job(options, vendor, chosen, folder, begin))
         return attempts[-1]
 
@@ -240,7 +263,8 @@ def run_attempts(options: argparse.Namespace, vendor: Vendor, program: str, most
 def make_job(options: argparse.Namespace, vendor: Vendor, chosen: JobPlan, folder: Path, begin: float) -> Job:
     """An attempt to run the job; what its starter reads is written into its folder."""
     if chosen.hostfile is not None:
-        chosen.hostfile.write_text(chosen.hostfile_text)
+        with job.refusing(f"cannot write {chosen.hostfile}", job.ROOM_REMEDY):
+            chosen.hostfile.write_text(chosen.hostfile_text)
     return Job(
         chosen.command,
         chosen.environment,
@@ -267,11 +291,12 @@ def explain_start(options: argparse.Namespace, vendor: Vendor, program: str) -> 
 def inquiry(options: argparse.Namespace, vendor: Vendor, program: str) -> host_check.Inquiry:
     """What to ask the hosts of the job that the options describe."""
     chosen = plan(options, vendor, program, Path(os.devnull), os.environ)
+    reaching = tuple(name for name in chosen.forwarded if name.startswith(_CHECKED))
     files = [program] + ([] if options.as_module else [os.path.abspath(word) for word in options.program[:1]])
     return host_check.Inquiry(
         tuple(host.name for host in chosen.hosts) or host_check.nodes_of_allocation(os.environ),
         chosen.environment,
-        chosen.forwarded,
+        reaching,
         tuple(files),
         options.launch_agent,
         " ".join(chosen.environment.get(name, "") for name in vendor.ssh_environment),

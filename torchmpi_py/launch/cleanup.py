@@ -1,9 +1,11 @@
 """What a job may leave on this host: processes, shared memory, session folders. Only this job's are ever touched.
 
-- A *process* is the job's when its environment names the job's folder; children inherit that whatever they do.
-- A *file in /dev/shm* is the job's when it has a name that an MPI gives and one of the job's processes has it open or
-  mapped. MPIs unlink theirs in MPI_Finalize, which a killed or aborted rank does not reach. A file that a process
-  outside the job holds as well stays, and so does what a user keeps in /dev/shm, a data set for instance.
+- A *process* is the job's when its environment names the job's folder; children inherit that whatever they do. A rank
+  that sets its title (setproctitle) overwrites the environment that others see: the rank's mark names it.
+- A *file in /dev/shm* is the job's when it has a name that an MPI, torch or this package gives and one of the job's
+  processes has it open or mapped. MPIs unlink theirs in MPI_Finalize, which a killed or aborted rank does not reach;
+  this package does when all ranks have mapped a file. A file that a process outside the job holds as well stays, and so
+  does what a user keeps in /dev/shm, a data set for instance.
 - MPICH's *files with random names* cannot always be tied to a job: a rank may die before anyone has looked at what it
   maps, and a hydra proxy that was cut short leaves a topology file. They go when they appeared during the job and
   nobody can own them: no process has the file open or mapped, and for a topology file, no hydra proxy lives.
@@ -15,6 +17,8 @@ pipe what the job has, in lines of which the last one counts. When all is in ord
 the pipe breaks before that, torchmpirun is gone: the kernel has sent SIGTERM to the MPI's starter (`job`), which gets
 the usual time to end the ranks, also on other hosts; then the guardian kills what is left here, and removes the job's
 files and folder.
+
+The folders of ``--groups`` and ``--timeline``, which last longer than a job, have each a guardian of their own.
 
 The guardian leads a session of its own, which no terminal ends, and its environment does not name the job's folder. It
 runs in a bare Python (``-I -S``). So this file imports little at its top, and the rest where there is something to do.
@@ -36,8 +40,20 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 5.0  # for a starter that was asked to end
 KILL_SECONDS = 5.0  # for processes to end by SIGKILL
 TAKING_SECONDS = 0.2  # how long the guardian, which may be stopped, may take to empty a full pipe
+_TRACKER_SECONDS = 1.0  # for Python's resource trackers to remove what the killed have left
+_TRACKER = b".resource_tracker import main"  # on the command line of multiprocessing's, and of joblib's
 _SHARED_MEMORY = "/dev/shm/"
-_NAMES = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma", "mpich_", "ucx_shm_", "Intel_MPI_", "torch_")
+_NAMES = (
+    "sm_segment.",
+    "vader_segment.",
+    "osc_sm",
+    "osc_rdma",
+    "mpich_",
+    "ucx_shm_",
+    "Intel_MPI_",
+    "torch_",
+    "torchmpi_py_",
+)
 _RANDOM_SHARED_MEMORY = ("/dev/shm/mpich_shm_", "/dev/shm/mpich_vci_")
 _RANDOM_TOPOLOGY = ("/tmp/hydra_hwloc_xmlfile_",)
 
@@ -60,8 +76,17 @@ class Remains:
         return f"TORCHMPIRUN_JOB_DIR={self.folder}"
 
     def processes(self) -> list[int]:
-        """The job's processes."""
-        return processes_with(self.variable)
+        """The job's processes, this one excepted."""
+        from torchmpi_py.launch import exit_marks
+
+        ranks = exit_marks.processes_of_ranks(self.folder) - {os.getpid()}
+        return sorted(ranks.union(processes_with(self.variable)))
+
+    def has(self, process_id: int) -> bool:
+        """Whether this process lives and is the job's."""
+        from torchmpi_py.launch import exit_marks
+
+        return lives_with(process_id, self.variable) or process_id in exit_marks.processes_of_ranks(self.folder)
 
     def look(self) -> bool:
         """Note the shared memory that the job's processes hold; whether there is more than before."""
@@ -70,11 +95,19 @@ class Remains:
         return len(self.shared_memory) > num_before
 
     def kill(self, reap: Callable[[], object] = lambda: None) -> None:
-        """Kill the job's processes; ``reap`` waits for the starter, where that is a child."""
-        until = time.monotonic() + KILL_SECONDS
-        while (alive := self.processes()) and time.monotonic() < until:
-            for process_id in alive:  # again, for a process may start another before it dies
-                send_signal(process_id, signal.SIGKILL)
+        """Kill the job's processes; ``reap`` waits for the starter, where that is a child.
+
+        Python's resource trackers end when the processes that use them have, and remove the shared memory of those:
+        they are killed only if they have not ended soon after the others.
+        """
+        now = time.monotonic()
+        until, others_until = now + KILL_SECONDS, now
+        while (alive := self.processes()) and (now := time.monotonic()) < until:
+            others = [process_id for process_id in alive if not _is_tracker(process_id)]
+            if others:
+                others_until = now
+            for process_id in alive if now - others_until > _TRACKER_SECONDS else others:
+                send_signal(process_id, signal.SIGKILL)  # again, for a process may start another before it dies
             reap()
             time.sleep(0.02)
 
@@ -98,7 +131,11 @@ def processes_with(variable: str) -> list[int]:
 
 def lives_with(process_id: int, variable: str) -> bool:
     """Whether this process lives and has ``variable`` in its environment."""
-    return process_id > 0 and variable.encode() + b"\0" in _read(f"/proc/{process_id}/environ")
+    return process_id > 0 and os.fsencode(variable) + b"\0" in _read(f"/proc/{process_id}/environ")
+
+
+def _is_tracker(process_id: int) -> bool:
+    return _TRACKER in _read(f"/proc/{process_id}/cmdline")
 
 
 def send_signal(process_id: int, signum: int) -> None:
@@ -110,7 +147,7 @@ def send_signal(process_id: int, signum: int) -> None:
 
 
 def shared_memory(processes: Iterable[int]) -> set[str]:
-    """Files of MPIs in /dev/shm that these processes have open or mapped and that still have a name."""
+    """Files in /dev/shm with such names that these processes have open or mapped and that still have a name."""
     held: set[str] = set()
     for process_id in processes:
         held |= _open_shared_memory(process_id)  # first, for a process that creates a file maps it before closing it
@@ -118,10 +155,10 @@ def shared_memory(processes: Iterable[int]) -> set[str]:
             _, found, name = line.partition(b" " + _SHARED_MEMORY.encode())
             if found:
                 held.add(_SHARED_MEMORY + os.fsdecode(name))
-    return set(filter(_is_of_an_mpi, held))
+    return set(filter(_may_be_a_jobs, held))
 
 
-def _is_of_an_mpi(name: str) -> bool:
+def _may_be_a_jobs(name: str) -> bool:
     return name.removeprefix(_SHARED_MEMORY).startswith(_NAMES) and not name.endswith("(deleted)")
 
 
@@ -140,7 +177,7 @@ def _open_shared_memory(process_id: int) -> set[str]:
 
 def remove_shared_memory(names: set[str]) -> None:
     """Remove those of the files that exist and that no living process has open or mapped."""
-    names = {name for name in names if _is_of_an_mpi(name) and os.path.exists(name)}
+    names = {name for name in names if _may_be_a_jobs(name) and os.path.exists(name)}
     if names:
         _remove(names - shared_memory(_processes()))
 
@@ -260,7 +297,7 @@ class Guardian:
         if self._pipe < 0:
             return
         what = {
-            "folder": str(remains.folder),
+            "folder": os.fsencode(remains.folder),  # whatever the encoding of a bare Python
             "starter": remains.starter,
             "files_before": sorted(remains.files_before),
             "shared_memory": sorted(remains.shared_memory),
@@ -284,7 +321,7 @@ def clean_up_after(line: bytes) -> None:
     from pathlib import Path
 
     what = ast.literal_eval(line.decode())
-    remains = Remains(Path(what["folder"]), what["starter"], set(what["files_before"]))
+    remains = Remains(Path(os.fsdecode(what["folder"])), what["starter"], set(what["files_before"]))
     remains.shared_memory = set(what["shared_memory"])
     for signum in [0, *what["stop_signals"][1:]]:  # the first one, or SIGTERM, came from the kernel
         if signum and lives_with(remains.starter, remains.variable):

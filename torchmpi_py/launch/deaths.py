@@ -191,18 +191,11 @@ class Lookout:
             os.close(descriptor)
 
 
-def _stat(process_id: int) -> list[str]:
-    """The fields of a process from its state on, see proc(5); none when it is gone, or another user's."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    return []
-
-
 def _is_gone(process_id: int) -> bool:
-    return _stat(process_id)[:1] in ([], ["Z"], ["X"])
+    return exit_marks.status_fields(process_id)[:1] in ([], ["Z"], ["X"])
 
 
 def _status(process_id: int) -> int | None:
     """Status of a process that has ended and that its parent has not reaped; None where the status is not known."""
-    fields = _stat(process_id)
+    fields = exit_marks.status_fields(process_id)
     return int(fields[-1]) if fields[:1] == ["Z"] else None

@@ -1,7 +1,7 @@
 """Marks: files that ranks leave in the job's folder for torchmpirun. A mark is there whole, or not at all.
 
 running-R  until rank R ends in order: its process, where that number holds (another host, or a container with process
-           numbers of its own, may share the folder), and a checksum of its command line
+           numbers of its own, may share the folder), a checksum of its command line, and when it began
 alive-R    a pipe that rank R holds open until it ends, and writes into when it fails
 failed-R   rank R failed: when, with which exit code, and which shared memory it held
 through-R  rank R's program returned; what runs at exit may still be to come
@@ -93,7 +93,8 @@ def running(folder: str, rank: int) -> Iterator[None]:
 
 def record_running(folder: str, rank: int, process_id: int) -> None:
     """Leave that this process is the rank."""
-    leave(folder, f"running-{rank}", f"{process_id} {_numbering()} {_checksum(process_id)}")
+    text = f"{process_id} {_numbering()} {_checksum(process_id)} {_beginning(process_id)}"
+    leave(folder, f"running-{rank}", text)
 
 
 def ranks_running(folder: Path) -> dict[int, int]:
@@ -101,8 +102,20 @@ def ranks_running(folder: Path) -> dict[int, int]:
     found = {}
     for path in folder.glob("running-*"):
         with contextlib.suppress(FileNotFoundError):
-            number, where, _ = path.read_text().split()
+            number, where, *_ = path.read_text().split()
             found[int(path.name.removeprefix("running-"))] = int(number) if where == _numbering() else 0
+    return found
+
+
+def processes_of_ranks(folder: Path) -> set[int]:
+    """The ranks' processes that live here, by number and beginning: one that has set its title has no environment."""
+    found = set()
+    for path in folder.glob("running-*"):
+        with contextlib.suppress(FileNotFoundError):
+            number, where, _, *began = path.read_text().split()
+            now = _beginning(int(number))
+            if where == _numbering() and began == [now] and now != _UNKNOWN:
+                found.add(int(number))
     return found
 
 
@@ -125,12 +138,25 @@ def release_replaced(folder: Path, rank: int) -> bool:
     """
     mark = folder / f"running-{rank}"
     with contextlib.suppress(OSError):
-        number, _, before = mark.read_text().split()
+        number, _, before, *_ = mark.read_text().split()
         now = _checksum(int(number))
         if now != before and _UNKNOWN not in (now, before):
             mark.unlink()
             return True
     return False
+
+
+def status_fields(process_id: int) -> list[str]:
+    """The fields of a process from its state on, see proc(5); none when it is gone, or another user's."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process_id}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
+
+
+def _beginning(process_id: int) -> str:
+    """When a process began, which tells it from a later one of its number; not known of one that has ended."""
+    fields = status_fields(process_id)
+    return _UNKNOWN if fields[:1] in ([], ["Z"], ["X"]) else fields[19]
 
 
 def _checksum(process_id: int) -> str:

@@ -4,7 +4,9 @@ torchmpirun starts itself once for each group, with the group's part of the rank
 this host's cores and GPUs. The groups share experiments (`sweeps`). A group whose job fails with an experiment under
 way is started again, and goes on with the next one: a rank that is killed costs one experiment. Rank 0 of a group has a
 mark in torchmpirun's folder while an experiment is under way. A group that fails without one would fail for ever, and
-ends the others. One that ends in order in the middle of an experiment (``os._exit(0)``) has failed.
+ends the others. A rank 0 on another host leaves no mark: there a failure after the first minute may be an experiment's,
+and the group is started again a limited number of times. One that ends in order in the middle of an experiment
+(``os._exit(0)``) has failed.
 """
 
 import argparse
@@ -14,7 +16,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,14 +24,16 @@ from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import binding, exit_marks, host_check, hosts, variables
+from torchmpi_py.launch.cleanup import Guardian, Remains
 from torchmpi_py.launch.hosts import Host
-from torchmpi_py.launch.job import STARTING_SECONDS, TIMEOUT_CODE, die_with_parent
+from torchmpi_py.launch.job import STARTING_SECONDS, TIMEOUT_CODE, die_with_parent, new_folder
 from torchmpi_py.launch.signals import Signals
 from torchmpi_py.launch.terminal import say
 
 VARIABLE = "TORCHMPIRUN_GROUP"
 _MARK, _REASON = "experiment", "reason"
 _MOST_IDLE_FAILURES = 2  # in a row, on another host, where rank 0 leaves no mark
+_MOST_FAR_FAILURES = 10  # there in all, of jobs that came up, as nobody knows which were outside of experiments
 _MISTAKE_CODE = 2  # torchmpirun's own, for options that do not fit
 _OF_ONE_JOB = (variables.ADDRESS, variables.PORT)  # two jobs cannot have the same port
 _POLL_SECONDS = 0.1
@@ -50,6 +53,7 @@ class GroupOfRanks:
     cores: tuple[int, ...] = ()  # this host's; none: all
     gpus: str = ""  # for CUDA_VISIBLE_DEVICES; "": as it is
     last_end: str = ""  # how this group's former job failed
+    restart: int = 0  # how many jobs it has had before
     ends_at: float | None = None  # by the system's monotonic clock
 
     def record_experiment(self) -> None:
@@ -143,6 +147,7 @@ class _GroupJob:
     group: GroupOfRanks
     words: Sequence[str]  # the command line for all groups
     num_idle_failures: int = 0
+    num_far_failures: int = 0
 
     def __post_init__(self) -> None:
         self.start()
@@ -179,12 +184,16 @@ class _GroupJob:
 
     def can_go_on(self, code: int) -> bool:
         """Whether a failed job is to be started again, because of its experiments."""
-        is_far = bool(self.group.hosts) and time.monotonic() - self.started > STARTING_SECONDS  # leaves no marks here
-        is_idle = not (self._path(_MARK).exists() or is_far)
+        is_far = bool(self.group.hosts) and not host_check.is_this_host(hosts.parse_hosts(self.group.hosts)[0].name)
+        has_mark = self._path(_MARK).exists()
+        may_be_of_one = is_far and not has_mark and time.monotonic() - self.started > STARTING_SECONDS
+        self.num_far_failures += may_be_of_one
+        is_idle = not (has_mark or (may_be_of_one and self.num_far_failures <= _MOST_FAR_FAILURES))
         self.num_idle_failures = self.num_idle_failures + 1 if is_idle else 0
         reason = self._path(_REASON).read_text() if self._path(_REASON).exists() else ""
-        self.group = replace(self.group, last_end=reason or f"its job ended with exit code {code}")
-        may_try = self.num_idle_failures < (_MOST_IDLE_FAILURES if self.group.hosts else 1) and code != _MISTAKE_CODE
+        last_end = reason or f"its job ended with exit code {code}"
+        self.group = replace(self.group, last_end=last_end, restart=self.group.restart + 1)
+        may_try = self.num_idle_failures < (_MOST_IDLE_FAILURES if is_far else 1) and code != _MISTAKE_CODE
         return code != TIMEOUT_CODE and (may_try or not is_idle)
 
 
@@ -203,7 +212,8 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
         raise LaunchError(f"--groups on several nodes of Slurm: name the nodes and their slots, --hosts {hint}")
     num_ranks = options.num_ranks or hosts.default_num_ranks(named, os.environ)
     ends_at = None if options.timeout is None else time.monotonic() + options.timeout
-    with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder, Signals() as signals:
+    with new_folder() as folder, Signals() as signals, Guardian() as guardian:
+        guardian.note(Remains(Path(folder)), ())  # the groups have their own
         groups = divide(options.groups, num_ranks, named, os.environ, folder)
         return _wait([_GroupJob(replace(group, ends_at=ends_at), words) for group in groups], signals)
 
@@ -214,6 +224,7 @@ def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
     while running:
         time.sleep(_POLL_SECONDS)
         signals.look_at_parent()
+        signals.pass_on(*(job.process for job in running))
         if len(signals.ending) > num_sent:
             num_sent = len(signals.ending)
             _send(running, signals.ending[-1])

@@ -61,7 +61,7 @@ class Inquiry:
         text = base64.b64encode(zlib.compress(Path(host_facts.__file__).read_bytes())).decode()
         source = f"exec(__import__('zlib').decompress(__import__('base64').b64decode('{text}')))"
         python = [sys.executable, "-c", source, str(_PACKAGE), self.doctor, *self.files]
-        if _is_this_host(host):
+        if is_this_host(host):
             return python
         srun = shutil.which("srun", path=self.environment.get("PATH"))
         if not self.agent and srun and "SLURM_JOB_ID" in self.environment:
@@ -74,7 +74,7 @@ class Inquiry:
         return [*ssh, host, there]
 
 
-def _is_this_host(host: str) -> bool:
+def is_this_host(host: str) -> bool:
     """Whether the name stands for an address of this host."""
     bare = host.rpartition("@")[2].strip("[]")
     try:
@@ -200,7 +200,7 @@ def check(inquiry: Inquiry) -> Outcome:
     here = ask(inquiry, "localhost")
     if isinstance(here, str):
         return Outcome([f"this host: {here}"], [], "")
-    others = [host for host in inquiry.hosts if not _is_this_host(host)]
+    others = [host for host in inquiry.hosts if not is_this_host(host)]
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
         answers = dict(zip(others, pool.map(lambda host: ask(inquiry, host), others), strict=True))
     own_name, has_ranks_here = f"{here['host']} (this host)", not inquiry.hosts or len(others) < len(inquiry.hosts)

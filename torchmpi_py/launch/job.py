@@ -24,18 +24,20 @@ was ended from outside, by a signal or by the time limit, is not started again. 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
 
+from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import cleanup, exit_marks, terminal
 from torchmpi_py.launch.cleanup import GRACE_SECONDS, Guardian
 from torchmpi_py.launch.deaths import Death, Lookout
@@ -46,6 +48,7 @@ FAILURE_GRACE_SECONDS = 2.5  # a rank has failed: how long the MPI may take to e
 TRACE_SECONDS = 30.0  # and how long the rank may take to write its trace before that
 MOST_FOR_ELASTIC = 3  # restarts, where the MPI has nothing for --elastic
 TIMEOUT_CODE = 124  # as timeout(1)
+ROOM_REMEDY = "make room there, or name another folder with TMPDIR"
 STARTING_SECONDS = 60.0  # a job that fails in this time may not have come up on all hosts
 DESERTED_SECONDS = 5.0  # how long the starter of an elastic job may take when the last rank has ended
 _POLL_SECONDS = 0.05
@@ -59,6 +62,21 @@ _prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
 def die_with_parent() -> None:
     """In a starter, before it is executed: have the kernel end it if torchmpirun is killed without a chance to."""
     _prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+
+
+@contextlib.contextmanager
+def refusing(what: str, remedy: str) -> Iterator[None]:
+    """Within the block an error of the system is a LaunchError: the job cannot start."""
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(f"{what}: {error.strerror or error}; {remedy}") from None
+
+
+def new_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the marks of a job. LaunchError where there can be none."""
+    with refusing("no folder for the job", ROOM_REMEDY):
+        return tempfile.TemporaryDirectory(prefix="torchmpirun-", ignore_cleanup_errors=True)
 
 
 @dataclass
@@ -111,14 +129,15 @@ class Job:
         stderr = terminal.relay(self._has_explained)
         self.guardian.note(self._remains, self.stop_signals)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
-        self.process = subprocess.Popen(
-            self.command,
-            env=self.environment,
-            stdin=terminal.starter_input(),
-            stderr=stderr,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+        with refusing(f"cannot start {self.command[0]}", "try it by hand"):
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdin=terminal.starter_input(),
+                stderr=stderr,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
         if stderr is not None:
             os.close(stderr)
         self._remains.starter = self.process.pid
@@ -334,7 +353,7 @@ def _run_attempts(make: Maker, most: int, signals: Signals, guardian: Guardian, 
     for attempt in range(most + 1):
         if attempt:
             terminal.rewind_input(place)
-        with tempfile.TemporaryDirectory(prefix="torchmpirun-") as folder:
+        with new_folder() as folder:
             job = make(Path(folder), attempt, begin)
             job.signals, job.guardian = signals, guardian
             code = 0 if signals.ending else job.run()

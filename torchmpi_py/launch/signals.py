@@ -5,9 +5,9 @@ session), which counts as a SIGHUP. torchmpirun survives that death where it was
 SIGINT ignored (the background of a script), or as the leader of a session (setsid). SIGINT or SIGTERM, once more, cuts
 the ranks' time short.
 
-SIGUSR1 and SIGUSR2 go to the MPI's starter: batch systems announce the end of an allocation with them, and a program
-that dies of one, or fails soon after it, would find no time in another attempt. (A rank that has called ``mpi.start``
-takes SIGUSR1 for a question, and lives.)
+SIGUSR1 and SIGUSR2 go to the MPI's starter, with ``--groups`` to those of all groups: batch systems announce the end of
+an allocation with them, and a program that dies of one, or fails soon after it, would find no time in another attempt.
+(A rank that has called ``mpi.start`` takes SIGUSR1 for a question, and lives.)
 
 A signal that asks the job to end goes from torchmpirun to the ranks, and not through the MPI's starter, which would end
 them. Only ranks that heed the signal get it: one that SIGTERM would kill has nothing to save, and its death would have
@@ -82,11 +82,12 @@ class Signals:
             self.receive(signal.SIGHUP)
             say(PARENT_ENDED)
 
-    def pass_on(self, process: "subprocess.Popen[bytes]") -> None:
-        """Send a starter what came for the ranks."""
+    def pass_on(self, *processes: "subprocess.Popen[bytes]") -> None:
+        """Send starters what came for the ranks."""
         while self._to_pass_on:
             signum = self._to_pass_on.pop(0)
-            process.send_signal(signum)
+            for process in processes:
+                process.send_signal(signum)
             self._passed_on[signum] = time.monotonic()
 
     def cause(self, code: int) -> int:
@@ -164,7 +165,7 @@ class ForwardedSignal:
         return not any(exit_marks.is_left(self._remains.folder, f"own-{rank}") for rank in self.ranks)
 
     def _lives(self, process_id: int) -> bool:
-        return cleanup.lives_with(process_id, self._remains.variable)
+        return self._remains.has(process_id)
 
 
 def _heeds(process_id: int, signum: int) -> bool:

@@ -204,7 +204,7 @@ class _Speech(_Outlet):
 class Tail(_Outlet):
     """Shows what rank 0 adds to its log, in all attempts to run a job; without a folder of logs nothing.
 
-    A log of an earlier job is to be removed before.
+    What the log has already is of a former job, and is not shown.
 
     The log is shown as text: NUL bytes are left out (a log that is cut while a process goes on writing has holes), and
     what is not UTF-8 is replaced.
@@ -213,7 +213,7 @@ class Tail(_Outlet):
     def __init__(self, log_dir: Path | None) -> None:
         super().__init__(_STDOUT)
         self.log = None if log_dir is None else log_dir / "rank-0.log"
-        self._num_read = 0
+        self._num_read = 0 if self.log is None or not self.log.exists() else self.log.stat().st_size
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         if self.log is not None and sys.stdout is not None:
             self.start()

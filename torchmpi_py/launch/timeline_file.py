@@ -23,6 +23,7 @@ from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import variables
+from torchmpi_py.launch.cleanup import Guardian, Remains
 from torchmpi_py.launch.terminal import say
 
 VARIABLE = "TORCHMPI_TIMELINE"
@@ -72,6 +73,8 @@ def kept(options: argparse.Namespace) -> Iterator[TimelinePage]:
     command = _command(sys.argv[1:], options)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_folder_beside(path, f"--timeline {options.timeline}"))
+        guardian = stack.enter_context(Guardian())  # this process may be killed also while the page is made
+        guardian.note(Remains(Path(folder)), ())
         options.env = [*options.env, f"{VARIABLE}={folder}"]
         yield TimelinePage(path, folder, command)
 

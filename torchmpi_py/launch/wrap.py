@@ -204,9 +204,13 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
 
 
 def fail(error: BaseException, code: int, folder: str, rank: int, former: int | None = None) -> None:
-    """Record, explain, write the trace, and end the job whatever stands in the way: a closed stderr, a full disk."""
+    """Record, explain, write the trace, and end the job whatever stands in the way: a closed stderr, a full disk.
+
+    In a job that is asked to end the record is the last step: torchmpirun kills the ranks once all have left it.
+    """
     with contextlib.suppress(BaseException):
-        exit_marks.record_failure(folder, rank, code)
+        if not _is_asked_to_end(error, folder):
+            exit_marks.record_failure(folder, rank, code)
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     with contextlib.suppress(BaseException):
@@ -216,13 +220,21 @@ def fail(error: BaseException, code: int, folder: str, rank: int, former: int | 
     if tracing is not None:
         with contextlib.suppress(BaseException):
             tracing.save()
-    if isinstance(error, (KeyboardInterrupt, SystemExit)) and exit_marks.is_left(folder, "ending"):
+    if _is_asked_to_end(error, folder):
+        with contextlib.suppress(BaseException):
+            exit_marks.wait_for_output()
+        with contextlib.suppress(BaseException):
+            exit_marks.record_failure(folder, rank, code)
         _wait_to_be_killed(folder)
     watch: Any = sys.modules.get("torchmpi_py.watch.abort")
     if watch is not None:
         with contextlib.suppress(BaseException):
             watch.announce()
-    end_job(code, folder)
+    end_job(code, folder, rank)
+
+
+def _is_asked_to_end(error: BaseException, folder: str) -> bool:
+    return isinstance(error, (KeyboardInterrupt, SystemExit)) and exit_marks.is_left(folder, "ending")
 
 
 def _wait_to_be_killed(folder: str) -> None:
@@ -231,10 +243,11 @@ def _wait_to_be_killed(folder: str) -> None:
         time.sleep(0.1)
 
 
-def end_job(code: int, folder: str) -> NoReturn:
+def end_job(code: int, folder: str, rank: int) -> NoReturn:
     """MPI_Abort when MPI runs here; else exit, and leave it to the MPI's starter, or to torchmpirun, to notice."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    if mpi is None and not os.path.isdir(folder) and (variables.size_in(os.environ) or 1) > 1:
+    # torchmpirun notices by the mark, which is missing on another host, and where the disk is full.
+    if mpi is None and not exit_marks.is_left(folder, f"failed-{rank}") and (variables.size_in(os.environ) or 1) > 1:
         mpi = _start_mpi()
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         exit_marks.abort(mpi, code)
@@ -242,7 +255,7 @@ def end_job(code: int, folder: str) -> NoReturn:
 
 
 def _start_mpi() -> Any:
-    """Start MPI only to abort it: without torchmpirun nobody may notice a rank that exits before the others' MPI_Init.
+    """Start MPI only to abort it: where torchmpirun does not nobody may notice a rank that exits before MPI_Init.
 
     MPICH's starter never does. Open MPI's does, but now and then hangs or crashes over a rank that it kills while that
     one is connecting.

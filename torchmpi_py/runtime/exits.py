@@ -6,6 +6,7 @@ A forked child is disowned: it must neither use its parent's rank nor shut its p
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import logging
 import os
@@ -70,8 +71,10 @@ def _at_exit(stop: Callable[[], None]) -> None:
         try:
             stop()
         except BaseException:
-            sys.excepthook(*sys.exc_info())
-            abort.abort(1)
+            try:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                abort.abort(1)
         if not communication_thread.are_over():
             logger.error(
                 "an operation that timed out is still under way, so MPI cannot be ended in order; the job is aborted"
@@ -94,11 +97,16 @@ def _aborting(former: Callable[..., Any]) -> Callable[..., None]:
     """An excepthook that ends the whole job after reporting: ranks that wait for this one would wait for ever."""
 
     def hook(*failure: Any) -> None:
-        former(*failure)
-        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-            # A hook around this one (torch.distributed has one) collects the text, to show it when this one returns.
-            sys.__stderr__.write(sys.stderr.getvalue())
-        abort.abort(1)
+        try:
+            former(*failure)
+        except BaseException:  # the program's own may raise, or call sys.exit
+            sys.__excepthook__(*failure)
+        finally:
+            with contextlib.suppress(Exception):
+                if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+                    # A hook around this one (torch.distributed has one) collects the text, and shows it afterwards.
+                    sys.__stderr__.write(sys.stderr.getvalue())
+            abort.abort(1)
 
     hook.aborts = True  # type: ignore[attr-defined]  # launch/wrap.py has its own abort, after the user's hook
     hook.former = former  # type: ignore[attr-defined]

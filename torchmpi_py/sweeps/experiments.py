@@ -205,16 +205,24 @@ class _Group:
         """The next experiment of this group, or `_OVER` when all have ended; this may take as long as others do."""
         number = np.array([_OVER])
         if self.mpi.rank == 0:
-            if self.place:
-                self.place.record_experiment()  # before the claim, which nobody would take over
-            found = self.ledger.claim()
-            if found is None and self.place:
-                self.place.record_no_experiment()
+            found = self._claim()
             while found is None and not self.ledger.is_over():
                 time.sleep(_LOOK_SECONDS)
             number[0] = _OVER if found is None else found
         backoff.complete(self.mpi.Ibcast(number), backoff.Nap(_LOOK_SECONDS))
         return int(number[0])
+
+    def _claim(self) -> int | None:
+        """Take an experiment; while it is under way the group has a mark, and none where nothing could be taken."""
+        found = None
+        try:
+            if self.place:
+                self.place.record_experiment()  # before the claim, which nobody would take over
+            found = self.ledger.claim()
+        finally:
+            if found is None and self.place:
+                self.place.record_no_experiment()
+        return found
 
     def _run(self, number: int) -> None:
         """Run an experiment, and record how it ended. Collective over the group."""

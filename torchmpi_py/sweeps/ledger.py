@@ -119,7 +119,9 @@ class Ledger:
             try:
                 os.link(part, self._claims / f"{number:04}")
             except FileExistsError:
-                continue
+                # NFS says this of a success as well, where its answer was lost and the call was repeated.
+                if part.stat().st_nlink == 1:
+                    continue
             finally:
                 part.unlink()
             # An earlier run of the experiment, which did not end, has left these.
