@@ -337,7 +337,7 @@ def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
 SET_TITLE = """
 import ctypes
 with open("/proc/self/stat") as stat:
-    begin, end = map(int, stat.read().rpartition(")")[2].split()[47:49])
+    begin, _, _, end = map(int, stat.read().rpartition(")")[2].split()[45:49])  # arguments, then environment
 ctypes.memset(begin, 0, end - begin)
 """
 
@@ -355,6 +355,8 @@ def test_a_rank_that_sets_its_title_is_the_jobs(tmp_path, monkeypatch):
         forwarded.send()
         assert process.stdout.readline() == "asked\n"
         assert forwarded.unfinished() == {0}
+        (tmp_path / "failed-0").touch()
+        assert not exit_marks.release_replaced(tmp_path, 0)  # it has failed, and is no other program
         remains.kill(process.poll)
         assert process.wait(100) == -signal.SIGKILL
         assert (tmp_path / "running-0").exists()
@@ -369,7 +371,9 @@ time.sleep(200)
 """
 
 
-def test_shared_memory_that_python_tracks_is_gone_with_a_killed_rank(tmp_path):
+def test_shared_memory_that_python_tracks_is_gone_with_a_killed_rank(tmp_path, monkeypatch):
+    for name in ("_TRACKER_SECONDS", "KILL_SECONDS"):  # the tracker may stand still
+        monkeypatch.setattr(cleanup, name, 60.0)
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
     command = [sys.executable, "-c", HOLD]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:

@@ -114,7 +114,7 @@ class Operation(Work[R]):
 
     def _check_earlier(self, entry: journal.Entry) -> None:
         """CommunicatorError if one that was launched earlier broke off: this one would meet it on other ranks."""
-        if entry[5] is not None and entry[5].is_broken:
+        if entry[5] is not None and entry[4] > entry[5].broken_from and not ulfm.has_lost_ranks():  # MPI says it then
             journal.fail(entry)
             raise sequences.refused(self.name, self.comm)
 

@@ -125,7 +125,7 @@ def _reduce(
     else:
         target = tensor if out is None else check_out("reduce", out, tensor, tensor.shape)
         if not is_flat(target):
-            check_writable("reduce", target)  # as on root, which writes there
+            check_writable("reduce", target)  # as root does, where all pass such a tensor
         source = buffer = flat(tensor)
         copy_out = None
     return tensor_operation("reduce", comm, flavour, tensor, (source, buffer, op, root), target, copy_out)

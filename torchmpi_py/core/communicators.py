@@ -287,11 +287,16 @@ def split(color: int | None, key: int = 0) -> Communicator:
 
 def _checked(color: Any, key: Any) -> tuple[int | None, int]:
     """Color and key of a rank. ValueError for another color or key."""
-    if color is not None and (isinstance(color, bool) or not hasattr(color, "__index__") or color < 0):
+    try:
+        whole = None if color is None or isinstance(color, bool) else operator.index(color)
+    except (TypeError, RuntimeError):  # torch raises the latter for several elements
+        whole = -1
+    if (whole is None and color is not None) or (whole is not None and whole < 0):
         raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
-    if isinstance(key, bool) or not hasattr(key, "__index__"):
-        raise ValueError(f"split: key must be a whole number, not {key!r}")
-    return None if color is None else operator.index(color), operator.index(key)
+    try:
+        return whole, operator.index(key)
+    except (TypeError, RuntimeError):
+        raise ValueError(f"split: key must be a whole number, not {key!r}") from None
 
 
 def beside(comm: Communicator, key: str) -> Communicator:

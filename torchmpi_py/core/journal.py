@@ -157,8 +157,8 @@ def record(operation: Recorded, thread_role: int, is_launch: bool = False, frame
         fingerprint |= checksum
         pack(used.mapping, begin_byte, number, fingerprint, now, operation.num_bytes, names)
     except BaseException:  # from a signal's handler
-        break_off(entry := (number, word, end_word, 0, 0, sequence))
-        fail(entry)
+        sequence.is_broken = not sequence.is_alone
+        fail((number, word, end_word, 0, 0, None))
         raise
     entry = number, word, end_word, neighbours, fingerprint, sequence
     # 3. The fingerprint, after its record: a reader of the fingerprint finds the record. Then the first look.
@@ -247,8 +247,8 @@ def end(entry: Entry) -> None:
 
 def break_off(entry: Entry) -> None:
     """Refuse all later operations of the sequence: the ranks may not have carried out this one alike."""
-    if entry[5] is not None:
-        entry[5].is_broken = not entry[5].is_alone
+    if entry[5] is not None and not entry[5].is_alone:
+        entry[5].is_broken, entry[5].broken_from = True, min(entry[5].broken_from, entry[4])
 
 
 def _is_in_place(words: memoryview, word: int, number: int) -> bool:

@@ -164,8 +164,9 @@ def output_buffer(verb: str, target: Tensor, *, holds_input: bool) -> tuple[Tens
 
     With ``holds_input`` the flat memory starts with the values of ``target``.
     """
-    increment_version(target)  # autograd does not see what MPI writes
-    if target.is_inference() and not torch.is_inference_mode_enabled():
+    if not target.is_inference():
+        increment_version(target)  # autograd does not see what MPI writes
+    elif not torch.is_inference_mode_enabled():
         target = _writable(target)
     if target.is_contiguous() and not target.is_neg() and not target.is_conj():  # ``is_flat``, without a call
         return target.detach() if target.requires_grad else target, None

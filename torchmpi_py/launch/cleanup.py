@@ -330,8 +330,13 @@ def clean_up_after(line: bytes) -> None:
         while lives_with(remains.starter, remains.variable) and time.monotonic() < until:
             remains.look()
             time.sleep(0.05)
-    remains.clear()
-    shutil.rmtree(remains.folder, ignore_errors=True)
+    try:
+        remains.clear()
+    finally:
+        until = time.monotonic() + KILL_SECONDS
+        while remains.folder.exists() and time.monotonic() < until:  # what ends may still write there
+            shutil.rmtree(remains.folder, ignore_errors=True)
+            time.sleep(0.02)
 
 
 def guard() -> None:

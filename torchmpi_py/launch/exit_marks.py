@@ -140,7 +140,8 @@ def release_replaced(folder: Path, rank: int) -> bool:
     with contextlib.suppress(OSError):
         number, _, before, *_ = mark.read_text().split()
         now = _checksum(int(number))
-        if now != before and _UNKNOWN not in (now, before):
+        has_failed = is_left(folder, f"failed-{rank}")  # that pipe is readable; setproctitle changes command lines too
+        if now != before and _UNKNOWN not in (now, before) and not has_failed:
             mark.unlink()
             return True
     return False

@@ -193,7 +193,7 @@ class _GroupJob:
         reason = self._path(_REASON).read_text() if self._path(_REASON).exists() else ""
         last_end = reason or f"its job ended with exit code {code}"
         self.group = replace(self.group, last_end=last_end, restart=self.group.restart + 1)
-        may_try = self.num_idle_failures < (_MOST_IDLE_FAILURES if is_far else 1) and code != _MISTAKE_CODE
+        may_try = self.num_idle_failures < (_MOST_IDLE_FAILURES if self.group.hosts else 1) and code != _MISTAKE_CODE
         return code != TIMEOUT_CODE and (may_try or not is_idle)
 
 
@@ -233,7 +233,7 @@ def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
             if ended is None:
                 continue
             is_ending = bool(signals.ending or code)
-            if ended and not is_ending and job.can_go_on(ended):
+            if ended and not is_ending and not signals.cause(ended) and job.can_go_on(ended):
                 say(f"group {job.group.index} failed with exit code {ended}; it is started again for what is left")
                 job.start()
                 continue

@@ -141,6 +141,7 @@ class DistributedOptimizer(ReducingOptimizer):
                 "reached these parameters (as a GAN's), set requires_grad_(False) on them for that pass; activation "
                 "checkpointing needs checkpoint(..., use_reentrant=False)"
             )
+        self._is_reduced = False  # of a step that GradScaler left out, whose gradients the module has dropped
 
 
 def _check_parameters(optimizer: Any, module: torch.nn.Module, comm: Communicator) -> None:

@@ -142,8 +142,7 @@ def _allreduce_in_place(node: NodeGroup, x: Tensor, how: Kernel, what: str) -> N
     key = (what, x.dtype, x.data_ptr(), x.numel())
     ready = node.prepared.get(key)
     if ready is None or not symmetric.is_live(ready.segment):
-        with torch.inference_mode(False):  # the plan is kept, for calls outside of that mode too
-            ready = _prepare(node, x, what)
+        ready = _prepare(node, x, what)
         if ready is not None:
             node.keep_prepared(key, ready)
     if ready is None:
@@ -160,7 +159,8 @@ def _prepare(node: NodeGroup, x: Tensor, what: str) -> Prepared | None:
     found = symmetric.find(x)
     if found is None or not node.is_within(found[0]):
         return None
-    views = node.views(x, [found[1]] * node.size)
+    with torch.inference_mode(False):  # the plan is kept, for calls outside of that mode too
+        views = node.views(x, [found[1]] * node.size)
     steps = two_shot.allreduce(views, views, node.rank, config.current.cache_bytes)
     return Prepared(found[0], node.header(what, x), steps)
 
