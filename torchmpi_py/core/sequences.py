@@ -65,8 +65,7 @@ class CallSequence:
         slots = [offer.slots[thread_role] for offer in offers]
         self.neighbour: int | None = None  # its rank
         self.is_alone = len(places) == 1
-        # Since an operation differed, or broke off, at this fingerprint: later ones would meet wrong ones.
-        self.is_broken, self.broken_from = False, 1 << 64
+        self.is_broken, self.broken_from = False, 1 << 64  # an operation with this fingerprint differed, or broke off
         self.slot = slots[rank]
         self.index = -1 if self.slot is None else self.slot.number
         self._board = used = status_board.current
