@@ -122,7 +122,7 @@ class Saving:
         self.asked = state.maxepoch
         # An error that the first save would have is raised now, and not when the first epoch is done.
         lengths = outcomes.of_all(lambda: self._check_begin(state), "training cannot begin", (TypeError, ValueError))
-        self._check_lengths(lengths)
+        self._check_lengths(lengths, state.maxepoch)
         saved = self.checkpoints.load()
         if saved is None:
             return
@@ -165,9 +165,11 @@ class Saving:
         check_collected(*self._collected(state))
         return samples.length_of(state.iterator)
 
-    def _check_lengths(self, lengths: list[int | None]) -> None:
-        """ValueError, on all ranks, if their numbers of batches differ, so that some would save more often."""
-        if self.every != "epoch" and not self.steps_together and len({*lengths} - {None}) > 1:
+    def _check_lengths(self, lengths: list[int | None], maxepoch: int) -> None:
+        """ValueError, on all ranks, if their numbers of batches differ so that some would save more often."""
+        if self.every == "epoch" or self.steps_together:
+            return
+        if len({length * maxepoch // self.every for length in lengths if length is not None}) > 1:
             raise ValueError(
                 f"every={self.every}: all ranks save together, after as many steps each, and they have {lengths} "
                 "batches in an epoch: give every='epoch'"
