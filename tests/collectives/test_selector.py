@@ -204,6 +204,8 @@ def test_rings_of_many_nodes_begin_at_larger_sizes(monkeypatch, num_nodes, grown
     assert limits("allreduce") == limits("allreduce", True) == [grown * (128 << 10), math.inf]
     assert limits("allgather") == [grown * (2 << 20), math.inf]
     assert limits("broadcast") == [128 << 10, math.inf]
+    once = selector_module.on_nodes(table["allreduce", "nodes"][0], num_nodes)
+    assert selector_module.on_nodes(once, num_nodes) == once  # a table that autotune has measured keeps it
     table["allreduce", "nodes"] = [(128 << 10, "mpi"), (math.inf, "hierarchical")]
     assert limits("allreduce") == [128 << 10, math.inf]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchmpi_py.collectives import measured_cache, timing, verbs as all_verbs
 from torchmpi_py.collectives.registry import BY_NAME, DEVICES, FLAVOURS, status
-from torchmpi_py.collectives.selector import Choice, Key, selector
+from torchmpi_py.collectives.selector import Choice, Key, on_nodes, selector
 from torchmpi_py.core import agree, journal
 from torchmpi_py.core.communicators import Communicator, stack
 from torchmpi_py.errors import RanksDisagree, TorchMPIError, Unavailable
@@ -142,11 +142,12 @@ def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
         points = _points(world, verb, buffers[is_symmetric], settings, seconds)
         if not points:
             continue
-        former = [choice for choice in selector[key] if choice.flavour in settings.flavours]
-        choices = beyond(choose(points), points[-1][0], former)
-        rows |= {key: choices} | ({key._replace(symmetric=True): choices} if verb in _INDIFFERENT else {})
+        choices = (on_nodes(choice, world.num_nodes) for choice in selector[key])
+        former = [choice for choice in choices if choice.flavour in settings.flavours]
+        chosen = beyond(choose(points), points[-1][0], former)
+        rows |= {key: chosen} | ({key._replace(symmetric=True): chosen} if verb in _INDIFFERENT else {})
         if world.rank == 0:
-            logger.info("autotune: %d of %d, %s: %s", index + 1, len(series), key, _as_text(choices))
+            logger.info("autotune: %d of %d, %s: %s", index + 1, len(series), key, _as_text(chosen))
     return rows
 
 

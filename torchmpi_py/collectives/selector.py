@@ -148,7 +148,7 @@ class Selector:
             kind = Unimplemented if name is not None and statuses[name] == "unimplemented" else Unavailable
             reasons = "; ".join(f"{flavour}: {reason}" for flavour, reason in statuses.items())
             raise kind(f"{verb} of a tensor on {device}: no flavour can do it ({reasons})")._of_call(verb, comm)
-        limits = [_limit(choice, comm.num_nodes) for choice in usable]
+        limits = [on_nodes(choice, comm.num_nodes).max_bytes for choice in usable]
         num_used = limits.index(math.inf) + 1  # the choices after the first one without limit are never reached
         return Plan(limits[:num_used], [BY_NAME[choice.flavour] for choice in usable[:num_used]])
 
@@ -185,10 +185,12 @@ def _checked_choices(choices: str | Sequence[tuple[float, str]]) -> list[Choice]
     return [Choice(limit, flavour, ASSIGNED) for limit, flavour in pairs]
 
 
-def _limit(choice: Choice, num_nodes: int) -> float:
-    """Up to how many bytes a choice holds. A ring of n nodes has n - 1 steps one way, where MPI has log2(n)."""
-    steps = (num_nodes - 1) / (NODES_MEASURED - 1) if choice.why == OF_FEW_NODES else 1
-    return choice.max_bytes * max(1, steps)
+def on_nodes(choice: Choice, num_nodes: int) -> Choice:
+    """A choice as it is for so many nodes. A ring of n nodes has n - 1 steps one way, where MPI has log2(n)."""
+    if choice.why != OF_FEW_NODES or num_nodes <= NODES_MEASURED:
+        return choice
+    limit = choice.max_bytes * (num_nodes - 1) / (NODES_MEASURED - 1)
+    return choice._replace(max_bytes=limit, why=f"default for {num_nodes} nodes: fewer messages when small")
 
 
 def _devices(choices: Sequence[Choice]) -> list[str]:
