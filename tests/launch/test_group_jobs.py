@@ -103,7 +103,7 @@ def test_marks_of_a_group(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("is_here", "seconds", "most"), [(False, 100, 12), (False, 0, 2), (True, 100, 1), (True, 0, 1)]
+    ("is_here", "seconds", "most"), [(False, 100, 12), (False, 0, 2), (True, 100, 2), (True, 0, 2)]
 )
 def test_a_group_that_fails_outside_of_experiments_is_not_started_for_ever(
     tmp_path, monkeypatch, is_here, seconds, most
