@@ -287,16 +287,19 @@ def split(color: int | None, key: int = 0) -> Communicator:
 
 def _checked(color: Any, key: Any) -> tuple[int | None, int]:
     """Color and key of a rank. ValueError for another color or key."""
-    try:
-        whole = None if color is None or isinstance(color, bool) else operator.index(color)
-    except (TypeError, RuntimeError):  # torch raises the latter for several elements
-        whole = -1
-    if (whole is None and color is not None) or (whole is not None and whole < 0):
+    whole, place = _whole_number(color), _whole_number(key)
+    if color is not None and (isinstance(color, bool) or whole is None or whole < 0):
         raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
+    if place is None:
+        raise ValueError(f"split: key must be a whole number, not {key!r}")
+    return whole, place
+
+
+def _whole_number(value: Any) -> int | None:
     try:
-        return whole, operator.index(key)
-    except (TypeError, RuntimeError):
-        raise ValueError(f"split: key must be a whole number, not {key!r}") from None
+        return operator.index(value)
+    except (TypeError, RuntimeError):  # torch raises the latter for several elements
+        return None
 
 
 def beside(comm: Communicator, key: str) -> Communicator:

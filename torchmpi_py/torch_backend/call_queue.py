@@ -162,9 +162,9 @@ class CallQueue:
 
     def submit(self, call: Call, seconds: float | None) -> QueuedCall:
         """Queue a call for the thread of the group. Its work and its future give up after ``seconds``."""
-        # Counted first: from here on no call of another thread runs where it is made, and overtakes this one.
         operations, results, _ = call
         try:
+            # Counted first: from here on no call of another thread runs where it is made, and overtakes this one.
             with self._order:
                 self._num_queued += 1
                 if self._thread is None:
