@@ -98,7 +98,8 @@ def conv_net(image_size):
 
 def accuracy(network, test_set):
     """The share of a test set that a network recognizes."""
-    images, labels = test_set.tensors
+    device = next(network.parameters()).device
+    images, labels = (x.to(device) for x in test_set.tensors)
     with torch.no_grad():
         return (network(images).argmax(1) == labels).double().mean().item()
 

@@ -1,5 +1,6 @@
 """What is recorded of operations, and what becomes of ranks that call different things, or nothing."""
 
+import _thread
 import os
 import re
 import subprocess
@@ -51,6 +52,27 @@ def test_what_is_recorded(mpi):
     handle.wait()
     assert used.records(used.index)[0].ended > 0
     assert not journal.under_way(status_board.current)
+
+
+@pytest.mark.mpi
+def test_calls_of_a_thread_in_which_only_the_package_has_frames(mpi):
+    """As autograd's for a GPU, which calls hooks. Elsewhere the same lines have callers."""
+    torch.manual_seed(0)
+    used, x, module = status_board.current, torch.ones(4), torch.nn.Linear(2, 1)
+    for call, argument in ((mpi.allreduce, x), (mpi.nn.check_with_allreduce, module)):
+        for _ in range(2):
+            call(argument)
+            before = last = used.records(used.index)[0]
+            assert "test_journal.py" in before.site
+            num_threads, deadline = _thread._count(), time.monotonic() + 60
+            _thread.start_new_thread(call, (argument,))
+            while last.number == before.number or _thread._count() > num_threads:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+                last = used.records(used.index)[0]
+            assert last.ended > 0
+            assert "test_journal.py" not in last.site
+    assert x.tolist() == [mpi.size() ** 4] * 4
 
 
 @pytest.mark.mpi

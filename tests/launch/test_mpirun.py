@@ -68,6 +68,16 @@ def test_elastic_is_open_mpis_only():
         mpirun.arguments(MPICH, num_ranks=1, elastic=True)
 
 
+def test_open_mpi_4_has_other_options():
+    vendor = mpirun.recognise("mpirun (Open MPI) 4.1.6\n")
+    assert mpirun.arguments(vendor, num_ranks=2) == mpirun.arguments(OPENMPI, num_ranks=2)
+    made = mpirun.arguments(vendor, num_ranks=2, hostfile=Path("/h"), agent="/a")
+    assert made[-5:] == ["--hostfile", "/h", "--mca", "plm_rsh_agent", "/a"]
+    assert "OMPI_MCA_plm_rsh_args" in mpirun.settings(vendor, busy=True, is_root=False, with_ssh=True)
+    with pytest.raises(LaunchError, match="openmpi has nothing for --elastic"):
+        mpirun.arguments(vendor, num_ranks=2, elastic=True)
+
+
 def test_no_input_is_told_to_open_mpi():
     assert mpirun.arguments(OPENMPI, num_ranks=1, no_input=True, extra=("--z",))[-3:] == ["--stdin", "none", "--z"]
     assert mpirun.arguments(MPICH, num_ranks=1, no_input=True) == mpirun.arguments(MPICH, num_ranks=1)

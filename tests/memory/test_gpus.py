@@ -100,6 +100,24 @@ def test_views_of_a_segment():
     assert segment.view(0, torch.float64, 0, 8).numel() == 0
 
 
+@pytest.mark.mpi
+def test_peers_memory_is_unmapped_when_the_session_ends(mpi, monkeypatch):
+    """And what was symmetric is ordinary; the program may keep it."""
+    collected = []
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: collected.append(True))
+    parts = {index: torch.zeros(64, dtype=torch.uint8) for index in range(3)}
+    segment = cuda_ipc.GpuSegment(key=5, part_bytes=64, own=2, begin=parts[2].data_ptr(), parts=dict(parts))
+    segment.device_type = "cpu"
+    on_the_host = mpi.symmetric_empty(10)
+    symmetric.live.add(segment)
+    assert symmetric.find(parts[2])[0] is segment
+    symmetric.unmap_peers(mpi.communicator().direct.mpi)
+    assert symmetric.find(parts[2]) is None
+    assert not segment.parts
+    assert collected == [True]
+    assert symmetric.find(on_the_host) is not None
+
+
 @pytest.mark.parametrize(
     ("settings", "calls"),
     [

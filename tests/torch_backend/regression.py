@@ -7,6 +7,7 @@ import torch
 
 ROWS = 60  # of a batch: divisible by 1 to 5
 STEPS = 4
+device = "cpu"  # of networks and batches; tests/gpu assigns it
 
 
 def network(width=11):
@@ -14,13 +15,14 @@ def network(width=11):
     torch.manual_seed(7)
     first, second = torch.nn.Linear(6, width), torch.nn.Linear(width, 7)
     layers = first, torch.nn.Tanh(), second, torch.nn.Tanh(), torch.nn.Linear(7, 3)
-    return torch.nn.Sequential(*layers).double()
+    return torch.nn.Sequential(*layers).double().to(device)
 
 
 def batch(step):
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(ROWS, 6, generator=generator, dtype=torch.float64)
-    return inputs, torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
+    targets = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
+    return inputs.to(device), targets.to(device)
 
 
 def loss(model, step, rank=0, size=1):

@@ -34,6 +34,31 @@ def is_waited_for(number):
     return number in journal.under_way(status_board.current)
 
 
+def test_what_a_callback_holds_is_kept_until_its_work_on_a_gpu_is_done(mpi, group, monkeypatch):
+    from torchmpi_py.torch_backend import work
+
+    is_over = [False]
+
+    def event():
+        return types.SimpleNamespace(record=lambda stream: None, query=lambda: is_over[0])
+
+    def run_a_callback():
+        held, future = torch.ones(3), work.CallFuture([])
+        future.gpus = [torch.device("cuda", 0)]
+        work._follow(lambda _: held.sum(), future, None)
+        assert future.wait() == 3
+        return weakref.ref(held)
+
+    device = types.SimpleNamespace(event=event, current=lambda: None)
+    monkeypatch.setattr(work.devices, "of", lambda gpu: device)
+    first, second = run_a_callback(), run_a_callback()
+    assert first() is not None
+    assert second() is not None
+    is_over[0] = True
+    last = run_a_callback()
+    assert [first(), second(), last()] == [None] * 3
+
+
 def test_a_work_that_nobody_waits_for_is_not_late(mpi, group):
     asked = held_up(mpi, group, lambda work, number: is_waited_for(number))
     assert asked in (False, None)

@@ -22,7 +22,7 @@ def sharded(mesh, **how):
 def mesh_of(*sizes, names=None):
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return init_device_mesh(regression.device, sizes, mesh_dim_names=names)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -71,7 +71,7 @@ def test_a_checkpoint_is_taken_up_by_fewer_ranks(mpi, group, tmp_path):
     size = max(1, mpi.size() - 1)
     fewer = dist.new_group(range(size), backend="torchmpi")
     if mpi.rank() < size:
-        mesh = dist.device_mesh.DeviceMesh.from_group(fewer, "cpu")
+        mesh = dist.device_mesh.DeviceMesh.from_group(fewer, regression.device)
         model, optimizer = sharded(mesh)
         network, state = get_state_dict(model, optimizer)
         saved = {"network": network, "optimizer": state, "step": 0}

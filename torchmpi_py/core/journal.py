@@ -134,7 +134,7 @@ def record(operation: Recorded, thread_role: int, is_launch: bool = False, frame
     used = status_board.current
     assert used is not None, "operations are recorded between start and stop"
     # 1. The call: texts, slot and checksum, kept from the last call at this place of the program.
-    frame = frame or _getframe(3)  # below are this function, run or launch, and the verb
+    frame = frame or _getframe(2).f_back or _getframe(2)  # below are this function, run or launch, and the verb
     code, parts, sequence = frame.f_code, operation.fingerprint, operation.comm.sequences[thread_role]
     known_code, known_parts, known_sequence, names, checksum = used.calls.get(id(code) + frame.f_lasti, _NO_CALL)
     if known_parts != parts or known_sequence is not sequence or known_code is not code:
@@ -348,7 +348,7 @@ def _look_up(used: Board, operation: Recorded, sequence: CallSequence, frame: An
     site = _site(used, frame)
     # A call is kept only where the frame itself is the site: one line of the package serves many lines of programs.
     names = (sequence.index + 1) << 2 * STRING_BITS | text << STRING_BITS | site
-    if used.sites.get((id(code), frame.f_lasti), (0,))[0] == site and parts is not None:
+    if used.sites.get((id(code), frame.f_lasti, frame.f_back is None), (0,))[0] == site and parts is not None:
         if len(used.calls) > MOST_CALLS_KEPT:
             used.calls.clear()
         used.calls[id(code) + frame.f_lasti] = code, parts, sequence, names, checksum
@@ -381,7 +381,7 @@ def _text(used: Board, parts: tuple[Any, ...]) -> tuple[int, int]:
 def _site(used: Board, frame: Any) -> int:
     """The string with file and line of the nearest caller outside the package."""
     while True:
-        site, _ = used.sites.get((id(frame.f_code), frame.f_lasti)) or _name_frame(used, frame)
+        site, _ = used.sites.get((id(frame.f_code), frame.f_lasti, frame.f_back is None)) or _name_frame(used, frame)
         if site >= 0:
             return site
         frame = frame.f_back
@@ -396,5 +396,5 @@ def _name_frame(used: Board, frame: Any) -> tuple[int, CodeType]:
     is_own = code.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_BENCH)
     if frame.f_back is None or not is_own:
         site = used.keep_string(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}", code.co_filename)
-    used.sites[id(code), frame.f_lasti] = made = site, code
+    used.sites[id(code), frame.f_lasti, frame.f_back is None] = made = site, code
     return made

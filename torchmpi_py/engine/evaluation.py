@@ -206,7 +206,7 @@ def _evaluate_to_the_end(comm: MPI.Comm, source: int, state: State, evaluator: E
 
 
 def _receive(comm: MPI.Comm, source: int, network: torch.nn.Module, num_bytes: int) -> None:
-    content = torch.empty(num_bytes, dtype=torch.uint8)
+    content = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     for begin in range(0, num_bytes, _PIECE_BYTES):
         comm.Recv(content[begin : begin + _PIECE_BYTES].numpy(), source, _BYTES)
     tensors = _tensors(network)

@@ -31,6 +31,7 @@ from torchmpi_py.core import agree, ulfm
 from torchmpi_py.engine import samples
 from torchmpi_py.engine.batches import check_equal
 from torchmpi_py.engine.iterators import DatasetIterator
+from torchmpi_py.engine.sources import begun
 from torchmpi_py.nn.first_batches import short_digest, whole_digest
 from torchmpi_py.runtime import process
 
@@ -109,7 +110,7 @@ class DividedLoader(DatasetIterator):
     def _loaded(self, pieces: list[torch.Tensor]) -> Generator[Any, None, None]:
         self._generator.manual_seed(self._seed_of_workers())
         self._pieces[:] = [piece.tolist() for piece in pieces]
-        yield from self.loader
+        yield from begun(self.loader)
 
 
 class _Offer(NamedTuple):
@@ -189,7 +190,7 @@ def _readings(loader: DataLoader[Any]) -> Generator[list[bytes], None, None]:
         "persistent_workers": False,
     }
     _seed_alike()
-    yield from DataLoader(batch_sampler=[places] * 2, generator=torch.Generator(), **options)
+    yield from begun(DataLoader(batch_sampler=[places] * 2, generator=torch.Generator(), **options))
 
 
 def _next_reading(readings: Iterator[list[bytes]]) -> list[bytes] | str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -63,6 +63,12 @@ def _fill(items: Iterable[Any], ready: queue.Queue[Any], stopped: threading.Even
         ready.put(_END)
     except BaseException as error:  # raised again in the loop that uses the items
         ready.put(_Raised(error))
+
+
+def begun(loader: DataLoader[Any]) -> Iterator[Any]:
+    """``iter(loader)``, also where the default device is a GPU: the CPU's generator gives the seed that torch draws."""
+    with torch.device("cpu"):
+        return iter(loader)
 
 
 def items_of(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -118,7 +124,7 @@ class Source:
             return reader
         self._pieces[:] = pieces
         self._generator.manual_seed(seed)
-        return (samples for samples in iter(self._loader))
+        return (samples for samples in begun(self._loader))
 
 
 class Sources(ConcatDataset[Any]):

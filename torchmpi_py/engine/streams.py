@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.engine.batches import BatchIterator, adopted, moved
-from torchmpi_py.engine.sources import at_least, prefetched, set_epoch
+from torchmpi_py.engine.sources import at_least, begun, prefetched, set_epoch
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -295,7 +295,7 @@ class StreamIterator(BatchIterator):
             multiprocessing_context=self.multiprocessing_context,
             generator=torch.Generator().manual_seed(self._seed_of_workers()),
         )
-        return (self._moved(item) for item in iter(loader))
+        return (self._moved(item) for item in begun(loader))
 
     def _moved(self, item: tuple[Any, list[int]]) -> tuple[Any, list[int]]:
         return moved(item[0], self.device), item[1]

@@ -219,8 +219,8 @@ def run(options: argparse.Namespace) -> int:
         options.elastic = False
         most = job.MOST_FOR_ELASTIC if options.max_restarts is None else most
         say(
-            f"{vendor.name} has nothing for --elastic (no ULFM): a death will restart the job from its last "
-            f"checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
+            f"{vendor.name} has nothing for --elastic (no ULFM; Open MPI 5 has it): a death will restart the job from "
+            f"its last checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
         )
     if options.dry_run:
         with job.new_folder() as folder:

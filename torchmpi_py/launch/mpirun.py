@@ -24,7 +24,7 @@ import site
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
@@ -60,6 +60,31 @@ class Vendor:
     shared_bytes: int = 0  # what a rank needs in /dev/shm, without which it cannot start
 
 
+_OPEN_MPI = Vendor(
+    name="openmpi",
+    programs=("mpirun", "mpiexec"),
+    version=r"(Open MPI|OpenRTE)\) (?![1-4]\.)",
+    abi="openmpi",
+    libraries=("../lib/libmpi.so.40",),
+    start=("-n", "{n}", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
+    hostfile=("--hostfile", "{path}"),
+    hostfile_line="{name} slots={slots}",
+    forward=("-x", "{name}"),
+    agent=("--prtemca", "plm_ssh_agent", "{agent}"),
+    elastic=("--with-ft", "ulfm"),
+    no_input=("--stdin", "none"),
+    interpreted=":|--?(bind-to|map-by|rank-by|runtime-options|personality|[a-z]*mca)",
+    environment=variables.OPEN_MPI,
+    busy_environment={"OMPI_MCA_mpi_yield_when_idle": "true"},
+    root_environment={
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    },
+    ssh_environment={"PRTE_MCA_plm_ssh_args": _SSH_OPTIONS},
+)
+
 VENDORS = (
     Vendor(
         name="intel",
@@ -75,29 +100,13 @@ VENDORS = (
         environment={"I_MPI_PIN": "0"},
         busy_environment={"I_MPI_THREAD_YIELD": "2"},
     ),
-    Vendor(
-        name="openmpi",
-        programs=("mpirun", "mpiexec"),
-        version=r"Open MPI|OpenRTE",
-        abi="openmpi",
-        libraries=("../lib/libmpi.so.40",),
-        start=("-n", "{n}", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
-        hostfile=("--hostfile", "{path}"),
-        hostfile_line="{name} slots={slots}",
-        forward=("-x", "{name}"),
-        agent=("--prtemca", "plm_ssh_agent", "{agent}"),
-        elastic=("--with-ft", "ulfm"),
-        no_input=("--stdin", "none"),
-        interpreted=":|--?(bind-to|map-by|rank-by|runtime-options|personality|[a-z]*mca)",
-        environment=variables.OPEN_MPI,
-        busy_environment={"OMPI_MCA_mpi_yield_when_idle": "true"},
-        root_environment={
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PRTE_ALLOW_RUN_AS_ROOT": "1",
-            "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        },
-        ssh_environment={"PRTE_MCA_plm_ssh_args": _SSH_OPTIONS},
+    _OPEN_MPI,
+    replace(  # which has neither ULFM nor PRRTE
+        _OPEN_MPI,
+        version=r"(Open MPI|OpenRTE)\) [1-4]\.",
+        agent=("--mca", "plm_rsh_agent", "{agent}"),
+        elastic=(),
+        ssh_environment={"OMPI_MCA_plm_rsh_args": _SSH_OPTIONS},
     ),
     Vendor(
         name="mpich",
@@ -127,6 +136,7 @@ VENDORS = (
         stop_signals=(signal.SIGTERM, signal.SIGTERM),  # SIGINT makes it print how its tasks are
     ),
 )
+NAMES = list(dict.fromkeys(vendor.name for vendor in VENDORS))
 
 
 def vendor_named(name: str) -> Vendor:

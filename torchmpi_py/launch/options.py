@@ -140,7 +140,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--group", type=group_jobs.read, help=argparse.SUPPRESS)  # torchmpirun's own, for one of them
     add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
     add("--timeline", type=Path, metavar="FILE", help="what each rank did last, as a page for a browser, FILE")
-    add("--mpi", choices=[vendor.name for vendor in mpirun.VENDORS], default="", help="default: the one that is found")
+    add("--mpi", choices=mpirun.NAMES, default="", help="default: the one that is found")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in every rank; repeatable")
     add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
     add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")

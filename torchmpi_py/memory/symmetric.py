@@ -249,6 +249,19 @@ def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[m
     return mapping, Segment(mapping, key, part_bytes, indices, places[comm.rank].local)
 
 
+def unmap_peers(node: MPI.Comm) -> None:
+    """Make symmetric memory on GPUs ordinary, and unmap the peers' parts. Collective over the node.
+
+    A process must not end before: torch warns of it, for the memory that it has passed on goes with it.
+    """
+    for segment in live.now[1]:
+        if isinstance(segment, cuda_ipc.GpuSegment):
+            live.remove(segment)
+            segment.parts.clear()
+    node.Barrier()
+    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what was freed while peers had it mapped
+
+
 def forget() -> None:
     """Make all symmetric memory ordinary: ranks have died, and the places of the others are new."""
     live.clear()

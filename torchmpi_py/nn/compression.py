@@ -314,7 +314,7 @@ class _PowerSGD(Compressor):
 
     def _drawn(self) -> list[Tensor]:
         shapes = [(matrix.shape[1], self.rank) for matrix in self.matrices]
-        return [torch.randn(shape, generator=self.generator).to(self.flat) for shape in shapes]
+        return [torch.randn(shape, generator=self.generator, device="cpu").to(self.flat) for shape in shapes]
 
     def launch(self, op: str) -> list[Handle[Any]]:
         self.flat += self.left

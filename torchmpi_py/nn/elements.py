@@ -42,9 +42,9 @@ def indices_of_largest(x: Tensor, count: int) -> Tensor:
 def draw_indices(total: int, count: int, generator: torch.Generator) -> Tensor:
     """``count`` different numbers below ``total``, of which each is as likely."""
     if count > total // 8:
-        return torch.randperm(total, generator=generator)[:count]
-    drawn = torch.empty(0, dtype=torch.int64)
+        return torch.randperm(total, generator=generator, device="cpu")[:count]
+    drawn = torch.empty(0, dtype=torch.int64, device="cpu")
     while drawn.numel() < count:
-        more = torch.randint(total, (count + count // 8 + 16,), generator=generator)
+        more = torch.randint(total, (count + count // 8 + 16,), generator=generator, device="cpu")
         drawn = torch.unique(torch.cat([drawn, more]))
-    return drawn[torch.randperm(drawn.numel(), generator=generator)[:count]]
+    return drawn[torch.randperm(drawn.numel(), generator=generator, device="cpu")[:count]]

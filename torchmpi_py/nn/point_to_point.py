@@ -45,6 +45,10 @@ _FIELDS = 6  # of a header, before the shape: kind, number, dtype, whether a gra
 _ACTIVATION, _GRADIENT = 1, 2  # kinds of messages
 
 
+def _empty_header() -> Tensor:
+    return torch.empty(_FIELDS + _MAX_DIMS, dtype=torch.int64, device="cpu")
+
+
 class Peer:
     """The messages that this rank exchanges with another one of ``comm``."""
 
@@ -58,16 +62,16 @@ class Peer:
 
     def send(self, kind: int, number: int, x: Tensor, needs_gradient: bool) -> None:
         """Start a message; its buffers are kept until it is complete."""
-        header = torch.zeros(_FIELDS + _MAX_DIMS, dtype=torch.int64)
+        header = _empty_header().zero_()
         fields = [kind, number, _DTYPES.index(x.dtype), needs_gradient, x.is_cuda, x.dim(), *x.shape]
-        header[: len(fields)] = torch.tensor(fields, dtype=torch.int64)
+        header[: len(fields)] = torch.tensor(fields, dtype=torch.int64, device="cpu")
         self.under_way = [handle for handle in self.under_way if not handle.done()]
         for part in (header, flat_copy(x)):  # the program may change x
             self.under_way.append(verbs.send_async(part, self.rank, comm=self.comm))
 
     def take(self) -> None:
         """Receive the next message, and keep it."""
-        header = verbs.recv(torch.empty(_FIELDS + _MAX_DIMS, dtype=torch.int64), self.rank, comm=self.comm).tolist()
+        header = verbs.recv(_empty_header(), self.rank, comm=self.comm).tolist()
         kind, number, dtype, needs_gradient, is_cuda, dims = header[:_FIELDS]
         device = process.device() if is_cuda else torch.device("cpu")
         x = torch.empty(header[_FIELDS : _FIELDS + dims], dtype=_DTYPES[dtype], device=device)

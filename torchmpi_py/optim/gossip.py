@@ -97,7 +97,7 @@ class Gossip(LocalOptimizer):
         rank, size = self.comm.rank, self.comm.size
         # Neighbours in a permutation that all ranks draw alike are partners. On a ring of two both neighbours are one.
         if self.partners == "random" or size == 2:
-            order: list[int] = torch.randperm(size, generator=self._generator).tolist()
+            order: list[int] = torch.randperm(size, generator=self._generator, device="cpu").tolist()
             place = order.index(rank)
             partner = order[place ^ 1] if place ^ 1 < size else rank
             return [(partner, partner)] if partner != rank else [], 0.5

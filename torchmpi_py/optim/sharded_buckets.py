@@ -221,7 +221,8 @@ def slice_of_state(bucket: ShardedBucket, saved: list[dict[str, Any]]) -> dict[s
                 )
             entries[name] = first
             continue
-        whole = torch.zeros(bucket.values.numel(), dtype=first.dtype)  # zero for a parameter that has no state yet
+        # Zero for a parameter that has no state yet.
+        whole = torch.zeros(bucket.values.numel(), dtype=first.dtype, device="cpu")
         for part, p in zip(bucket.split(whole), bucket.parameters, strict=True):
             if p in values:
                 shaped(part, p).copy_(values[p])

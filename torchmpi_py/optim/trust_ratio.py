@@ -161,7 +161,7 @@ def _whole_norms(
     whole = dict(norms)
     for comm, members in parts.items():
         rows = [[1.0, *(float(x) ** 2 for x in norms[p])] if p in norms else [0.0] * 3 for _, p in members]
-        total = verbs.allreduce(torch.tensor(rows, dtype=torch.double), comm=comm).tolist()
+        total = verbs.allreduce(torch.tensor(rows, dtype=torch.double, device="cpu"), comm=comm).tolist()
         for (number, p), (count, *squares) in zip(members, total, strict=True):
             if 0 < count < comm.size:
                 raise ValueError(

@@ -129,6 +129,8 @@ class Session:
         if communicators.current_stack is not None:
             communicators.current_stack.free(is_lost=is_lost)
         if self._node is not None:
+            if gpus.current is not None and not is_lost:
+                symmetric.unmap_peers(self._node.direct.mpi)
             self._node._release(is_lost=is_lost)
         if is_lost:  # the program may still hold tensors and communicators of the lost world
             symmetric.forget()

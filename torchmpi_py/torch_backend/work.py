@@ -13,6 +13,7 @@ in the order of its calls, and before it waits for later ones. (Callbacks of oth
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime as dt
 import functools
@@ -25,7 +26,12 @@ from torch import Tensor, distributed
 
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.errors import CollectiveTimeout
+from torchmpi_py.memory import devices
 from torchmpi_py.torch_backend.torch_internals import raise_on_wait
+
+_run: collections.deque[tuple[list[Any], object]] = collections.deque()
+"""Callbacks that have run, and the events behind their work on GPUs."""
+_run_lock = threading.Lock()
 
 
 class _InCallback(threading.local):
@@ -79,7 +85,7 @@ class CallFuture(torch.futures.Future[Any]):
 
     def __init__(self, devices: list[torch.device], before_wait: Callable[[], object] = _nothing) -> None:
         super().__init__(devices=list(devices))
-        self._devices, self.before_wait = devices, before_wait
+        self.gpus, self.before_wait = devices, before_wait
 
     def wait(self) -> Any:
         """Block until the future is completed; its value, or the error of the call."""
@@ -88,25 +94,45 @@ class CallFuture(torch.futures.Future[Any]):
 
     def then(self, callback: Callable[..., Any]) -> CallFuture:
         """The future of the value that ``callback`` makes of this future."""
-        following = CallFuture(self._devices, self.before_wait)
+        following = CallFuture(self.gpus, self.before_wait)
         super().then(functools.partial(_follow, callback, following))
         return following
 
     def set_exception(self, error: Any) -> None:
         """Complete the future with an error, for waits in Python, and for DDP, which waits in C++."""
-        failure = _Failure(error, raises=not self._devices)  # a future of GPU tensors pickles the value it is given
+        failure = _Failure(error, raises=not self.gpus)  # a future of GPU tensors pickles the value it is given
         raise_on_wait(self, error)
         self.set_result(failure)
         failure.raises = True
 
     def add_done_callback(self, callback: Callable[..., None]) -> None:
         """Run ``callback`` with this future when it is completed."""
+        gpus = self.gpus
 
         def run(future: Any) -> None:
             with _callback():
                 callback(future)
+                _keep(callback, gpus)
 
         super().add_done_callback(run)
+
+
+def _keep(callback: object, gpus: Sequence[torch.device]) -> None:
+    """Keep a callback that has run, and with it what it holds, until its work on the GPUs is done.
+
+    It has run on a stream of torch's own, and may read memory that was taken on another stream, as what DDP's PowerSGD
+    hook has copied. Were that memory given back now, the other stream's next tensor could have it at once.
+    """
+    if not gpus:
+        return
+    used = [devices.of(gpu) for gpu in gpus]
+    events = [device.event() for device in used]
+    for event, device in zip(events, used, strict=True):
+        event.record(device.current())
+    with _run_lock:
+        _run.append((events, callback))
+        while _run and all(event.query() for event in _run[0][0]):
+            _run.popleft()
 
 
 def _gpus(results: Sequence[Tensor]) -> list[torch.device]:
@@ -118,6 +144,7 @@ def _follow(callback: Callable[..., Any], following: CallFuture, future: Any) ->
     try:
         with _callback():
             made = callback(future)
+            _keep(callback, following.gpus)
         following.set_result(made)
     except BaseException as error:
         is_ordinary = isinstance(error, Exception)
