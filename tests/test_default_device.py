@@ -36,7 +36,7 @@ def backward(module):
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
 def test_verbs(mpi, flavour, dtype):
     size = mpi.size()
     for count in (3, 100_000, 2_000_000):
@@ -93,6 +93,29 @@ def test_optimizers(mpi, network):
         backward(network)
         optimizer.step()
     assert all(p.isfinite().all() for p in network.parameters())
+
+
+def test_sparse_gradients_and_clipping(mpi):
+    embedding = torch.nn.Embedding(5, 3, sparse=True, device=CPU)
+    torch.nn.init.ones_(embedding.weight)
+    embedding(torch.tensor([mpi.rank() % 5, 0], device=CPU)).sum().backward()
+    mpinn.synchronize_gradients(embedding)
+    assert embedding.weight.grad.to_dense()[0, 0] >= 1
+    with CPU:
+        split = mpinn.ColumnParallelLinear(6, 2 * mpi.size(), bias=False)
+    split(torch.ones(4, 6, device=CPU)).sum().backward()
+    assert mpinn.clip_grad_norm_(split.parameters(), 0.1) > 0.1
+
+
+def test_activations_travel(mpi):
+    if mpi.size() == 1:
+        pytest.skip("nobody to send to")
+    if mpi.rank() == 0:
+        x = torch.ones(3, device=CPU, requires_grad=True)
+        mpinn.send(2 * x, 1).backward()
+        assert x.grad.tolist() == [6] * 3
+    elif mpi.rank() == 1:
+        (3 * mpinn.recv(0)).sum().backward()
 
 
 def test_a_parameter_server(mpi):

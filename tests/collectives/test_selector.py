@@ -140,8 +140,8 @@ def test_every_default_is_sound():
 @pytest.mark.parametrize(
     ("num_nodes", "usable", "ordinary", "symmetric"),
     [
-        (1, {"nccl", "cudaipc", "staged"}, ["nccl", "nccl"], ["nccl", "cudaipc"]),
-        (1, {"cudaipc", "staged", "mpi"}, ["staged", "cudaipc"], ["staged", "cudaipc"]),
+        (1, {"nccl", "cudaipc", "staged"}, ["nccl", "nccl"], ["cudaipc", "cudaipc"]),
+        (1, {"cudaipc", "staged", "mpi"}, ["cudaipc", "cudaipc"], ["cudaipc", "cudaipc"]),
         (1, {"staged"}, ["staged", "staged"], ["staged", "staged"]),
         (1, {"mpi"}, ["mpi", "mpi"], ["mpi", "mpi"]),
         (2, {"nccl", "staged", "hierarchical"}, ["nccl", "nccl"], ["nccl", "nccl"]),

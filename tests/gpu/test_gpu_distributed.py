@@ -129,6 +129,48 @@ def test_messages(mpi, stream, count):
     assert torch.equal(y, expected(left, count))
 
 
+def test_what_a_callback_has_copied_is_not_given_to_others(mpi):
+    """A callback reads, late and on a stream of its own, what was taken on the program's, where others follow."""
+    for turn in range(20):
+        x = torch.ones(1000, device="cuda")
+        copied = torch.full((1000,), float(turn), device="cuda")
+
+        def callback(_, held=copied):
+            torch.cuda._sleep(SLOW)
+            return held + 1
+
+        following = dist.all_reduce(x, async_op=True).get_future().then(callback)
+        del copied, callback
+        for _ in range(200):
+            torch.empty(1000, device="cuda").fill_(-1)
+        assert (following.wait() == turn + 1).all()
+
+
+def test_sparse_tensors(mpi):
+    me, size = mpi.rank(), mpi.size()
+    for is_async in (False, True):
+        x = torch.sparse_coo_tensor([[me, size]], [1.0, 2.0], (size + 1,), device="cuda")
+        work = dist.all_reduce(x, async_op=is_async)
+        if is_async:
+            work.wait()
+        assert x.to_dense().tolist() == [1] * size + [2 * size]
+
+
+def test_a_receive_comes_after_what_was_queued_before(mpi, stream):
+    if mpi.size() == 1:
+        pytest.skip("nobody to send to")
+    right, left = (mpi.rank() + 1) % mpi.size(), (mpi.rank() - 1) % mpi.size()
+    for _ in range(10):
+        y = torch.zeros(1000, device="cuda")
+        torch.cuda._sleep(SLOW)
+        y.fill_(-1)  # late
+        receipt = dist.irecv(y, left)
+        sent = dist.isend(torch.full((1000,), float(mpi.rank()), device="cuda"), right)
+        receipt.get_future().wait()
+        sent.wait()
+        assert (y == left).all()
+
+
 def test_objects_and_barriers(mpi):
     found = [None] * mpi.size()
     dist.all_gather_object(found, {"rank": mpi.rank()})

@@ -55,10 +55,11 @@ def test_as_one_process(mpi, stream, kind):
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_compressed_gradients(mpi, stream, name):
-    """Where all of a gradient is taken nothing is left out, but for digits; PowerSGD gives an approximation."""
+    """Where all of a gradient is taken nothing is left out, but for digits; PowerSGD gives what it does on the CPU."""
     shape = 300, 7
     flat = torch.zeros(2100, device="cuda")
     made = COMPRESSIONS[name]().compressor(flat, [torch.Size(shape)], mpi.communicator())
+    on_the_host = COMPRESSIONS[name]().compressor(torch.zeros(2100), [torch.Size(shape)], mpi.communicator())
     for step in range(3):
         values = [
             torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + rank)).cuda()
@@ -70,18 +71,27 @@ def test_compressed_gradients(mpi, stream, name):
         made.finish("avg")
         mpi.check_with_allreduce(flat)
         exact = sum(value.double() for value in values).reshape(-1) / mpi.size()
-        tolerance = {"BF16": 0.05, "FP16": 0.01, "PowerSGD": 10}.get(name, 1e-6)
+        if name == "PowerSGD":
+            on_the_host.flat.copy_(values[mpi.rank()].reshape(-1))
+            mpinn.buckets.wait_all(on_the_host.launch("avg"))
+            on_the_host.finish("avg")
+            exact = on_the_host.flat.double().cuda()
+        tolerance = {"BF16": 0.05, "FP16": 0.01, "PowerSGD": 1e-3}.get(name, 1e-6)
         torch.testing.assert_close(flat.double(), exact, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("average", ["LocalSGD", "SlowMo"])
 def test_rare_averages(mpi, stream, average):
-    network = regression.network()
-    inner = torch.optim.SGD(network.parameters(), 0.05)
-    optimizer = optim.LocalSGD(inner, 2, **({"slow_momentum": 0.5} if average == "SlowMo" else {}))
-    regression.train(network, optimizer, mpi.rank(), mpi.size())
-    mpinn.check_with_allreduce(network)
-    assert all(p.is_cuda and p.isfinite().all() for p in network.parameters())
+    found = []
+    for device in ("cpu", "cuda"):
+        regression.device = device
+        network = regression.network()
+        inner = torch.optim.SGD(network.parameters(), 0.05)
+        optimizer = optim.LocalSGD(inner, 2, **({"slow_momentum": 0.5} if average == "SlowMo" else {}))
+        regression.train(network, optimizer, mpi.rank(), mpi.size())
+        mpinn.check_with_allreduce(network)
+        found.append({name: value.cpu() for name, value in network.state_dict().items()})
+    regression.assert_equal(*found)
 
 
 def test_batch_statistics(mpi, stream):

@@ -15,6 +15,7 @@ OPENMPI, MPICH, INTEL, SRUN = (mpirun.vendor_named(name) for name in ("openmpi",
     [
         ("mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n", "openmpi"),
         ("mpiexec (OpenRTE) 4.1.4\n", "openmpi"),
+        ("Open MPI 6.0.0a1\n", "openmpi"),
         ("HYDRA build details:\n    Version:                                 5.0.2\n", "mpich"),
         ("Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005 (id: 74c4a23)\n", "intel"),
         ("slurm 23.02.7\n", "srun"),
@@ -69,7 +70,9 @@ def test_elastic_is_open_mpis_only():
 
 
 def test_open_mpi_4_has_other_options():
+    assert mpirun.recognise("mpirun (Open MPI) 10.4.1\n") is OPENMPI
     vendor = mpirun.recognise("mpirun (Open MPI) 4.1.6\n")
+    assert vendor is mpirun.recognise("mpiexec (OpenRTE 3.1.5)\n")
     assert mpirun.arguments(vendor, num_ranks=2) == mpirun.arguments(OPENMPI, num_ranks=2)
     made = mpirun.arguments(vendor, num_ranks=2, hostfile=Path("/h"), agent="/a")
     assert made[-5:] == ["--hostfile", "/h", "--mca", "plm_rsh_agent", "/a"]

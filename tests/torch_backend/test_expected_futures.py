@@ -1,5 +1,6 @@
 """A future counts as a wait from when it is asked for until its call is over, or given up; a Work alone does not."""
 
+import contextlib
 import gc
 import types
 import weakref
@@ -37,26 +38,47 @@ def is_waited_for(number):
 def test_what_a_callback_holds_is_kept_until_its_work_on_a_gpu_is_done(mpi, group, monkeypatch):
     from torchmpi_py.torch_backend import work
 
-    is_over = [False]
+    seen = []
 
-    def event():
-        return types.SimpleNamespace(record=lambda stream: None, query=lambda: is_over[0])
-
-    def run_a_callback():
+    def follow(fails):
         held, future = torch.ones(3), work.CallFuture([])
-        future.gpus = [torch.device("cuda", 0)]
-        work._follow(lambda _: held.sum(), future, None)
-        assert future.wait() == 3
-        return weakref.ref(held)
+        alive, future.gpus = weakref.ref(held), [torch.device("cuda", 0)]
+        stream = types.SimpleNamespace(synchronize=lambda: seen.append(alive() is not None))
+        monkeypatch.setattr(work.devices, "of", lambda gpu: types.SimpleNamespace(current=lambda: stream))
 
-    device = types.SimpleNamespace(event=event, current=lambda: None)
-    monkeypatch.setattr(work.devices, "of", lambda gpu: device)
-    first, second = run_a_callback(), run_a_callback()
-    assert first() is not None
-    assert second() is not None
-    is_over[0] = True
-    last = run_a_callback()
-    assert [first(), second(), last()] == [None] * 3
+        def callback(_):
+            seen.append("callback")
+            return held.sum() if not fails else 1 / 0
+
+        work._follow(callback, future, None)
+        return future
+
+    assert follow(False).wait() == 3
+    assert seen == ["callback", True]
+    with pytest.raises(ZeroDivisionError):
+        follow(True).wait()
+    assert seen == ["callback", True] * 2
+
+
+def test_a_future_of_a_gpu_is_completed_on_the_stream_of_the_call(mpi, group, monkeypatch):
+    """On the program's stream later work would wait for the call, though nobody has asked for that."""
+    from torchmpi_py.core import handles
+    from torchmpi_py.torch_backend import work
+
+    inside, seen = [False], []
+
+    @contextlib.contextmanager
+    def on_its_stream(handle):
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    monkeypatch.setattr(handles.Handle, "on_its_stream", on_its_stream)
+    real = work.CallFuture.set_result
+    monkeypatch.setattr(work.CallFuture, "set_result", lambda *given: (seen.append(inside[0]), real(*given)))
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    assert future.wait()[0].tolist() == [mpi.size()] * 3
+    assert seen == [True]
 
 
 def test_a_work_that_nobody_waits_for_is_not_late(mpi, group):

@@ -87,7 +87,11 @@ class ArrayCall:
 
     def result(self, result: Any) -> Any:
         """The verb's result: for a tensor that stands in for an array, that array; for another tensor, a new array."""
-        if self._library is None or not isinstance(result, Tensor):
+        if self._library is None:
+            return result
+        if not isinstance(result, Tensor):
+            if self._library is not np:
+                self._library.from_dlpack(self._arrays[0][0])  # cupy's stream is ordered behind the verb all the same
             return result
         new = result.numpy() if self._library is np else self._library.from_dlpack(result)  # orders cupy's stream
         return next((array for tensor, array in self._arrays if tensor is result), new)

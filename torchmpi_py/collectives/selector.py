@@ -249,30 +249,23 @@ def _defaults() -> dict[Key, list[Choice]]:
 
 
 def _gpu_defaults() -> dict[Key, list[Choice]]:
-    """On GPUs: the links between them, or their own memory, if all ranks reach each other by them; else the host.
-
-    Measured with 2 and 4 ranks that share an H200: small tensors are through sooner by way of the host, for the GPU
-    need not change as often between the ranks. From 2 to 4 MiB on, half a MiB with NVIDIA MPS, its memory is faster.
-    """
-    nccl, cudaipc, staged = (
+    """On GPUs: the links between them, or their own memory, if all ranks reach each other by them; else the host."""
+    ordinary = [
         Choice(math.inf, "nccl", "default: made for links between GPUs"),
         Choice(math.inf, "cudaipc", "default: through the GPUs' memory alone"),
         Choice(math.inf, "staged", "default: through the host"),
-    )
-    small = [
-        nccl._replace(max_bytes=1 << 20),
-        Choice(1 << 20, "staged", "default: ranks that share a GPU wait less for turns on it"),
     ]
+    symmetric = [ordinary[1], ordinary[0], ordinary[2]]
     rows = {}
     for verb in ("allreduce", "broadcast", "reduce", "reduce_scatter", "allgather", "alltoall", "gather", "scatter"):
-        rows[Key(verb, "node", False, "cuda")] = [*small, nccl, cudaipc, staged]
-        rows[Key(verb, "node", True, "cuda")] = [*small, cudaipc, nccl, staged]
+        rows[Key(verb, "node", False, "cuda")] = list(ordinary)
+        rows[Key(verb, "node", True, "cuda")] = list(symmetric)
     for verb in ("allreduce", "reduce", "broadcast"):
         for kind in (False, True):
             rows[Key(verb, "nodes", kind, "cuda")] = [
-                small[0],
-                staged._replace(max_bytes=1 << 20, why="default: fewer messages when small"),
-                nccl,
+                ordinary[0]._replace(max_bytes=1 << 20),
+                Choice(1 << 20, "staged", "default: fewer messages when small"),
+                ordinary[0],
                 Choice(math.inf, "hierarchical", "default: each byte leaves a node once, not once a rank"),
             ]
     return rows

@@ -16,6 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -137,6 +138,10 @@ class Handle(ABC, Generic[R]):
         """The program no longer waits for the operation: it is not late, and its error is not logged."""
         self._error_was_seen = True
         backoff.active.pop(self, None)
+
+    def on_its_stream(self) -> AbstractContextManager[object]:
+        """A block in which this thread's work goes to the stream of the operation, where it has one."""
+        return contextlib.nullcontext()
 
     def synchronize(self) -> None:
         """Block the host until the operation is complete."""

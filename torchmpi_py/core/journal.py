@@ -348,7 +348,7 @@ def _look_up(used: Board, operation: Recorded, sequence: CallSequence, frame: An
     site = _site(used, frame)
     # A call is kept only where the frame itself is the site: one line of the package serves many lines of programs.
     names = (sequence.index + 1) << 2 * STRING_BITS | text << STRING_BITS | site
-    if used.sites.get((id(code), frame.f_lasti, frame.f_back is None), (0,))[0] == site and parts is not None:
+    if used.sites.get((id(code), frame.f_lasti), (0,))[0] == site and parts is not None:
         if len(used.calls) > MOST_CALLS_KEPT:
             used.calls.clear()
         used.calls[id(code) + frame.f_lasti] = code, parts, sequence, names, checksum
@@ -379,22 +379,21 @@ def _text(used: Board, parts: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _site(used: Board, frame: Any) -> int:
-    """The string with file and line of the nearest caller outside the package."""
-    while True:
-        site, _ = used.sites.get((id(frame.f_code), frame.f_lasti, frame.f_back is None)) or _name_frame(used, frame)
-        if site >= 0:
-            return site
+    """The string with file and line of the nearest caller outside the package; of the last one, if all are inside."""
+    while (site := (used.sites.get((id(frame.f_code), frame.f_lasti)) or _name_frame(used, frame))[0]) < 0:
+        if frame.f_back is None:  # in a thread of torch's; elsewhere the same line has callers, so nothing is kept
+            return used.keep_string(f"{frame.f_code.co_filename}:{frame.f_lineno}", frame.f_code.co_filename)
         frame = frame.f_back
+    return site
 
 
 def _name_frame(used: Board, frame: Any) -> tuple[int, CodeType]:
-    """The string of a frame; -1 for the package's own, unless it is the last. The code is kept: its id may return."""
+    """The string of a frame; -1 for the package's own. The code is kept: its id may return."""
     if len(used.sites) > MOST_CALLS_KEPT:
         used.sites.clear()
         used.calls.clear()
-    code, site = frame.f_code, -1
-    is_own = code.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_BENCH)
-    if frame.f_back is None or not is_own:
-        site = used.keep_string(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}", code.co_filename)
-    used.sites[id(code), frame.f_lasti, frame.f_back is None] = made = site, code
+    code, name = frame.f_code, frame.f_code.co_filename
+    is_own = name.startswith(_PACKAGE) and not name.startswith(_BENCH)
+    site = -1 if is_own else used.keep_string(f"{name}:{frame.f_lineno} in {code.co_name}", name)
+    used.sites[id(code), frame.f_lasti] = made = site, code
     return made

@@ -254,7 +254,7 @@ class Board(ReadableBoard):
         self.next_record: Callable[[], tuple[int, tuple[int, int, int]]] = self._count_records()
         """The number of the next record, and where it is: in bytes, in words, and the word for its end."""
         self.texts: dict[tuple[Any, ...], tuple[int, int]] = {}  # the journal's: strings and checksums
-        self.sites: dict[tuple[int, int, bool], tuple[int, CodeType]] = {}
+        self.sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self.calls: dict[int, tuple[CodeType, Any, object, int, int]] = {}
 
         # 3. After the barrier every rank finds the headers of the others.

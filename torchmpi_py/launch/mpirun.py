@@ -63,7 +63,7 @@ class Vendor:
 _OPEN_MPI = Vendor(
     name="openmpi",
     programs=("mpirun", "mpiexec"),
-    version=r"(Open MPI|OpenRTE)\) (?![1-4]\.)",
+    version=r"(Open MPI|OpenRTE)(?!\D*[1-4]\.)",
     abi="openmpi",
     libraries=("../lib/libmpi.so.40",),
     start=("-n", "{n}", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
@@ -103,7 +103,7 @@ VENDORS = (
     _OPEN_MPI,
     replace(  # which has neither ULFM nor PRRTE
         _OPEN_MPI,
-        version=r"(Open MPI|OpenRTE)\) [1-4]\.",
+        version=r"(Open MPI|OpenRTE)\D*[1-4]\.",
         agent=("--mca", "plm_rsh_agent", "{agent}"),
         elastic=(),
         ssh_environment={"OMPI_MCA_plm_rsh_args": _SSH_OPTIONS},

@@ -185,6 +185,9 @@ class StreamHandle(ThreadHandle[R]):
         _use_on(stream, [result])
         return result
 
+    def on_its_stream(self) -> AbstractContextManager[object]:
+        return self._device.on(self._stream)
+
     def synchronize(self) -> None:
         """Block the host until the GPU has carried out the operation."""
         super().wait()
@@ -214,7 +217,8 @@ def _use_on(stream: Any, tensors: Iterable[object]) -> None:
     """Keep CUDA's allocator from giving their memory to others before the stream is through with it."""
     for x in tensors:
         if isinstance(x, Tensor) and x.is_cuda:
-            x.record_stream(stream)
+            for part in (x._indices(), x._values()) if x.is_sparse else (x,):
+                part.record_stream(stream)
 
 
 class HostCopy:

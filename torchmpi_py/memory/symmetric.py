@@ -30,7 +30,7 @@ from torchmpi_py.core.channels import Channel, Place
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import RanksDisagree, Unavailable
-from torchmpi_py.memory import adopted, cuda_ipc, gpus
+from torchmpi_py.memory import adopted, cuda_ipc, devices, gpus
 from torchmpi_py.memory.adopted import AdoptedSegment
 
 NOT_STARTED = "call mpi.start() first"
@@ -257,6 +257,8 @@ def unmap_peers(node: MPI.Comm) -> None:
     for segment in live.now[1]:
         if isinstance(segment, cuda_ipc.GpuSegment):
             live.remove(segment)
+            for device in {part.device for part in segment.parts.values()}:
+                devices.of(device).synchronize()  # of a broken communicator work may still be under way
             segment.parts.clear()
     node.Barrier()
     torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what was freed while peers had it mapped

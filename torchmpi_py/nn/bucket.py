@@ -204,7 +204,9 @@ class SparseBucket(Bucket):
     def _added(self, indices: Tensor, values: Tensor) -> Tensor:
         """A coalesced tensor; values of equal rows are added, those of 16 bits in float32."""
         values = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-        return torch.sparse_coo_tensor(indices, values, self._shape, check_invariants=False).coalesce()
+        return torch.sparse_coo_tensor(
+            indices, values, self._shape, device=values.device, check_invariants=False
+        ).coalesce()
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:

@@ -132,7 +132,7 @@ class ExtraOperations:
         mine = x.detach().coalesce()
         indices = gathering.allgather(channel, flat(mine.indices().t()), None)
         values = gathering.allgather(channel, flat(mine.values()), None)
-        keep(torch.sparse_coo_tensor(indices.t(), values, x.shape, check_invariants=False).coalesce())
+        keep(torch.sparse_coo_tensor(indices.t(), values, x.shape, device=x.device, check_invariants=False).coalesce())
 
     def memory(
         self, channel: Channel, num_bytes: int, device: torch.device, keep: Callable[[Tensor | None], object]

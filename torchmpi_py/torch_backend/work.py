@@ -13,7 +13,6 @@ in the order of its calls, and before it waits for later ones. (Callbacks of oth
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import datetime as dt
 import functools
@@ -28,10 +27,6 @@ from torchmpi_py.core.handles import Handle
 from torchmpi_py.errors import CollectiveTimeout
 from torchmpi_py.memory import devices
 from torchmpi_py.torch_backend.torch_internals import raise_on_wait
-
-_run: collections.deque[tuple[list[Any], object]] = collections.deque()
-"""Callbacks that have run, and the events behind their work on GPUs."""
-_run_lock = threading.Lock()
 
 
 class _InCallback(threading.local):
@@ -49,14 +44,20 @@ def is_in_callback() -> bool:
 
 
 @contextlib.contextmanager
-def _callback() -> Iterator[None]:
-    """A block that runs a callback."""
+def _callback(gpus: Sequence[torch.device]) -> Iterator[None]:
+    """A block that runs a callback; at its end the work that the callback has queued on the GPUs is done.
+
+    A callback runs on a stream of torch's own, and may use memory that was taken on another stream, as what DDP's
+    PowerSGD hook has copied. Given back earlier, that memory could be the other stream's next tensor at once.
+    """
     former = _state.is_in_callback
     _state.is_in_callback = True
     try:
         yield
     finally:
         _state.is_in_callback = former
+        for gpu in gpus:
+            devices.of(gpu).current().synchronize()
 
 
 def _nothing() -> None:
@@ -110,29 +111,10 @@ class CallFuture(torch.futures.Future[Any]):
         gpus = self.gpus
 
         def run(future: Any) -> None:
-            with _callback():
+            with _callback(gpus):
                 callback(future)
-                _keep(callback, gpus)
 
         super().add_done_callback(run)
-
-
-def _keep(callback: object, gpus: Sequence[torch.device]) -> None:
-    """Keep a callback that has run, and with it what it holds, until its work on the GPUs is done.
-
-    It has run on a stream of torch's own, and may read memory that was taken on another stream, as what DDP's PowerSGD
-    hook has copied. Were that memory given back now, the other stream's next tensor could have it at once.
-    """
-    if not gpus:
-        return
-    used = [devices.of(gpu) for gpu in gpus]
-    events = [device.event() for device in used]
-    for event, device in zip(events, used, strict=True):
-        event.record(device.current())
-    with _run_lock:
-        _run.append((events, callback))
-        while _run and all(event.query() for event in _run[0][0]):
-            _run.popleft()
 
 
 def _gpus(results: Sequence[Tensor]) -> list[torch.device]:
@@ -142,9 +124,8 @@ def _gpus(results: Sequence[Tensor]) -> list[torch.device]:
 
 def _follow(callback: Callable[..., Any], following: CallFuture, future: Any) -> None:
     try:
-        with _callback():
+        with _callback(following.gpus):
             made = callback(future)
-            _keep(callback, following.gpus)
         following.set_result(made)
     except BaseException as error:
         is_ordinary = isinstance(error, Exception)
@@ -274,12 +255,13 @@ class PendingWork(CallWork):
             self._timer.cancel()
         if self._future is None or not self._future_is_open.acquire(blocking=False):  # or has timed out meanwhile
             return
-        try:
-            self.handle.wait()
-        except Exception as error:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(self._results)
+        with self.handle.on_its_stream():  # elsewhere the program's stream would wait for the call, too
+            try:
+                self.handle.wait()
+            except Exception as error:
+                self._future.set_exception(error)
+            else:
+                self._future.set_result(self._results)
         self._future.before_wait = _nothing  # the two would keep each other, and the tensors, alive
 
     def _expire(self) -> None:
