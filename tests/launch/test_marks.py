@@ -1,6 +1,7 @@
 """Marks of ranks that end in the middle of their program, become another program, or leave out what runs at exit."""
 
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -39,6 +40,24 @@ def test_the_mark(tmp_path, text, is_left):
     subprocess.run([sys.executable, "-c", RANK, tmp_path, text], check=False, timeout=200)
     assert exit_marks.is_left(tmp_path, "running-3") == is_left
     assert os.path.exists(tmp_path / "alive-3")
+
+
+def test_the_pipe_is_the_first_to_break(tmp_path):
+    """The starter learns of an end by another descriptor, and ends the other ranks at once: their pipes break, too."""
+    os.mkfifo(tmp_path / "starter")
+    text = f"os.open({str(tmp_path / 'starter')!r}, os.O_RDWR); print('here', flush=True); sys.stdin.read()"
+    pipes = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", RANK, tmp_path, text], stdin=pipes, stdout=pipes) as rank:
+        assert rank.stdout.readline() == b"here\n"
+        found = {os.open(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK): name for name in ("starter", "alive-3")}
+        with select.epoll() as poll:
+            for descriptor in found:
+                poll.register(descriptor, select.EPOLLHUP)
+            rank.kill()
+            rank.wait()
+            assert [found[descriptor] for descriptor, _ in poll.poll(100)] == ["alive-3", "starter"]
+        for descriptor in found:
+            os.close(descriptor)
 
 
 # Runs the rank argv[1] on the text argv[2] under a starter that reports success, as MPICH's may.

@@ -3,10 +3,11 @@
 An MPI ends the other ranks some milliseconds after the first death, so a look now and then would find all of them dead.
 Linux reports an end at once: a descriptor of a process (pidfd) becomes readable. But a large process takes milliseconds
 to end, as long as the MPI takes to end the others. So each rank also holds a pipe, which breaks when the rank begins to
-end, and epoll keeps the order of these breaks. A rank that fails writes into its pipe, which takes its place in the
-same order. What is said of a death follows from this order, not from the moment at which torchmpirun looks: a rank that
-has ended is kept here until all that began to end before it have ended too. Where there are no pipes, the order in
-which the ends are seen must do. Ranks that have all died before the first look at them are all named.
+end, before the connection does by which the MPI's starter learns of the end (`exit_marks`), and epoll keeps the order
+of these breaks. A rank that fails writes into its pipe, which takes its place in the same order. What is said of a
+death follows from this order, not from the moment at which torchmpirun looks: a rank that has ended is kept here until
+all that began to end before it have ended too. Where there are no pipes, the order in which the ends are seen must do.
+Ranks that have all died before the first look at them are all named.
 
 A pipe also breaks when the rank becomes another program (exec). Then the process lives on with another command line,
 and its mark is removed: the end of that program is the MPI's affair. A program that ends within milliseconds may be

@@ -23,6 +23,7 @@ import contextlib
 import faulthandler
 import fcntl
 import os
+import resource
 import select
 import stat
 import sys
@@ -80,7 +81,7 @@ def running(folder: str, rank: int) -> Iterator[None]:
     with contextlib.suppress(OSError):
         pipe = mark.with_name(f"alive-{rank}")
         os.mkfifo(pipe)
-        held = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        held = _moved_up(os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
         os.register_at_fork(after_in_child=lambda: os.close(held))
     record_running(folder, rank, process_id)
     atexit.register(remove)  # the first to be registered runs last
@@ -89,6 +90,20 @@ def running(folder: str, rank: int) -> Iterator[None]:
     finally:
         if os.getpid() == process_id:
             leave(folder, f"through-{rank}")
+
+
+def _moved_up(descriptor: int) -> int:
+    """The same file under a high number: of a process that ends Linux closes the highest ones first.
+
+    The starter learns of the end by a connection with a low number, and ends the other ranks: their pipes must not be
+    the first to break.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    with contextlib.suppress(OSError, OverflowError):
+        number = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, (min(limit, 1024) if limit > 0 else 1024) - 32)
+        os.close(descriptor)
+        return number
+    return descriptor
 
 
 def record_running(folder: str, rank: int, process_id: int) -> None:
