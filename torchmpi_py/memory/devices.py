@@ -182,7 +182,7 @@ class StreamHandle(ThreadHandle[R]):
         result = super().wait(timeout_seconds)
         stream = self._device.current()
         stream.wait_event(self._finished)
-        _use_on(stream, [result])
+        _use_on(stream, result if isinstance(result, list) else [result])
         return result
 
     def on_its_stream(self) -> AbstractContextManager[object]:

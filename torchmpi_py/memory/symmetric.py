@@ -15,6 +15,7 @@ tensors to be symmetric: it may pass one on this rank, and an ordinary one on an
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import math
 import mmap
@@ -258,7 +259,8 @@ def unmap_peers(node: MPI.Comm) -> None:
         if isinstance(segment, cuda_ipc.GpuSegment):
             live.remove(segment)
             for device in {part.device for part in segment.parts.values()}:
-                devices.of(device).synchronize()  # of a broken communicator work may still be under way
+                with contextlib.suppress(RuntimeError):  # CUDA's, of work that failed; the others wait below
+                    devices.of(device).synchronize()  # of a broken communicator work may still be under way
             segment.parts.clear()
     node.Barrier()
     torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what was freed while peers had it mapped

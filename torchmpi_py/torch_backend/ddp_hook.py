@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.prepare import builder
 from torchmpi_py.torch_backend import ddp_buckets, torch_internals
+from torchmpi_py.torch_backend.work import first
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket as GradBucket
@@ -43,11 +44,7 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         target = x if memory is None else memory
         call = [_allreduce(x, out=target, op="avg", comm=group.comm)], [target], None
     work = group.carry_out(call)
-    return work.get_future().then(_first)  # type: ignore[no-any-return]
-
-
-def _first(future: torch.futures.Future[Any]) -> Tensor:
-    return future.value()[0]  # type: ignore[no-any-return]
+    return work.get_future().then(first)  # type: ignore[no-any-return]
 
 
 def _memory(group: Any, parameters: list[Tensor], x: Tensor) -> Tensor | None:

@@ -122,9 +122,14 @@ def _gpus(results: Sequence[Tensor]) -> list[torch.device]:
     return sorted({x.device for x in results if x.is_cuda}, key=str)
 
 
+def first(future: Any) -> Any:
+    """The callback for the first of a call's tensors. It queues nothing."""
+    return future.value()[0]
+
+
 def _follow(callback: Callable[..., Any], following: CallFuture, future: Any) -> None:
     try:
-        with _callback(following.gpus):
+        with _callback([] if callback is first else following.gpus):
             made = callback(future)
         following.set_result(made)
     except BaseException as error:
@@ -255,8 +260,10 @@ class PendingWork(CallWork):
             self._timer.cancel()
         if self._future is None or not self._future_is_open.acquire(blocking=False):  # or has timed out meanwhile
             return
-        with self.handle.on_its_stream():  # elsewhere the program's stream would wait for the call, too
+        with contextlib.ExitStack() as stack:
             try:
+                # On the program's stream its later work would wait for the call, too.
+                stack.enter_context(self.handle.on_its_stream())
                 self.handle.wait()
             except Exception as error:
                 self._future.set_exception(error)
@@ -310,6 +317,8 @@ class Several(CallWork):
             except Exception as error:
                 whole.set_exception(error)
             else:
+                for future in made:  # which have ended: where they have GPUs, this stream follows theirs
+                    torch.futures.Future.wait(future)
                 whole.set_result(results)
 
         torch.futures.collect_all(list(made)).add_done_callback(complete)
