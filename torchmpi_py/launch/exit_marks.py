@@ -99,7 +99,7 @@ def _moved_up(descriptor: int) -> int:
     the first to break.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    with contextlib.suppress(OSError, OverflowError):
+    with contextlib.suppress(OSError):
         number = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, (min(limit, 1024) if limit > 0 else 1024) - 32)
         os.close(descriptor)
         return number

@@ -222,7 +222,7 @@ def _use_on(stream: Any, tensors: Iterable[object]) -> None:
 
 
 class HostCopy:
-    """The copy on the host of a flat tensor of another device. Made in the caller's thread, used in the client's."""
+    """The copy on the host of a tensor of another device. Made in the caller's thread, used in the one that copies."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x

@@ -255,13 +255,13 @@ def unmap_peers(node: MPI.Comm) -> None:
 
     A process must not end before: torch warns of it, for the memory that it has passed on goes with it.
     """
-    for segment in live.now[1]:
-        if isinstance(segment, cuda_ipc.GpuSegment):
-            live.remove(segment)
-            for device in {part.device for part in segment.parts.values()}:
-                with contextlib.suppress(RuntimeError):  # CUDA's, of work that failed; the others wait below
-                    devices.of(device).synchronize()  # of a broken communicator work may still be under way
-            segment.parts.clear()
+    segments = [segment for segment in live.now[1] if isinstance(segment, cuda_ipc.GpuSegment)]
+    for device in {part.device for segment in segments for part in segment.parts.values()}:
+        with contextlib.suppress(RuntimeError):  # CUDA's, of work that failed; the others wait below
+            devices.of(device).synchronize()  # of a broken communicator work may still be under way
+    for segment in segments:
+        live.remove(segment)
+        segment.parts.clear()
     node.Barrier()
     torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what was freed while peers had it mapped
 

@@ -40,11 +40,10 @@ def norm_of(gradients: list[Tensor], norm_type: float) -> Tensor:
     """The norm of all together, in float64."""
     dense = [x.coalesce().values() if x.is_sparse else x for x in gradients]
     norms = [torch.linalg.vector_norm(x, norm_type).double().cpu() for x in dense if x.numel()]
-    return (
-        torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        if norms
-        else torch.zeros((), dtype=torch.double, device="cpu")
-    )
+    if not norms:
+        return torch.zeros((), dtype=torch.double, device="cpu")
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm
 
 
 def combined(norm: Tensor, norm_type: float, comm: Communicator) -> Tensor:

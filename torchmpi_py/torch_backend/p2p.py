@@ -12,7 +12,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchmpi_py.collectives.flavours import mpi_steps
@@ -24,7 +23,7 @@ from torchmpi_py.core.communicators import resolve
 from torchmpi_py.core.handles import RequestHandle
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.tensors import check_rank, check_tensor, flat, output_buffer
-from torchmpi_py.memory import devices
+from torchmpi_py.memory.devices import HostCopy
 from torchmpi_py.torch_backend.communicator_pool import Membership
 from torchmpi_py.torch_backend.work import PendingWork
 
@@ -80,11 +79,9 @@ class Mailbox:
                 "give the rank that sends them (src=)"
             )
         if x.is_cuda:
-            buffer = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-            device = devices.of(x.device)
-            launched = device.event()
-            launched.record(device.current())
-            copy_out = functools.partial(_copy, x, buffer, launched)
+            copy = HostCopy(x.detach())
+            buffer = copy.empty()
+            copy_out = functools.partial(copy.from_host, buffer, None)
         operation = self._operation(_FROM_ANY if source is None else "recv", (buffer, where), x, copy_out)
         receipts: list[Any] = []
 
@@ -129,11 +126,3 @@ def _post_send(mpi: MPI.Comm, x: Tensor, destination: int, tag: int) -> list[Any
 
 def _post_recv(mpi: MPI.Comm, x: Tensor, source: int, tag: int) -> list[Any]:
     return mpi_steps.post_recv(mpi, x, source, tag) or [mpi_steps.Receipt(mpi, x, source, tag)]
-
-
-def _copy(x: Tensor, buffer: Tensor, launched: Any) -> None:
-    """Copy to the GPU, after what was queued before the call, and to the end: other streams will read ``x``."""
-    stream = devices.of(x.device).current()
-    stream.wait_event(launched)
-    x.detach().copy_(buffer)
-    stream.synchronize()
