@@ -266,6 +266,17 @@ def test_folders_that_outlive_a_job_go_with_their_launcher(no_leftovers, text, s
     wait_for_the_end()
 
 
+def test_a_process_that_has_just_become_another_program_is_the_jobs(tmp_path):
+    remains = cleanup.Remains(tmp_path)
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
+    for _ in range(50):  # of which two in three have no environment yet that others see
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(200)"], env=environment) as process:
+            try:
+                assert cleanup.lives_with(process.pid, remains.variable)
+            finally:
+                process.kill()
+
+
 # A rank without an MPI, that does not end by SIGTERM.
 RANK = """
 import os, signal, sys, time

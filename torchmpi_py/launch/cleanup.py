@@ -1,7 +1,8 @@
 """What a job may leave on this host: processes, shared memory, session folders. Only this job's are ever touched.
 
 - A *process* is the job's when its environment names the job's folder; children inherit that whatever they do. A rank
-  that sets its title (setproctitle) overwrites the environment that others see: the rank's mark names it.
+  that sets its title (setproctitle) overwrites the environment that others see: the rank's mark names it. A process
+  that becomes another program (exec) has for some milliseconds none that others see: whoever looks waits for it.
 - A *file in /dev/shm* is the job's when it has a name that an MPI, torch or this package gives and one of the job's
   processes has it open or mapped. MPIs unlink theirs in MPI_Finalize, which a killed or aborted rank does not reach;
   this package does when all ranks have mapped a file. A file that a process outside the job holds as well stays, and so
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 5.0  # for a starter that was asked to end
 KILL_SECONDS = 5.0  # for processes to end by SIGKILL
+EXEC_SECONDS = 1.0  # for exec, which may have to wait for a core, or for a file system that has the program
 TAKING_SECONDS = 0.2  # how long the guardian, which may be stopped, may take to empty a full pipe
 _TRACKER_SECONDS = 1.0  # for Python's resource trackers to remove what the killed have left
 _TRACKER = b".resource_tracker import main"  # on the command line of multiprocessing's, and of joblib's
@@ -131,7 +133,20 @@ def processes_with(variable: str) -> list[int]:
 
 def lives_with(process_id: int, variable: str) -> bool:
     """Whether this process lives and has ``variable`` in its environment."""
-    return process_id > 0 and os.fsencode(variable) + b"\0" in _read(f"/proc/{process_id}/environ")
+    return process_id > 0 and os.fsencode(variable) + b"\0" in _environment(process_id)
+
+
+def _environment(process_id: int) -> bytes:
+    """With which the process was started. Nothing when it has ended or is another user's."""
+    path = f"/proc/{process_id}/environ"
+    found, until = _read(path), time.monotonic() + EXEC_SECONDS
+    while not found and os.path.exists(f"/proc/{process_id}/exe") and time.monotonic() < until:  # it has a program
+        is_in_exec = not _read(f"/proc/{process_id}/cmdline")  # arguments and environment come together
+        found = _read(path)
+        if not is_in_exec:
+            break
+        time.sleep(0.001)
+    return found
 
 
 def _is_tracker(process_id: int) -> bool:
