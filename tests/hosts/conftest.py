@@ -16,6 +16,7 @@ DAILY = (  # the others take minutes
     "test_bed.py",
     "test_across_hosts[ssh openmpi-2 + 1]",
     "test_calls_that_differ_between_hosts[op-allreduce mpi torch.float32 max-torchmpirun]",
+    "test_calls_that_differ_at_the_end[op-nodea:2,nodeb:1,nodec:1]",
     "test_a_host_that_cannot_be_reached",
 )
 

@@ -47,13 +47,39 @@ for step in range(100000):
         fault()
 """
 
+# Calls that differ, and that no rank waits for, just before the end. argv: which, the rank that makes it
+SHORT_PROGRAM = """
+import sys
+import torch, torchmpi_py as mpi
+kind, odd = sys.argv[1], int(sys.argv[2])
+mpi.start()
+me, x, group = mpi.rank(), torch.arange(1000.0), mpi.split(0)
+for _ in range(3):
+    mpi.allreduce(x)
+    mpi.broadcast(x[:10], root=odd, comm=group)
+if kind == "op":
+    mpi.allreduce(x, op="max" if me == odd else "sum")
+elif kind == "more" and me == odd:
+    mpi.broadcast(x[:10], root=odd, comm=group)
+print("through", flush=True)
+"""
+
 
 @pytest.fixture(scope="module")
 def bed():
     with_hosts = testbed.Bed.up(3, name=BED)
     (with_hosts.folder / "shared" / "program.py").write_text(PROGRAM)
+    (with_hosts.folder / "shared" / "short_program.py").write_text(SHORT_PROGRAM)
     yield with_hosts
     with_hosts.down()
+
+
+def run_short(bed, hosts, kind, odd):
+    """Exit code and output of the short program."""
+    line = command("torchmpirun", hosts, str(bed.folder / "shared" / "short_program.py"), kind, str(odd))
+    environment = {**bed.environment(), "PYTHONPATH": str(testbed.ROOT), "OMP_NUM_THREADS": "1", "UCX_TLS": "tcp,self"}
+    done = bed.run("nodea", line, env=environment, timeout=WITHIN_SECONDS)
+    return done.returncode, done.stdout + done.stderr
 
 
 def command(starter, hosts, *program):
@@ -115,6 +141,24 @@ def test_calls_that_differ_where_hosts_have_several_ranks(bed):
     text = report(run(bed, "torchmpirun", "nodea:1,nodeb:1,nodec:2", "verb", 1))
     assert re.search(r"ranks 0, 2, 3 call allreduce .*; rank 1 calls broadcast ", text), text
     assert "host nodec (ranks 2, 3): rank 2 (process" in text
+
+
+@pytest.mark.parametrize("hosts", ["nodea:1,nodeb:1", "nodea:2,nodeb:1,nodec:1"])
+@pytest.mark.parametrize("kind", ["op", "more", "none"])
+def test_calls_that_differ_at_the_end(bed, kind, hosts):
+    odd = hosts.count(",") + hosts.count(":2")
+    code, text = run_short(bed, hosts, kind, odd)
+    assert text.count("through") == odd + 1
+    if kind == "none":
+        assert code == 0, text
+        return
+    others = "rank 0 calls" if odd == 1 else "ranks 0, 1, 2 call"
+    sides = rf"{others} allreduce mpi torch\.float32 sum, .*; rank {odd} calls allreduce mpi torch\.float32 max, "
+    if kind == "more":
+        sides = rf"rank {odd} calls broadcast mpi torch\.float32 {odd}, .* at \S+:13 in .*; rank 0 \(process \d+\)"
+    which = rf"operation \d+ of the communicator of ranks 0-{odd}"
+    assert code != 0, text
+    assert re.search(rf"RanksDisagree: {which} is not the same on all ranks: {sides}", text), text
 
 
 @pytest.mark.parametrize("kind", ["sleep", "stop"])

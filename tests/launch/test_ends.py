@@ -46,6 +46,15 @@ if MPI.COMM_WORLD.rank == 0:
 MPI.COMM_WORLD.Barrier()
 """
 
+# A starter that ends the job because of a rank on another host; rank 0 has been on this one.
+WITH_ANOTHER_HOST = """
+import os, sys, time
+from torchmpi_py.launch import exit_marks
+with exit_marks.running(os.environ["TORCHMPIRUN_JOB_DIR"], 0):
+    time.sleep(0.5)
+sys.exit(255)
+"""
+
 HOOKED = """
 import sys
 def shown(kind, error, frames):
@@ -206,3 +215,11 @@ def test_a_starter_gets_the_signals_that_it_wants(program, tmp_path, no_leftover
     threading.Thread(target=end_when_it_is_up, daemon=True).start()
     assert job.run() == 130
     assert seen.read_text() == "15 15 "
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_job_that_a_rank_of_another_host_may_have_ended(tmp_path, num_ranks):
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
+    job = jobs.Job([sys.executable, "-c", WITH_ANOTHER_HOST], environment, tmp_path, num_ranks=num_ranks)
+    assert job.run() == 255
+    assert ("none of the ranks on this host failed or died first" in job.reason) == (num_ranks == 2)

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from torchmpi_py.errors import Unavailable
-from torchmpi_py.notebook import cell_run, rank_output
+from torchmpi_py.notebook import cell_run, rank_job, rank_output
 
 pytest.importorskip("IPython", reason="pip install ipython")
 from IPython.core.displaypub import CapturingDisplayPublisher
@@ -203,6 +203,23 @@ def test_an_interrupt_reaches_all_ranks(notebook, num_ranks, tmp_path, work, is_
     assert notebook.good("mpi.rank()").startswith("0\n[1] 1\n")
     if not is_in_step:
         notebook.run("%torchmpi restart")
+
+
+def test_an_interrupt_while_the_cell_is_sent(notebook, num_ranks, tmp_path, monkeypatch):
+    send, first, begun = rank_job.Connection.send, notebook.magics._job._connections[0], tmp_path / "begun"
+
+    def late(self, message):
+        """Ranks get the cell when rank 0 has begun it, and the interrupt has come."""
+        while message[0] == "cell" and self is not first and not begun.exists():
+            time.sleep(0.01)
+        time.sleep(1.0 if message[0] == "cell" and self is not first else 0.0)
+        send(self, message)
+
+    monkeypatch.setattr(rank_job.Connection, "send", late)
+    interrupt_when(begun)
+    output = notebook.fails(f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(1000)")
+    assert output.rstrip().endswith(f"ranks 0-{num_ranks - 1} of {num_ranks} failed")
+    assert notebook.good("mpi.allreduce(1)") == f"[0-{num_ranks - 1}] {num_ranks}\n"
 
 
 def test_a_rank_that_cannot_be_interrupted_is_named(notebook, num_ranks, tmp_path):

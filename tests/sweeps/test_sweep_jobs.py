@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -96,16 +95,17 @@ def test_without_groups_a_rank_that_raises_alone_ends_the_job_and_the_sweep_goes
 @pytest.mark.parametrize("options", [("-n", "2", "--groups", "2"), ("-n", "2")])
 def test_a_sweep_that_was_killed_goes_on(tmp_path, options):
     folder, plan = tmp_path / "sweep", {str(number): "time.sleep(1000)" for number in range(6, 12)}
-    with subprocess.Popen(
-        command(folder, plan, 0.3, options), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as sweep:
+    with (
+        (tmp_path / "said").open("w") as said,
+        subprocess.Popen(command(folder, plan, 0.3, options), stdout=said, stderr=subprocess.STDOUT) as sweep,
+    ):
         until = time.monotonic() + 200
-        while len(list(folder.glob("ended-*"))) < 4 and time.monotonic() < until:
+        while len(list(folder.glob("ended-*"))) < 4 and time.monotonic() < until and sweep.poll() is None:
             time.sleep(0.05)
-        os.kill(sweep.pid, signal.SIGKILL)
+        sweep.kill()
     wait_until_all_are_dead(folder)
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("ended-*")}
-    assert 4 <= len(before) < 12
+    assert 4 <= len(before) < 12, (tmp_path / "said").read_text()
     check_values(rows(run(folder, {}, *options)), 1)
     assert before == {name: (folder / name).stat().st_mtime_ns for name in before}  # none was run again
 

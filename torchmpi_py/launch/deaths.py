@@ -91,7 +91,12 @@ class Lookout:
     @property
     def sees_all(self) -> bool:
         """Whether all ranks of the job have been on this host."""
-        return len(self._watched) >= self._num_ranks
+        return self.num_seen >= self._num_ranks
+
+    @property
+    def num_seen(self) -> int:
+        """The number of ranks that have been on this host."""
+        return len(self._watched)
 
     @property
     def is_holding(self) -> bool:

@@ -311,6 +311,8 @@ class Job:
             ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
             text = f"{ranks} did not reach the end of the program, though the MPI reports success (os._exit on a rank?)"
             reasons.append(text)
+        elif not reasons and 0 < self._lookout.num_seen < self.num_ranks:
+            reasons.append("none of the ranks on this host failed or died first: one of another host may have")
         self.reason = "; ".join(reasons) if code else ""
         return code
 

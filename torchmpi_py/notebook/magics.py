@@ -62,8 +62,8 @@ class TorchMPIMagics(Magics):
 
     def _run(self, job: RankJob, ranks: set[int], kind: str, *content: object) -> Any:
         """Have ranks do something, and show what comes of it; the value that they send, for a pull."""
-        job.begin(ranks, kind, *content)
         run = CellRun(job, self.shell)
+        job.begin(ranks, kind, *content)
         try:
             run.wait()
         except RanksEnded as error:

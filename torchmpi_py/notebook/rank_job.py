@@ -56,6 +56,7 @@ class RankJob:
         self.busy: set[int] = set()
         self.events: queue.SimpleQueue[tuple[int, tuple[Any, ...]]] = queue.SimpleQueue()
         self._connections: dict[int, Connection[Any, Any]] = {}
+        self._outboxes: dict[int, queue.SimpleQueue[tuple[object, ...] | None]] = {}
         key = secrets.token_bytes(32)
         with socket.create_server((_address_for(words), 0)) as listener:
             host, port = listener.getsockname()
@@ -97,6 +98,8 @@ class RankJob:
                     continue
                 _limit(accepted, 0)
             self._connections[rank], self.processes[rank] = connection, RankProcess(*process)
+            self._outboxes[rank] = outbox = queue.SimpleQueue[tuple[object, ...] | None]()
+            threading.Thread(target=_write_to, args=(connection, outbox), daemon=True).start()
 
     def _read_rank(self, rank: int, connection: Connection[Any, Any]) -> None:
         """In a thread: what a rank sends, until its end."""
@@ -116,10 +119,12 @@ class RankJob:
         self.events.put((LAUNCHER, ("over",)))
 
     def send(self, ranks: set[int], kind: str, *content: object) -> None:
-        """Send a message to ranks. One that is gone is noticed by its event."""
-        for rank in ranks & self._connections.keys():
-            with contextlib.suppress(OSError):
-                self._connections[rank].send((kind, *content))
+        """Have a message sent to ranks. One that is gone is noticed by its event.
+
+        A thread sends it: an interrupt of the kernel neither cuts it off, nor keeps it from other ranks.
+        """
+        for rank in ranks & self._outboxes.keys():
+            self._outboxes[rank].put((kind, *content))
 
     def begin(self, ranks: set[int], kind: str, *content: object) -> None:
         """Send ranks something to do."""
@@ -156,6 +161,8 @@ class RankJob:
     def stop(self) -> None:
         """End the ranks: in order those that are idle, and the others by a signal."""
         self.send(self.ranks, "end")
+        for outbox in self._outboxes.values():
+            outbox.put(None)
         for seconds, end in (
             (_END_SECONDS * (self.size > 0), self._launcher.terminate),
             (_KILL_SECONDS, self._launcher.kill),
@@ -165,6 +172,13 @@ class RankJob:
                 return
             end()
         self._launcher.wait()
+
+
+def _write_to(connection: Connection[Any, Any], outbox: queue.SimpleQueue[tuple[object, ...] | None]) -> None:
+    """In a thread: send what is in the outbox, until there is None."""
+    while (message := outbox.get()) is not None:
+        with contextlib.suppress(OSError):
+            connection.send(message)
 
 
 def _limit(connection: socket.socket, seconds: int) -> None:

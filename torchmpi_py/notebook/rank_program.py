@@ -118,7 +118,7 @@ class RankProgram:
     def __init__(self, link: KernelLink) -> None:
         self._link = link
         self._tasks: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._is_running = False
+        self._is_running = self._is_interrupted = False
         self._main_thread = threading.get_ident()
         self._shell = RankShell.instance(
             user_ns={"mpi": mpi, "torch": torch}, displayhook_class=ValueHook, display_pub_class=RichPublisher
@@ -135,7 +135,9 @@ class RankProgram:
         """Carry out what the kernel sends, until it sends the end, or is gone."""
         while (task := self._tasks.get()) != ("end",):
             try:
-                self._is_running = True
+                self._is_running = not self._is_interrupted  # before it began
+                if not self._is_running:
+                    raise KeyboardInterrupt
                 self._carry_out(*task)
             except BaseException:
                 self._is_running = False
@@ -159,12 +161,14 @@ class RankProgram:
             while True:
                 message = self._link.connection.recv()
                 if message == ("interrupt",):
+                    self._is_interrupted = True
                     signal.pthread_kill(self._main_thread, signal.SIGINT)
                 elif message == ("where",):
                     self._link.send("where", self._where())
                 elif message == ("refuse",):
                     refuse_collectives()
                 else:
+                    self._is_interrupted = False
                     self._tasks.put(message)
         except (EOFError, OSError):
             self._tasks.put(("end",))

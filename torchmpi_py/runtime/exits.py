@@ -18,7 +18,7 @@ from torchmpi_py.core import backoff, communication_thread, communicators, journ
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.watch import abort, watchdog
+from torchmpi_py.watch import abort, final_check, watchdog
 from torchmpi_py.watch.report_requests import requests
 
 logger = logging.getLogger("torchmpi_py")
@@ -40,12 +40,14 @@ def wait_for_all(world: Communicator) -> None:
     """Wait for all ranks; log a warning when the wait is long: a rank that left early waits here for ever. Collective.
 
     The barrier is on the background communicator, which is idle by now, so that no barrier of another rank's program
-    matches it. The journal records it as any operation: RanksDisagree if a neighbour has called one more, or one less.
+    matches it. The journal records it as any operation: RanksDisagree if a neighbour has called one more, or one less,
+    or if ranks of other nodes have called something else.
     """
     entries = [journal.record_plain("mpi.stop()", world, thread_role) for thread_role in (BACKGROUND, DIRECT)]
     watchdog.announce_stop(is_drained=True)
     try:
         _wait_with_warning(world)
+        final_check.run(world.background)
     except BaseException:
         for each in entries:
             journal.fail(each)

@@ -93,11 +93,11 @@ class NodeWatch:
             self._listener.close()
 
     def _turn(self) -> None:
-        """One turn: messages, connections, questions; where this node is in charge, comparison and losses too."""
-        self._serve()
+        """One turn: connections, messages, questions; where this node is in charge, comparison and losses too."""
         if time.monotonic() - self._last_connect > _CONNECT_AGAIN_SECONDS:
             self._connect_to_hubs()
             self._last_connect = time.monotonic()
+        self._serve()
         self._announce_end()
         self._desk.turn()
         now = time.monotonic()  # after all that may take long: with an older one, or two, a stall looks like silence
@@ -323,20 +323,10 @@ class NodeWatch:
 
     def _report_mismatch(self, mismatch: Mismatch, views: list[Any]) -> None:
         """End the job with a report of both sides; ``views``: what the ranks of all nodes call there."""
-        calls: dict[str, list[int]] = {}
-        for view in map(reports.View._make, views):
-            if not view.is_missing:
-                calls.setdefault(view.text, []).append(view.rank)
-        sides = "; ".join(
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} call{'s' * (len(ranks) == 1)} {text}"
-            for text, ranks in calls.items()
-        )
-        if len(calls) < 2:  # too long ago to be on the boards still
-            first, second = (self._nodes.name(node) for node in mismatch.nodes)
-            sides = f"{first} and {second} differ; their records were overwritten meanwhile"
-        number, ranks = mismatch.position.sequence_number, mismatch.position.ranks
-        why = f"RanksDisagree: operation {number} of the communicator of ranks {ranks} is not the same on all ranks"
-        self._end_job(CLAIMED_DIFFERENCE, f"{why}: {sides}")
+        first, second = (self._nodes.name(node) for node in mismatch.nodes)
+        sides = reports.sides_of_nodes([view for view in map(reports.View._make, views) if not view.is_missing])
+        sides = sides or f"{first} and {second} differ; their records were overwritten meanwhile"
+        self._end_job(CLAIMED_DIFFERENCE, f"RanksDisagree: {mismatch.position} is not the same on all ranks: {sides}")
 
     def _lost(self, now: float) -> list[int]:
         """The nodes that are lost, also those that were reported."""

@@ -290,6 +290,20 @@ def views(board: Board, position: Position) -> list[View]:
     return [view for alike in found.values() for view in alike]
 
 
+def sides_of_nodes(seen: Sequence[View]) -> str:
+    """What ranks of different nodes call at a position; empty where they are not known to differ."""
+    sides: dict[tuple[bool, str], list[str]] = {}
+    for view in seen:
+        sides.setdefault((view.is_missing, view.text), []).append(str(view.rank))
+    texts = [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} call{'s' * (len(ranks) == 1)} {text}"
+        for (is_missing, text), ranks in sides.items()
+        if not is_missing
+    ]
+    texts += [text for is_missing, text in sides if is_missing]
+    return "; ".join(texts) if len(texts) > 1 else ""
+
+
 def _elsewhere(board: Board, record: Record) -> list[View]:
     """What the ranks of other nodes do at the position of this rank's operation; empty where nothing is known."""
     position = position_of(board, record)
