@@ -100,10 +100,12 @@ class Trial:
         """Whether the rank is said to be dead or stopped, the host to be lost; by the package or by torchmpirun."""
         if self.fault == "SIGKILL":
             killed = re.search(r"srun: error: \S+ tasks? ([\d,-]+): Killed", text)  # the first one is the victim
-            # The MPI may end the job before a report. torchmpirun sees its own host alone, and says so.
+            # These end the job before a report, and torchmpirun sees its own host alone.
             is_elsewhere = self.way.launcher == "ssh" and self.host != next(iter(self.layout))
-            if is_elsewhere and re.search("torchmpirun: .*(one|a rank) of another host may have", text):
-                return True
+            if is_elsewhere and self.way.mpi == "mpich":
+                return "torchmpirun: which rank ended the job is not known" in text
+            if is_elsewhere and "An error occurred in Socket closed" in text:  # Open MPI, sometimes
+                return "a rank of another host may have been first" in text
             return harness.names_the_dead(text, self.victim) or bool(killed and killed[1] == str(self.victim))
         if self.fault == "SIGSTOP":
             seen_from = r"(\(process \d+\)|does not)"  # its node, or others

@@ -217,9 +217,10 @@ def test_a_starter_gets_the_signals_that_it_wants(program, tmp_path, no_leftover
     assert seen.read_text() == "15 15 "
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_job_that_a_rank_of_another_host_may_have_ended(tmp_path, num_ranks):
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_job_that_a_rank_of_another_host_may_have_ended(tmp_path, num_hosts):
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
-    job = jobs.Job([sys.executable, "-c", WITH_ANOTHER_HOST], environment, tmp_path, num_ranks=num_ranks)
+    line = [sys.executable, "-c", WITH_ANOTHER_HOST]
+    job = jobs.Job(line, environment, tmp_path, num_ranks=2, num_hosts=num_hosts)
     assert job.run() == 255
-    assert ("none of the ranks on this host failed or died first" in job.reason) == (num_ranks == 2)
+    assert ("which rank ended the job is not known" in job.reason) == (num_hosts == 2)

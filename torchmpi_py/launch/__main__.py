@@ -273,6 +273,7 @@ def make_job(options: argparse.Namespace, vendor: Vendor, chosen: JobPlan, folde
         begin=begin,
         elastic=options.elastic,
         num_ranks=chosen.num_ranks,
+        num_hosts=len(chosen.hosts),
         log_dir=options.log_dir,
         failure_grace_seconds=FAILURE_GRACE_SECONDS + TRACE_SECONDS * (options.profile is not None),
         stop_signals=vendor.stop_signals,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 5.0  # for a starter that was asked to end
 KILL_SECONDS = 5.0  # for processes to end by SIGKILL
-EXEC_SECONDS = 1.0  # for exec, which may have to wait for a core, or for a file system that has the program
+EXEC_SECONDS = 1.0  # for the processes in exec, which may wait for a core, or for a file system that has the program
 TAKING_SECONDS = 0.2  # how long the guardian, which may be stopped, may take to empty a full pipe
 _TRACKER_SECONDS = 1.0  # for Python's resource trackers to remove what the killed have left
 _TRACKER = b".resource_tracker import main"  # on the command line of multiprocessing's, and of joblib's
@@ -128,25 +128,34 @@ class Remains:
 
 def processes_with(variable: str) -> list[int]:
     """Processes, this one excepted, that have ``variable`` (``NAME=value``) in their environment."""
-    return [process_id for process_id in _processes() if lives_with(process_id, variable)]
+    until = time.monotonic() + EXEC_SECONDS
+    return [process_id for process_id in _processes() if _has(process_id, variable, until)]
 
 
 def lives_with(process_id: int, variable: str) -> bool:
     """Whether this process lives and has ``variable`` in its environment."""
-    return process_id > 0 and os.fsencode(variable) + b"\0" in _environment(process_id)
+    return process_id > 0 and _has(process_id, variable, time.monotonic() + EXEC_SECONDS)
 
 
-def _environment(process_id: int) -> bytes:
-    """With which the process was started. Nothing when it has ended or is another user's."""
+def _has(process_id: int, variable: str, until: float) -> bool:
+    """The same; a process in the middle of exec is waited for until some time."""
     path = f"/proc/{process_id}/environ"
-    found, until = _read(path), time.monotonic() + EXEC_SECONDS
-    while not found and os.path.exists(f"/proc/{process_id}/exe") and time.monotonic() < until:  # it has a program
+    found = _read(path)  # nothing when it has ended or is another user's
+    while not found and _has_program(process_id) and time.monotonic() < until:
         is_in_exec = not _read(f"/proc/{process_id}/cmdline")  # arguments and environment come together
         found = _read(path)
         if not is_in_exec:
             break
         time.sleep(0.001)
-    return found
+    return os.fsencode(variable) + b"\0" in found
+
+
+def _has_program(process_id: int) -> bool:
+    """Whether it lives, and is none of the kernel's own."""
+    try:
+        return bool(os.readlink(f"/proc/{process_id}/exe"))
+    except OSError:
+        return False
 
 
 def _is_tracker(process_id: int) -> bool:

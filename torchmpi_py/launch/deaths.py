@@ -91,12 +91,7 @@ class Lookout:
     @property
     def sees_all(self) -> bool:
         """Whether all ranks of the job have been on this host."""
-        return self.num_seen >= self._num_ranks
-
-    @property
-    def num_seen(self) -> int:
-        """The number of ranks that have been on this host."""
-        return len(self._watched)
+        return len(self._watched) >= self._num_ranks
 
     @property
     def is_holding(self) -> bool:

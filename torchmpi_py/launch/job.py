@@ -90,6 +90,7 @@ class Job:
     begin: float = field(default_factory=time.monotonic)
     elastic: bool = False
     num_ranks: int = 0  # 0: not known
+    num_hosts: int = 1
     log_dir: Path | None = None
     failure_grace_seconds: float = FAILURE_GRACE_SECONDS
     stop_signals: tuple[int, ...] = ()  # in place of the signal that ends the job
@@ -311,8 +312,8 @@ class Job:
             ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
             text = f"{ranks} did not reach the end of the program, though the MPI reports success (os._exit on a rank?)"
             reasons.append(text)
-        elif not reasons and 0 < self._lookout.num_seen < self.num_ranks:
-            reasons.append("none of the ranks on this host failed or died first: one of another host may have")
+        elif not reasons and self.num_hosts > 1:
+            reasons.append("which rank ended the job is not known, for torchmpirun sees the ranks of this host alone")
         self.reason = "; ".join(reasons) if code else ""
         return code
 

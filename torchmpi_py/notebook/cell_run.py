@@ -52,10 +52,14 @@ class CellRun:
         self._looked = self._interrupted_at = self._flushed = 0.0
         self.pulled: bytes | None = None
 
-    def wait(self) -> None:
-        """Show what comes until no rank is busy. RanksFailed, RanksEnded."""
-        while self._job.busy:
+    def carry_out(self, ranks: set[int], kind: str, *content: object) -> None:
+        """Have ranks do something, and show what comes until none is busy. RanksFailed, RanksEnded."""
+        has_begun = False
+        while self._job.busy or not has_begun:
             try:
+                if not has_begun:
+                    has_begun = True
+                    self._job.begin(ranks, kind, *content)
                 self._take()
                 if self._interrupted and time.monotonic() - self._interrupted_at > INTERRUPT_SECONDS:
                     break

@@ -63,9 +63,8 @@ class TorchMPIMagics(Magics):
     def _run(self, job: RankJob, ranks: set[int], kind: str, *content: object) -> Any:
         """Have ranks do something, and show what comes of it; the value that they send, for a pull."""
         run = CellRun(job, self.shell)
-        job.begin(ranks, kind, *content)
         try:
-            run.wait()
+            run.carry_out(ranks, kind, *content)
         except RanksEnded as error:
             self._job, self._ended = None, str(error)
             raise

@@ -35,6 +35,8 @@ _HELLO_SECONDS = 20  # for who connects to say the key
 _END_SECONDS = 5.0  # for ranks that are asked to end
 _KILL_SECONDS = 20.0  # for the launcher to end ranks that did not
 
+_Outbox = queue.SimpleQueue["tuple[object, ...] | None"]
+
 
 class RankProcess(NamedTuple):
     """The process of a rank, and its host."""
@@ -56,7 +58,8 @@ class RankJob:
         self.busy: set[int] = set()
         self.events: queue.SimpleQueue[tuple[int, tuple[Any, ...]]] = queue.SimpleQueue()
         self._connections: dict[int, Connection[Any, Any]] = {}
-        self._outboxes: dict[int, queue.SimpleQueue[tuple[object, ...] | None]] = {}
+        self._outboxes: dict[int, _Outbox] = {}
+        self._outgoing: queue.SimpleQueue[tuple[set[int], tuple[object, ...] | None]] = queue.SimpleQueue()
         key = secrets.token_bytes(32)
         with socket.create_server((_address_for(words), 0)) as listener:
             host, port = listener.getsockname()
@@ -69,6 +72,7 @@ class RankJob:
                 preexec_fn=_leave_group,
             )
             threading.Thread(target=self._read_launcher, daemon=True).start()
+            threading.Thread(target=self._distribute, daemon=True).start()
             try:
                 self._accept_ranks(listener, key)
             except BaseException:
@@ -98,7 +102,7 @@ class RankJob:
                     continue
                 _limit(accepted, 0)
             self._connections[rank], self.processes[rank] = connection, RankProcess(*process)
-            self._outboxes[rank] = outbox = queue.SimpleQueue[tuple[object, ...] | None]()
+            self._outboxes[rank] = outbox = _Outbox()
             threading.Thread(target=_write_to, args=(connection, outbox), daemon=True).start()
 
     def _read_rank(self, rank: int, connection: Connection[Any, Any]) -> None:
@@ -121,10 +125,17 @@ class RankJob:
     def send(self, ranks: set[int], kind: str, *content: object) -> None:
         """Have a message sent to ranks. One that is gone is noticed by its event.
 
-        A thread sends it: an interrupt of the kernel neither cuts it off, nor keeps it from other ranks.
+        Threads do it: an interrupt of the kernel neither cuts a message off, nor keeps it from some of the ranks.
         """
-        for rank in ranks & self._outboxes.keys():
-            self._outboxes[rank].put((kind, *content))
+        self._outgoing.put((ranks, (kind, *content)))
+
+    def _distribute(self) -> None:
+        """In a thread: hand messages to the threads of their ranks, one of which may be slow; the last one is None."""
+        message: tuple[object, ...] | None = ()
+        while message is not None:
+            ranks, message = self._outgoing.get()
+            for rank in ranks & self._outboxes.keys():
+                self._outboxes[rank].put(message)
 
     def begin(self, ranks: set[int], kind: str, *content: object) -> None:
         """Send ranks something to do."""
@@ -161,8 +172,7 @@ class RankJob:
     def stop(self) -> None:
         """End the ranks: in order those that are idle, and the others by a signal."""
         self.send(self.ranks, "end")
-        for outbox in self._outboxes.values():
-            outbox.put(None)
+        self._outgoing.put((self.ranks, None))
         for seconds, end in (
             (_END_SECONDS * (self.size > 0), self._launcher.terminate),
             (_KILL_SECONDS, self._launcher.kill),
@@ -174,10 +184,10 @@ class RankJob:
         self._launcher.wait()
 
 
-def _write_to(connection: Connection[Any, Any], outbox: queue.SimpleQueue[tuple[object, ...] | None]) -> None:
+def _write_to(connection: Connection[Any, Any], outbox: _Outbox) -> None:
     """In a thread: send what is in the outbox, until there is None."""
     while (message := outbox.get()) is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, TypeError):  # TypeError: it was closed in the middle
             connection.send(message)
 
 

@@ -46,7 +46,7 @@ def wait_for_all(world: Communicator) -> None:
     entries = [journal.record_plain("mpi.stop()", world, thread_role) for thread_role in (BACKGROUND, DIRECT)]
     watchdog.announce_stop(is_drained=True)
     try:
-        _wait_with_warning(world)
+        backoff.fenced(lambda: _wait_with_warning(world))()
         final_check.run(world.background)
     except BaseException:
         for each in entries:

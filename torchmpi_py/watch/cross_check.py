@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchmpi_py.core import sequences
 from torchmpi_py.core.sequences import ranks_from_text
 from torchmpi_py.core.status_board import (
     CHECKSUM_BITS,
@@ -29,7 +28,6 @@ from torchmpi_py.core.status_board import (
     LAUNCHED,
     NAMES,
     NUM_GENERATIONS,
-    NUM_SLOTS,
     SEQUENCE_NUMBER_BITS,
     STOPPING,
     STRING_BITS,
@@ -89,17 +87,6 @@ class Rows:
         # Who is in stop calls nothing more: the rows, which are read after that, have all of its calls.
         stopping = [board.get(WORLD_RANK, index) for index in board.indices if board.get(HAS_LEFT, index) == STOPPING]
         return [row for index in board.indices for row in self._of_rank(index)], stopping
-
-    def ends(self) -> list[Position]:
-        """The last operation of each communicator's delegate, whose number is 0 where there was none."""
-        board, found = self._board, []
-        for index in board.indices:
-            for slot in (slot for slot in range(NUM_SLOTS) if board.generation_of(index, slot)):
-                generation, ranks, is_delegate = self._communicator(index, slot)
-                first = (generation & NUM_GENERATIONS - 1) << SEQUENCE_NUMBER_BITS
-                if is_delegate:  # what is less is of the slot's former communicator
-                    found.append(Position(generation, ranks, max(first, sequences.last_place(board, index, slot))))
-        return found
 
     def _of_rank(self, index: int) -> list[Row]:
         board, columns = self._board, self._board.columns_of(index)

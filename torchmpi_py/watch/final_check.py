@@ -2,19 +2,23 @@
 
 The watch between nodes compares once a second (``cross_check.py``). A job that ends within that second would end in
 order, with wrong values. So ranks that have all come to their end compare once more, what the boards still have: the
-last 1024 operations of each rank, and the number of operations of each communicator, which other ranks of the node
-cannot tell where an operation needs no others, as a broadcast of the root does.
+last 1024 operations of the nodes' delegates. They also compare the number of operations of each communicator that is
+not freed, on all ranks: where an operation needs no other rank, as a broadcast of the root, one that was called once
+more than on other ranks has harmed nobody yet, or has been taken for another call. Communicators that were freed, or on
+which a call has failed before, are left out: experiments that failed, say, have called different numbers.
 """
 
 from __future__ import annotations
 
-from torchmpi_py.core import status_board
+from torchmpi_py.core import communicators, sequences, status_board
 from torchmpi_py.core.channels import Channel
+from torchmpi_py.core.status_board import NUM_GENERATIONS, SEQUENCE_NUMBER_BITS, Board
 from torchmpi_py.errors import RanksDisagree
-from torchmpi_py.watch import cross_check, node_links, reports
-from torchmpi_py.watch.cross_check import Comparison, Mismatch, Position, Row
+from torchmpi_py.watch import node_links, reports
+from torchmpi_py.watch.cross_check import Comparison, Mismatch, Position, Row, Rows
 
-_Calls = tuple[list[Row], list[int], list[Position]]  # of a node: its rows, its ranks in stop, its delegates' ends
+_Places = dict[tuple[int, str], int]  # of the last operation of each communicator (generation, ranks)
+_Calls = tuple[list[Row], list[int], _Places]  # rows and ranks in stop, of a node's leader; the rank's own last places
 
 
 def run(channel: Channel) -> None:
@@ -26,9 +30,9 @@ def run(channel: Channel) -> None:
     if nodes is None or board is None:
         return
     leads = channel.rank == nodes.mine
-    rows = cross_check.Rows(board)  # from the first record that the board has
-    calls: list[_Calls | None] | None = channel.mpi.gather((*rows.read(), rows.ends()) if leads else None)
-    position = channel.mpi.bcast(_first_difference([each for each in calls or [] if each is not None]))
+    rows, stopping = Rows(board).read() if leads else ([], [])  # from the first record that the board has
+    calls: list[_Calls] | None = channel.mpi.gather((rows, stopping, _last_places(board)))
+    position = channel.mpi.bcast(_first_difference(calls or []))
     if position is None:
         return
     views = channel.mpi.gather(reports.views(board, position) if leads else []) or []
@@ -37,13 +41,31 @@ def run(channel: Channel) -> None:
     raise RanksDisagree(f"{position} is not the same on all ranks: {sides}")
 
 
+def _last_places(board: Board) -> _Places:
+    """Where this rank's operations on communicators that are sound end."""
+    stack, found = communicators.stack(), {}
+    for each in (*stack.levels, *stack.others):
+        for part in (each, each.outer):
+            is_sound = part is not None and not (part.is_free or part.is_broken)
+            for sequence in part.sequences if part is not None and is_sound else ():
+                if sequence.slot is not None:
+                    group = board.group(board.index, sequence.index)
+                    place = sequences.last_place(board, board.index, sequence.index)
+                    found[group.generation, group.ranks] = place
+    return found
+
+
 def _first_difference(calls: list[_Calls]) -> Position | None:
-    """The first operation that is not the same on two nodes, or is missing on one; None if there is none."""
+    """The first operation that is not the same on two nodes, or is missing on a rank; None if there is none."""
     comparison, ends = Comparison(), dict[tuple[int, str], set[int]]()
-    for node, (rows, stopping, last) in enumerate(calls):
-        trouble = comparison.add(node, rows, stopping)
+    for rank, (rows, stopping, places) in enumerate(calls):
+        trouble = comparison.add(rank, rows, stopping)
         if isinstance(trouble, Mismatch):
             return trouble.position
-        for generation, ranks, place in last:
-            ends.setdefault((generation, ranks), set()).add(place)
-    return next((Position(*which, min(places) + 1) for which, places in ends.items() if len(places) > 1), None)
+        for which, place in places.items():
+            ends.setdefault(which, set()).add(place)
+    for (generation, ranks), found in ends.items():
+        if len(found) > 1:
+            before_first = (generation & NUM_GENERATIONS - 1) << SEQUENCE_NUMBER_BITS  # a rank without a call has 0
+            return Position(generation, ranks, max(min(found), before_first) + 1)
+    return None

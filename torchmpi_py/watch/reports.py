@@ -300,7 +300,8 @@ def sides_of_nodes(seen: Sequence[View]) -> str:
         for (is_missing, text), ranks in sides.items()
         if not is_missing
     ]
-    texts += [text for is_missing, text in sides if is_missing]
+    missing = [text for is_missing, text in sides if is_missing]
+    texts += missing[:_MOST_NAMED] + [f"{len(missing) - _MOST_NAMED} more"] * (len(missing) > _MOST_NAMED)
     return "; ".join(texts) if len(texts) > 1 else ""
 
 
