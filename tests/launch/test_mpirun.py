@@ -310,3 +310,11 @@ def test_a_host_that_does_not_answer_is_given_up():
         made = mpirun.settings(vendor, busy=False, is_root=False, with_ssh=True)
         assert made[name] == "-o ConnectTimeout=20"
         assert name not in mpirun.settings(vendor, busy=False, is_root=False)
+
+
+@pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_ID": "7"}])
+def test_ssh_options_are_not_given_to_srun(tmp_path, environment):
+    """In an allocation MPICH's starter reaches the hosts by srun, for which -o names a file."""
+    options = launcher.parse(["--hosts", "a:1,b:1", "x.py"])
+    added = launcher.plan(options, MPICH, "mpiexec", tmp_path, environment).added
+    assert ("HYDRA_LAUNCHER_EXTRA_ARGS" in added) == (not environment)

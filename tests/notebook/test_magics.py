@@ -222,6 +222,49 @@ def test_an_interrupt_while_the_cell_is_sent(notebook, num_ranks, tmp_path, monk
     assert notebook.good("mpi.allreduce(1)") == f"[0-{num_ranks - 1}] {num_ranks}\n"
 
 
+def test_a_cell_that_heeds_the_interrupt_has_not_failed(notebook, num_ranks, tmp_path):
+    interrupt_when(*(tmp_path / str(rank) for rank in range(num_ranks)))
+    output = notebook.good(
+        f"""
+        import pathlib, time
+        try:
+            pathlib.Path({str(tmp_path)!r}, str(mpi.rank())).touch()
+            time.sleep(1000)
+        except KeyboardInterrupt:
+            print("heeded")
+        """
+    )
+    assert "heeded" in output
+
+
+def test_ranks_that_heed_an_interrupt_late_are_compared(notebook, num_ranks, tmp_path, monkeypatch):
+    """The cell has ended without them; where they have called other numbers of collectives, nothing may meet them."""
+    monkeypatch.setattr(cell_run, "INTERRUPT_SECONDS", 0.5)
+    interrupt_when(*(tmp_path / str(rank) for rank in range(num_ranks)))
+    output = notebook.fails(
+        f"""
+        import pathlib, time
+        from torchmpi_py.core import journal
+        if mpi.rank() == 0:
+            journal.end(journal.record_plain("alone", mpi.communicator(0)))
+        pathlib.Path({str(tmp_path)!r}, str(mpi.rank())).touch()
+        try:
+            time.sleep(1000)
+        finally:
+            time.sleep(4)
+        """
+    )
+    assert "cannot be interrupted" in output
+    until = time.monotonic() + 100
+    while notebook.magics._job.busy and time.monotonic() < until:
+        _, errors = notebook.run("%torchmpi status")
+        time.sleep(0.1)
+    assert f"rank {num_ranks - 1}: KeyboardInterrupt" in errors
+    assert "different numbers of collectives" in errors
+    assert "CommunicatorError" in notebook.fails("mpi.allreduce(torch.ones(3))")
+    notebook.run("%torchmpi restart")
+
+
 def test_a_rank_that_cannot_be_interrupted_is_named(notebook, num_ranks, tmp_path):
     interrupt_when(tmp_path / "waiting")
     output = notebook.fails(

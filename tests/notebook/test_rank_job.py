@@ -54,3 +54,21 @@ def test_a_destructor_may_print_in_the_middle_of_a_send():
     link = rank_program.KernelLink(Connection())
     link.send("text", "stdout", "first")
     assert [text for *_, text in Connection.sent] == ["first", "of a destructor"]
+
+
+@pytest.mark.timeout(200)
+def test_an_interrupt_of_stop_leaves_no_ranks(monkeypatch):
+    job = rank_job.RankJob(["-n", "1"])
+    monkeypatch.setattr(job, "send", lambda *_: None)  # as if the rank did not end
+    launcher, waited = job._launcher, []
+
+    def wait(seconds=None):
+        waited.append(seconds)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher, "wait", wait)
+        with pytest.raises(KeyboardInterrupt):
+            job.stop()
+    assert len(waited) == 1
+    assert launcher.wait(100) != 0

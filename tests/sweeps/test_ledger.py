@@ -1,16 +1,19 @@
 """The folder of a sweep, the table of its results, and the rule by which experiments are stopped."""
 
+import contextlib
 import csv
+import errno
 import math
 import multiprocessing
 import os
+import threading
 
 import numpy as np
 import pytest
 import torch
 
 from torchmpi_py.errors import TorchMPIError
-from torchmpi_py.sweeps import ledger as ledgers, successive_halving
+from torchmpi_py.sweeps import ledger as ledgers, progress, successive_halving
 from torchmpi_py.sweeps.ledger import Ledger
 from torchmpi_py.sweeps.outcome import FAILED, FINISHED, STOPPED, Experiment, Results
 
@@ -184,3 +187,23 @@ def test_successive_halving():
     assert successive_halving(2, 3, largest=False)({2: 0.35}, others)
     with pytest.raises(ValueError, match="factor=1"):
         successive_halving(factor=1)
+
+
+@pytest.mark.parametrize("until", ["then", "the end"])
+def test_the_table_of_a_disk_that_was_full(tmp_path, monkeypatch, until):
+    """It follows again when there is room; an error that lasts is raised at the end."""
+    ledger, full, write = prepared(tmp_path), threading.Event(), Results.to_csv
+    monkeypatch.setattr(progress, "_LOOK_SECONDS", 0.01)
+
+    def written(self, path):
+        if not full.is_set() or until == "the end":
+            full.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, path)
+
+    monkeypatch.setattr(Results, "to_csv", written)
+    ends = pytest.raises(OSError, match="No space") if until == "the end" else contextlib.nullcontext()
+    with ends, progress.Progress(ledger, 0, bar=False):
+        ledger.end(row(3, 0.5))
+        assert full.wait(100)
+    assert (tmp_path / "results.csv").exists() == (until == "then")

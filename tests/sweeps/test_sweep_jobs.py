@@ -79,8 +79,9 @@ def test_a_rank_that_raises_alone_ends_its_groups_job_only(tmp_path):
     assert found[2][3] == "rank 1: RuntimeError: this rank alone"
 
 
-def test_without_groups_a_rank_that_raises_alone_ends_the_job_and_the_sweep_goes_on_later(tmp_path):
-    alone = "if mpi.rank() == 1: raise RuntimeError('this rank alone')\nmpi.barrier()"
+@pytest.mark.parametrize("others", ["mpi.barrier()", "mpi.allreduce_async(torch.ones(3))"])
+def test_without_groups_a_rank_that_raises_alone_ends_the_job_and_the_sweep_goes_on_later(tmp_path, others):
+    alone = f"if mpi.rank() == 1: raise RuntimeError('this rank alone')\n{others}"
     program = PROGRAM.read_text().replace("progress=False", "progress=False, ranks_per_experiment=2")
     (tmp_path / "by_two.py").write_text(program)
     launch = [sys.executable, "-m", "torchmpi_py.launch", "--bind", "none", "--timeout", "250", "-n", "2"]
@@ -88,6 +89,7 @@ def test_without_groups_a_rank_that_raises_alone_ends_the_job_and_the_sweep_goes
     first = subprocess.run(line, capture_output=True, text=True, timeout=260, check=False)
     assert first.returncode != 0
     assert "experiment 2 failed on rank 1 of its group (RuntimeError: this rank alone)" in first.stderr
+    assert "failed on rank 0" not in first.stderr
     assert "torchmpirun --groups" in first.stderr
     check_values(rows(subprocess.run(line, capture_output=True, text=True, timeout=260, check=False)), 2, failed=(2,))
 

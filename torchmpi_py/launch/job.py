@@ -306,6 +306,8 @@ class Job:
             code = first.code
             where = "" if self.log_dir is None else f"; its output is in {self.log_dir / f'rank-{first.rank}.log'}"
             after = "after that" if reasons else "first"
+            if self.num_hosts > 1 and not self._lookout.sees_all:
+                after += " on this host"
             reasons.append(f"rank {first.rank} failed {after}, with exit code {code}{where}")
         elif left and code == 0:
             code = 1

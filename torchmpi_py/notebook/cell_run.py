@@ -20,6 +20,7 @@ INTERRUPT_SECONDS = 6.0  # for ranks to heed an interrupt
 _EVENT_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
 _RESTART = "%torchmpi restart starts new ranks"
+_OUT_OF_STEP = f"the ranks have called different numbers of collectives, which raise from now on; {_RESTART}"
 
 
 class RanksFailed(Exception):  # noqa: N818 - as IPython shows its name
@@ -45,7 +46,6 @@ class CellRun:
         self._job, self._shell = job, shell
         self._merger = OutputMerger(job.size, self._write)
         self._errors: dict[int, tuple[str, str, list[str]]] = {}  # in the order in which they came
-        self._num_called: dict[int, dict[object, int]] = {}
         self._places: dict[int, tuple[str, str, object]] = {}
         self._interrupted = ""  # how
         self._freed: set[int] = set()  # ranks that were interrupted because they waited in vain
@@ -72,10 +72,17 @@ class CellRun:
         self._conclude()
 
     def drain(self) -> None:
-        """Show what has come since the last cell. RanksEnded."""
+        """Show what has come since the last cell, also of ranks that had not ended it. RanksEnded."""
+        had_not_ended = bool(self._job.busy)
         while not self._job.events.empty():
             self._take()
         self._merger.flush(is_end=True)
+        if had_not_ended:
+            late = [f"rank {rank}: {name}: {text}" for rank, (name, text, _) in self._errors.items()]
+            if not self._job.busy and self._is_out_of_step():
+                self._job.send(self._job.ranks, "refuse")
+                late.append(_OUT_OF_STEP)
+            self._write("stderr", "".join(f"{line}\n" for line in late))
         if self._job.has_ended:
             self._on_gone(LAUNCHER)
 
@@ -86,6 +93,7 @@ class CellRun:
         until = time.monotonic() + _ANSWER_SECONDS
         while ranks - self._places.keys() and time.monotonic() < until:
             self._take()
+        self._merger.flush(is_end=True)
         return dict(self._places)
 
     def _take(self) -> None:
@@ -133,7 +141,7 @@ class CellRun:
 
     def _on_done(self, rank: int, num_called: dict[object, int]) -> None:
         self._job.busy.discard(rank)
-        self._num_called[rank] = num_called
+        self._job.num_called[rank] = num_called
 
     def _on_over(self, _: int) -> None:
         self._on_gone(LAUNCHER)
@@ -184,14 +192,16 @@ class CellRun:
         if self._freed:
             places = {f"{call} ({line})" for rank, (call, line, _) in self._places.items() if rank in self._freed}
             texts.append(f"{name_ranks(self._freed)} waited in {', '.join(sorted(places))}, and had to be interrupted")
-        if self._job.busy:
-            busy = set(self._job.busy)
-            where = {f"{call} ({line})" for call, line, _ in self.ask_where(busy).values() if line}
+        found = self.ask_where(set(self._job.busy)) if self._job.busy else {}
+        if self._job.busy:  # still
+            where = {f"{call} ({line})" for rank, (call, line, _) in found.items() if line and rank in self._job.busy}
             at = f": {', '.join(sorted(where))}" if where else " at all"
-            texts.append(f"{name_ranks(busy)} cannot be interrupted{at}; {_RESTART}")
+            texts.append(f"{name_ranks(self._job.busy)} cannot be interrupted{at}; {_RESTART}")
         elif self._is_out_of_step():
             self._job.send(self._job.ranks, "refuse")
-            texts.append(f"the ranks have called different numbers of collectives, which raise from now on; {_RESTART}")
+            texts.append(_OUT_OF_STEP)
+        if not (texts or self._errors):  # the cell has heeded the interrupt, and gone on
+            return
         raise RanksFailed("\n".join(texts), self._traceback(failed or self._errors))
 
     def _traceback(self, errors: dict[int, tuple[str, str, list[str]]]) -> list[str]:
@@ -207,7 +217,7 @@ class CellRun:
     def _is_out_of_step(self) -> bool:
         """Whether ranks of one communicator have called different numbers of operations there."""
         counts: dict[object, set[int]] = {}
-        for found in self._num_called.values():
+        for found in self._job.num_called.values():
             for communicator, number in found.items():
                 counts.setdefault(communicator, set()).add(number)
         return any(len(numbers) > 1 for numbers in counts.values())

@@ -49,6 +49,7 @@ class RankJob:
     """Ranks that wait for cells. ``words``: options of torchmpirun. LaunchError if the ranks cannot start.
 
     ``events``: what comes from the ranks, and from the launcher, as (rank, (kind, ...)). ``busy``: ranks in a cell.
+    ``num_called``: how many collectives each rank had called on each communicator when its last cell ended.
     """
 
     def __init__(self, words: list[str]) -> None:
@@ -56,6 +57,7 @@ class RankJob:
         self.size = 0  # until the first rank says
         self.processes: dict[int, RankProcess] = {}
         self.busy: set[int] = set()
+        self.num_called: dict[int, dict[object, int]] = {}
         self.events: queue.SimpleQueue[tuple[int, tuple[Any, ...]]] = queue.SimpleQueue()
         self._connections: dict[int, Connection[Any, Any]] = {}
         self._outboxes: dict[int, _Outbox] = {}
@@ -173,15 +175,19 @@ class RankJob:
         """End the ranks: in order those that are idle, and the others by a signal."""
         self.send(self.ranks, "end")
         self._outgoing.put((self.ranks, None))
-        for seconds, end in (
-            (_END_SECONDS * (self.size > 0), self._launcher.terminate),
-            (_KILL_SECONDS, self._launcher.kill),
-        ):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._launcher.wait(seconds)
-                return
-            end()
-        self._launcher.wait()
+        try:
+            for seconds, end in (
+                (_END_SECONDS * (self.size > 0), self._launcher.terminate),
+                (_KILL_SECONDS, self._launcher.kill),
+            ):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._launcher.wait(seconds)
+                    return
+                end()
+            self._launcher.wait()
+        except KeyboardInterrupt:
+            self._launcher.terminate()  # the launcher ends the ranks without us
+            raise
 
 
 def _write_to(connection: Connection[Any, Any], outbox: _Outbox) -> None:

@@ -252,16 +252,17 @@ class _Group:
 
         Whether the ranks have made the same communicators, and none broke, so that they can be freed together.
         """
+        failed = self.mpi.rank
         if errors is not None:
             made = [*levels.levels, *levels.others]
             mine = f"{len(made)} {any(each.is_broken for each in made)}" if _is_idle() else _BUSY
             all_of_them = self._exchanged(mine)
             if all_of_them is not None and _BUSY not in all_of_them:
                 return set(all_of_them) == {f"{len(made)} False"}
-            error = next(filter(None, errors))
-        self._record(number, FAILED, None, f"rank {self.mpi.rank}: {error}", began)
+            failed, error = next((rank, text) for rank, text in enumerate(errors) if text)
+        self._record(number, FAILED, None, f"rank {failed}: {error}", began)
         raise TorchMPIError(
-            f"experiment {number} failed on rank {self.mpi.rank} of its group ({error}), and others may wait "
+            f"experiment {number} failed on rank {failed} of its group ({error}), and others may wait "
             "there for ever, so the job ends; torchmpirun --groups goes on with the other experiments"
         )
 

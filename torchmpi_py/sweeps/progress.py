@@ -5,6 +5,7 @@ A thread looks into the ledger, for the experiments are those of all groups.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from typing import Any
@@ -20,7 +21,7 @@ class Progress:
 
     def __init__(self, ledger: Ledger, num_before: int, *, bar: bool) -> None:
         self._ledger, self._num_before, self._bar = ledger, num_before, bar
-        self._is_over = threading.Event()
+        self._is_over, self._is_written = threading.Event(), False
         self._thread = threading.Thread(target=self._follow, name="torchmpi_py experiments", daemon=True)
 
     def __enter__(self) -> Progress:
@@ -33,19 +34,28 @@ class Progress:
         self._is_over.set()
         self._thread.join()
         self._stream.close()
+        if not self._is_written:  # where the thread could not: now it is an error
+            self._write(Results())
 
     def _follow(self) -> None:
-        ended, bar, is_last = Results(), self._made_bar(), False
-        while not is_last:
+        ended, bar = Results(), self._made_bar()
+        while True:
             is_last = self._is_over.wait(_LOOK_SECONDS)
-            if is_last or self._ledger.num_ended() != len(ended):
-                ended = self._ledger.results(ended)
-                ended.to_csv(self._ledger.folder / "results.csv")
-                if bar is not None:
-                    bar.set_postfix(failed=sum(row.state == FAILED for row in ended), refresh=False)
-                    bar.update(len(ended) - bar.n)
+            with contextlib.suppress(OSError):  # a disk that is full for a while
+                if is_last or self._ledger.num_ended() != len(ended):
+                    ended, self._is_written = self._write(ended), is_last
+                    if bar is not None:
+                        bar.set_postfix(failed=sum(row.state == FAILED for row in ended), refresh=False)
+                        bar.update(len(ended) - bar.n)
+            if is_last:
+                break
         if bar is not None:
             bar.close()
+
+    def _write(self, former: Results) -> Results:
+        ended = self._ledger.results(former)
+        ended.to_csv(self._ledger.folder / "results.csv")
+        return ended
 
     def _made_bar(self) -> Any:
         """The bar; None if it is not wanted, or tqdm is not installed."""
