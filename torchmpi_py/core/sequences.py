@@ -19,7 +19,7 @@ import functools
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence as Ranks
+from collections.abc import Callable, Iterable, Iterator, Sequence as Ranks
 from typing import NamedTuple
 
 from torchmpi_py.core import status_board
@@ -174,6 +174,12 @@ def last_place(used: Board, index: int, slot: int) -> int:
     # Fingerprints grow with the sequence number, so the largest is the last; an empty slot has 0.
     first = used.first_fingerprint(index, slot)
     return max(used.words[first : first + FINGERPRINTS_PER_SLOT]) >> CHECKSUM_BITS
+
+
+def last_places(used: Board, slots: Iterable[int]) -> dict[tuple[int, str], int]:
+    """The same for this rank's slots, by the generation and the ranks of each one's communicator."""
+    groups = {slot: used.group(used.index, slot) for slot in slots}
+    return {(group.generation, group.ranks): last_place(used, used.index, slot) for slot, group in groups.items()}
 
 
 def is_numbered(mine: Record) -> bool:

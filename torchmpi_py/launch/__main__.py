@@ -146,9 +146,8 @@ def plan(
     num_ranks = options.num_ranks or hosts.default_num_ranks(named, environment)
     hostfile = folder / "hostfile" if named else None
     busy = len(named) > 1 or hosts.num_ranks_on_busiest(named, num_ranks) >= binding.num_usable_cores()
-    with_ssh = (
-        bool(named) and not options.launch_agent and "SLURM_JOB_ID" not in environment
-    )  # where srun takes its place
+    has_srun = "SLURM_JOB_ID" in environment  # in place of ssh
+    with_ssh = bool(named) and not (options.launch_agent or has_srun)
     inherited = inherited_environment(environment)
     given = given_environment(options.env)
     added = mpirun.settings(vendor, busy=busy, is_root=os.geteuid() == 0, hostfile=hostfile, with_ssh=with_ssh)

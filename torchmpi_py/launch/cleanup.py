@@ -2,7 +2,7 @@
 
 - A *process* is the job's when its environment names the job's folder; children inherit that whatever they do. A rank
   that sets its title (setproctitle) overwrites the environment that others see: the rank's mark names it. A process
-  that becomes another program (exec) has for some milliseconds none that others see: whoever looks waits for it.
+  that becomes another program (exec) has for some milliseconds none that others see: a look at it waits for that.
 - A *file in /dev/shm* is the job's when it has a name that an MPI, torch or this package gives and one of the job's
   processes has it open or mapped. MPIs unlink theirs in MPI_Finalize, which a killed or aborted rank does not reach;
   this package does when all ranks have mapped a file. A file that a process outside the job holds as well stays, and so

@@ -20,7 +20,6 @@ INTERRUPT_SECONDS = 6.0  # for ranks to heed an interrupt
 _EVENT_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
 _RESTART = "%torchmpi restart starts new ranks"
-_OUT_OF_STEP = f"the ranks have called different numbers of collectives, which raise from now on; {_RESTART}"
 
 
 class RanksFailed(Exception):  # noqa: N818 - as IPython shows its name
@@ -80,8 +79,7 @@ class CellRun:
         if had_not_ended:
             late = [f"rank {rank}: {name}: {text}" for rank, (name, text, _) in self._errors.items()]
             if not self._job.busy and self._is_out_of_step():
-                self._job.send(self._job.ranks, "refuse")
-                late.append(_OUT_OF_STEP)
+                late.append(self._refuse())
             self._write("stderr", "".join(f"{line}\n" for line in late))
         if self._job.has_ended:
             self._on_gone(LAUNCHER)
@@ -198,8 +196,7 @@ class CellRun:
             at = f": {', '.join(sorted(where))}" if where else " at all"
             texts.append(f"{name_ranks(self._job.busy)} cannot be interrupted{at}; {_RESTART}")
         elif self._is_out_of_step():
-            self._job.send(self._job.ranks, "refuse")
-            texts.append(_OUT_OF_STEP)
+            texts.append(self._refuse())
         if not (texts or self._errors):  # the cell has heeded the interrupt, and gone on
             return
         raise RanksFailed("\n".join(texts), self._traceback(failed or self._errors))
@@ -213,6 +210,11 @@ class CellRun:
             return []
         (_, ranks), *others = alike.items()
         return [*errors[ranks[0]][2], "", *(f"{name_ranks(theirs)}: {': '.join(error)}" for error, theirs in others)]
+
+    def _refuse(self) -> str:
+        """Have collectives raise from now on; what is shown of that."""
+        self._job.send(self._job.ranks, "refuse")
+        return f"the ranks have called different numbers of collectives, which raise from now on; {_RESTART}"
 
     def _is_out_of_step(self) -> bool:
         """Whether ranks of one communicator have called different numbers of operations there."""

@@ -197,12 +197,8 @@ def open_call() -> str:
 
 def num_called() -> dict[tuple[int, str], int]:
     """The number of operations that this rank has called on each communicator (generation, ranks)."""
-    board, found = status_board.current, {}
-    for slot in () if board is None else tuple(board.slots_of):
-        assert board is not None
-        group = board.group(board.index, slot)
-        found[group.generation, group.ranks] = sequences.last_place(board, board.index, slot)
-    return found
+    board = status_board.current
+    return {} if board is None else sequences.last_places(board, tuple(board.slots_of))
 
 
 def refuse_collectives() -> None:

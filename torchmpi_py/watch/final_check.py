@@ -43,16 +43,10 @@ def run(channel: Channel) -> None:
 
 def _last_places(board: Board) -> _Places:
     """Where this rank's operations on communicators that are sound end."""
-    stack, found = communicators.stack(), {}
-    for each in (*stack.levels, *stack.others):
-        for part in (each, each.outer):
-            is_sound = part is not None and not (part.is_free or part.is_broken)
-            for sequence in part.sequences if part is not None and is_sound else ():
-                if sequence.slot is not None:
-                    group = board.group(board.index, sequence.index)
-                    place = sequences.last_place(board, board.index, sequence.index)
-                    found[group.generation, group.ranks] = place
-    return found
+    stack = communicators.stack()
+    parts = [part for each in (*stack.levels, *stack.others) for part in (each, each.outer) if part is not None]
+    sound = [sequence for part in parts if not (part.is_free or part.is_broken) for sequence in part.sequences]
+    return sequences.last_places(board, [sequence.index for sequence in sound if sequence.slot is not None])
 
 
 def _first_difference(calls: list[_Calls]) -> Position | None:
