@@ -113,6 +113,54 @@ def test_two_nodes(tmp_path, by_block):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# In one group alone there is no memory; the ranks of the other one wait for its part.
+ONE_GROUP_FAILS = """
+import os, torch, torchmpi_py as mpi
+from torchmpi_py.collectives import registry
+from torchmpi_py.errors import CommunicatorError, Unavailable
+
+mpi.start()
+mpi.set_collective_span(0, mpi.push_communicator(mpi.rank() // 2))
+x = torch.ones(1000, 4)
+calls = {
+    "allreduce": lambda: mpi.allreduce(x, flavour="hierarchical"),
+    "in the background": lambda: mpi.allreduce_async(x, flavour="hierarchical").wait(),
+    "of unknown sizes": lambda: mpi.allgather(x, flavour="hierarchical"),
+}
+
+def refuse(*arguments):
+    raise Unavailable("no room")
+
+if mpi.rank() < 2:
+    shared = registry.BY_NAME["shared"]
+    shared.reduce_scatter = shared.allgather = refuse
+    try:
+        calls[os.environ["CALL"]]()
+    except Unavailable:
+        print("failed")
+    try:
+        calls[os.environ["CALL"]]()
+    except CommunicatorError as error:
+        print("refused:", error, flush=True)
+    os._exit(3)
+calls[os.environ["CALL"]]()
+mpi.barrier()
+"""
+
+
+@pytest.mark.parametrize("call", ["allreduce", "in the background", "of unknown sizes"])
+def test_an_error_in_one_group_ends_the_calls_there(tmp_path, call):
+    """The other group is one call behind: what the first one called then would meet that."""
+    path = tmp_path / "program.py"
+    path.write_text(ONE_GROUP_FAILS)
+    torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
+    command = [torchmpirun, "-n", "4", "--timeout", "90", "--env", f"CALL={call}", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    assert "failed\n" in done.stdout
+    assert "an earlier call on" in done.stdout, done.stdout + done.stderr
+
+
 # Bytes between groups.
 
 

@@ -56,6 +56,21 @@ mpi.start()
 assert mpi.allreduce(1) == mpi.size() == 3
 mpi.stop()
 """
+# Rank 1 hangs in a function that ``start`` calls, or while it frees what all have built.
+HANGS = """
+import sys, time
+import torchmpi_py as mpi
+from torchmpi_py.core import communicators
+from torchmpi_py.runtime import arrival
+arrival._LEAST_SECONDS = arrival._CONNECT_SECONDS = 3.0
+def hang(*_, **__):
+    if mpi.rank() == 1:
+        time.sleep(300)
+    return 0
+mpi.start(custom_communicator_init=hang if sys.argv[1] == "start" else None)
+communicators.Stack.free = hang
+mpi.stop()
+"""
 INIT = "meet(); dist.init_process_group('torchmpi', timeout=ten)"
 WHO = r"torchmpi_py: ranks 0, 2 of 3 wait in {}, for {} s now\. Missing: rank 1{}\. Every rank has to call"
 
@@ -81,6 +96,22 @@ def test_a_rank_that_never_starts_is_named(tmp_path, judge, starter, call, where
     reports = re.findall(WHO.format(where, 20 if call == "mpi.start()" else 10, process), outcome.errors)
     outcome.expect(len(reports) == 1, f"the missing rank was named {len(reports)} times")
     judge("missing at the start", [outcome])
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("start", r"mpi\.start\(\) is not complete after 3 s; the job ends"),
+        ("stop", r"an operation is not complete after 3 s"),
+    ],
+)
+def test_a_rank_that_hangs_in_start_or_stop_is_shown(tmp_path, judge, where, what):
+    outcome = run(tmp_path, HANGS, where, TORCHMPI_DEADLINE="3")
+    outcome.expect(outcome.code != 0, "the job succeeded")
+    found = re.findall(what, outcome.errors)
+    outcome.expect(len(found) == 1, f"{len(found)} reports")
+    outcome.expect("time.sleep(300)" in outcome.errors, "the report does not show where rank 1 is")
+    judge(f"hangs in {where}", [outcome])
 
 
 @pytest.mark.skipif(not harness.ALL, reason="for scripts/test_faults")
@@ -137,11 +168,15 @@ def test_a_world_of_one_is_not_watched(monkeypatch):
 def test_of_other_hosts_nothing_is_claimed(monkeypatch):
     with started(monkeypatch, 2, 4, 2).watched():
         report = started(monkeypatch, 2, 4, 2).report()
-        assert report.startswith("rank 2 of 4 waits in mpi.start(), for 5 s now. 1 of 2 ranks are missing on host ")
+        assert report.startswith(
+            "torchmpi_py: rank 2 of 4 waits in mpi.start(), for 5 s now. 1 of 2 ranks are missing on host "
+        )
         assert "of other hosts nothing is known here" in report
         with started(monkeypatch, 3, 4, 2).watched():
             report = started(monkeypatch, 2, 4, 2).report()
-            assert report.startswith("ranks 2, 3 of 4 wait in mpi.start(), for 5 s now. None is missing on host ")
+            assert report.startswith(
+                "torchmpi_py: ranks 2, 3 of 4 wait in mpi.start(), for 5 s now. None is missing on host "
+            )
 
 
 def test_an_address_of_another_user_does_not_count(monkeypatch):

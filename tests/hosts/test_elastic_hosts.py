@@ -1,4 +1,4 @@
-"""Ranks, or a whole host, die while digits are learned on several hosts; the others go on (torchmpirun --elastic).
+"""Ranks die while digits are learned on several hosts; the others go on (torchmpirun --elastic), but for a lost host.
 
 What is judged is as on one host (``tests/faults/test_survivors.py``): every sample is in one step that counts, one
 process that takes these steps ends with the same parameters, and the accuracy is that of a run without deaths.
@@ -18,12 +18,12 @@ WAY = jobs.Way("ssh", "openmpi")
 WITHIN_SECONDS = 150
 
 
-def elastic_job(bed, folder, layout, *deaths):
+def elastic_job(bed, folder, layout, *deaths, **environment):
     if reason := WAY.missing(bed):
         pytest.skip(reason)
     folder.mkdir()
     line = [surviving.__file__, str(folder), str(test_survivors.EPOCHS), "1", *deaths]
-    return jobs.Job(bed, WAY, layout, line, options=["--elastic"])
+    return jobs.Job(bed, WAY, layout, line, options=["--elastic"], environment=environment)
 
 
 def check(ending, folder, ranks):
@@ -41,13 +41,33 @@ def test_a_rank_dies(bed, victim):
     check(job.wait(WITHIN_SECONDS), folder, 3)
 
 
-def test_a_host_dies(bed):
-    folder = bed.shared / "elastic-host"
-    job = elastic_job(bed, folder, {"nodea": 2, "nodeb": 2})
+def job_whose_host_dies(bed, name, **environment):
+    """A job on three hosts, of which one loses power after some steps; how it ended."""
+    folder = bed.shared / name
+    job = elastic_job(bed, folder, {"nodea": 2, "nodeb": 1, "nodec": 1}, **environment)
     notes, until = folder / "rank-0", time.monotonic() + jobs.START_SECONDS
     while not notes.exists() or notes.read_text().count("\n") < 20:
         assert job.starter.poll() is None, job.errors
         assert time.monotonic() < until
         time.sleep(0.05)
     bed.kill("nodeb")
-    check(job.wait(WITHIN_SECONDS), folder, 4)
+    ending = job.wait(WITHIN_SECONDS)
+    assert not ending.is_hang, str(ending)
+    assert ending.code == 1, str(ending)
+    assert not ending.left, str(ending)
+    return ending
+
+
+def test_a_host_dies(bed):
+    """Open MPI's starter does not go on without one: the job ends, and the report says why."""
+    ending = job_whose_host_dies(bed, "elastic-host")
+    wanted = "host nodeb (rank 2) has not been heard of for 15 s; Open MPI loses ranks and goes on (--elastic), but not"
+    assert wanted in ending.errors, str(ending)
+
+
+def test_a_host_dies_which_open_mpi_notices_first(bed):
+    """Its starter then ends with code 0, and the ranks of its host run on."""
+    seconds = {"time": "3", "intvl": "1", "probes": "3"}
+    settings = {f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in seconds.items()}
+    ending = job_whose_host_dies(bed, "elastic-keepalive", **settings)
+    assert "ranks 0, 1 did not reach the end of the program, though the MPI reports success" in ending.errors

@@ -95,6 +95,22 @@ def test_what_a_rank_has_left_in_the_middle_is_no_success(no_leftovers, text, co
     assert ("rank 3 did not reach the end of the program" in job.stderr) == (code == 1)
 
 
+# Open MPI's, when it has lost a host of an elastic job: it reports success, and the ranks of this host run on.
+DESERTS = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
+while not os.path.exists(os.path.join(sys.argv[2], "running-3")): time.sleep(0.01)
+"""
+
+
+def test_ranks_that_the_starter_leaves_are_no_success(tmp_path, no_leftovers):
+    command = [sys.executable, "-c", DESERTS, RANK, str(tmp_path), "import time; time.sleep(200)"]
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
+    deserted = job.Job(command, environment, tmp_path, num_ranks=2, num_hosts=2, elastic=True)
+    assert deserted.run() == 1
+    assert "rank 3 did not reach the end of the program" in deserted.reason
+
+
 def test_no_function_of_python_is_replaced_by_the_mark(tmp_path):
     text = "print(*(f.__module__ for f in (os._exit, os.execv, os.execve)))"
     shown = subprocess.run([sys.executable, "-c", RANK, tmp_path, text], capture_output=True, text=True, timeout=200)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -129,6 +130,28 @@ def test_rows_are_of_delegates_alone():
     for rank in (alone, other):
         rank.call("one")
         assert rank_rows(rank)[0] == []
+
+
+def test_ranks_behind_the_end_of_a_long_list_have_a_delegate():
+    """The board has no room for all ranks: node of rank 0, which is in the list, and node of the last ones."""
+    ranks = [0, 1, *(each * each for each in range(2, 80))]
+    text = sequences.ranks_as_text(ranks, strides=True)
+    first, last = Rank(0, text), Rank(ranks[-1], text)
+    assert sequences.is_cut(first.board.group(0, first.slot.number).ranks)
+    first.call("allreduce sum")
+    last.call("allreduce max")
+    assert isinstance(compare(Comparison(), first, last), Mismatch)
+
+
+def test_of_several_such_ranks_of_a_node_the_lowest_is_the_delegate():
+    world = {0: 90, 1: 70, 2: 80}  # by local rank
+    board = types.SimpleNamespace(
+        indices=list(world),
+        get=lambda _, index: world[index],
+        find_slot=lambda index, generation, ranks: None if index == 1 else 5,  # it belongs to another communicator
+    )
+    rows = cross_check.Rows(board)
+    assert [index for index in world if index != 1 and rows._is_delegate(index, 3, "0,4,...")] == [2]
 
 
 def test_a_communicator_that_was_freed_is_not_compared_with_the_next_in_its_slot():

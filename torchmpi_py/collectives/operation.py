@@ -31,6 +31,10 @@ _MESSAGES = frozenset({"send", "recv", "sendreceive"})  # of which several may b
 class Launcher(Method, Protocol):
     """What an operation needs of its flavour, beside the method that carries it out."""
 
+    @property
+    def raises_alike(self) -> bool:
+        """Whether the flavour's own errors are raised by all ranks of the communicator, or by a part of them."""
+
     def launch(self, operation: Operation[Any]) -> Handle[Any]: ...
 
     def again(self, operation: Operation[Any], num_tensors: int) -> Callable[[Any], object]: ...
@@ -104,13 +108,17 @@ class Operation(Work[R]):
 
     def _ended_by(self, error: BaseException, entry: journal.Entry, is_done: bool) -> BaseException:
         """The error to raise for one in ``run``; ``is_done``: the flavour had returned, as on the other ranks."""
-        is_of_all = isinstance(error, _RAISED_BY_ALL) and not self.name.endswith("_object")  # pickle's are of one rank
-        if not is_done and not is_of_all:
+        if not is_done and not self._is_of_all(error):
             journal.break_off(entry)
         if isinstance(error, (RuntimeError, CommunicatorError, RanksDisagree)):
             return self.explain(error)
         journal.fail(entry)
         return error
+
+    def _is_of_all(self, error: BaseException) -> bool:
+        """Whether all ranks raise it, so that later operations still meet each other. Pickle's errors are of one."""
+        is_own = isinstance(error, _RAISED_BY_ALL) and not self.name.endswith("_object")
+        return is_own and self.flavour.raises_alike
 
     def _check_earlier(self, entry: journal.Entry) -> None:
         """CommunicatorError if one that was launched earlier broke off: this one would meet it on other ranks."""

@@ -259,3 +259,8 @@ def ranks_from_text(text: str) -> list[int]:
     found = (re.fullmatch(r"(\d+)(?:-(\d+)(?:/([1-9]\d*))?)?", part) for part in text.split(","))
     parts = [match.groups() for match in found if match]
     return [rank for begin, end, step in parts for rank in range(int(begin), int(end or begin) + 1, int(step or 1))]
+
+
+def is_cut(text: str) -> bool:
+    """Whether ranks are left out for want of room; the text then spreads over many ranks, of several nodes mostly."""
+    return text.endswith(status_board.LEFT_OUT)

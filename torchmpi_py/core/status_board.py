@@ -45,6 +45,7 @@ NUM_STRINGS, NUM_SHORT_STRINGS = 1024, 128  # of all strings, those that stay fr
 STRING_BYTES = 128
 TEXT_BYTES = 16 << 10
 GROUP_BYTES = 256
+LEFT_OUT = "..."  # at the end of ranks that do not fit there
 BLANK_SLOT, SCRAP_SLOT = NUM_SLOTS, NUM_SLOTS + 1
 """Two slots more: one that stays empty, and one for fingerprints that no rank reads."""
 
@@ -347,7 +348,7 @@ current: Board | None = None
 def _group_as_bytes(key: str, ranks: str) -> bytes:
     """Key and ranks; dots stand for what does not fit, the key's end first."""
     if len(ranks) > GROUP_BYTES - 8:
-        ranks = ranks[: GROUP_BYTES - 12].rpartition(",")[0] + ",..."
+        ranks = ranks[: GROUP_BYTES - 12].rpartition(",")[0] + f",{LEFT_OUT}"
     name, room = key.encode(errors="backslashreplace"), GROUP_BYTES - 1 - len(ranks)
     name = name if len(name) <= room else name[: room - 3] + b"..."
     return (name + f"|{ranks}".encode()).ljust(GROUP_BYTES, b"\0")

@@ -291,7 +291,8 @@ class Job:
             return wanted
         if self.elastic and self._lookout.is_deserted:
             code = self._exit_code_of_deserted(code)
-        if self.elastic and code == 0 and not failures:
+        left = self._left()
+        if self.elastic and code == 0 and not failures and not left:
             return 0
         # The deaths come first in the reason, then the first failure, then ranks that nobody else reports.
         how = [(death, death.explain(None if self.elastic else code)) for death in self._deaths]
@@ -300,7 +301,6 @@ class Job:
         unseen = ", as far as this host shows: a rank of another host may have been first"
         among = "" if self._lookout.sees_all else unseen
         reasons = [f"{death.name} {text}{among}" for death, text in how if text]
-        left = [rank for rank in sorted(exit_marks.ranks_running(self.folder)) if self._has_left(rank)]
         if failures:
             first = failures[0]
             code = first.code
@@ -319,10 +319,15 @@ class Job:
         self.reason = "; ".join(reasons) if code else ""
         return code
 
-    def _has_left(self, rank: int) -> bool:
-        """Whether a rank whose mark is there left in the middle: os._exit(0) after the program is an end in order."""
-        is_known = any(death.rank == rank and death.status for death in self._deaths)
-        return is_known or not exit_marks.is_left(self.folder, f"through-{rank}")
+    def _left(self) -> list[int]:
+        """The ranks that left in the middle of the program; those of an elastic job that died have not.
+
+        os._exit(0) after the program is an end in order.
+        """
+        outlived = {death.rank for death in self._deaths} if self.elastic else set()
+        died = {death.rank for death in self._deaths if death.status}
+        running = sorted(set(exit_marks.ranks_running(self.folder)) - outlived)
+        return [rank for rank in running if rank in died or not exit_marks.is_left(self.folder, f"through-{rank}")]
 
     def _exit_code_of_deserted(self, code: int) -> int:
         """Exit code of an elastic job that all ranks have left: success, if one did so in order."""

@@ -1,4 +1,4 @@
-"""The first wait of a rank, for all ranks to start: after the deadline a report names the ranks that have not come.
+"""The watch over ``start``: after the deadline a report names the ranks that have not come, or shows where all are.
 
 MPI waits for all ranks as it starts, and so does the first exchange of ``start``, where mpi4py has started MPI before.
 The ranks share nothing yet. So each rank binds a Unix socket to an abstract address of its own, which needs no file,
@@ -22,10 +22,12 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchmpi_py.core import status_board
 from torchmpi_py.core.config import Tuning
 from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.core.status_board import CLAIMED_LATE
 from torchmpi_py.launch import exit_marks, variables
-from torchmpi_py.watch import abort, watchdog
+from torchmpi_py.watch import abort, reports, stacks, watchdog
 
 _CONNECT_SECONDS = 60.0
 _LEAST_SECONDS = 20.0  # of a deadline: that of operations may be shorter than it takes to import torch
@@ -43,19 +45,21 @@ def limit_of(tuning: Tuning) -> float:
 class Wait:
     """A wait for all ranks of the job, in the function ``called``, of at most ``seconds`` (0: of any length).
 
-    Where all ranks wait on this host, and MPI has yet to connect them, a shorter limit than 60 s does not count.
+    Where all ranks wait on this host, and MPI has yet to connect them, or where all have met, a shorter limit than 60 s
+    does not count.
     ``at_deadline``: with "report" the wait goes on after the report, else the job ends.
     """
 
-    def __init__(self, called: str, seconds: float, at_deadline: str) -> None:
+    def __init__(self, called: str, seconds: float, at_deadline: str, *, all_have_met: bool = False) -> None:
         self._called, self._seconds, self._ends = called, seconds, at_deadline != "report"
         rank, self._size = variables.rank_in(os.environ), variables.size_in(os.environ)
         self._rank, self._is_watched = rank or 0, rank is not None and self._size != 1 and seconds > 0
         self._over = threading.Event()
+        self.all_have_met = all_have_met
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch the block, in which this rank waits for all others."""
+        """Watch the block, in which this rank waits for all others: to come, and then to build the session."""
         if not self._is_watched:
             yield
             return
@@ -70,32 +74,50 @@ class Wait:
     def _watch(self, held: contextlib.ExitStack) -> None:
         """In a thread: report a wait that takes too long, and end the job. ``held``: what the end of the wait frees."""
         ages, is_reported = watchdog.Ages(time.monotonic()), False
-        while (age := ages.seconds.get(0, 0.0)) < self._seconds or (age < _CONNECT_SECONDS and self._all_are_here()):
+        while (age := ages.seconds.get(0, 0.0)) < self._seconds or (age < _CONNECT_SECONDS and self._all_are_in()):
             if self._over.wait(min(_LOOK_SECONDS, self._seconds)):
                 return
             ages.look([0], time.monotonic())
             is_reported = is_reported or _is_bound(_address(_REPORTED))
         # One rank of the host reports: the one that binds the address. The others leave the end of the job to that rank
         # unless the job is still here some seconds later: another program of this user may have bound the address.
-        is_reported = is_reported or not _bind(_address(_REPORTED), held)
+        is_reported = is_reported or not self._claim(held)
         if is_reported and (not self._ends or self._over.wait(_OTHERS_END_SECONDS)):
             return
-        watchdog.print_to_stderr(f"torchmpi_py: {self.report()}")
+        watchdog.print_to_stderr(self.report())
         if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # in which the others see the address
             self._end_job()
 
-    def _all_are_here(self) -> bool:
-        """Whether every rank of the job waits on this host: MPI connects them, which a busy host makes slow."""
+    def _claim(self, held: contextlib.ExitStack) -> bool:
+        """Whether this rank is the one to report; the watchdogs may report an operation that is as late."""
+        board = status_board.current if self.all_have_met else None
+        return (board is None or watchdog.claim(board, CLAIMED_LATE)) and _bind(_address(_REPORTED), held)
+
+    def _all_are_in(self) -> bool:
+        """Whether every rank of the job waits, as far as this host shows: a busy host is slow to connect them."""
+        if self.all_have_met:
+            return True
         ranks = range(self._size or 0) if variables.job_name(os.environ) else ()
         return bool(ranks) and all(_is_bound(_address(str(rank))) for rank in ranks)
 
     def report(self) -> str:
         """The ranks that wait and the ranks that are missing, as far as this host shows."""
+        end = "the job ends" if self._ends else "the wait goes on"
+        seconds = max(self._seconds, _CONNECT_SECONDS) if self._all_are_in() else self._seconds
+        if self.all_have_met:
+            return self._where_all_are(f"{self._called} is not complete after {seconds:g} s; {end}")
         here = [rank for rank in range(self._size or 0) if _is_bound(_address(str(rank)))] or [self._rank]
         who = f"{_ranks(here)} of {self._size or '?'} wait{'s' * (len(here) == 1)} in {self._called}"
-        end = "the job ends" if self._ends else "the wait goes on"
-        seconds = max(self._seconds, _CONNECT_SECONDS) if self._all_are_here() else self._seconds
-        return f"{who}, for {seconds:g} s now. {self._missing(here)}. Every rank has to call {_CALLS}; {end}"
+        return (
+            f"torchmpi_py: {who}, for {seconds:g} s now. {self._missing(here)}. Every rank has to call {_CALLS}; {end}"
+        )
+
+    def _where_all_are(self, what: str) -> str:
+        """The report, where all ranks have come; with the stacks of this host's ranks, once they have a board."""
+        board = status_board.current
+        if board is None:
+            return f"torchmpi_py: {what}. Rank {self._rank} is here:\n{reports.stacks()}"
+        return reports.of_node(board, what, silent=stacks.gather(board, self._over.is_set)).text
 
     def _missing(self, here: list[int]) -> str:
         """The sentence on the missing ranks; ``here``: the ranks of this host that wait."""

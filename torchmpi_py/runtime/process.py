@@ -82,7 +82,8 @@ def _start(options: sessions.StartOptions, wait: arrival.Wait) -> None:
     with wait.watched():
         world = _initialise_mpi()
         sessions.check_tuning(world, options.tuning)
-    sessions.open_session(world, options)
+        wait.all_have_met = True
+        sessions.open_session(world, options)
     os.environ[STARTED_PID] = str(os.getpid())
     _log_from(world.rank, log_level)
     if world.rank == 0 and (unknown := config.unknown_settings()):

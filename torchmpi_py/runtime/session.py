@@ -9,9 +9,10 @@ board                 status_board.current
 symmetric memory      whether the ranks of this node can share any
 GPU table             gpus.current
 level stack           communicators.current_stack
-trace                 tracing.current
 nodes                 node_links.current, on several nodes
-watchdog              the session's own
+watchdog              the session's own; it watches also what the ranks build together from here on
+levels of the user's  the levels below level 0
+trace                 tracing.current
 
 The lower rooms read these module variables; a session alone assigns them. A session is built on any communicator: the
 world, or the ranks of it that are left when others have died (``survivors.py``).
@@ -30,7 +31,7 @@ import torch
 from torchmpi_py.collectives import measured_cache
 from torchmpi_py.collectives.flavours import gpu_probe, rendezvous
 from torchmpi_py.collectives.flavours.node_group import part_bytes
-from torchmpi_py.core import agree, communication_thread, communicators, config, status_board, ulfm
+from torchmpi_py.core import agree, communication_thread, communicators, config, journal, status_board, ulfm
 from torchmpi_py.core.channels import Place
 from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.communicators import Communicator, Stack
@@ -76,6 +77,12 @@ class Session:
         ulfm.num_acknowledged = MPI.COMM_WORLD.size - world.size
         self._build_parts(world)
         whole = communicators.stack().levels[0]
+        assert status_board.current is not None, "_build_parts has built it"
+        # On several nodes the watchdogs talk to each other, beside MPI.
+        address = rendezvous.own_address(whole.num_nodes)
+        node_links.current, listener = node_links.introduce(whole.direct, address)
+        self._watchdog = Watchdog(status_board.current, config.current, node_links.current, listener)
+        # From here on ranks use verbs, and functions of the user's.
         _complete_variables(whole)
         if gpus.table() is not None:
             gpu_probe.run(whole.direct, self.device)
@@ -84,11 +91,6 @@ class Session:
         _push_levels(self.options.custom_levels, self.options.collective_levels)
         tracing.current = tracing.start(whole)
         self.described_ns = kept_boards.describe(whole)
-        assert status_board.current is not None, "_build_parts has built it"
-        # On several nodes the watchdogs talk to each other, beside MPI.
-        address = rendezvous.own_address(whole.num_nodes)
-        node_links.current, listener = node_links.introduce(whole.direct, address)
-        self._watchdog = Watchdog(status_board.current, config.current, node_links.current, listener)
 
     def location(self) -> placement.Local:
         """This rank's place on its node."""
@@ -122,16 +124,12 @@ class Session:
         if is_lost:
             self._stop_watchdog()
             ulfm.revoke_all()
-        # 2. The parts that all ranks free together: the thread, whose operations use the communicators, and then these.
-        #    The watchdog is still there, for a rank that does not come.
-        if communication_thread.current_thread is not None:
-            communication_thread.current_thread.close()
-        if communicators.current_stack is not None:
-            communicators.current_stack.free(is_lost=is_lost)
-        if self._node is not None:
-            if gpus.current is not None and not is_lost:
-                symmetric.unmap_peers(self._node.direct.mpi)
-            self._node._release(is_lost=is_lost)
+        # 2. The parts that all ranks free together. The watchdog is still there, for a rank that does not come.
+        if is_lost or communicators.current_stack is None:
+            self._free_parts(is_lost=is_lost)
+        else:
+            world = communicators.current_stack.levels[0]
+            journal.run_alone("mpi.stop()", world, lambda: self._free_parts(is_lost=False))
         if is_lost:  # the program may still hold tensors and communicators of the lost world
             symmetric.forget()
             ulfm.forget_all()
@@ -146,6 +144,17 @@ class Session:
             status_board.current = None
         gpus.current = None
         communicators.current_stack, communicators.why_not = None, why_not
+
+    def _free_parts(self, *, is_lost: bool) -> None:
+        """Free the thread, whose operations use the communicators, and then these."""
+        if communication_thread.current_thread is not None:
+            communication_thread.current_thread.close()
+        if communicators.current_stack is not None:
+            communicators.current_stack.free(is_lost=is_lost)
+        if self._node is not None:
+            if gpus.current is not None and not is_lost:
+                symmetric.unmap_peers(self._node.direct.mpi)
+            self._node._release(is_lost=is_lost)
 
     def _stop_watchdog(self) -> None:
         if self._watchdog is not None:

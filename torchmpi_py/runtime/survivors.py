@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.core import communication_thread, communicators, journal, ulfm
+from torchmpi_py.core import communication_thread, communicators, config, journal, ulfm
+from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CommunicatorError, RankDied
-from torchmpi_py.runtime import exits, session as sessions
+from torchmpi_py.runtime import arrival, exits, session as sessions
 from torchmpi_py.watch import kept_boards, tracing, watchdog
 
 logger = logging.getLogger("torchmpi_py")
@@ -117,7 +118,19 @@ def elastic() -> Iterator[Attempt]:
 
 def recover() -> tuple[int, ...]:
     """Build the session again without the ranks that died; return their ranks. Collective over the survivors."""
-    world = former = communicators.stack().levels[0].direct.mpi
+    former, tuning = communicators.stack().levels[0].direct.mpi, config.current
+    limit = arrival.limit_of(tuning)
+    with arrival.Wait("the recovery from a death", limit, tuning.at_deadline, all_have_met=True).watched():
+        world = _rebuild(former)
+    sessions.remaining_world = world
+    names = ulfm.names_of_dead(former, world)
+    if world.rank == 0 and names:
+        logger.warning("rank %s died (as numbered at the launch); %d go on", names, world.size)
+    return ulfm.missing(former, world)
+
+
+def _rebuild(world: MPI.Comm) -> MPI.Comm:
+    """Shrink the world, and build the session on it, until no rank dies meanwhile. Collective over the survivors."""
     session = sessions.current()
     while True:
         session.close(_LOST, is_lost=True)
@@ -133,12 +146,7 @@ def recover() -> tuple[int, ...]:
             ulfm.revoke_all()
             ulfm.revoke(world)
         if ulfm.agree(world, is_well):
-            break
-    sessions.remaining_world = world
-    names = ulfm.names_of_dead(former, world)
-    if world.rank == 0 and names:
-        logger.warning("rank %s died (as numbered at the launch); %d go on", names, world.size)
-    return ulfm.missing(former, world)
+            return world
 
 
 def catch_up(step: Any, *parts: Any) -> Any:

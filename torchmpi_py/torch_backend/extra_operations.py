@@ -37,6 +37,7 @@ class ExtraOperations:
 
     name = "mpi"
     exchanges_headers = False
+    raises_alike = True
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm

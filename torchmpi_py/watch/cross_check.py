@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchmpi_py.core.sequences import ranks_from_text
+from torchmpi_py.core.sequences import is_cut, ranks_from_text
 from torchmpi_py.core.status_board import (
     CHECKSUM_BITS,
     ENDED,
@@ -121,11 +121,17 @@ class Rows:
         known, generation = self._known.get((index, slot)), board.generation_of(index, slot)
         if known is None or known[0] != generation:
             ranks = board.group(index, slot).ranks
-            members = set(ranks_from_text(ranks))
-            here = members & self._here
-            delegates = bool(members - self._here) and board.get(WORLD_RANK, index) == min(here, default=-1)
-            self._known[index, slot] = known = generation, ranks, delegates
+            self._known[index, slot] = known = generation, ranks, self._is_delegate(index, generation, ranks)
         return known
+
+    def _is_delegate(self, index: int, generation: int, ranks: str) -> bool:
+        """Whether a rank is the lowest one of this node in a communicator that spreads over several nodes."""
+        board, rank = self._board, self._board.get(WORLD_RANK, index)
+        if is_cut(ranks):  # of the ranks that are left out, those of this node have a slot on the board
+            lower = [other for other in board.indices if board.get(WORLD_RANK, other) < rank]
+            return all(board.find_slot(other, generation, ranks) is None for other in lower)
+        members = set(ranks_from_text(ranks))
+        return bool(members - self._here) and rank == min(members & self._here, default=-1)
 
 
 def _waits(last: Any) -> bool:

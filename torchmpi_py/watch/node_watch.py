@@ -8,7 +8,8 @@ and the rank where it does raises an error with both sides. The reports of all n
 A link that the other end closes without a word, and that is not made again, means that the leader's process has ended:
 its program did not come to ``mpi.stop()``. The other ranks of its node notice that as well, and have some seconds to
 report it. A link on which nothing is acknowledged for ``Tuning.unreachable_seconds`` means that the host cannot be
-reached, also where the system gives the connection up meanwhile. Both end the job, unless it is elastic.
+reached, also where the system gives the connection up meanwhile. Both end the job; an elastic one goes on when ranks
+have died, as many as a node has, but not without a host, for Open MPI's starter does not.
 """
 
 from __future__ import annotations
@@ -335,18 +336,20 @@ class NodeWatch:
 
     def _check_losses(self, now: float) -> None:
         """Report the nodes that are lost, if the other ranks there do not, and end the job."""
-        if ulfm.is_elastic() or not self._desk.is_idle:
+        if not self._desk.is_idle:
             return
         is_hub = self._nodes.mine in self._nodes.hubs
         patience = job_reports.OTHERS_REPORT_SECONDS * (1 if is_hub else 2)
         lost = self._lost(now)
         self._reported.intersection_update(lost)  # one that has come back may be lost again
-        lost = [node for node in lost if node not in self._reported]
+        lost = [node for node in lost if node not in self._reported and not (ulfm.is_elastic() and node in self._gone)]
         if not any(now - self._gone.get(node, now - patience) >= patience for node in lost):
             return
         self._reported.update(lost)
         goes_on = self._tuning.at_deadline == "report" and not any(node in self._gone for node in lost)
-        self._end_job(CLAIMED_DEATH, "; ".join(self._loss(node, now) for node in lost), ends=not goes_on)
+        why = "; ".join(self._loss(node, now) for node in lost)
+        why += "; Open MPI loses ranks and goes on (--elastic), but not hosts" if ulfm.is_elastic() else ""
+        self._end_job(CLAIMED_DEATH, why, ends=not goes_on)
 
     def _end_job(self, reason: int, why: str, *, ends: bool = True) -> None:
         def end() -> None:

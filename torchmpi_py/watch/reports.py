@@ -36,7 +36,7 @@ _MOST_NAMED = 4
 _STATES = {"T": "its process is stopped (SIGSTOP)", "t": "a debugger has stopped its process"}
 _FRAMES = 8
 _ANSWER_SECONDS = 2.0  # for a hub, which asks the other nodes
-_OWN_THREADS = ("torchmpi_py-watchdog", "torchmpi_py-nodes")
+_OWN_THREADS = ("torchmpi_py-watchdog", "torchmpi_py-nodes", "torchmpi_py-arrival")
 
 
 def is_dead(board: Board, index: int) -> bool:
@@ -309,7 +309,9 @@ def _elsewhere(board: Board, record: Record) -> list[View]:
     """What the ranks of other nodes do at the position of this rank's operation; empty where nothing is known."""
     position = position_of(board, record)
     here = {board.get(WORLD_RANK, index) for index in board.indices}
-    if position is None or node_links.current is None or not set(sequences.ranks_from_text(position.ranks)) - here:
+    if position is None or node_links.current is None:
+        return []
+    if not sequences.is_cut(position.ranks) and here.issuperset(sequences.ranks_from_text(position.ranks)):
         return []
     answer = node_links.ask({"views": position}, _ANSWER_SECONDS)
     found = [] if answer is None else [View(*each) for each in answer["views"]]

@@ -61,6 +61,7 @@ class Hierarchical(Flavour):
     """One flavour inside groups, one between them, for each type of device."""
 
     name = "hierarchical"
+    raises_alike = False  # the ranks of one group may, and those of the others wait for them
 
     def __init__(self, members: Mapping[str, Members]) -> None:
         self.members = members
