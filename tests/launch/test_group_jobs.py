@@ -133,9 +133,24 @@ def test_what_comes_for_the_ranks_goes_to_all_groups(signum):
     def group():
         heard = []
         process = SimpleNamespace(send_signal=heard.append)
-        return SimpleNamespace(process=process, heard=heard, code=lambda: 0 if heard else None)
+        named = SimpleNamespace(index=0)
+        return SimpleNamespace(process=process, heard=heard, code=lambda: 0 if heard else None, group=named)
 
     groups, signals = [group(), group()], Signals()
     signals.receive(signum)
     assert group_jobs._wait(groups, signals) == 0
     assert [each.heard for each in groups] == [[signum], [signum]]
+
+
+def test_a_group_that_such_a_signal_ends_ends_no_others(capfd):
+    """At the end of an allocation the others may have half a minute to save."""
+    signals, sent = Signals(), []
+    processes = [SimpleNamespace(send_signal=sent.append) for _ in range(2)]
+    first = SimpleNamespace(process=processes[0], code=lambda: 138, group=SimpleNamespace(index=0))
+    codes = iter([None, None, 0])
+    second = SimpleNamespace(process=processes[1], code=lambda: next(codes), group=SimpleNamespace(index=1))
+    signals.receive(signal.SIGUSR1)
+    assert group_jobs._wait([first, second], signals) == 138
+    assert sent == [signal.SIGUSR1] * 2
+    text = "group 0 ended with exit code 138 after signal 10, which was passed on; not started again"
+    assert text in capfd.readouterr().err

@@ -6,6 +6,8 @@ import errno
 import math
 import multiprocessing
 import os
+import pathlib
+import shutil
 import threading
 
 import numpy as np
@@ -123,10 +125,41 @@ def test_files_that_are_not_the_sweeps_stay(tmp_path):
         prepared(tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
     prepared(tmp_path / "own").claim()
-    for name in ("run-all.sh", "2024-notes.log", "part-of-it"):
-        (tmp_path / "own" / name).write_text("mine")
-    prepared(tmp_path / "own", "b", configurations=[1], resume=False)
-    assert len([path for path in (tmp_path / "own").iterdir() if path.is_file() and path.read_bytes() == b"mine"]) == 3
+    own = tmp_path / "own"
+    for name in ("run-all.sh", "2024-notes.log", "part-of-it", "2024.log"):
+        (own / name).write_text("mine")
+    for name in ("2024", "0000"):  # the second one is that of an experiment
+        (own / name).mkdir()
+    prepared(own, "b", configurations=[1], resume=False)
+    assert len([path for path in own.iterdir() if path.is_file() and path.read_bytes() == b"mine"]) == 4
+    assert (own / "2024").exists()
+    assert not (own / "0000").exists()
+
+
+@pytest.mark.parametrize("num_removed", range(7))
+def test_a_new_sweep_that_is_killed_while_it_clears_the_folder_may_begin_again(tmp_path, monkeypatch, num_removed):
+    first = prepared(tmp_path)
+    first.end(row(first.claim(), 1.0))
+    for number in range(2):
+        first.own_folder(number).mkdir()
+    assert first.claim() == 1
+    removed, remove_folder = [], shutil.rmtree
+
+    def remove(path):
+        if len(removed) == num_removed:
+            raise KeyboardInterrupt
+        removed.append(path)
+        (remove_folder if path.is_dir() else os.unlink)(path)
+
+    monkeypatch.setattr(pathlib.Path, "unlink", remove)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    with contextlib.suppress(KeyboardInterrupt):
+        prepared(tmp_path, "b", configurations=[1, 2], resume=False)
+    monkeypatch.undo()
+    again = prepared(tmp_path, "c", configurations=[1, 2], resume=False)
+    assert (again.num_ended(), again.claim()) == (0, 0)
+    assert not again.own_folder(0).exists()
+    assert not again.own_folder(1).exists()
 
 
 def test_who_joins_waits_for_the_chief(tmp_path, monkeypatch):

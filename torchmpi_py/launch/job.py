@@ -102,7 +102,7 @@ class Job:
     signals: Signals = field(default_factory=Signals)
     guardian: Guardian = field(default_factory=Guardian)
     _deaths: list[Death] = field(default_factory=list)  # the first; of an elastic job all
-    _death_time: float = 0.0
+    _failed_since: float = 0.0  # when a rank was first seen to have failed or died; 0: none has
     _was_deserted: bool = False
     _is_ending: bool = False
     _was_explained: bool = False
@@ -217,7 +217,6 @@ class Job:
         deaths = [death for death in deaths if all(death.began < self._lookout.began(rank) < inf for rank in failed)]
         if not deaths:
             return
-        self._death_time = time.time()
         if not self.elastic:
             self._deaths = deaths[:1] if deaths[0].began < inf else deaths
             return
@@ -275,11 +274,12 @@ class Job:
         self._remains.kill(self.process.wait)
 
     def _failed_for(self) -> float:
-        """Seconds since a rank failed or died."""
-        times = [failure.when for failure in exit_marks.failures(self.folder)]
-        if not self.elastic and any(death.status != 0 for death in self._deaths):
-            times.append(self._death_time)
-        return time.time() - min(times) if times else 0.0
+        """Seconds since a rank was seen to have failed or died; what its mark says of the time is another clock's."""
+        has_died = not self.elastic and any(death.status != 0 for death in self._deaths)
+        if not (has_died or exit_marks.failures(self.folder)):
+            return 0.0
+        self._failed_since = self._failed_since or time.monotonic()
+        return time.monotonic() - self._failed_since
 
     def _exit_code(self) -> int:
         """Exit code of the first rank that failed; else the starter's own, a death by signal in the shell's form."""

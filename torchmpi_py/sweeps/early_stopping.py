@@ -48,7 +48,8 @@ def report(value: float, step: int | None = None) -> None:
     """Report a value of the experiment under way, for ``stop=`` of ``mpi.experiments``. Collective over its group.
 
     Rank 0's value counts. ``step``: epochs, or whatever is comparable between experiments; default: one more than the
-    last. Raises ExperimentStopped on every rank of the group if the experiment is to end; nothing need be caught.
+    last, from 1 also in an experiment that goes on from its checkpoint, which should give ``step``. Raises
+    ExperimentStopped on every rank of the group if the experiment is to end; nothing need be caught.
     ValueError on every rank if the value is no number, or ``stop=`` raises. Does nothing outside of an experiment, so
     that a ``train_fn`` can be called alone.
     """

@@ -41,9 +41,7 @@ from torchmpi_py.sweeps.outcome import FAILED, Experiment, Results
 PREPARED_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
 _SWEEP = "torchmpi-sweep"
-_OWN = re.compile(
-    r"torchmpi-sweep|results\.csv|(run|claims)-[0-9a-f-]+|(ended|reports)-\d{4,}|\d{4,}(\.log)?|part-.*-\d+"
-)
+_OWN = re.compile(r"results\.csv|(run|claims)-[0-9a-f-]+|(ended|reports)-\d{4,}|part-.*-\d+")
 
 
 class Ledger:
@@ -101,10 +99,16 @@ class Ledger:
         self.configurations, self.seed = _read(self.folder / _SWEEP)
 
     def _clear(self) -> None:
-        """Remove what a former sweep has left, and nothing else."""
-        for path in list(self.folder.iterdir()):
-            if _OWN.fullmatch(path.name):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        """Remove what a former sweep has left, and nothing else.
+
+        The claims, which tell an experiment's folder from another one, go last: this may be killed. The file of the
+        sweep stays, by which the folder is known, until another one takes its place.
+        """
+        claimed = {path.name for path in self.folder.glob("claims-*/*")}
+        paths = [path for path in self.folder.iterdir() if path.name.removesuffix(".log") in claimed]
+        paths += [path for path in self.folder.iterdir() if _OWN.fullmatch(path.name)]
+        for path in sorted(paths, key=lambda path: path.name.startswith("claims-")):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     # --- experiments
 
