@@ -19,7 +19,7 @@ def test_every_usual_form_in_one_file(tmp_path):
         Host("gamma", 2),
         Host("delta", 3),
         Host("10.0.0.1", 2),
-        Host("[fe80::1]", 2),
+        Host("fe80::1", 2),
     )
 
 
@@ -53,6 +53,15 @@ def test_an_empty_and_a_missing_file(tmp_path):
 )
 def test_render(line, text):
     assert hosts.render([Host("a", 2), Host("b")], line) == text
+
+
+def test_an_address_of_ipv6_is_read_again_and_has_no_place_before_a_colon():
+    """Open MPI's form has the bare address (seen between two hosts); MPICH's has none."""
+    host = hosts.parse_host("[fd00::2]:3", "here")
+    assert hosts.parse_hosts(str(host)) == (host,) == (Host("fd00::2", 3),)
+    assert hosts.render([host], "{name} slots={slots}") == "fd00::2 slots=3\n"
+    with pytest.raises(LaunchError, match=r"IPv6 address \(fd00::2\): give the host a name"):
+        hosts.render([host], "{name}:{slots}")
 
 
 def test_busiest_host():

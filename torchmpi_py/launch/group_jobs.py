@@ -122,7 +122,7 @@ def divide(
                 token,
                 folder,
                 size,
-                ",".join(f"{host.name}:{host.num_slots}" for host in hosts.merge(map(Host, own))),
+                ",".join(map(str, hosts.merge(map(Host, own)))),
                 shares_host=is_crowded or bool(set(own) & set(others)),
                 cores=part,
                 gpus=_gpus(range(index * size, (index + 1) * size), num_gpus, environment),

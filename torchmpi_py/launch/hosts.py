@@ -33,10 +33,14 @@ _FORM = re.compile(
 
 @dataclass(frozen=True)
 class Host:
-    """A host and the number of ranks it has room for."""
+    """A host, by name or address, and the number of ranks it has room for."""
 
     name: str
     num_slots: int = 1
+
+    def __str__(self) -> str:
+        """As `parse_host` reads it."""
+        return f"[{self.name}]:{self.num_slots}" if ":" in self.name else f"{self.name}:{self.num_slots}"
 
 
 def parse_host(text: str, where: str) -> Host:
@@ -47,7 +51,7 @@ def parse_host(text: str, where: str) -> Host:
     num_slots = int(match["colon"] or match["slots"] or 1)
     if num_slots < 1:
         raise LaunchError(f"{where}: {text.strip()!r} leaves no room for a rank; drop the host, or give it a slot")
-    return Host(match["name"], num_slots)
+    return Host(match["name"].strip("[]"), num_slots)
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
@@ -92,6 +96,11 @@ def render(hosts: Iterable[Host], line: str) -> str:
     """Write hosts in an MPI's form; a form without ``{slots}`` has one line a slot."""
     lines: list[str] = []
     for host in hosts:
+        if ":" in host.name and "{name}:" in line:
+            raise LaunchError(
+                f"this MPI's list of hosts has no room for an IPv6 address ({host.name}): give the host a name, in "
+                "/etc/hosts for instance"
+            )
         times = 1 if "{slots}" in line else host.num_slots
         lines += [line.format(name=host.name, slots=host.num_slots)] * times
     return "".join(f"{text}\n" for text in lines)
