@@ -1,5 +1,8 @@
 """Tests that run on ranks, on several hosts: those of this folder each way, and those of the other rooms."""
 
+import os
+
+import harness
 import jobs
 import pytest
 from testbed import ROOT
@@ -39,3 +42,20 @@ def test_rooms(bed, mpi, room):
     """Every test that runs on ranks, of the rooms in which no test asks for one node."""
     left_out = [f"--deselect=tests/{name}" for name in OF_ONE_NODE if name.startswith(room)]
     run_on_hosts(bed, jobs.Way("ssh", mpi), (2, 1), str(ROOT / "tests" / room), *left_out, within_seconds=1400)
+
+
+@pytest.mark.parametrize("layout", ["1 + 1", "2 + 1", "2 + 2", "1 + 1 + 1"])
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_storm(bed, mpi, layout):
+    """Groups, threads, verbs, DDP and the engine at work at the same time, on several hosts: each result is exact."""
+    way, placed = jobs.Way("ssh", mpi), dict(zip(bed.hosts, LAYOUTS[layout], strict=False))
+    if reason := way.missing(bed):
+        pytest.skip(reason)
+    seed = str(harness.seeded(f"storm {mpi} {layout}").getrandbits(32))
+    seconds = float(os.environ.get("TORCHMPI_STORM_SECONDS", "20"))
+    line = [str(ROOT / "tests" / "storm" / "storm_job.py"), "--seed", seed, "--seconds", str(seconds)]
+    ending = jobs.run(bed, way, placed, line, within_seconds=300 + 2 * seconds)
+    assert ending.code == 0, str(ending)
+    assert f"seed {seed}, {sum(LAYOUTS[layout])} ranks, " in ending.output
+    assert "0 wrong" in ending.output, str(ending)
+    assert not ending.left, str(ending)
