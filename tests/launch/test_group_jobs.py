@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, group_jobs, hosts
+from torchmpi_py.launch import binding, group_jobs, hosts, signals as signals_of_a_job
 from torchmpi_py.launch.__main__ import parse
 from torchmpi_py.launch.signals import Signals
 
@@ -142,15 +142,37 @@ def test_what_comes_for_the_ranks_goes_to_all_groups(signum):
     assert [each.heard for each in groups] == [[signum], [signum]]
 
 
-def test_a_group_that_such_a_signal_ends_ends_no_others(capfd):
-    """At the end of an allocation the others may have half a minute to save."""
-    signals, sent = Signals(), []
-    processes = [SimpleNamespace(send_signal=sent.append) for _ in range(2)]
-    first = SimpleNamespace(process=processes[0], code=lambda: 138, group=SimpleNamespace(index=0))
-    codes = iter([None, None, 0])
-    second = SimpleNamespace(process=processes[1], code=lambda: next(codes), group=SimpleNamespace(index=1))
+class Group:
+    """A group whose job ends as ``codes`` say, one a look; the last one stays."""
+
+    def __init__(self, index, sent, *codes):
+        self.group, self.codes, self.starts = SimpleNamespace(index=index), list(codes), 0
+        self.process = SimpleNamespace(send_signal=sent.append)
+        self.can_go_on = lambda code: True
+
+    def code(self):
+        return self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
+
+    def start(self):
+        self.starts, self.codes = self.starts + 1, [None, 0]
+
+
+def test_a_group_that_ends_after_such_a_signal_is_started_again_while_others_go_on(monkeypatch):
+    """Nobody else records how its experiment has ended: they would wait for that."""
+    monkeypatch.setattr(signals_of_a_job, "SOON_SECONDS", 0.5)
+    signals, sent, begin = Signals(), [], time.monotonic()
+    first, second = Group(0, sent, 1), Group(1, sent, None)
+    second.code = lambda: 0 if first.starts else None
     signals.receive(signal.SIGUSR1)
-    assert group_jobs._wait([first, second], signals) == 138
-    assert sent == [signal.SIGUSR1] * 2
-    text = "group 0 ended with exit code 138 after signal 10, which was passed on; not started again"
-    assert text in capfd.readouterr().err
+    assert group_jobs._wait([first, second], signals) == 0
+    assert (first.starts, sent) == (1, [signal.SIGUSR1] * 2)
+    assert time.monotonic() - begin > 0.5
+
+
+def test_groups_that_such_a_signal_ends_are_not_started_again(capfd):
+    signals, sent = Signals(), []
+    groups = [Group(0, sent, None, 138), Group(1, sent, None, 138)]
+    signals.receive(signal.SIGUSR1)
+    assert group_jobs._wait(groups, signals) == 138
+    assert [each.starts for each in groups] == [0, 0]
+    assert "group 0 failed after signal 10, which was passed on, with exit code 138\n" in capfd.readouterr().err

@@ -111,6 +111,14 @@ def test_ranks_that_the_starter_leaves_are_no_success(tmp_path, no_leftovers):
     assert "rank 3 did not reach the end of the program" in deserted.reason
 
 
+def test_in_an_elastic_job_a_mark_of_another_host_tells_nothing(tmp_path, no_leftovers):
+    """Where hosts share the folder: a rank there may have died, and the others have gone on without it."""
+    (tmp_path / "running-2").write_text("77 another-host 0 0")
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
+    ended = job.Job(["true"], environment, tmp_path, num_ranks=3, num_hosts=2, elastic=True)
+    assert (ended.run(), ended.reason) == (0, "")
+
+
 def test_no_function_of_python_is_replaced_by_the_mark(tmp_path):
     text = "print(*(f.__module__ for f in (os._exit, os.execv, os.execve)))"
     shown = subprocess.run([sys.executable, "-c", RANK, tmp_path, text], capture_output=True, text=True, timeout=200)

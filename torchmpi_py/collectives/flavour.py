@@ -58,8 +58,6 @@ class Flavour:
     devices: ClassVar[frozenset[str]]
     exchanges_headers: ClassVar[bool] = False
     """Whether its ranks compare headers (verb, dtype, sizes) before data moves, and all raise where headers differ."""
-    raises_alike: ClassVar[bool] = True
-    """Whether an error of its own is raised on all ranks of the communicator, so that later calls meet each other."""
     scatters_in_place: ClassVar[bool] = False
     """Whether the destination of a reduce_scatter may be the rank's own slice of the source."""
 
@@ -215,13 +213,7 @@ class Gathering:
 
     def __init__(self, name: str, choose: Callable[[int], Flavour]) -> None:
         self.name = name
-        self._choose = choose
-        self.raises_alike = True
-
-    def _chosen(self, sizes: Sizes) -> Flavour:
-        chosen = self._choose(sum(sizes.num_bytes))
-        self.raises_alike = chosen.raises_alike
-        return chosen
+        self.choose = choose
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor | None) -> Tensor:
         """All ``x`` along dim 0, in ``out`` or a new tensor."""
@@ -229,7 +221,7 @@ class Gathering:
         shape = sizes.output_shape("allgather", x, out, writers=range(channel.size))
         result = x.new_empty(shape) if out is None else out
         x = copy_if_overlapping(x, result, sizes.split(result)[channel.rank])
-        self._chosen(sizes).allgather(channel, x, result, sizes)
+        self.choose(sum(sizes.num_bytes)).allgather(channel, x, result, sizes)
         return result
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int) -> Tensor | None:
@@ -239,7 +231,7 @@ class Gathering:
         result = None if channel.rank != root else x.new_empty(shape) if out is None else out
         if result is not None:
             x = copy_if_overlapping(x, result, sizes.split(result)[root])
-        self._chosen(sizes).gather(channel, x, result, root, sizes)
+        self.choose(sum(sizes.num_bytes)).gather(channel, x, result, root, sizes)
         return result
 
     def launch(self, operation: Operation[Any]) -> Handle[Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from typing import Any, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torchmpi_py.errors import CommunicatorError, FlavourError, RankDied, RanksD
 from torchmpi_py.watch import reports, tracing
 from torchmpi_py.watch.tracing import POSTED
 
+P = ParamSpec("P")
 R = TypeVar("R")
 _RAISED_BY_ALL = (RanksDisagree, Unavailable, FlavourError, ValueError, TypeError)  # by flavours, on all ranks alike
 _DEATH_SECONDS = 0.3
@@ -28,12 +30,22 @@ _abandoned: list[object] = []  # launches that broke off: MPI may still write in
 _MESSAGES = frozenset({"send", "recv", "sendreceive"})  # of which several may be under way in a channel
 
 
+def of_a_part(method: Callable[P, R]) -> Callable[P, R]:
+    """Mark what a flavour's method raises as errors of a part of the ranks: the others may wait for these."""
+
+    @functools.wraps(method)
+    def marked(*arguments: P.args, **named: P.kwargs) -> R:
+        try:
+            return method(*arguments, **named)
+        except Exception as error:
+            error.is_of_a_part = True  # type: ignore[attr-defined]
+            raise
+
+    return marked
+
+
 class Launcher(Method, Protocol):
     """What an operation needs of its flavour, beside the method that carries it out."""
-
-    @property
-    def raises_alike(self) -> bool:
-        """Whether the flavour's own errors are raised by all ranks of the communicator, or by a part of them."""
 
     def launch(self, operation: Operation[Any]) -> Handle[Any]: ...
 
@@ -118,7 +130,7 @@ class Operation(Work[R]):
     def _is_of_all(self, error: BaseException) -> bool:
         """Whether all ranks raise it, so that later operations still meet each other. Pickle's errors are of one."""
         is_own = isinstance(error, _RAISED_BY_ALL) and not self.name.endswith("_object")
-        return is_own and self.flavour.raises_alike
+        return is_own and not getattr(error, "is_of_a_part", False)
 
     def _check_earlier(self, entry: journal.Entry) -> None:
         """CommunicatorError if one that was launched earlier broke off: this one would meet it on other ranks."""
@@ -150,7 +162,7 @@ class Operation(Work[R]):
             return self.flavour.launch(self)
         except BaseException as error:
             if self.entry is not None:
-                if not isinstance(error, _RAISED_BY_ALL):  # from a signal's handler, say: is it posted?
+                if not self._is_of_all(error):  # from a signal's handler, say: is it posted?
                     journal.break_off(self.entry)
                     _abandoned.append((self, error.__traceback__))
                 journal.fail(self.entry)

@@ -115,7 +115,7 @@ class Lookout:
         # Then the processes: by their descriptors, and by a look at those that have none, or came just now.
         for rank, (process_id, descriptor) in self._watched.items():
             is_looked_at = descriptor is None or rank in late
-            if process_id and (descriptor in ready or (is_looked_at and _is_gone(process_id))):
+            if process_id and (descriptor in ready or (is_looked_at and exit_marks.is_gone(process_id))):
                 self._ended[rank] = process_id, _status(process_id)
                 self._close_descriptor(rank)
         self._drop_survivors()
@@ -190,10 +190,6 @@ class Lookout:
         if descriptor is not None:
             self._poll.unregister(descriptor)
             os.close(descriptor)
-
-
-def _is_gone(process_id: int) -> bool:
-    return exit_marks.status_fields(process_id)[:1] in ([], ["Z"], ["X"])
 
 
 def _status(process_id: int) -> int | None:

@@ -169,6 +169,11 @@ def status_fields(process_id: int) -> list[str]:
     return []
 
 
+def is_gone(process_id: int) -> bool:
+    """Whether a process has ended, also before its parent has asked for its status."""
+    return status_fields(process_id)[:1] in ([], ["Z"], ["X"])
+
+
 def _beginning(process_id: int) -> str:
     """When a process began, which tells it from a later one of its number; not known of one that has ended."""
     fields = status_fields(process_id)

@@ -221,7 +221,6 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
 def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
     """Start failed groups again, and end all when one cannot go on, or a signal asks for it; the exit code."""
     running, code, num_sent = list(jobs), 0, 0
-    lost = 0  # the exit code of a group that a signal may have ended, which ends no others
     while running:
         time.sleep(_POLL_SECONDS)
         signals.look_at_parent()
@@ -234,25 +233,26 @@ def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
             if ended is None:
                 continue
             is_ending, who = bool(signals.ending or code), f"group {job.group.index}"
-            signum = signals.cause(ended) if ended else 0
-            if ended and not is_ending and not signum and job.can_go_on(ended):
+            # After a signal that was passed on, at the end of an allocation say, groups may end, and are not started
+            # again; unless others go on, which wait for what they have left.
+            signum = signals.cause(ended) if ended and not is_ending else 0
+            others = [other for other in running if other is not job and other.code() is None]
+            if signum and others and signals.has_just_passed_on:
+                continue
+            if ended and not is_ending and (others or not signum) and job.can_go_on(ended):
                 say(f"{who} failed with exit code {ended}; it is started again for what is left")
                 job.start()
                 continue
             running.remove(job)
             if not ended or is_ending:
                 continue
-            if signum:  # the end of an allocation, say, which the others have heard of, too
-                lost = lost or ended
-                say(f"{who} ended with exit code {ended} after signal {signum}, which was passed on; not started again")
-                continue
             code = ended
             if code == TIMEOUT_CODE:
                 continue  # the others end by their own limit, which is the same
-            others = ", which ends the others" if running else ""
-            say(f"{who} failed outside of an experiment, with exit code {ended}{others}")
+            where = f"after signal {signum}, which was passed on" if signum else "outside of an experiment"
+            say(f"{who} failed {where}, with exit code {ended}{', which ends the others' if others else ''}")
             _send(running, signal.SIGTERM)
-    return 128 + signals.ending[0] if signals.ending else code or lost
+    return 128 + signals.ending[0] if signals.ending else code
 
 
 def _send(jobs: Sequence[_GroupJob], signum: int) -> None:

@@ -312,22 +312,25 @@ class Job:
         elif left and code == 0:
             code = 1
             ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
-            text = f"{ranks} did not reach the end of the program, though the MPI reports success (os._exit on a rank?)"
-            reasons.append(text)
+            why = "a lost host" if self.elastic and self.num_hosts > 1 else "os._exit on a rank"
+            reasons.append(f"{ranks} did not reach the end of the program, though the MPI reports success ({why}?)")
         elif not reasons and self.num_hosts > 1:
             reasons.append("which rank ended the job is not known, for torchmpirun sees the ranks of this host alone")
         self.reason = "; ".join(reasons) if code else ""
         return code
 
     def _left(self) -> list[int]:
-        """The ranks that left in the middle of the program; those of an elastic job that died have not.
+        """The ranks that left in the middle of the program: os._exit(0) after the program is an end in order.
 
-        os._exit(0) after the program is an end in order.
+        Of an elastic job those that run on without their starter: one that died has not left, and what has become of
+        ranks of other hosts, where these share the folder, is not known.
         """
-        outlived = {death.rank for death in self._deaths} if self.elastic else set()
-        died = {death.rank for death in self._deaths if death.status}
-        running = sorted(set(exit_marks.ranks_running(self.folder)) - outlived)
-        return [rank for rank in running if rank in died or not exit_marks.is_left(self.folder, f"through-{rank}")]
+        running, died = exit_marks.ranks_running(self.folder), {death.rank for death in self._deaths if death.status}
+        if self.elastic:
+            dead = {death.rank for death in self._deaths}
+            running = {rank: number for rank, number in running.items() if number and rank not in dead}
+        left = (rank for rank in running if rank in died or not exit_marks.is_left(self.folder, f"through-{rank}"))
+        return sorted(left)
 
     def _exit_code_of_deserted(self, code: int) -> int:
         """Exit code of an elastic job that all ranks have left: success, if one did so in order."""

@@ -119,8 +119,9 @@ def elastic() -> Iterator[Attempt]:
 def recover() -> tuple[int, ...]:
     """Build the session again without the ranks that died; return their ranks. Collective over the survivors."""
     former, tuning = communicators.stack().levels[0].direct.mpi, config.current
-    limit = arrival.limit_of(tuning)
-    with arrival.Wait("the recovery from a death", limit, tuning.at_deadline, all_have_met=True).watched():
+    wait = arrival.Wait("the recovery from a death", arrival.limit_of(tuning), tuning.at_deadline)
+    wait.have_met = True
+    with wait.watched():
         world = _rebuild(former)
     sessions.remaining_world = world
     names = ulfm.names_of_dead(former, world)

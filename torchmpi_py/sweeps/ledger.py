@@ -104,7 +104,7 @@ class Ledger:
         The claims, which tell an experiment's folder from another one, go last: this may be killed. The file of the
         sweep stays, by which the folder is known, until another one takes its place.
         """
-        claimed = {path.name for path in self.folder.glob("claims-*/*")}
+        claimed = {path.name for path in self.folder.glob("claims-*/*") if _OWN.fullmatch(path.parent.name)}
         paths = [path for path in self.folder.iterdir() if path.name.removesuffix(".log") in claimed]
         paths += [path for path in self.folder.iterdir() if _OWN.fullmatch(path.name)]
         for path in sorted(paths, key=lambda path: path.name.startswith("claims-")):

@@ -37,7 +37,6 @@ class ExtraOperations:
 
     name = "mpi"
     exchanges_headers = False
-    raises_alike = True
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm

@@ -348,7 +348,7 @@ class NodeWatch:
         self._reported.update(lost)
         goes_on = self._tuning.at_deadline == "report" and not any(node in self._gone for node in lost)
         why = "; ".join(self._loss(node, now) for node in lost)
-        why += "; Open MPI loses ranks and goes on (--elastic), but not hosts" if ulfm.is_elastic() else ""
+        why += "; Open MPI loses ranks and goes on (--elastic), but not hosts" * (ulfm.is_elastic() and not goes_on)
         self._end_job(CLAIMED_DEATH, why, ends=not goes_on)
 
     def _end_job(self, reason: int, why: str, *, ends: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from torchmpi_py.core.status_board import TEXT_GIVEN, TEXT_WANTED, Board
 from torchmpi_py.watch import reports
 
 _GIVEN_WITHIN_SECONDS = 1.5
+_giving = threading.Lock()  # the watchdog's thread gives, and that of the start
 
 
 def gather(board: Board, is_over: Callable[[], bool]) -> list[int]:
@@ -27,7 +29,8 @@ def gather(board: Board, is_over: Callable[[], bool]) -> list[int]:
 
 def give(board: Board) -> None:
     """Write the stacks of this process to the board, if another rank has asked since the last time."""
-    asked = board.get(TEXT_WANTED)
-    if asked != board.get(TEXT_GIVEN):
-        board.write_text(reports.stacks())
-        board.put(TEXT_GIVEN, asked)
+    with _giving:
+        asked = board.get(TEXT_WANTED)
+        if asked != board.get(TEXT_GIVEN):
+            board.write_text(reports.stacks())
+            board.put(TEXT_GIVEN, asked)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from torchmpi_py.collectives.flavour import Flavour, Requests, Sizes, Walk, wait
 from torchmpi_py.collectives.flavours.schedule import chunks, kept_from, pipeline
+from torchmpi_py.collectives.operation import of_a_part
 from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.core import communicators, config
 from torchmpi_py.core.channels import Channel
@@ -41,8 +42,7 @@ LEAST_CHUNK_BYTES = 64 << 10
 MOST_PIECE_BYTES = 32 << 20
 """Largest piece: some are kept in scratch memory, where many groups would make them large."""
 
-PIECES_UNDER_WAY = 3
-"""Pieces between groups while the next one is reduced inside."""
+PIECES_UNDER_WAY = 3  # between groups, while the next one is reduced inside
 
 
 class Members(NamedTuple):
@@ -61,7 +61,6 @@ class Hierarchical(Flavour):
     """One flavour inside groups, one between them, for each type of device."""
 
     name = "hierarchical"
-    raises_alike = False  # the ranks of one group may, and those of the others wait for them
 
     def __init__(self, members: Mapping[str, Members]) -> None:
         self.members = members
@@ -76,6 +75,7 @@ class Hierarchical(Flavour):
         remedy = "set_collective_span(begin, end) with end below begin names groups of your own"
         return f"all ranks are on one node; {remedy}"
 
+    @of_a_part
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         groups, x, out = groups_of(channel), source.view(-1), destination.view(-1)
         outer = self.members[x.device.type].outer
@@ -99,6 +99,7 @@ class Hierarchical(Flavour):
 
         _overlap(len(pieces), reduce_inside, spread_inside)
 
+    @of_a_part
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
         groups, x, out = groups_of(channel), source.view(-1), destination.view(-1)
         how, of_device = kernel(x.dtype, op), self.members[x.device.type]
@@ -120,6 +121,7 @@ class Hierarchical(Flavour):
             if channel.rank == root:
                 out[slice(*piece)].copy_(how.result(total, channel.size, x.dtype))
 
+    @of_a_part
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         groups, x, inner = groups_of(channel), x.view(-1), self._inner(channel, x, with_root=True)
         outer = self.members[x.device.type].outer
@@ -142,6 +144,7 @@ class Hierarchical(Flavour):
 
         pipeline(len(pieces), [reach_groups, spread_inside], _nothing)
 
+    @of_a_part
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         groups, out = groups_of(channel), destination.view(-1)
         outer = self.members[out.device.type].outer
@@ -165,6 +168,7 @@ class Hierarchical(Flavour):
 
         _overlap(len(pieces), reduce_inside, divide)
 
+    @of_a_part
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
         groups, inner = groups_of(channel), self._inner(channel, x)
         outer = self.members[x.device.type].outer
