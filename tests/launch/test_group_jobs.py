@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, group_jobs, hosts, signals as signals_of_a_job
+from torchmpi_py.launch import binding, group_jobs, hosts
 from torchmpi_py.launch.__main__ import parse
 from torchmpi_py.launch.signals import Signals
 
@@ -109,7 +109,7 @@ def test_a_group_that_fails_outside_of_experiments_is_not_started_for_ever(
     tmp_path, monkeypatch, is_here, seconds, most
 ):
     def start(job):
-        job.started = time.monotonic() - seconds
+        job.started, job.ended = time.monotonic() - seconds, time.monotonic()
 
     monkeypatch.setattr(group_jobs._GroupJob, "start", start)
     monkeypatch.setattr(group_jobs.host_check, "is_this_host", lambda host: is_here, raising=False)
@@ -122,7 +122,7 @@ def test_a_group_that_fails_outside_of_experiments_is_not_started_for_ever(
 
 
 def test_a_group_goes_on_after_any_number_of_experiments_that_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr(group_jobs._GroupJob, "start", lambda job: setattr(job, "started", 0.0))
+    monkeypatch.setattr(group_jobs._GroupJob, "start", lambda job: vars(job).update(started=0.0, ended=1.0))
     job = group_jobs._GroupJob(group_jobs.GroupOfRanks(0, 1, "token", str(tmp_path)), ())
     job.group.record_experiment()
     assert all(job.can_go_on(1) for _ in range(50))
@@ -134,7 +134,8 @@ def test_what_comes_for_the_ranks_goes_to_all_groups(signum):
         heard = []
         process = SimpleNamespace(send_signal=heard.append)
         named = SimpleNamespace(index=0)
-        return SimpleNamespace(process=process, heard=heard, code=lambda: 0 if heard else None, group=named)
+        end = {"group": named, "code": lambda: 0 if heard else None}
+        return SimpleNamespace(process=process, heard=heard, **end)
 
     groups, signals = [group(), group()], Signals()
     signals.receive(signum)
@@ -148,7 +149,7 @@ class Group:
     def __init__(self, index, sent, *codes):
         self.group, self.codes, self.starts = SimpleNamespace(index=index), list(codes), 0
         self.process = SimpleNamespace(send_signal=sent.append)
-        self.can_go_on = lambda code: True
+        self.can_go_on, self.ended = lambda code: True, time.monotonic()
 
     def code(self):
         return self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
@@ -159,7 +160,7 @@ class Group:
 
 def test_a_group_that_ends_after_such_a_signal_is_started_again_while_others_go_on(monkeypatch):
     """Nobody else records how its experiment has ended: they would wait for that."""
-    monkeypatch.setattr(signals_of_a_job, "SOON_SECONDS", 0.5)
+    monkeypatch.setattr(group_jobs, "SOON_SECONDS", 0.5)
     signals, sent, begin = Signals(), [], time.monotonic()
     first, second = Group(0, sent, 1), Group(1, sent, None)
     second.code = lambda: 0 if first.starts else None

@@ -27,7 +27,7 @@ from torchmpi_py.launch import binding, exit_marks, host_check, hosts, variables
 from torchmpi_py.launch.cleanup import Guardian, Remains
 from torchmpi_py.launch.hosts import Host
 from torchmpi_py.launch.job import STARTING_SECONDS, TIMEOUT_CODE, die_with_parent, new_folder
-from torchmpi_py.launch.signals import Signals
+from torchmpi_py.launch.signals import SOON_SECONDS, Signals
 from torchmpi_py.launch.terminal import say
 
 VARIABLE = "TORCHMPIRUN_GROUP"
@@ -153,6 +153,7 @@ class _GroupJob:
         self.start()
 
     def start(self) -> None:
+        self.ended = 0.0
         for mark in (_MARK, _REASON):
             self._path(mark).unlink(missing_ok=True)
         visible = {"CUDA_VISIBLE_DEVICES": self.group.gpus} if self.group.gpus else {}
@@ -178,6 +179,8 @@ class _GroupJob:
     def code(self) -> int | None:
         """Exit code of the job; None while it runs."""
         code = self.process.poll()
+        if code is not None:
+            self.ended = self.ended or time.monotonic()  # when that was first seen
         if code == 0 and self._path(_MARK).exists():
             return 1
         return 128 - code if code is not None and code < 0 else code
@@ -186,7 +189,7 @@ class _GroupJob:
         """Whether a failed job is to be started again, because of its experiments."""
         is_far = bool(self.group.hosts) and not host_check.is_this_host(hosts.parse_hosts(self.group.hosts)[0].name)
         has_mark = self._path(_MARK).exists()
-        may_be_of_one = is_far and not has_mark and time.monotonic() - self.started > STARTING_SECONDS
+        may_be_of_one = is_far and not has_mark and self.ended - self.started > STARTING_SECONDS
         self.num_far_failures += may_be_of_one
         is_idle = not (has_mark or (may_be_of_one and self.num_far_failures <= _MOST_FAR_FAILURES))
         self.num_idle_failures = self.num_idle_failures + 1 if is_idle else 0
@@ -237,7 +240,7 @@ def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
             # again; unless others go on, which wait for what they have left.
             signum = signals.cause(ended) if ended and not is_ending else 0
             others = [other for other in running if other is not job and other.code() is None]
-            if signum and others and signals.has_just_passed_on:
+            if signum and others and time.monotonic() - job.ended < SOON_SECONDS:
                 continue
             if ended and not is_ending and (others or not signum) and job.can_go_on(ended):
                 say(f"{who} failed with exit code {ended}; it is started again for what is left")

@@ -312,7 +312,9 @@ class Job:
         elif left and code == 0:
             code = 1
             ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
-            why = "a lost host" if self.elastic and self.num_hosts > 1 else "os._exit on a rank"
+            why = "os._exit on a rank"
+            if self.elastic:
+                why = "a lost host" if self.num_hosts > 1 else "the starter has left them"
             reasons.append(f"{ranks} did not reach the end of the program, though the MPI reports success ({why}?)")
         elif not reasons and self.num_hosts > 1:
             reasons.append("which rank ended the job is not known, for torchmpirun sees the ranks of this host alone")

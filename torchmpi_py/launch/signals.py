@@ -97,11 +97,6 @@ class Signals:
                 return signum
         return 0
 
-    @property
-    def has_just_passed_on(self) -> bool:
-        """Whether a signal was passed on within the time in which jobs may end because of it."""
-        return any(time.monotonic() - when < SOON_SECONDS for when in self._passed_on.values())
-
 
 class ForwardedSignal:
     """A signal that asks the ranks of this host to end.

@@ -1,4 +1,4 @@
-"""The watch over ``start``: after the deadline a report names the ranks that have not come, or shows where all are.
+"""The first wait of a rank, for all ranks to start: after the deadline a report names the ranks that have not come.
 
 MPI waits for all ranks as it starts, and so does the first exchange of ``start``, where mpi4py has started MPI before.
 The ranks share nothing yet. So each rank binds a Unix socket to an abstract address of its own, which needs no file,
@@ -22,18 +22,14 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchmpi_py.core import status_board
 from torchmpi_py.core.config import Tuning
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.core.status_board import CLAIMED_LATE
 from torchmpi_py.launch import exit_marks, variables
-from torchmpi_py.watch import abort, flight_recorder, job_reports, reports, stacks, watchdog
+from torchmpi_py.watch import abort, watchdog
 
 _CONNECT_SECONDS = 60.0
 _LEAST_SECONDS = 20.0  # of a deadline: that of operations may be shorter than it takes to import torch
-_BUILD_SECONDS = 120.0  # functions of the user's, and trials of GPUs, that wait a minute for an answer
 _LOOK_SECONDS = 0.5
-_GIVE_SECONDS = 0.1
 _OTHERS_END_SECONDS = 5.0  # for the rank that reports to end the job
 _REPORTED = "reported"  # the address of the rank that reports
 _CALLS = "mpi.start() or init_process_group()"
@@ -47,21 +43,19 @@ def limit_of(tuning: Tuning) -> float:
 class Wait:
     """A wait for all ranks of the job, in the function ``called``, of at most ``seconds`` (0: of any length).
 
-    Where all ranks wait on this host, and MPI has yet to connect them, a shorter limit than 60 s does not count. Once
-    all have met, what they build together has the same limit, from then on, and at least two minutes.
+    Where all ranks wait on this host, and MPI has yet to connect them, a shorter limit than 60 s does not count.
     ``at_deadline``: with "report" the wait goes on after the report, else the job ends.
     """
 
     def __init__(self, called: str, seconds: float, at_deadline: str) -> None:
-        self._called, self._seconds, self._ends = called, seconds, at_deadline != "report"
+        self.called, self._seconds, self._ends = called, seconds, at_deadline != "report"
         rank, self._size = variables.rank_in(os.environ), variables.size_in(os.environ)
         self._rank, self._is_watched = rank or 0, rank is not None and self._size != 1 and seconds > 0
         self._over = threading.Event()
-        self.have_met = False  # all ranks
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch the block, in which this rank waits for all others: to come, and then to build the session."""
+        """Watch the block, in which this rank waits for all others."""
         if not self._is_watched:
             yield
             return
@@ -75,86 +69,33 @@ class Wait:
 
     def _watch(self, held: contextlib.ExitStack) -> None:
         """In a thread: report a wait that takes too long, and end the job. ``held``: what the end of the wait frees."""
-        ages, had_met, is_reported = watchdog.Ages(time.monotonic()), self.have_met, False
-        while self._is_in_time(ages.seconds.get(0, 0.0)):
-            if self._is_over_within(min(_LOOK_SECONDS, self._seconds)):
+        ages, is_reported = watchdog.Ages(time.monotonic()), False
+        while (age := ages.seconds.get(0, 0.0)) < self._seconds or (age < _CONNECT_SECONDS and self._all_are_here()):
+            if self._over.wait(min(_LOOK_SECONDS, self._seconds)):
                 return
-            if self.have_met != had_met:
-                ages, had_met = watchdog.Ages(time.monotonic()), self.have_met
             ages.look([0], time.monotonic())
             is_reported = is_reported or _is_bound(_address(_REPORTED))
         # One rank of the host reports: the one that binds the address. The others leave the end of the job to that rank
         # unless the job is still here some seconds later: another program of this user may have bound the address.
-        is_reported = is_reported or not self._claim(held)
-        if is_reported and (not self._ends or self._is_over_within(_OTHERS_END_SECONDS)):
+        is_reported = is_reported or not _bind(_address(_REPORTED), held)
+        if is_reported and (not self._ends or self._over.wait(_OTHERS_END_SECONDS)):
             return
-        try:
-            (self._report_building if self.have_met else self._report_missing)()
-        finally:
-            if self._ends and not self._is_over_within(2 * _LOOK_SECONDS):  # in which the others see the address
-                self._end_job()
-
-    def _is_in_time(self, age: float) -> bool:
-        if self.have_met:  # a call of a verb within may raise before, or a probe of a GPU give up
-            return age < max(self._seconds, _BUILD_SECONDS) + job_reports.RAISE_SECONDS
-        return age < self._seconds or (age < _CONNECT_SECONDS and self._all_are_here())
-
-    def _is_over_within(self, seconds: float) -> bool:
-        """Whether the wait ends within this time, in which other ranks get this one's stacks: no watchdog may be up."""
-        until = time.monotonic() + seconds
-        while not self._over.wait(max(0.0, min(_GIVE_SECONDS, until - time.monotonic()))):
-            if (board := status_board.current) is not None:
-                with contextlib.suppress(Exception):  # a recovery takes the board away
-                    stacks.give(board)
-            if time.monotonic() >= until:
-                return False
-        return True
-
-    def _claim(self, held: contextlib.ExitStack) -> bool:
-        """Whether this rank is the one to report; the watchdogs may report an operation that is as late."""
-        board = status_board.current if self.have_met else None
-        return (board is None or watchdog.claim(board, CLAIMED_LATE)) and _bind(_address(_REPORTED), held)
+        watchdog.print_to_stderr(f"torchmpi_py: {self.report()}")
+        if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # in which the others see the address
+            self._end_job()
 
     def _all_are_here(self) -> bool:
         """Whether every rank of the job waits on this host: MPI connects them, which a busy host makes slow."""
         ranks = range(self._size or 0) if variables.job_name(os.environ) else ()
         return bool(ranks) and all(_is_bound(_address(str(rank))) for rank in ranks)
 
-    @property
-    def _outcome(self) -> str:
-        return "the job ends" if self._ends else "the wait goes on"
-
-    def _report_missing(self) -> None:
-        watchdog.print_to_stderr(f"torchmpi_py: {self.report()}")
-
     def report(self) -> str:
         """The ranks that wait and the ranks that are missing, as far as this host shows."""
         here = [rank for rank in range(self._size or 0) if _is_bound(_address(str(rank)))] or [self._rank]
-        who = f"{_ranks(here)} of {self._size or '?'} wait{'s' * (len(here) == 1)} in {self._called}"
+        who = f"{_ranks(here)} of {self._size or '?'} wait{'s' * (len(here) == 1)} in {self.called}"
+        end = "the job ends" if self._ends else "the wait goes on"
         seconds = max(self._seconds, _CONNECT_SECONDS) if self._all_are_here() else self._seconds
-        why = f"{self._missing(here)}. Every rank has to call {_CALLS}; {self._outcome}"
-        return f"{who}, for {seconds:g} s now. {why}"
-
-    def _report_building(self) -> None:
-        """Report where the ranks are, once all have come."""
-        board = status_board.current
-        what = f"{self._called} is not complete {max(self._seconds, _BUILD_SECONDS):g} s after all ranks have come"
-        if board is None:
-            where = f"{self._who_is_out()}rank {self._rank} is here:\n{reports.stacks()}"
-            watchdog.print_to_stderr(f"torchmpi_py: {what}; {self._outcome}; {where}")
-            return
-        silent = stacks.gather(board, self._over.is_set)
-        report = reports.of_node(board, f"{what}; {self._outcome}", silent=silent)
-        if job_reports.claim(board, CLAIMED_LATE, report, ends=self._ends) is None:
-            watchdog.print_to_stderr(f"{report.text}\n{flight_recorder.dump(board)}")
-
-    def _who_is_out(self) -> str:
-        """The ranks of this host that live and have not come; empty if all have: in a recovery some may not."""
-        running = exit_marks.ranks_running(Path(os.environ.get("TORCHMPIRUN_JOB_DIR", os.devnull)))
-        living = [rank for rank, number in running.items() if number and not exit_marks.is_gone(number)]
-        missing = [rank for rank in sorted(living) if not _is_bound(_address(str(rank)))]
-        named = ", ".join(f"rank {rank}{_state(rank, running)}" for rank in missing)
-        return f"{named} of this host: not in it; " if missing else ""
+        return f"{who}, for {seconds:g} s now. {self._missing(here)}. Every rank has to call {_CALLS}; {end}"
 
     def _missing(self, here: list[int]) -> str:
         """The sentence on the missing ranks; ``here``: the ranks of this host that wait."""

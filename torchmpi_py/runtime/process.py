@@ -21,7 +21,7 @@ from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CollectiveTimeout, NotStarted, TorchMPIError
 from torchmpi_py.launch import exit_marks, mpirun
-from torchmpi_py.runtime import arrival, exits, placement, session as sessions, survivors
+from torchmpi_py.runtime import arrival, building, exits, placement, session as sessions, survivors
 from torchmpi_py.watch import reports
 
 logger = logging.getLogger("torchmpi_py")
@@ -68,7 +68,7 @@ def start_for_group(tuning: config.Tuning, timeout_seconds: float) -> None:
     """Start for ``init_process_group``: as ``start``, with a GPU if there is one. Collective.
 
     The job ends if not all ranks have called it after ``timeout_seconds`` (0: never), or the limit of ``start`` if that
-    is shorter; or if they have, and what they build then takes longer than that, and two minutes.
+    is shorter.
     """
     _check_startable()
     device = placement.cuda_device() if torch.cuda.is_available() else torch.device("cpu")
@@ -82,7 +82,7 @@ def _start(options: sessions.StartOptions, wait: arrival.Wait) -> None:
     with wait.watched():
         world = _initialise_mpi()
         sessions.check_tuning(world, options.tuning)
-        wait.have_met = True
+    with building.watched(wait.called, options.tuning):
         sessions.open_session(world, options)
     os.environ[STARTED_PID] = str(os.getpid())
     _log_from(world.rank, log_level)

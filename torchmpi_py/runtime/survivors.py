@@ -20,7 +20,7 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communication_thread, communicators, config, journal, ulfm
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CommunicatorError, RankDied
-from torchmpi_py.runtime import arrival, exits, session as sessions
+from torchmpi_py.runtime import building, exits, session as sessions
 from torchmpi_py.watch import kept_boards, tracing, watchdog
 
 logger = logging.getLogger("torchmpi_py")
@@ -118,11 +118,13 @@ def elastic() -> Iterator[Attempt]:
 
 def recover() -> tuple[int, ...]:
     """Build the session again without the ranks that died; return their ranks. Collective over the survivors."""
-    former, tuning = communicators.stack().levels[0].direct.mpi, config.current
-    wait = arrival.Wait("the recovery from a death", arrival.limit_of(tuning), tuning.at_deadline)
-    wait.have_met = True
-    with wait.watched():
-        world = _rebuild(former)
+    world = former = communicators.stack().levels[0].direct.mpi
+    session, is_built = sessions.current(), False
+    while not is_built:
+        with building.watched("the recovery from a death", config.current):
+            session.close(_LOST, is_lost=True)
+            world = world.Shrink()
+            is_built = _build(session, world)
     sessions.remaining_world = world
     names = ulfm.names_of_dead(former, world)
     if world.rank == 0 and names:
@@ -130,24 +132,21 @@ def recover() -> tuple[int, ...]:
     return ulfm.missing(former, world)
 
 
-def _rebuild(world: MPI.Comm) -> MPI.Comm:
-    """Shrink the world, and build the session on it, until no rank dies meanwhile. Collective over the survivors."""
-    session = sessions.current()
-    while True:
-        session.close(_LOST, is_lost=True)
-        world = world.Shrink()
-        # Another rank may die during the build: then all ranks fail or agree to begin again, with a smaller world.
-        try:
-            session.build(world)
-            is_well = True
-        except Exception as error:
-            if not ulfm.is_death(error):
-                raise
-            is_well = False
-            ulfm.revoke_all()
-            ulfm.revoke(world)
-        if ulfm.agree(world, is_well):
-            return world
+def _build(session: sessions.Session, world: MPI.Comm) -> bool:
+    """Build the session on the world that is left; whether it is built, on all ranks. Collective over them.
+
+    Another rank may die during the build: then all ranks fail or agree to begin again, with a smaller world.
+    """
+    try:
+        session.build(world)
+        is_well = True
+    except Exception as error:
+        if not ulfm.is_death(error):
+            raise
+        is_well = False
+        ulfm.revoke_all()
+        ulfm.revoke(world)
+    return ulfm.agree(world, is_well)
 
 
 def catch_up(step: Any, *parts: Any) -> Any:

@@ -36,7 +36,7 @@ _MOST_NAMED = 4
 _STATES = {"T": "its process is stopped (SIGSTOP)", "t": "a debugger has stopped its process"}
 _FRAMES = 8
 _ANSWER_SECONDS = 2.0  # for a hub, which asks the other nodes
-_OWN_THREADS = ("torchmpi_py-watchdog", "torchmpi_py-nodes", "torchmpi_py-arrival")
+_OWN_THREADS = ("torchmpi_py-watchdog", "torchmpi_py-nodes", "torchmpi_py-building")
 
 
 def is_dead(board: Board, index: int) -> bool:

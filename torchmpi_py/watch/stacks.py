@@ -10,7 +10,7 @@ from torchmpi_py.core.status_board import TEXT_GIVEN, TEXT_WANTED, Board
 from torchmpi_py.watch import reports
 
 _GIVEN_WITHIN_SECONDS = 1.5
-_giving = threading.Lock()  # the watchdog's thread gives, and that of the start
+_giving = threading.Lock()  # the watchdog's thread gives, and that of runtime/building.py
 
 
 def gather(board: Board, is_over: Callable[[], bool]) -> list[int]:

@@ -269,11 +269,7 @@ class Watchdog:
         board, age = self._board, self._ages.seconds[number]
         seconds = f"{round(age, 1 if age < _SHORT_SECONDS else 0):g}"
         report = self._report(f"an operation is not complete after {seconds} s", number)
-        answer = job_reports.claim(board, CLAIMED_LATE, report, number, ends=ends)
-        if answer is None:  # one node, or no hub that answers
-            print_to_stderr(f"{report.text}\n{flight_recorder.dump(board)}")
-            return 0 if report.names_missing else job_reports.OTHERS_REPORT_SECONDS
-        return 0 if answer["claimed"] == "printed" else job_reports.OTHERS_END_SECONDS
+        return tell_late(board, report, number, ends=ends)
 
     def _end_if_incomplete(self, number: int, seconds: float) -> None:
         """End the job, after some seconds, unless the operation has completed meanwhile."""
@@ -282,13 +278,30 @@ class Watchdog:
         if number in journal.under_way(self._board):
             abort.abort(abort.EXIT_CODE)
         else:
-            print_to_stderr("torchmpi_py: it has completed meanwhile, and the job goes on")
-            job_reports.withdraw()
+            withdraw()
 
     def _report(self, why: str, number: int | None = None) -> reports.NodeReport:
         """The report, with the stacks that the ranks of this node give within some seconds."""
         silent = stacks.gather(self._board, self._ending.is_set)
         return reports.of_node(self._board, why, number, silent=silent)
+
+
+def tell_late(board: Board, report: reports.NodeReport, number: int | None = None, *, ends: bool) -> float:
+    """Print a report on what is late, by way of a hub; for how many seconds others may still report it.
+
+    ``number``: of the operation; ``ends``: whether the job ends after the report.
+    """
+    answer = job_reports.claim(board, CLAIMED_LATE, report, number, ends=ends)
+    if answer is None:  # one node, or no hub that answers
+        print_to_stderr(f"{report.text}\n{flight_recorder.dump(board)}")
+        return 0 if report.names_missing else job_reports.OTHERS_REPORT_SECONDS
+    return 0 if answer["claimed"] == "printed" else job_reports.OTHERS_END_SECONDS
+
+
+def withdraw() -> None:
+    """Say that what was reported as late has completed."""
+    print_to_stderr("torchmpi_py: it has completed meanwhile, and the job goes on")
+    job_reports.withdraw()
 
 
 def end_job(board: Board, reason: int, why: str) -> None:

@@ -1,0 +1,91 @@
+"""The watch over what ranks build together, once all have come: in ``start``, and in a recovery from a death.
+
+The watchdog, a part of what is built, watches operations alone. A rank that hangs before it is up, or in a function of
+the user's that ``start`` calls, is in none. So at the deadline, and not before two minutes, a report shows where the
+ranks are, and the job ends as for an operation that is late. Until the watchdog is up a thread here gives this rank's
+stacks to the rank that reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from torchmpi_py.core import status_board
+from torchmpi_py.core.config import Tuning
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.core.status_board import CLAIMED_LATE
+from torchmpi_py.watch import abort, job_reports, reports, stacks, watchdog
+
+_LEAST_SECONDS = 120.0  # functions of the user's, and trials of GPUs, that wait a minute for an answer
+_GIVE_SECONDS = 0.1
+
+
+@contextlib.contextmanager
+def watched(what: str, tuning: Tuning) -> Iterator[None]:
+    """Watch the block, in which the ranks build ``what`` together."""
+    if tuning.deadline_seconds == 0 or MPI.COMM_WORLD.size == 1:
+        yield
+        return
+    watch = _Construction(what, max(tuning.deadline_seconds, _LEAST_SECONDS), tuning.at_deadline != "report")
+    threading.Thread(target=watch.run, name="torchmpi_py-building", daemon=True).start()
+    try:
+        yield
+    finally:
+        watch.over.set()
+
+
+class _Construction:
+    def __init__(self, what: str, seconds: float, ends: bool) -> None:
+        self._why = f"{what} is not complete after {seconds:g} s"
+        self._seconds, self._ends, self.over = seconds, ends, threading.Event()
+        self._has_reported = False
+
+    def run(self) -> None:
+        """Report at the deadline, and end the job."""
+        ages = watchdog.Ages(time.monotonic())
+        # A verb within, which began later, may still raise.
+        while ages.seconds.get(0, 0.0) < self._seconds + job_reports.RAISE_SECONDS:
+            if self._is_over_within(_GIVE_SECONDS):
+                return
+            ages.look([0], time.monotonic())
+        patience_seconds = job_reports.OTHERS_END_SECONDS
+        try:
+            patience_seconds = self._report()
+        finally:
+            if self._ends:
+                self._end(patience_seconds)
+
+    def _report(self) -> float:
+        """Report where the ranks are; for how long others may still report it."""
+        board = status_board.current
+        self._has_reported = board is None or watchdog.claim(board, CLAIMED_LATE)
+        if not self._has_reported:
+            return job_reports.OTHERS_END_SECONDS
+        if board is None:  # each rank for itself
+            watchdog.print_to_stderr(
+                f"torchmpi_py: {self._why}. Rank {MPI.COMM_WORLD.rank} is here:\n{reports.stacks()}"
+            )
+            return job_reports.OTHERS_REPORT_SECONDS
+        report = reports.of_node(board, self._why, silent=stacks.gather(board, self.over.is_set))
+        return watchdog.tell_late(board, report, ends=self._ends)
+
+    def _end(self, patience_seconds: float) -> None:
+        """End the job, after some seconds, unless all is built meanwhile."""
+        if not self._is_over_within(patience_seconds):
+            abort.abort(abort.EXIT_CODE)
+        elif self._has_reported:
+            watchdog.withdraw()
+
+    def _is_over_within(self, seconds: float) -> bool:
+        """Whether the block ends within this time, in which another rank may ask for this one's stacks."""
+        until = time.monotonic() + seconds
+        while not self.over.wait(max(0.0, min(_GIVE_SECONDS, until - time.monotonic()))):
+            if (board := status_board.current) is not None:
+                with contextlib.suppress(Exception):  # a recovery takes the board away
+                    stacks.give(board)
+            if time.monotonic() >= until:
+                return False
+        return True
