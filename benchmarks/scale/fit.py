@@ -1,8 +1,10 @@
 """Fit the cost model to what ``measure.py`` has stored, and print it beside the measurements and the simulator.
 
-    python benchmarks/scale/fit.py benchmarks/scale/hosts_*.json
+    python benchmarks/scale/fit.py benchmarks/scale/hosts_1gbit.json
 
-Sizes from 64 KiB on are fitted, by the median of the absolute logarithm of predicted / measured.
+Fitted are 4 B, where steps alone count, and what is more than the bucket of a link (``tests/hosts/testbed.py``), which
+gives its bytes at once: by the sum of the absolute logarithms of predicted / measured. What lies between is shown all
+the same, from 64 KiB on.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from torchmpi_py.bench.results import number, quantile
 from torchmpi_py.bench.wire import floor_bytes, parse_link
 from torchmpi_py.core.text_tables import table
 
-LEAST_BYTES = 64 << 10
+LEAST_BYTES, SMALL_BYTES, BUCKET_BYTES = 64 << 10, 4, 256 << 10
 FLAVOURS = ("mpi", "ring", "hierarchical", "gloo")
 SIMULATED = ("ring", "hierarchical")
 SHOWN_BYTES = (64 << 10, 1 << 20, 16 << 20)
@@ -48,7 +50,7 @@ def error(predicted: float, measured: float) -> float:
 
 def fit(rows: list[Row], flavour: str) -> Parameters:
     """The parameters of a flavour: where each rank has a core, and then, where not, the time of a step alone."""
-    chosen = [row for row in rows if row["what"] == flavour and row["num_bytes"] >= LEAST_BYTES]
+    chosen = [row for row in rows if row["what"] == flavour and (row["num_bytes"] == SMALL_BYTES or is_over(row))]
 
     def loss(is_crowded: bool, parameters: Parameters) -> float:
         there = [row for row in chosen if row["crowded"] == is_crowded]
@@ -61,6 +63,11 @@ def fit(rows: list[Row], flavour: str) -> Parameters:
     )
     found = descend(start, functools.partial(loss, False), lowest, highest)
     return descend(found, functools.partial(loss, True), *[found._replace(crowded=bound) for bound in (1e-6, 1.0)])
+
+
+def is_over(row: Row) -> bool:
+    """Whether more goes over the busiest link than its bucket holds."""
+    return floor_bytes(row["verb"], row["num_bytes"], row["hosts"]) > BUCKET_BYTES
 
 
 def predicted(row: Row, parameters: Parameters) -> float:
@@ -96,7 +103,8 @@ def simulated(flavour: str, verb: str, num_bytes: int, hosts: tuple[int, ...], m
 
 def fit_machines(rows: list[Row], of_ring: Parameters) -> dict[bool, Machine]:
     """The simulator's machine, by whether ranks outnumber cores: the latency that suits ring best, with its gamma."""
-    chosen = [row for row in rows if row["what"] == "ring" and LEAST_BYTES <= row["num_bytes"] <= 1 << 20]
+    of_the_ring = [row for row in rows if row["what"] == "ring" and row["num_bytes"] <= 1 << 20]
+    chosen = [row for row in of_the_ring if row["num_bytes"] == SMALL_BYTES or is_over(row)]
     latencies = [1e-5 * 1.4**power for power in range(18)]
 
     def machine(latency: float) -> Machine:
@@ -139,15 +147,15 @@ def print_fit(rows: list[Row], parameters: dict[str, Parameters], machines: dict
         if row["what"] in SIMULATED:
             by_simulator = _simulated(row, machines[row["crowded"]], parameters["ring"].share) / row["seconds"]
         kind = "ranks > cores" if row["crowded"] else "a core a rank"
-        for at_least in (64, 1024):
-            if row["num_bytes"] >= at_least << 10:
-                errors[row["what"], kind, at_least].append((by_model, by_simulator))
+        kinds = {"64 KiB": True, "64 KiB, over the bucket": is_over(row), "1 MiB": row["num_bytes"] >= 1 << 20}
+        for sizes in (name for name, belongs in kinds.items() if belongs):
+            errors[row["what"], kind, sizes].append((by_model, by_simulator))
         if row["num_bytes"] in SHOWN_BYTES:
             lines.append(_line(row, by_model, by_simulator))
     header = [
         "flavour",
         "bed",
-        "from KiB",
+        "sizes from",
         "model: median error %",
         "within 20 %",
         "simulator: median error %",
