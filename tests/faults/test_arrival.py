@@ -61,8 +61,8 @@ HANGS = """
 import sys, time
 import torchmpi_py as mpi
 from torchmpi_py.core import communicators
-from torchmpi_py.runtime import building
-building._LEAST_SECONDS = 3.0
+from torchmpi_py.runtime import arrival, building
+arrival.LEAST_SECONDS = building._LEAST_SECONDS = 3.0
 def hang(*_, **__):
     if mpi.rank() == 1 or sys.argv[1] == "all":
         time.sleep(300)

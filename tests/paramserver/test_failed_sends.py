@@ -159,6 +159,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_kind(mpi, monkeypatch, kind, leave):
     """A rule that raises, or ends the program, on the last rank in the first step."""
+    if mpi.num_nodes() > 1:
+        pytest.skip("the rank that has the shard applies the rule there, for all that send")
 
     def fail(shard, payload, **options):
         if not shard.dtype.is_floating_point:  # the clocks

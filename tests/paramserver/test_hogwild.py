@@ -12,6 +12,13 @@ from torchmpi_py.errors import ParameterServerError, RanksDisagree, Unavailable
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
+@pytest.fixture(autouse=True)
+def of_one_node(mpi, request):
+    """Only these have memory in common; that others are refused is a part of the first test."""
+    if mpi.num_nodes() > 1 and not request.node.name.startswith("test_one_copy"):
+        pytest.skip("ranks on several nodes have no memory in common")
+
+
 class Odd(torch.nn.Module):
     """Several dtypes, tied, overlapping, strided and empty parameters, one that is not trained, and a buffer."""
 

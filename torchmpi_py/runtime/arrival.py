@@ -28,7 +28,9 @@ from torchmpi_py.launch import exit_marks, variables
 from torchmpi_py.watch import abort, watchdog
 
 _CONNECT_SECONDS = 60.0
-_LEAST_SECONDS = 20.0  # of a deadline: that of operations may be shorter than it takes to import torch
+LEAST_SECONDS = 20.0
+"""The least deadline of a start: that of operations may be shorter than it takes to import torch."""
+
 _LOOK_SECONDS = 0.5
 _OTHERS_END_SECONDS = 5.0  # for the rank that reports to end the job
 _REPORTED = "reported"  # the address of the rank that reports
@@ -37,7 +39,7 @@ _CALLS = "mpi.start() or init_process_group()"
 
 def limit_of(tuning: Tuning) -> float:
     """The time for which a start waits for all ranks: that of operations, and at least 20 s. 0: for ever."""
-    return max(tuning.deadline_seconds, _LEAST_SECONDS) if tuning.deadline_seconds else 0.0
+    return max(tuning.deadline_seconds, LEAST_SECONDS) if tuning.deadline_seconds else 0.0
 
 
 class Wait:

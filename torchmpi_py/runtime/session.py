@@ -40,7 +40,7 @@ from torchmpi_py.core.status_board import Board
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.launch import variables
 from torchmpi_py.memory import gpus, symmetric
-from torchmpi_py.runtime import placement
+from torchmpi_py.runtime import arrival, placement
 from torchmpi_py.watch import kept_boards, node_links, tracing
 from torchmpi_py.watch.watchdog import Watchdog
 
@@ -82,6 +82,7 @@ class Session:
         address = rendezvous.own_address(whole.num_nodes)
         node_links.current, listener = node_links.introduce(whole.direct, address)
         self._watchdog = Watchdog(status_board.current, config.current, node_links.current, listener)
+        self._watchdog.least_seconds = arrival.LEAST_SECONDS
         # From here on ranks use verbs, and functions of the user's.
         _complete_variables(whole)
         if gpus.table() is not None:
@@ -91,6 +92,7 @@ class Session:
         _push_levels(self.options.custom_levels, self.options.collective_levels)
         tracing.current = tracing.start(whole)
         self.described_ns = kept_boards.describe(whole)
+        self._watchdog.least_seconds = 0.0
 
     def location(self) -> placement.Local:
         """This rank's place on its node."""

@@ -165,6 +165,7 @@ class Watchdog:
     ) -> None:
         self._board = board
         self._deadline_seconds, self._at_deadline = tuning.deadline_seconds, tuning.at_deadline
+        self.least_seconds = 0.0  # of each deadline, while the session is built
         self._ages = Ages(time.monotonic())
         self._reported: set[int] = set()
         self._is_stopping = False
@@ -236,8 +237,8 @@ class Watchdog:
 
     def _check_deadline(self) -> None:
         """Report the oldest operation that is too old, and end the job, or do as ``Tuning.at_deadline`` says."""
-        board, at_least = self._board, self._deadline_seconds
-        if at_least == 0:
+        board, at_least = self._board, max(self._deadline_seconds, self.least_seconds)
+        if self._deadline_seconds == 0:
             return
         raising: set[int] = set()
         if self._at_deadline == "raise" and board.get(HAS_LEFT) == 0:
