@@ -50,7 +50,7 @@ def error(predicted: float, measured: float) -> float:
 
 def fit(rows: list[Row], flavour: str) -> Parameters:
     """The parameters of a flavour: where each rank has a core, and then, where not, the time of a step alone."""
-    chosen = [row for row in rows if row["what"] == flavour and (row["num_bytes"] == SMALL_BYTES or is_over(row))]
+    chosen = [row for row in rows if row["what"] == flavour and is_fitted(row)]
 
     def loss(is_crowded: bool, parameters: Parameters) -> float:
         there = [row for row in chosen if row["crowded"] == is_crowded]
@@ -68,6 +68,11 @@ def fit(rows: list[Row], flavour: str) -> Parameters:
 def is_over(row: Row) -> bool:
     """Whether more goes over the busiest link than its bucket holds."""
     return floor_bytes(row["verb"], row["num_bytes"], row["hosts"]) > BUCKET_BYTES
+
+
+def is_fitted(row: Row) -> bool:
+    """Whether the bucket hides neither the steps nor the wire."""
+    return row["num_bytes"] == SMALL_BYTES or is_over(row)
 
 
 def predicted(row: Row, parameters: Parameters) -> float:
@@ -103,8 +108,7 @@ def simulated(flavour: str, verb: str, num_bytes: int, hosts: tuple[int, ...], m
 
 def fit_machines(rows: list[Row], of_ring: Parameters) -> dict[bool, Machine]:
     """The simulator's machine, by whether ranks outnumber cores: the latency that suits ring best, with its gamma."""
-    of_the_ring = [row for row in rows if row["what"] == "ring" and row["num_bytes"] <= 1 << 20]
-    chosen = [row for row in of_the_ring if row["num_bytes"] == SMALL_BYTES or is_over(row)]
+    chosen = [row for row in rows if row["what"] == "ring" and row["num_bytes"] <= 1 << 20 and is_fitted(row)]
     latencies = [1e-5 * 1.4**power for power in range(18)]
 
     def machine(latency: float) -> Machine:

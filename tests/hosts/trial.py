@@ -106,10 +106,7 @@ class Trial:
                 return "torchmpirun: which rank ended the job is not known" in text
             if is_elsewhere and "An error occurred in Socket closed" in text:  # Open MPI, sometimes
                 return "a rank of another host may have been first" in text
-            tasks = {int(task) for task in killed[1].split(",") if task.isdigit()} if killed else set()
-            # Open MPI's ranks, whose connection breaks, end themselves at times; then Slurm kills others, too.
-            is_among = self.way.mpi == "openmpi" and "Exited with exit code 14" in text and self.victim in tasks
-            return harness.names_the_dead(text, self.victim) or tasks == {self.victim} or is_among
+            return harness.names_the_dead(text, self.victim) or bool(killed and killed[1] == str(self.victim))
         if self.fault == "SIGSTOP":
             seen_from = r"(\(process \d+\)|does not)"  # its node, or others
             return bool(re.search(rf"rank {self.victim} {seen_from}: its process is stopped", text))
