@@ -7,7 +7,7 @@
         |-- NotStarted             a call that needs mpi.start() came before it, after mpi.stop(), or in a child process
         |-- LaunchError            torchmpirun cannot start the job as asked
         |-- CommunicatorError      MPI itself failed, or a communicator cannot do what was asked
-        |   `-- RankDied           a rank died, and the job goes on (torchmpirun --elastic)
+        |   `-- RankDied           a rank died, and the job goes on (an elastic job)
         |-- CheckpointError        a checkpoint cannot be written or read; the message names rank, host and path
         |-- FlavourError
         |   |-- Unimplemented      the flavour does not carry out this verb
@@ -68,7 +68,7 @@ class CommunicatorError(TorchMPIError):
 
 
 class RankDied(CommunicatorError):  # noqa: N818
-    """A rank died; ``with mpi.elastic():`` lets the others go on. Only in jobs of ``torchmpirun --elastic``."""
+    """A rank died; ``with mpi.elastic():`` lets the others go on. Only in elastic jobs (``torchmpirun --elastic``)."""
 
 
 class CheckpointError(TorchMPIError):

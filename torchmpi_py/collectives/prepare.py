@@ -59,12 +59,12 @@ flavour: the way to carry the call out; default: what mpi.selector chooses."""
 _OF_ERRORS = """\
 Raises TypeError or ValueError for a wrong argument, on every rank before anything is sent; NotStarted before mpi.start;
 FlavourError where no flavour can carry the call out; RanksDisagree where ranks of one node make different calls;
-CommunicatorError if MPI fails."""
+CollectiveTimeout at the deadline, with Tuning.at_deadline="raise"; CommunicatorError if MPI fails."""
 
 _OF_MESSAGES_ERRORS = """\
 Raises TypeError or ValueError for a wrong argument, before anything is sent; NotStarted before mpi.start; FlavourError
-where no flavour can carry the call out; CommunicatorError if MPI fails. Calls are not compared: one without its
-counterpart waits until the deadline."""
+where no flavour can carry the call out; CollectiveTimeout at the deadline, with Tuning.at_deadline="raise";
+CommunicatorError if MPI fails. Calls are not compared: one without its counterpart waits until the deadline."""
 
 _OTHER_ARGUMENTS = {  # of Horovod and torch.distributed
     "average": 'write op="avg"',

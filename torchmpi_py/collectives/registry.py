@@ -57,8 +57,8 @@ class Table(tuple[AvailabilityRow, ...]):
 def availability(comm: Communicator | None = None) -> Table:
     """What every flavour can do on ``comm`` (default: the current level), with the reason for every "no".
 
-    A table of verb, device, flavour and status; print it. No other rank needs to call this. NotStarted before
-    ``mpi.start()``.
+    A table to print, and a tuple of rows with ``verb``, ``device``, ``flavour`` and ``status``. No other rank needs to
+    call this. NotStarted before ``mpi.start()``.
     """
     resolved = resolve(comm)
     return Table(

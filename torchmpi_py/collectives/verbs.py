@@ -16,16 +16,17 @@ at once a Handle whose ``wait()`` returns it. What holds for all:
 - ``x`` may be a numpy or cupy array, whose memory is used as it is; then the result is an array of that kind, and so is
   ``out``. What holds for tensors holds for arrays; other ranks may pass tensors. A read-only array is an error where
   the verb overwrites ``x`` on any rank.
-- ``x`` may be a number: then the result is a number (``allgather``, ``gather``: a list of them). Numbers follow
-  Python's rules; an int and a float may meet.
-- ``op`` is one of sum, avg, prod, min, max, band, bor, bxor, land, lor. NaN wins in min and max. ``avg`` of integers,
-  bitwise ops of floats and min or max of complex numbers are errors. On bool, sum and max mean "or", prod and min
-  "and".
+- ``x`` may be a number, but in ``reduce_scatter``, ``scatter`` and ``alltoall``: then the result is a number
+  (``allgather``, ``gather``: a list of them). Numbers follow Python's rules; an int and a float may meet.
+- ``op`` is one of sum, avg, prod, min, max, band, bor, bxor, land, lor. NaN wins in min and max. ``avg`` of integer
+  tensors, bitwise ops of floats and min or max of complex numbers are errors. On bool, sum and max mean "or", prod and
+  min "and".
 - ``flavour`` forces one; else ``mpi.selector`` chooses by verb, size and place. A tensor from ``symmetric_empty`` on
   one rank meets one on every rank.
 - Python objects (``broadcast_object``, ``allgather_object``) travel by pickle and come from the other ranks of the job:
   trust them as you trust your own program.
 - A wrong argument is a TypeError or ValueError on every rank before anything is sent; NotStarted before ``start``;
+  FlavourError where no flavour can carry the call out; CollectiveTimeout at the deadline, with ``at_deadline="raise"``;
   CommunicatorError if MPI fails.
 """
 

@@ -41,7 +41,7 @@ class Tuning:
     native_async_bytes: int = 64 << 10
     """Asynchronous collectives up to this size are posted as MPI's own nonblocking calls (3 us from launch to result,
     against 19 us through the communication thread); larger ones run on the communication thread, because MPI_Iallreduce
-    copies at launch (113 us for 4 MiB) and makes no progress while Python computes. See docs/decisions/002."""
+    copies at launch (113 us for 4 MiB) and makes no progress while Python computes. See decision 002."""
 
     message_bytes: int = 1 << 30
     """Size of the longest MPI message. Longer data travel in pieces: MPI 3 counts in 32 bits."""

@@ -127,9 +127,9 @@ class SGDEngine:
         After each epoch rank 0 prints a line with the mean loss of its samples, unless ``epoch_lines`` is False, or
         there is a hook ``on_end_epoch``.
 
-        Raises ValueError or TypeError for an ambiguous optimizer, TypeError for one that needs a closure (LBFGS), for
-        an iterator that can be run through only once (a generator) with ``maxepoch`` > 1, and for a sample that is not
-        (input, target).
+        Raises ValueError or TypeError for an ambiguous optimizer, ValueError for ``stateful`` without ``checkpoint``,
+        TypeError for one that needs a closure (LBFGS), for an iterator that can be run through only once (a generator)
+        with ``maxepoch`` > 1, and for a sample that is not (input, target).
         """
         if evaluator is not None:
             again: dict[str, Any] = {"lr": lr, "optimizer": optimizer, "maxepoch": maxepoch, "checkpoint": checkpoint}

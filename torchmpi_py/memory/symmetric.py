@@ -168,7 +168,8 @@ def symmetric_empty(
     "cuda" is the GPU of this rank), and gets a tensor of its own to use as any other. Reductions, broadcast and scatter
     of such tensors on all ranks, and alltoall with ``out=``, work in place, without a copy. Contiguous parts of them
     (``x[10:20]``) are as good as whole tensors. The memory lives until its last view is dropped; until then a tensor
-    takes a file descriptor, or a mapping of every peer's GPU memory: make one and cut it up, rather than hundreds.
+    takes a file descriptor (before Python 3.13), or a mapping of every peer's GPU memory: make one and cut it up,
+    rather than hundreds.
 
     Raises ValueError for a bad size or device, RanksDisagree if the ranks ask for different things, Unavailable if the
     memory cannot be had.

@@ -37,7 +37,7 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
 
     The flat tensor is cut into as many parts as there are ranks (fewer elements than ranks will do). Rank r holds part
     r, on the host, and seeds it from its own ``tensor``, which is not kept; all parts are seeded on return. The server
-    lives until ``free``, ``free_all``, or the end of its communicator, and takes a file descriptor.
+    lives until ``free``, ``free_all``, or the end of its communicator, and takes a file descriptor before Python 3.13.
 
     optimizer: let the server keep the state of an optimizer, so that ``send(grad, rule=optimizer)`` is a step of it:
         "sgd", "adagrad", "adam", or what ``register_rule`` was given with ``num_slots``.

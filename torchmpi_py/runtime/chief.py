@@ -16,7 +16,7 @@ def is_in_experiment() -> bool:
 
 
 def is_chief() -> bool:
-    """Whether this rank is the one that writes logs, summaries and checkpoints: rank 0 of the current level.
+    """Whether this rank is the one that writes logs, summaries and files: rank 0 of the current level.
 
     In an experiment (``mpi.experiments``) that is rank 0 of the group. Outside of experiments, under ``torchmpirun
     --groups``, only the first group has a chief. NotStarted before ``mpi.start()``.

@@ -53,7 +53,8 @@ def start(
     per node; returns the index of the level that ends the span (None: no span below the current level).
     tuning: sizes and deadlines; default from the environment (TORCHMPI_*). The same on every rank.
 
-    Raises NotStarted in a child process of a started one, TorchMPIError when it is started already.
+    Raises NotStarted in a child process of a started one, TorchMPIError when it is started already, ValueError for
+    ``with_cuda`` without a GPU, RanksDisagree if tunings differ, TypeError if a function for levels returns no index.
     """
     _check_startable()
     tuning = tuning or config.from_environment()
@@ -95,7 +96,8 @@ def _start(options: sessions.StartOptions, wait: arrival.Wait) -> None:
 def stop() -> None:
     """Drain outstanding operations, and free communicators, staging memory and threads. Collective; idempotent.
 
-    A normal exit of the interpreter calls ``stop``. ``start`` may be called again.
+    A normal exit of the interpreter calls ``stop``. ``start`` may be called again. TorchMPIError in an experiment
+    (``mpi.experiments``), whose ranks go on with the next one.
     """
     if not communicators.is_started():
         return

@@ -86,7 +86,8 @@ def elastic() -> Iterator[Attempt]:
     at each ``attempt.confirm()``: all ranks of the world enter the block, confirm, and leave the block alike. Of nested
     blocks only the outermost recovers. Other errors pass.
 
-    In a job that was not started with ``torchmpirun --elastic`` on Open MPI a block does nothing: a death ends the job.
+    In a job that was not started with ``torchmpirun --elastic`` (or ``mpirun --with-ft ulfm``) a block does nothing: a
+    death ends the job.
 
     Source: Bland et al., see ``core/ulfm.py``; Horovod's elastic training has the same form around a function.
     """
