@@ -36,6 +36,11 @@ def test_an_expanded_tensor(mpi):
     raises_everywhere(mpi, ValueError, "reduce: cannot write into an expanded", mpi.reduce, x, mpi.size() - 1)
     raises_everywhere(mpi, ValueError, "reduce: cannot write into an expanded", mpi.reduce, torch.ones(4), out=x)
     raises_everywhere(mpi, ValueError, "allreduce: cannot write into an expanded", mpi.allreduce_async, x)
+    overlapping, interleaved = torch.zeros(4).as_strided((3, 2), (1, 1)), torch.zeros(8).as_strided((2, 3), (3, 2))
+    raises_everywhere(
+        mpi, ValueError, "cannot write into an expanded", mpi.allreduce, torch.ones(3, 2), out=overlapping
+    )
+    assert (mpi.allreduce(torch.ones(2, 3), out=interleaved) == mpi.size()).all()
 
 
 def test_a_root_in_the_place_of_the_tensor(mpi):

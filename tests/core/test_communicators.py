@@ -3,6 +3,7 @@ import gc
 import pytest
 import torch
 
+from torchmpi_py.core import communicators, status_board
 from torchmpi_py.core.communicators import group_by_key
 from torchmpi_py.errors import CommunicatorError, NotStarted, RanksDisagree
 
@@ -160,6 +161,21 @@ def test_many_communicators_come_and_go(mpi):
         assert mpi.allreduce(1, comm=comm) == mpi.size()
         comm.free()
     gc.collect()
+
+
+@pytest.mark.mpi
+def test_a_communicator_is_freed_with_its_parts(mpi):
+    stack = communicators.stack()
+    mpi.split(0).free()
+    number, slots = len(stack.others), len(status_board.current._free_slots)
+    for _ in range(20):
+        with mpi.split(0) as group:
+            part = communicators.divide(group, mpi.rank() % 2, "part")
+            assert mpi.allreduce(1, comm=part) == part.size
+        assert part.is_free
+    assert len(status_board.current._free_slots) == slots
+    mpi.split(0).free()
+    assert len(stack.others) <= number + 1
 
 
 @pytest.mark.mpi

@@ -35,6 +35,16 @@ def thread(request):
     made.close()
 
 
+def test_a_step_that_fails_after_an_operation_ends_no_thread(thread, caplog):
+    class Failing(Step):
+        def on_done(self):
+            raise KeyError("in a callback")
+
+    assert thread.submit(Failing(lambda: 1)).wait() == 1
+    assert thread.submit(Step(lambda: 2)).wait() == 2
+    assert "what was to follow some work has failed" in caplog.text
+
+
 def test_order_results_and_repeated_waits(thread):
     seen = []
     handles = [thread.submit(Step(lambda i=i: seen.append(i) or i * i)) for i in range(100)]

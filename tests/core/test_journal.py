@@ -430,6 +430,30 @@ if me != 1:
     assert "report" not in job.stderr
 
 
+def test_a_late_reduction_of_gradients_is_waited_for_again(tmp_path):
+    """A rank that calls synchronize() again after a CollectiveTimeout gets averages, not the gradients of this rank."""
+    program = """
+told, net = os.path.join(os.environ["TORCHMPI_DUMP_DIR"], "told"), torch.nn.Linear(1, 1, bias=False)
+reduction = mpi.nn.register_async_backward(net)
+net(torch.ones(1)).sum().backward()
+reduction.synchronize()
+net.zero_grad()
+while me == 1 and not os.path.exists(told):
+    time.sleep(0.01)
+net(torch.tensor([1.0 + 2 * me])).sum().backward()
+while True:
+    try:
+        reduction.synchronize()
+        break
+    except mpi.CollectiveTimeout:
+        open(told, "w")
+print("late:", os.path.exists(told), "gradient:", net.weight.grad.item())
+"""
+    job = run(tmp_path, program, ranks=2, deadline=5, at_deadline="raise")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("late: True gradient: 2.0") == 2, job.stdout
+
+
 def test_a_late_operation_has_another_deadline_in_stop(tmp_path):
     """After its lateness was raised. Rank 1 comes while the others complete their operations in mpi.stop()."""
     program = """

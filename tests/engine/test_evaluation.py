@@ -172,14 +172,16 @@ def test_an_error_in_training_is_an_error_on_every_rank(mpi):
     assert mpi.allreduce(1) == mpi.size()
 
 
-def test_a_request_to_end_ends_every_rank(mpi):
+@pytest.mark.parametrize("code", [143, 0, None])
+def test_a_request_to_end_ends_every_rank(mpi, code):
     dataset, network = task()
     engine = AllReduceSGDEngine()
 
     def end(_):
-        raise SystemExit(143)
+        raise SystemExit(code)
 
     engine.hooks.on_end_epoch = end
-    with pytest.raises(SystemExit, match="143"):
+    with pytest.raises(SystemExit) as ended:
         trained(engine, network, DatasetIterator(dataset, 4), evaluator=lambda *_: None)
+    assert (ended.value.code or 0) == (code or 0)
     assert mpi.allreduce(1) == mpi.size()

@@ -295,6 +295,29 @@ def test_gradients_with_a_history(mpi, memory, tune):
             assert not any(p.grad.requires_grad for p in net.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*create_graph")
+def test_a_gradient_with_a_history_is_refused_in_backward(mpi):
+    """Which would give a constant in place of a function, without a word."""
+    net = network()
+    backward = mpi.nn.register_async_backward(net)
+    with pytest.raises(RuntimeError, match=r"the gradient of .* is part of a graph"):
+        net(torch.ones(2, 6)).square().sum().backward(create_graph=True)
+    backward.remove()
+
+
+@pytest.mark.parametrize("alone_bytes", [1, 1 << 20])
+def test_gradients_of_another_dtype_are_refused(mpi, memory, tune, alone_bytes):
+    net = network(torch.bfloat16)
+    if not hasattr(next(net.parameters()), "grad_dtype"):
+        pytest.skip("this torch has gradients of the parameters' dtype alone")
+    tune(alone_bytes=alone_bytes)
+    for parameter in net.parameters():
+        parameter.grad_dtype = None
+        parameter.grad = torch.full_like(parameter, 1.001, dtype=torch.float32)
+    with pytest.raises(TypeError, match=r"is torch.float32, and its parameter torch.bfloat16"):
+        mpi.nn.synchronize_gradients(net)
+
+
 # Levels, sessions, and the end.
 
 

@@ -207,6 +207,10 @@ def test_transforms_are_refused_with_the_remedy(mpi, transform):
 def test_forward_mode_is_refused(mpi):
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        for call in (mpi.allreduce, lambda x: mpi.allreduce(x, out=torch.empty(2)), mpi.allgather_async):
+            with pytest.raises(TypeError, match="no forward-mode derivative"):
+                call(dual)
+        assert mpi.allreduce(torch.ones(2))[0] == mpi.size()
         with pytest.raises(TypeError, match="no forward-mode derivative goes through"):
             F.allreduce(dual)
 

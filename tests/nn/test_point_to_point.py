@@ -1,6 +1,7 @@
 """Activations that go to another rank: a pipeline of stages computes what one process does."""
 
 import random
+import threading
 
 import pytest
 import torch
@@ -151,6 +152,28 @@ def test_groups_have_messages_of_their_own(mpi):
         assert got[0] % 2 == mpi.rank() % 2
         (got.sum() * 3 + link).backward()
         assert x.grad.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_sends_of_two_threads_are_not_mixed(mpi):
+    """A message has two parts."""
+    if mpi.rank() == 0:
+        mpi.nn.send(torch.zeros(1), 1)
+
+        def send(k):
+            for _ in range(200):
+                mpi.nn.send(torch.full((3 * k + 1,), float(k)), 1)
+
+        threads = [threading.Thread(target=send, args=(k,)) for k in (1, 2)]
+        for step in (threading.Thread.start, threading.Thread.join):
+            for thread in threads:
+                step(thread)
+    else:
+        mpi.nn.recv(0) if mpi.rank() == 1 else mpinn.functional.own_communicator(None)
+    if mpi.rank() == 1:
+        got = [mpi.nn.recv(0) for _ in range(400)]
+        assert all((x == (x.numel() - 1) // 3).all() for x in got)
+    mpi.barrier()
 
 
 def test_wrong_arguments(mpi):

@@ -185,10 +185,12 @@ def test_convert(mpi):
         torch.nn.Sequential(torch.nn.BatchNorm1d(3, affine=False), torch.nn.SyncBatchNorm(3)),
     )
     network[2][1].eval()
+    network.append(network[1])  # one layer in two places
     before = dict(network.named_parameters()), dict(network.named_buffers())
     converted = SyncBatchNorm.convert_sync_batchnorm(network)
     assert converted is network
     assert [type(layer) for layer in (network[1], *network[2])] == [SyncBatchNorm] * 3
+    assert network[3] is network[1]
     assert (network[1].eps, network[1].momentum, network[2][0].affine) == (0.1, None, False)
     assert (network[1].training, network[2][1].training) == (True, False)
     for old, new in zip(before, (dict(network.named_parameters()), dict(network.named_buffers())), strict=True):

@@ -115,6 +115,17 @@ def test_the_package(mpi):
         lambda: mpi.check_with_allreduce(1), lambda: mpinn.synchronize_parameters(net),
         lambda: net(torch.ones(2)).sum().backward(),
     )  # fmt: skip
+    net(torch.ones(2)).sum().backward()
+    backward.synchronize()
+    before = [p.grad.clone() for p in net.parameters()]
+
+    def train():  # as a worker may that makes samples with the network
+        assert all(p.grad is None for p in net.parameters())
+        net.zero_grad(set_to_none=False)
+        net(torch.full((2,), 1000.0)).sum().backward()
+
+    refused(train)
+    assert all(torch.equal(p.grad, x) for p, x in zip(net.parameters(), before, strict=True))
     assert in_child(mpi.start).startswith("NotStarted: ")
     backward.remove()
     comm.free()

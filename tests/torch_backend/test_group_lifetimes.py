@@ -131,6 +131,26 @@ def test_a_call_that_a_rank_never_makes(tmp_path, call):
         assert "an operation that timed out is still under way" in done.stderr
 
 
+PARTS = {
+    "a part that is not expected": "sizes, out = [int(me == 0 and to == 1) for to in range(3)], torch.empty(0)\n"
+    "dist.all_to_all_single(out, torch.ones(sum(sizes)), [0, 0, 0], sizes)",
+    "another dtype": "x = torch.ones(3, dtype=torch.int32 if me == 1 else torch.float32)\n"
+    "dist.all_to_all_single(torch.empty_like(x), x, [1, 1, 1], [1, 1, 1])",
+    "other lengths": "lengths = [5 if rank == me else 7 for rank in range(3)]\n"
+    "dist.all_gather([torch.empty(n) for n in lengths], torch.ones(5))",
+}
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_parts_that_do_not_fit_are_an_error(tmp_path, what):
+    """Not values that nobody has sent, and no message that a later call takes for its own."""
+    program = 'dist.init_process_group("torchmpi")\nme = dist.get_rank()\n' + PARTS[what]
+    done = job(tmp_path, program + '\nprint("went on")\nuse()\nuse()\nprint("to the end")')
+    assert done.returncode == 1, done
+    assert "to the end" not in done.stdout, done
+    assert "RanksDisagree" in done.stderr or "MPI_ERR_TRUNCATE" in done.stderr, done
+
+
 def test_an_exception_on_one_rank(tmp_path):
     done = job(
         tmp_path,

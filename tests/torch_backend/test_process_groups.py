@@ -409,6 +409,7 @@ def test_monitored_barrier(group):
         (lambda size: dist.reduce_scatter(torch.empty(3), [torch.ones(2)] * size), "has 2 elements"),
         (lambda size: dist.all_to_all([torch.empty(2)] * size, [torch.ones(3)] * size), "has 2 elements"),
         (lambda size: dist.all_to_all_single(torch.empty(2 * size), torch.ones(2 * size), [5] * size), "split sizes"),
+        (lambda n: dist.all_to_all_single(torch.empty(n), torch.ones(n, dtype=torch.int32), [1] * n, [1] * n), "int32"),
         (lambda size: dist.all_reduce(torch.ones(2), op=OPS.BAND), "'band' is not defined for torch.float32"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from torchmpi_py.collectives.operation import Operation
@@ -42,6 +43,7 @@ def key_of(verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
         or x.requires_grad
         or x.is_neg()
         or x.is_inference()
+        or forward_ad._current_level >= 0
         or config.can_raise  # then a blocking call is launched
     ):
         return None

@@ -54,6 +54,7 @@ class Communicator:
         self.outer: Communicator | None = None
         self.is_cartesian = False
         self.parent: Communicator | None = None
+        self.owned: list[Communicator] = []  # made by the package of this one's ranks, and freed with it
         self.is_free = False
         self.is_stuck = False  # in an operation that was given up: MPI still uses it, so it cannot be freed
         self.plans: dict[Any, Any] = {}  # the selector's, for this communicator
@@ -88,8 +89,9 @@ class Communicator:
             self.is_free = True
             self.kept.clear()
             is_lost = is_lost or self.is_broken or self.is_stuck or self.direct.is_in_use  # a thread needs the memory
-            if self.outer is not None:
-                self.outer._release(is_lost=is_lost)
+            for other in [*self.owned, self.outer]:
+                if other is not None:
+                    other._release(is_lost=is_lost)
             for channel in (self.background, self.direct):
                 channel.free(is_lost=is_lost)
             for sequence in self.sequences:
@@ -123,6 +125,11 @@ class Stack:
         self.current = self.levels[0]
         self.span = (0, 0)
         self.others: list[Communicator] = []
+
+    def keep(self, made: Communicator) -> Communicator:
+        """Free ``made`` at the end, unless it is freed before."""
+        self.others = [*(other for other in self.others if not other.is_free), made]
+        return made
 
     def push(self, key: str) -> int:
         """Add a level below the current one; return its index. Collective over the current level."""
@@ -266,7 +273,6 @@ def split(color: int | None, key: int = 0) -> Communicator:
     out: its result is false, and an error as ``comm=``. ValueError, on all ranks, for another color or key of one.
     """
     used = stack()
-    used.others = [other for other in used.others if not other.is_free]
 
     def make() -> Communicator | NoCommunicator:
         # MPI takes numbers of 31 bits: the first rank of a color stands for it, and a place in the order for a key.
@@ -281,7 +287,7 @@ def split(color: int | None, key: int = 0) -> Communicator:
 
     made = journal.run_together("split", used.current, make)
     if isinstance(made, Communicator):
-        used.others.append(made)
+        used.keep(made)
     return made  # type: ignore[return-value]  # a NoCommunicator stands for an error where it is used
 
 
@@ -306,16 +312,15 @@ def beside(comm: Communicator, key: str) -> Communicator:
     """Another communicator of the ranks of ``comm``, with its own order of operations. Collective over ``comm``."""
     used = stack()
     made = journal.run_together(key, comm, lambda: Communicator(comm.direct.mpi.Dup(), used.place, key))
-    used.others.append(made)
-    return made
+    return used.keep(made)
 
 
 def divide(comm: Communicator, color: int, key: str) -> Communicator:
-    """A communicator of the ranks of ``comm`` that give one ``color``, in their order. Collective over ``comm``."""
+    """A communicator of the ranks of ``comm`` that give one ``color``; freed with ``comm``. Collective over it."""
     used = stack()
     made = journal.run_together("divide", comm, lambda: Communicator(comm.direct.mpi.Split(color), used.place, key))
-    used.others.append(made)
-    return made
+    comm.owned.append(made)
+    return used.keep(made)
 
 
 def communicator_names() -> str:

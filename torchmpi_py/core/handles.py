@@ -28,6 +28,7 @@ from torchmpi_py.errors import CollectiveTimeout, CommunicatorError, NotStarted
 
 logger = logging.getLogger("torchmpi_py")
 R = TypeVar("R")
+_AND_THEN = "it goes on: wait again for its result, for the same call again would be another one"
 
 
 class Work(Generic[R]):
@@ -107,7 +108,7 @@ class Handle(ABC, Generic[R]):
         if timeout_seconds is None and config.can_raise:
             timeout_seconds = config.current.deadline_seconds
         if not self._complete(timeout_seconds):
-            state = f"{self._label} is not complete after {timeout_seconds:g} s; it goes on, wait again for its result"
+            state = f"{self._label} is not complete after {timeout_seconds:g} s; {_AND_THEN}"
             raise CollectiveTimeout(f"{state}. {self.who_is_late()}")._of_call(*_call_of(self._label))
         if self._error is not None:
             self._error_was_seen = True
@@ -210,7 +211,10 @@ class ThreadHandle(Handle[R]):
         self._end_with(self._run)
         self._is_over = True
         self._open.release()  # threads that wait go on before what is chained to the operation runs
-        work.on_done()
+        try:
+            work.on_done()
+        except Exception:  # the thread has other operations to carry out
+            logger.exception("what was to follow %s has failed", self._label)
 
     def _run(self) -> R:
         assert self._work is not None

@@ -14,10 +14,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 Finish = Callable[[], None]
 
+NO_TRANSFORM = (
+    "no transform of torch.func (grad, vmap, jvp, ...) and no forward-mode derivative goes through it; take "
+    "torch.autograd.grad of what nn.functional computes, with create_graph=True for higher derivatives"
+)
 OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
 _FLOAT_OPS = ("sum", "avg", "prod", "min", "max")
 _COMPLEX_OPS = ("sum", "avg", "prod")
@@ -76,7 +81,16 @@ def check_tensor(verb: str, name: str, x: object) -> Tensor:
         raise TypeError(f"{verb}: {name} must be a torch.Tensor, not {type(x).__name__}; use torch.as_tensor({name})")
     if x.layout is not _STRIDED or x.is_quantized or (type(x) is not Tensor and not _is_in_memory(x)):
         raise TypeError(f"{verb}: {name} is {_kind_and_remedy(x)}")
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        _check_untransformed(verb, x)
     return x
+
+
+def _check_untransformed(verb: str, x: Tensor) -> None:
+    """TypeError for a tensor of a transform of torch.func, or with a forward-mode derivative."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    if is_wrapped or forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        raise TypeError(f"{verb}: {NO_TRANSFORM}")
 
 
 def check_parts(verb: str, what: str, parts: Sequence[Tensor]) -> None:
@@ -152,11 +166,26 @@ def flat_copy(x: Tensor) -> Tensor:
 
 def check_writable(verb: str, x: Tensor) -> None:
     """ValueError for a destination whose elements share memory (an expanded tensor)."""
-    if any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True)):
+    if _shares_elements(x):
         raise ValueError(
             f"{verb}: cannot write into an expanded tensor of shape {tuple(x.shape)} and strides {x.stride()}, "
             "whose elements share memory; pass x.clone() or a contiguous out="
         )
+
+
+def _shares_elements(x: Tensor) -> bool:
+    """Whether two elements are the same memory."""
+    dims = sorted((stride, extent) for stride, extent in zip(x.stride(), x.shape, strict=True) if extent > 1)
+    reach, is_nested = 0, True
+    for stride, extent in dims:
+        is_nested = is_nested and stride > reach
+        reach += stride * (extent - 1)
+    if is_nested or x.numel() == 0:
+        return False
+    places = torch.zeros((), dtype=torch.int64)
+    for stride, extent in dims:  # as as_strided makes with some care: look at each element
+        places = places.unsqueeze(-1) + stride * torch.arange(extent)
+    return len(torch.unique(places)) < places.numel()
 
 
 def output_buffer(verb: str, target: Tensor, *, holds_input: bool) -> tuple[Tensor, Finish | None]:

@@ -34,7 +34,7 @@ Evaluator = Callable[[torch.nn.Module, int], Any]
 _READY, _HEADER, _BYTES = 1, 2, 3  # tags
 _PIECE_BYTES = 1 << 30
 _LOOK_SECONDS = 0.02
-_OVER = -1
+_OVER, _LEFT = -1, -2  # in place of an epoch: training is over; the other ranks have left it, with this exit code
 
 
 def train_and_evaluate(
@@ -147,20 +147,20 @@ def _train_for(comm: MPI.Comm, evaluator: int, train: Callable[..., State], hook
         if is_sender and now.epoch < now.maxepoch and comm.Iprobe(evaluator, _READY):
             _send(comm, evaluator, now)
 
-    code = 1
+    word, code = _LEFT, 1
     try:
         with _after_each_epoch(hooks, send_if_ready):
             state = train(network=state.network, criterion=state.criterion, iterator=state.iterator)
         if is_sender:
             _send(comm, evaluator, state)
             backoff.complete(comm.Irecv(np.empty(0), evaluator, _READY), backoff.Nap(_LOOK_SECONDS))  # the last one
-        code = 0
+        word = _OVER
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
         raise
     finally:
         if is_sender:  # also after an error: the evaluator then ends as training has ended
-            comm.Isend(np.array([_OVER, 0, code]), evaluator, _HEADER).Wait()
+            comm.Isend(np.array([word, 0, code]), evaluator, _HEADER).Wait()
     return state
 
 
@@ -194,9 +194,9 @@ def _evaluate_to_the_end(comm: MPI.Comm, source: int, state: State, evaluator: E
         header = np.empty(3, np.int64)
         backoff.complete(comm.Irecv(header, source, _HEADER), backoff.Nap(_LOOK_SECONDS))
         epoch, num_bytes, code = map(int, header)
+        if epoch == _LEFT:
+            _end(code)
         if epoch == _OVER:
-            if code:
-                _end(code)
             ready.Wait()
             return evaluations
         ready.Wait()

@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.core import mpi_api
+from torchmpi_py.core.communicators import Communicator, resolve, stack
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.core.tensors import check_count
+from torchmpi_py.errors import CollectiveTimeout
 from torchmpi_py.nn.block_sequential import BlockSequential
 from torchmpi_py.nn.bucket import sparse_parameters
 from torchmpi_py.nn.buckets import Buckets
@@ -98,8 +100,15 @@ class AsyncBackward:
         if self._has_gradient_anywhere is None:
             return
         handles, has_gradient_anywhere = self._handles, self._has_gradient_anywhere
-        self.num_passes, self._num_launched, self._handles, self._has_gradient_anywhere = 0, 0, [], None
-        wait_all([*handles, has_gradient_anywhere])
+        is_late = False
+        try:
+            wait_all([*handles, has_gradient_anywhere])
+        except CollectiveTimeout:
+            is_late = True  # the next call waits again
+            raise
+        finally:
+            if not is_late:
+                self.num_passes, self._num_launched, self._handles, self._has_gradient_anywhere = 0, 0, [], None
         self.buckets.finish(self.op, self._order.checked(has_gradient_anywhere.wait()))
 
     def reduce_now(self) -> None:
@@ -134,12 +143,20 @@ class AsyncBackward:
 
     def _on_gradient(self, parameter: Any) -> None:
         """The hook: a gradient is complete. Insert it into its bucket, and launch the buckets that are complete."""
+        if mpi_api.is_forked():
+            stack()  # NotStarted: the bucket is the parent's
         with self._lock:  # autograd has a thread per device
             self._check_layout(parameter)
             if self._pass_id != torch._C._current_graph_task_id():
                 self._begin_pass()
             if self.num_passes + 1 < self.frequency:
                 return
+            if parameter.grad.requires_grad:
+                raise RuntimeError(
+                    f"the gradient of {self.names[parameter]} is part of a graph (backward(create_graph=True)), and a "
+                    "reduced one is a constant: take torch.autograd.grad(..., create_graph=True) for derivatives of "
+                    "gradients, and backward() without create_graph= for gradients that are reduced"
+                )
             self.buckets.first_batches.add_gradient(parameter)
             index = self.buckets.index_of[parameter]
             bucket = self.buckets.all[index]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from torchmpi_py.memory.symmetric import find
 from torchmpi_py.nn.compression import Compression, Compressor
 from torchmpi_py.nn.members import modules_of
 from torchmpi_py.nn.split_parameters import split_of
+
+_live: weakref.WeakSet[Bucket] = weakref.WeakSet()
 
 
 class Bucket:
@@ -43,6 +47,7 @@ class Bucket:
         self.publishes = is_lone and comm.num_nodes == 1 and find(flat) is not None
         parts = torch.split(self.flat, [p.numel() for p in parameters])
         self._views = {p: shaped(part, p) for p, part in zip(parameters, parts, strict=True)}
+        _live.add(self)
         self._kinds = [(view.shape, view.dtype, view.device) for view in self._views.values()]
 
     def fits(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
@@ -60,6 +65,7 @@ class Bucket:
         if parameter.grad is None:
             view.zero_()
         elif _lies_elsewhere(parameter.grad, view):
+            _check_takable(parameter.grad, view)
             view.copy_(parameter.grad.detach())
         else:
             return
@@ -100,6 +106,7 @@ class Bucket:
             and gradient.stride() == view.stride()
             and gradient.is_contiguous()
         ):
+            _check_takable(gradient, view)
             self.parameters[0].grad = view.detach()
             return gradient.detach().view(-1)
         self._insert_all()
@@ -115,6 +122,7 @@ class Bucket:
                 if (gradient := parameter.grad) is None:
                     view.zero_()
                 elif _lies_elsewhere(gradient, view):
+                    _check_takable(gradient, view)
                     views.append(view)
                     gradients.append(gradient)
                 else:
@@ -218,6 +226,26 @@ def sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:
 
 def _lies_elsewhere(gradient: Tensor, view: Tensor) -> bool:
     return gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride()
+
+
+def _check_takable(gradient: Tensor, view: Tensor) -> None:
+    """TypeError for a gradient of another dtype than its parameter."""
+    if gradient.dtype is not view.dtype:
+        raise TypeError(
+            f"a gradient of shape {tuple(view.shape)} is {gradient.dtype}, and its parameter {view.dtype}: gradients "
+            "are reduced in the dtype of their parameters; leave grad_dtype= of the parameter as it is"
+        )
+
+
+def _leave_gradients() -> None:
+    """In a forked child: its gradients are no longer those in the buckets, which are the memory of the parent, too."""
+    for bucket in list(_live):
+        for parameter, view in bucket._views.items():
+            if parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr():
+                parameter.grad = None
+
+
+os.register_at_fork(after_in_child=_leave_gradients)
 
 
 def shaped(part: Tensor, parameter: torch.nn.Parameter) -> Tensor:

@@ -33,12 +33,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communicators, compiling
 from torchmpi_py.core.communicators import Communicator
-from torchmpi_py.core.tensors import check_divisible, check_rank, check_tensor
+from torchmpi_py.core.tensors import NO_TRANSFORM, check_divisible, check_rank, check_tensor
 from torchmpi_py.errors import RanksDisagree
 
 LINEAR_OPS = ("sum", "avg")
@@ -255,13 +255,9 @@ def _checked(verb: str, x: Tensor, comm: Communicator | None, *, splits: bool = 
     ``splits``: the verb cuts ``x`` into equal slices.
     """
     given = communicators.resolve(comm)
-    check_tensor(verb, "x", x)
-    has_tangent = forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
-    if torch._C._are_functorch_transforms_active() or has_tangent:
-        raise TypeError(
-            f"nn.functional.{verb}: no transform of torch.func (grad, vmap, jvp, ...) and no forward-mode derivative "
-            "goes through it; take torch.autograd.grad, with create_graph=True for higher derivatives"
-        )
+    if torch._C._are_functorch_transforms_active():
+        raise TypeError(f"nn.functional.{verb}: {NO_TRANSFORM}")
+    check_tensor(f"nn.functional.{verb}", "x", x)
     for name, rank in ranks.items():
         check_rank(verb, name, rank, given.size)
     if splits:

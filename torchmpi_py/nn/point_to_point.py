@@ -10,6 +10,7 @@ A message is a header, which says dtype and shape, and the values; sends do not 
 from __future__ import annotations
 
 import collections
+import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -56,11 +57,25 @@ class Peer:
         self.comm = comm
         self.rank = rank
         self.num_sent = 0
+        self._lock = threading.Lock()  # a message is sent in two parts
         self.under_way: list[Handle[Any]] = []  # sends
         self.activations: collections.deque[tuple[int, bool, Tensor]] = collections.deque()  # that came before a recv
         self.gradients: dict[int, Tensor] = {}  # that came before their backward pass, by number
 
-    def send(self, kind: int, number: int, x: Tensor, needs_gradient: bool) -> None:
+    def send_activation(self, x: Tensor, needs_gradient: bool) -> int:
+        """Start a message, and return its number."""
+        with self._lock:
+            number = self.num_sent
+            self.num_sent += 1
+            self._send(_ACTIVATION, number, x, needs_gradient)
+        return number
+
+    def send_gradient(self, number: int, dy: Tensor) -> None:
+        """Send the gradient of an activation back."""
+        with self._lock:
+            self._send(_GRADIENT, number, dy, False)
+
+    def _send(self, kind: int, number: int, x: Tensor, needs_gradient: bool) -> None:
         """Start a message; its buffers are kept until it is complete."""
         header = _empty_header().zero_()
         fields = [kind, number, _DTYPES.index(x.dtype), needs_gradient, x.is_cuda, x.dim(), *x.shape]
@@ -118,9 +133,7 @@ def send(x: Tensor, destination: int, *, comm: Communicator | None = None) -> Te
             f"nn.send: x is {x.dtype} of {x.dim()} dims; {len(_DTYPES)} plain dtypes and 10 dims can travel"
         )
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
-    number = peer.num_sent
-    peer.num_sent += 1
-    peer.send(_ACTIVATION, number, x, needs_gradient)
+    number = peer.send_activation(x, needs_gradient)
     link: Tensor = _Sent.apply(x, peer, number)  # type: ignore[no-untyped-call]
     return link
 
@@ -168,7 +181,7 @@ class _Received(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         _check_first(ctx, "what nn.recv has returned")
-        ctx.peer.send(_GRADIENT, ctx.number, dy, False)
+        ctx.peer.send_gradient(ctx.number, dy)
         return None, None, None, None
 
 
@@ -188,7 +201,7 @@ def _peer(verb: str, name: str, rank: int, comm: Communicator | None) -> Peer:
     own = own_communicator(given)
     peers = _peers.setdefault(given, {})
     if rank not in peers:
-        peers[rank] = Peer(own, rank)
+        peers.setdefault(rank, Peer(own, rank))  # two threads may come at once
     return peers[rank]
 
 

@@ -89,6 +89,15 @@ class SyncBatchNorm(_BatchNorm):
 
         A module that is such a layer itself is not changed; its successor is returned.
         """
+        return cls._converted(module, comm, {})
+
+    @classmethod
+    def _converted(
+        cls, module: torch.nn.Module, comm: Communicator | None, successors: dict[torch.nn.Module, torch.nn.Module]
+    ) -> torch.nn.Module:
+        """The module, or its successor; a layer that is used in several places has one."""
+        if module in successors:
+            return successors[module]
         converted = module
         if isinstance(module, _BatchNorm):
             converted = cls(
@@ -97,8 +106,10 @@ class SyncBatchNorm(_BatchNorm):
             for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
                 setattr(converted, name, getattr(module, name))
             converted.train(module.training)
-        for name, child in module.named_children():
-            setattr(converted, name, cls.convert_sync_batchnorm(child, comm))
+        successors[module] = converted
+        for name, child in module._modules.items():  # named_children names a layer that comes twice once
+            if child is not None:
+                setattr(converted, name, cls._converted(child, comm, successors))
         return converted
 
     def _check_input_dim(self, x: Tensor) -> None:

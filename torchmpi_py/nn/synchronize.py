@@ -34,9 +34,10 @@ _MOST_NAMES = 3
 
 
 @other_arguments.explain("synchronize_parameters", root_rank="rank 0's parameters are given to all")
-def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> None:
-    """Give every rank rank 0's parameters and buffers, or with ``average`` the mean of all ranks'. Collective.
+def synchronize_parameters(module: torch.nn.Module, average: bool = False, *, comm: Communicator | None = None) -> None:
+    """Give every rank rank 0's parameters and buffers, or with ``average`` the mean of all ranks'.
 
+    Collective over ``comm`` (default: the current level), to whose ranks the rest refers.
     Buffers of whole numbers (such as counters) come from rank 0 in both cases. The module must have the same parameters
     and buffers, of the same names, shapes and dtypes, in the same order on every rank: RanksDisagree, on all ranks, if
     not, before anything is changed.
@@ -45,8 +46,8 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False) -> No
     named = dict([*module.named_parameters(), *module.named_buffers()])
     for name, x in named.items():
         check_tensor("synchronize_parameters", name, x)
-    check_alike("synchronize_parameters", named, resolve(None))
-    for replicas, equal in by_replicas(named, resolve(None)):
+    check_alike("synchronize_parameters", named, resolve(comm))
+    for replicas, equal in by_replicas(named, resolve(comm)):
         _make_equal([x.detach() for x in equal.values()], average, replicas)
 
 

@@ -118,8 +118,7 @@ class PeriodicAveraging:
         if self.is_free:
             raise ParameterServerError(f"update({step}): this PeriodicAveraging was freed; make another")
         if self.timetable.at(step).integrate:
-            with communicators.at(self._level):
-                nn.synchronize_parameters(self.network, average=True)
+            nn.synchronize_parameters(self.network, average=True, comm=communicators.communicator(self._level))
 
     def free(self) -> None:
         """Nothing is kept; the method exists on every kind of update."""

@@ -119,8 +119,7 @@ class Update(ABC):
     def share(self) -> None:
         """Give the other ranks of the group the root's parameters. Collective over the group."""
         if self._level is not None:
-            with communicators.at(self._level):
-                nn.synchronize_parameters(self.network)
+            nn.synchronize_parameters(self.network, comm=communicators.communicator(self._level))
 
     # What each kind of update defines; the methods run on the root of a worker unless they say otherwise.
 

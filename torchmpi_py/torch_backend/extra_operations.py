@@ -55,7 +55,9 @@ class ExtraOperations:
 
     def alltoall_operation(self, outputs: list[Tensor], inputs: list[Tensor]) -> Operation[Any]:
         """``outputs[r]`` becomes rank r's ``inputs[this rank]``; the numbers of elements match in each pair."""
-        return self.operation("alltoall", *outputs, *inputs)
+        operation = self.operation("alltoall", *outputs, *inputs)
+        operation.fingerprint = ("alltoall", self.name, "any size", inputs[0].dtype)
+        return operation
 
     def takes(self, verb: str, x: Tensor) -> bool:
         """Whether a gather or scatter, of ``x`` on each rank, is one for messages: else the verb's flavour has it."""
@@ -88,7 +90,7 @@ class ExtraOperations:
 
     def alltoall(self, channel: Channel, *tensors: Tensor) -> None:
         """The outputs, one for each rank, then the inputs; see ``alltoall_operation``."""
-        self._exchange(channel, tensors[: channel.size], tensors[channel.size :])
+        self._exchange(channel, tensors[: channel.size], tensors[channel.size :], has_empty=True)
 
     def gather(self, channel: Channel, root: int, x: Tensor, *outputs: Tensor) -> None:
         """See ``gather_operation``."""
@@ -102,16 +104,23 @@ class ExtraOperations:
         outputs[root] = output
         self._exchange(channel, outputs, inputs or [output[:0]] * channel.size)
 
-    def _exchange(self, channel: Channel, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Messages between all pairs of ranks that have something for each other."""
+    def _exchange(
+        self, channel: Channel, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, has_empty: bool = False
+    ) -> None:
+        """Messages between all pairs of ranks that have something for each other.
+
+        ``has_empty``: parts without elements are messages too, for the other rank may have, or expect, something else.
+        """
         received = [_room_on_host(x) for x in outputs]
         sent = _apart([flat(x).cpu() for x in inputs], received)
         # This rank's own part needs no message.
         received[channel.rank].copy_(sent[channel.rank].view_as(received[channel.rank]))
         # All receives first, so that messages arrive in place; each rank sends to its neighbours in another order.
         others = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
-        receipts = [mpi_steps.post_recv(channel.mpi, received[r], r, mpi_steps.EXCHANGE) for r in others]
-        requests = [mpi_steps.post_send(channel.mpi, sent[r], r, mpi_steps.EXCHANGE) for r in reversed(others)]
+        sources = [r for r in others if has_empty or received[r].numel()]
+        destinations = [r for r in reversed(others) if has_empty or sent[r].numel()]
+        receipts = [mpi_steps.post_recv(channel.mpi, received[r], r, mpi_steps.EXCHANGE) for r in sources]
+        requests = [mpi_steps.post_send(channel.mpi, sent[r], r, mpi_steps.EXCHANGE) for r in destinations]
         messages: list[Any] = [*itertools.chain(*receipts, *requests)]
         errors = []
         for message in messages:  # wait for all, also after an error: MPI uses their memory

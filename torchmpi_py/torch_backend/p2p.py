@@ -64,7 +64,7 @@ class Mailbox:
         place = self._tags.of("send", tag)
         buffer = flat(check_tensor("send", "tensor", x)).cpu()
         operation = self._operation("send", (buffer, destination), x, None)
-        handle = _posted(operation, frame, lambda: _post_send(self._mpi, buffer, destination, place))
+        handle = _posted(operation, frame, lambda: mpi_steps.post_send(self._mpi, buffer, destination, place))
         communication_thread.current().keep(handle)
         return Message(handle, x, seconds, [])
 
@@ -86,7 +86,7 @@ class Mailbox:
         receipts: list[Any] = []
 
         def post() -> list[Any]:
-            receipts.extend(_post_recv(self._mpi, buffer, where, place))
+            receipts.extend(mpi_steps.post_recv(self._mpi, buffer, where, place))
             return receipts
 
         handle = _posted(operation, frame, post)
@@ -115,14 +115,3 @@ def _posted(operation: Operation[Any], frame: FrameType, post: Callable[[], list
     except BaseException:
         journal.fail(operation.entry)
         raise
-
-
-def _post_send(mpi: MPI.Comm, x: Tensor, destination: int, tag: int) -> list[Any]:
-    """As ``mpi_steps.post_send``, but a tensor without elements makes a message too."""
-    if x.numel():
-        return mpi_steps.post_send(mpi, x, destination, tag)
-    return [mpi.Isend([bytearray(), MPI.BYTE], destination, tag)]
-
-
-def _post_recv(mpi: MPI.Comm, x: Tensor, source: int, tag: int) -> list[Any]:
-    return mpi_steps.post_recv(mpi, x, source, tag) or [mpi_steps.Receipt(mpi, x, source, tag)]

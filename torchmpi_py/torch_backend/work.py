@@ -262,6 +262,8 @@ class PendingWork(CallWork):
             return
         with contextlib.ExitStack() as stack:
             try:
+                if self._future.done():  # by the program
+                    return
                 # On the program's stream its later work would wait for the call, too.
                 stack.enter_context(self.handle.on_its_stream())
                 self.handle.wait()
@@ -269,7 +271,8 @@ class PendingWork(CallWork):
                 self._future.set_exception(error)
             else:
                 self._future.set_result(self._results)
-        self._future.before_wait = _nothing  # the two would keep each other, and the tensors, alive
+            finally:
+                self._future.before_wait = _nothing  # the two would keep each other, and the tensors, alive
 
     def _expire(self) -> None:
         """The call is late: let the future give up."""

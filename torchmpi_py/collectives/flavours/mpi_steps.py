@@ -9,7 +9,7 @@ waits for that work first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -128,9 +128,19 @@ def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> S
                 yield from send(comm, part, rank, INTERNAL)
 
 
+def _messages(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The pieces that travel as a message each: one without bytes for empty tensors, which the other side may not be.
+
+    Without it the next message would come in its place.
+    """
+    if tensors[0].numel() == 0:
+        return (tensors,)
+    return mpi_buffers.pieces(config.current.message_bytes, tensors[0].itemsize, *tensors)
+
+
 def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination: int, tag: int = EXCHANGE) -> Steps:
     """Sendrecv."""
-    for sent, received in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x, out):
+    for sent, received in _messages(x, out):
         status = MPI.Status()
         yield (
             "Sendrecv",
@@ -141,13 +151,13 @@ def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination
 
 def send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -> Steps:
     """Send."""
-    for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x):
+    for (piece,) in _messages(x):
         yield "Send", (mpi_buffers.raw(piece), destination, tag)
 
 
 def recv(comm: MPI.Comm, x: Tensor, source: int, tag: int = MESSAGE) -> Steps:
     """Recv."""
-    for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x):
+    for (piece,) in _messages(x):
         status = MPI.Status()
         yield "Recv", (mpi_buffers.raw(piece), source, tag, status)
         check_arrived(status, piece.nbytes)
@@ -177,18 +187,12 @@ class Receipt:
 
 def post_recv(comm: MPI.Comm, x: Tensor, source: int, tag: int = MESSAGE) -> list[Receipt]:
     """Irecv of every piece."""
-    return [
-        Receipt(comm, piece, source, tag)
-        for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x)
-    ]
+    return [Receipt(comm, piece, source, tag) for (piece,) in _messages(x)]
 
 
 def post_send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -> list[MPI.Request]:
     """Isend of every piece."""
-    return [
-        comm.Isend(mpi_buffers.raw(piece), destination, tag)
-        for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x)
-    ]
+    return [comm.Isend(mpi_buffers.raw(piece), destination, tag) for (piece,) in _messages(x)]
 
 
 def check_arrived(status: MPI.Status, num_bytes: int) -> None:
