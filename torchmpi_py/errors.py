@@ -92,7 +92,17 @@ class RanksDisagree(TorchMPIError):  # noqa: N818
 
 
 class CollectiveTimeout(TorchMPIError, TimeoutError):  # noqa: N818
-    """An operation was not complete in time. The operation goes on, and may be waited for again."""
+    """An operation was not complete in time. It goes on: ``handle.wait()`` waits again, for a blocking call too.
+
+    The same call again would be another one, and meet the late ranks' next one. ``handle`` is None for a barrier and in
+    a future.
+    """
+
+    handle: Any = None
+
+    def __reduce__(self) -> Any:
+        kind, arguments, state = super().__reduce__()
+        return kind, arguments, {**state, "handle": None}
 
 
 class ParameterServerError(TorchMPIError):

@@ -430,6 +430,26 @@ if me != 1:
     assert "report" not in job.stderr
 
 
+def test_a_blocking_call_that_was_late_can_be_waited_for_again(tmp_path):
+    """By the handle of its error. The calls after it meet those of the late rank."""
+    program = """
+told = os.path.join(os.environ["TORCHMPI_DUMP_DIR"], "told")
+while me == 1 and not os.path.exists(told):
+    time.sleep(0.01)
+for k, count in enumerate((4, 1 << 18), 1):
+    x = torch.full((count,), 10.0 * k)
+    try:
+        mpi.allreduce(x)
+    except mpi.CollectiveTimeout as error:
+        open(told, "w")
+        assert error.handle.wait() is x
+    print("sum", x[0].item(), x[-1].item())
+"""
+    job = run(tmp_path, program, ranks=2, deadline=5, at_deadline="raise")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("sum 20.0 20.0") == job.stdout.count("sum 40.0 40.0") == 2, job.stdout
+
+
 def test_a_late_reduction_of_gradients_is_waited_for_again(tmp_path):
     """A rank that calls synchronize() again after a CollectiveTimeout gets averages, not the gradients of this rank."""
     program = """

@@ -125,13 +125,17 @@ def test_the_timeout_that_torch_sets_reaches_the_group(mpi):
         distributed_c10d._set_pg_timeout(dt.timedelta(seconds=0.5), group)
     assert (dist.group.WORLD.seconds, group.seconds) == (7.0, 0.5)
     if mpi.size() > 1:
+        x = torch.ones(1)
         if mpi.rank() == 0:
-            with pytest.raises(dist.DistBackendError, match=r"the timeout of 0\.5 s has passed"):
-                dist.all_reduce(torch.ones(1), group=group)
+            with pytest.raises(dist.DistBackendError, match=r"the timeout of 0\.5 s has passed") as late:
+                dist.all_reduce(x, group=group)
         dist.barrier()
         if mpi.rank() > 0:
             distributed_c10d._set_pg_timeout(dt.timedelta(minutes=3), group)
-            dist.all_reduce(torch.ones(1), group=group)
+            dist.all_reduce(x, group=group)
+        else:
+            assert late.value.handle.wait(dt.timedelta(minutes=3))
+        assert x.item() == mpi.size()
 
 
 def test_a_part_of_the_ranks_is_refused_as_a_default_group(mpi):

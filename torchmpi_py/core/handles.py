@@ -28,7 +28,9 @@ from torchmpi_py.errors import CollectiveTimeout, CommunicatorError, NotStarted
 
 logger = logging.getLogger("torchmpi_py")
 R = TypeVar("R")
-_AND_THEN = "it goes on: wait again for its result, for the same call again would be another one"
+_AND_THEN = (
+    "it goes on: wait again for its result (handle.wait() of this error), for the same call would be another one"
+)
 
 
 class Work(Generic[R]):
@@ -109,7 +111,9 @@ class Handle(ABC, Generic[R]):
             timeout_seconds = config.current.deadline_seconds
         if not self._complete(timeout_seconds):
             state = f"{self._label} is not complete after {timeout_seconds:g} s; {_AND_THEN}"
-            raise CollectiveTimeout(f"{state}. {self.who_is_late()}")._of_call(*_call_of(self._label))
+            late = CollectiveTimeout(f"{state}. {self.who_is_late()}")._of_call(*_call_of(self._label))
+            late.handle = self
+            raise late
         if self._error is not None:
             self._error_was_seen = True
             raise self._error.with_traceback(self._traceback)  # the same traceback, however often the error is raised

@@ -225,6 +225,7 @@ class PendingWork(CallWork):
             self.handle.give_up()
             self.when_late()
             late = TimedOut(f"the timeout of {seconds:g} s has passed: {error}")
+            late.handle = self
             raise late._of_call(error.verb, error.comm) from None
         return True
 
