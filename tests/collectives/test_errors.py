@@ -36,6 +36,8 @@ def test_an_expanded_tensor(mpi):
     raises_everywhere(mpi, ValueError, "reduce: cannot write into an expanded", mpi.reduce, x, mpi.size() - 1)
     raises_everywhere(mpi, ValueError, "reduce: cannot write into an expanded", mpi.reduce, torch.ones(4), out=x)
     raises_everywhere(mpi, ValueError, "allreduce: cannot write into an expanded", mpi.allreduce_async, x)
+    huge = torch.ones(1).expand(1 << 40)  # nobody looks at each element
+    raises_everywhere(mpi, ValueError, "broadcast: cannot write into an expanded", mpi.broadcast, huge)
     overlapping, interleaved = torch.zeros(4).as_strided((3, 2), (1, 1)), torch.zeros(8).as_strided((2, 3), (3, 2))
     raises_everywhere(
         mpi, ValueError, "cannot write into an expanded", mpi.allreduce, torch.ones(3, 2), out=overlapping

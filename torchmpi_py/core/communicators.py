@@ -54,7 +54,8 @@ class Communicator:
         self.outer: Communicator | None = None
         self.is_cartesian = False
         self.parent: Communicator | None = None
-        self.owned: list[Communicator] = []  # made by the package of this one's ranks, and freed with it
+        self.parts: list[Communicator] = []  # what ``divide`` made of it, and what is freed with it
+        self.companions: dict[str, Communicator] = {}  # what stands ``beside`` it, by key
         self.is_free = False
         self.is_stuck = False  # in an operation that was given up: MPI still uses it, so it cannot be freed
         self.plans: dict[Any, Any] = {}  # the selector's, for this communicator
@@ -89,7 +90,7 @@ class Communicator:
             self.is_free = True
             self.kept.clear()
             is_lost = is_lost or self.is_broken or self.is_stuck or self.direct.is_in_use  # a thread needs the memory
-            for other in [*self.owned, self.outer]:
+            for other in [*self.parts, self.outer]:
                 if other is not None:
                     other._release(is_lost=is_lost)
             for channel in (self.background, self.direct):
@@ -309,17 +310,19 @@ def _whole_number(value: Any) -> int | None:
 
 
 def beside(comm: Communicator, key: str) -> Communicator:
-    """Another communicator of the ranks of ``comm``, with its own order of operations. Collective over ``comm``."""
-    used = stack()
-    made = journal.run_together(key, comm, lambda: Communicator(comm.direct.mpi.Dup(), used.place, key))
-    return used.keep(made)
+    """The communicator ``key`` of the ranks of ``comm``, with its own order of operations. Collective at first."""
+    if key not in comm.companions:
+        used = stack()
+        made = journal.run_together(key, comm, lambda: Communicator(comm.direct.mpi.Dup(), used.place, key))
+        comm.companions[key] = used.keep(made)
+    return comm.companions[key]
 
 
 def divide(comm: Communicator, color: int, key: str) -> Communicator:
     """A communicator of the ranks of ``comm`` that give one ``color``; freed with ``comm``. Collective over it."""
     used = stack()
     made = journal.run_together("divide", comm, lambda: Communicator(comm.direct.mpi.Split(color), used.place, key))
-    comm.owned.append(made)
+    comm.parts.append(made)
     return used.keep(made)
 
 

@@ -176,6 +176,8 @@ def check_writable(verb: str, x: Tensor) -> None:
 def _shares_elements(x: Tensor) -> bool:
     """Whether two elements are the same memory."""
     dims = sorted((stride, extent) for stride, extent in zip(x.stride(), x.shape, strict=True) if extent > 1)
+    if dims and dims[0][0] == 0:  # expanded
+        return True
     reach, is_nested = 0, True
     for stride, extent in dims:
         is_nested = is_nested and stride > reach

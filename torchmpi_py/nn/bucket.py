@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,8 +73,13 @@ class Bucket:
 
     def holds_gradient(self) -> bool:
         """Whether the gradient of one of its parameters lies in it."""
-        held = ((p.grad, view) for p, view in self._views.items())
-        return any(gradient is not None and gradient.data_ptr() == view.data_ptr() for gradient, view in held)
+        return next(self.held(), None) is not None
+
+    def held(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters whose gradients lie in it."""
+        for parameter, view in self._views.items():
+            if parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr():
+                yield parameter
 
     def launch(self, op: str) -> list[Handle[Any]]:
         """Start the reduction of all gradients of the bucket; those that are not in it are inserted now."""
@@ -240,9 +245,8 @@ def _check_takable(gradient: Tensor, view: Tensor) -> None:
 def _leave_gradients() -> None:
     """In a forked child: its gradients are no longer those in the buckets, which are the memory of the parent, too."""
     for bucket in list(_live):
-        for parameter, view in bucket._views.items():
-            if parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr():
-                parameter.grad = None
+        for parameter in bucket.held():
+            parameter.grad = None
 
 
 os.register_at_fork(after_in_child=_leave_gradients)

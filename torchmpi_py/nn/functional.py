@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -44,15 +43,11 @@ from torchmpi_py.errors import RanksDisagree
 LINEAR_OPS = ("sum", "avg")
 
 _Map = Callable[[Tensor], Tensor]
-_own: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary()
 
 
 def own_communicator(comm: Communicator | None) -> Communicator:
     """The duplicate of ``comm`` for layers: gradients use ``comm`` during the backward pass. Collective once."""
-    comm = communicators.resolve(comm)
-    if comm not in _own:
-        _own[comm] = communicators.beside(comm, "layers")
-    return _own[comm]
+    return communicators.beside(communicators.resolve(comm), "layers")
 
 
 def allreduce(x: Tensor, op: str = "sum", *, comm: Communicator | None = None) -> Tensor:

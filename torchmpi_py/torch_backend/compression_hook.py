@@ -6,7 +6,6 @@ last one: what a compression still has to agree on then is collective, and must 
 
 from collections.abc import Callable  # DDP looks at the hook's annotations: they must be types, and not strings
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from torchmpi_py.torch_backend import torch_internals
 from torchmpi_py.torch_backend.ddp_hook import GradBucket
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
-_beside: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary()  # one for all hooks of a group
 
 
 class Launched(NamedTuple):
@@ -97,9 +95,7 @@ def compressed(compression: Compression, group: Any = None) -> Hook:
     if not isinstance(compression, Compression):
         raise TypeError(f"compressed: {compression!r} is no compression; give one such as optim.compression.BF16()")
     group = torch_internals.group_of_hook("compressed", group)
-    if (comm := _beside.get(group.comm)) is None:
-        comm = _beside[group.comm] = communicators.beside(group.comm, "compressed")
-    buckets = CompressedBuckets(compression, comm)
+    buckets = CompressedBuckets(compression, communicators.beside(group.comm, "compressed"))
 
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if state is not None and state is not group:
