@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -188,6 +189,37 @@ def test_a_log_holds_the_traceback_and_a_data_set_in_shared_memory_stays(program
     log = tmp_path / "logs" / "rank-1.log"
     assert "RuntimeError: boom" in log.read_text()
     assert f"torchmpirun: rank 1 failed first, with exit code 1; its output is in {log}\n" in job.stderr
+
+
+# In place of mpirun: before it starts a former mpirun of the same number has been here, and was killed.
+AFTER_ANOTHER = """#!/bin/sh
+mkdir -p "$TMPDIR/ompi.$$"
+touch "$TMPDIR/ompi.$$/pmix.vm.tool"
+exec {mpirun} "$@"
+"""
+
+WITH_STARTER = """
+import sys
+from torchmpi_py.launch import __main__ as main, mpirun
+_, starter, *words = sys.argv
+find = mpirun.find
+mpirun.find = lambda *wanted: (find(*wanted)[0], starter)
+sys.exit(main.main(words))
+"""
+
+
+@pytest.mark.skipif(VENDOR != "openmpi", reason="is about Open MPI's session folder")
+def test_the_session_folder_that_a_killed_mpirun_has_left_is_in_nobodys_way(program, tmp_path, no_leftovers):
+    starter = tmp_path / "starter"
+    starter.write_text(AFTER_ANOTHER.format(mpirun=mpirun.find("", os.environ)[1]))
+    starter.chmod(0o755)
+    words = [sys.executable, "-c", WITH_STARTER, str(starter), "-n", "2", str(program(HELLO))]
+    job = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    assert (job.returncode, job.stderr) == (0, "")
+    assert [line.split()[:3] for line in job.stdout.splitlines()] == [["0", "2", "1"], ["1", "2", "1"]]
+    [left] = (tmp_path / "t").iterdir()  # nothing of this job
+    assert os.listdir(left) == ["pmix.vm.tool"]
+    shutil.rmtree(left)
 
 
 @pytest.mark.parametrize("vendor", ["openmpi", "mpich", "intel", "srun"])

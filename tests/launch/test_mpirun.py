@@ -106,6 +106,41 @@ def test_settings():
     assert mpirun.settings(INTEL, busy=True, is_root=True) == {"I_MPI_PIN": "0", "I_MPI_THREAD_YIELD": "2"}
 
 
+def test_open_mpi_5_keeps_its_files_in_the_jobs_folder():
+    wanted = {"PRTE_MCA_prte_local_tmpdir_base": "/job"}
+    made = [mpirun.settings(OPENMPI, busy=False, is_root=False, folder=folder) for folder in (Path("/job"), None)]
+    assert made[0] == made[1] | wanted
+    open_mpi_4 = mpirun.recognise("mpirun (Open MPI) 4.1.6\n")
+    for vendor in (open_mpi_4, MPICH, INTEL, SRUN):
+        kept = mpirun.settings(vendor, busy=False, is_root=False, folder=Path("/job"))
+        assert kept == mpirun.settings(vendor, busy=False, is_root=False)
+
+
+@pytest.mark.parametrize("place", ["home/.prte/mca-params.conf", "mpi/etc/prte-mca-params.conf", "given"])
+def test_the_place_of_open_mpis_files_is_the_users_first(monkeypatch, tmp_path, place):
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    program, environment = (
+        str(tmp_path / "mpi" / "bin" / "mpirun"),
+        {"PRTE_MCA_mca_base_param_files": f"{tmp_path}/given"},
+    )
+
+    def has_folder(words=(), more={}, vendor=OPENMPI):  # noqa: B006
+        return mpirun.has_folder(vendor, program, words, environment | more)
+
+    assert not has_folder()
+    assert not has_folder(("--prtemca", "prte_remote_tmpdir_base", "/r"), {"PRTE_MCA_prte_remote_tmpdir_base": "/r"})
+    for name in ("prte_tmpdir_base", "prte_local_tmpdir_base", "orte_tmpdir_base"):
+        assert has_folder(("--prtemca", name, "/scratch"))
+        assert has_folder(more={f"PRTE_MCA_{name}": "/scratch"})
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / place).write_text("# prte_tmpdir_base = /a\nprte_local_tmpdir_base_ = /a\n")
+    assert not has_folder()
+    (tmp_path / place).write_text("plm = ssh\n prte_tmpdir_base = /scratch\n")
+    assert has_folder()
+    assert not has_folder(vendor=MPICH)
+
+
 def fake(folder, name, version):
     folder.mkdir(exist_ok=True)
     program = folder / name

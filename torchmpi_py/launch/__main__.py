@@ -150,7 +150,9 @@ def plan(
     with_ssh = bool(named) and not (options.launch_agent or has_srun)
     inherited = inherited_environment(environment)
     given = given_environment(options.env)
-    added = mpirun.settings(vendor, busy=busy, is_root=os.geteuid() == 0, hostfile=hostfile, with_ssh=with_ssh)
+    starters = None if mpirun.has_folder(vendor, program, options.mpi_args, inherited | given) else folder
+    is_root = os.geteuid() == 0
+    added = mpirun.settings(vendor, busy=busy, is_root=is_root, hostfile=hostfile, with_ssh=with_ssh, folder=starters)
     library = mpirun.library_of(vendor, program)
     for name, path in library.items():
         if os.path.realpath(inherited.get(name, path)) != os.path.realpath(path):

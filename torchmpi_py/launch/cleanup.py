@@ -10,7 +10,7 @@
 - MPICH's *files with random names* cannot always be tied to a job: a rank may die before anyone has looked at what it
   maps, and a hydra proxy that was cut short leaves a topology file. They go when they appeared during the job and
   nobody can own them: no process has the file open or mapped, and for a topology file, no hydra proxy lives.
-- Open MPI's *session folder* has the process id of its mpirun in its name.
+- Open MPI's *session folder* lies in the job's folder (`mpirun.Vendor`), and goes with it.
 
 `Remains` is all of this for one job. torchmpirun clears it away at the job's end. Where torchmpirun was killed with
 signal 9 a *guardian* does: this file as a program. torchmpirun starts it before the first rank, and writes to it over a
@@ -123,7 +123,6 @@ class Remains:
             self.shared_memory.update(failure.held)
         remove_shared_memory(self.shared_memory)
         remove_randomly_named(self.files_before)
-        remove_session_folders(self.starter)
 
 
 def processes_with(variable: str) -> list[int]:
@@ -245,15 +244,6 @@ def _remove(names: Iterable[str]) -> None:
             os.unlink(name)
         except FileNotFoundError:
             continue
-
-
-def remove_session_folders(starter: int) -> None:
-    """Remove the session folder of the mpirun with this process id, which an mpirun that ends in order has removed."""
-    import shutil
-    import tempfile
-
-    for name in (f"ompi.{starter}", f"prte.{starter}"):
-        shutil.rmtree(os.path.join(tempfile.gettempdir(), name), ignore_errors=True)
 
 
 def _processes() -> list[int]:

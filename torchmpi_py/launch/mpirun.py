@@ -10,6 +10,8 @@ row. The rows share these decisions:
   5 ms for a ping-pong. So also with several hosts: a rank that waits for the network leaves the core to the system's
   part of the work.
 - Options go through the environment where they can, for a user's own setting then wins.
+- Open MPI's starter keeps its files in the job's folder, not in /tmp/ompi.<its process number>: there it could not
+  start where that of a former one, that was killed, has stayed, or another user's.
 - The environment reaches other hosts: Open MPI gets the names of variables, the others pass everything on.
 
 Open MPI refuses to run as root unless two variables allow it. A container's only user is root, so torchmpirun, which
@@ -23,12 +25,12 @@ import signal
 import site
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import variables
+from torchmpi_py.launch import parameter_files, variables
 
 Options = tuple[str, ...]
 _SSH_OPTIONS = "-o ConnectTimeout=20"
@@ -51,6 +53,7 @@ class Vendor:
     elastic: Options = ()
     no_input: Options = ()  # where rank 0 would wait for the end of an empty standard input
     hostfile_variable: str = ""
+    folder_variable: str = ""  # says where the starter keeps its own files
     interpreted: str = ":"  # a regular expression of words that it takes for its own, also among a program's arguments
     stop_signals: tuple[int, ...] = ()  # what ends it, where Ctrl-C and SIGTERM themselves do not
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -83,6 +86,7 @@ _OPEN_MPI = Vendor(
         "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     },
     ssh_environment={"PRTE_MCA_plm_ssh_args": _SSH_OPTIONS},
+    folder_variable="PRTE_MCA_prte_local_tmpdir_base",
 )
 
 VENDORS = (
@@ -106,6 +110,7 @@ VENDORS = (
         version=r"(Open MPI|OpenRTE)\D*[1-4]\.",
         agent=("--mca", "plm_rsh_agent", "{agent}"),
         elastic=(),
+        folder_variable="",
         ssh_environment={"OMPI_MCA_plm_rsh_args": _SSH_OPTIONS},
     ),
     Vendor(
@@ -182,9 +187,18 @@ def _offered(vendor: Vendor, options: Options, flag: str) -> Options:
 
 
 def settings(
-    vendor: Vendor, *, busy: bool, is_root: bool, hostfile: Path | None = None, with_ssh: bool = False
+    vendor: Vendor,
+    *,
+    busy: bool,
+    is_root: bool,
+    hostfile: Path | None = None,
+    with_ssh: bool = False,
+    folder: Path | None = None,
 ) -> dict[str, str]:
-    """The variables that this vendor wants; ``busy``: ranks fill the cores of a host, or there are several hosts."""
+    """The variables that this vendor wants.
+
+    ``busy``: ranks fill the cores of a host, or there are several hosts. ``folder``: for the starter's own files.
+    """
     wanted = dict(vendor.environment)
     if busy:
         wanted |= vendor.busy_environment
@@ -194,7 +208,22 @@ def settings(
         wanted |= vendor.ssh_environment
     if vendor.hostfile_variable and hostfile is not None:
         wanted[vendor.hostfile_variable] = str(hostfile)
+    if vendor.folder_variable and folder is not None:
+        wanted[vendor.folder_variable] = str(folder)
     return wanted
+
+
+def has_folder(vendor: Vendor, program: str, words: Iterable[str], environment: Mapping[str, str]) -> bool:
+    """Whether the user or the site says where the starter keeps its files; two such places it refuses.
+
+    ``words``: what the user adds to its options.
+    """
+    if not vendor.folder_variable:
+        return False
+    either = "[op]rte_(local_)?tmpdir_base"
+    said = any(re.fullmatch(f"PRTE_MCA_{either}", name) for name in environment)
+    said = said or any(re.fullmatch(either, word) for word in words)
+    return said or parameter_files.have(either, "prte", environment, (program,))
 
 
 def library_of(vendor: Vendor, program: str) -> dict[str, str]:

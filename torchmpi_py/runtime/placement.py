@@ -7,24 +7,20 @@ the shared-memory communicator does, and a variable may be left over from an out
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
-import re
 import shutil
 import socket
-import sys
-from pathlib import Path
 
 import torch
 
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import TorchMPIError
-from torchmpi_py.launch import variables
+from torchmpi_py.launch import parameter_files, variables
 
 logger = logging.getLogger("torchmpi_py")
-_COMPONENTS, _FILES = "OMPI_MCA_btl", "OMPI_MCA_mca_base_param_files"
+_COMPONENTS = "OMPI_MCA_btl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,29 +41,13 @@ def prepare_environment() -> None:
     """
     for name, value in variables.OPEN_MPI.items():
         os.environ.setdefault(name, value)
-    if _COMPONENTS not in os.environ and not _has_file_with_components():
+    installed = (os.environ.get("MPI4PY_LIBMPI"), shutil.which("mpirun"), shutil.which("mpiexec"))
+    if _COMPONENTS not in os.environ and not parameter_files.have("btl", "openmpi", os.environ, installed):
         os.environ[_COMPONENTS] = "^ofi"  # which is for one-sided messages, and sleeps for a second when MPI starts
     size, local_size = variables.size_in(os.environ) or 1, variables.local_size_in(os.environ) or 1
     if local_size < size or local_size >= len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "true")
         os.environ.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "1")
-
-
-def _has_file_with_components() -> bool:
-    """Whether a parameter file of Open MPI names ``btl``: a variable would replace what the user or the site wants."""
-    installed = list(filter(None, (os.environ.get("MPI4PY_LIBMPI"), shutil.which("mpirun"), shutil.which("mpiexec"))))
-    installed += [os.path.realpath(path) for path in installed]
-    prefixes = [os.path.dirname(os.path.dirname(path)) for path in installed]  # of lib/libmpi.so and bin/mpirun
-    prefixes += filter(None, (sys.prefix, os.environ.get("OPAL_PREFIX")))
-    files = [Path(prefix, "etc", "openmpi-mca-params.conf") for prefix in dict.fromkeys(prefixes)]
-    files += [Path(os.path.expanduser("~"), ".openmpi", "mca-params.conf")]
-    files += Path("/etc").glob("openmpi*/openmpi-mca-params.conf")
-    files += map(Path, re.split("[:,]", os.environ.get(_FILES, "")))
-    for file in files:
-        with contextlib.suppress(OSError):
-            if re.search(r"^\s*btl\s*=", file.read_text(errors="replace"), re.MULTILINE):
-                return True
-    return False
 
 
 def check_world(size: int) -> None:

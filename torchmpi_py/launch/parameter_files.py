@@ -1,0 +1,29 @@
+"""Parameter files of Open MPI and of its launcher PRRTE: what a site or a user sets there is not to be replaced."""
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def have(name: str, reader: str, environment: Mapping[str, str], installed: tuple[str | None, ...] = ()) -> bool:
+    """Whether a file that the ``reader`` ("openmpi", "prte") reads sets the parameter ``name``.
+
+    ``installed``: a program, or the library, of this MPI; None: not known.
+    """
+    paths = list(filter(None, installed))
+    paths += [os.path.realpath(path) for path in paths]
+    prefixes = [os.path.dirname(os.path.dirname(path)) for path in paths]  # of lib/libmpi.so and bin/mpirun
+    prefixes += filter(None, (sys.prefix, environment.get("OPAL_PREFIX")))
+    files = [Path(prefix, "etc", f"{reader}-mca-params.conf") for prefix in dict.fromkeys(prefixes)]
+    files += [Path(os.path.expanduser("~"), f".{reader}", "mca-params.conf")]
+    files += Path("/etc").glob(f"{reader}*/{reader}-mca-params.conf")
+    variable = {"openmpi": "OMPI_MCA", "prte": "PRTE_MCA"}[reader] + "_mca_base_param_files"
+    files += map(Path, re.split("[:,]", environment.get(variable, "")))
+    for file in files:
+        with contextlib.suppress(OSError):
+            if re.search(rf"^\s*{name}\s*=", file.read_text(errors="replace"), re.MULTILINE):
+                return True
+    return False
