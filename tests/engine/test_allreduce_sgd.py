@@ -62,6 +62,36 @@ def test_with_momentum_too(mpi):
     assert_close(net, trained_alone(50, 4 * mpi.size(), optimizer=optimizer))
 
 
+def test_it_starts_from_what_rank_0_loads_in_on_start(mpi):
+    saved = network(9)
+
+    def run(loading_rank, engine, rank, size):
+        def load(state):
+            state.epoch = 1
+            if mpi.rank() == loading_rank:
+                state.network.load_state_dict(saved.state_dict())
+
+        engine.hooks.on_start = load
+        net = network(0)
+        iterator = DatasetIterator(data(40), 4 * mpi.size() // size, seed=2, rank=rank, size=size)
+        engine.train(network=net, criterion=cross_entropy, iterator=iterator, maxepoch=3, lr=0.2)
+        return net
+
+    net = run(0, AllReduceSGDEngine(), mpi.rank(), mpi.size())
+    mpi.nn.check_with_allreduce(net)
+    assert_close(net, run(mpi.rank(), SGDEngine(), 0, 1))
+
+
+def test_epochs_that_differ_from_on_start_on(mpi):
+    engine = AllReduceSGDEngine()
+    engine.hooks.on_start = lambda state: setattr(state, "epoch", int(mpi.rank() == 0))
+    if mpi.size() == 1:
+        trained(mpi, AllReduceSGDEngine(), 8)
+        return
+    with pytest.raises(ValueError, match=r"the ranks' states differ: epoch is \[1, 0"):
+        trained(mpi, engine, 8)
+
+
 def test_it_starts_from_rank_0s_optimizer_state(mpi):
     """As if every rank had loaded what rank 0 has."""
 

@@ -49,23 +49,36 @@ def used(mpi, iterator, **options):
     return [[index for part in mpi.allgather_object(epoch) for index in part] for epoch in epochs]
 
 
+class Derived(DataLoader):
+    """As those of libraries that collate in their own way."""
+
+
 @pytest.fixture
 def warnings(caplog):
     """What is logged, as if no warning had been given yet."""
     first_batches.warn_once.cache_clear()
+    loaders._warn_of_kind.cache_clear()
     caplog.set_level(logging.INFO, "torchmpi_py")
     return caplog
 
 
+@pytest.mark.parametrize("kind", [DataLoader, Derived])
 @pytest.mark.parametrize("total", [1, 12, 61])
-def test_each_sample_is_used_once_in_an_epoch(mpi, total, warnings):
-    epochs = used(mpi, DataLoader(data(total), 4, shuffle=True), maxepoch=2)
+def test_each_sample_is_used_once_in_an_epoch(mpi, total, kind, warnings):
+    epochs = used(mpi, kind(data(total), 4, shuffle=True), maxepoch=2)
     assert [sorted(epoch) for epoch in epochs] == [list(range(total))] * 2
     assert total == 1 or epochs[0] != epochs[1]
     assert used(mpi, DataLoader(data(total), 4)) == [
         [index for rank in range(mpi.size()) for index in alone(total, rank, mpi.size())]
     ]
     assert not warnings.records
+
+
+def test_a_loader_that_iterates_in_its_own_way_is_not_divided(mpi, warnings):
+    epochs = used(mpi, MyLoader(data(12), 4, shuffle=True, generator=torch.Generator().manual_seed(mpi.rank())))
+    assert [sorted(epoch) for epoch in epochs] == [sorted(list(range(12)) * mpi.size())]
+    is_said = "a MyLoader iterates in its own way, and is not divided" in warnings.text
+    assert is_said == (mpi.rank() == 0 and mpi.size() > 1)
 
 
 def alone(total, rank, size):
@@ -146,7 +159,8 @@ class MyBatches(BatchSampler):
 
 
 class MyLoader(DataLoader):
-    pass
+    def __iter__(self):
+        return iter(list(super().__iter__()))
 
 
 LEFT = {

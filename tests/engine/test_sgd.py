@@ -196,6 +196,7 @@ def test_a_hook_may_replace_the_sample():
     network = linear()
     state = engine.test(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=[{"x": x, "y": y}])
     assert state.loss == torch.nn.functional.cross_entropy(network(x), y)
+    assert state.num_samples == len(y) > 1
 
 
 def test_testing_restores_modes_and_takes_no_gradients():

@@ -82,8 +82,9 @@ def test_the_options_of_a_group(monkeypatch):
         "--groups",
     ]
     text = json.dumps({**vars(group), "ends_at": 0.0})
-    options = parse(["--group", text, *words])
+    options = parse(["--group", text, "--nproc-per-node", "8", *words])
     group_jobs.apply(options.group, options)
+    assert options.ranks_per_host is None  # of all groups together
     assert (options.groups, options.num_ranks, options.hosts, options.bind) == (None, 4, "b:4", "none")
     assert (options.log_dir, options.program) == (Path("logs/group-1"), ["x.py", "--groups"])
     assert 0 < options.timeout < 1  # the time is over

@@ -212,6 +212,18 @@ def test_a_registration_nobody_holds_goes_on(mpi, mpinn):
         loss(net, batch(mpi.rank())).backward()
 
 
+def test_a_pass_of_none_of_the_registered_parameters(mpi, mpinn):
+    net = network()
+    net[0].requires_grad_(False)
+    backward = mpinn.register_async_backward(net)
+    net.requires_grad_(False)
+    net[0].requires_grad_(True)
+    loss(net, batch(mpi.rank())).backward()
+    with pytest.raises(RuntimeError, match=r"0\.weight, 0\.bias: new or trainable only since"):
+        backward.synchronize()
+    backward.remove()
+
+
 def test_parameters_that_become_trainable(mpi, mpinn):
     net = network()
     net[0].weight.requires_grad_(False)

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import queue
 import re
 import signal
 import subprocess
@@ -235,6 +236,32 @@ def test_a_cell_that_heeds_the_interrupt_has_not_failed(notebook, num_ranks, tmp
         """
     )
     assert "heeded" in output
+
+
+class JobWithALateRank:
+    """Rank 1 fails, and has called a collective less, just before it is asked where it is."""
+
+    size, ranks, busy, has_ended = 2, {0, 1}, {1}, False
+
+    def __init__(self):
+        self.events, self.num_called, self.sent = queue.SimpleQueue(), {0: {"world": 4}}, []
+
+    def send(self, ranks, kind):
+        self.sent.append(kind)
+        if kind == "where":
+            self.events.put((1, ("error", "ValueError", "boom", [])))
+            self.events.put((1, ("done", {"world": 3})))
+            for rank in ranks:
+                self.events.put((rank, ("where", ("", "line 3", None))))
+
+
+def test_a_rank_that_fails_while_it_is_asked_where_it_is_is_shown(capsys):
+    job = JobWithALateRank()
+    assert cell_run.CellRun(job, None).drain({0, 1}) == dict.fromkeys((0, 1), ("", "line 3", None))
+    said = capsys.readouterr().err
+    assert "rank 1: ValueError: boom" in said
+    assert "different numbers of collectives" in said
+    assert job.sent == ["where", "refuse"]
 
 
 def test_ranks_that_heed_an_interrupt_late_are_compared(notebook, num_ranks, tmp_path, monkeypatch):

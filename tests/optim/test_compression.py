@@ -47,6 +47,28 @@ def test_all_ranks_have_the_same_bits(mpi, name, op):
         mpi.check_with_allreduce(reduced(made, gradient(mpi.rank(), step), op))
 
 
+@pytest.mark.parametrize("name", ["TopK", "RandomK", "PowerSGD"])
+def test_a_parameter_that_nobody_uses_for_a_while_gets_all_of_its_gradient(mpi, name):
+    gradients = gradient(mpi.rank(), 0), gradient(mpi.rank(), 1)
+    net = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(12, 10)) for _ in range(3))
+    used, seldom, never = net
+    ours = optim.DistributedOptimizer(torch.optim.SGD(net.parameters(), 1.0), net, compression=ALL[name]())
+    for step in range(120):
+        loss = (used * gradients[0] * (step == 0)).sum()
+        if step == 0:
+            loss = loss + (seldom * gradients[1]).sum()
+        ours.zero_grad()
+        loss.backward()
+        assert never.grad is None
+        mpi.check_with_allreduce(torch.zeros(12, 10) if seldom.grad is None else seldom.grad)
+        ours.step()
+    ours.remove()
+    assert seldom.grad is None or seldom.grad.abs().max() < 1e-6
+    for number, p in enumerate((used, seldom)):
+        exact = sum(gradient(rank, number) for rank in range(mpi.size())) / mpi.size()
+        torch.testing.assert_close(-p.detach(), exact, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["BF16", "FP16"])
 @pytest.mark.parametrize("op", ["avg", "sum"])
 def test_16_bits(mpi, name, op):

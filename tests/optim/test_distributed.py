@@ -92,6 +92,27 @@ def test_a_plain_loop_with_a_scheduler(mpi, pair, distributed, name):
     assert str(other.state_dict()) == str(saved)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_another_part_of_the_network_is_trained_from_then_on(mpi, pair, distributed, passes):
+    """A pass that reaches no parameter of those that are averaged."""
+    module, _ = pair
+    module[0].requires_grad_(False)
+    ours = distributed(torch.optim.SGD(module.parameters(), 0.1), module, backward_passes_per_step=passes)
+    module[0].requires_grad_(True)
+    module[2].requires_grad_(False)
+    before = copy.deepcopy(module.state_dict())
+    loss_here(mpi, module, 0).backward()
+    with pytest.raises(RuntimeError, match=r"0\.weight, 0\.bias: new or trainable only since .* make another one"):
+        ours.step()
+    assert str(module.state_dict()) == str(before)
+    ours.remove()
+    ours = distributed(ours.optimizer, module)
+    module.zero_grad()
+    loss_here(mpi, module, 0).backward()
+    ours.step()
+    mpi.nn.check_with_allreduce(module)
+
+
 def test_sums(mpi, pair, distributed):
     module, alone = pair
     ours = distributed(torch.optim.SGD(module.parameters(), 0.1 / mpi.size()), module, average=False)

@@ -230,6 +230,23 @@ def test_grad_scaler_skips_on_all_ranks(mpi, sharded, placement):
 
 
 @every_placement
+def test_grad_scaler_skips_where_no_gradient_is_contiguous(mpi, sharded, placement):
+    """An overflow in what one rank owns; the others hear of it by a gradient of their own."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 3, 3, padding=1, bias=False) for _ in range(max(2, mpi.size()))]
+    module = torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    ours = sharded(module.parameters(), torch.optim.SGD, lr=0.1, placement=PLACEMENTS[placement])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [p.detach().clone() for p in module.parameters()]
+    loss = module(torch.randn(2, 3, 4, 4)).square().mean() + layers[0].weight[0, 0, 0, 0] * float("inf")
+    scaler.scale(loss).backward()
+    scaler.step(ours)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+@every_placement
 def test_grad_scaler_after_fewer_passes(mpi, sharded, placement):
     """What is unscaled is reduced, also where passes of the step are missing at an epoch's end."""
     module, alone = network(), network()
@@ -369,6 +386,11 @@ def test_a_layer_that_thaws_is_told_of(mpi, sharded):
     with pytest.raises(RuntimeError, match="parameter 2 has become trainable"):
         loss_of(mpi, module, 0, mpi.rank()).backward()
     ours.zero_grad()
+    module.requires_grad_(False)
+    module[2].requires_grad_(True)  # the pass reaches nothing that is reduced
+    loss_of(mpi, module, 0, mpi.rank()).backward()
+    with pytest.raises(RuntimeError, match="parameter 2 has become trainable"):
+        ours.step()
 
 
 def test_a_layer_that_is_frozen_later_is_told_of(mpi, sharded):

@@ -79,6 +79,9 @@ def test_saved_from_another_kind(mpi):
         ValueError, match=r"saved from a server of shape \(5,\), torch.float32, optimizer 'adam' with 2 slots, but"
     ):
         other.load_state_dict(state)
+    for nothing in ({}, state | {"values": 1}):
+        with pytest.raises(ValueError, match="this is no state_dict"):
+            other.load_state_dict(nothing)
     ps.free_all()
 
 

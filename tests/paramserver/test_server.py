@@ -54,6 +54,22 @@ def test_seed_send_and_receive(mpi, comm, dtype):
 
 
 @in_a_job
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_a_send_comes_after_a_receive_into_its_tensor(mpi, comm, layout):
+    """Also if nobody waits for the receive: what is sent is what was received."""
+    count = 40_000
+    for turn in range(5):
+        server = ps.init(values(0, count).view(200, 200), comm=comm)
+        if mpi.rank() == 0:
+            tensor = torch.zeros(200, 200) if layout == "contiguous" else torch.zeros(200, 200).t()
+            server.receive(tensor)
+            server.send(tensor, "add").wait()
+            assert torch.equal(server.receive().wait(), 2 * values(0, count).view(200, 200)), turn
+        mpi.barrier()
+        server.free()
+
+
+@in_a_job
 def test_every_rank_adds_at_once(mpi, comm):
     """No update is lost, and none counts twice."""
     size, me, count = mpi.size(), mpi.rank(), 10_007

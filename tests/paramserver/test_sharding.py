@@ -1,5 +1,7 @@
 """The arithmetic of shards, and rules, in one process."""
 
+import math
+
 import pytest
 import torch
 
@@ -36,6 +38,16 @@ def test_rules(rule, options, expected):
     assert payload.tolist() == [10, 20, 30]
 
 
+def test_values_that_take_the_place_of_others_do_so_whatever_these_are():
+    former, given = torch.tensor([math.inf, math.nan, 1.0, 3e38]), torch.tensor([1.0, 2.0, 3.0, -3e38])
+    for rule, options in (("elastic", {"weight": 1}), ("average", {})):
+        known = rules.checked(rule, options, torch.float32, None)
+        memory = [] if known.memory is None else [rules.Memory([], torch.zeros((), dtype=torch.float64))]
+        shard = former.clone()
+        known.fn(shard, given, *memory, **options)
+        assert torch.equal(shard, given)
+
+
 def test_mistakes_in_rules():
     with pytest.raises(
         ValueError, match=r"rule 'none' is unknown; known rules: zero, copy, add, scaled_add, average, elastic"
@@ -45,6 +57,15 @@ def test_mistakes_in_rules():
         rules.checked("scaled_add", {}, torch.float32, None)
     with pytest.raises(TypeError, match=r"rule 'add' does not take the options \{'scale': 2\}"):
         rules.checked("add", {"scale": 2}, torch.float32, None)
+    for name, options, dtype, words in (
+        ("elastic", {"weight": "a"}, torch.float32, "weight is no number"),
+        ("scaled_add", {"scale": 0.5}, torch.int64, r"scale is a float, and the elements are torch\.int64"),
+        ("sgd", {"lr": -0.1}, torch.float32, "Invalid learning rate: -0.1"),
+        ("sgd", {"nesterov": True}, torch.float32, "Nesterov momentum requires a momentum"),
+        ("adam", {"betas": [0.9, 1.5]}, torch.float32, "Invalid beta parameter"),
+    ):
+        with pytest.raises(ValueError, match=f"rule '{name}' does not take the options .*: {words}"):
+            rules.checked(name, options, dtype, name)
     for name in ("zero", "add"):
         with pytest.raises(ValueError, match="is built in"):
             register_rule(name, print)

@@ -3,7 +3,7 @@
 What it adds to ``SGDEngine``, by overriding the loop's small methods, so that all hooks stay the user's:
 
 * before the first sample, rank 0's parameters and buffers of network and criterion, the parameters that only the
-  optimizer holds, and its state are broadcast;
+  optimizer holds, and its state are broadcast, again if ``hooks.on_start`` has changed them on some rank;
 * before a test, and at the end of training, buffers that differ between ranks are averaged;
 * after each backward pass, gradients are averaged over the ranks; ``hooks.on_backward`` sees the averages. Synchronous:
   after the pass. Asynchronous: a gradient is reduced during the pass, as soon as it is complete, and the end of the
@@ -37,14 +37,14 @@ from torchmpi_py import nn
 from torchmpi_py.collectives.verbs import allgather_object
 from torchmpi_py.core import communicators, ulfm
 from torchmpi_py.engine import loaders
-from torchmpi_py.engine.batches import BatchIterator
+from torchmpi_py.engine.batches import BatchIterator, check_equal
+from torchmpi_py.engine.replicas import Replicas
 from torchmpi_py.engine.sgd import OptimizerLike, SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
 from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
 from torchmpi_py.nn.split_parameters import any_split
-from torchmpi_py.nn.synchronize import average_gradients_of, check_replicas
 from torchmpi_py.optim.sharded import ShardedOptimizer
 from torchmpi_py.runtime import process, survivors
 
@@ -234,6 +234,17 @@ class AllReduceSGDEngine(SGDEngine):
             self._replicas.follow()
             broadcast_optimizer_state(state.optimizer)
 
+    def begin(self, state: State) -> None:
+        """As in ``SGDEngine``; then broadcast what rank 0 alone has loaded in ``hooks.on_start``.
+
+        ValueError, on all ranks, where they would begin or end with another epoch each.
+        """
+        super().begin(state)
+        if self._replicas is not None:
+            check_equal("states", allgather_object({"epoch": state.epoch, "maxepoch": state.maxepoch}))
+            self._replicas.make_equal()
+            broadcast_optimizer_state(state.optimizer)
+
     def take_sample(self, state: State, sample: Any) -> None:
         """As in ``SGDEngine``, after moving the sample to the device."""
         if self.usegpu:
@@ -281,84 +292,6 @@ class AllReduceSGDEngine(SGDEngine):
     def _wait_for_device(self) -> None:
         if self.usegpu and self.devicesync and process.device().type == "cuda":
             torch.cuda.synchronize(process.device())
-
-
-class Replicas:
-    """This rank's copy of what a state trains, kept equal to the copies of the other ranks. All methods are collective.
-
-    A copy is parameters and buffers of network and criterion, and the parameters that only the optimizer holds.
-    """
-
-    def __init__(self, state: State, asynchronous: bool, compression: Compression | None) -> None:
-        self.state = state
-        self.asynchronous = asynchronous
-        self.compression = compression
-        self.module: torch.nn.Module = torch.nn.ModuleDict()
-        self.trained: list[torch.nn.Parameter] | None = None  # when last broadcast
-        self.registration: nn.AsyncBackward | None = None
-
-    def follow(self) -> None:
-        """Broadcast and register, if the set of trained parameters is not the one of the last time."""
-        if not self._trains_the_same():
-            self.close()
-            nn.synchronize_parameters(self.state.as_one_module())
-            self._register()
-
-    def successor(self) -> Replicas | None:
-        """The replicas of the survivors, which are equal already; None for a single survivor."""
-        try:
-            self.close()
-        except Exception as error:
-            if not ulfm.is_death(error):  # the death has ended what was under way
-                raise
-        if process.size() == 1:
-            return None
-        successor = Replicas(self.state, self.asynchronous, self.compression)
-        if self._trains_the_same():
-            successor._register()
-        else:
-            successor.follow()
-        return successor
-
-    def _trains_the_same(self) -> bool:
-        return self.trained is not None and [id(p) for p in self.state.parameters()] == [id(p) for p in self.trained]
-
-    def _register(self) -> None:
-        self.module = self.state.as_one_module()
-        if self.asynchronous:
-            self.registration = nn.register_async_backward(self.module, compression=self.compression)
-        self.trained = self.state.parameters()
-
-    def set_batch(self) -> None:
-        """Before the backward pass: tell the registration its batch."""
-        if (reduction := self._in_backward()) is not None:
-            reduction.look(self._batch())
-
-    def average_gradients(self) -> None:
-        """Every gradient becomes its mean over the ranks."""
-        if (reduction := self._in_backward()) is not None:
-            reduction.synchronize()
-        else:
-            average_gradients_of(self.module, self._batch(), self.compression)
-
-    def _in_backward(self) -> nn.AsyncBackward | None:
-        """The registration that reduces gradients during the backward pass; None if there is none."""
-        optimizer = self.state.optimizer
-        return optimizer.reduction if isinstance(optimizer, ShardedOptimizer) else self.registration
-
-    def _batch(self) -> Any:
-        """The batch, to compare with other ranks'; None for the stand-in of a rank without samples."""
-        return self.state.sample if self.state.num_samples > 0 else None
-
-    def check(self) -> None:
-        """RanksDisagree if the parameters differ between ranks. Buffers may, until the end: each has its batches."""
-        check_replicas(dict(self.module.named_parameters()))
-
-    def close(self) -> None:
-        """Undo the registration."""
-        if self.registration is not None:
-            registration, self.registration = self.registration, None
-            registration.remove()
 
 
 def _check_sharded(optimizer: ShardedOptimizer, sharded: bool, compression: Compression | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import time
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 
 from torchmpi_py.engine.resume import RunHooks
-from torchmpi_py.engine.state import Hook, State
+from torchmpi_py.engine.state import Hook, Hooks, State
 from torchmpi_py.runtime import chief, process
 
 
-def followed_by_lines(hooks: RunHooks, are_wanted: bool) -> Any:
-    """The hooks of a run, followed by lines if they are wanted."""
-    return EpochLines(hooks) if are_wanted else hooks
+def followed_by_lines(hooks: RunHooks, users: Hooks, are_wanted: bool) -> Any:
+    """The hooks of a run, followed by lines if they are wanted, and the user has no hook ``on_end_epoch``."""
+    has_own = inspect.unwrap(users.on_end_epoch) is not Hooks().on_end_epoch
+    return EpochLines(hooks) if are_wanted and not has_own else hooks
 
 
 class EpochLines:

@@ -4,7 +4,8 @@ A DataLoader knows nothing of ranks: with ``shuffle=True`` alone every rank trai
 apart, on all of the data in an order of its own. The engine divides a DataLoader whose order it knows (torch's own
 samplers over a dataset with a length) as a ``DatasetIterator`` divides its dataset, and lets a second DataLoader with
 the same workers, collate_fn and so on load the shares. Any other DataLoader is left as it is, for its user may have
-divided it: one with another sampler, with an IterableDataset, or with a different dataset on each rank.
+divided it: one with another sampler, with an IterableDataset, or with a different dataset on each rank. So is one of a
+class that iterates in its own way, of which rank 0 warns.
 
 Datasets are one if they have the same length and the same samples at a few places, whatever their attributes: what a
 dataset holds may be a connection, or the rank. The samples are read as the loader would read them, by its worker if it
@@ -77,7 +78,12 @@ def divided(iterator: Any) -> Any:
     batches to divide (``batch_size=None``), and for DataLoaders that differ between ranks.
     """
     alone = process.size() == 1 and not ulfm.is_elastic()
-    if alone or type(iterator) is not DataLoader or not _has_torch_order(iterator):
+    if alone or not isinstance(iterator, DataLoader) or not _has_torch_order(iterator):
+        return iterator
+    kind = type(iterator)
+    if any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")):
+        if process.rank() == 0:
+            _warn_of_kind(kind.__name__)
         return iterator
     offers = verbs.allgather_object(_offer(iterator))
     if not _is_one_dataset(iterator, offers):
@@ -150,6 +156,15 @@ def _is_one_dataset(loader: DataLoader[Any], offers: list[_Offer]) -> bool:
     elif not is_one:
         logger.info("the ranks' DataLoaders have different datasets, and are left as they are")
     return is_one
+
+
+@functools.cache
+def _warn_of_kind(name: str) -> None:
+    logger.warning(
+        "a %s iterates in its own way, and is not divided: every rank gets the samples that it gives there. Give it "
+        "sampler=mpi.shard(dataset), unless it divides them itself",
+        name,
+    )
 
 
 @functools.cache

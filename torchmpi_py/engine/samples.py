@@ -23,12 +23,12 @@ from torchmpi_py.engine.sources import set_epoch
 from torchmpi_py.engine.state import State
 
 
-def length(sample: Any) -> int:
-    """Number of samples by the target's length, else 1. No error here: hooks.on_sample may still replace the sample."""
+def length(sample: Any) -> int | None:
+    """Number of samples by the target's length; None if unknown: hooks.on_sample may still replace the sample."""
     try:
         return len(split(sample)[1])
     except (TypeError, IndexError):
-        return 1
+        return None
 
 
 def split(sample: Any) -> tuple[Any, Any]:

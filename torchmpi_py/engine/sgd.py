@@ -140,12 +140,12 @@ class SGDEngine:
         state = State(network, criterion, iterator, training=True, maxepoch=maxepoch)
         check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
-        lines = epoch_lines and inspect.unwrap(self.hooks.on_end_epoch) is Hooks().on_end_epoch
         run_hooks = hooks_of_run(self.hooks, checkpoint, every, keep, stateful, self.steps_together)
-        with self.session(state), run_hooks as saving, self._calling(followed_by_lines(saving, lines), state) as hooks:
+        with self.session(state), run_hooks as saving, self._calling(saving, epoch_lines, state) as hooks:
             state.optimizer = self.make_optimizer(state, lr, optimizer)
             self.set_mode(state)
             hooks.on_start(state)
+            self.begin(state)
             while state.epoch < state.maxepoch:
                 with self.epoch(state):
                     hooks.on_start_epoch(state)
@@ -202,14 +202,14 @@ class SGDEngine:
         return nullcontext()
 
     @contextmanager
-    def _calling(self, hooks: RunHooks, state: State) -> Iterator[RunHooks]:
-        """A block whose loop calls ``hooks``: a hook may train another network with this engine.
+    def _calling(self, hooks: RunHooks, epoch_lines: bool, state: State) -> Iterator[RunHooks]:
+        """A block whose loop calls ``hooks``, and prints lines: a hook may train another network with this engine.
 
         Wherever the loop ends, batches count again in the statistics of SyncBatchNorm.
         """
-        enclosing, self._run_hooks = self._run_hooks, hooks
+        enclosing, self._run_hooks = self._run_hooks, followed_by_lines(hooks, self.hooks, epoch_lines)
         try:
-            yield hooks
+            yield self._run_hooks
         finally:
             self._run_hooks = enclosing
             self._end_stand_in(state)
@@ -241,17 +241,23 @@ class SGDEngine:
         for module in state.modules():
             module.train(state.training)
 
+    def begin(self, state: State) -> None:
+        """The last action before the first epoch, of training: ``hooks.on_start`` may have changed the state."""
+
     def samples(self, state: State) -> Iterator[Any]:
         """The samples of one epoch, from ``state.position`` on."""
         return samples.of_epoch(state)
 
     def take_sample(self, state: State, sample: Any) -> None:
-        """Set the sample, its weight and number of samples (the iterator's, else 1.0 and the target's length)."""
+        """Set the sample, its weight and number of samples (the iterator's, else 1.0 and the target's length, or 1)."""
         state.sample = sample
         state.next_position = getattr(state.iterator, "position", state.position + 1)
         state.weight = getattr(state.iterator, "weight", 1.0)
         num_samples = getattr(state.iterator, "num_samples", None)
-        state.num_samples = samples.length(sample) if num_samples is None else num_samples
+        if num_samples is None:
+            num_samples = samples.length(sample)
+        state._is_counted = num_samples is not None
+        state.num_samples = 1 if num_samples is None else num_samples
 
     def prepare(self, state: State) -> None:
         """Before the forward pass, in training only: a stand-in does not count in the statistics of SyncBatchNorm."""
@@ -260,7 +266,9 @@ class SGDEngine:
             set_has_samples(state.modules(), False)
 
     def forward(self, state: State) -> None:
-        """``state.output = network(input)``."""
+        """``state.output = network(input)``; the samples are counted now if ``hooks.on_sample`` has made the pair."""
+        if not state._is_counted and state.num_samples == 1:
+            state.num_samples = samples.length(state.sample) or 1
         state.output = state.network(samples.split(state.sample)[0])
 
     def forward_criterion(self, state: State) -> None:

@@ -37,6 +37,7 @@ class State:
     epoch_random: dict[str, Any] | None = field(default=None, repr=False)  # random generators as the epoch began
     _sharded: ShardedOptimizer | None = field(default=None, repr=False)  # made by the engine, for this run
     _gets_state_back: bool = False  # whether its optimizer is the user's
+    _is_counted: bool = True  # whether num_samples is known, or may be once on_sample has made a pair
     _is_stand_in: bool = False  # whether layers know that the batch is one
     _cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, repr=False)  # where backward resumes
 

@@ -10,7 +10,8 @@
 - MPICH's *files with random names* cannot always be tied to a job: a rank may die before anyone has looked at what it
   maps, and a hydra proxy that was cut short leaves a topology file. They go when they appeared during the job and
   nobody can own them: no process has the file open or mapped, and for a topology file, no hydra proxy lives.
-- Open MPI's *session folder* lies in the job's folder (`mpirun.Vendor`), and goes with it.
+- Open MPI's *session folder* lies in the job's folder (`mpirun.Vendor`), and goes with it; or where the user wants it,
+  with the process id of its mpirun in its name.
 
 `Remains` is all of this for one job. torchmpirun clears it away at the job's end. Where torchmpirun was killed with
 signal 9 a *guardian* does: this file as a program. torchmpirun starts it before the first rank, and writes to it over a
@@ -123,6 +124,7 @@ class Remains:
             self.shared_memory.update(failure.held)
         remove_shared_memory(self.shared_memory)
         remove_randomly_named(self.files_before)
+        remove_session_folder(self.starter)
 
 
 def processes_with(variable: str) -> list[int]:
@@ -244,6 +246,15 @@ def _remove(names: Iterable[str]) -> None:
             os.unlink(name)
         except FileNotFoundError:
             continue
+
+
+def remove_session_folder(starter: int) -> None:
+    """Remove the folder of the mpirun with this process id from the place that the user has named for it."""
+    import shutil
+
+    for name in ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base"):
+        if place := os.environ.get(name):
+            shutil.rmtree(os.path.join(place, f"ompi.{starter}"), ignore_errors=True)
 
 
 def _processes() -> list[int]:

@@ -81,7 +81,7 @@ def group_in(environment: Mapping[str, str]) -> GroupOfRanks | None:
 
 def apply(group: GroupOfRanks, options: argparse.Namespace) -> None:
     """Turn the options of all groups into those of one."""
-    options.groups, options.num_ranks = None, group.num_ranks
+    options.groups, options.num_ranks, options.ranks_per_host = None, group.num_ranks, None
     if group.ends_at is not None:
         options.timeout = max(_POLL_SECONDS, group.ends_at - time.monotonic())
     if group.hosts:

@@ -96,9 +96,16 @@ class AsyncBackward:
         """Wait until the gradients of the last backward pass are reduced. Collective.
 
         Does nothing after a pass that only accumulates. A parameter that got no gradient on any rank keeps None.
+        RuntimeError where the pass was of parameters that have become trainable since the registration.
         """
         if self._has_gradient_anywhere is None:
-            return
+            self._check_parameters()  # no pass has, which reached none of those that are registered
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the reduction that is under way."""
+        assert self._has_gradient_anywhere is not None
         handles, has_gradient_anywhere = self._handles, self._has_gradient_anywhere
         is_late = False
         try:
@@ -117,13 +124,14 @@ class AsyncBackward:
         It meets the reduction that a backward pass of another rank has begun. Where all ranks have run out of data, it
         does nothing.
         """
+        self._check_parameters()
         self._start_reduction()
         wait_all(self._handles)
         if self.buckets.joining is not None and self.buckets.joining.is_over:
             self.num_passes, self._handles = 0, []
             return
         self._end_reduction()
-        self.synchronize()
+        self._finish()
 
     def look(self, batch: Any | None) -> None:
         """Set the batch of the next backward pass, which is compared with those of other ranks (``first_batches``)."""
@@ -132,7 +140,8 @@ class AsyncBackward:
     def remove(self) -> None:
         """Wait for the reductions under way, and remove the hooks from the module."""
         try:
-            self.synchronize()
+            if self._has_gradient_anywhere is not None:
+                self._finish()
         finally:
             for hook in self._hooks:
                 hook.remove()
@@ -214,7 +223,7 @@ class AsyncBackward:
             names = [name for name, p in module.named_parameters() if id(p) in unknown]
             raise RuntimeError(
                 f"{', '.join(names)}: new or trainable only since register_async_backward, so that nobody would "
-                "average it; remove() the registration, and register again"
+                "average it; remove() the registration, or the optimizer that averages, and make another one"
             )
         if not self.buckets.all_fit():
             raise RuntimeError(

@@ -75,6 +75,14 @@ class Bucket:
         """Whether the gradient of one of its parameters lies in it."""
         return next(self.held(), None) is not None
 
+    def owes(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the reduced gradient has a part of earlier ones, which error feedback has kept; on all ranks alike.
+
+        Of a parameter that no rank has used.
+        """
+        is_kept = self.compressor is not None and self.compressor.has_error_feedback
+        return is_kept and bool(self._views[parameter].any())
+
     def held(self) -> Iterator[torch.nn.Parameter]:
         """The parameters whose gradients lie in it."""
         for parameter, view in self._views.items():

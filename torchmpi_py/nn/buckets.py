@@ -149,10 +149,10 @@ class Buckets:
         return self.first_batches.append_digests(flags)
 
     def drop_unused_gradients(self, has_gradient_anywhere: Tensor) -> None:
-        """Set ``p.grad`` to None where no rank had a gradient."""
+        """Set ``p.grad`` to None where no rank had a gradient, nor is owed a part of an earlier one (compression)."""
         flags, digests = has_gradient_anywhere.tensor_split([len(self.parameters)])
         for parameter, has_gradient in zip(self.parameters, flags.tolist(), strict=True):
-            if not has_gradient:
+            if not has_gradient and not self.all[self.index_of[parameter]].owes(parameter):
                 parameter.grad = None
         self.first_batches.warn_of_equal(digests)
 
@@ -201,7 +201,7 @@ def share_overflow(gradients: Iterable[Tensor], place: Tensor, comm: Communicato
     """
     is_finite_here = all(is_finite(x) for x in gradients)
     if verbs.allreduce(int(is_finite_here), op="min", comm=comm) == 0 and is_finite_here:
-        place.view(-1)[:1] = math.nan
+        place[(0,) * place.dim()] = math.nan  # not view(-1): it may have gaps, or be channels_last
 
 
 def grouped(tensors: Iterable[T], key: Callable[[T], Hashable] = lambda x: None) -> Iterator[list[T]]:

@@ -71,6 +71,9 @@ class Compressor:
     where it is wanted (``destination``; default: everywhere). Both are collective over ``comm``.
     """
 
+    has_error_feedback = False
+    """Whether what a step leaves out is added to the next one's gradients."""
+
     def __init__(
         self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator, destination: Destination | None = None
     ) -> None:
@@ -193,6 +196,8 @@ class TopK(Compression):
 class _Sparse(Compressor):
     """A compressor of some elements; the others stay in ``left``, and are added in the next step."""
 
+    has_error_feedback = True
+
     def __init__(self, ratio: float, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
         self.count = max(1, round(ratio * self.flat.numel()))
@@ -292,6 +297,8 @@ class _PowerSGD(Compressor):
 
     Q of a step is where the next one begins, so that P comes to span what the gradients have in common.
     """
+
+    has_error_feedback = True
 
     def __init__(self, rank: int, seed: int, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)

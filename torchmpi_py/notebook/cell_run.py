@@ -70,11 +70,15 @@ class CellRun:
                 self._interrupt("interrupted")
         self._conclude()
 
-    def drain(self) -> None:
-        """Show what has come since the last cell, also of ranks that had not ended it. RanksEnded."""
+    def drain(self, asked: set[int] | None = None) -> dict[int, tuple[str, str, object]]:
+        """Show what has come since the last cell, also of ranks that had not ended it. RanksEnded.
+
+        Returns where the ``asked`` ranks are, as ``ask_where``: what they send meanwhile is shown, too.
+        """
         had_not_ended = bool(self._job.busy)
         while not self._job.events.empty():
             self._take()
+        places = {} if self._job.has_ended else self.ask_where(asked or set())
         self._merger.flush(is_end=True)
         if had_not_ended:
             late = [f"rank {rank}: {name}: {text}" for rank, (name, text, _) in self._errors.items()]
@@ -83,6 +87,7 @@ class CellRun:
             self._write("stderr", "".join(f"{line}\n" for line in late))
         if self._job.has_ended:
             self._on_gone(LAUNCHER)
+        return places
 
     def ask_where(self, ranks: set[int]) -> dict[int, tuple[str, str, object]]:
         """(call, line, progress) of these ranks, as far as they answer within a second."""
@@ -183,6 +188,8 @@ class CellRun:
             self._on_gone(LAUNCHER)
         if not (self._errors or self._interrupted):
             return
+        # First of all, for ranks may fail, or end the cell, before they have answered.
+        found = self.ask_where(set(self._job.busy)) if self._job.busy else {}
         failed = {rank: error for rank, error in self._errors.items() if rank not in self._freed}
         texts = []
         if failed:
@@ -190,7 +197,6 @@ class CellRun:
         if self._freed:
             places = {f"{call} ({line})" for rank, (call, line, _) in self._places.items() if rank in self._freed}
             texts.append(f"{name_ranks(self._freed)} waited in {', '.join(sorted(places))}, and had to be interrupted")
-        found = self.ask_where(set(self._job.busy)) if self._job.busy else {}
         if self._job.busy:  # still
             where = {f"{call} ({line})" for rank, (call, line, _) in found.items() if line and rank in self._job.busy}
             at = f": {', '.join(sorted(where))}" if where else " at all"

@@ -83,14 +83,15 @@ class TorchMPIMagics(Magics):
             )
         return self._job or self._start(words)
 
-    def _look(self) -> None:
-        """Take in what has come since the last cell, the end of the job perhaps."""
+    def _look(self, and_ask: bool = False) -> dict[int, tuple[str, str, object]]:
+        """Take in what has come since the last cell, the end of the job perhaps; and where all ranks are."""
         try:
             if self._job is not None:
-                CellRun(self._job, self.shell).drain()
+                return CellRun(self._job, self.shell).drain(self._job.ranks if and_ask else None)
         except RanksEnded as error:
             self._job = None
             print(error)
+        return {}
 
     def _start(self, words: list[str] | None = None) -> RankJob:
         self._words = words or self._words
@@ -110,15 +111,9 @@ class TorchMPIMagics(Magics):
             job.stop()
 
     def _tell_status(self) -> None:
-        self._look()
+        places = self._look(and_ask=True)
         if self._job is None:
             print("no ranks; %%torchmpi -n 4 above a cell starts some")
-            return
-        try:
-            places = CellRun(self._job, self.shell).ask_where(self._job.ranks)
-        except RanksEnded as error:
-            self._job = None
-            print(error)
             return
         for rank, process in sorted(self._job.processes.items()):
             call, line, _ = places.get(rank, ("", "does not answer", None))

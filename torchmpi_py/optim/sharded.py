@@ -158,6 +158,7 @@ class ShardedOptimizer(ReducingOptimizer):
         closure: evaluated once, before the update.
         """
         loss = evaluated(closure)
+        self._check_thawed()
         self._check_frozen()
         self.synchronize()
         self.check_equal()
@@ -335,6 +336,15 @@ class ShardedOptimizer(ReducingOptimizer):
                 "again)"
             )
 
+    def _check_thawed(self) -> None:
+        """RuntimeError where a parameter has become trainable later."""
+        trained = self.reduction.names
+        if late := [number for number, p in enumerate(self.parameters) if p.requires_grad and p not in trained]:
+            raise RuntimeError(
+                f"parameter {late[0]} has become trainable since the ShardedOptimizer was made, which would not update "
+                "it: make another one, with its state_dict()"
+            )
+
     def _check_pass(self) -> None:
         if self._is_reduced:
             raise RuntimeError(
@@ -342,12 +352,7 @@ class ShardedOptimizer(ReducingOptimizer):
                 "gradients, as of a step that GradScaler skips, by zero_grad() of this optimizer; "
                 "activation checkpointing needs checkpoint(..., use_reentrant=False)"
             )
-        trained = self.reduction.names
-        if late := [number for number, p in enumerate(self.parameters) if p.requires_grad and p not in trained]:
-            raise RuntimeError(
-                f"parameter {late[0]} has become trainable since the ShardedOptimizer was made, which would not update "
-                "it: make another one, with its state_dict()"
-            )
+        self._check_thawed()
         if not all(bucket.is_in_place() for bucket in self._buckets):
             raise RuntimeError(
                 "parameters have other memory than when the ShardedOptimizer was made, as after module.to(...): make "

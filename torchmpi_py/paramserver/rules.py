@@ -15,8 +15,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Number
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
@@ -72,13 +74,21 @@ def _scaled_add(shard: Tensor, payload: Tensor, *, scale: float) -> None:
 
 def _elastic(shard: Tensor, payload: Tensor, *, weight: float) -> None:
     """The shard moves towards the values sent, by ``weight`` of the distance; with 0.5 to their mean."""
-    shard.lerp_(payload, weight)
+    _move(shard, payload, weight)
 
 
 def _average(shard: Tensor, payload: Tensor, memory: Memory) -> None:
     """The mean of all sends by this rule since the last send by another one; values from before do not count."""
     memory.times.add_(1)
-    shard.lerp_(payload, 1 / memory.times.item())
+    _move(shard, payload, 1 / memory.times.item())
+
+
+def _move(shard: Tensor, payload: Tensor, weight: float) -> None:
+    """Move by ``weight`` of the distance; by all of it also from what is not finite, or so far that the distance is."""
+    if weight == 1:
+        shard.copy_(payload)
+    else:
+        shard.lerp_(payload, weight)
 
 
 def _sgd(
@@ -152,6 +162,7 @@ _rules: dict[str, Rule] = {
     "adam": Rule(_adam, "optimizer", 2, needs_bits=1),
 }
 _BUILT_IN = frozenset(_rules)
+_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
 
 
 def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> None:
@@ -219,7 +230,34 @@ def checked(name: str, options: Mapping[str, Any], dtype: torch.dtype, of_server
             raise ValueError(f"send: rule {name!r} needs floating-point numbers{at_least}; this server holds {dtype}")
     if refused := _refused(rule, tuple(options)):
         raise TypeError(f"send: rule {name!r} does not take the options {dict(options)}: {refused}")
+    if options and name in _BUILT_IN and (wrong := _wrong(name, options, dtype)):
+        raise ValueError(f"send: rule {name!r} does not take the options {dict(options)}: {wrong}")
     return rule
+
+
+def _wrong(name: str, options: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """Why a built-in rule does not take these values; empty if it does."""
+    for option, value in options.items():
+        if not isinstance(value, (Number, np.generic, Tensor, tuple, list)):
+            return f"{option} is no number"
+        if option == "scale" and isinstance(value, float) and not (dtype.is_floating_point or dtype.is_complex):
+            return f"scale is a float, and the elements are {dtype}"
+    if name not in _OPTIMIZERS:
+        return ""
+    return _refused_by_torch(name, tuple((option, _hashable(value)) for option, value in options.items()))
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@functools.lru_cache(maxsize=1024)
+def _refused_by_torch(name: str, options: tuple[tuple[str, Any], ...]) -> str:
+    try:
+        _OPTIMIZERS[name]([torch.zeros(1, device="cpu")], **dict(options))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -120,12 +120,15 @@ class ParameterServer:
         send.
         """
         known = rules.checked(rule, options, self.dtype, self.optimizer)
-        payload = flat(self._checked("send", tensor)).view(-1)
-        copy = HostCopy(payload) if payload.device.type != "cpu" and known.needs_payload else None
+        payload = self._checked("send", tensor).detach()
+        on_host = payload.device.type == "cpu" or not known.needs_payload
+        copy = None if on_host else HostCopy(flat(payload).view(-1))
 
         def begin(answers: Answers) -> None:
-            values = payload if copy is None else copy.to_host()
-            self._router.apply(rule, known, options, values, answers)
+            nonlocal payload
+            # Not at the call: a request under way may still have to write to the tensor of which this is a copy.
+            payload = flat(payload).view(-1) if copy is None else copy.to_host()
+            self._router.apply(rule, known, options, payload, answers)
 
         def end() -> Tensor:
             self.num_bytes_sent += payload.nbytes if known.needs_payload else 0

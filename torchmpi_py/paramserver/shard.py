@@ -95,6 +95,9 @@ def parted(
     num_slots: int,
 ) -> list[Shard]:
     """The shards that are not empty. ValueError if the dictionary is of another kind of server."""
+    keys = {"values", "optimizer", "slots", "num_averaged", "num_steps"}
+    if not keys <= set(state) or not isinstance(state["values"], Tensor):
+        raise ValueError(f"load_state_dict: this is no state_dict() of a parameter server, which has {sorted(keys)}")
     values: Tensor = state["values"]
     num_saved = len(state["slots"]) if values.numel() else num_slots
     saved = (tuple(values.shape), values.dtype, state["optimizer"], num_saved)
