@@ -82,6 +82,15 @@ def test_it_starts_from_what_rank_0_loads_in_on_start(mpi):
     assert_close(net, run(mpi.rank(), SGDEngine(), 0, 1))
 
 
+def test_buffers_that_rank_0_loads_in_on_start(mpi):
+    net = torch.nn.Sequential(torch.nn.Linear(5, 3))
+    net.register_buffer("scale", torch.zeros(2))
+    engine = AllReduceSGDEngine()
+    engine.hooks.on_start = lambda state: state.network.scale.fill_(6.0 if mpi.rank() == 0 else 0.0)
+    engine.train(network=net, criterion=cross_entropy, iterator=DatasetIterator(data(8), 4), lr=0.1)
+    assert net.scale.tolist() == [6.0, 6.0]
+
+
 def test_epochs_that_differ_from_on_start_on(mpi):
     engine = AllReduceSGDEngine()
     engine.hooks.on_start = lambda state: setattr(state, "epoch", int(mpi.rank() == 0))

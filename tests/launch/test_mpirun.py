@@ -133,6 +133,7 @@ def test_the_place_of_open_mpis_files_is_the_users_first(monkeypatch, tmp_path, 
     for name in ("prte_tmpdir_base", "prte_local_tmpdir_base", "orte_tmpdir_base"):
         assert has_folder(("--prtemca", name, "/scratch"))
         assert has_folder(more={f"PRTE_MCA_{name}": "/scratch"})
+        assert has_folder(more={f"OMPI_MCA_{name}": "/scratch"})
     (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / place).write_text("# prte_tmpdir_base = /a\nprte_local_tmpdir_base_ = /a\n")
     assert not has_folder()

@@ -242,7 +242,8 @@ class AllReduceSGDEngine(SGDEngine):
         super().begin(state)
         if self._replicas is not None:
             check_equal("states", allgather_object({"epoch": state.epoch, "maxepoch": state.maxepoch}))
-            self._replicas.make_equal()
+            is_resumed = getattr(self._run_hooks, "saved", None) is not None  # with each rank's own buffers
+            self._replicas.make_equal(with_buffers=not is_resumed)
             broadcast_optimizer_state(state.optimizer)
 
     def take_sample(self, state: State, sample: Any) -> None:

@@ -37,11 +37,11 @@ class Replicas:
             nn.synchronize_parameters(self.state.as_one_module())
             self._register()
 
-    def make_equal(self) -> None:
-        """Broadcast where the parameters are not equal; where they are each rank keeps its buffers."""
+    def make_equal(self, with_buffers: bool) -> None:
+        """Broadcast parameters and buffers where the ranks' differ; buffers alone may, unless ``with_buffers``."""
         module = self.state.as_one_module()
         try:
-            check_replicas(dict(module.named_parameters()))
+            check_replicas(dict([*module.named_parameters(), *(module.named_buffers() if with_buffers else ())]))
         except RanksDisagree:
             nn.synchronize_parameters(module)
 
@@ -76,10 +76,10 @@ class Replicas:
             reduction.look(self._batch())
 
     def average_gradients(self) -> None:
-        """Every gradient becomes its mean over the ranks."""
-        if (reduction := self._in_backward()) is not None:
-            reduction.synchronize()
-        else:
+        """Every gradient becomes its mean over the ranks; a ShardedOptimizer's are by the end of the pass."""
+        if self.registration is not None:
+            self.registration.synchronize()
+        elif self._in_backward() is None:
             average_gradients_of(self.module, self._batch(), self.compression)
 
     def _in_backward(self) -> nn.AsyncBackward | None:

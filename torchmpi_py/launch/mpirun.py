@@ -221,7 +221,7 @@ def has_folder(vendor: Vendor, program: str, words: Iterable[str], environment: 
     if not vendor.folder_variable:
         return False
     either = "[op]rte_(local_)?tmpdir_base"
-    said = any(re.fullmatch(f"PRTE_MCA_{either}", name) for name in environment)
+    said = any(re.fullmatch(f"(PRTE|OMPI)_MCA_{either}", name) for name in environment)
     said = said or any(re.fullmatch(either, word) for word in words)
     return said or parameter_files.have(either, "prte", environment, (program,))
 

@@ -95,13 +95,14 @@ class AsyncBackward:
     def synchronize(self) -> None:
         """Wait until the gradients of the last backward pass are reduced. Collective.
 
-        Does nothing after a pass that only accumulates. A parameter that got no gradient on any rank keeps None.
+        Does nothing after a pass that only accumulates. A parameter that got no gradient on any rank keeps None, or
+        gets what compression has kept of earlier ones.
         RuntimeError where the pass was of parameters that have become trainable since the registration.
         """
-        if self._has_gradient_anywhere is None:
-            self._check_parameters()  # no pass has, which reached none of those that are registered
-        else:
+        if self._has_gradient_anywhere is not None:
             self._finish()
+        elif self._hooks:
+            self._check_parameters()  # no pass has, which reached none of those that are registered
 
     def _finish(self) -> None:
         """Wait for the reduction that is under way."""
@@ -219,6 +220,8 @@ class AsyncBackward:
             for p in ([] if module is None else parameters_of(module))
             if p not in self.names and p.requires_grad and (self._only is None or p in self._only)
         }
+        if unknown:
+            unknown -= {id(p) for several in _registered.values() for other in several for p in other.names}
         if module is not None and unknown:
             names = [name for name, p in module.named_parameters() if id(p) in unknown]
             raise RuntimeError(

@@ -78,10 +78,10 @@ class Bucket:
     def owes(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the reduced gradient has a part of earlier ones, which error feedback has kept; on all ranks alike.
 
-        Of a parameter that no rank has used.
+        Of a parameter that no rank has used. Of a part of a split one always, for other parts may have some.
         """
         is_kept = self.compressor is not None and self.compressor.has_error_feedback
-        return is_kept and bool(self._views[parameter].any())
+        return is_kept and (self.num_parts > 1 or bool(self._views[parameter].any()))
 
     def held(self) -> Iterator[torch.nn.Parameter]:
         """The parameters whose gradients lie in it."""

@@ -9,7 +9,7 @@ reduce.
 
 Buckets are reduced in one fixed order, so that ranks whose networks differ in a step still make the same calls. A
 parameter without a gradient on this rank counts as zero; one without a gradient on any rank keeps None, which one more
-reduction of a byte per parameter finds out.
+reduction of a byte per parameter finds out, unless compression has kept a part of an earlier one (``Bucket.owes``).
 """
 
 from __future__ import annotations

@@ -188,15 +188,16 @@ class CellRun:
             self._on_gone(LAUNCHER)
         if not (self._errors or self._interrupted):
             return
-        # First of all, for ranks may fail, or end the cell, before they have answered.
+        waits = {f"{call} ({line})" for rank, (call, line, _) in self._places.items() if rank in self._freed}
+        waited_in = ", ".join(sorted(waits))
+        # Before errors are counted, for ranks may fail, or end the cell, before they have answered.
         found = self.ask_where(set(self._job.busy)) if self._job.busy else {}
         failed = {rank: error for rank, error in self._errors.items() if rank not in self._freed}
         texts = []
         if failed:
             texts.append(f"{name_ranks(failed)} of {self._job.size} failed")
         if self._freed:
-            places = {f"{call} ({line})" for rank, (call, line, _) in self._places.items() if rank in self._freed}
-            texts.append(f"{name_ranks(self._freed)} waited in {', '.join(sorted(places))}, and had to be interrupted")
+            texts.append(f"{name_ranks(self._freed)} waited in {waited_in}, and had to be interrupted")
         if self._job.busy:  # still
             where = {f"{call} ({line})" for rank, (call, line, _) in found.items() if line and rank in self._job.busy}
             at = f": {', '.join(sorted(where))}" if where else " at all"

@@ -162,7 +162,7 @@ _rules: dict[str, Rule] = {
     "adam": Rule(_adam, "optimizer", 2, needs_bits=1),
 }
 _BUILT_IN = frozenset(_rules)
-_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+_NOT_NEGATIVE = ("lr", "momentum", "weight_decay", "lr_decay", "eps")
 
 
 def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> None:
@@ -238,25 +238,17 @@ def checked(name: str, options: Mapping[str, Any], dtype: torch.dtype, of_server
 def _wrong(name: str, options: Mapping[str, Any], dtype: torch.dtype) -> str:
     """Why a built-in rule does not take these values; empty if it does."""
     for option, value in options.items():
-        if not isinstance(value, (Number, np.generic, Tensor, tuple, list)):
+        if option == "betas":
+            if not (isinstance(value, (tuple, list)) and len(value) == 2 and all(0 <= beta < 1 for beta in value)):
+                return f"betas={value!r}: torch takes two numbers of at least 0 and less than 1"
+        elif not isinstance(value, (Number, np.generic, np.ndarray, Tensor)):
             return f"{option} is no number"
-        if option == "scale" and isinstance(value, float) and not (dtype.is_floating_point or dtype.is_complex):
+        elif option == "scale" and isinstance(value, float) and not (dtype.is_floating_point or dtype.is_complex):
             return f"scale is a float, and the elements are {dtype}"
-    if name not in _OPTIMIZERS:
-        return ""
-    return _refused_by_torch(name, tuple((option, _hashable(value)) for option, value in options.items()))
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-@functools.lru_cache(maxsize=1024)
-def _refused_by_torch(name: str, options: tuple[tuple[str, Any], ...]) -> str:
-    try:
-        _OPTIMIZERS[name]([torch.zeros(1, device="cpu")], **dict(options))
-    except (TypeError, ValueError) as error:
-        return str(error)
+        elif option in _NOT_NEGATIVE and not value >= 0:  # type: ignore[operator]
+            return f"{option}={value!r}: torch takes no negative number"
+    if options.get("nesterov") and (not options.get("momentum", 0) or options.get("dampening", 0)):
+        return "nesterov=True takes a momentum, and no dampening"
     return ""
 
 

@@ -122,12 +122,12 @@ class ParameterServer:
         known = rules.checked(rule, options, self.dtype, self.optimizer)
         payload = self._checked("send", tensor).detach()
         on_host = payload.device.type == "cpu" or not known.needs_payload
-        copy = None if on_host else HostCopy(flat(payload).view(-1))
+        copy = None if on_host else HostCopy(payload)
 
         def begin(answers: Answers) -> None:
             nonlocal payload
             # Not at the call: a request under way may still have to write to the tensor of which this is a copy.
-            payload = flat(payload).view(-1) if copy is None else copy.to_host()
+            payload = (flat(payload) if copy is None else copy.to_host()).view(-1)
             self._router.apply(rule, known, options, payload, answers)
 
         def end() -> Tensor:
