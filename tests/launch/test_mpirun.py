@@ -120,10 +120,8 @@ def test_open_mpi_5_keeps_its_files_in_the_jobs_folder():
 def test_the_place_of_open_mpis_files_is_the_users_first(monkeypatch, tmp_path, place):
     monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    program, environment = (
-        str(tmp_path / "mpi" / "bin" / "mpirun"),
-        {"PRTE_MCA_mca_base_param_files": f"{tmp_path}/given"},
-    )
+    program = str(tmp_path / "mpi" / "bin" / "mpirun")
+    environment = {"PRTE_MCA_mca_base_param_files": f"{tmp_path}/given"}
 
     def has_folder(words=(), more={}, vendor=OPENMPI):  # noqa: B006
         return mpirun.has_folder(vendor, program, words, environment | more)
