@@ -274,3 +274,11 @@ def test_after_stop(mpi):
     finally:
         mpi.start()
     assert mpi.allreduce(torch.ones(2)).eq(mpi.size()).all()
+
+
+def test_a_transform_of_torch_func_finds_no_operation(mpi):
+    for _ in range(2):
+        mpi.allreduce(torch.ones(4))
+    with pytest.raises(TypeError, match=r"torch\.func"):
+        torch.func.vmap(mpi.allreduce)(torch.ones(1, 4))
+    assert mpi.allreduce(torch.ones(4)).tolist() == [mpi.size()] * 4

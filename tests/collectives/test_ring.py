@@ -3,6 +3,8 @@
 Element j on rank r holds a whole number that depends on both and is exact in every dtype used here.
 """
 
+import weakref
+
 import pytest
 import torch
 
@@ -215,3 +217,12 @@ def test_bytes_that_are_sent(mpi, monkeypatch, dtype):
     own, partial = dtype.itemsize, max(4, dtype.itemsize)
     of_a_slice = own + (size - 2) * partial + (size - 1) * own if size > 1 else 0  # from rank to rank, twice around
     assert mpi.allreduce(sum(sent)) == count * of_a_slice
+
+
+def test_a_round_keeps_the_tensors_that_mpi_works_on(mpi):
+    given, received = torch.ones(3), torch.ones(3)
+    copies = ring._Copies(mpi.communicator().direct, given, received)
+    walk, kept = copies.walk([]), weakref.ref(received)
+    del given, received, copies
+    assert kept() is not None
+    walk.close()

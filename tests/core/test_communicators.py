@@ -3,7 +3,7 @@ import gc
 import pytest
 import torch
 
-from torchmpi_py.core import communicators, status_board
+from torchmpi_py.core import communicators, journal, status_board
 from torchmpi_py.core.communicators import group_by_key
 from torchmpi_py.errors import CommunicatorError, NotStarted, RanksDisagree
 
@@ -248,3 +248,36 @@ def test_start_with_communicators_of_ones_own(mpi):
             mpi.stop()
         mpi.start()
     assert (mpi.rank(), mpi.size()) == (rank, size)
+
+
+@pytest.mark.mpi
+def test_free_does_not_wait_for_messages_of_other_communicators(mpi):
+    rank, size = mpi.rank(), mpi.size()
+    group = mpi.split(0)
+    handle = mpi.recv_async(got := torch.zeros(4), (rank - 1) % size)
+    group.free()
+    mpi.send_async(torch.full((4,), rank + 1.0), (rank + 1) % size)
+    handle.wait()
+    assert got.tolist() == [(rank - 1) % size + 1.0] * 4
+
+
+@pytest.mark.mpi
+def test_a_block_that_raises_does_not_wait_for_the_others(mpi):
+    if mpi.size() == 1:
+        pytest.skip("nobody waits")
+    with pytest.raises(ZeroDivisionError), mpi.split(0) as group:
+        raise ZeroDivisionError
+    assert not group.is_free
+    group.free()
+
+
+@pytest.mark.mpi
+def test_a_step_of_all_ranks_that_a_handler_breaks_off(mpi):
+    def fail():
+        raise ArithmeticError
+
+    group = mpi.split(0)
+    with pytest.raises(ArithmeticError):
+        journal.run_together("a step", group, fail)
+    assert group.is_broken == (mpi.size() > 1)
+    group.free()

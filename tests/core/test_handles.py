@@ -6,9 +6,10 @@ import weakref
 import pytest
 import torch
 
+from torchmpi_py.collectives.flavours import mpi_steps
 from torchmpi_py.core.communication_thread import CommunicationThread
-from torchmpi_py.core.handles import Work, wait_all
-from torchmpi_py.errors import CollectiveTimeout
+from torchmpi_py.core.handles import RequestHandle, Work, wait_all
+from torchmpi_py.errors import CollectiveTimeout, CommunicatorError
 
 SMALL, LARGE = 16, 200_000  # posted to MPI, and run in the communication thread
 
@@ -208,3 +209,76 @@ def test_a_traceback_does_not_grow_with_every_wait(thread):
         return len(caught.traceback)
 
     assert len({depth() for _ in range(5)}) == 1
+
+
+class Alarm(Exception):
+    """What the handler of a signal raises."""
+
+
+class Call:
+    """A nonblocking call, as MPI's: complete when cancelled, or after ``looks``; a handler interrupts the first."""
+
+    def __init__(self, looks, *, is_interrupted=True):
+        self.looks, self.is_interrupted = looks, is_interrupted
+
+    def Test(self):
+        if self.is_interrupted:
+            self.is_interrupted = False
+            raise Alarm
+        self.looks -= 1
+        return self.looks < 1
+
+    def Wait(self):
+        while not self.Test():
+            pass
+
+    def Cancel(self):
+        self.looks = 1
+
+
+class Posted(Step):
+    def finish(self):
+        return self.action()
+
+
+@pytest.mark.parametrize("seconds", [None, 5])
+def test_what_a_handler_raises_in_a_wait_is_no_failure_of_the_operation(seconds):
+    handle = RequestHandle(Posted(lambda: 7), [Call(2)])
+    with pytest.raises(Alarm):
+        handle.wait(seconds)
+    assert handle._work is not None  # and so its buffers, into which MPI still writes
+    assert handle.wait(seconds) == 7
+
+
+def test_wait_all_does_not_keep_what_a_handler_raises(thread):
+    handles = [RequestHandle(Posted(lambda: 7), [Call(2)]), RequestHandle(Posted(lambda: 8), [Call(2)])]
+    with pytest.raises(Alarm):
+        wait_all(handles)
+    assert handles[1]._requests[0].looks == 2
+
+
+def test_a_receive_is_taken_back_while_a_thread_waits_for_it():
+    handle, errors = RequestHandle(Posted(lambda: 7), [Call(1 << 60, is_interrupted=False)]), []
+
+    def wait():
+        try:
+            handle.wait()
+        except CommunicatorError as error:
+            errors.append(str(error))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    handle.cancel()
+    waiting.join(60)
+    assert errors == ["some work was cancelled: nothing has come for it"]
+
+
+def test_a_receive_that_a_handler_interrupted_after_its_end():
+    from mpi4py import MPI
+
+    receipt = mpi_steps.Receipt(MPI.COMM_SELF, got := torch.zeros(3), 0, 5)
+    MPI.COMM_SELF.Send(torch.ones(3).numpy(), 0, 5)
+    receipt.request.Wait(receipt.status)  # as if a handler had raised before the check
+    assert receipt.Test()
+    receipt.Wait()
+    assert got.tolist() == [1, 1, 1]

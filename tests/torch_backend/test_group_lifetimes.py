@@ -240,3 +240,53 @@ def test_a_rank_that_ends_while_others_wait(tmp_path):
     )
     assert done.returncode == 1
     assert "has come to its end, and will not come to allreduce" in done.stderr
+
+
+@pytest.mark.parametrize("is_daemon", [True, False], ids=["a thread", "a future"])
+def test_a_receive_that_is_waited_for_to_the_end(tmp_path, is_daemon):
+    """The wait raises when the group is destroyed. No thread is in MPI when MPI ends."""
+    done = job(
+        tmp_path,
+        f"""
+        import threading
+
+        dist.init_process_group("torchmpi")
+        errors = []
+
+        def listen():
+            try:
+                dist.recv(torch.zeros(1), 0)
+            except mpi.CommunicatorError as error:
+                errors.append(str(error))
+
+        is_listener = dist.get_rank() == 1
+        if is_listener:
+            if {is_daemon}:
+                (listening := threading.Thread(target=listen, daemon=True)).start()
+                time.sleep(1)
+            else:
+                future = dist.irecv(torch.zeros(1), 0).get_future()
+        dist.barrier()
+        dist.destroy_process_group()
+        if {is_daemon} and is_listener:
+            listening.join()
+            assert "was cancelled: nothing has come for it" in errors[0]
+        """,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_timeout_may_be_longer_than_the_deadline(tmp_path):
+    done = job(
+        tmp_path,
+        """
+        dist.init_process_group("torchmpi")
+        slow = dist.new_group(timeout=dt.timedelta(seconds=100))
+        time.sleep(8 * (dist.get_rank() == 0))
+        dist.barrier(group=slow)
+        time.sleep(8 * (dist.get_rank() == 0))
+        dist.all_reduce(torch.ones(3), group=slow, async_op=True).get_future().wait()
+        """,
+        environment={"TORCHMPI_DEADLINE": "4"},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,8 +1,11 @@
 """Messages of process groups: which tags there are, and that no group gets what was sent to another one."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.torch_backend import communicator_pool
@@ -66,3 +69,13 @@ def test_more_live_groups_than_share_a_communicator(group, neighbours):
         work.wait()
     for each in groups[1:]:
         dist.destroy_process_group(each)
+
+
+def test_messages_of_a_coalescing_block_are_waited_for(group, neighbours):
+    rank, following, before = neighbours
+    with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as block:
+        time.sleep(0.2 * (rank == 0))
+        dist.isend(torch.tensor([rank]), following)
+        dist.irecv(got := torch.tensor([-1]), before)
+    block.wait()
+    assert got.item() == before

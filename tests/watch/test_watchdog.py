@@ -45,6 +45,17 @@ def test_a_job_that_was_stopped_is_not_late():
     assert ages.seconds == {2: 2.0}
 
 
+def test_a_wait_with_a_longer_limit_is_not_late(monkeypatch):
+    ages = watchdog.Ages(0)
+    for now in range(1, 101):
+        ages.look([1, 2], now)
+    monkeypatch.setattr(backoff, "limited", {"one": (1, 96.0), "other": (1, 3.0)})
+    assert ages.oldest(50, ()) == 2
+    assert ages.oldest(50, {2}) is None
+    ages.look([1, 2], 101)
+    assert ages.oldest(50, {2}) == 1
+
+
 def test_a_report_for_one_reason_prevents_none_for_another():
     used = a_board()
     for reason in (CLAIMED_ASKED, CLAIMED_LATE, CLAIMED_DIFFERENCE, CLAIMED_DEATH):

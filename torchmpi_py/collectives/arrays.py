@@ -45,8 +45,8 @@ class ArrayHandle(Handle[Any]):
     def who_is_late(self) -> str:
         return self._handle.who_is_late()
 
-    def expect(self) -> None:
-        self._handle.expect()
+    def expect(self, limit_seconds: float | None = None) -> None:
+        self._handle.expect(limit_seconds)
 
     def give_up(self) -> None:
         self._handle.give_up()

@@ -44,6 +44,7 @@ def key_of(verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
         or x.is_neg()
         or x.is_inference()
         or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
         or config.can_raise  # then a blocking call is launched
     ):
         return None

@@ -31,6 +31,10 @@ active: dict[object, int] = {}
 
 A future's wait happens in C++, out of sight: there the handle stands for the wait (``Handle.expect``)."""
 
+limited: dict[object, tuple[int, float]] = {}
+"""Waits that the program has given a time limit: the number of the record, and the seconds. Such an operation is not
+late before that, whatever the deadline."""
+
 unhurried: dict[object, tuple[int, int]] = {}
 """Waits for ranks that may come late while they work (``journal.run_while_others_work``): the number of the record, and
 the number of ranks."""

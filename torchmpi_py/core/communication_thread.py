@@ -6,7 +6,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Protocol, TypeVar
 
 from torchmpi_py.core.handles import Handle, RequestHandle, ThreadHandle, Work
@@ -103,13 +103,16 @@ class CommunicationThread:
     def _submit_end_mark(self) -> Handle[None]:
         return self.submit(_EndMark(self._last_entry))
 
-    def drain(self) -> None:
-        """Block until all launched operations are complete; warn when that takes long. Errors stay with handles."""
+    def drain(self, comms: Container[object] | None = None) -> None:
+        """Block until all launched operations are complete; warn when that takes long. Errors stay with handles.
+
+        With ``comms`` messages of other communicators may stay open: their counterparts may come later.
+        """
         if self.is_stuck:
             return
         for other in list(self._companions):
             other.drain()
-        while posted := list(self._posted.values()):
+        while posted := [each for each in list(self._posted.values()) if comms is None or each.comm in comms]:
             for handle in posted:
                 _wait_audibly(handle)
                 self._posted.pop(id(handle), None)

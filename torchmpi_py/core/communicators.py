@@ -79,7 +79,7 @@ class Communicator:
             if self.is_broken:
                 self._release(is_lost=True)
                 return
-            communication_thread.current().drain()
+            communication_thread.current().drain({self, *self.parts, self.outer})
             if self.direct.is_in_use:
                 raise CommunicatorError(f"{self!r} cannot be freed: a thread is in a collective there")
             journal.run_together("free", self, self._release)
@@ -101,8 +101,10 @@ class Communicator:
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.free()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Where the block raises, other ranks may be waiting for this one, so this rank alone cannot free.
+        if kind is None or self.size == 1:
+            self.free()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         """Itself: a copy of what uses a communicator uses the same one."""

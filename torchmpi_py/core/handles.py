@@ -24,10 +24,13 @@ import torch
 
 from torchmpi_py.core import backoff, config, mpi_api
 from torchmpi_py.core.journal import Entry
-from torchmpi_py.errors import CollectiveTimeout, CommunicatorError, NotStarted
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.errors import CollectiveTimeout, CommunicatorError, NotStarted, TorchMPIError
 
 logger = logging.getLogger("torchmpi_py")
 R = TypeVar("R")
+_LONGEST_NAP_SECONDS, _NAP_SHARE = 0.001, 0.01  # of a wait in which MPI must not block
+_CANCEL_SECONDS = 1.0  # for the thread that waits to see it
 _AND_THEN = (
     "it goes on: wait again for its result (handle.wait() of this error), for the same call would be another one"
 )
@@ -103,13 +106,13 @@ class Handle(ABC, Generic[R]):
     def wait(self, timeout_seconds: float | None = None) -> R:
         """Block until the operation is complete and return its result (the output tensor, or the number).
 
-        Raises what the operation raised, or CollectiveTimeout when it is not complete after ``timeout_seconds``; it
-        then goes on, and may be waited for again. Default: for ever, or ``Tuning.deadline_seconds`` where
-        ``Tuning.at_deadline`` is "raise".
+        Raises what the operation raised, or CollectiveTimeout when it is not complete after ``timeout_seconds``, be
+        that longer than the deadline; it then goes on, and may be waited for again. Default: for ever, or
+        ``Tuning.deadline_seconds`` where ``Tuning.at_deadline`` is "raise".
         """
         if timeout_seconds is None and config.can_raise:
             timeout_seconds = config.current.deadline_seconds
-        if not self._complete(timeout_seconds):
+        if not (self._complete(None) if timeout_seconds is None else self._complete_within(timeout_seconds)):
             state = f"{self._label} is not complete after {timeout_seconds:g} s; {_AND_THEN}"
             late = CollectiveTimeout(f"{state}. {self.who_is_late()}")._of_call(*_call_of(self._label))
             late.handle = self
@@ -128,21 +131,23 @@ class Handle(ABC, Generic[R]):
         work = self._work
         return (work.late_ranks() if work is not None else "") or "Has every rank launched it?"
 
-    def expect(self) -> None:
+    def expect(self, limit_seconds: float | None = None) -> None:
         """Count the operation as waited for until it is complete or given up, for a wait that the package cannot see.
 
-        C++ waits for a future in such a way.
+        C++ waits for a future in such a way. ``limit_seconds``: as in ``wait``, for that wait.
         """
         work = self._work
         if work is not None and work.entry is not None and not self._error_was_seen:
+            if limit_seconds is not None:
+                backoff.limited[self] = work.entry[0], limit_seconds
             backoff.active[self] = work.entry[0]
             if self._work is None:  # the operation has completed meanwhile
-                backoff.active.pop(self, None)
+                self._end_wait()
 
     def give_up(self) -> None:
         """The program no longer waits for the operation: it is not late, and its error is not logged."""
         self._error_was_seen = True
-        backoff.active.pop(self, None)
+        self._end_wait()
 
     def on_its_stream(self) -> AbstractContextManager[object]:
         """A block in which this thread's work goes to the stream of the operation, where it has one."""
@@ -172,6 +177,20 @@ class Handle(ABC, Generic[R]):
         finally:
             backoff.active.pop(wait, None)
 
+    def _complete_within(self, seconds: float) -> bool:
+        """``_complete`` within the limit of a program: the operation is not late before."""
+        work, wait = self._work, object()
+        if work is not None and work.entry is not None:
+            backoff.limited[wait] = work.entry[0], seconds
+        try:
+            return self._complete(seconds)
+        finally:
+            backoff.limited.pop(wait, None)
+
+    def _end_wait(self) -> None:
+        backoff.active.pop(self, None)
+        backoff.limited.pop(self, None)
+
     def _end_with(self, step: Callable[[], R]) -> None:
         """Run the operation's last step, keep its result or error, and give up the buffers."""
         try:
@@ -185,7 +204,7 @@ class Handle(ABC, Generic[R]):
         work, self._work = self._work, None
         if work is not None:
             work.release()
-        backoff.active.pop(self, None)
+        self._end_wait()
 
     def __bool__(self) -> bool:
         raise TypeError("a handle is neither true nor false; use handle.done() or handle.wait()")
@@ -256,6 +275,8 @@ def wait_all(handles: Iterable[Handle[Any]]) -> list[Any]:
         try:
             results.append(handle.wait())
         except Exception as error:
+            if not (isinstance(error, CollectiveTimeout) or handle.done()):
+                raise  # from a signal's handler
             errors.append(error)
     if errors:
         first = errors[0]
@@ -288,8 +309,14 @@ class RequestHandle(Handle[R]):
         self._requests = list(requests)
         self._last_steps = last_steps
         self._failure: Exception | None = None
+        self._is_cancelled = False
         self._lock = threading.Lock()  # held by the thread that moves the transfer forward
         self._table: dict[int, RequestHandle[Any]] = {}
+
+    @property
+    def comm(self) -> Any:
+        """The communicator of the operation; None if that is not known."""
+        return _call_of(self._label)[1]
 
     def stay_in(self, table: dict[int, RequestHandle[Any]]) -> None:
         """Stay in ``table`` until the operation is complete: MPI uses the buffers of a handle that is dropped."""
@@ -308,13 +335,21 @@ class RequestHandle(Handle[R]):
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         if not self._lock.acquire(timeout=lock_timeout(timeout_seconds)):
             return False  # another thread is waiting for it
+        # The main thread may block in MPI. Another one may still be here when the main thread ends MPI.
+        blocks = timeout_seconds is None and threading.current_thread() is threading.main_thread()
+        nap: backoff.Nap | None = None
         try:
             while self._work is not None:
-                self._advance(self._work, wait=timeout_seconds is None)
-                if self._work is not None:
-                    if time.monotonic() >= deadline:
-                        return False
-                    time.sleep(0)
+                self._advance(self._work, wait=blocks)
+                if self._work is None:
+                    break
+                if self._is_cancelled:
+                    self._take_back(self._work)
+                elif (remaining := deadline - time.monotonic()) <= 0:
+                    return False
+                else:
+                    nap = nap or backoff.Nap(_LONGEST_NAP_SECONDS, _NAP_SHARE)
+                    nap.take(min(remaining, _LONGEST_NAP_SECONDS))
             return True
         finally:
             self._lock.release()
@@ -327,7 +362,9 @@ class RequestHandle(Handle[R]):
                     self._requests[-1].Wait()
                 elif not self._requests[-1].Test():
                     return
-            except Exception as error:  # the others go on: MPI may still write into their buffers
+            # The other requests go on: MPI may still write into their buffers. So does this one, where what is raised
+            # comes from a signal's handler.
+            except (MPI.Exception, TorchMPIError) as error:
                 self._failure = self._failure or work.explain(error)
             self._requests.pop()
         self._end_with(self._finish)
@@ -343,18 +380,17 @@ class RequestHandle(Handle[R]):
         return self._work.finish()
 
     def cancel(self) -> None:
-        """Take back receives without a message; no effect while a thread waits for them."""
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            if self._work is not None:
-                self._advance(self._work, wait=False)
-            if self._work is not None:
-                cancelled = CommunicatorError(f"{self._label} was cancelled: nothing has come for it")
-                self._failure = cancelled._of_call(*_call_of(self._label))
-                for request in self._requests:
-                    request.Cancel()
-                self.give_up()
-                self._advance(self._work, wait=True)
-        finally:
-            self._lock.release()
+        """Take back receives without a message: threads that wait for them raise CommunicatorError.
+
+        No effect on those for which the main thread waits.
+        """
+        self._is_cancelled = True
+        self._advance_until(_CANCEL_SECONDS)
+
+    def _take_back(self, work: Work[R]) -> None:
+        cancelled = CommunicatorError(f"{self._label} was cancelled: nothing has come for it")
+        self._failure = cancelled._of_call(*_call_of(self._label))
+        for request in self._requests:
+            request.Cancel()
+        self.give_up()
+        self._advance(work, wait=True)

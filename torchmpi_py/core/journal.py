@@ -38,7 +38,7 @@ from torchmpi_py.core.status_board import (
     Record,
     pack,
 )
-from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.errors import RanksDisagree, TorchMPIError
 
 R = TypeVar("R")
 _HALF = NUM_RECORDS // 2 - 1
@@ -48,6 +48,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _BENCH = os.path.join(_PACKAGE, "bench", "")  # calls verbs as a program does
 MOST_CALLS_KEPT = 4096
 _SIZE_INDEX = 2  # of the number of bytes in ``Recorded.fingerprint``, if it has to be the same
+_AGREED = (TorchMPIError, ValueError, TypeError, RuntimeError, OSError, MemoryError)  # the rest: of a signal's handler
 _NO_CALL = (None, ..., None, 0, 0)  # differs from every call
 
 Entry = tuple[int, int, int, int, int, CallSequence | None]
@@ -219,7 +220,7 @@ def _until_over(entry: Entry, step: Callable[[], R]) -> R:
         returned = step()
         end_launched(entry)
     except BaseException as error:
-        if isinstance(error, MPI.Exception):  # other errors are agreed on
+        if isinstance(error, MPI.Exception) or not isinstance(error, _AGREED):
             break_off(entry)
         fail(entry)
         raise

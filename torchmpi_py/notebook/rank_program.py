@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+from collections import deque
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from types import FrameType
@@ -41,19 +42,34 @@ class KernelLink:
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self.connection = connection
         self.process_id = os.getpid()
-        self._lock = threading.RLock()  # a destructor may print in the middle of a send
+        self._lock = threading.Lock()
+        self._sender: int | None = None  # the thread that has the lock
+        self._printed_meanwhile: deque[bytes] = deque()  # by destructors in the middle of a send
 
     def send(self, kind: str, *content: object) -> None:
-        """Send a message, unless the kernel is gone."""
+        """Send a message, unless the kernel is gone. In the middle of a send: after that one."""
         message = pickle.dumps((kind, *content))  # outside of the lock: this may run the user's code, which may print
+        if self._sender == threading.get_ident():
+            self._printed_meanwhile.append(message)
+            return
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # after half a message nothing can be read
             with self._lock:
-                self.connection.send_bytes(message)
+                self._send_with(message)
         except OSError:
             return
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+    def _send_with(self, message: bytes) -> None:
+        """Send a message, and what destructors print meanwhile."""
+        self._sender = threading.get_ident()
+        try:
+            self.connection.send_bytes(message)
+            while self._printed_meanwhile:
+                self.connection.send_bytes(self._printed_meanwhile.popleft())
+        finally:
+            self._sender = None
 
 
 class RankStream(io.TextIOBase):

@@ -116,7 +116,7 @@ class QueuedCall(PendingWork, Work[list[Tensor]]):
         self._queue.give_up()
 
     def expect(self) -> None:
-        self._queue.expect(self.handle)
+        self._queue.expect(self.handle, self._seconds)
 
     def before_wait(self) -> None:
         self._queue.carry_on(self)
@@ -221,11 +221,11 @@ class CallQueue:
             self._deferred.remove(call)
             call.end()
 
-    def expect(self, handle: Handle[Any]) -> None:
+    def expect(self, handle: Handle[Any], limit_seconds: float | None) -> None:
         """Count a call as waited for until it is over, given up, or abandoned."""
         with self._order:
             self._expected.add(handle)
-        handle.expect()
+        handle.expect(limit_seconds)
 
     def give_up(self) -> None:
         """The program no longer waits for a call, which goes on."""

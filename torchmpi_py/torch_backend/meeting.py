@@ -53,6 +53,8 @@ def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
     entry = journal.record(Plain(name, world, (name,)), DIRECT, frame=frame)
     try:
         seconds = _seconds(timeout) or math.inf
+        if seconds < math.inf:
+            backoff.limited[entry] = entry[0], seconds
         if not backoff.complete(world.direct.mpi.Ibarrier(), backoff.Nap(0.001), seconds):
             raise CollectiveTimeout(
                 f"the timeout of {seconds:g} s has passed, and not all ranks have called init_process_group. "
@@ -61,6 +63,8 @@ def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
     except BaseException:
         journal.fail(entry)
         raise
+    finally:
+        backoff.limited.pop(entry, None)
     journal.end(entry)
 
 

@@ -38,6 +38,9 @@ class Message(PendingWork):
         self.handle = handle
         self._receipts = receipts
 
+    def expect(self) -> None:
+        self.handle.expect(self._seconds)
+
     def when_over(self, step: Callable[[], None]) -> None:
         """Run ``step``, which waits for the message, in a thread of its own."""
         threading.Thread(target=step, name="torchmpi_py-message", daemon=True).start()

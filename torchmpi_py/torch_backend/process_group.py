@@ -160,15 +160,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         self._check_open()
-        return self.mailbox.send(tensors[0], destination, tag, self.seconds, torch_internals.program())
+        message = self.mailbox.send(tensors[0], destination, tag, self.seconds, torch_internals.program())
+        return self._posted(message)
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
+    def recv(self, tensors: Tensors, source: int | None, tag: int) -> Any:
         self._check_open()
-        return self.mailbox.receive(tensors[0], source, tag, self.seconds, torch_internals.program())
+        message = self.mailbox.receive(tensors[0], source, tag, self.seconds, torch_internals.program())
+        return self._posted(message)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
-        self._check_open()
-        return self.mailbox.receive(tensors[0], None, tag, self.seconds, torch_internals.program())
+        return self.recv(tensors, None, tag)
 
     def monitored_barrier(self, timeout: dt.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that can name the ranks that do not come; see ``torch_backend.monitored_barrier``."""
@@ -235,7 +236,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             return Done(results)
         if not is_launch and self.queue.run_here(call):
             return OVER
-        work = self.queue.submit(call, seconds)
+        return self._posted(self.queue.submit(call, seconds))
+
+    def _posted(self, work: PendingWork) -> PendingWork:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

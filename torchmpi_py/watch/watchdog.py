@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -69,8 +70,11 @@ class Ages:
         self.seconds = {number: self.seconds.get(number, 0.0) + passed for number in numbers}
 
     def oldest(self, at_least: float, excluded: Collection[int]) -> int | None:
-        """The oldest operation of at least this age."""
+        """The oldest operation of at least this age, for which no wait has more time by its own limit."""
         old = {n: seconds for n, seconds in self.seconds.items() if seconds >= at_least and n not in excluded}
+        for number, seconds in tuple(backoff.limited.values()) if old else ():
+            if old.get(number, math.inf) < seconds + job_reports.RAISE_SECONDS:
+                del old[number]
         return max(old, key=old.__getitem__, default=None)
 
 
@@ -170,8 +174,8 @@ class Watchdog:
         self._reported: set[int] = set()
         self._is_stopping = False
         self._ending = threading.Event()
-        backoff.active.clear()
-        backoff.unhurried.clear()
+        for waits in (backoff.active, backoff.limited, backoff.unhurried):
+            waits.clear()
         journal.evicted_open.clear()
         self._neighbours = Neighbours(board, requests.listen())
         self._thread = threading.Thread(target=self._loop, name="torchmpi_py-watchdog", daemon=True)

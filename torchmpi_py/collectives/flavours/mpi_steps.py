@@ -164,7 +164,10 @@ def recv(comm: MPI.Comm, x: Tensor, source: int, tag: int = MESSAGE) -> Steps:
 
 
 class Receipt:
-    """A posted receive, which must bring as many bytes as it has room for."""
+    """A posted receive, which must bring as many bytes as it has room for.
+
+    A signal's handler may raise between the end of the request, which is null then, and the check.
+    """
 
     def __init__(self, comm: MPI.Comm, piece: Tensor, source: int, tag: int) -> None:
         self.request = comm.Irecv(mpi_buffers.raw(piece), source, tag)
@@ -172,7 +175,7 @@ class Receipt:
         self.status = MPI.Status()
 
     def Test(self) -> bool:  # noqa: N802 - as mpi4py's Request
-        if not self.request.Test(self.status):
+        if self.request and not self.request.Test(self.status):
             return False
         check_arrived(self.status, self.num_bytes)
         return True
@@ -181,7 +184,8 @@ class Receipt:
         self.request.Cancel()
 
     def Wait(self) -> None:  # noqa: N802
-        self.request.Wait(self.status)
+        if self.request:
+            self.request.Wait(self.status)
         check_arrived(self.status, self.num_bytes)
 
 

@@ -177,6 +177,7 @@ class _Copies:
 
     def __init__(self, channel: Channel, given: Tensor, received: Tensor) -> None:
         self.comm = channel.mpi
+        self.tensors = given, received  # alive as long as a walk: MPI has their addresses
         self.given, _ = mpi_buffers.raw(given)
         self.received, _ = mpi_buffers.raw(received)
 
