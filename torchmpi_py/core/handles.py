@@ -29,7 +29,6 @@ from torchmpi_py.errors import CollectiveTimeout, CommunicatorError, NotStarted,
 
 logger = logging.getLogger("torchmpi_py")
 R = TypeVar("R")
-_LONGEST_NAP_SECONDS, _NAP_SHARE = 0.001, 0.01  # of a wait in which MPI must not block
 _CANCEL_SECONDS = 1.0  # for the thread that waits to see it
 _AND_THEN = (
     "it goes on: wait again for its result (handle.wait() of this error), for the same call would be another one"
@@ -333,11 +332,10 @@ class RequestHandle(Handle[R]):
     def _advance_until(self, timeout_seconds: float | None) -> bool:
         """Move the transfer forward, one thread at a time; whether it is complete within ``timeout_seconds``."""
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
-        if not self._lock.acquire(timeout=lock_timeout(timeout_seconds)):
-            return False  # another thread is waiting for it
         # The main thread may block in MPI. Another one may still be here when the main thread ends MPI.
         blocks = timeout_seconds is None and threading.current_thread() is threading.main_thread()
-        nap: backoff.Nap | None = None
+        if not self._lock.acquire(timeout=lock_timeout(timeout_seconds)):
+            return False  # another thread is waiting for it
         try:
             while self._work is not None:
                 self._advance(self._work, wait=blocks)
@@ -345,11 +343,10 @@ class RequestHandle(Handle[R]):
                     break
                 if self._is_cancelled:
                     self._take_back(self._work)
-                elif (remaining := deadline - time.monotonic()) <= 0:
+                elif time.monotonic() >= deadline:
                     return False
                 else:
-                    nap = nap or backoff.Nap(_LONGEST_NAP_SECONDS, _NAP_SHARE)
-                    nap.take(min(remaining, _LONGEST_NAP_SECONDS))
+                    time.sleep(0)  # no longer: MPI may move large messages forward in these looks alone
             return True
         finally:
             self._lock.release()
