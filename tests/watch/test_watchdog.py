@@ -46,13 +46,20 @@ def test_a_job_that_was_stopped_is_not_late():
 
 
 def test_a_wait_with_a_longer_limit_is_not_late(monkeypatch):
+    monkeypatch.setattr(backoff, "limited", {"one": (1, 96.0), "other": (2, 30.0)})
     ages = watchdog.Ages(0)
-    for now in range(1, 101):
+    for now in range(1, 102):
         ages.look([1, 2], now)
-    monkeypatch.setattr(backoff, "limited", {"one": (1, 96.0), "other": (1, 3.0)})
     assert ages.oldest(50, ()) == 2
     assert ages.oldest(50, {2}) is None
-    ages.look([1, 2], 101)
+    ages.look([1, 2], 102)
+    assert ages.oldest(50, {2}) == 1
+    backoff.limited["again"] = 1, 96.0
+    assert ages.oldest(50, {2}) is None
+    for now in range(103, 204):
+        ages.look([1, 2], now)
+    assert ages.oldest(50, {2}) is None
+    ages.look([1, 2], 204)
     assert ages.oldest(50, {2}) == 1
 
 

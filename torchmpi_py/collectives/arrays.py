@@ -31,7 +31,10 @@ class ArrayHandle(Handle[Any]):
         self._arrays: list[Any] = []  # the result, once there is one: every wait returns the same
 
     def wait(self, timeout_seconds: float | None = None) -> Any:
-        result = self._handle.wait(timeout_seconds)
+        try:
+            result = self._handle.wait(timeout_seconds)
+        finally:
+            self._error = self._handle._error
         if not self._arrays:
             self._arrays.append(self._to_array(result))
         return self._arrays[0]

@@ -98,7 +98,7 @@ class CommunicationThread:
 
     def is_drained_within(self, seconds: float) -> bool:
         """Wait at most ``seconds`` for the queue; whether all of it is complete."""
-        return self._thread is None or self._submit_end_mark()._complete(seconds)
+        return self._thread is None or self._submit_end_mark()._complete_within(seconds)
 
     def _submit_end_mark(self) -> Handle[None]:
         return self.submit(_EndMark(self._last_entry))

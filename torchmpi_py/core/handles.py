@@ -274,7 +274,7 @@ def wait_all(handles: Iterable[Handle[Any]]) -> list[Any]:
         try:
             results.append(handle.wait())
         except Exception as error:
-            if not (isinstance(error, CollectiveTimeout) or handle.done()):
+            if error is not handle._error and not isinstance(error, CollectiveTimeout):
                 raise  # from a signal's handler
             errors.append(error)
     if errors:
@@ -375,6 +375,10 @@ class RequestHandle(Handle[R]):
         if self._last_steps is not None:
             self._last_steps()
         return self._work.finish()
+
+    def settle(self) -> None:
+        """Block until the operation is complete, in a wait that does not count, and raise nothing."""
+        self._advance_until(None)
 
     def cancel(self) -> None:
         """Take back receives without a message: threads that wait for them raise CommunicatorError.

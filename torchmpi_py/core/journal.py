@@ -20,7 +20,6 @@ from typing import Any, Protocol, TypeVar
 
 from torchmpi_py.core import backoff, sequences, status_board
 from torchmpi_py.core.channels import DIRECT
-from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.sequences import CallSequence
 from torchmpi_py.core.status_board import (
     BEGUN,
@@ -48,7 +47,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _BENCH = os.path.join(_PACKAGE, "bench", "")  # calls verbs as a program does
 MOST_CALLS_KEPT = 4096
 _SIZE_INDEX = 2  # of the number of bytes in ``Recorded.fingerprint``, if it has to be the same
-_AGREED = (TorchMPIError, ValueError, TypeError, RuntimeError, OSError, MemoryError)  # the rest: of a signal's handler
+_AGREED = (TorchMPIError, ValueError, TypeError)  # the rest is of MPI, of one rank alone, or of a signal's handler
 _NO_CALL = (None, ..., None, 0, 0)  # differs from every call
 
 Entry = tuple[int, int, int, int, int, CallSequence | None]
@@ -220,7 +219,7 @@ def _until_over(entry: Entry, step: Callable[[], R]) -> R:
         returned = step()
         end_launched(entry)
     except BaseException as error:
-        if isinstance(error, MPI.Exception) or not isinstance(error, _AGREED):
+        if not isinstance(error, _AGREED):
             break_off(entry)
         fail(entry)
         raise

@@ -23,7 +23,6 @@ from torchmpi_py.core import mpi_api
 from torchmpi_py.core.communicators import Communicator, resolve, stack
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.core.tensors import check_count
-from torchmpi_py.errors import CollectiveTimeout
 from torchmpi_py.nn.block_sequential import BlockSequential
 from torchmpi_py.nn.bucket import sparse_parameters
 from torchmpi_py.nn.buckets import Buckets
@@ -107,12 +106,12 @@ class AsyncBackward:
     def _finish(self) -> None:
         """Wait for the reduction that is under way."""
         assert self._has_gradient_anywhere is not None
-        handles, has_gradient_anywhere = self._handles, self._has_gradient_anywhere
-        is_late = False
+        has_gradient_anywhere = self._has_gradient_anywhere
+        handles, is_late = [*self._handles, has_gradient_anywhere], False
         try:
-            wait_all([*handles, has_gradient_anywhere])
-        except CollectiveTimeout:
-            is_late = True  # the next call waits again
+            wait_all(handles)
+        except BaseException as error:  # of an operation; or of a deadline, or a signal's handler: the next waits again
+            is_late = all(error is not each._error for each in handles)
             raise
         finally:
             if not is_late:

@@ -42,7 +42,7 @@ class KernelLink:
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self.connection = connection
         self.process_id = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler may print just before ``_sender`` is set
         self._sender: int | None = None  # the thread that has the lock
         self._printed_meanwhile: deque[bytes] = deque()  # by destructors in the middle of a send
 

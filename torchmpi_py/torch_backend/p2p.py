@@ -35,15 +35,18 @@ class Message(PendingWork):
 
     def __init__(self, handle: RequestHandle[Any], x: Tensor, seconds: float | None, receipts: list[Any]) -> None:
         super().__init__([x], seconds)
-        self.handle = handle
+        self.handle: RequestHandle[Any] = handle
         self._receipts = receipts
 
     def expect(self) -> None:
         self.handle.expect(self._seconds)
 
     def when_over(self, step: Callable[[], None]) -> None:
-        """Run ``step``, which waits for the message, in a thread of its own."""
-        threading.Thread(target=step, name="torchmpi_py-message", daemon=True).start()
+        def wait() -> None:
+            self.handle.settle()
+            step()
+
+        threading.Thread(target=wait, name="torchmpi_py-message", daemon=True).start()
 
     def source_rank(self) -> int:
         """The rank in the group that sent the message, once the message has come."""

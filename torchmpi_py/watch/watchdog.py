@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import select
 import socket
@@ -62,19 +61,25 @@ class Ages:
 
     def __init__(self, now: float) -> None:
         self.seconds: dict[int, float] = {}
+        self._at_wait: dict[object, float] = {}  # when waits with a limit began
         self._before = now
 
     def look(self, numbers: Iterable[int], now: float) -> None:
         """Age the operations that are under way now; forget the others."""
         passed, self._before = min(now - self._before, _MOST_A_LOOK_SECONDS), now
         self.seconds = {number: self.seconds.get(number, 0.0) + passed for number in numbers}
+        limited = tuple(backoff.limited.items())
+        self._at_wait = {wait: self._at_wait.get(wait, self.seconds.get(n, 0.0)) for wait, (n, _) in limited}
 
     def oldest(self, at_least: float, excluded: Collection[int]) -> int | None:
         """The oldest operation of at least this age, for which no wait has more time by its own limit."""
         old = {n: seconds for n, seconds in self.seconds.items() if seconds >= at_least and n not in excluded}
-        for number, seconds in tuple(backoff.limited.values()) if old else ():
-            if old.get(number, math.inf) < seconds + job_reports.RAISE_SECONDS:
-                del old[number]
+        for wait, (number, limit) in tuple(backoff.limited.items()) if old else ():
+            # A shorter limit is no reason: a program may look again and again.
+            if limit >= at_least and number in old:
+                waited = old[number] - self._at_wait.get(wait, old[number])
+                if waited < limit + job_reports.RAISE_SECONDS:
+                    del old[number]
         return max(old, key=old.__getitem__, default=None)
 
 
