@@ -352,6 +352,10 @@ WITHOUT_MEMORY = {
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
         r"a nested tensor; pass what \.to_padded_tensor",
     ),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        r"a nested tensor; pass what \.to_padded_tensor",
+    ),
     "quantized": (
         lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
         r"a quantized tensor; .*\.dequantize\(\)",
@@ -385,3 +389,16 @@ def test_other_types_with_memory(mpi, make):
     assert torch.equal(x.detach().as_subclass(torch.Tensor), expected)
     assert mpi.allreduce(make(torch.empty(0))).numel() == 0
     mpi.check_with_allreduce(x)
+
+
+UNPACKED = [name for name in ("uint4", "int4", "bits8", "float4_e2m1fn_x2") if hasattr(torch, name)]
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_dtypes_that_cannot_be_reduced_are_moved(mpi, name):
+    x = torch.full((4,), mpi.rank(), dtype=torch.uint8).view(getattr(torch, name))
+    for flavour in ("mpi", "shared"):
+        for call in (mpi.allreduce, mpi.allreduce_async, mpi.reduce):
+            raises_everywhere(mpi, ValueError, f"{x.dtype} cannot be reduced; unpack", call, x, flavour=flavour)
+    root = mpi.size() - 1
+    assert mpi.broadcast(x, root).view(torch.uint8).tolist() == [root] * 4

@@ -576,3 +576,19 @@ def test_long_messages_travel_in_pieces(mpi, monkeypatch):
             received = torch.empty_like(x)
             mpi.wait_all([mpi.recv_async(received, (me - 1) % size), mpi.send_async(x, (me + 1) % size)])
             same(received, inputs[me - 1])
+
+
+@pytest.mark.parametrize("flavour", ["mpi", "shared", "ring", "gloo"])
+def test_true_is_any_byte_but_zero(mpi, flavour):
+    """As in a view of a mask of bytes; torch takes each for True."""
+    rank, size = mpi.rank(), mpi.size()
+    make = torch.tensor([1 << rank % 8, 255 if rank % 2 else 1, 0, rank], dtype=torch.uint8).view(torch.bool)
+    expected = {
+        "min": [True, True, False, size == 1 and rank > 0],
+        "bxor": [size % 2 == 1, size % 2 == 1, False, (size - 1) % 2 == 1],
+        "max": [True, True, False, size > 1],
+    }
+    for op, right in expected.items():
+        assert mpi.allreduce(make.clone(), op=op, flavour=flavour).ne(0).tolist() == right, op
+    parts = mpi.reduce_scatter(make.repeat(size), op="land", flavour=flavour)
+    assert parts.tolist() == expected["min"]

@@ -39,6 +39,7 @@ def key_of(verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
         or type(x) is not Tensor
         or not x.is_cpu
         or x.layout is not _STRIDED
+        or x.is_nested
         or not x.is_contiguous()
         or x.requires_grad
         or x.is_neg()

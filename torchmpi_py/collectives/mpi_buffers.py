@@ -63,8 +63,6 @@ def reduction(dtype: torch.dtype, op: str) -> Reduction:
     wire_dtype, encode, decode = form(dtype, op)
     if op == "sum" and dtype in _CAPPED:
         wire_dtype, encode, decode = torch.int32, lambda x: x.to(torch.int32), lambda wire: wire.to(dtype)
-    if wire_dtype not in _MPI_TYPES:
-        raise TypeError(f"op {op!r} on {dtype}: this dtype cannot be reduced; convert the tensor, as with x.float()")
     name = BOOL_OPS[op].upper() if wire_dtype == torch.bool else _MPI_OPS[op]
     mpi_type, mpi_op = getattr(MPI, _MPI_TYPES[wire_dtype]), getattr(MPI, name)
     return Reduction(mpi_type, mpi_op, op == "avg", wire_dtype.itemsize, encode, decode)

@@ -10,7 +10,8 @@ min, max of floats     as integers in the same order. Processors and MPI leave N
                        lower ones flipped when the sign is set, are an integer that orders as the float does; the
                        largest (smallest) integer stands for NaN in max (min).
 
-bool itself is reduced as 0 and 1, with bitwise ops.
+bool itself is reduced with bitwise ops: "or" as it lies in memory, "and" and "xor" as 0 and 1, for True may be any byte
+but 0, as in a view of another dtype.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ def form(dtype: torch.dtype, op: str) -> tuple[torch.dtype, Code | None, Code | 
     """(dtype of partial results, encode, decode); without the two, values are reduced as they lie in memory."""
     if op in ("land", "lor") and dtype != torch.bool:
         return torch.bool, lambda x: x.to(torch.bool), lambda wire: wire
+    if dtype == torch.bool and BOOL_OPS.get(op) != "bor":
+        return torch.bool, lambda x: x.view(torch.uint8).ne(0), lambda wire: wire
     accumulate = dtype
     if dtype.is_floating_point and dtype.itemsize < 4:
         accumulate = torch.float32

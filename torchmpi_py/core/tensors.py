@@ -27,6 +27,7 @@ OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
 _FLOAT_OPS = ("sum", "avg", "prod", "min", "max")
 _COMPLEX_OPS = ("sum", "avg", "prod")
 _INTEGER_OPS = ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
+_WHOLE_NUMBERS = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 _STRIDED = torch.strided
 _WRITE_INTO_X = frozenset({"broadcast", "sendreceive", "recv"})
 _WRITE_INTO_X_WITHOUT_OUT = frozenset({"allreduce", "reduce", "alltoall"})
@@ -36,7 +37,9 @@ def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
     """The reductions that are defined for a dtype. On bool, sum and max mean "or", prod and min mean "and"."""
     if dtype.is_complex:
         return _COMPLEX_OPS
-    return _FLOAT_OPS if dtype.is_floating_point else _INTEGER_OPS
+    if dtype.is_floating_point:
+        return () if str(dtype) == "torch.float4_e2m1fn_x2" else _FLOAT_OPS  # two numbers a byte
+    return _INTEGER_OPS if dtype in _WHOLE_NUMBERS or dtype == torch.bool else ()
 
 
 def check_known_op(verb: str, op: str) -> None:
@@ -49,6 +52,8 @@ def check_known_op(verb: str, op: str) -> None:
 def check_op(verb: str, op: str, dtype: torch.dtype) -> None:
     """Raise a ValueError that lists the known ops unless ``op`` is defined for ``dtype``."""
     check_known_op(verb, op)
+    if not ops_of(dtype):
+        raise ValueError(f"{verb}: {dtype} cannot be reduced; unpack its values into a tensor of float32 or int32")
     if op not in ops_of(dtype):
         raise ValueError(f"{verb}: op {op!r} is not defined for {dtype}, which takes {', '.join(ops_of(dtype))}")
 
@@ -79,7 +84,7 @@ def check_tensor(verb: str, name: str, x: object) -> Tensor:
     """``x`` as a dense tensor in memory; a TypeError with the remedy for any other kind."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{verb}: {name} must be a torch.Tensor, not {type(x).__name__}; use torch.as_tensor({name})")
-    if x.layout is not _STRIDED or x.is_quantized or (type(x) is not Tensor and not _is_in_memory(x)):
+    if x.layout is not _STRIDED or x.is_quantized or x.is_nested or (type(x) is not Tensor and not _is_in_memory(x)):
         raise TypeError(f"{verb}: {name} is {_kind_and_remedy(x)}")
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         _check_untransformed(verb, x)
@@ -96,14 +101,15 @@ def _check_untransformed(verb: str, x: Tensor) -> None:
 def check_parts(verb: str, what: str, parts: Sequence[Tensor]) -> None:
     """``check_tensor`` for each of a list of tensors; the caller checks their sizes, dtype and device."""
     for number, part in enumerate(parts):
-        if type(part) is not Tensor or part.layout is not _STRIDED:  # lists are long, and most tensors pass here
+        # Lists are long, and most tensors pass here.
+        if type(part) is not Tensor or part.layout is not _STRIDED or part.is_nested:
             check_tensor(verb, f"number {number} of the {what}", part)
 
 
 def _is_in_memory(x: Tensor) -> bool:
     """Whether a tensor of another type than ``Tensor`` has values of its own, and is no wrapper of others."""
     try:
-        return not x.is_nested and (x.data_ptr() != 0 or (x.numel() == 0 and not hasattr(x, "to_local")))
+        return x.data_ptr() != 0 or (x.numel() == 0 and not hasattr(x, "to_local"))
     except RuntimeError:  # there is no pointer to the values
         return False
 

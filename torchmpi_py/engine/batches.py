@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,12 @@ class BatchIterator(ABC):
     """The attributes of an iterator that the engine reads, and the methods that set it to a place in an epoch.
 
     With each batch the attributes ``weight`` and ``num_samples`` are set (``iterators`` explains them), and
-    ``position``: how many samples of the epoch all ranks have used with this batch.
+    ``position``: how many samples of the epoch all ranks have used with this batch. One iteration may begin within
+    another, as where a hook tests on the training data: when it is over, the attributes are those of the other.
     """
+
+    _OF_ITERATION: tuple[str, ...] = ("position", "weight", "num_samples", "_epoch_under_way", "_is_set")
+    """The attributes that belong to one iteration."""
 
     def __init__(
         self,
@@ -41,9 +46,12 @@ class BatchIterator(ABC):
         self.epoch = 0  # of the next iteration
         self._first = 0  # the position in the epoch where the next iteration begins
         self._epoch_under_way: int | None = None
+        self._is_set = False  # the place of the next iteration, since the present one began
         self.position = 0
         self.weight = 1.0
         self.num_samples = 0
+        self._iterations: list[dict[str, Any]] = []  # the attributes of those that have begun, and are not over
+        self._present: dict[str, Any] | None = None  # whose attributes are in place
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
@@ -72,24 +80,33 @@ class BatchIterator(ABC):
         if self.size > 1 and self.follows_place:
             check_equal(f"{type(self).__name__}s", verbs.allgather_object(self._facts()))
 
+    def forget_iterations(self) -> None:
+        """Let the next iteration be within none, whatever has begun: an error that is kept may keep its loop alive."""
+        self._iterations = []
+
     def take_place(self) -> None:
         """Give the shares of this rank's present rank and size: ranks have died. If they were given, they remain."""
+        self.forget_iterations()
         if self.follows_place:
             self.rank, self.size = _place(None, None)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration run through ``epoch``; the same on every rank."""
-        self.epoch = at_least(0, "epoch", epoch)
+        self.epoch, self._is_set = at_least(0, "epoch", epoch), True
 
     def set_position(self, position: int) -> None:
         """Let the next iteration begin after so many samples of its epoch, over all ranks; the same on every rank."""
-        self._first = at_least(0, "position", position)
+        self._first, self._is_set = at_least(0, "position", position), True
+        self.forget_iterations()
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch, as plain data that are equal on all ranks, whatever is read ahead."""
-        if self._epoch_under_way is None:
-            return {"epoch": self.epoch, "position": self._first}
-        return {"epoch": self._epoch_under_way, "position": self.position}
+        epoch = self._used_epoch()
+        return (
+            {"epoch": self.epoch, "position": self._first}
+            if epoch is None
+            else {"epoch": epoch, "position": self.position}
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on at the place of a ``state_dict``, of any number of ranks; the same on all."""
@@ -101,12 +118,46 @@ class BatchIterator(ABC):
         place = np.random.SeedSequence((self.seed, self._epoch_under_way or 0, self.position, self.rank))
         return int(place.generate_state(1)[0])
 
+    def _used_epoch(self) -> int | None:
+        """The epoch under way; None before it, after it, and where the next iteration was set to another place."""
+        return None if self._is_set else self._epoch_under_way
+
     def _begin(self) -> tuple[int, int]:
         """Epoch and position of the iteration that begins; the next one is of the next epoch."""
         epoch, first = self.epoch, self._first
         self.epoch, self._first = epoch + 1, 0
-        self._epoch_under_way, self.position = epoch, first
+        self._epoch_under_way, self.position, self._is_set, self._present = epoch, first, False, None
         return epoch, first
+
+    def _iteration(self, batches: Generator[Any, None, None]) -> Iterator[Any]:
+        """The batches of an iteration that has begun, with its attributes in place whenever one is made or given."""
+        self._present = attributes = self._of_iteration()
+        return self._in_place(batches, attributes)
+
+    def _in_place(self, batches: Generator[Any, None, None], attributes: dict[str, Any]) -> Iterator[Any]:
+        self._iterations.append(attributes)
+        try:
+            with closing(batches):
+                while True:
+                    self._put(attributes)
+                    try:
+                        batch = next(batches)
+                    except StopIteration:
+                        return
+                    attributes.update(self._of_iteration())
+                    yield batch
+        finally:
+            self._iterations = [each for each in self._iterations if each is not attributes]
+            if self._iterations:
+                self._put(self._iterations[-1])
+
+    def _put(self, attributes: dict[str, Any]) -> None:
+        if self._present is not attributes:
+            self._present = attributes
+            self.__dict__.update(attributes)
+
+    def _of_iteration(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._OF_ITERATION}
 
 
 def check_equal(what: str, facts: Sequence[Mapping[str, Any]]) -> None:

@@ -81,6 +81,8 @@ class DatasetIterator(BatchIterator):
     whose indices differ between ranks, or from those of the loaded state, or are none of the dataset.
     """
 
+    _OF_ITERATION = (*BatchIterator._OF_ITERATION, "_order", "_order_epoch")
+
     def __init__(
         self,
         dataset: Dataset[Any] | Sequence[Source | Dataset[Any]],
@@ -155,8 +157,9 @@ class DatasetIterator(BatchIterator):
         self._has_recovered = True
 
     def state_dict(self) -> dict[str, Any]:
-        """As in ``BatchIterator``, with a digest of the order."""
-        return super().state_dict() | {"order": None if self._order is None else _digest(self._order)}
+        """As in ``BatchIterator``, with a digest of the order, as far as that is known."""
+        order = None if self._used_epoch() is None else self._order
+        return super().state_dict() | {"order": self._loaded_digest if order is None else _digest(order)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As in ``BatchIterator``; the next iteration raises ValueError if its order is another one."""
@@ -181,7 +184,7 @@ class DatasetIterator(BatchIterator):
                 "sampler gives now"
             )
         self._loaded_digest = None
-        return self._batches(order, first)
+        return self._iteration(self._batches(order, first))
 
     def order(self, epoch: int) -> torch.Tensor:
         """The indices of the dataset in the order of this epoch: a function of (seed, epoch) alone, or the sampler's.
@@ -225,7 +228,7 @@ class DatasetIterator(BatchIterator):
             )
         return orders[0]
 
-    def _batches(self, order: torch.Tensor, first: int) -> Iterator[Any]:
+    def _batches(self, order: torch.Tensor, first: int) -> Generator[Any, None, None]:
         total, order = len(order), order[first:]
         num_batches = self._num_batches(len(order))
         shares = [share(len(order), self.batch_size, b, rank=self.rank, size=self.size) for b in range(num_batches)]

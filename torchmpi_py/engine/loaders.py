@@ -32,7 +32,7 @@ from torchmpi_py.core import agree, ulfm
 from torchmpi_py.engine import samples
 from torchmpi_py.engine.batches import check_equal
 from torchmpi_py.engine.iterators import DatasetIterator
-from torchmpi_py.engine.sources import begun
+from torchmpi_py.engine.sources import PieceLoader, begun
 from torchmpi_py.nn.first_batches import short_digest, whole_digest
 from torchmpi_py.runtime import process
 
@@ -109,14 +109,11 @@ class DividedLoader(DatasetIterator):
         super().__init__(
             loader.dataset, loader.batch_size, shuffle=shuffle, seed=seed, prefetch=0, drop_last=loader.drop_last
         )
-        self._generator = torch.Generator()
-        self._pieces: list[list[int]] = []
-        self.loader = DataLoader(batch_sampler=self._pieces, generator=self._generator, **_kept(loader))
+        self._reader = PieceLoader(**_kept(loader))
+        self.loader = self._reader.loader
 
     def _loaded(self, pieces: list[torch.Tensor]) -> Generator[Any, None, None]:
-        self._generator.manual_seed(self._seed_of_workers())
-        self._pieces[:] = [piece.tolist() for piece in pieces]
-        yield from begun(self.loader)
+        yield from self._reader.read([piece.tolist() for piece in pieces], self._seed_of_workers())
 
 
 class _Offer(NamedTuple):

@@ -63,6 +63,8 @@ def of_epoch(state: State) -> Iterator[Any]:
     samplers = samplers_of(iterator)
     for holder in {id(each): each for each in (iterator, *samplers.values())}.values():  # some are the same object
         set_epoch(holder, state.epoch)
+    if state.training and isinstance(iterator, BatchIterator):
+        iterator.forget_iterations()
     if state.position > 0:
         return _resumed(state)
     if state.training and (samplers["sampler"] is not None or not hasattr(iterator, "set_position")):

@@ -8,8 +8,10 @@ own queue is empty.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
@@ -22,6 +24,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 T = TypeVar("T")
 
 _END = object()  # behind the last item of a queue
+_AT_EXIT_SECONDS = 5.0  # for an item under construction; a dataset may wait for a server that never answers
 
 
 def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
@@ -33,25 +36,49 @@ def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
     if depth == 0:
         yield from items
         return
-    ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
-    stopped = threading.Event()
-    thread = threading.Thread(target=_fill, args=(items, ready, stopped), name="torchmpi_py prefetch", daemon=True)
-    thread.start()
+    ahead = _Ahead(items, depth)
     try:
-        while (item := ready.get()) is not _END:
+        while (item := ahead.ready.get()) is not _END:
             if isinstance(item, _Raised):
                 raise item.error
             yield item
     finally:
-        stopped.set()
-        # The thread puts at most one item after the event is set: an emptied queue has room for it.
-        while not ready.empty():
-            ready.get_nowait()
-        thread.join()
+        ahead.end(None)
 
 
 class _Raised(NamedTuple):
     error: BaseException
+
+
+class _Ahead:
+    """The thread that computes items ahead, and their queue."""
+
+    def __init__(self, items: Iterable[Any], depth: int) -> None:
+        self.ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
+        self._stopped = threading.Event()
+        arguments = items, self.ready, self._stopped
+        self._thread = threading.Thread(target=_fill, args=arguments, name="torchmpi_py prefetch", daemon=True)
+        _under_way.add(self)
+        self._thread.start()
+
+    def end(self, seconds: float | None) -> None:
+        """End the thread, and wait for it so long (None: until it ends)."""
+        if self._thread.is_alive():
+            self._stopped.set()
+            # The thread puts at most one item after the event is set: an emptied queue has room for it.
+            while not self.ready.empty():
+                self.ready.get_nowait()
+            self._thread.join(seconds)
+
+
+_under_way: weakref.WeakSet[_Ahead] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads of loops that have not come to the end: one in a function of torch's would abort the process."""
+    for ahead in list(_under_way):
+        ahead.end(_AT_EXIT_SECONDS)
 
 
 def _fill(items: Iterable[Any], ready: queue.Queue[Any], stopped: threading.Event) -> None:
@@ -69,6 +96,53 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
     """``iter(loader)``, also where the default device is a GPU: the CPU's generator gives the seed that torch draws."""
     with torch.device("cpu"):
         return iter(loader)
+
+
+class _Pieces:
+    """The batch sampler of a DataLoader whose batches are given for each iteration."""
+
+    def __init__(self) -> None:
+        self.of_iteration: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.of_iteration)
+
+    def __len__(self) -> int:
+        return len(self.of_iteration)
+
+
+class PieceLoader:
+    """A DataLoader that is given the indices of its batches, and a seed, for each iteration."""
+
+    def __init__(self, dataset: Any, **options: Any) -> None:
+        self._pieces, self._generator = _Pieces(), torch.Generator()
+        self._latest: object = None  # the iteration for which lasting workers read
+        self._lock = threading.Lock()  # each iteration may have a thread that reads ahead
+        self.loader = DataLoader(dataset, batch_sampler=self._pieces, generator=self._generator, **options)
+
+    def read(self, pieces: list[list[int]], seed: int) -> Generator[Any, None, None]:
+        """The batches, in turn. The workers begin here.
+
+        RuntimeError where lasting workers read for a later iteration before this one is over.
+        """
+        with self._lock:
+            self._pieces.of_iteration = pieces
+            self._generator.manual_seed(seed)
+            self._latest = this = object()
+            return self._read(begun(self.loader), this)
+
+    def _read(self, batches: Iterator[Any], this: object) -> Generator[Any, None, None]:
+        while True:
+            with self._lock:
+                if self.loader.persistent_workers and self._latest is not this:
+                    raise RuntimeError(
+                        "a second iteration, begun before the end of this one, has taken the worker processes: make a "
+                        "loader, Source or iterator for each, or leave out the lasting workers"
+                    )
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
 
 
 def items_of(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -100,31 +174,25 @@ class Source:
         self.dataset: Any = dataset
         self.prefetch = at_least(0, "prefetch", prefetch)
         self.num_workers = at_least(0, "num_workers", num_workers)
-        self._pieces: list[list[int]] = []  # of the epoch under way: the indices of each batch that has some
-        self._generator = torch.Generator()
-        self._loader: DataLoader[Any] | None = None
+        self._reader: PieceLoader | None = None
         if num_workers > 0:
-            self._loader = DataLoader(
+            self._reader = PieceLoader(
                 dataset,
-                batch_sampler=self._pieces,
                 num_workers=num_workers,
                 prefetch_factor=max(1, prefetch),
                 collate_fn=list,
-                generator=self._generator,
                 multiprocessing_context=multiprocessing_context,
                 persistent_workers=True,
             )
 
     def read(self, pieces: list[list[int]], seed: int) -> Generator[list[Any], None, None]:
         """The samples of each piece, in turn, read ahead. The thread or the workers begin here."""
-        if self._loader is None:
+        if self._reader is None:
             # An item in front, so that the thread begins now, and not when the first sample is asked for.
             reader = prefetched(chain([[]], (items_of(self.dataset, piece) for piece in pieces)), self.prefetch)
             next(reader)
             return reader
-        self._pieces[:] = pieces
-        self._generator.manual_seed(seed)
-        return (samples for samples in begun(self._loader))
+        return self._reader.read(pieces, seed)
 
 
 class Sources(ConcatDataset[Any]):

@@ -180,6 +180,8 @@ class StreamIterator(BatchIterator):
     one.
     """
 
+    _OF_ITERATION = (*BatchIterator._OF_ITERATION, "_num_pieces", "_rests", "_reached")
+
     def __init__(
         self,
         stream: IterableDataset[Any],
@@ -241,7 +243,7 @@ class StreamIterator(BatchIterator):
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch, as plain data that are equal on all ranks: what is left of each piece."""
-        if self._epoch_under_way is not None and self.position > 0:
+        if self._used_epoch() is not None and self.position > 0:
             return self._state(self.position)
         return dict(self._loaded) if self._first > 0 and self._loaded else super().state_dict() | {"files": self.files}
 
@@ -269,7 +271,7 @@ class StreamIterator(BatchIterator):
         self._loaded = None
         self._reached = {first: [Reached(0, 0)] * self.num_readers}
         set_epoch(self.stream, epoch)
-        return self._steps(self._read())
+        return self._iteration(self._steps(self._read()))
 
     def _whole(self, epoch: int) -> list[int]:
         self._num_pieces = len(self.stream.files) if isinstance(self.stream, Shards) else self.num_readers
@@ -300,7 +302,7 @@ class StreamIterator(BatchIterator):
     def _moved(self, item: tuple[Any, list[int]]) -> tuple[Any, list[int]]:
         return moved(item[0], self.device), item[1]
 
-    def _steps(self, read: Generator[tuple[Any, list[int]], None, None]) -> Iterator[Any]:
+    def _steps(self, read: Generator[tuple[Any, list[int]], None, None]) -> Generator[Any, None, None]:
         spare = None  # this rank's first batch; of a rank that has none another rank's
         with closing(read):
             while True:

@@ -26,7 +26,7 @@ from torchmpi_py.core import backoff
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import flat
-from torchmpi_py.errors import CommunicatorError, Unavailable
+from torchmpi_py.errors import CommunicatorError, RanksDisagree, Unavailable
 from torchmpi_py.memory import symmetric
 
 _BY_MESSAGE_BYTES = 64 << 10  # of all ranks: from there on a flat tensor of all parts costs more than messages
@@ -112,7 +112,7 @@ class ExtraOperations:
         ``has_empty``: parts without elements are messages too, for the other rank may have, or expect, something else.
         """
         received = [_room_on_host(x) for x in outputs]
-        sent = _apart([flat(x).cpu() for x in inputs], received)
+        sent = apart([flat(x).cpu() for x in inputs], received)
         # This rank's own part needs no message.
         received[channel.rank].copy_(sent[channel.rank].view_as(received[channel.rank]))
         # All receives first, so that messages arrive in place; each rank sends to its neighbours in another order.
@@ -138,6 +138,7 @@ class ExtraOperations:
         """Call ``keep`` with the coalesced sum of all sparse tensors ``x``."""
         plan = selector.plan("allgather", self.comm, x.device, symmetric=False, name=None)
         gathering = Gathering("selector", plan.flavour_for)
+        _check_alike(x, gathering.allgather(channel, torch.tensor([x.sparse_dim(), x.dim(), *x.shape]), None).tolist())
         mine = x.detach().coalesce()
         indices = gathering.allgather(channel, flat(mine.indices().t()), None)
         values = gathering.allgather(channel, flat(mine.values()), None)
@@ -153,12 +154,23 @@ class ExtraOperations:
             keep(None)
 
 
+def _check_alike(x: Tensor, gathered: list[int]) -> None:
+    """RanksDisagree unless the sparse tensors of all ranks have one shape, and as many sparse dimensions."""
+    rest, kinds = gathered, list[str]()
+    while rest:
+        num_sparse, num_dims = rest[:2]
+        kinds.append(f"rank {len(kinds)}: shape {tuple(rest[2 : 2 + num_dims])}, {num_sparse} of its dimensions sparse")
+        rest = rest[2 + num_dims :]
+    if len({kind.partition(":")[2] for kind in kinds}) > 1:
+        raise RanksDisagree("all_reduce of sparse tensors that differ: " + "; ".join(kinds) + ". Give each one shape")
+
+
 def _room_on_host(x: Tensor) -> Tensor:
     """Memory on the host to receive ``x`` in: its own, if MPI can write there."""
     return x.detach() if not x.is_cuda and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
-def _apart(sent: list[Tensor], received: Sequence[Tensor]) -> list[Tensor]:
+def apart(sent: list[Tensor], received: Sequence[Tensor]) -> list[Tensor]:
     """``sent``, flat tensors; of those that overlap a received one copies, which nothing overwrites."""
     ranges = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in received if x.numel())
     begins, ends = [begin for begin, _ in ranges], list(itertools.accumulate((end for _, end in ranges), max))

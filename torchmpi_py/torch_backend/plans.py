@@ -10,6 +10,7 @@ counts samples in such tensors.
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,16 +27,17 @@ from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import (
     check_divisible,
     check_parts,
+    check_rank,
     check_tensor,
     copy_if_overlapping,
     flat,
     output_buffer,
 )
 from torchmpi_py.torch_backend.call_queue import Call
-from torchmpi_py.torch_backend.extra_operations import ExtraOperations
+from torchmpi_py.torch_backend.extra_operations import ExtraOperations, apart
+from torchmpi_py.torch_backend.list_checks import Tensors, check_equal, check_list, check_whole, rows
 from torchmpi_py.torch_backend.torch_internals import REDUCTIONS
 
-Tensors = Sequence[Tensor]
 _OPS = {
     "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
     "BXOR": "bxor", "PREMUL_SUM": "sum",
@@ -43,7 +45,6 @@ _OPS = {
 _BY_NUMBER = {REDUCTIONS.__members__[name].value: op for name, op in _OPS.items()}  # to compare the kinds takes longer
 _PREMUL_SUM = REDUCTIONS.PREMUL_SUM.value
 
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _broadcast = builder(verbs.broadcast)
 _allreduce = builder(verbs.allreduce)
 _reduce = builder(verbs.reduce)
@@ -74,45 +75,6 @@ def as_list(tensors: Sequence[Tensor] | Tensor) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _check_list(verb: str, what: str, parts: Tensors, x: Tensor, size: int) -> None:
-    """ValueError unless there is a tensor for each of ``size`` ranks, alike ``x`` in dtype and device."""
-    check_tensor(verb, "tensor", x)
-    check_parts(verb, what, parts)
-    if len(parts) != size:
-        raise ValueError(f"{verb}: {len(parts)} {what}, but the group has {size} ranks; give a tensor for each")
-    for rank, part in enumerate(parts):
-        if part.dtype != x.dtype or part.device != x.device:
-            raise ValueError(
-                f"{verb}: number {rank} of the {what} is {part.dtype} on {part.device}, "
-                f"but the other tensor is {x.dtype} on {x.device}"
-            )
-
-
-def _check_equal(verb: str, what: str, parts: Tensors, x: Tensor) -> None:
-    """ValueError unless all have as many elements as ``x``."""
-    for rank, part in enumerate(parts):
-        if part.numel() != x.numel():
-            raise ValueError(
-                f"{verb}: number {rank} of the {what} has {part.numel()} elements, but the other tensor has {x.numel()}"
-            )
-
-
-def _check_whole(verb: str, what: str, whole: Tensor, part_what: str, part: Tensor, size: int) -> None:
-    """ValueError unless ``whole`` is as long as ``size`` times ``part``, of the same dtype, on the same device."""
-    check_tensor(verb, part_what, part)
-    check_tensor(verb, what, whole)
-    if whole.dtype != part.dtype or whole.device != part.device:
-        raise ValueError(
-            f"{verb}: the {what} is {whole.dtype} on {whole.device}, "
-            f"but the {part_what} is {part.dtype} on {part.device}"
-        )
-    if whole.numel() != size * part.numel():
-        raise ValueError(
-            f"{verb}: the {what} has {whole.numel()} elements; with {size} ranks and {part.numel()} elements in the "
-            f"{part_what} it must have {size * part.numel()}"
-        )
-
-
 def _into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]:
     """A step that copies each flat tensor into the tensors of its list."""
 
@@ -136,6 +98,25 @@ def _one_after_another(steps: Sequence[Callable[[], object] | None]) -> Callable
     return conclude if given else None
 
 
+def warn_in_backward(verb: str, x: Tensor) -> None:
+    """Let ``backward`` through a tensor that a call overwrites warn, as torch does for its own backends.
+
+    No error, as from the package's verbs: programs take the sum of their losses, and know what they get.
+    """
+    is_leaf = x.is_leaf if x._base is None else x._base.is_leaf  # a parameter, whose new values are what is wanted
+    if is_leaf or not torch.is_grad_enabled():
+        return
+
+    def warn(_: Tensor) -> None:
+        warnings.warn(
+            f"backward() goes through a tensor that torch.distributed's {verb} has overwritten, as if it had not: "
+            "the gradients may be wrong. Take torch.distributed.nn.functional, or pass x.detach()",
+            stacklevel=1,
+        )
+
+    x.register_hook(warn)  # type: ignore[no-untyped-call]
+
+
 def allreduce_again(comm: Communicator, tensors: list[Tensor], op: str) -> Call | None:
     """The allreduce of the only tensor, by the operation of the last call alike; None if the tensor is not plain."""
     (x,) = tensors
@@ -153,24 +134,37 @@ def allreduce_again(comm: Communicator, tensors: list[Tensor], op: str) -> Call 
     return [operation], tensors, None
 
 
-def averaging(op: str, outputs: Tensors, size: int, make: Callable[[str], Call], is_root: bool = True) -> Call:
-    """The call that ``make`` makes for ``op``; a mean of whole numbers is a sum, and a division of ``outputs``.
+def averaging(
+    op: str, outputs: Tensors, inputs: Any, size: int, make: Callable[[str, Any, Any], Call], is_root: bool = True
+) -> Call:
+    """The call that ``make`` makes for ``op``, outputs and inputs; a mean of whole numbers is a sum, and a division.
 
-    Only root has outputs to divide, where there is one.
+    Sums are those of int64, or uint64, in which no mean of shorter numbers is lost. ``inputs``: tensors, or lists of
+    them; the outputs themselves where the call works in place. Only root has outputs to divide, where there is one.
     """
     if op != "avg" or not any(_is_whole(x) for x in outputs):
-        return make(op)
+        return make(op, outputs, inputs)
+    sums = [_widened(x) for x in outputs]
 
     def divide() -> None:
-        for x in outputs if is_root else ():
-            plain = x.detach()
-            if x.dtype in _UNSIGNED:  # which torch does not divide; without dimensions numpy's quotient is no array
+        for x, total in zip(outputs, sums, strict=True) if is_root else ():
+            plain = total.detach()
+            if total.dtype == torch.uint64:  # which torch does not divide; without dimensions numpy's is no array
                 plain.copy_(torch.from_numpy(plain.cpu()[None].numpy() // size)[0])
             else:
                 plain.div_(size, rounding_mode="trunc" if _is_whole(x) else None)
+            if total is not x:
+                x.detach().copy_(total)
 
-    operations, results, last_step = make("sum")
-    return operations, results, _one_after_another([last_step, divide])
+    operations, _, last_step = make("sum", sums, sums if inputs is outputs else _widened(inputs))
+    return operations, list(outputs), _one_after_another([last_step, divide])
+
+
+def _widened(given: Any) -> Any:
+    """Whole numbers, in tensors or lists of them, as int64; others, and uint64, as they are."""
+    if not isinstance(given, Tensor):
+        return [_widened(x) for x in given]
+    return given.detach().to(torch.int64) if _is_whole(given) and given.itemsize < 8 else given
 
 
 def _is_whole(x: Tensor) -> bool:
@@ -193,7 +187,11 @@ def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], op: str, fa
     def conclude() -> None:
         with torch.no_grad():  # and not x.detach(), which would have indices of its own
             for x, total in zip(tensors, totals, strict=True):
-                x.copy_(total)
+                base = x._base
+                if base is not None and base.is_sparse and base.is_complex() and not x.is_complex():
+                    base.copy_(torch.view_as_complex(total))  # the tensor of the program, of which torch gives a view
+                else:
+                    x.copy_(total)
 
     return [extra.operation("sparse", _scaled(x, factor), totals.append) for x in tensors], tensors, conclude
 
@@ -231,7 +229,7 @@ def allgather(comm: Communicator, output_lists: Sequence[Tensors], inputs: Tenso
     """Each input of all ranks into a list of outputs, whose shapes may differ between ranks."""
     operations, wholes = [], []
     for outputs, x in zip(output_lists, inputs, strict=True):
-        _check_list("all_gather", "outputs", outputs, x, comm.size)
+        check_list("all_gather", "outputs", outputs, x, comm.size)
         if outputs[comm.rank].numel() != x.numel():
             raise ValueError(
                 f"all_gather: the input has {x.numel()} elements, but this rank's output, number {comm.rank}, has "
@@ -245,26 +243,28 @@ def allgather(comm: Communicator, output_lists: Sequence[Tensors], inputs: Tenso
 
 def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> Call:
     """Each input of all ranks, one after another, into one output."""
-    operations, finishes = [], []
     for output, x in zip(outputs, inputs, strict=True):
-        _check_whole("all_gather", "output", output, "input", x, comm.size)
-        buffer, copy_out = output_buffer("all_gather", output, holds_input=False)
+        check_whole("all_gather", "output", output, "input", x, comm.size)
+    targets = [output_buffer("all_gather", output, holds_input=False) for output in outputs]
+    sources = _apart([flat(x).view(-1) for x in inputs], [buffer for buffer, _ in targets])
+    operations = []
+    for source, (buffer, _) in zip(sources, targets, strict=True):
         whole = buffer.view(-1)
-        slot = whole[comm.rank * x.numel() :][: x.numel()]
-        source = copy_if_overlapping(flat(x).view(-1), whole, slot)  # FSDP gives the slot
-        operations.append(_gathering(comm, source, whole, [x.numel()] * comm.size))
-        finishes.append(copy_out)
-    return operations, list(outputs), _one_after_another(finishes)
+        slot = whole[comm.rank * source.numel() :][: source.numel()]
+        source = copy_if_overlapping(source, whole, slot)  # FSDP gives the slot
+        operations.append(_gathering(comm, source, whole, [source.numel()] * comm.size))
+    return operations, list(outputs), _one_after_another([copy_out for _, copy_out in targets])
 
 
 def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, root: int) -> Call:
     """The inputs of all ranks, which have one shape, into a list on root."""
     comm, outputs, whole = extra.comm, [], None
+    check_rank("gather", "dst", root, comm.size)
     source = flat(check_tensor("gather", "input", x)).view(-1)
     if comm.rank == root:
         outputs = list(output_lists[0])
-        _check_list("gather", "outputs", outputs, x, comm.size)
-        _check_equal("gather", "outputs", outputs, x)
+        check_list("gather", "outputs", outputs, x, comm.size)
+        check_equal("gather", "outputs", outputs, x)
     if extra.takes("gather", x):
         targets = [output_buffer("gather", y, holds_input=False) for y in outputs]
         operation = extra.gather_operation(source, [y.view(-1) for y, _ in targets], root)
@@ -278,11 +278,12 @@ def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, r
 def scatter(extra: ExtraOperations, output: Tensor, input_lists: Sequence[Tensors], root: int) -> Call:
     """A list on root, of tensors of one shape, to all ranks."""
     comm, inputs = extra.comm, []
+    check_rank("scatter", "src", root, comm.size)
     check_tensor("scatter", "output", output)
     buffer, copy_out = output_buffer("scatter", output, holds_input=False)
     if comm.rank == root:
-        _check_list("scatter", "inputs", input_lists[0], output, comm.size)
-        _check_equal("scatter", "inputs", input_lists[0], output)
+        check_list("scatter", "inputs", input_lists[0], output, comm.size)
+        check_equal("scatter", "inputs", input_lists[0], output)
         inputs = [flat(x).view(-1) for x in input_lists[0]]
     if extra.takes("scatter", output):
         return [extra.scatter_operation(buffer.view(-1), inputs, root)], [output], copy_out
@@ -290,35 +291,36 @@ def scatter(extra: ExtraOperations, output: Tensor, input_lists: Sequence[Tensor
     return [_scatter(whole, root, out=buffer.view(-1), comm=comm)], [output], copy_out
 
 
-def reduce_scatter(comm: Communicator, outputs: Tensors, input_lists: Sequence[Tensors], op: str, factor: Any) -> Call:
+def reduce_scatter(comm: Communicator, factor: Any, op: str, outputs: Tensors, input_lists: Sequence[Tensors]) -> Call:
     """Each list is reduced over the ranks; rank r gets the r-th tensor. The shapes in a list may differ."""
-    operations, finishes = [], []
     for output, given in zip(outputs, input_lists, strict=True):
-        _check_list("reduce_scatter", "inputs", given, output, comm.size)
-        _check_equal("reduce_scatter", "inputs", [given[comm.rank]], output)
+        check_list("reduce_scatter", "inputs", given, output, comm.size)
+        check_equal("reduce_scatter", "inputs", [given[comm.rank]], output)
+    targets = [output_buffer("reduce_scatter", output, holds_input=False) for output in outputs]
+    buffers, operations = [buffer for buffer, _ in targets], []
+    for buffer, given in zip(buffers, input_lists, strict=True):
         inputs = [_scaled(x, factor) for x in given]
-        buffer, copy_out = output_buffer("reduce_scatter", output, holds_input=False)
         if len({x.numel() for x in inputs}) == 1:  # else a reduce for each rank
             whole = torch.cat([flat(x).view(-1) for x in inputs])
             operations.append(_reduce_scatter(whole, out=buffer.view(-1), op=op, comm=comm))
         else:
-            for rank, x in enumerate(inputs):
+            for rank, x in enumerate(_apart([flat(x).view(-1) for x in inputs], buffers)):
                 target = buffer.view(-1) if rank == comm.rank else None
-                operations.append(_reduce(flat(x).view(-1), rank, out=target, op=op, comm=comm))
-        finishes.append(copy_out)
-    return operations, list(outputs), _one_after_another(finishes)
+                operations.append(_reduce(x, rank, out=target, op=op, comm=comm))
+    return operations, list(outputs), _one_after_another([copy_out for _, copy_out in targets])
 
 
-def reduce_scatter_single(comm: Communicator, outputs: Tensors, inputs: Tensors, op: str, factor: Any) -> Call:
+def reduce_scatter_single(comm: Communicator, factor: Any, op: str, outputs: Tensors, inputs: Tensors) -> Call:
     """Each input is reduced over the ranks; rank r gets the r-th part."""
-    operations, finishes = [], []
     for output, x in zip(outputs, inputs, strict=True):
-        _check_whole("reduce_scatter", "input", x, "output", output, comm.size)
-        source = flat(_scaled(x, factor)).view(-1)
-        buffer, copy_out = output_buffer("reduce_scatter", output, holds_input=False)
-        operations.append(_reduce_scatter(source, out=buffer.view(-1), op=op, comm=comm))
-        finishes.append(copy_out)
-    return operations, list(outputs), _one_after_another(finishes)
+        check_whole("reduce_scatter", "input", x, "output", output, comm.size)
+    targets = [output_buffer("reduce_scatter", output, holds_input=False) for output in outputs]
+    sources = _apart([flat(_scaled(x, factor)).view(-1) for x in inputs], [buffer for buffer, _ in targets])
+    operations = [
+        _reduce_scatter(source, out=buffer.view(-1), op=op, comm=comm)
+        for source, (buffer, _) in zip(sources, targets, strict=True)
+    ]
+    return operations, list(outputs), _one_after_another([copy_out for _, copy_out in targets])
 
 
 def alltoall_single(
@@ -328,37 +330,30 @@ def alltoall_single(
     size = extra.comm.size
     if not output_splits and not input_splits:
         check_divisible("all_to_all_single", x, size)
-        _check_whole("all_to_all_single", "output", output, "input", x, 1)
+        check_whole("all_to_all_single", "output", output, "input", x, 1)
         buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
         return [_alltoall(flat(x).view(-1), out=buffer.view(-1), comm=extra.comm)], [output], copy_out
-    _check_list("all_to_all_single", "outputs", [output], x, 1)
+    check_list("all_to_all_single", "outputs", [output], x, 1)
     buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
-    sent = _rows("input", flat(x), input_splits, size)
-    received = _rows("output", buffer, output_splits, size)
-    _check_equal("all_to_all_single", "outputs", [received[extra.comm.rank]], sent[extra.comm.rank])
+    sent = rows("input", flat(x), input_splits, size)
+    received = rows("output", buffer, output_splits, size)
+    check_equal("all_to_all_single", "outputs", [received[extra.comm.rank]], sent[extra.comm.rank])
     return [extra.alltoall_operation(received, sent)], [output], copy_out
 
 
 def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
     """A tensor to each rank, and one from each rank. Sizes match in each pair of ranks; pairs may differ."""
     for what, given in (("outputs", outputs), ("inputs", inputs)):
-        if given:
-            _check_list("all_to_all", what, given, inputs[0], extra.comm.size)
-    _check_equal("all_to_all", "outputs", [outputs[extra.comm.rank]], inputs[extra.comm.rank])
+        check_list("all_to_all", what, given, next(iter((*inputs, *outputs)), None), extra.comm.size)
+    check_equal("all_to_all", "outputs", [outputs[extra.comm.rank]], inputs[extra.comm.rank])
     targets = [output_buffer("all_to_all", y, holds_input=False) for y in outputs]
     conclude = _one_after_another([copy_out for _, copy_out in targets])
     return [extra.alltoall_operation([y for y, _ in targets], list(inputs))], list(outputs), conclude
 
 
-def _rows(what: str, x: Tensor, splits: list[int], size: int) -> list[Tensor]:
-    rows = x.shape[0] if x.dim() else 1
-    splits = splits or [rows // size] * size
-    if len(splits) != size or sum(splits) != rows:
-        raise ValueError(
-            f"all_to_all_single: {what} split sizes {splits} for {size} ranks and {rows} rows along dim 0; give one "
-            "for each rank, that add up to the rows"
-        )
-    return list(torch.split(x, splits))
+def _apart(sources: list[Tensor], buffers: list[Tensor]) -> list[Tensor]:
+    """``sources``; copies of those that the first operations of a call with several would overwrite."""
+    return apart(sources, buffers) if len(sources) > 1 else sources
 
 
 def _multiply(tensors: list[Tensor], factor: Any) -> None:

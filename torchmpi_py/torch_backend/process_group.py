@@ -80,12 +80,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 return self.carry_out(ddp_buckets.allreduce(self.comm, given[0], op, how), opts)
             if (call := plans.allreduce_again(self.comm, given, op)) is not None:
                 return self.carry_out(call, opts)
-        return self._reduce(op, given, lambda op: plans.allreduce(self.extra, given, op, factor), opts)
+        return self._reduce(op, given, given, lambda op, x, _: plans.allreduce(self.extra, x, op, factor), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         op, factor = plans.op_of(opts)
         given = list(tensors)
-        return self._reduce(op, given, lambda op: plans.allreduce_together(self.comm, given, op, factor), opts)
+        return self._reduce(op, given, given, lambda op, x, _: plans.allreduce_together(self.comm, x, op, factor), opts)
 
     def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         return self.carry_out(plans.broadcast(self.comm, plans.as_list(tensors), plans.root_of(opts)), opts)
@@ -93,8 +93,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def reduce(self, tensors: Tensors | Tensor, opts: Any, op: Any = None, timeout: Any = None) -> Any:
         name, factor = plans.op_of(op if isinstance(opts, int) else opts)
         given, root = plans.as_list(tensors), plans.root_of(opts)
-        is_root = self.comm.rank == root
-        return self._reduce(name, given, lambda op: plans.reduce(self.comm, given, root, op, factor), opts, is_root)
+
+        def make(op: str, tensors: list[Tensor], _: list[Tensor]) -> Call:
+            return plans.reduce(self.comm, tensors, root, op, factor)
+
+        return self._reduce(name, given, given, make, opts, self.comm.rank == root)
 
     def allgather(self, outputs: Sequence[Any], inputs: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(inputs, Tensor):
@@ -125,15 +128,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         op, factor = plans.op_of(opts)
-        return self._reduce(op, outputs, lambda op: plans.reduce_scatter(self.comm, outputs, inputs, op, factor), opts)
+        make = functools.partial(plans.reduce_scatter, self.comm, factor)
+        return self._reduce(op, outputs, inputs, make, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         op, factor = plans.op_of(opts)
-        make = functools.partial(plans.reduce_scatter_single, self.comm, outputs, inputs, factor=factor)
-        return self._reduce(op, outputs, lambda op: make(op=op), opts)
+        make = functools.partial(plans.reduce_scatter_single, self.comm, factor)
+        return self._reduce(op, outputs, inputs, make, opts)
 
     def all_to_all_single(
         self,
@@ -230,6 +234,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         is_nested = is_in_callback()
         is_launch = not is_nested and (getattr(opts, "asyncOp", True) or seconds is not None)
         operations, results, _ = call
+        for x in results:
+            if x.requires_grad:
+                plans.warn_in_backward(operations[0].name, x)
         call_queue.record(operations, BACKGROUND if is_nested else DIRECT, is_launch, torch_internals.program())
         if is_nested:
             self.queue.run_in_callback(call)
@@ -243,8 +250,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             self._coalesced.append(work)
         return work
 
-    def _reduce(self, op: str, outputs: Tensors, make: Callable[[str], Call], opts: Any, is_root: bool = True) -> Any:
-        return self.carry_out(plans.averaging(op, outputs, self.comm.size, make, is_root), opts)
+    def _reduce(
+        self, op: str, outputs: Tensors, inputs: Any, make: Callable[..., Call], opts: Any, is_root: bool = True
+    ) -> Any:
+        return self.carry_out(plans.averaging(op, outputs, inputs, self.comm.size, make, is_root), opts)
 
     def _check_open(self) -> None:
         if not self._is_open:

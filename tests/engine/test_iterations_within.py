@@ -1,0 +1,182 @@
+"""An iteration that begins within another one, on the same iterator; places that are set; threads at the end."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator, Shards, Source, StreamIterator
+from torchmpi_py.engine.loaders import DividedLoader
+
+TOTAL = 32
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return TOTAL
+
+    def __getitem__(self, index):
+        return index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(TOTAL))
+
+
+MAKERS = {
+    "dataset": lambda: DatasetIterator(Numbers(), 4),
+    "sampler": lambda: DatasetIterator(Numbers(), 4, sampler=torch.utils.data.RandomSampler(Numbers())),
+    "sources": lambda: DatasetIterator([Source(Numbers()), Source(Numbers())], 4),
+    "stream": lambda: StreamIterator(Stream(), 4),
+    "shards": lambda: StreamIterator(Shards([0, 1, 2, 3], lambda file: iter(range(8 * file, 8 * file + 8))), 4),
+    "loader": lambda: DividedLoader(DataLoader(Numbers(), 4, shuffle=True), shuffle=True, seed=1),
+    "workers": lambda: DividedLoader(DataLoader(Numbers(), 4, num_workers=1), shuffle=True, seed=1),
+}
+
+
+def everything(iterator):
+    return [number for batch in iterator for number in batch.tolist()]
+
+
+def facts(iterator):
+    state = iterator.state_dict()
+    return {name: each.tolist() if isinstance(each, torch.Tensor) else each for name, each in state.items()}, [
+        getattr(iterator, name) for name in ("position", "weight", "num_samples")
+    ]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("within", ["peek", "whole", "both at once"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_an_iteration_within_another(kind, within):
+    iterator, used = MAKERS[kind](), []
+    total = sum(len(batch) for batch in MAKERS[kind]())
+    other = iter(iterator) if within == "both at once" else None
+    iterator.set_epoch(0)
+    for number, batch in enumerate(iterator):
+        used += batch.tolist()
+        before = facts(iterator)
+        if within == "both at once":
+            assert next(other) is not None
+            continue  # the place is that of the latest
+        if number == 3:
+            inner = next(iter(iterator)).tolist() if within == "peek" else everything(iterator)
+            assert len(inner) == (4 if within == "peek" else total)
+        assert facts(iterator) == before
+    assert len(used) == total
+    assert set(used) == set(range(TOTAL))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_place_of_an_outer_iteration_is_good(kind):
+    iterator = MAKERS[kind]()
+    for number, batch in enumerate(iterator):
+        if number == 3:
+            next(iter(iterator))
+            state, rest = iterator.state_dict(), []
+        elif number > 3:
+            rest += batch.tolist()
+    again = MAKERS[kind]()
+    if kind == "sampler":
+        return  # which draws another order
+    again.load_state_dict(state)
+    assert everything(again) == rest
+
+
+def test_lasting_workers_are_taken_by_the_second_iteration():
+    for iterator in (
+        DatasetIterator([Source(Numbers(), num_workers=1)], 4),
+        DividedLoader(DataLoader(Numbers(), 4, num_workers=1, persistent_workers=True), shuffle=True, seed=1),
+    ):
+        outer = iter(iterator)
+        next(outer)
+        assert sorted(everything(iterator)) == list(range(TOTAL))
+        with pytest.raises(RuntimeError, match="has taken the worker processes: make a"):
+            list(outer)
+        assert sorted(everything(iterator)) == list(range(TOTAL))
+
+
+def test_the_place_that_was_set_counts():
+    iterator = DatasetIterator(list(range(16)), 4, seed=1)
+    for _ in iterator:
+        break
+    begun = iterator.state_dict()
+    assert (begun["epoch"], begun["position"]) == (0, 4)
+    iterator.set_epoch(5)
+    assert iterator.state_dict() == {"epoch": 5, "position": 0, "order": None}
+    iterator.load_state_dict({"epoch": 3, "position": 8, "order": None})
+    assert iterator.state_dict() == {"epoch": 3, "position": 8, "order": None}
+    everything(iterator)
+    iterator.load_state_dict(begun)
+    assert iterator.state_dict() == begun  # with the digest, though another order was drawn meanwhile
+    other = DatasetIterator(list(range(16)), 4, seed=1)
+    other.load_state_dict(iterator.state_dict())
+    assert len(everything(other)) == 12
+
+
+def test_an_error_that_keeps_its_loop_does_not_keep_the_place():
+    iterator, kept = DatasetIterator(list(range(16)), 4), []
+    outer = iter(iterator)
+    next(outer)
+    iterator.set_position(0)
+    everything(iterator)
+    kept.append(outer)
+    assert iterator.state_dict()["position"] == 0
+
+
+@pytest.mark.mpi
+def test_a_hook_that_tests_on_the_training_data(mpi, tmp_path):
+    dataset = torch.utils.data.TensorDataset(torch.arange(float(TOTAL)).view(-1, 1), torch.zeros(TOTAL, 1))
+    iterator = DataLoader(dataset, 2, shuffle=True)
+    engine, inner, used = AllReduceSGDEngine(), AllReduceSGDEngine(), []
+    engine.hooks.on_sample = lambda state: used.extend(state.sample[0].view(-1).tolist()[: state.num_samples])
+
+    def test_within(state):
+        if state.t % 3 == 1:
+            inner.test(network=state.network, criterion=state.criterion, iterator=state.iterator)
+
+    def check(state):
+        numbers = sorted(number for each in mpi.allgather_object(used) for number in each)
+        assert numbers == list(range(TOTAL))
+        used.clear()
+
+    engine.hooks.on_update, engine.hooks.on_end_epoch = test_within, check
+    engine.train(network=torch.nn.Linear(1, 1), criterion=torch.nn.MSELoss(), iterator=iterator, lr=1e-5, maxepoch=3)
+
+
+PROGRAM = """
+import torch
+from torchmpi_py.engine import DatasetIterator, Shards, Source, StreamIterator
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4000
+
+    def __getitem__(self, index):
+        image = torch.full((1, 3, 256, 256), float(index))
+        return torch.nn.functional.interpolate(image, size=(224, 224), mode="bilinear")[0]
+
+def read(file):
+    yield from (Images()[index] for index in range(1000))
+
+batches = iter({made})
+for _ in range(3):
+    next(batches)
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "made",
+    [
+        "DatasetIterator(Images(), 16)",
+        "DatasetIterator([Source(Images())], 16)",
+        "StreamIterator(Shards([0], read), 16)",
+    ],
+)
+def test_a_program_that_ends_within_an_epoch(made):
+    job = subprocess.run([sys.executable, "-c", PROGRAM.format(made=made)], capture_output=True, text=True, timeout=80)
+    assert (job.returncode, job.stderr) == (0, "")
