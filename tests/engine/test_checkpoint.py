@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from torchmpi_py import errors
+from torchmpi_py import errors, optim
 from torchmpi_py.engine import (
     Average,
     Checkpoints,
@@ -372,14 +372,116 @@ def test_what_does_not_fit_is_an_error(tmp_path):
         train(torch.nn.Linear(3, 1), stateful={"loss": Average()})
 
 
+def trained_by(made, folder, maxepoch, length=1):
+    """Train a little, with an optimizer that alone holds a parameter of this length; the parameter."""
+    resume.completed.clear()
+    network, scale = torch.nn.Linear(3, 1), torch.nn.Parameter(torch.ones(length))
+    SGDEngine().train(
+        network=network,
+        criterion=lambda output, target: ((output - target) * scale).square().mean(),
+        iterator=[(torch.ones(2, 3), torch.zeros(2, 1))],
+        optimizer=made([*network.parameters(), scale]),
+        maxepoch=maxepoch,
+        checkpoint=folder,
+    )
+    return scale
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def without_kind(monkeypatch):
+    """Save as versions did that did not save the optimizer's class."""
+    collected = resume.Saving._collected
+
+    def former(self, state):
+        parts, own = collected(self, state)
+        return {name: part for name, part in parts.items() if name != "optimizer_kind"}, own
+
+    monkeypatch.setattr(resume.Saving, "_collected", former)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_another_optimizer_is_an_error(tmp_path, number):
+    saved, now = [
+        (torch.optim.AdamW, torch.optim.Adam),
+        (torch.optim.Adam, torch.optim.AdamW),
+        (torch.optim.Adam, torch.optim.RMSprop),
+        (momentum, torch.optim.Adam),
+        (momentum, lambda parameters: optim.LARS(momentum(parameters))),
+    ][number]
+    names = {momentum: "SGD", torch.optim.AdamW: "AdamW", torch.optim.Adam: "Adam", torch.optim.RMSprop: "RMSprop"}
+    trained_by(saved, tmp_path, 1)
+    message = rf"trained by the optimizer {names[saved]}, and this one is {names.get(now, 'LARS.SGD.')}$"
+    with pytest.raises(errors.CheckpointError, match=message):
+        trained_by(now, tmp_path, 2)
+
+
+def test_parameters_of_another_shape_are_an_error(tmp_path):
+    """torch would broadcast the first; the second is of moments."""
+    trained_by(momentum, tmp_path / "a", 1)
+    with pytest.raises(errors.CheckpointError, match=r"only the optimizer holds has shape \(1,\) in .* \(5,\)"):
+        trained_by(momentum, tmp_path / "a", 2, length=5)
+    trained_by(momentum, tmp_path / "b", 1, length=3)
+    message = r"parameter 0 of its SGD has shape \(1, 3\), and of this one \(3,\)"
+    with pytest.raises(errors.CheckpointError, match=message):
+        trained_by(lambda parameters: momentum(parameters[::-1]), tmp_path / "b", 2, length=3)
+
+
+def test_a_checkpoint_without_the_class_of_its_optimizer(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        without_kind(patched)
+        trained_by(momentum, tmp_path, 1)
+        trained_by(torch.optim.SGD, tmp_path / "plain", 1)
+    with pytest.raises(errors.CheckpointError, match="holds no betas, eps of the optimizer Adam"):
+        trained_by(torch.optim.Adam, tmp_path / "plain", 2)
+    with pytest.raises(errors.CheckpointError, match=r"only the optimizer holds has shape \(1,\) in .* \(5,\)"):
+        trained_by(momentum, tmp_path, 2, length=5)
+    assert trained_by(momentum, tmp_path, 2).item() != 1
+
+
+class Tag:
+    """What no file of plain data holds."""
+
+
+def test_tensors_are_saved_without_attributes_of_a_program(tmp_path):
+    parameter, tensor = torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.zeros(3, requires_grad=True)
+    for each in (parameter, tensor):
+        each.tag = Tag()
+    Checkpoints(tmp_path).save(1, {"p": parameter, "views": [tensor, tensor, tensor.detach()]})
+    assert all(isinstance(each.tag, Tag) for each in (parameter, tensor))
+    parts = Checkpoints(tmp_path).load().parts
+    assert (type(parts["p"]), parts["p"].requires_grad, vars(parts["p"])) == (torch.nn.Parameter, False, {})
+    first, second, view = parts["views"]
+    assert first is second
+    assert (type(first), first.requires_grad, first.data_ptr()) == (torch.Tensor, True, view.data_ptr())
+
+
+def test_numbers_that_are_not_read_back_are_refused(tmp_path):
+    widest = {"least": -(2**2039), "most": 2**2039 - 1}
+    Checkpoints(tmp_path).save(1, widest)
+    assert Checkpoints(tmp_path).load().parts == widest
+    for number, said in [
+        (2**2039, "int of more than 255 bytes"),
+        (-(2**2039) - 1, "int of more than 255 bytes"),
+        (np.longdouble(1), np.longdouble.__name__),
+        (np.clongdouble(1), np.clongdouble.__name__),
+    ]:
+        with pytest.raises(TypeError, match=rf"parts\['x'\] is a (numpy\.)?{said}, which a checkpoint does not hold"):
+            Checkpoints(tmp_path).save(2, {"x": number})
+
+
 def test_numbers_of_numpy_are_taken_as_pythons(tmp_path):
     versions = torch.nn.BatchNorm1d(2).state_dict()
     versions["x"] = np.float32(0.5)
+    versions["y"], versions["z"] = np.complex64(1j), np.complex128(2j)
     Checkpoints(tmp_path).save(1, {"x": {np.int64(3): [np.float64(1.5), np.bool_(True)], "m": versions}})
     parts = Checkpoints(tmp_path).load().parts
     assert parts["x"][3] == [1.5, True]
     assert [type(number) for number in (*parts["x"], *parts["x"][3])] == [int, str, float, bool]
-    assert parts["x"]["m"]["x"] == 0.5
+    assert [parts["x"]["m"][name] for name in "xyz"] == [0.5, 1j, 2j]
+    assert [type(parts["x"]["m"][name]) for name in "xyz"] == [float, complex, complex]
     assert parts["x"]["m"]._metadata == versions._metadata
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,35 @@ def test_asked_to_end_on_one_rank(tmp_path):
     assert resumed["t"] == undisturbed["t"]
     for name, tensor in undisturbed["network"].items():
         assert torch.equal(resumed["network"][name], tensor), name
+
+
+EVALUATED = """
+import os, signal, sys, time, torch
+import torchmpi_py as mpi
+from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
+mpi.start()
+data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randn(64, 1))
+engine = AllReduceSGDEngine()
+def on_update(state):
+    time.sleep(0.05)
+    if state.t == 5 and mpi.rank() == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+engine.hooks.on_update = on_update
+print("starts", flush=True)
+engine.train(network=torch.nn.Linear(3, 1), criterion=torch.nn.MSELoss(), iterator=DatasetIterator(data, 4), lr=0.01,
+             maxepoch=100, checkpoint=sys.argv[1], evaluator=lambda network, epoch: epoch)
+"""
+
+
+def test_asked_to_end_beside_an_evaluator(tmp_path):
+    """It is no failure on the rank that evaluates either: the job is not started again."""
+    (tmp_path / "evaluated.py").write_text(EVALUATED)
+    launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", "--bind", "none", "--timeout", "150"]
+    line = [*launch, "--max-restarts", "1", str(tmp_path / "evaluated.py"), str(tmp_path / "checkpoints")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    job = subprocess.run(line, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert (job.returncode, job.stdout) == (143, "starts\n" * 3), job.stderr
+    assert re.fullmatch(r"asked to end \(SIGTERM\): step \d+ is saved in .*\n", job.stderr), job.stderr
 
 
 SLOW = """

@@ -260,6 +260,28 @@ def test_what_fails_on_one_rank_is_raised_on_all(mpi, folder):
     mpi.barrier()
 
 
+def test_another_optimizer_is_an_error_on_all_ranks(mpi, folder):
+    """What reduces gradients, or divides the state among ranks, is not what the state belongs to."""
+
+    def run(made, maxepoch, sharded=False):
+        resume.completed.clear()
+        AllReduceSGDEngine(sharded=sharded).train(
+            network=torch.nn.Linear(6, 3),
+            criterion=torch.nn.CrossEntropyLoss(),
+            iterator=DatasetIterator(samples(), 4),
+            optimizer=made,
+            maxepoch=maxepoch,
+            checkpoint=folder,
+        )
+
+    run(torch.optim.AdamW, 1, sharded=True)
+    with pytest.raises(errors.CheckpointError, match="trained by the optimizer AdamW, and this one is Adam"):
+        run(torch.optim.Adam, 2)
+    run(torch.optim.AdamW, 2)
+    with pytest.raises(errors.CheckpointError, match="trained by the optimizer AdamW, and this one is Adam"):
+        run(torch.optim.Adam, 3, sharded=True)
+
+
 @pytest.mark.parametrize("which", ["first", "last"])
 def test_no_space_on_one_rank_is_raised_on_all(mpi, folder, full_disk, which):
     victim = 0 if which == "first" else mpi.size() - 1

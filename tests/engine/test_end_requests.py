@@ -1,12 +1,16 @@
 """SIGTERM as a request, in a world of one; jobs are in test_checkpoint_jobs."""
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from torchmpi_py.engine import EndRequests, resume
+from torchmpi_py.errors import EndRequested
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -62,15 +66,35 @@ def test_outside_the_main_thread_nothing_is_touched():
     assert found == [signal.SIG_DFL, False]
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_signal_that_nobody_asked_for_has_its_effect_afterwards(monkeypatch, fails):
+@pytest.mark.parametrize("error", [None, ValueError, EndRequested, KeyboardInterrupt])
+def test_a_signal_that_nobody_asked_for_has_its_effect_afterwards(monkeypatch, caplog, error):
+    """Also after an error, which the program may catch; but what ends the program anyway does so."""
     sent = []
-    with pytest.raises(ValueError, match="boom") if fails else EndRequests(), EndRequests():
+    with contextlib.nullcontext() if error is None else pytest.raises(error), EndRequests():
         os.kill(os.getpid(), signal.SIGTERM)
         monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
-        if fails:
-            raise ValueError("boom")
-    assert sent == ([] if fails else [(os.getpid(), signal.SIGTERM)])
+        if error is not None:
+            raise error
+    has_effect = error in (None, ValueError)
+    assert sent == ([(os.getpid(), signal.SIGTERM)] if has_effect else [])
+    assert [record.exc_info[0] for record in caplog.records] == ([ValueError] if error is ValueError else [])
+
+
+def test_it_ends_a_program_that_catches_the_error():
+    program = """
+import os, signal
+from torchmpi_py.engine import EndRequests
+try:
+    with EndRequests():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("a bad batch")
+except ValueError:
+    print("goes on")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "")
+    assert ended.stderr.startswith("SIGTERM came before this error, and has its usual effect now\nTraceback")
+    assert ended.stderr.endswith("ValueError: a bad batch\n")
 
 
 @pytest.mark.parametrize("num_steps", range(1, 6))

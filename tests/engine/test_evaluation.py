@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator, SGDEngine
+from torchmpi_py.errors import EndRequested
 from torchmpi_py.nn import ColumnParallelLinear
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(90)]
@@ -172,16 +173,17 @@ def test_an_error_in_training_is_an_error_on_every_rank(mpi):
     assert mpi.allreduce(1) == mpi.size()
 
 
-@pytest.mark.parametrize("code", [143, 0, None])
-def test_a_request_to_end_ends_every_rank(mpi, code):
+@pytest.mark.parametrize("raised", [SystemExit(143), SystemExit(0), SystemExit(None), EndRequested()], ids=repr)
+def test_a_request_to_end_ends_every_rank(mpi, raised):
+    """torchmpirun takes a SystemExit with a code for a failure, and EndRequested for none."""
     dataset, network = task()
     engine = AllReduceSGDEngine()
 
     def end(_):
-        raise SystemExit(code)
+        raise raised
 
     engine.hooks.on_end_epoch = end
     with pytest.raises(SystemExit) as ended:
         trained(engine, network, DatasetIterator(dataset, 4), evaluator=lambda *_: None)
-    assert (ended.value.code or 0) == (code or 0)
+    assert (type(ended.value), ended.value.code or 0) == (type(raised), raised.code or 0)
     assert mpi.allreduce(1) == mpi.size()

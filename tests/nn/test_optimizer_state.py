@@ -90,6 +90,9 @@ def test_optimizers_that_do_not_fit_are_refused_on_all_ranks(mpi):
         broadcast_optimizer_state(OPTIMIZERS["Adam" if mpi.rank() == last else "SGD"](net.parameters()))
     with pytest.raises(RanksDisagree, match=rf"rank 0: SGD of \[4\].*rank {last}: SGD of \[3\]"):
         broadcast_optimizer_state(OPTIMIZERS["SGD"](list(net.parameters())[int(mpi.rank() == last) :]))
+    around = mpi.optim.LocalSGD(OPTIMIZERS["Adam" if mpi.rank() == last else "SGD"](net.parameters()), 2)
+    with pytest.raises(RanksDisagree, match=rf"rank 0: LocalSGD\(SGD\) of .*rank {last}: LocalSGD\(Adam\) of"):
+        broadcast_optimizer_state(around)
 
 
 @pytest.mark.mpi(min_size=2)

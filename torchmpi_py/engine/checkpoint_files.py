@@ -53,7 +53,14 @@ _LEAVES = (
     *(torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device),
     *(bool, int, float, complex, str, bytes, type(None)),
 )
-_NUMBERS: dict[type, Callable[[Any], Any]] = {np.floating: float, np.integer: int, np.bool_: bool}
+_NUMBERS: dict[type, Callable[[Any], Any]] = {
+    np.floating: float,
+    np.complexfloating: complex,
+    np.integer: int,
+    np.bool_: bool,
+}
+_TOO_PRECISE = (np.longdouble, np.clongdouble)  # for Python's numbers
+_INT_BYTES = 255  # torch.load(weights_only=True) reads no longer ones
 
 
 class Damaged(Exception):  # noqa: N818 - the name says the state
@@ -65,25 +72,54 @@ class Lacking(Damaged):
 
 
 def plain(content: Any, where: str) -> Any:
-    """The content, with numpy's numbers as Python's. TypeError that says where something is that is no plain data."""
+    """The content, with numpy's numbers as Python's, and tensors without the attributes that a program has given them.
+
+    TypeError that says where something is that is no plain data.
+    """
+    return _plain(content, where, {})
+
+
+def _plain(content: Any, where: str, bare: dict[int, torch.Tensor]) -> Any:
+    """Like ``plain``; ``bare``: the tensors without attributes, by the id of what they stand for."""
     kind = type(content)
     if kind in _DICTS:
         copied = copy.copy(content)  # with its attributes: a state_dict's versions
         copied.clear()
         for key, value in content.items():
-            copied[plain(key, f"the key {key!r} of {where}")] = plain(value, f"{where}[{key!r}]")
+            copied[_plain(key, f"the key {key!r} of {where}", bare)] = _plain(value, f"{where}[{key!r}]", bare)
         return copied
     if kind in _LISTS:
-        return kind(plain(value, f"{where}[{index}]") for index, value in enumerate(content))
-    for numbers, python in _NUMBERS.items():
-        if isinstance(content, numbers):
-            return python(content)
-    if kind in _LEAVES:
+        return kind(_plain(value, f"{where}[{index}]", bare) for index, value in enumerate(content))
+    if kind not in _TOO_PRECISE:
+        for numbers, python in _NUMBERS.items():
+            if isinstance(content, numbers):
+                return python(content)
+    if isinstance(content, torch.Tensor) and kind in _LEAVES and vars(content):
+        return bare.setdefault(id(content), _without_attributes(content))
+    is_long = kind is int and not _fits(content)
+    if kind in _LEAVES and not is_long:
         return content
+    name = f"int of more than {_INT_BYTES} bytes" if is_long else f"{kind.__module__}.{kind.__qualname__}"
     raise TypeError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold: it holds tensors, "
-        "numbers, strings, and lists, tuples, sets and dicts of them (numpy: torch.from_numpy(x))"
+        f"{where} is a {name}, which a checkpoint does not hold: it holds tensors, numbers, strings, and lists, "
+        "tuples, sets and dicts of them (numpy: torch.from_numpy(x))"
     )
+
+
+def _without_attributes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or Parameter, in the same memory, without what is in its ``__dict__``."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor.detach(), tensor.requires_grad)
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _fits(number: int) -> bool:
+    """Whether an int has at most ``_INT_BYTES`` bytes."""
+    try:
+        number.to_bytes(_INT_BYTES, "little", signed=True)
+    except OverflowError:
+        return False
+    return True
 
 
 def write(path: pathlib.Path, content: Any) -> dict[str, int]:

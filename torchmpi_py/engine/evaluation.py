@@ -7,7 +7,8 @@ never waits for an evaluation, except for the last one. The evaluator calls the 
 that ``engine.test`` works there.
 
 Messages, on a communicator of their own: READY (the evaluator waits); a header (epochs completed, bytes, exit code) and
-then the bytes; a header without bytes at the end. Distributed TensorFlow's evaluator, which reads checkpoints instead.
+then the bytes; a header without bytes at the end, which says how training has ended. Distributed TensorFlow's
+evaluator reads checkpoints instead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.engine import outcomes, samples
 from torchmpi_py.engine.batches import BatchIterator
 from torchmpi_py.engine.state import Hooks, State, modes_restored
-from torchmpi_py.errors import TorchMPIError
+from torchmpi_py.errors import EndRequested, TorchMPIError
 from torchmpi_py.nn.split_parameters import split_of
 from torchmpi_py.runtime import process, session as sessions
 
@@ -34,7 +35,8 @@ Evaluator = Callable[[torch.nn.Module, int], Any]
 _READY, _HEADER, _BYTES = 1, 2, 3  # tags
 _PIECE_BYTES = 1 << 30
 _LOOK_SECONDS = 0.02
-_OVER, _LEFT = -1, -2  # in place of an epoch: training is over; the other ranks have left it, with this exit code
+# In place of an epoch: training is over; the other ranks have left it, with this exit code; they were asked to end.
+_OVER, _LEFT, _ASKED = -1, -2, -3
 
 
 def train_and_evaluate(
@@ -155,6 +157,9 @@ def _train_for(comm: MPI.Comm, evaluator: int, train: Callable[..., State], hook
             _send(comm, evaluator, state)
             backoff.complete(comm.Irecv(np.empty(0), evaluator, _READY), backoff.Nap(_LOOK_SECONDS))  # the last one
         word = _OVER
+    except EndRequested:
+        word = _ASKED
+        raise
     except SystemExit as end:
         code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
         raise
@@ -189,11 +194,13 @@ def _evaluate_to_the_end(comm: MPI.Comm, source: int, state: State, evaluator: E
     state.network.to(process.device())
     evaluations: dict[int, Any] = {}
     while True:
-        # Ask for parameters. The answer: those after some later epoch, or that training is over.
+        # Ask for parameters. The answer: those after some later epoch, or how training has ended.
         ready = comm.Isend(np.empty(0), source, _READY)
         header = np.empty(3, np.int64)
         backoff.complete(comm.Irecv(header, source, _HEADER), backoff.Nap(_LOOK_SECONDS))
         epoch, num_bytes, code = map(int, header)
+        if epoch == _ASKED:
+            raise EndRequested  # torchmpirun takes any other SystemExit for a failure
         if epoch == _LEFT:
             _end(code)
         if epoch == _OVER:

@@ -26,7 +26,7 @@ from torchmpi_py.engine import outcomes, samples
 from torchmpi_py.engine.checkpoint import Checkpoints, Collected, check_collected
 from torchmpi_py.engine.state import Hook, Hooks, State
 from torchmpi_py.errors import EndRequested
-from torchmpi_py.nn.optimizer_state import load_whole_state, whole_state
+from torchmpi_py.nn.optimizer_state import OptimizerKind, load_saved_state, whole_state
 from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.optim.wrapper import ReducingOptimizer
 
@@ -209,6 +209,7 @@ class Saving:
             **{name: module.state_dict() for name, module in state._named_modules().items()},
             "outside": [tensor.detach() for tensor in state._parameters_of_optimizer_alone()],
             "optimizer": None if state.optimizer is None else whole_state(state.optimizer),
+            "optimizer_kind": None if state.optimizer is None else state._optimizer_kind()._asdict(),
         }
         parts = {
             **trained,
@@ -240,17 +241,11 @@ class Saving:
         trained = parts.get("trained") or parts  # this rank's own, if it has some
         for name, module in modules.items():
             module.load_state_dict(trained[name])
-        with torch.no_grad():
-            for tensor, content in zip(state._parameters_of_optimizer_alone(), trained["outside"], strict=True):
-                tensor.copy_(content)
-            for name, buffers in parts["buffers"].items():
-                kept = _kept_buffers(modules[name])
-                for key, content in buffers.items():
-                    kept[key].copy_(content)
-        if (state.optimizer is None) != (trained["optimizer"] is None):
-            raise ValueError("one of them has no optimizer (lr=0)")
-        if state.optimizer is not None:
-            load_whole_state(state.optimizer, trained["optimizer"])
+        for name, buffers in parts["buffers"].items():
+            kept = _kept_buffers(modules[name])
+            for key, content in buffers.items():
+                _copy(f"buffer {key} of {name}", kept[key], content)
+        _restore_optimizer(state, trained)
         for name, part in self.stateful.items():
             if name not in parts["stateful"]:
                 raise ValueError(f"it holds nothing of stateful[{name!r}]")
@@ -262,6 +257,28 @@ class Saving:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
         samples.restore_generators(state.iterator, parts["generators"])
         state.maxepoch = _last_epoch(state, **parts["maxepoch"])
+
+
+def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
+    """Restore the optimizer, and the parameters that it alone holds; ValueError unless it is as it was saved."""
+    if (state.optimizer is None) != (trained["optimizer"] is None):
+        raise ValueError("one of them has no optimizer (lr=0)")
+    if state.optimizer is None:
+        return
+    outside = state._parameters_of_optimizer_alone()
+    for number, (tensor, content) in enumerate(zip(outside, trained["outside"], strict=True)):
+        _copy(f"parameter {number} of those that only the optimizer holds", tensor, content)
+    kind = trained.get("optimizer_kind")  # earlier versions have not saved it
+    saved = None if kind is None else OptimizerKind(**kind)
+    load_saved_state(state.optimizer, trained["optimizer"], state._optimizer_kind(), saved)
+
+
+@torch.no_grad()
+def _copy(name: str, tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """Copy; ValueError for another shape, which torch would broadcast."""
+    if tensor.shape != content.shape:
+        raise ValueError(f"{name} has shape {tuple(content.shape)} in it, and is trained with {tuple(tensor.shape)}")
+    tensor.copy_(content)
 
 
 def _is_replicated(state: State) -> bool:
@@ -305,9 +322,11 @@ class EndRequests:
                     raise EndRequested  # from torchmpi_py.errors; the exit code is 143
 
     The signal is left alone where the program has a handler for it, and outside the main thread. A signal that no call
-    of ``requested`` has reported when the block ends has its usual effect then. After ``requested`` has returned True
-    the signal has no effect until the process ends, or enters such a block again: a signal that is sent twice does not
-    end the program while it saves or cleans up. Works in a world of one, and without ``mpi.start()``.
+    of ``requested`` has reported when the block ends has its usual effect then: also where an error ends the block,
+    which is logged before, for a process that the signal ends does not raise it. A block that SystemExit (EndRequested,
+    say) or KeyboardInterrupt ends is left as they say. After ``requested`` has returned True the signal has no effect
+    until the process ends, or enters such a block again: a signal that is sent twice does not end the program while it
+    saves or cleans up. Works in a world of one, and without ``mpi.start()``.
     """
 
     # Ranks get the signal at different moments, and some may not get it at all (torchmpirun reaches those of its own
@@ -336,7 +355,9 @@ class EndRequests:
         if signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, _is_known_already if self._is_known else signal.SIG_DFL)
         self._is_ours = False
-        if self._has_come and not self._is_known and error is None:
+        if self._has_come and not self._is_known and (error is None or isinstance(error, Exception)):
+            if error is not None:
+                logger.error("SIGTERM came before this error, and has its usual effect now", exc_info=error)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def requested(self) -> bool:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from torchmpi_py.nn.members import parameters_of
+from torchmpi_py.nn.optimizer_state import OptimizerKind, name_of_class
 from torchmpi_py.optim.sharded import ShardedOptimizer
+from torchmpi_py.optim.wrapper import LocalOptimizer, ReducingOptimizer
 
 
 @dataclass(eq=False)
@@ -65,6 +67,11 @@ class State:
         """The parameters that are in no module."""
         inside = {id(parameter) for module in self.modules() for parameter in module.parameters()}
         return [parameter for parameter in self.parameters() if id(parameter) not in inside]
+
+    def _optimizer_kind(self) -> OptimizerKind:
+        """What the optimizer's state belongs to, on whatever ranks, and however they reduce gradients."""
+        name = name_of_class(self.optimizer, transparent=(ReducingOptimizer, LocalOptimizer))
+        return OptimizerKind.of(name, [p for group in self._groups() for p in group])
 
     def as_one_module(self) -> torch.nn.Module:
         """Everything that is trained as one module: its gradients are reduced in one order, the same on every rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,6 +63,55 @@ def load_whole_state(optimizer: Any, state: Any) -> None:
     optimizer.load_state_dict(_converted(optimizer, state, Split.part_of, from_whole=True))
 
 
+class OptimizerKind(NamedTuple):
+    """What an optimizer's state belongs to."""
+
+    name: str  # of the class
+    shapes: list[tuple[int, ...]]  # of the parameters, whole, in the order of the groups
+
+    @classmethod
+    def of(cls, name: str, parameters: Iterable[Tensor]) -> OptimizerKind:
+        """The kind of an optimizer with these parameters, on however many ranks they are split."""
+        splits = [(p, split_of(p)) for p in parameters]
+        return cls(name, [tuple(p.shape if split is None else split.whole_shape(p)) for p, split in splits])
+
+    def check_saved(self, saved: OptimizerKind) -> None:
+        """ValueError, with both, unless a state that was saved of the kind ``saved`` is one of this kind."""
+        if saved.name != self.name:
+            raise ValueError(f"it was trained by the optimizer {saved.name}, and this one is {self.name}")
+        for number, (theirs, mine) in enumerate(zip(saved.shapes, self.shapes, strict=False)):
+            if theirs != mine:
+                raise ValueError(f"parameter {number} of its {self.name} has shape {theirs}, and of this one {mine}")
+
+
+def name_of_class(optimizer: Any, transparent: tuple[type, ...] = ()) -> str:
+    """The name of the optimizer's class, and of those that it stands around: ``LARS(SGD)``, without ``transparent``."""
+    name, inner = type(optimizer).__qualname__, getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer):
+        return name
+    of_inner = name_of_class(inner, transparent)
+    return of_inner if isinstance(optimizer, transparent) else f"{name}({of_inner})"
+
+
+def load_saved_state(optimizer: Any, state: Any, kind: OptimizerKind, saved: OptimizerKind | None) -> None:
+    """Like ``load_whole_state``, of a state that was saved of the kind ``saved``; None where that is not known.
+
+    ValueError if the optimizer, of this ``kind``, is another one.
+    """
+    if saved is not None:
+        kind.check_saved(saved)
+    load_whole_state(optimizer, state)
+    if saved is None:
+        _check_options(optimizer)
+
+
+def _check_options(optimizer: Any) -> None:
+    """ValueError if groups lack options of the optimizer's class, as after loading the state of another class."""
+    for group in _groups(optimizer):
+        if lacking := sorted(getattr(optimizer, "defaults", {}).keys() - group.keys()):
+            raise ValueError(f"it holds no {', '.join(lacking)} of the optimizer {type(optimizer).__qualname__}")
+
+
 def _converted(optimizer: Any, state: Any, convert: Callable[[Split, Tensor], Tensor], *, from_whole: bool) -> Any:
     """An optimizer's state, with ``convert`` applied to what has the shape of a split parameter."""
     parameters = [p for group in _groups(optimizer) for p in group["params"]]
@@ -106,7 +155,7 @@ def _differing(optimizer: Any, comm: Communicator) -> list[int]:
     sizes = [len(group["params"]) for group in (state.get("param_groups", []) if isinstance(state, dict) else [])]
     content = repr([(name, _content(leaf)) for name, leaf in _entries(state, "")])
     digest = hashlib.blake2b(content.encode(), digest_size=16).digest()
-    stands = verbs.allgather_object(_Stand(type(optimizer).__qualname__, sizes, digest), comm=comm)
+    stands = verbs.allgather_object(_Stand(name_of_class(optimizer), sizes, digest), comm=comm)
     if any(stand[:2] != stands[0][:2] for stand in stands):
         named = "; ".join(f"rank {rank}: {stand.kind} of {stand.num_parameters}" for rank, stand in enumerate(stands))
         raise RanksDisagree(f"the ranks' optimizers differ in kind, or in the parameters of their groups: {named}")
