@@ -35,6 +35,23 @@ def test_a_mean_of_whole_numbers_whose_sum_does_not_fit(group, dtype):
     assert torch.equal(z, torch.full((2,), sum(float(most - r) for r in range(size)) / size)) or dtype.itemsize > 2
 
 
+def test_a_mean_of_whole_numbers_into_unusual_memory(group):
+    size = group.size()
+    with torch.inference_mode():
+        x = torch.full((4,), 100, dtype=torch.int8)
+    dist.all_reduce(x, op=AVG)
+    assert x.tolist() == [100] * 4
+    with torch.inference_mode():
+        dist.all_reduce(x, op=AVG, async_op=True).wait()
+    assert x.tolist() == [100] * 4
+    columns = torch.arange(6, dtype=torch.int16).view(2, 3).t()
+    dist.all_reduce(columns, op=AVG)
+    assert columns.tolist() == [[0, 3], [1, 4], [2, 5]]
+    with pytest.raises(ValueError, match="avg: cannot write into an expanded tensor"):
+        dist.all_reduce(torch.ones(1, dtype=torch.int32).expand(size + 1), op=AVG)
+    dist.barrier()
+
+
 def test_an_output_over_the_input_of_a_later_part(group):
     rank, size = group.rank(), group.size()
     counts = [2 + r for r in range(size)]  # a reduce for each rank

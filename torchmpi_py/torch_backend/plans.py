@@ -29,6 +29,7 @@ from torchmpi_py.core.tensors import (
     check_parts,
     check_rank,
     check_tensor,
+    check_writable,
     copy_if_overlapping,
     flat,
     output_buffer,
@@ -144,6 +145,8 @@ def averaging(
     """
     if op != "avg" or not any(_is_whole(x) for x in outputs):
         return make(op, outputs, inputs)
+    for x in outputs:
+        check_writable("avg", check_tensor("avg", "tensor", x))
     sums = [_widened(x) for x in outputs]
 
     def divide() -> None:
@@ -154,7 +157,8 @@ def averaging(
             else:
                 plain.div_(size, rounding_mode="trunc" if _is_whole(x) else None)
             if total is not x:
-                x.detach().copy_(total)
+                with torch.inference_mode():  # x may have been made there
+                    x.detach().copy_(total)
 
     operations, _, last_step = make("sum", sums, sums if inputs is outputs else _widened(inputs))
     return operations, list(outputs), _one_after_another([last_step, divide])
