@@ -65,6 +65,8 @@ def test_without_staleness_it_is_synchronous_training(mpi, comm, monkeypatch):
 @pytest.mark.parametrize("staleness", [1, 4])
 def test_the_bound_holds(mpi, comm, monkeypatch, staleness):
     """Nobody is too far ahead when it begins a step, and everybody sees what it has to see, and all of its own."""
+    if mpi.num_nodes() > 1:
+        pytest.skip("ranks count their steps in memory of their node")
     size, me = mpi.size(), mpi.rank()
     completed = mpi.symmetric_empty(1, dtype=torch.int64).zero_()
     segment, _ = symmetric.find(completed)

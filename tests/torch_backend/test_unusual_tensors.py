@@ -1,5 +1,6 @@
 """Tensors that overlap, that autograd knows, whose sums do not fit, sparse ones that differ; wrong lists and roots."""
 
+import time
 import warnings
 
 import pytest
@@ -33,6 +34,36 @@ def test_a_mean_of_whole_numbers_whose_sum_does_not_fit(group, dtype):
         dist.all_reduce(z := x[:2].float(), op=AVG)
     assert y.tolist() == [mean] * 3
     assert torch.equal(z, torch.full((2,), sum(float(most - r) for r in range(size)) / size)) or dtype.itemsize > 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64])
+def test_a_mean_of_what_an_earlier_call_writes(group, dtype):
+    rank, size = group.rank(), group.size()
+    x, out = torch.full((2 * size,), rank, dtype=dtype), torch.empty(2, dtype=dtype)
+    if rank == size - 1:
+        time.sleep(0.2)
+    works = [dist.all_reduce(x, async_op=True), dist.all_reduce(x, op=AVG, async_op=True)]
+    works.append(dist.reduce_scatter_single(out, x, op=AVG, async_op=True))
+    for work in works:
+        work.wait()
+    assert x.tolist() == [sum(range(size))] * 2 * size
+    assert out.tolist() == [sum(range(size))] * 2
+
+
+def test_slots_of_outputs_that_an_earlier_call_writes(group):
+    rank, size = group.rank(), group.size()
+    outs = [torch.full((size, 2), float(10 * part + rank)) for part in range(2)]
+    if rank == size - 1:
+        time.sleep(0.2)
+    works = [dist.all_reduce(out[rank], async_op=True) for out in outs]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for out in outs:
+            dist.all_gather_single(out.view(-1), out[rank])
+    manager.wait()
+    for work in works:
+        work.wait()
+    for part, out in enumerate(outs):
+        assert torch.equal(out, torch.full((size, 2), float(10 * part * size + sum(range(size)))))
 
 
 def test_a_mean_of_whole_numbers_into_unusual_memory(group):
@@ -91,6 +122,12 @@ def test_backward_through_what_a_call_has_overwritten_warns(group):
         y = x * 2
         dist.all_reduce(y.detach())
         y.sum().backward()
+        y = x * 2
+        if group.rank() == 0:
+            dist.broadcast(y, 0)  # which writes nothing here
+            y.sum().backward()
+        else:
+            dist.broadcast(torch.empty(2), 0)
 
 
 def test_a_sparse_sum_of_complex_numbers(group):

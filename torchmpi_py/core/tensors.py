@@ -27,7 +27,7 @@ OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
 _FLOAT_OPS = ("sum", "avg", "prod", "min", "max")
 _COMPLEX_OPS = ("sum", "avg", "prod")
 _INTEGER_OPS = ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
-_WHOLE_NUMBERS = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
+WHOLE_NUMBERS = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 _STRIDED = torch.strided
 _WRITE_INTO_X = frozenset({"broadcast", "sendreceive", "recv"})
 _WRITE_INTO_X_WITHOUT_OUT = frozenset({"allreduce", "reduce", "alltoall"})
@@ -39,7 +39,7 @@ def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
         return _COMPLEX_OPS
     if dtype.is_floating_point:
         return () if str(dtype) == "torch.float4_e2m1fn_x2" else _FLOAT_OPS  # two numbers a byte
-    return _INTEGER_OPS if dtype in _WHOLE_NUMBERS or dtype == torch.bool else ()
+    return _INTEGER_OPS if dtype in WHOLE_NUMBERS or dtype == torch.bool else ()
 
 
 def check_known_op(verb: str, op: str) -> None:

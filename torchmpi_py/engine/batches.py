@@ -22,7 +22,8 @@ class BatchIterator(ABC):
 
     With each batch the attributes ``weight`` and ``num_samples`` are set (``iterators`` explains them), and
     ``position``: how many samples of the epoch all ranks have used with this batch. One iteration may begin within
-    another, as where a hook tests on the training data: when it is over, the attributes are those of the other.
+    another, as where a hook tests on the training data: with the next batch of the other, or if the engine trains on
+    that one as soon as the first is over, these attributes, and the place in ``state_dict``, are those of the other.
     """
 
     _OF_ITERATION: tuple[str, ...] = ("position", "weight", "num_samples", "_epoch_under_way", "_is_set")
@@ -50,8 +51,8 @@ class BatchIterator(ABC):
         self.position = 0
         self.weight = 1.0
         self.num_samples = 0
-        self._iterations: list[dict[str, Any]] = []  # the attributes of those that have begun, and are not over
-        self._present: dict[str, Any] | None = None  # whose attributes are in place
+        self._present: dict[str, Any] | None = None  # the attributes of the iteration whose are in place
+        self._outer: dict[str, Any] | None = None  # of the one on which the engine trains
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
@@ -80,13 +81,20 @@ class BatchIterator(ABC):
         if self.size > 1 and self.follows_place:
             check_equal(f"{type(self).__name__}s", verbs.allgather_object(self._facts()))
 
-    def forget_iterations(self) -> None:
-        """Let the next iteration be within none, whatever has begun: an error that is kept may keep its loop alive."""
-        self._iterations = []
+    def as_outer(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        """The batches of the iteration that has begun; its place is back whenever one within it is over.
+
+        To be closed: an error may keep the loop, and with it the generator, alive.
+        """
+        before, self._outer = self._outer, self._present
+        try:
+            yield from batches
+        finally:
+            self._outer = before
+            self._put_outer()
 
     def take_place(self) -> None:
         """Give the shares of this rank's present rank and size: ranks have died. If they were given, they remain."""
-        self.forget_iterations()
         if self.follows_place:
             self.rank, self.size = _place(None, None)
 
@@ -97,7 +105,6 @@ class BatchIterator(ABC):
     def set_position(self, position: int) -> None:
         """Let the next iteration begin after so many samples of its epoch, over all ranks; the same on every rank."""
         self._first, self._is_set = at_least(0, "position", position), True
-        self.forget_iterations()
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch, as plain data that are equal on all ranks, whatever is read ahead."""
@@ -131,11 +138,14 @@ class BatchIterator(ABC):
 
     def _iteration(self, batches: Generator[Any, None, None]) -> Iterator[Any]:
         """The batches of an iteration that has begun, with its attributes in place whenever one is made or given."""
-        self._present = attributes = self._of_iteration()
+        attributes = self._of_iteration()
+        if self._outer is None:
+            self._present = attributes
+        else:
+            self._put_outer()  # until the first batch of the other
         return self._in_place(batches, attributes)
 
     def _in_place(self, batches: Generator[Any, None, None], attributes: dict[str, Any]) -> Iterator[Any]:
-        self._iterations.append(attributes)
         try:
             with closing(batches):
                 while True:
@@ -147,9 +157,12 @@ class BatchIterator(ABC):
                     attributes.update(self._of_iteration())
                     yield batch
         finally:
-            self._iterations = [each for each in self._iterations if each is not attributes]
-            if self._iterations:
-                self._put(self._iterations[-1])
+            if self._outer is not attributes:
+                self._put_outer()
+
+    def _put_outer(self) -> None:
+        if self._outer is not None:
+            self._put(self._outer)
 
     def _put(self, attributes: dict[str, Any]) -> None:
         if self._present is not attributes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -63,13 +64,29 @@ def of_epoch(state: State) -> Iterator[Any]:
     samplers = samplers_of(iterator)
     for holder in {id(each): each for each in (iterator, *samplers.values())}.values():  # some are the same object
         set_epoch(holder, state.epoch)
-    if state.training and isinstance(iterator, BatchIterator):
-        iterator.forget_iterations()
     if state.position > 0:
-        return _resumed(state)
+        return _kept(state, _resumed(state))
     if state.training and (samplers["sampler"] is not None or not hasattr(iterator, "set_position")):
         state.epoch_random = {"global": random_states(), "iterator": generator_states(iterator)}
-    return _started(iterator)
+    return _kept(state, _started(iterator))
+
+
+def _kept(state: State, batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches; of an iterator that knows of ranks, in training, the outer ones, which ``closed`` closes."""
+    if state.training and isinstance(state.iterator, BatchIterator):
+        batches = state._batches = state.iterator.as_outer(batches)
+    return batches
+
+
+@contextmanager
+def closed(state: State) -> Iterator[None]:
+    """Close the samples of an epoch at the end of the block, also where an error ends it."""
+    try:
+        yield
+    finally:
+        batches, state._batches = state._batches, None
+        if batches is not None:
+            batches.close()
 
 
 def _started(iterator: Any) -> Iterator[Any]:

@@ -147,7 +147,7 @@ class SGDEngine:
             hooks.on_start(state)
             self.begin(state)
             while state.epoch < state.maxepoch:
-                with self.epoch(state):
+                with self.epoch(state), samples.closed(state):
                     hooks.on_start_epoch(state)
                     for sample in self.samples(state):
                         self.take_sample(state, sample)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,7 +44,8 @@ def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
                 raise item.error
             yield item
     finally:
-        ahead.end(None)
+        ahead.stop()
+        ahead.join(None)
 
 
 class _Raised(NamedTuple):
@@ -61,14 +63,16 @@ class _Ahead:
         _under_way.add(self)
         self._thread.start()
 
-    def end(self, seconds: float | None) -> None:
-        """End the thread, and wait for it so long (None: until it ends)."""
-        if self._thread.is_alive():
-            self._stopped.set()
-            # The thread puts at most one item after the event is set: an emptied queue has room for it.
-            while not self.ready.empty():
-                self.ready.get_nowait()
-            self._thread.join(seconds)
+    def stop(self) -> None:
+        """Let the thread end, at once or when the item under construction is done."""
+        self._stopped.set()
+        # The thread puts at most one item after the event is set: an emptied queue has room for it.
+        while self._thread.is_alive() and not self.ready.empty():
+            self.ready.get_nowait()
+
+    def join(self, seconds: float | None) -> None:
+        """Wait for the end of the thread, at most so long (None: until it ends)."""
+        self._thread.join(seconds)
 
 
 _under_way: weakref.WeakSet[_Ahead] = weakref.WeakSet()
@@ -77,8 +81,11 @@ _under_way: weakref.WeakSet[_Ahead] = weakref.WeakSet()
 @atexit.register
 def _end_all() -> None:
     """End the threads of loops that have not come to the end: one in a function of torch's would abort the process."""
-    for ahead in list(_under_way):
-        ahead.end(_AT_EXIT_SECONDS)
+    deadline, last = time.monotonic() + _AT_EXIT_SECONDS, list(_under_way)
+    for ahead in last:
+        ahead.stop()  # all, before the wait: the thread of an iterator may wait for that of a source
+    for ahead in last:
+        ahead.join(max(0.0, deadline - time.monotonic()))
 
 
 def _fill(items: Iterable[Any], ready: queue.Queue[Any], stopped: threading.Event) -> None:
@@ -86,10 +93,14 @@ def _fill(items: Iterable[Any], ready: queue.Queue[Any], stopped: threading.Even
         for item in items:
             ready.put(item)
             if stopped.is_set():
-                return
-        ready.put(_END)
+                break
     except BaseException as error:  # raised again in the loop that uses the items
         ready.put(_Raised(error))
+    if not stopped.is_set():
+        ready.put(_END)
+    else:
+        with suppress(queue.Full):  # a thread that waits for an item has one then
+            ready.put_nowait(_END)
 
 
 def begun(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -111,13 +122,29 @@ class _Pieces:
         return len(self.of_iteration)
 
 
+class _Lock:
+    """A lock that is copied, and pickled, as a new one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> Any:
+        return _Lock, ()
+
+
 class PieceLoader:
     """A DataLoader that is given the indices of its batches, and a seed, for each iteration."""
 
     def __init__(self, dataset: Any, **options: Any) -> None:
         self._pieces, self._generator = _Pieces(), torch.Generator()
         self._latest: object = None  # the iteration for which lasting workers read
-        self._lock = threading.Lock()  # each iteration may have a thread that reads ahead
+        self._lock = _Lock()  # each iteration may have a thread that reads ahead
         self.loader = DataLoader(dataset, batch_sampler=self._pieces, generator=self._generator, **options)
 
     def read(self, pieces: list[list[int]], seed: int) -> Generator[Any, None, None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,7 @@ class State:
     _gets_state_back: bool = False  # whether its optimizer is the user's
     _is_counted: bool = True  # whether num_samples is known, or may be once on_sample has made a pair
     _is_stand_in: bool = False  # whether layers know that the batch is one
+    _batches: Generator[Any, None, None] | None = field(default=None, repr=False)  # of the epoch, to be closed
     _cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, repr=False)  # where backward resumes
 
     def modules(self) -> list[torch.nn.Module]:

@@ -6,6 +6,7 @@ gather      large tensors, as messages straight into the list of root
 scatter     large tensors, as messages straight from the list of root
 sparse      allreduce of sparse tensors: each rank gathers all indices and values, and adds them in rank order
 memory      symmetric memory for buckets
+widen       a copy of short whole numbers, for sums that do not wrap around
 """
 
 from __future__ import annotations
@@ -138,11 +139,17 @@ class ExtraOperations:
         """Call ``keep`` with the coalesced sum of all sparse tensors ``x``."""
         plan = selector.plan("allgather", self.comm, x.device, symmetric=False, name=None)
         gathering = Gathering("selector", plan.flavour_for)
-        _check_alike(x, gathering.allgather(channel, torch.tensor([x.sparse_dim(), x.dim(), *x.shape]), None).tolist())
+        _check_alike(x, gathering.allgather(channel, _header(x), None).tolist())
         mine = x.detach().coalesce()
         indices = gathering.allgather(channel, flat(mine.indices().t()), None)
         values = gathering.allgather(channel, flat(mine.values()), None)
         keep(torch.sparse_coo_tensor(indices.t(), values, x.shape, device=x.device, check_invariants=False).coalesce())
+
+    def widen(self, channel: Channel, *tensors: Tensor) -> None:
+        """Copy the second half of the tensors into the first."""
+        with torch.inference_mode():  # some may have been made there
+            for wide, x in zip(tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :], strict=True):
+                wide.copy_(x)
 
     def memory(
         self, channel: Channel, num_bytes: int, device: torch.device, keep: Callable[[Tensor | None], object]
@@ -152,6 +159,10 @@ class ExtraOperations:
             keep(symmetric.memory(channel, num_bytes, device)[:num_bytes])
         except Unavailable:
             keep(None)
+
+
+def _header(x: Tensor) -> Tensor:
+    return torch.tensor([x.sparse_dim(), x.dim(), *x.shape], device="cpu")
 
 
 def _check_alike(x: Tensor, gathered: list[int]) -> None:

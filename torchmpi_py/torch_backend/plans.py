@@ -3,9 +3,6 @@
 torch.distributed gives some arguments as objects, and some as plain values. Its lists hold one tensor for each rank,
 where the package's verbs have one flat tensor: lists are copied into a flat tensor before a call, or out of one after.
 Each function here that returns a ``Call`` checks its tensors on this rank alone, and raises ValueError or TypeError.
-
-Verbs refuse means of whole numbers. Here a mean is the sum, divided and rounded towards zero, as in NCCL: Lightning
-counts samples in such tensors.
 """
 
 from __future__ import annotations
@@ -25,11 +22,11 @@ from torchmpi_py.collectives.prepare import builder
 from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import (
+    WHOLE_NUMBERS,
     check_divisible,
     check_parts,
     check_rank,
     check_tensor,
-    check_writable,
     copy_if_overlapping,
     flat,
     output_buffer,
@@ -88,7 +85,7 @@ def _into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]
     return conclude
 
 
-def _one_after_another(steps: Sequence[Callable[[], object] | None]) -> Callable[[], Any] | None:
+def one_after_another(steps: Sequence[Callable[[], object] | None]) -> Callable[[], Any] | None:
     """One step made of all ``steps`` that are not None."""
     given = [step for step in steps if step is not None]
 
@@ -121,7 +118,7 @@ def warn_in_backward(verb: str, x: Tensor) -> None:
 def allreduce_again(comm: Communicator, tensors: list[Tensor], op: str) -> Call | None:
     """The allreduce of the only tensor, by the operation of the last call alike; None if the tensor is not plain."""
     (x,) = tensors
-    if op == "avg" and _is_whole(x):
+    if op == "avg" and x.dtype in WHOLE_NUMBERS:
         return None
     options = {"op": op}
     if (key := kept_operations.key_of("allreduce", (x,), options)) is None:
@@ -133,46 +130,6 @@ def allreduce_again(comm: Communicator, tensors: list[Tensor], op: str) -> Call 
         operation = _allreduce(x, op=op, comm=comm)
         kept_operations.keep(comm, key, operation)
     return [operation], tensors, None
-
-
-def averaging(
-    op: str, outputs: Tensors, inputs: Any, size: int, make: Callable[[str, Any, Any], Call], is_root: bool = True
-) -> Call:
-    """The call that ``make`` makes for ``op``, outputs and inputs; a mean of whole numbers is a sum, and a division.
-
-    Sums are those of int64, or uint64, in which no mean of shorter numbers is lost. ``inputs``: tensors, or lists of
-    them; the outputs themselves where the call works in place. Only root has outputs to divide, where there is one.
-    """
-    if op != "avg" or not any(_is_whole(x) for x in outputs):
-        return make(op, outputs, inputs)
-    for x in outputs:
-        check_writable("avg", check_tensor("avg", "tensor", x))
-    sums = [_widened(x) for x in outputs]
-
-    def divide() -> None:
-        for x, total in zip(outputs, sums, strict=True) if is_root else ():
-            plain = total.detach()
-            if total.dtype == torch.uint64:  # which torch does not divide; without dimensions numpy's is no array
-                plain.copy_(torch.from_numpy(plain.cpu()[None].numpy() // size)[0])
-            else:
-                plain.div_(size, rounding_mode="trunc" if _is_whole(x) else None)
-            if total is not x:
-                with torch.inference_mode():  # x may have been made there
-                    x.detach().copy_(total)
-
-    operations, _, last_step = make("sum", sums, sums if inputs is outputs else _widened(inputs))
-    return operations, list(outputs), _one_after_another([last_step, divide])
-
-
-def _widened(given: Any) -> Any:
-    """Whole numbers, in tensors or lists of them, as int64; others, and uint64, as they are."""
-    if not isinstance(given, Tensor):
-        return [_widened(x) for x in given]
-    return given.detach().to(torch.int64) if _is_whole(given) and given.itemsize < 8 else given
-
-
-def _is_whole(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def allreduce(extra: ExtraOperations, tensors: list[Tensor], op: str, factor: Any) -> Call:
@@ -257,7 +214,7 @@ def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> C
         slot = whole[comm.rank * source.numel() :][: source.numel()]
         source = copy_if_overlapping(source, whole, slot)  # FSDP gives the slot
         operations.append(_gathering(comm, source, whole, [source.numel()] * comm.size))
-    return operations, list(outputs), _one_after_another([copy_out for _, copy_out in targets])
+    return operations, list(outputs), one_after_another([copy_out for _, copy_out in targets])
 
 
 def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, root: int) -> Call:
@@ -272,7 +229,7 @@ def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, r
     if extra.takes("gather", x):
         targets = [output_buffer("gather", y, holds_input=False) for y in outputs]
         operation = extra.gather_operation(source, [y.view(-1) for y, _ in targets], root)
-        return [operation], outputs, _one_after_another([copy_out for _, copy_out in targets])
+        return [operation], outputs, one_after_another([copy_out for _, copy_out in targets])
     if comm.rank == root:
         whole = x.new_empty(comm.size * x.numel(), requires_grad=False)
     operation = _gathering(comm, source, whole, [x.numel()] * comm.size, root)
@@ -308,10 +265,10 @@ def reduce_scatter(comm: Communicator, factor: Any, op: str, outputs: Tensors, i
             whole = torch.cat([flat(x).view(-1) for x in inputs])
             operations.append(_reduce_scatter(whole, out=buffer.view(-1), op=op, comm=comm))
         else:
-            for rank, x in enumerate(_apart([flat(x).view(-1) for x in inputs], buffers)):
+            for rank, x in enumerate(apart([flat(x).view(-1) for x in inputs], buffers)):
                 target = buffer.view(-1) if rank == comm.rank else None
                 operations.append(_reduce(x, rank, out=target, op=op, comm=comm))
-    return operations, list(outputs), _one_after_another([copy_out for _, copy_out in targets])
+    return operations, list(outputs), one_after_another([copy_out for _, copy_out in targets])
 
 
 def reduce_scatter_single(comm: Communicator, factor: Any, op: str, outputs: Tensors, inputs: Tensors) -> Call:
@@ -324,7 +281,7 @@ def reduce_scatter_single(comm: Communicator, factor: Any, op: str, outputs: Ten
         _reduce_scatter(source, out=buffer.view(-1), op=op, comm=comm)
         for source, (buffer, _) in zip(sources, targets, strict=True)
     ]
-    return operations, list(outputs), _one_after_another([copy_out for _, copy_out in targets])
+    return operations, list(outputs), one_after_another([copy_out for _, copy_out in targets])
 
 
 def alltoall_single(
@@ -351,13 +308,15 @@ def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
         check_list("all_to_all", what, given, next(iter((*inputs, *outputs)), None), extra.comm.size)
     check_equal("all_to_all", "outputs", [outputs[extra.comm.rank]], inputs[extra.comm.rank])
     targets = [output_buffer("all_to_all", y, holds_input=False) for y in outputs]
-    conclude = _one_after_another([copy_out for _, copy_out in targets])
+    conclude = one_after_another([copy_out for _, copy_out in targets])
     return [extra.alltoall_operation([y for y, _ in targets], list(inputs))], list(outputs), conclude
 
 
 def _apart(sources: list[Tensor], buffers: list[Tensor]) -> list[Tensor]:
-    """``sources``; copies of those that the first operations of a call with several would overwrite."""
-    return apart(sources, buffers) if len(sources) > 1 else sources
+    """``sources``; copies of those that the operation of another output, which may come before, would overwrite."""
+    if len(sources) == 1:
+        return sources
+    return [apart([x], buffers[:number] + buffers[number + 1 :])[0] for number, x in enumerate(sources)]
 
 
 def _multiply(tensors: list[Tensor], factor: Any) -> None:

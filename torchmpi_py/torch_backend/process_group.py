@@ -20,6 +20,7 @@ from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.memory import symmetric
 from torchmpi_py.torch_backend import (
+    averages,
     call_queue,
     communicator_pool,
     ddp_buckets,
@@ -85,10 +86,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         op, factor = plans.op_of(opts)
         given = list(tensors)
-        return self._reduce(op, given, given, lambda op, x, _: plans.allreduce_together(self.comm, x, op, factor), opts)
+
+        def make(op: str, tensors: list[Tensor], _: list[Tensor]) -> Call:
+            return plans.allreduce_together(self.comm, tensors, op, factor)
+
+        return self._reduce(op, given, given, make, opts, of_lists=True)
 
     def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        return self.carry_out(plans.broadcast(self.comm, plans.as_list(tensors), plans.root_of(opts)), opts)
+        call, root = plans.broadcast(self.comm, plans.as_list(tensors), plans.root_of(opts)), plans.root_of(opts)
+        return self.carry_out(call, opts, is_written=self.comm.rank != root)
 
     def reduce(self, tensors: Tensors | Tensor, opts: Any, op: Any = None, timeout: Any = None) -> Any:
         name, factor = plans.op_of(op if isinstance(opts, int) else opts)
@@ -97,7 +103,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         def make(op: str, tensors: list[Tensor], _: list[Tensor]) -> Call:
             return plans.reduce(self.comm, tensors, root, op, factor)
 
-        return self._reduce(name, given, given, make, opts, self.comm.rank == root)
+        return self._reduce(name, given, given, make, opts, is_root=self.comm.rank == root)
 
     def allgather(self, outputs: Sequence[Any], inputs: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(inputs, Tensor):
@@ -129,7 +135,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             outputs, inputs = [outputs], [inputs]
         op, factor = plans.op_of(opts)
         make = functools.partial(plans.reduce_scatter, self.comm, factor)
-        return self._reduce(op, outputs, inputs, make, opts)
+        return self._reduce(op, outputs, inputs, make, opts, of_lists=True)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -222,10 +228,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             symmetric.drop_unused()
             communicator_pool.release(self.comm)
 
-    def carry_out(self, call: Call, opts: Any = None) -> Any:
+    def carry_out(self, call: Call, opts: Any = None, *, is_written: bool = True) -> Any:
         """The Work of ``call``. A blocking call is over, unless others are under way, or it can time out.
 
-        ``opts``, where torch gives any: a timeout, and whether the program waits in this call.
+        ``opts``, where torch gives any: a timeout, and whether the program waits in this call. ``is_written``: whether
+        the results are written on this rank.
         """
         self._check_open()
         timeout = getattr(opts, "timeout", None)
@@ -234,7 +241,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         is_nested = is_in_callback()
         is_launch = not is_nested and (getattr(opts, "asyncOp", True) or seconds is not None)
         operations, results, _ = call
-        for x in results:
+        for x in results if is_written else ():
             if x.requires_grad:
                 plans.warn_in_backward(operations[0].name, x)
         call_queue.record(operations, BACKGROUND if is_nested else DIRECT, is_launch, torch_internals.program())
@@ -251,9 +258,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return work
 
     def _reduce(
-        self, op: str, outputs: Tensors, inputs: Any, make: Callable[..., Call], opts: Any, is_root: bool = True
-    ) -> Any:
-        return self.carry_out(plans.averaging(op, outputs, inputs, self.comm.size, make, is_root), opts)
+        self, op: str, outputs: Tensors, inputs: Any, make: Callable[..., Call], opts: Any, *,
+        is_root: bool = True, of_lists: bool = False,
+    ) -> Any:  # fmt: skip
+        call = averages.averaging(self.extra, op, outputs, inputs, make, is_root=is_root, of_lists=of_lists)
+        return self.carry_out(call, opts, is_written=is_root)
 
     def _check_open(self) -> None:
         if not self._is_open:
