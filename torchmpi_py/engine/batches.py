@@ -108,12 +108,9 @@ class BatchIterator(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch, as plain data that are equal on all ranks, whatever is read ahead."""
-        epoch = self._used_epoch()
-        return (
-            {"epoch": self.epoch, "position": self._first}
-            if epoch is None
-            else {"epoch": epoch, "position": self.position}
-        )
+        if (epoch := self._used_epoch()) is None:
+            return {"epoch": self.epoch, "position": self._first}
+        return {"epoch": epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on at the place of a ``state_dict``, of any number of ranks; the same on all."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchmpi_py.core.tensors import WHOLE_NUMBERS, check_tensor, check_writable
 from torchmpi_py.torch_backend.call_queue import Call
-from torchmpi_py.torch_backend.extra_operations import ExtraOperations
+from torchmpi_py.torch_backend.extra_operations import ExtraOperations, copy_all
 from torchmpi_py.torch_backend.list_checks import Tensors
 from torchmpi_py.torch_backend.plans import one_after_another
 
@@ -43,20 +43,20 @@ def averaging(
     copies: Copies = []
     sums = _widened(outputs, copies)
     summands = sums if inputs is outputs else _widened(inputs, copies)
+    wide, narrow = [x for x, _ in copies], [x for _, x in copies]
     if of_lists:
-        _copy(copies)
+        copy_all(wide, narrow)
 
     def divide() -> None:
         for x, total in zip(outputs, sums, strict=True) if is_root else ():
             _divide(total.detach(), extra.comm.size)
             if total is not x:
-                _copy([(x, total)])
+                copy_all([x], [total])
 
     operations, _, last_step = make("sum", sums, summands)
     if copies and not of_lists:
         # In its turn: an earlier call, not waited for, may write what this one reads.
-        wide, given = zip(*copies, strict=True)
-        operations = [extra.operation("widen", *wide, *given), *operations]
+        operations = [extra.operation("widen", *wide, *narrow), *operations]
     return operations, list(outputs), one_after_another([last_step, divide])
 
 
@@ -71,12 +71,6 @@ def _widened(given: Any, copies: Copies) -> Any:
         return given
     copies.append((torch.empty(given.shape, dtype=torch.int64, device=given.device), given.detach()))
     return copies[-1][0]
-
-
-@torch.inference_mode()  # some may have been made there
-def _copy(copies: Copies) -> None:
-    for destination, source in copies:
-        destination.detach().copy_(source)
 
 
 def _divide(total: Tensor, size: int) -> None:

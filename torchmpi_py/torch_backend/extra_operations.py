@@ -147,9 +147,7 @@ class ExtraOperations:
 
     def widen(self, channel: Channel, *tensors: Tensor) -> None:
         """Copy the second half of the tensors into the first."""
-        with torch.inference_mode():  # some may have been made there
-            for wide, x in zip(tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :], strict=True):
-                wide.copy_(x)
+        copy_all(tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :])
 
     def memory(
         self, channel: Channel, num_bytes: int, device: torch.device, keep: Callable[[Tensor | None], object]
@@ -159,6 +157,13 @@ class ExtraOperations:
             keep(symmetric.memory(channel, num_bytes, device)[:num_bytes])
         except Unavailable:
             keep(None)
+
+
+@torch.inference_mode()  # some may have been made there
+def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source, unseen by autograd, to its destination."""
+    for destination, source in zip(destinations, sources, strict=True):
+        destination.detach().copy_(source)
 
 
 def _header(x: Tensor) -> Tensor:

@@ -93,7 +93,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._reduce(op, given, given, make, opts, of_lists=True)
 
     def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        call, root = plans.broadcast(self.comm, plans.as_list(tensors), plans.root_of(opts)), plans.root_of(opts)
+        root = plans.root_of(opts)
+        call = plans.broadcast(self.comm, plans.as_list(tensors), root)
         return self.carry_out(call, opts, is_written=self.comm.rank != root)
 
     def reduce(self, tensors: Tensors | Tensor, opts: Any, op: Any = None, timeout: Any = None) -> Any:
