@@ -31,16 +31,23 @@ def comm(mpi, gpu_flavours_on_the_host, monkeypatch):  # noqa: F811
         yield made
 
 
+@pytest.fixture
+def one_node(mpi):
+    """Skips the test where GPUs would have no memory in common."""
+    if mpi.num_nodes() > 1:
+        pytest.skip("cudaipc serves the ranks of one node")
+
+
 def values(rank, count):
     return ((torch.arange(count) * 7 + rank * 3) % 1001).double()
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_several_pieces(mpi, comm, flavour):
+def test_several_pieces(request, mpi, comm, flavour):
     """Each verb, with tensors of 4.6 MiB: pieces of 1 MiB, the last one shorter."""
-    if flavour == "cudaipc" and mpi.num_nodes() > 1:
-        pytest.skip("GPUs of several nodes have no memory in common")
+    if flavour == "cudaipc":
+        request.getfixturevalue("one_node")
     size, me, count = comm.size, comm.rank, 60_060 * 10
     options = {"comm": comm, "flavour": flavour}
     inputs = [values(rank, count) for rank in range(size)]
@@ -81,6 +88,7 @@ def test_messages(mpi, comm):
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("one_node")
 def test_kinds_of_memory_that_differ_between_ranks(mpi, comm):
     """Symmetric on some ranks only, in all combinations of input and result; the scratch memory grows on the way."""
     for count, kinds in itertools.product([10, 50_000, 400_001], itertools.product([False, True], repeat=4)):
@@ -99,6 +107,7 @@ def test_kinds_of_memory_that_differ_between_ranks(mpi, comm):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("one_node")
 def test_hierarchical_over_flavours_for_gpus(mpi, gpu_flavours_on_the_host, monkeypatch):  # noqa: F811
     """The odd and the even ranks are groups, with cudaipc inside and staged between them; chunks of 4 MiB."""
     hierarchical = BY_NAME["hierarchical"]
@@ -120,6 +129,7 @@ def test_hierarchical_over_flavours_for_gpus(mpi, gpu_flavours_on_the_host, monk
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("one_node")
 @pytest.mark.parametrize("verb", ["allreduce", "allgather"])
 def test_symmetric_input_of_the_first_call(mpi, comm, verb):
     """There is no scratch memory yet, and what is symmetric is not what is shown."""
@@ -130,6 +140,7 @@ def test_symmetric_input_of_the_first_call(mpi, comm, verb):
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("one_node")
 def test_little_memory(mpi, comm, monkeypatch):
     """Scratch is as large as there is room for, which is found out once."""
     asked = []
@@ -160,12 +171,14 @@ def test_an_operation_knows_all_its_tensors(mpi):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("one_node")
 def test_ranks_that_disagree(mpi, comm):
     with pytest.raises(RanksDisagree, match="rank 1 calls allreduce with sum of 8 elements"):
         mpi.allreduce(torch.ones(7 + (comm.rank > 0)), comm=comm, flavour="cudaipc")
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("one_node")
 def test_the_order_of_an_exchange(mpi, comm, monkeypatch):
     """Two meetings, none in a piece; each event is recorded before a meeting and followed after it."""
     log = []

@@ -194,11 +194,18 @@ def test_lists_that_differ(mpi):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_servers_that_are_freed_in_another_order(mpi):
-    with mpi.split(0) as group:
-        servers = [ps.init(torch.zeros(mpi.size()), comm=group) for _ in range(2)]
-        turned = servers if mpi.rank() else servers[::-1]
+def test_servers_that_are_freed_in_another_order(mpi, comm):
+    """None is freed, and the memory and the service of all go with the communicator, or with the next ``free``."""
+    servers = [ps.init(torch.zeros(mpi.size()), comm=comm) for _ in range(2)]
+    turned = servers if mpi.rank() else servers[::-1]
+    for server in turned:
         with pytest.raises(RanksDisagree, match="free different parameter servers"):
-            turned[0].free()
-        with pytest.raises(RanksDisagree, match="free different parameter servers"):
-            turned[1].free()
+            server.free()
+    for server in servers:
+        server.send(torch.ones(mpi.size())).wait()
+    mpi.barrier()
+    assert all((server.receive().wait() == mpi.size()).all() for server in servers)
+    mpi.barrier()
+    servers[0].free()
+    with pytest.raises(ParameterServerError, match="was freed"):
+        servers[0].receive()
