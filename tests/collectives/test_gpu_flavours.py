@@ -31,13 +31,6 @@ def comm(mpi, gpu_flavours_on_the_host, monkeypatch):  # noqa: F811
         yield made
 
 
-@pytest.fixture
-def one_node(mpi):
-    """Skips the test where GPUs would have no memory in common."""
-    if mpi.num_nodes() > 1:
-        pytest.skip("cudaipc serves the ranks of one node")
-
-
 def values(rank, count):
     return ((torch.arange(count) * 7 + rank * 3) % 1001).double()
 

@@ -18,8 +18,10 @@ def total(mpi, dtype=torch.float32, count=NUM_ELEMENTS):
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("is_symmetric", [False, True])
-def test_a_call_in_the_mode_and_one_after_it(mpi, flavour, is_symmetric):
+def test_a_call_in_the_mode_and_one_after_it(request, mpi, flavour, is_symmetric):
     """As of a validation run before training. A communicator of its own: nothing is kept there yet."""
+    if flavour == "shared":
+        request.getfixturevalue("one_node")
     x = mpi.symmetric_empty(NUM_ELEMENTS) if is_symmetric else torch.empty(NUM_ELEMENTS)
     with mpi.split(0) as comm:
         for mode in (True, False, True):

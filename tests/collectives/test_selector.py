@@ -211,6 +211,7 @@ def test_rings_of_many_nodes_begin_at_larger_sizes(monkeypatch, num_nodes, grown
 
 
 @in_a_job
+@pytest.mark.usefixtures("one_node")
 def test_symmetric_tensors_have_rows_of_their_own(mpi, selector, asked):
     selector["allreduce"] = "mpi"
     selector["allreduce", "node", True] = "ring"
@@ -222,6 +223,7 @@ def test_symmetric_tensors_have_rows_of_their_own(mpi, selector, asked):
 
 
 @in_a_job
+@pytest.mark.usefixtures("one_node")
 def test_what_is_not_available_is_passed_over(mpi, selector, asked, monkeypatch):
     selector["allreduce"] = [(400, "hierarchical"), (800, "ring"), (math.inf, "shared")]
     assert [chosen(mpi, size) for size in (1, 400, 401, 801)] == ["ring", "ring", "ring", "shared"]
@@ -236,6 +238,7 @@ def test_what_is_not_available_is_passed_over(mpi, selector, asked, monkeypatch)
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("one_node")
 def test_a_span_that_makes_a_flavour_available(mpi, selector):
     selector["allreduce"] = "hierarchical"
     assert chosen(mpi, 1) == "mpi"
@@ -251,6 +254,7 @@ def test_a_span_that_makes_a_flavour_available(mpi, selector):
 
 
 @in_a_job
+@pytest.mark.usefixtures("one_node")
 @pytest.mark.parametrize("form", ["", "_async"])
 def test_a_forced_flavour_stays_forced(mpi, selector, asked, form):
     def call(verb, *args, **kwargs):
@@ -285,6 +289,7 @@ def test_a_device_that_no_flavour_serves(mpi, selector):
 
 
 @in_a_job
+@pytest.mark.usefixtures("one_node")
 def test_availability(mpi):
     table = mpi.availability()
     assert len(table) == len(VERBS) * 2 * len(NAMES)
@@ -301,6 +306,7 @@ def test_availability(mpi):
 
 
 @in_a_job
+@pytest.mark.usefixtures("one_node")
 def test_availability_on_a_communicator_within(mpi):
     with mpi.split(mpi.rank() % 2) as half:
         assert mpi.availability(half) == mpi.availability()
