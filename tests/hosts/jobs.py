@@ -62,8 +62,10 @@ class Way:
             "--overcommit",
             f"--nodelist={','.join(layout)}",
         ]
-        # Where ranks are placed one by one (arbitrary) MPICH takes each for a node of its own.
-        line = ["srun", f"--mpi={kind}", "--quiet", *size, f"--distribution=plane={most}"]
+        # Where ranks are placed one by one (arbitrary) MPICH takes each for a node of its own; planes of 2 on two hosts
+        # have become 3 ranks and 1.
+        blocks = "block" if sum(layout.values()) == most * len(layout) else f"plane={most}"
+        line = ["srun", f"--mpi={kind}", "--quiet", *size, f"--distribution={blocks}"]
         return [*line, str(self.venv / "bin" / "python"), *program]
 
     def environment(self, more: Mapping[str, str] = {}) -> dict[str, str]:

@@ -37,7 +37,8 @@ def prepare_environment() -> None:
     """Set what an MPI reads from the environment when it starts; the user's settings win. torchmpirun does the same.
 
     Ranks that fill the cores, or wait for other hosts, yield while they wait: on two cores Open MPI then reduces 1 MiB
-    over TCP in 3 ms instead of 211.
+    over TCP in 3 ms instead of 211. A rank whose connection to a dead one breaks waits for the report on the dead
+    before it aborts a job of srun; the starters of MPIs name the dead.
     """
     for name, value in variables.OPEN_MPI.items():
         os.environ.setdefault(name, value)
@@ -48,6 +49,8 @@ def prepare_environment() -> None:
     if local_size < size or local_size >= len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "true")
         os.environ.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "1")
+    if variables.is_srun(os.environ):
+        os.environ.setdefault("OMPI_MCA_mpi_abort_delay", "1")  # seconds
 
 
 def check_world(size: int) -> None:
