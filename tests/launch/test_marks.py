@@ -127,7 +127,7 @@ def test_no_function_of_python_is_replaced_by_the_mark(tmp_path):
 
 def test_output_is_waited_for_until_it_is_read(monkeypatch):
     """However late the starter comes, within a limit; where it never comes an abort comes all the same."""
-    assert exit_marks._UNREAD_SECONDS + exit_marks._OUTPUT_SECONDS < job.FAILURE_GRACE_SECONDS - 0.5
+    assert exit_marks._UNREAD_SECONDS + exit_marks._OUTPUT_SECONDS < job.FAILURE_GRACE_SECONDS - 1.5
     monkeypatch.setattr(exit_marks, "_UNREAD_SECONDS", 60.0)
     monkeypatch.setattr(exit_marks, "_OUTPUT_SECONDS", 0.0)
     reading, writing = os.pipe()

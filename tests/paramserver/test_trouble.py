@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from torchmpi_py import paramserver as ps
-from torchmpi_py.core import communicators, config
+from torchmpi_py.core import backoff, communicators, config
 from torchmpi_py.core.channels import Place
-from torchmpi_py.errors import ParameterServerError, RanksDisagree
+from torchmpi_py.errors import CommunicatorError, ParameterServerError, RanksDisagree
 from torchmpi_py.paramserver.remote import BYTES_TAG, HEADER_TAG, Kind, ShardRequest
 from torchmpi_py.paramserver.service import ShardExchange
 
@@ -209,3 +209,26 @@ def test_servers_that_are_freed_in_another_order(mpi, comm):
     servers[0].free()
     with pytest.raises(ParameterServerError, match="was freed"):
         servers[0].receive()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_free_that_breaks_off(mpi, comm, monkeypatch):
+    """By a signal's handler, say: the communicator gives memory and service back, and other servers are freed."""
+    lost, other = ps.init(torch.zeros(5), comm=comm), ps.init(torch.zeros(5))
+
+    def interrupted(request, *_):
+        request.Wait()  # all ranks are here, and MPI is done with the memory
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backoff, "complete", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lost.free()
+    with pytest.raises(CommunicatorError, match="an earlier call"):
+        lost.free()
+    comm.free()
+    with pytest.raises(ParameterServerError, match="was freed, or lost"):
+        lost.receive()
+    ps.free_all()
+    with pytest.raises(ParameterServerError, match="was freed"):
+        other.receive()

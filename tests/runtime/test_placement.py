@@ -152,16 +152,23 @@ def test_the_components_of_open_mpi_are_the_users_first(monkeypatch, tmp_path, p
         assert os.environ[placement._COMPONENTS] == "self,sm"
 
 
-@pytest.mark.parametrize("starter", ["srun", "mpirun in an allocation"])
-def test_aborts_of_a_job_of_srun_wait_for_the_report_on_the_dead(starter):
-    name = "OMPI_MCA_mpi_abort_delay"
-    settings = {"PMIX_RANK": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+@pytest.mark.parametrize("starter", ["srun", "mpirun in an allocation", "mpirun with a rank a node"])
+def test_aborts_of_a_job_of_srun_wait_for_the_report_on_the_dead(starter, monkeypatch, tmp_path):
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))  # no files of the system's
+    name = "OMPI_MCA_opal_abort_delay"
+    settings = {"HOME": str(tmp_path), "PMIX_RANK": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
     if starter != "srun":  # its daemon is a task of Slurm's, alone on its node
-        settings |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "SLURM_PROCID": "0"}
+        number = "4" if starter == "mpirun in an allocation" else "2"
+        settings |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": number}
     with mock.patch.dict(os.environ, settings):
         os.environ.pop(name, None)
         placement.prepare_environment()
-        assert os.environ.get(name) == ("1" if starter == "srun" else None)
-        os.environ[name] = "30"
+        assert os.environ.pop(name, None) == ("1" if starter == "srun" else None)
+        for users in (name, "OMPI_MCA_mpi_abort_delay"):
+            with mock.patch.dict(os.environ, {users: "30"}):
+                placement.prepare_environment()
+                assert os.environ.get(name) == ("30" if users == name else None)
+        (tmp_path / ".openmpi").mkdir()
+        (tmp_path / ".openmpi" / "mca-params.conf").write_text("mpi_abort_delay = 30\n")
         placement.prepare_environment()
-        assert os.environ[name] == "30"
+        assert name not in os.environ

@@ -14,7 +14,6 @@ import torch
 
 from torchmpi_py.core import ulfm
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.errors import RanksDisagree
 
 DIRECT, BACKGROUND = 0, 1
 NOBODY, MISUSED = 0, -1
@@ -68,16 +67,9 @@ class Channel:
         return self._kept[key]  # type: ignore[return-value]
 
     def give_back(self, key: Hashable) -> None:
-        """Free the resource under ``key``, before the channel is freed. Collective.
-
-        Where the ranks free different resources (RanksDisagree), none is freed.
-        """
-        kept = dict(self._kept)
-        try:
-            self._kept.pop(key).free()
-        except RanksDisagree:
-            self._kept = kept
-            raise
+        """Free the resource under ``key``, before the channel is freed. Collective; after an error it is there."""
+        self._kept[key].free()
+        del self._kept[key]
 
     def split(self, colours: Sequence[int]) -> Channel:
         """The channel of the ranks with this rank's colour, in rank order. Collective, with equal ``colours``."""

@@ -36,8 +36,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchmpi_py.launch import variables
 
-# How long the starter may take to read what a rank has written, such as a traceback, and to pass it on. Together less
-# than job.FAILURE_GRACE_SECONDS, after which torchmpirun ends a job in which a rank has failed.
+# How long the starter may take to read what a rank has written, such as a traceback, and to pass it on. Together, and
+# with the second by which Open MPI delays aborts under srun, less than job.FAILURE_GRACE_SECONDS, after which
+# torchmpirun ends a job in which a rank has failed.
 _UNREAD_SECONDS = 1.5
 _OUTPUT_SECONDS = 0.3
 _UNKNOWN = "unknown"

@@ -44,7 +44,7 @@ from torchmpi_py.launch.deaths import Death, Lookout
 from torchmpi_py.launch.signals import ForwardedSignal, Signals
 from torchmpi_py.launch.terminal import Tail, say
 
-FAILURE_GRACE_SECONDS = 2.5  # a rank has failed: how long the MPI may take to end the others in its own way
+FAILURE_GRACE_SECONDS = 3.5  # a rank has failed: how long the MPI may take to end the others in its own way
 TRACE_SECONDS = 30.0  # and how long the rank may take to write its trace before that
 MOST_FOR_ELASTIC = 3  # restarts, where the MPI has nothing for --elastic
 TIMEOUT_CODE = 124  # as timeout(1)

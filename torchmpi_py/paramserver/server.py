@@ -223,11 +223,13 @@ class ParameterServer:
         A rank sleeps until the others call it too: a rank that only serves others calls it at once. Raises
         RanksDisagree, on every rank, if one frees another server; then none is freed.
         """
-        if not self._router.is_free:
-            communicators.stack()  # NotStarted in a forked child
-            journal.run_while_others_work("ParameterServer.free", self._comm, lambda: self._channel.give_back(self))
-        if self in _servers:
-            _servers.remove(self)
+        try:
+            if not self._router.is_free:
+                communicators.stack()  # NotStarted in a forked child
+                journal.run_while_others_work("ParameterServer.free", self._comm, lambda: self._channel.give_back(self))
+        finally:
+            if self in _servers and (self._router.is_free or self._comm.is_broken):
+                _servers.remove(self)
 
     def _check_alive(self, call: str) -> None:
         communicators.stack()  # neither in a child process nor after stop

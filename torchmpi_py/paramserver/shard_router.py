@@ -112,7 +112,8 @@ class ShardRouter:
 
     def _wait_for_all(self) -> None:
         """Wait for all ranks to free this server; RanksDisagree, on all of them, if one frees another."""
-        numbers = torch.tensor([self._number, -self._number], device="cpu")
+        # Where the wait breaks off MPI may still write to these.
+        numbers = self._all_numbers = torch.tensor([self._number, -self._number], device="cpu")
         request = self._channel.mpi.Iallreduce(MPI.IN_PLACE, numbers.numpy(), MPI.MAX)
         backoff.complete(request, backoff.Nap(_LONGEST_NAP_SECONDS))
         if numbers.sum() != 0:
