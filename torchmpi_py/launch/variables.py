@@ -100,6 +100,8 @@ def local_size_in(environment: Mapping[str, str]) -> int | None:
 
 def is_srun(environment: Mapping[str, str]) -> bool:
     """Whether Slurm's srun has started this rank; under another launcher its variables are those of a daemon."""
+    if "OMPI_COMM_WORLD_RANK" in environment:  # mpirun's, whose daemons may have the numbers of the ranks
+        return False
     place = environment.get("SLURM_PROCID"), environment.get("SLURM_STEP_NUM_TASKS")
     return place == (str(rank_in(environment)), str(size_in(environment)))
 

@@ -48,8 +48,7 @@ def prepare_environment() -> None:
     if local_size < size or local_size >= len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "true")
         os.environ.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "1")
-    is_of_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ  # whose daemons may be tasks of srun
-    if variables.is_srun(os.environ) and not is_of_mpirun and not _is_chosen("opal_abort_delay", "mpi_abort_delay"):
+    if variables.is_srun(os.environ) and not _is_chosen("opal_abort_delay", "mpi_abort_delay"):
         os.environ[_ABORT_DELAY] = "1"  # seconds
 
 
