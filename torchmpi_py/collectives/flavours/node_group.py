@@ -5,11 +5,10 @@ the same time never write where the other reads. Each rank's part of the segment
 
 Every operation begins with an exchange of headers (but small gathers, whose ranks have exchanged their sizes):
 
-1. each rank writes into its header what it is about to do, with which sizes, and where its tensors lie if they are
-   symmetric
+1. each rank writes into its header what it is about to do, with which sizes, and where its tensors lie
 2. barrier
-3. each rank reads the headers of the others, and knows whether all can work in place on each other's tensors; ranks
-   that disagree find out before any data is touched
+3. each rank reads the headers of the others, and knows whether all can work in place on each other's tensors, or else
+   where to read them; ranks that disagree find out before any data is touched
 
 Every operation ends with a barrier; until then no rank may change its header, its slots or its tensors.
 
@@ -29,28 +28,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchmpi_py.collectives.flavours.trials import Trials
 from torchmpi_py.core import backoff, config
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.errors import RanksDisagree, Unavailable
 from torchmpi_py.memory import symmetric
+from torchmpi_py.memory.peer_memory import is_readable, peer_memory
 
-_HEADER = struct.Struct("<6q")  # code, count; then segment and offset of what is read, and of what is written
+_HEADER = struct.Struct("<6q")  # code, count; segment and offset (or address) of what is read, of what is written
 _HEADER_ROOM_BYTES = 4096  # a page, so that slots are aligned
 _NUM_SLOTS = 4
 _LEAST_SLOT_BYTES = 64 << 10
-_NOWHERE, _ADOPTABLE = (0, 0), (-1, 0)  # segment and offset of ordinary memory; of some that may be moved
+_ORDINARY, _ADOPTABLE, _ELSEWHERE = 0, -1, -2  # in place of a segment: any memory; some that may be moved; a device's
 MOST_PREPARED = 1024
 
 
 class Headers(NamedTuple):
     """The headers of all ranks: the offsets of what each reads and writes in a segment that all have in common.
 
-    None for tensors that do not all lie in one segment: those have to be staged.
+    None for tensors that do not all lie in one segment. ``read_at`` and ``written_at``: the addresses of tensors that
+    are ordinary on all ranks, else None.
     """
 
     read: list[int] | None
     written: list[int] | None
-    are_adoptable: bool = False  # whether all ranks may move their tensors (``symmetric.adopt``)
+    read_at: list[int] | None
+    written_at: list[int] | None
+    are_adoptable: bool  # whether all ranks may move their tensors (``symmetric.adopt``)
 
 
 class Prepared(NamedTuple):
@@ -75,6 +79,9 @@ class NodeGroup:
         self._memory = memoryview(self._mapping).cast("B")
         self._headers = [self._segment.part_of[index] * self._segment.part_bytes for index in self._indices]
         self._slots: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.peers = peer_memory(channel)  # None if ranks cannot read each other's ordinary memory
+        self.trials = Trials(channel.mpi.allgather)
         self.prepared: dict[Hashable, Prepared] = {}
         self.can_adopt = True  # until the ranks have failed to
         self.chunk_bytes = min(config.current.chunk_bytes, self._slot_bytes)
@@ -87,7 +94,7 @@ class NodeGroup:
 
     def adoptable_header(self, what: str, x: Tensor) -> bytes:
         """The header of an operation in place on ordinary memory that this rank may move."""
-        return _HEADER.pack(_code(what, x.dtype), x.numel(), *_ADOPTABLE, *_ADOPTABLE)
+        return _HEADER.pack(_code(what, x.dtype), x.numel(), _ADOPTABLE, 0, _ADOPTABLE, 0)
 
     def announce(self, header: bytes) -> bool:
         """Show the others this rank's header, and return whether all headers are equal. Collective: one barrier."""
@@ -114,8 +121,9 @@ class NodeGroup:
             # All ranks come here, for all read the same headers.
             calls = self._mpi.allgather(f"{what} of {x.numel() if count is None else count} elements of {x.dtype}")
             raise RanksDisagree("; ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls)))
-        are_adoptable = set(places[0]) == {_ADOPTABLE[0]}
-        return Headers(_common(*places[:2]), _common(*places[2:]), are_adoptable)
+        reads, writes = places[:2], places[2:]
+        are_adoptable = set(reads[0]) == {_ADOPTABLE}
+        return Headers(_common(*reads), _common(*writes), _addresses(*reads), _addresses(*writes), are_adoptable)
 
     def is_within(self, segment: symmetric.AnySegment) -> bool:
         """Whether all these ranks have a part of the segment."""
@@ -151,6 +159,15 @@ class NodeGroup:
     def reduced(self, rank: int, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
         """The out slot of a rank for a chunk."""
         return self._slot(rank, 2 + chunk % 2, dtype, count)
+
+    def scratch(self, dtype: torch.dtype) -> Tensor:
+        """Memory of this rank alone, of shape (ranks, elements): blocks that fit into the cache, with one more."""
+        step = max(1024, config.current.cache_bytes // ((self.size + 1) * dtype.itemsize))
+        num_bytes = self.size * step * dtype.itemsize
+        if self._scratch.numel() < num_bytes:
+            with torch.inference_mode(False):  # it is kept, for calls outside of that mode too
+                self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return self._scratch[:num_bytes].view(dtype).view(self.size, step)
 
     def _slot(self, rank: int, slot: int, dtype: torch.dtype, count: int) -> Tensor:
         assert count * dtype.itemsize <= self._slot_bytes, (count, dtype, self._slot_bytes)
@@ -194,11 +211,17 @@ def _allocate(channel: Channel, num_bytes: int) -> tuple[mmap.mmap, symmetric.Se
 
 def _where(x: Tensor) -> tuple[int, int]:
     found = symmetric.find(x)
-    return _NOWHERE if found is None else (found[0].key, found[1])
+    if found is not None:
+        return found[0].key, found[1]
+    return (_ORDINARY, x.data_ptr()) if is_readable(x) else (_ELSEWHERE, 0)
 
 
 def _common(segments: Sequence[int], offsets: Sequence[int]) -> list[int] | None:
     return list(offsets) if segments[0] > 0 and len(set(segments)) == 1 else None
+
+
+def _addresses(segments: Sequence[int], addresses: Sequence[int]) -> list[int] | None:
+    return list(addresses) if set(segments) == {_ORDINARY} else None
 
 
 @functools.cache

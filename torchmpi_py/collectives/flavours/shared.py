@@ -1,9 +1,10 @@
 """Flavour ``shared``: collectives through memory that all ranks of a node map.
 
 Symmetric tensors are worked on in place (``two_shot.py``); data that is only moved is read straight from the rank that
-has it. Other tensors go through the staging slots of the channel (``staging.py``). The headers of the ranks say which
-case it is (``node_group.py``). Where the results of an allreduce are symmetric and its inputs are not, ranks publish in
-their results the slices of their inputs that others own; any other mixture is treated as ordinary tensors.
+has it. Other tensors go through the staging slots of the channel, or the kernel copies them from one rank's memory into
+another's (``ordinary.py``). The headers of the ranks say which case it is (``node_group.py``). Where the results of an
+allreduce are symmetric and its inputs are not, ranks publish in their results the slices of their inputs that others
+own; any other mixture is treated as ordinary tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.collectives.flavour import Flavour, Sizes
-from torchmpi_py.collectives.flavours import staging, two_shot
+from torchmpi_py.collectives.flavours import ordinary, staging, two_shot
 from torchmpi_py.collectives.flavours.node_group import Headers, NodeGroup, Prepared
 from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.core import config
@@ -78,7 +79,7 @@ class Shared(Flavour):
         how = kernel(x.dtype, op)
         headers = node.exchange_headers(f"reduce_scatter with {op}", x)
         if headers.read is None:
-            staging.exchange(node, x.view(node.size, -1), [out], how, None)
+            ordinary.exchange(node, x, [out], how, None, headers)
         else:
             steps = two_shot.reduce_scatter(node.views(x, headers.read), out, node.rank, config.current.cache_bytes)
             two_shot.carry_out(steps, how)
@@ -88,7 +89,7 @@ class Shared(Flavour):
         node, x = _node(channel), x.view(-1)
         headers = node.exchange_headers(f"broadcast from root {root}", x)
         if headers.read is None:
-            staging.broadcast(node, x, root)
+            ordinary.broadcast(node, x, root, headers)
         else:
             if node.rank != root:
                 x.copy_(node.views(x, headers.read)[root])
@@ -104,7 +105,7 @@ class Shared(Flavour):
         node, x, out = _node(channel), source.view(-1), destination.view(channel.size, -1)
         headers = node.exchange_headers("alltoall", x)
         if headers.read is None:
-            staging.exchange(node, x.view(node.size, -1), list(out), None, None)
+            ordinary.exchange(node, x, list(out), None, None, headers)
         else:
             for row, theirs in zip(out, node.views(x, headers.read), strict=True):
                 row.copy_(theirs.view(node.size, -1)[node.rank])
@@ -114,7 +115,7 @@ class Shared(Flavour):
         node, x, out = _node(channel), source.view(-1), destination.view(-1)
         headers = node.exchange_headers(f"scatter from root {root}", x)
         if headers.read is None:
-            staging.exchange(node, x.view(node.size, -1) if node.rank == root else None, [out], None, root)
+            ordinary.exchange(node, x if node.rank == root else None, [out], None, root, headers)
         else:
             out.copy_(node.views(x, headers.read)[root].view(node.size, -1)[node.rank])
             node.barrier()
@@ -123,7 +124,7 @@ class Shared(Flavour):
 def _allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, headers: Headers) -> None:
     """Allreduce in the best way for where the tensors lie; ``x`` may be ``out`` on this rank alone."""
     if headers.written is None:
-        staging.allreduce(node, x, out, how)
+        ordinary.allreduce(node, x, out, how, headers)
         return
     # In place: the results are symmetric. Where the inputs are not, each rank publishes them in its result first.
     destinations = node.views(out, headers.written)
@@ -173,7 +174,7 @@ def _gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, sizes: Sizes
     if sum(sizes.num_bytes) > node.chunk_bytes:  # smaller ones are copied in less time than headers take
         headers = node.exchange_headers("a gather", x, count=sum(counts))
     if headers is None or headers.read is None:
-        staging.gather(node, x, flat, counts)
+        ordinary.gather(node, x, flat, counts, headers)
         return
     if flat is not None:
         for part, view in zip(flat, node.views(x, headers.read, counts), strict=True):

@@ -1,0 +1,92 @@
+"""Collectives within a node that read ordinary tensors where they lie: in the memory of the peers (``peer_memory.py``).
+
+Each byte is copied once, by the kernel, into the reader's own memory: no slots, and few meetings. A page costs more
+than a page of shared memory does. But where the cores of two ranks share no cache, slots cost still more: a store into
+memory that the peer has read waits until the peer's cache has given it up.
+
+The ranks have met, with the addresses of all tensors. As in ``staging.py`` each element is reduced in rank order.
+"""
+
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from torchmpi_py.collectives.flavours.node_group import NodeGroup
+from torchmpi_py.collectives.flavours.schedule import chunks, slices
+from torchmpi_py.collectives.reductions import Kernel
+from torchmpi_py.core.tensors import copy_to
+from torchmpi_py.memory.peer_memory import PeerMemory
+
+
+def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, xs: Sequence[int], outs: Sequence[int]) -> None:
+    """Every rank's ``out`` becomes the reduction of all ``x``: two shots, as in ``two_shot.py``. Addresses by rank."""
+    bounds = slices(x.numel(), node.size)
+    lower, upper = bounds[node.rank]
+    _reduce(node, x[lower:upper], out[lower:upper], how, [address + lower * x.itemsize for address in xs])
+    node.barrier()  # the results of all slices are there
+    for rank in _others(node):
+        lower, upper = bounds[rank]
+        _peers(node).read(rank, outs[rank] + lower * x.itemsize, out[lower:upper])
+    node.barrier()
+
+
+def broadcast(node: NodeGroup, x: Tensor, root: int, xs: Sequence[int]) -> None:
+    """Every rank's ``x`` becomes root's."""
+    if node.rank != root:
+        _peers(node).read(root, xs[root], x)
+    node.barrier()
+
+
+def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, xs: Sequence[int]) -> None:
+    """On ranks with ``parts`` (all, or root alone) part r becomes rank r's ``x``."""
+    if parts is not None:
+        copy_to(parts[node.rank], x)
+        for rank in _others(node):
+            _peers(node).read(rank, xs[rank], parts[rank])
+    node.barrier()
+
+
+def exchange(
+    node: NodeGroup, rows: Tensor | None, outs: list[Tensor], how: Kernel | None, root: int | None, xs: Sequence[int]
+) -> None:
+    """As ``staging.exchange``: each rank gives row s of its ``rows`` to rank s; ``xs``: where the rows begin."""
+    at = node.rank * outs[0].nbytes
+    if how is not None:
+        assert rows is not None, "all ranks give what is reduced"
+        _reduce(node, rows[node.rank], outs[0], how, [address + at for address in xs])
+    elif root is not None:
+        if node.rank == root:
+            assert rows is not None, "the root gives"
+            copy_to(outs[0], rows[root])
+        else:
+            _peers(node).read(root, xs[root] + at, outs[0])
+    else:
+        assert rows is not None, "all ranks give"
+        copy_to(outs[node.rank], rows[node.rank])
+        for rank in _others(node):
+            _peers(node).read(rank, xs[rank] + at, outs[rank])
+    node.barrier()
+
+
+def _reduce(node: NodeGroup, own: Tensor, out: Tensor, how: Kernel, addresses: Sequence[int]) -> None:
+    """``out`` becomes the reduction of ``own`` and, of the peers, as many elements at ``addresses``."""
+    scratch = node.scratch(own.dtype)  # a row for each rank, together as large as a cache
+    for begin, end in chunks(0, own.numel(), scratch.shape[1]):
+        sources = [row[: end - begin] for row in scratch]
+        sources[node.rank] = own[begin:end]
+        for rank in _others(node):
+            _peers(node).read(rank, addresses[rank] + begin * own.itemsize, sources[rank])
+        how.reduce(sources, out[begin:end])
+
+
+def _peers(node: NodeGroup) -> PeerMemory:
+    assert node.peers is not None, "all ranks can read each other's memory"
+    return node.peers
+
+
+def _others(node: NodeGroup) -> list[int]:
+    """The other ranks, from the next one on, so that not all read the same one at a time."""
+    return [(node.rank + distance) % node.size for distance in range(1, node.size)]
