@@ -5,6 +5,7 @@ One runs at a time, until it waits in a barrier; then the next one has its turn.
 
 - what every operation of torch reads and writes of memory that processes share: as ranges of bytes, by a dispatch mode
 - what is read and written of records: by a stand-in for ``memoryview``
+- what is read of another rank's own memory, as far as a test has made it known (``add_memory``)
 - barriers, with the line of the package that called them
 - for a GPU: what is queued on streams, and where events are recorded and waited for
 
@@ -31,6 +32,7 @@ from torchmpi_py.collectives.flavours import node_group
 from torchmpi_py.collectives.flavours.node_group import NodeGroup
 from torchmpi_py.core.channels import DIRECT, Channel, Place
 from torchmpi_py.memory import cuda_ipc, symmetric
+from torchmpi_py.memory.peer_memory import PeerMemory
 
 PACKAGE = str(pathlib.Path(torchmpi_py.__file__).parent)
 Span = tuple[Hashable, int, int]  # memory, begin, end
@@ -127,10 +129,14 @@ class Ranks:
         if x.numel() == 0 or x.device.type != "cpu":
             return []
         address = x.untyped_storage().data_ptr() + x.storage_offset() * x.itemsize
-        for begin, length, memory in self.mappings:
-            if begin <= address < begin + length:
-                return [(memory, at - begin, at - begin + size) for at, size in _ranges(address, x)]
-        return []
+        return [span for at, size in _ranges(address, x) for span in self._spans_at(at, size)]
+
+    def _spans_at(self, address: int, num_bytes: int) -> list[Span]:
+        return [
+            (memory, address - begin, address - begin + num_bytes)
+            for begin, length, memory in self.mappings
+            if begin <= address < begin + length
+        ]
 
     def _install(self, monkeypatch) -> None:
         allocate = symmetric.allocate
@@ -142,6 +148,18 @@ class Ranks:
 
         monkeypatch.setattr(symmetric, "allocate", noted_allocate)
         monkeypatch.setattr(node_group, "memoryview", lambda mapping: _Words(self, mapping), raising=False)
+        read = PeerMemory.read
+
+        def noted_read(peers, rank, address, into):
+            self.note("read of a peer", reads=self._spans_at(address, into.nbytes))
+            self.note("what was read of a peer", writes=self.spans(into))
+            read(peers, rank, address, into)
+
+        monkeypatch.setattr(PeerMemory, "read", noted_read)
+
+    def add_memory(self, name: Hashable, memory: Tensor) -> None:
+        """Note what is done to memory of a rank's own, which other ranks may read."""
+        self.mappings.append((memory.data_ptr(), memory.nbytes, name))
 
     def comm(self, name: Hashable, rank: int, size: int) -> _Comm:
         """A communicator of the processes that name the same."""

@@ -1,5 +1,6 @@
 """The doctor finds each fault that is planted, and its remedy mends the fault."""
 
+import errno
 import json
 import os
 import pathlib
@@ -159,17 +160,13 @@ def test_cores(monkeypatch):
     only(host.cores(), OK, "1 to use")
 
 
-class Refusing:
-    """A C library whose kernel lets no process read another's memory."""
-
-    def __init__(self, *arguments, **options):
-        self.process_vm_readv = self.prctl = lambda *arguments: -1
+def refuse(*arguments):
+    raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
 def test_refused_by_the_kernel(monkeypatch):
     assert [finding.level for finding in host.permissions()] == [OK, OK]
-    monkeypatch.setattr(host.ctypes, "CDLL", Refusing)
-    monkeypatch.setattr(host.ctypes, "get_errno", lambda: 1)
+    monkeypatch.setattr(host.process_memory, "read", refuse)
     monkeypatch.delattr(os, "memfd_create")
     memfd, ptrace = host.permissions()
     assert (memfd.level, ptrace.level) == (WARNING, WARNING)

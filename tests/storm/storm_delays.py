@@ -4,11 +4,14 @@ import functools
 import random
 import threading
 import time
+import zlib
 
 import pytest
 
 from torchmpi_py.collectives.flavours import staging, two_shot
 from torchmpi_py.collectives.flavours.node_group import NodeGroup
+from torchmpi_py.collectives.flavours.trials import Trials
+from torchmpi_py.memory.peer_memory import PeerMemory
 
 LIKELIHOOD, LONGEST_SECONDS = 0.08, 0.003
 _local = threading.local()
@@ -21,6 +24,7 @@ POINTS = [
     (two_shot, "carry_out"),
     (two_shot, "publish"),
     (staging, "pipeline"),
+    (PeerMemory, "read"),
 ]
 
 
@@ -53,3 +57,13 @@ def inject(patch: pytest.MonkeyPatch, seed):
         self.barrier = delayed(self.barrier)
 
     patch.setattr(NodeGroup, "__init__", init)
+
+
+def alternate(patch: pytest.MonkeyPatch):
+    """Go each way as often as the others, from the first call on: trials begin with the same one."""
+
+    def run(self, key, ways):
+        self.count = getattr(self, "count", -1) + 1
+        ways[zlib.crc32(f"{key} {self.count}".encode()) % len(ways)]()
+
+    patch.setattr(Trials, "run", run)

@@ -4,11 +4,12 @@ import dataclasses
 import threading
 
 from torchmpi_py.collectives import mpi_buffers
-from torchmpi_py.collectives.flavours import staging, two_shot
+from torchmpi_py.collectives.flavours import direct, staging, two_shot
 from torchmpi_py.collectives.flavours.node_group import NodeGroup
 from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.memory import symmetric
+from torchmpi_py.memory.peer_memory import PeerMemory
 from torchmpi_py.torch_backend.ddp_hook import BucketMemory
 from torchmpi_py.torch_backend.work import PendingWork
 
@@ -135,6 +136,28 @@ def lost_element(patch, mpi):
     patch.setattr(staging, "chunks", lambda begin, end, step: former(begin, end - (end > 2 * step), step))
 
 
+def no_barrier_between_shots(patch, mpi):
+    """Results are read from peers that may not have them yet."""
+    _skipping_barriers(patch)
+    former = direct._reduce
+
+    def reduce(*args):
+        former(*args)
+        _local.skip = True
+
+    patch.setattr(direct, "_reduce", reduce)
+
+
+def read_of_another(patch, mpi):
+    """What lies at an address is read from another rank, if there is one."""
+    former = PeerMemory.read
+
+    def read(self, rank, address, into):
+        former(self, rank + 1 if rank + 1 < len(self._pids) else 0, address, into)
+
+    patch.setattr(PeerMemory, "read", read)
+
+
 def queue_out_of_order(patch, mpi):
     """Rank 0 carries out the second of two queued operations first, now and then."""
     if mpi.rank() != 0:
@@ -233,6 +256,8 @@ FAULTS = {
         stale_plan,
         wrong_owner,
         lost_element,
+        no_barrier_between_shots,
+        read_of_another,
         queue_out_of_order,
         one_communicator,
         one_bucket,

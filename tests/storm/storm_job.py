@@ -33,6 +33,7 @@ class Storm:
             self.patch.setattr(BY_NAME[name], "devices", frozenset({"cpu", "cuda"}))
         if delays:
             storm_delays.inject(self.patch, f"{seed} rank {mpi.rank()}")
+        storm_delays.alternate(self.patch)
         if fault is not None:
             storm_faults.FAULTS[fault](self.patch, mpi)
         self.control = mpi.split(0)

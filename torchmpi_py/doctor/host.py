@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from torchmpi_py.core import process_memory
 from torchmpi_py.doctor import OK, PROBLEM, WARNING, Finding
 from torchmpi_py.launch import binding
 
@@ -144,7 +145,7 @@ def permissions() -> Iterator[Finding]:
     else:
         yield Finding(OK, "memfd", "shared memory without names")
     if why := _attempt(_read_other_process):
-        text = f"a process may not read another's memory ({why}): large messages of the MPI are copied twice"
+        text = f"a process may not read another's memory ({why}): large tensors are copied twice, by the MPI too"
         remedy = "in a container: docker run --cap-add SYS_PTRACE; symmetric memory does without"
         yield Finding(WARNING, "ptrace", text, remedy)
     else:
@@ -169,12 +170,6 @@ def _open_nameless() -> None:
         os.close(file)
 
 
-class _Piece(ctypes.Structure):
-    """``struct iovec``."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
-
-
 def _read_other_process() -> None:
     """Let a child read its parent's memory, as ranks of one starter read each other's. OSError if it may not."""
     given, read_end, write_end = ctypes.create_string_buffer(b"memory"), *os.pipe()
@@ -184,10 +179,10 @@ def _read_other_process() -> None:
     if not child:
         try:
             taken = ctypes.create_string_buffer(len(given))
-            here = _Piece(ctypes.addressof(taken), len(taken))
-            there = _Piece(ctypes.addressof(given), len(given))
-            count = libc.process_vm_readv(parent, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-            os.write(write_end, bytes([0 if count == len(given) else ctypes.get_errno() & 0xFF or 1]))
+            process_memory.read(parent, ctypes.addressof(given), ctypes.addressof(taken), len(given))
+            os.write(write_end, b"\0")
+        except OSError as error:
+            os.write(write_end, bytes([(error.errno or 1) & 0xFF]))
         finally:
             os._exit(0)
     os.close(write_end)

@@ -1,4 +1,4 @@
-"""Reads of memory that belongs to another process of this node: one copy, by the kernel (``process_vm_readv``).
+"""Reads of memory that belongs to another process of this node: one copy, by the kernel.
 
 The kernel lets a process read another one's memory if it may debug it: both of one user, in one container, and no
 profile or security module forbids it. MPIs move large messages in this way. Whether it works is found by a trial.
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchmpi_py.core import process_memory
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.errors import TorchMPIError
 
@@ -33,7 +34,7 @@ class PeerMemory:
         If that rank has died, ``into`` stays as it is: the next meeting finds out. TorchMPIError if the kernel refuses.
         """
         try:
-            _read(self._pids[rank], address, into.data_ptr(), into.nbytes)
+            process_memory.read(self._pids[rank], address, into.data_ptr(), into.nbytes)
         except OSError as error:
             if error.errno != errno.ESRCH:
                 raise TorchMPIError(
@@ -61,31 +62,7 @@ def _can_read(pid: int, address: int, token: bytes) -> bool:
     """Whether the token is there: the same number may belong to another process in this container."""
     taken = ctypes.create_string_buffer(len(token))
     try:
-        _read(pid, address, ctypes.addressof(taken), len(token))
+        process_memory.read(pid, address, ctypes.addressof(taken), len(token))
     except (OSError, AttributeError):  # not allowed; no such call on this system
         return False
     return taken.raw == token
-
-
-class _Piece(ctypes.Structure):
-    """``struct iovec``."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _read(pid: int, source: int, destination: int, num_bytes: int) -> None:
-    """Copy from an address of a process to one of this process; the kernel takes about 2 GiB at a time. OSError."""
-    while num_bytes:
-        here, there = _Piece(destination, num_bytes), _Piece(source, num_bytes)
-        count = _libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if count <= 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-        source, destination, num_bytes = source + count, destination + count, num_bytes - count
-
-
-if hasattr(_libc, "process_vm_readv"):
-    _libc.process_vm_readv.restype = ctypes.c_ssize_t

@@ -7,7 +7,6 @@ memory that the peer has read waits until the peer's cache has given it up.
 The ranks have met, with the addresses of all tensors. As in ``staging.py`` each element is reduced in rank order.
 """
 
-
 from __future__ import annotations
 
 from collections.abc import Sequence

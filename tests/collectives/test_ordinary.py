@@ -1,0 +1,322 @@
+"""Ordinary tensors on one node: through slots, or read from the peers' memory; by trials, whichever is faster."""
+
+import ctypes
+import errno
+import itertools
+import os
+
+import pytest
+import torch
+
+from torchmpi_py.collectives.flavours import trials
+from torchmpi_py.collectives.flavours.node_group import NodeGroup
+from torchmpi_py.collectives.flavours.trials import Trials
+from torchmpi_py.errors import TorchMPIError
+from torchmpi_py.core import process_memory
+from torchmpi_py.memory import peer_memory
+
+pytestmark = pytest.mark.timeout(120)
+mpi_only = pytest.mark.mpi
+COUNT = 30_011  # elements of a row: 117 KiB in float32
+STAGED, DIRECT = 0, 1
+
+
+@pytest.fixture
+def node(mpi, one_node, monkeypatch):
+    """(a communicator of all ranks, its node group) whose chunks and blocks are small."""
+    with mpi.split(0) as comm:
+        group = comm.direct.keep(NodeGroup, NodeGroup)
+        if group.peers is None:
+            pytest.skip("the kernel lets no process read another's memory")
+        monkeypatch.setattr(group, "chunk_bytes", 4096)
+        yield comm, group
+
+
+@pytest.fixture
+def go(node, monkeypatch):
+    """A function that chooses the way of all following calls, and counts them."""
+    calls = []
+
+    def choose(way):
+        monkeypatch.setattr(node[1].trials, "run", lambda key, ways: (calls.append(key), ways[way]()))
+        return calls
+
+    return choose
+
+
+def values(rank, count, dtype=torch.float32):
+    """Small whole numbers, another at each place and rank."""
+    return ((torch.arange(count) * 7 + rank * 5) % 11 + rank).to(dtype)
+
+
+def stacked(mpi, count, dtype=torch.float32):
+    return torch.stack([values(rank, count, dtype) for rank in range(mpi.size())])
+
+
+def allreduce(mpi, comm, root):
+    out = mpi.allreduce(values(mpi.rank(), COUNT), comm=comm, flavour="shared")
+    return out, stacked(mpi, COUNT).sum(0)
+
+
+def allreduce_into(mpi, comm, root):
+    x = values(mpi.rank(), COUNT)
+    out = mpi.allreduce(x, out=torch.full((COUNT,), -1.0), comm=comm, flavour="shared")
+    assert torch.equal(x, values(mpi.rank(), COUNT))
+    return out, stacked(mpi, COUNT).sum(0)
+
+
+def broadcast(mpi, comm, root):
+    x = values(mpi.rank(), COUNT)
+    mpi.broadcast(x, root, comm=comm, flavour="shared")
+    return x, values(root, COUNT)
+
+
+def reduce(mpi, comm, root):
+    out = mpi.reduce(values(mpi.rank(), COUNT), root, comm=comm, flavour="shared")
+    return out, stacked(mpi, COUNT).sum(0) if mpi.rank() == root else values(mpi.rank(), COUNT)
+
+
+def reduce_scatter(mpi, comm, root):
+    x = values(mpi.rank(), COUNT * mpi.size())
+    out = mpi.reduce_scatter(x, comm=comm, flavour="shared")
+    return out, stacked(mpi, x.numel()).sum(0).view(mpi.size(), -1)[mpi.rank()]
+
+
+def allgather(mpi, comm, root):
+    count = 100 + COUNT * mpi.rank()
+    out = mpi.allgather(values(mpi.rank(), count), comm=comm, flavour="shared")
+    return out, torch.cat([values(rank, 100 + COUNT * rank) for rank in range(mpi.size())])
+
+
+def allgather_in_place(mpi, comm, root):
+    out = torch.full((COUNT * mpi.size(),), -1.0)
+    x = out[COUNT * mpi.rank() :][:COUNT].copy_(values(mpi.rank(), COUNT))
+    return mpi.allgather(x, out=out, comm=comm, flavour="shared"), stacked(mpi, COUNT).flatten()
+
+
+def gather(mpi, comm, root):
+    out = mpi.gather(values(mpi.rank(), COUNT), root, comm=comm, flavour="shared")
+    return (out, stacked(mpi, COUNT).flatten()) if mpi.rank() == root else (None, None)
+
+
+def alltoall(mpi, comm, root):
+    x = values(mpi.rank(), COUNT * mpi.size())
+    out = mpi.alltoall(x, out=torch.empty_like(x), comm=comm, flavour="shared")
+    return out, stacked(mpi, x.numel()).view(mpi.size(), mpi.size(), -1)[:, mpi.rank()].flatten()
+
+
+def scatter(mpi, comm, root):
+    x = values(mpi.rank(), COUNT * mpi.size())
+    out = mpi.scatter(x, root, comm=comm, flavour="shared")
+    return out, values(root, x.numel()).view(mpi.size(), -1)[mpi.rank()]
+
+
+VERBS = [allreduce, allreduce_into, broadcast, reduce, reduce_scatter, allgather, allgather_in_place, gather, alltoall]
+VERBS += [scatter]
+
+
+@mpi_only
+@pytest.mark.parametrize("way", [STAGED, DIRECT])
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_both_ways(mpi, node, go, verb, way):
+    calls = go(way)
+    for root in range(mpi.size()):
+        got, expected = verb(mpi, node[0], root)
+        assert (got is None and expected is None) or torch.equal(got, expected)
+    assert len(calls) == (mpi.size() if mpi.size() > 1 and verb is not reduce else len(calls))
+
+
+@mpi_only
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "prod"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int16, torch.bool])
+def test_both_ways_give_the_same_bits(mpi, node, go, dtype, op):
+    if dtype in (torch.complex64, torch.bool) and op in ("max", "avg") or (dtype == torch.int16 and op == "avg"):
+        pytest.skip("there is no such reduction")
+    generator = torch.Generator().manual_seed(mpi.rank())
+    x = (torch.randn(COUNT, generator=generator) * 3).to(dtype)
+    results = []
+    for way in (STAGED, DIRECT):
+        go(way)
+        results.append(mpi.allreduce(x.clone(), op=op, comm=node[0], flavour="shared"))
+    assert torch.equal(*(result.view(torch.uint8) for result in results))
+
+
+@mpi_only
+def test_sizes_around_borders(mpi, node, go, monkeypatch):
+    """Blocks of 1024 elements, slices of 64; ranks that own nothing."""
+    monkeypatch.setattr(node[1], "chunk_bytes", 1)
+    go(DIRECT)
+    for count in (1, 63, 64, 65, 64 * mpi.size() + 1, 1023, 1024, 1025, 1024 * mpi.size() * 3 - 1):
+        x = values(mpi.rank(), count)
+        mpi.allreduce(x, comm=node[0], flavour="shared")
+        assert torch.equal(x, stacked(mpi, count).sum(0)), count
+
+
+@mpi_only(min_size=2)
+def test_a_mixture_with_symmetric_tensors_is_staged(mpi, node, go):
+    comm, _ = node
+    calls = go(DIRECT)
+    memory = mpi.symmetric_empty(COUNT, comm=comm)  # all ranks make it, rank 0 uses it
+    x = memory if mpi.rank() == 0 else torch.empty(COUNT)
+    x.copy_(values(mpi.rank(), COUNT))
+    mpi.allreduce(x, comm=comm, flavour="shared")
+    assert torch.equal(x, stacked(mpi, COUNT).sum(0))
+    assert not calls
+
+
+@mpi_only(min_size=2)
+def test_memory_that_one_rank_keeps_from_others_is_staged(mpi, node, go, monkeypatch):
+    from torchmpi_py.collectives.flavours import node_group
+
+    calls = go(DIRECT)
+    monkeypatch.setattr(node_group, "is_readable", lambda x: mpi.rank() != 1)
+    got, expected = allreduce(mpi, node[0], 0)
+    assert torch.equal(got, expected)
+    assert not calls
+
+
+@mpi_only(min_size=2)
+def test_one_rank_that_may_not_read(mpi, one_node, monkeypatch):
+    """Then no rank does, and all is staged."""
+    if mpi.rank() == mpi.size() - 1:
+        monkeypatch.setattr(peer_memory, "_can_read", lambda *_: False)
+    with mpi.split(0) as comm:
+        group = comm.direct.keep(NodeGroup, NodeGroup)
+        assert group.peers is None
+        monkeypatch.setattr(group, "chunk_bytes", 4096)
+        got, expected = allreduce(mpi, comm, 0)
+        assert torch.equal(got, expected)
+
+
+@mpi_only(min_size=2)
+def test_the_ranks_agree(mpi, node, monkeypatch):
+    """Each rank finds another way faster; the slowest rank decides."""
+    clock = itertools.count()
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: next(clock) * (1 + mpi.rank()))
+    comm, group = node
+    for _ in range(2 * trials._TURNS + 3):
+        mpi.allreduce(values(mpi.rank(), COUNT), comm=comm, flavour="shared")
+    (trial,) = group.trials._of.values()
+    assert mpi.allgather_object(trial.chosen) == [0] * mpi.size()
+    assert trial.num_calls == 2 * trials._TURNS + 3
+
+
+# Without MPI.
+
+
+def takes(clock, name, seconds, calls):
+    def way():
+        clock[0] += seconds[0]
+        calls.append(name)
+
+    return way
+
+
+def test_the_faster_way_is_taken_until_the_next_trial(monkeypatch):
+    clock, calls, first, second = [0.0], [], [2.0], [1.0]
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: clock[0])
+    ways = [takes(clock, "a", first, calls), takes(clock, "b", second, calls)]
+    runner = Trials(lambda times: [times, times])
+    num_timed = 2 * trials._TURNS
+    for _ in range(num_timed + trials._HELD_CALLS):
+        runner.run("key", ways)
+    assert calls == ["a", "b"] * trials._TURNS + ["b"] * trials._HELD_CALLS
+    calls.clear()
+    second[0] = 3.0  # the machine has changed
+    for _ in range(num_timed + 1):
+        runner.run("key", ways)
+    assert calls == ["a", "b"] * trials._TURNS + ["a"]
+    runner.run("another key", ways)
+    assert calls[-1] == "a"
+
+
+def test_the_slowest_rank_counts():
+    runner = Trials(lambda times: [[1.0, 5.0], [3.0, 0.1]])
+    calls = []
+    for _ in range(2 * trials._TURNS + 1):
+        runner.run("key", [lambda: calls.append(0), lambda: calls.append(1)])
+    assert calls[-1] == 0
+
+
+def test_one_call_that_is_slow_by_chance_does_not_decide(monkeypatch):
+    clock, calls = [0.0], []
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: clock[0])
+    slow_once, second = [100.0], [2.0]
+
+    def first():
+        clock[0] += slow_once[0]
+        slow_once[0] = 1.0
+        calls.append("a")
+
+    runner = Trials(lambda times: [times])
+    for _ in range(2 * trials._TURNS + 1):
+        runner.run("key", [first, takes(clock, "b", second, calls)])
+    assert calls[-1] == "a"
+
+
+def own(pid=None):
+    return peer_memory.PeerMemory([os.getpid() if pid is None else pid])
+
+
+def test_read():
+    x, into = torch.arange(1000), torch.zeros(1000, dtype=torch.int64)
+    own().read(0, x.data_ptr() + 80, into[:500])
+    assert torch.equal(into[:500], x[10:510])
+    assert not into[500:].any()
+    own().read(0, 0, into[:0])
+
+
+def test_the_kernel_takes_a_part_at_a_time(monkeypatch):
+    x, into = torch.arange(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
+    whole = process_memory._libc.process_vm_readv
+
+    class Libc:
+        @staticmethod
+        def process_vm_readv(pid, here, num_here, there, num_there, flags):
+            here._obj.num_bytes = min(here._obj.num_bytes, 300)
+            return whole(pid, here, num_here, there, num_there, flags)
+
+    monkeypatch.setattr(process_memory, "_libc", Libc)
+    own().read(0, x.data_ptr(), into)
+    assert torch.equal(into, x)
+
+
+def test_a_rank_that_has_died_is_left_to_the_next_meeting():
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    into = torch.full((4,), 5.0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    own(child).read(0, into.data_ptr(), into)  # it has ended, and has a number still
+    os.waitpid(child, 0)
+    own(child).read(0, into.data_ptr(), into)
+    assert into.tolist() == [5.0] * 4
+
+
+def test_memory_that_is_not_there():
+    into = torch.zeros(4)
+    with pytest.raises(
+        TorchMPIError, match=r"memory of rank 0 at 0x10 cannot be read \(Bad address\).*flavour=\"mpi\""
+    ):
+        own().read(0, 16, into)
+
+
+def test_another_process_with_the_same_number():
+    """As in another container: something lies at the address, but not the token."""
+    other = ctypes.create_string_buffer(b"other" * 4)
+    assert not peer_memory._can_read(os.getpid(), ctypes.addressof(other), b"token" * 4)
+    assert peer_memory._can_read(os.getpid(), ctypes.addressof(other), b"other" * 4)
+
+
+def test_no_such_call_on_this_system(monkeypatch):
+    monkeypatch.setattr(process_memory, "_libc", object())
+    assert not peer_memory._can_read(os.getpid(), 0, b"token")
+
+
+def test_refused(monkeypatch):
+    class Refusing:
+        process_vm_readv = staticmethod(lambda *_: -1)
+
+    monkeypatch.setattr(process_memory, "_libc", Refusing)
+    monkeypatch.setattr(process_memory.ctypes, "get_errno", lambda: errno.EPERM)
+    assert not peer_memory._can_read(os.getpid(), 0, b"token")
