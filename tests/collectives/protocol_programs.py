@@ -29,14 +29,14 @@ class Program:
     flavour: object
     chunk: int  # elements that pass in one piece
     number: int = 0  # of the operation
-    way: int = 0  # of ordinary tensors: staged, direct
+    way: int = 0  # of ordinary tensors: staged, single copy
 
     def __post_init__(self):
         self.memory = symmetric.memory(self.channel, 4 * 2 * self.chunk, torch.device("cpu"))
         self.own = torch.zeros(4 * self.chunk)  # ordinary memory that others may read
         self.channel.keep(NodeGroup, NodeGroup).trials = self
 
-    def run(self, key, ways):
+    def run(self, key, num_bytes, ways):
         """In the place of ``Trials.run``."""
         ways[self.way]()
 
@@ -155,8 +155,8 @@ STAGED = {
     }.items()
     for chunks in (1, 2, 3)
 }
-DIRECT = {
-    f"{name}, direct": (lambda p, do=do: do(p, p.own[: 2 * p.chunk]))
+SINGLE_COPY = {
+    f"{name}, single copy": (lambda p, do=do: do(p, p.own[: 2 * p.chunk]))
     for name, do in {
         "allreduce": allreduce,
         "allreduce into another": lambda p, out: allreduce_into(p, p.own[2 * p.chunk :], out),
@@ -170,7 +170,7 @@ DIRECT = {
 }
 STAGED["allgather, from the first"] = lambda p: small_allgather(p, 0)
 STAGED["allgather, from the last"] = lambda p: small_allgather(p, p.size - 1)
-VERBS = SYMMETRIC | STAGED | DIRECT
+VERBS = SYMMETRIC | STAGED | SINGLE_COPY
 
 
 def record_shared(monkeypatch, size, names, *, note_fences=False):
@@ -184,7 +184,7 @@ def record_shared(monkeypatch, size, names, *, note_fences=False):
         p = Program(rank, size, ranks.channel(channel, rank, size, chunk), Shared(), chunk)
         ranks.add_memory((channel, "own", rank), p.own)
         for p.number, name in enumerate(names[channel]):
-            p.way = int(name in DIRECT)
+            p.way = int(name in SINGLE_COPY)
             VERBS[name](p)
 
     ranks.run(monkeypatch, *(lambda r=r, c=c: program(r, c) for r in range(size) for c in names))

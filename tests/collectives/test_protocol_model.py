@@ -11,7 +11,7 @@ import pathlib
 
 import pytest
 from protocol_model import AFTER, BEFORE, TSO, WEAK, explore, with_plain_barriers, without_barrier
-from protocol_programs import DIRECT, STAGED, SYMMETRIC, VERBS, needed_barriers, record_cudaipc, record_shared
+from protocol_programs import SINGLE_COPY, STAGED, SYMMETRIC, VERBS, needed_barriers, record_cudaipc, record_shared
 from protocol_ranks import PACKAGE, model
 
 from torchmpi_py.core import backoff
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.timeout(1000 if os.environ.get("TORCHMPI_MODEL") == "al
 ALL = os.environ.get("TORCHMPI_MODEL") == "all"
 SIZES = [2, 3]
 CASES = [(name, size) for name in VERBS for size in SIZES if ALL or size == 2 or "3 chunks" not in name]
-SOME = list(VERBS) if ALL else [*SYMMETRIC, *DIRECT, *(name for name in STAGED if "2 chunks" in name)]
-FOLLOWERS = ["allreduce", "allgather, from the first", "allgather, from the last", "allreduce, direct"]
+SOME = list(VERBS) if ALL else [*SYMMETRIC, *SINGLE_COPY, *(name for name in STAGED if "2 chunks" in name)]
+FOLLOWERS = ["allreduce", "allgather, from the first", "allgather, from the last", "allreduce, single copy"]
 """What comes after an operation, and would overwrite what it has left too early: records and tensors; slots."""
 
 
@@ -95,7 +95,7 @@ def test_all_barriers_of_the_code_are_met(monkeypatch):
     for processes in entry:
         met |= {step.site for step in processes[0] if step.name == "barrier"}
     there = set()
-    for name in ("shared", "staging", "direct", "node_group", "cudaipc"):
+    for name in ("shared", "staging", "single_copy", "node_group", "cudaipc"):
         tree = ast.parse(pathlib.Path(PACKAGE, "collectives", "flavours", f"{name}.py").read_text())
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         there |= {f"{name}.py:{c.lineno}" for c in calls if getattr(c.func, "attr", "") == "barrier"}

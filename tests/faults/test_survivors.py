@@ -113,3 +113,13 @@ def test_training_goes_on(tmp_path, judge):
     died = [outcome for outcome, *_ in results if outcome.seconds > 0 or outcome.problems]
     judge("death, until training goes on", died)
     assert len(died) > len(results) / 2
+
+
+def test_a_rank_dies_before_another_has_read_its_tensor():
+    """What the dead rank had posted of the last barrier arrives: the reader must not take its call for complete."""
+    line = harness.command(3, Path(__file__).with_name("reading.py"))
+    line.insert(line.index("-n"), "--elastic")
+    outcome = harness.run("dead before it is read", line)
+    outcome.expect("WRONG" not in outcome.output, outcome.output)
+    outcome.expect("rank 0: RankDied, allgather" in outcome.output, outcome.output)
+    assert not outcome.problems, outcome.describe()

@@ -40,7 +40,7 @@ def test_a_claimed_local_rank_is_pinned_at_once(pinned, monkeypatch, name, claim
     pinned.count = count
     device = placement.cuda_device()
     assert device == torch.device("cuda", index)
-    assert placement.corrected_device(device, Local(claimed, 8, 1, claimed)) == device
+    assert placement.corrected_device(device, Local(claimed, 8, 1, 8, claimed)) == device
     assert pinned == [index]
 
 
@@ -49,14 +49,14 @@ def test_without_a_claim_mpi_is_asked_first(pinned, rank, index):
     device = placement.cuda_device()
     assert device == torch.device("cuda")
     assert pinned == []
-    assert placement.corrected_device(device, Local(rank, 8, 1, rank)) == torch.device("cuda", index)
+    assert placement.corrected_device(device, Local(rank, 8, 1, 8, rank)) == torch.device("cuda", index)
     assert pinned == [index]
 
 
 def test_a_variable_left_over_from_an_outer_job_does_not_last(pinned, monkeypatch):
     monkeypatch.setenv("SLURM_LOCALID", "0")  # on every rank that a batch script starts
     device = placement.cuda_device()
-    assert placement.corrected_device(device, Local(3, 4, 1, 3)) == torch.device("cuda", 3)
+    assert placement.corrected_device(device, Local(3, 4, 1, 4, 3)) == torch.device("cuda", 3)
     assert pinned == [0, 3]
 
 
@@ -109,7 +109,7 @@ def test_a_claimed_local_rank_is_believed_only_if_it_can_be_true(claimed, expect
 
 
 def test_the_cpu_stays_the_cpu(pinned):
-    assert placement.corrected_device(torch.device("cpu"), Local(1, 2, 1, 1)) == torch.device("cpu")
+    assert placement.corrected_device(torch.device("cpu"), Local(1, 2, 1, 2, 1)) == torch.device("cpu")
     assert pinned == []
 
 

@@ -62,7 +62,7 @@ def inject(patch: pytest.MonkeyPatch, seed):
 def alternate(patch: pytest.MonkeyPatch):
     """Go each way as often as the others, from the first call on: trials begin with the same one."""
 
-    def run(self, key, ways):
+    def run(self, key, num_bytes, ways):
         self.count = getattr(self, "count", -1) + 1
         ways[zlib.crc32(f"{key} {self.count}".encode()) % len(ways)]()
 

@@ -4,7 +4,7 @@ import dataclasses
 import threading
 
 from torchmpi_py.collectives import mpi_buffers
-from torchmpi_py.collectives.flavours import direct, staging, two_shot
+from torchmpi_py.collectives.flavours import single_copy, staging, two_shot
 from torchmpi_py.collectives.flavours.node_group import NodeGroup
 from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.communicators import Communicator
@@ -139,13 +139,13 @@ def lost_element(patch, mpi):
 def no_barrier_between_shots(patch, mpi):
     """Results are read from peers that may not have them yet."""
     _skipping_barriers(patch)
-    former = direct._reduce
+    former = single_copy._reduce
 
     def reduce(*args):
         former(*args)
         _local.skip = True
 
-    patch.setattr(direct, "_reduce", reduce)
+    patch.setattr(single_copy, "_reduce", reduce)
 
 
 def read_of_another(patch, mpi):

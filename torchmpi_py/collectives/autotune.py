@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchmpi_py.collectives import measured_cache, timing, verbs as all_verbs
 from torchmpi_py.collectives.registry import BY_NAME, DEVICES, FLAVOURS, status
-from torchmpi_py.collectives.selector import Choice, Key, on_nodes, selector
+from torchmpi_py.collectives.selector import Choice, Key, selector
 from torchmpi_py.core import agree, journal
 from torchmpi_py.core.communicators import Communicator, stack
 from torchmpi_py.errors import RanksDisagree, TorchMPIError, Unavailable
@@ -142,7 +142,7 @@ def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
         points = _points(world, verb, buffers[is_symmetric], settings, seconds)
         if not points:
             continue
-        choices = (on_nodes(choice, world.num_nodes) for choice in selector[key])
+        choices = (selector.fitted(choice, world) for choice in selector[key])
         former = [choice for choice in choices if choice.flavour in settings.flavours]
         chosen = beyond(choose(points), points[-1][0], former)
         rows |= {key: chosen} | ({key._replace(symmetric=True): chosen} if verb in _INDIFFERENT else {})
@@ -175,6 +175,9 @@ def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Setting
         if points and (left_seconds <= 0 or len(names) == 1):
             break
         calls = {name: _call(world, verb, name, buffers, count) for name in names}
+        for name in names:
+            for _ in range(BY_NAME[name].num_trial_calls):
+                calls[name]()
         share = left_seconds / (len(counts) - index)
         times = timing.interleaved(mpi, calls, seconds=share, min_turns=_MIN_TURNS, max_turns=_MAX_TURNS)
         points.append((count * _DTYPE.itemsize, times))

@@ -58,6 +58,8 @@ class Flavour:
     devices: ClassVar[frozenset[str]]
     exchanges_headers: ClassVar[bool] = False
     """Whether its ranks compare headers (verb, dtype, sizes) before data moves, and all raise where headers differ."""
+    num_trial_calls: ClassVar[int] = 0
+    """After how many calls alike the flavour has found out what is fastest for them."""
     scatters_in_place: ClassVar[bool] = False
     """Whether the destination of a reduce_scatter may be the rank's own slice of the source."""
 

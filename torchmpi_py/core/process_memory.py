@@ -14,8 +14,8 @@ class _Piece(ctypes.Structure):
 
 _libc = ctypes.CDLL(None, use_errno=True)
 if hasattr(_libc, "process_vm_readv"):
-    _pieces = [ctypes.POINTER(_Piece), ctypes.c_ulong]
-    _libc.process_vm_readv.argtypes = [ctypes.c_int, *_pieces, *_pieces, ctypes.c_ulong]
+    _pieces = ctypes.POINTER(_Piece)
+    _libc.process_vm_readv.argtypes = [ctypes.c_int, _pieces, ctypes.c_ulong, _pieces, ctypes.c_ulong, ctypes.c_ulong]
     _libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 

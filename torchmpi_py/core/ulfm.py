@@ -10,6 +10,7 @@ Source: Bland, Bouteiller, Herault, Bosilca, Dongarra: Post-failure recovery of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -68,8 +69,15 @@ def _is_known(world: MPI.Comm, within_seconds: float) -> bool:
     while _num_dead(world) <= num_acknowledged and not any(comm and comm.Is_revoked() for comm in _comms()):
         if time.monotonic() > until:
             return False
+        _let_mpi_work(world)
         time.sleep(0.01)
     return True
+
+
+def _let_mpi_work(world: MPI.Comm) -> None:
+    """Open MPI hears of a death while it works on messages. After one such a look for messages may be an error."""
+    with contextlib.suppress(Exception):
+        world.Iprobe()
 
 
 def _num_dead(world: MPI.Comm) -> int:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import secrets
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from torchmpi_py.core import process_memory
 from torchmpi_py.core.channels import Channel
-from torchmpi_py.errors import TorchMPIError
+from torchmpi_py.errors import CommunicatorError
 
+logger = logging.getLogger("torchmpi_py")
 _TOKEN_BYTES = 16
 
 
@@ -31,16 +32,17 @@ class PeerMemory:
     def read(self, rank: int, address: int, into: Tensor) -> None:
         """Overwrite the contiguous CPU tensor ``into`` by what lies at ``address`` of a rank.
 
-        If that rank has died, ``into`` stays as it is: the next meeting finds out. TorchMPIError if the kernel refuses.
+        CommunicatorError if that rank has died, or the kernel refuses.
         """
         try:
             process_memory.read(self._pids[rank], address, into.data_ptr(), into.nbytes)
         except OSError as error:
-            if error.errno != errno.ESRCH:
-                raise TorchMPIError(
-                    f"memory of rank {rank} at {address:#x} cannot be read ({error.strerror}): that rank has left the "
-                    'call and freed its tensor, or it lies in memory of a device; flavour="mpi" does without'
-                ) from None
+            why = f"the memory of rank {rank} cannot be read: {error.strerror}"
+            if error.errno == errno.ESRCH:
+                why = f"rank {rank} has died"
+            elif error.errno == errno.EFAULT:
+                why += f" ({address:#x}). It has died, or has freed its tensor in the middle of the call"
+            raise CommunicatorError(why) from error
 
 
 def peer_memory(channel: Channel) -> PeerMemory | None:
@@ -50,19 +52,25 @@ def peer_memory(channel: Channel) -> PeerMemory | None:
     of_all = channel.mpi.allgather((os.getpid(), ctypes.addressof(shown), token))
     can_read = all(_can_read(*one) for one in of_all)
     # In this meeting all have read: from here on ``shown`` may go.
-    return PeerMemory([pid for pid, *_ in of_all]) if all(channel.mpi.allgather(can_read)) else None
+    if all(channel.mpi.allgather(can_read)):
+        return PeerMemory([pid for pid, *_ in of_all])
+    logger.debug("the kernel does not let all ranks of this node read each other's memory: ordinary tensors are staged")
+    return None
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether other processes can read a CPU tensor: not what a GPU's driver has mapped for itself."""
-    return not (torch.cuda.is_initialized() and x.is_pinned())
-
-
-def _can_read(pid: int, address: int, token: bytes) -> bool:
-    """Whether the token is there: the same number may belong to another process in this container."""
-    taken = ctypes.create_string_buffer(len(token))
-    try:
-        process_memory.read(pid, address, ctypes.addressof(taken), len(token))
-    except (OSError, AttributeError):  # not allowed; no such call on this system
+    """Whether other processes can read a tensor: not on a GPU, nor in what a driver has mapped (pinned memory)."""
+    if x.device.type != "cpu":
         return False
-    return taken.raw == token
+    last = x.data_ptr() + max(0, x.nbytes - 1)
+    return x.nbytes == 0 or all(_can_read(os.getpid(), address, None) for address in (x.data_ptr(), last))
+
+
+def _can_read(pid: int, address: int, token: bytes | None) -> bool:
+    """Whether the token, or anything, is there. The same pid may be that of another process in this container."""
+    taken = ctypes.create_string_buffer(1 if token is None else len(token))
+    try:
+        process_memory.read(pid, address, ctypes.addressof(taken), len(taken))
+    except (OSError, AttributeError):  # not allowed, not mapped as memory; no such call on this system
+        return False
+    return token is None or taken.raw == token

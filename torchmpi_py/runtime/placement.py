@@ -25,11 +25,12 @@ _COMPONENTS, _ABORT_DELAY = "OMPI_MCA_btl", "OMPI_MCA_opal_abort_delay"
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """Rank and size on the node, the number of cores for each rank, and the number by which a rank chooses its GPU."""
+    """Rank and size on the node, the number of cores for each rank and for all of the node, the number of the GPU."""
 
     rank: int
     size: int
     cores: int
+    node_cores: int
     gpu_rank: int
 
 
@@ -85,7 +86,7 @@ def locate(node: MPI.Comm) -> Local:
     share = max(1, min(len(mine[1]), available // node.size))
     # Parts of one host can pass for nodes (a container per rank): their claims are distinct, and number the GPUs.
     gpu_rank = mine[0] if mine[0] is not None and len(set(claimed)) == node.size else node.rank
-    return Local(node.rank if rank is None else rank, node.size, share, gpu_rank)
+    return Local(node.rank if rank is None else rank, node.size, share, available, gpu_rank)
 
 
 def limit_threads(local: Local) -> None:

@@ -31,6 +31,7 @@ import torch
 from torchmpi_py.collectives import measured_cache
 from torchmpi_py.collectives.flavours import gpu_probe, rendezvous
 from torchmpi_py.collectives.flavours.node_group import part_bytes
+from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core import agree, communication_thread, communicators, config, journal, status_board, ulfm
 from torchmpi_py.core.channels import Place
 from torchmpi_py.core.communication_thread import CommunicationThread
@@ -114,6 +115,7 @@ class Session:
         if is_first_time:  # after a death a rank keeps its GPU, whatever its new place
             self.device = placement.corrected_device(self.options.device, self.local)
         placement.limit_threads(self.local)
+        selector.use_cores(self.local.node_cores)
         gpus.current = gpus.exchange(world, place, self.device, with_ipc=self.options.with_ipc)
         communicators.current_stack, communicators.why_not = Stack(world, place, self.options.cartesian), ""
 

@@ -39,7 +39,7 @@ _HEADER = struct.Struct("<6q")  # code, count; segment and offset (or address) o
 _HEADER_ROOM_BYTES = 4096  # a page, so that slots are aligned
 _NUM_SLOTS = 4
 _LEAST_SLOT_BYTES = 64 << 10
-_ORDINARY, _ADOPTABLE, _ELSEWHERE = 0, -1, -2  # in place of a segment: any memory; some that may be moved; a device's
+_ORDINARY, _ADOPTABLE, _UNREAD = 0, -1, -2  # in place of a segment: read where it lies; may be moved; neither
 MOST_PREPARED = 1024
 
 
@@ -47,7 +47,7 @@ class Headers(NamedTuple):
     """The headers of all ranks: the offsets of what each reads and writes in a segment that all have in common.
 
     None for tensors that do not all lie in one segment. ``read_at`` and ``written_at``: the addresses of tensors that
-    are ordinary on all ranks, else None.
+    are ordinary on all ranks, that all can read, and that are larger than a chunk; else None.
     """
 
     read: list[int] | None
@@ -79,7 +79,6 @@ class NodeGroup:
         self._memory = memoryview(self._mapping).cast("B")
         self._headers = [self._segment.part_of[index] * self._segment.part_bytes for index in self._indices]
         self._slots: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.peers = peer_memory(channel)  # None if ranks cannot read each other's ordinary memory
         self.trials = Trials(channel.mpi.allgather)
         self.prepared: dict[Hashable, Prepared] = {}
@@ -88,9 +87,11 @@ class NodeGroup:
 
     def header(self, what: str, x: Tensor, out: Tensor | None = None, count: int | None = None) -> bytes:
         """The header of this rank's operation. ``count``: the number of elements, where ``x`` has not all of them."""
-        read = _where(x)
-        written = read if out is None or out is x else _where(out)
-        return _HEADER.pack(_code(what, x.dtype), x.numel() if count is None else count, *read, *written)
+        count = x.numel() if count is None else count
+        can_be_read = self.peers is not None and count * x.itemsize > self.chunk_bytes
+        read = _where(x, can_be_read)
+        written = read if out is None or out is x else _where(out, can_be_read)
+        return _HEADER.pack(_code(what, x.dtype), count, *read, *written)
 
     def adoptable_header(self, what: str, x: Tensor) -> bytes:
         """The header of an operation in place on ordinary memory that this rank may move."""
@@ -160,15 +161,6 @@ class NodeGroup:
         """The out slot of a rank for a chunk."""
         return self._slot(rank, 2 + chunk % 2, dtype, count)
 
-    def scratch(self, dtype: torch.dtype) -> Tensor:
-        """Memory of this rank alone, of shape (ranks, elements): blocks that fit into the cache, with one more."""
-        step = max(1024, config.current.cache_bytes // ((self.size + 1) * dtype.itemsize))
-        num_bytes = self.size * step * dtype.itemsize
-        if self._scratch.numel() < num_bytes:
-            with torch.inference_mode(False):  # it is kept, for calls outside of that mode too
-                self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        return self._scratch[:num_bytes].view(dtype).view(self.size, step)
-
     def _slot(self, rank: int, slot: int, dtype: torch.dtype, count: int) -> Tensor:
         assert count * dtype.itemsize <= self._slot_bytes, (count, dtype, self._slot_bytes)
         whole = self._slots.get((rank, slot, dtype))
@@ -209,11 +201,11 @@ def _allocate(channel: Channel, num_bytes: int) -> tuple[mmap.mmap, symmetric.Se
         ) from None
 
 
-def _where(x: Tensor) -> tuple[int, int]:
+def _where(x: Tensor, can_be_read: bool) -> tuple[int, int]:
     found = symmetric.find(x)
     if found is not None:
         return found[0].key, found[1]
-    return (_ORDINARY, x.data_ptr()) if is_readable(x) else (_ELSEWHERE, 0)
+    return (_ORDINARY, x.data_ptr()) if can_be_read and is_readable(x) else (_UNREAD, 0)
 
 
 def _common(segments: Sequence[int], offsets: Sequence[int]) -> list[int] | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.collectives.flavour import Flavour, Sizes
-from torchmpi_py.collectives.flavours import ordinary, staging, two_shot
+from torchmpi_py.collectives.flavours import ordinary, staging, trials, two_shot
 from torchmpi_py.collectives.flavours.node_group import Headers, NodeGroup, Prepared
 from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.core import config
@@ -28,6 +28,7 @@ class Shared(Flavour):
 
     name = "shared"
     exchanges_headers = True
+    num_trial_calls = trials.num_calls()
     scatters_in_place = True
     devices = frozenset({"cpu"})
 

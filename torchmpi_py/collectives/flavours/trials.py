@@ -2,7 +2,8 @@
 
 Which way wins can depend on what no table knows: whether the cores of two ranks share a cache, what else runs on the
 node. So calls alike take turns with the ways; the ranks exchange their times, take the way whose slowest rank was the
-fastest, and try again after some hundred calls, for the machine may have moved the ranks.
+fastest, and try again after some hundred calls, for the machine may have moved the ranks. The order changes from turn
+to turn (A B B A A B), so that no way always meets the larger tensors of a program that alternates between two.
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ from torchmpi_py.core.agree import AllGather
 
 logger = logging.getLogger("torchmpi_py")
 _TURNS = 3  # of each way in a trial; the best one counts
-_HELD_CALLS = 500  # between trials: the slower ways cost little then
+_HELD_CALLS = 250  # between trials: the slower ways cost little then
+
+
+def num_calls(num_ways: int = 2) -> int:
+    """The calls after which a trial is over."""
+    return _TURNS * num_ways
 
 
 @dataclasses.dataclass
 class Trial:
-    """What is known of calls alike: equal on all ranks, but for the ``seconds`` of each way."""
+    """What is known of calls alike: equal on all ranks, but for the time of each way."""
 
-    num_calls: int = 0  # since the trial began
+    count: int = 0  # of calls since the trial began
     chosen: int = 0
-    seconds: list[float] = dataclasses.field(default_factory=list)
+    seconds_per_byte: list[float] = dataclasses.field(default_factory=list)
 
 
 class Trials:
@@ -36,21 +42,22 @@ class Trials:
         self._allgather = allgather
         self._of: dict[Hashable, Trial] = {}
 
-    def run(self, key: Hashable, ways: Sequence[Callable[[], None]]) -> None:
-        """Go one of the ways. ``key``, and the number of ways, are equal on all ranks. Collective."""
+    def run(self, key: Hashable, num_bytes: int, ways: Sequence[Callable[[], None]]) -> None:
+        """Go one of the ways. All but the ways themselves is equal on all ranks. Collective."""
         trial = self._of.setdefault(key, Trial())
-        turn, num_turns = trial.num_calls, _TURNS * len(ways)
-        trial.num_calls = (turn + 1) % (num_turns + _HELD_CALLS)
+        turn, num_turns = trial.count, num_calls(len(ways))
+        trial.count = (turn + 1) % (num_turns + _HELD_CALLS)
         if turn >= num_turns:
             ways[trial.chosen]()
             return
         if turn == 0:
-            trial.seconds = [math.inf] * len(ways)
-        index = turn % len(ways)
+            trial.seconds_per_byte = [math.inf] * len(ways)
+        index = (turn + turn // len(ways)) % len(ways)
         begin = time.perf_counter()
         ways[index]()
-        trial.seconds[index] = min(trial.seconds[index], time.perf_counter() - begin)
+        seconds = (time.perf_counter() - begin) / num_bytes
+        trial.seconds_per_byte[index] = min(trial.seconds_per_byte[index], seconds)
         if turn == num_turns - 1:
-            slowest = [max(times) for times in zip(*self._allgather(trial.seconds), strict=True)]
+            slowest = [max(times) for times in zip(*self._allgather(trial.seconds_per_byte), strict=True)]
             trial.chosen = slowest.index(min(slowest))
-            logger.debug("%s: way %d of those that take %s s", key, trial.chosen, slowest)
+            logger.debug("%s: way %d of those that take %s s a byte", key, trial.chosen, slowest)

@@ -4,18 +4,21 @@ Each byte is copied once, by the kernel, into the reader's own memory: no slots,
 than a page of shared memory does. But where the cores of two ranks share no cache, slots cost still more: a store into
 memory that the peer has read waits until the peer's cache has given it up.
 
-The ranks have met, with the addresses of all tensors. As in ``staging.py`` each element is reduced in rank order.
+The ranks have met, with the addresses of all tensors. As in ``staging.py`` each element is reduced in rank order. No
+rank leaves before all have read: a call that is complete on one rank has had the data of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from torchmpi_py.collectives.flavours.node_group import NodeGroup
-from torchmpi_py.collectives.flavours.schedule import chunks, slices
+from torchmpi_py.collectives.flavours.schedule import ALIGNMENT, chunks, slices
 from torchmpi_py.collectives.reductions import Kernel
+from torchmpi_py.core import config
 from torchmpi_py.core.tensors import copy_to
 from torchmpi_py.memory.peer_memory import PeerMemory
 
@@ -72,20 +75,23 @@ def exchange(
 
 def _reduce(node: NodeGroup, own: Tensor, out: Tensor, how: Kernel, addresses: Sequence[int]) -> None:
     """``out`` becomes the reduction of ``own`` and, of the peers, as many elements at ``addresses``."""
-    scratch = node.scratch(own.dtype)  # a row for each rank, together as large as a cache
-    for begin, end in chunks(0, own.numel(), scratch.shape[1]):
-        sources = [row[: end - begin] for row in scratch]
+    # The blocks of all ranks and the result fit into the cache together, as in ``two_shot.py``.
+    step = max(1024, config.current.cache_bytes // ((node.size + 1) * own.itemsize) // ALIGNMENT * ALIGNMENT)
+    blocks = torch.empty(node.size - 1, min(step, own.numel()), dtype=own.dtype, device="cpu")
+    others = _others(node)
+    for begin, end in chunks(0, own.numel(), step):
+        sources = {rank: block[: end - begin] for rank, block in zip(others, blocks, strict=True)}
+        for rank, block in sources.items():
+            _peers(node).read(rank, addresses[rank] + begin * own.itemsize, block)
         sources[node.rank] = own[begin:end]
-        for rank in _others(node):
-            _peers(node).read(rank, addresses[rank] + begin * own.itemsize, sources[rank])
-        how.reduce(sources, out[begin:end])
-
-
-def _peers(node: NodeGroup) -> PeerMemory:
-    assert node.peers is not None, "all ranks can read each other's memory"
-    return node.peers
+        how.reduce([sources[rank] for rank in range(node.size)], out[begin:end])
 
 
 def _others(node: NodeGroup) -> list[int]:
     """The other ranks, from the next one on, so that not all read the same one at a time."""
     return [(node.rank + distance) % node.size for distance in range(1, node.size)]
+
+
+def _peers(node: NodeGroup) -> PeerMemory:
+    assert node.peers is not None, "all ranks can read each other's memory"
+    return node.peers
