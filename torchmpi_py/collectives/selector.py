@@ -142,9 +142,9 @@ class Selector:
 
     def fitted(self, choice: Choice, comm: Communicator) -> Choice:
         """A choice as it is for a communicator of so many nodes, and so many ranks to a core."""
-        crowding = comm.size / self._num_cores
-        if choice.why == OF_OWN_CORES and crowding > 1:
+        if choice.why == OF_OWN_CORES and comm.size > self._num_cores:
             # As measured with 2, 3, 4 and 8 ranks on 2 cores: a meeting takes longer, and a rank's share is smaller.
+            crowding = comm.size / self._num_cores
             why = f"default for {crowding:.3g} ranks to a core: fewer meetings when small"
             return choice._replace(max_bytes=choice.max_bytes * crowding**2, why=why)
         return on_nodes(choice, comm.num_nodes)
