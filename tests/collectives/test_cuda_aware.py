@@ -252,6 +252,7 @@ def test_a_job_asks_the_file_before_a_child(mpi, probe, folder):
     assert "exit code 1" in probe(python("os._exit(1)"))
     assert "known whether" in probe(python("os._exit(1)"))
     assert not FACTS.path().exists()  # what came to no trial is tried again
+    mpi.barrier()  # the next one writes it
     assert "crashed with signal 11" in probe(python(TRYING + "os.kill(os.getpid(), signal.SIGSEGV)"))
     assert "delete" in probe(gpu_probe.command("cpu"))
 
