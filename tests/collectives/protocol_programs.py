@@ -141,33 +141,32 @@ SYMMETRIC = {
     "alltoall": lambda p: alltoall(p, p.symmetric()),
     "scatter": lambda p: scatter(p, p.symmetric(), 1),
 }
+
+
+def of_ordinary(root):
+    """What is called with an ordinary tensor, both ways."""
+    return {
+        "allreduce": allreduce,
+        "reduce_scatter": reduce_scatter,
+        "broadcast": lambda p, x: broadcast(p, x, root),
+        "allgather": lambda p, x: gather(p, x, None),
+        "gather": lambda p, x: gather(p, x, root),
+        "alltoall": alltoall,
+        "scatter": lambda p, x: scatter(p, x, root),
+    }
+
+
 STAGED = {
     f"{name}, {chunks} chunks": (lambda p, do=do, chunks=chunks: do(p, p.ordinary(chunks)))
-    for name, do in {
-        "allreduce": allreduce,
-        "reduce": lambda p, x: reduce(p, x, 0),
-        "reduce_scatter": reduce_scatter,
-        "broadcast": lambda p, x: broadcast(p, x, 0),
-        "allgather": lambda p, x: gather(p, x, None),
-        "gather": lambda p, x: gather(p, x, 0),
-        "alltoall": alltoall,
-        "scatter": lambda p, x: scatter(p, x, 0),
-    }.items()
+    for name, do in (of_ordinary(0) | {"reduce": lambda p, x: reduce(p, x, 0)}).items()
     for chunks in (1, 2, 3)
 }
 SINGLE_COPY = {
-    f"{name}, single copy": (lambda p, do=do: do(p, p.own[: 2 * p.chunk]))
-    for name, do in {
-        "allreduce": allreduce,
-        "allreduce into another": lambda p, out: allreduce_into(p, p.own[2 * p.chunk :], out),
-        "reduce_scatter": reduce_scatter,
-        "broadcast": lambda p, x: broadcast(p, x, 1),
-        "allgather": lambda p, x: gather(p, x, None),
-        "gather": lambda p, x: gather(p, x, 1),
-        "alltoall": alltoall,
-        "scatter": lambda p, x: scatter(p, x, 1),
-    }.items()
+    f"{name}, single copy": (lambda p, do=do: do(p, p.own[: 2 * p.chunk])) for name, do in of_ordinary(1).items()
 }
+SINGLE_COPY["allreduce into another, single copy"] = lambda p: allreduce_into(
+    p, p.own[2 * p.chunk :], p.own[: 2 * p.chunk]
+)
 STAGED["allgather, from the first"] = lambda p: small_allgather(p, 0)
 STAGED["allgather, from the last"] = lambda p: small_allgather(p, p.size - 1)
 VERBS = SYMMETRIC | STAGED | SINGLE_COPY

@@ -56,16 +56,21 @@ def _skipping_barriers(patch):
     _after_init(patch, NodeGroup, wrap)
 
 
-def no_closing_barrier(patch, mpi):
-    """Work on symmetric tensors ends without a barrier."""
+def _no_barrier_after(patch, owner, name):
+    """The barrier that follows a function is left out."""
     _skipping_barriers(patch)
-    former = two_shot.carry_out
+    former = getattr(owner, name)
 
-    def carry_out(*args):
+    def run(*args):
         former(*args)
         _local.skip = True
 
-    patch.setattr(two_shot, "carry_out", carry_out)
+    patch.setattr(owner, name, run)
+
+
+def no_closing_barrier(patch, mpi):
+    """Work on symmetric tensors ends without a barrier."""
+    _no_barrier_after(patch, two_shot, "carry_out")
 
 
 def no_meeting(patch, mpi):
@@ -138,14 +143,7 @@ def lost_element(patch, mpi):
 
 def no_barrier_between_shots(patch, mpi):
     """Results are read from peers that may not have them yet."""
-    _skipping_barriers(patch)
-    former = single_copy._reduce
-
-    def reduce(*args):
-        former(*args)
-        _local.skip = True
-
-    patch.setattr(single_copy, "_reduce", reduce)
+    _no_barrier_after(patch, single_copy, "_reduce")
 
 
 def read_of_another(patch, mpi):
