@@ -33,7 +33,7 @@ class Program:
 
     def __post_init__(self):
         self.memory = symmetric.memory(self.channel, 4 * 2 * self.chunk, torch.device("cpu"))
-        self.own = torch.zeros(4 * self.chunk)  # ordinary memory that others may read
+        self.own = torch.zeros(6 * self.chunk)  # ordinary memory that others may read
         self.channel.keep(NodeGroup, NodeGroup).trials = self
 
     def run(self, key, num_bytes, ways):
@@ -159,13 +159,13 @@ def of_ordinary(root):
 STAGED = {
     f"{name}, {chunks} chunks": (lambda p, do=do, chunks=chunks: do(p, p.ordinary(chunks)))
     for name, do in (of_ordinary(0) | {"reduce": lambda p, x: reduce(p, x, 0)}).items()
-    for chunks in (1, 2, 3)
+    for chunks in (1, 2, 3, 4)  # 2: a single one, in both slots of a kind
 }
 SINGLE_COPY = {
-    f"{name}, single copy": (lambda p, do=do: do(p, p.own[: 2 * p.chunk])) for name, do in of_ordinary(1).items()
+    f"{name}, single copy": (lambda p, do=do: do(p, p.own[: 3 * p.chunk])) for name, do in of_ordinary(1).items()
 }
 SINGLE_COPY["allreduce into another, single copy"] = lambda p: allreduce_into(
-    p, p.own[2 * p.chunk :], p.own[: 2 * p.chunk]
+    p, p.own[3 * p.chunk :], p.own[: 3 * p.chunk]
 )
 STAGED["allgather, from the first"] = lambda p: small_allgather(p, 0)
 STAGED["allgather, from the last"] = lambda p: small_allgather(p, p.size - 1)

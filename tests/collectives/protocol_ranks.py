@@ -169,7 +169,8 @@ class Ranks:
         """A channel of the processes that name the same. ``chunk_elements``: of float32, in a chunk that is staged."""
         channel = Channel(self.comm(name, rank, size), [Place(0, local) for local in range(size)], DIRECT)
         node = channel.keep(NodeGroup, NodeGroup)
-        node.chunk_bytes = chunk_elements * 4 or node.chunk_bytes
+        if chunk_elements:
+            node.chunk_bytes = node._slot_bytes = chunk_elements * 4
         return channel
 
 

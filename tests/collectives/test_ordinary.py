@@ -9,12 +9,12 @@ import os
 import pytest
 import torch
 
-from torchmpi_py.collectives.flavours import trials
+from torchmpi_py.collectives.flavours import single_copy, staging, trials
 from torchmpi_py.collectives.flavours.node_group import NodeGroup
 from torchmpi_py.collectives.flavours.trials import Trials
-from torchmpi_py.core import config, process_memory
+from torchmpi_py.core import process_memory
 from torchmpi_py.core.tensors import ops_of
-from torchmpi_py.errors import CommunicatorError
+from torchmpi_py.errors import CommunicatorError, RanksDisagree
 from torchmpi_py.memory import peer_memory
 
 pytestmark = pytest.mark.timeout(120)
@@ -134,7 +134,7 @@ def test_both_ways(mpi, node, go, verb, way):
 def test_both_ways_give_the_same_bits(mpi, node, go, monkeypatch, dtype, op):
     if op not in ops_of(dtype):
         pytest.skip("there is no such reduction")
-    monkeypatch.setattr(config, "current", config.Tuning(cache_bytes=100_000))  # blocks end in odd places
+    monkeypatch.setattr(single_copy, "_BLOCK_BYTES", 100_000)  # blocks end in odd places
     generator = torch.Generator().manual_seed(mpi.rank())
     x = (torch.randn(COUNT, generator=generator) * 3).to(dtype)
     results = []
@@ -148,6 +148,7 @@ def test_both_ways_give_the_same_bits(mpi, node, go, monkeypatch, dtype, op):
 def test_sizes_around_borders(mpi, node, go, monkeypatch):
     """Blocks of 1024 elements, slices of 64; ranks that own nothing."""
     monkeypatch.setattr(node[1], "chunk_bytes", 1)
+    monkeypatch.setattr(single_copy, "_BLOCK_BYTES", 1)
     go(SINGLE_COPY)
     for count in (1, 63, 64, 65, 64 * mpi.size() + 1, 1023, 1024, 1025, 1024 * mpi.size() * 3 - 1):
         x = values(mpi.rank(), count)
@@ -202,6 +203,97 @@ def test_the_ranks_agree(mpi, node, monkeypatch):
     (trial,) = group.trials._of.values()
     assert mpi.allgather_object(trial.chosen) == [0] * mpi.size()
     assert trial.count == 2 * trials._TURNS + 3
+
+
+# What fits into two slots, between two ranks: the values come with the headers.
+
+
+@pytest.fixture
+def pair(mpi, one_node, monkeypatch):
+    """(a communicator of two ranks, its node group, the calls that went that way); the last of an odd number skips."""
+    with mpi.split(mpi.rank() // 2) as comm:
+        if comm.size < 2:
+            pytest.skip("no other rank is left")
+        group, calls, former = comm.direct.keep(NodeGroup, NodeGroup), [], staging.allreduce_at_once
+        monkeypatch.setattr(group, "chunk_bytes", 4096)
+        monkeypatch.setattr(
+            staging, "allreduce_at_once", lambda *args: (calls.append(args[2].numel()), former(*args))[1]
+        )
+        yield comm, group, calls
+
+
+def noise(rank, count, dtype=torch.float32):
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank)).mul(3).to(dtype)
+
+
+@mpi_only(min_size=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_sizes_around_two_slots(mpi, pair, dtype):
+    comm, _, calls = pair
+    most = 8192 // dtype.itemsize
+    for count in (0, 1, 63, most - 1, most, most + 1, 2 * most, 2 * most + 1, 5 * most + 7):
+        for turn in range(2):  # the second finds slots that are prepared
+            x, out = values(comm.rank + turn, count, dtype), torch.full((count,), -1, dtype=dtype)
+            expected = values(turn, count, dtype) + values(1 + turn, count, dtype)
+            mpi.allreduce(x, out=out, comm=comm, flavour="shared")
+            assert torch.equal(x, values(comm.rank + turn, count, dtype)), count
+            mpi.allreduce(x, comm=comm, flavour="shared")
+            assert torch.equal(out, expected), count
+            assert torch.equal(x, expected), count
+    assert max(calls) == most
+
+
+@mpi_only(min_size=2)
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "prod"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int16, torch.bool])
+def test_both_ranks_get_the_same_bits_in_rank_order(mpi, pair, dtype, op):
+    if op not in ops_of(dtype):
+        pytest.skip("there is no such reduction")
+    comm, group, _ = pair
+    for count in (100, 10_000):
+        ways = []
+        for takes_one_shot in (True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                if not takes_one_shot:
+                    patch.setattr(staging, "takes_one_shot", lambda *_: False)
+                    patch.setattr(group, "peers", None)
+                ways.append(mpi.allreduce(noise(comm.rank, count, dtype), op=op, comm=comm, flavour="shared"))
+        bits = [bytes(way.view(torch.uint8).numpy()) for way in ways]
+        assert len({*bits, *mpi.allgather_object(bits[0], comm=comm)}) == 1
+
+
+@mpi_only(min_size=2)
+def test_one_of_two_ranks_has_a_symmetric_tensor(mpi, pair):
+    comm, _, calls = pair
+    memory = mpi.symmetric_empty(1000, comm=comm)  # both make it, one uses it
+    for who in range(2):
+        x = memory if comm.rank == who else torch.empty(1000)
+        x.copy_(values(comm.rank, 1000))
+        mpi.allreduce(x, comm=comm, flavour="shared")
+        assert torch.equal(x, values(0, 1000) + values(1, 1000))
+    assert calls == [1000]  # in which the ranks found that it was not for both
+
+
+@mpi_only(min_size=2)
+def test_two_ranks_that_disagree_change_nothing(mpi, pair):
+    comm, _, calls = pair
+    x = values(comm.rank, 100 + comm.rank)
+    with pytest.raises(RanksDisagree, match="rank 0 calls .*100 elements.*rank 1 calls .*101 elements"):
+        mpi.allreduce(x, comm=comm, flavour="shared")
+    assert torch.equal(x, values(comm.rank, 100 + comm.rank))
+    x = mpi.allreduce(values(comm.rank, 100), comm=comm, flavour="shared")
+    assert torch.equal(x, values(0, 100) + values(1, 100))
+    assert calls == [100 + comm.rank, 100]
+
+
+@mpi_only(min_size=2)
+def test_what_was_prepared_in_inference_mode_serves_others(mpi, pair):
+    comm = pair[0]
+    with torch.inference_mode():
+        mpi.allreduce(torch.ones(77), comm=comm, flavour="shared")
+    x = torch.ones(77)
+    mpi.allreduce(x, comm=comm, flavour="shared")
+    assert torch.equal(x, torch.full((77,), 2.0))
 
 
 # Without MPI.

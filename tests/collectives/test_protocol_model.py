@@ -19,9 +19,15 @@ from torchmpi_py.core import backoff
 pytestmark = pytest.mark.timeout(1000 if os.environ.get("TORCHMPI_MODEL") == "all" else 60)
 ALL = os.environ.get("TORCHMPI_MODEL") == "all"
 SIZES = [2, 3]
-CASES = [(name, size) for name in VERBS for size in SIZES if ALL or size == 2 or "3 chunks" not in name]
-SOME = list(VERBS) if ALL else [*SYMMETRIC, *SINGLE_COPY, *(name for name in STAGED if "2 chunks" in name)]
-FOLLOWERS = ["allreduce", "allgather, from the first", "allgather, from the last", "allreduce, single copy"]
+CASES = [(name, size) for name in VERBS for size in SIZES if ALL or size == 2 or "4 chunks" not in name]
+SOME = list(VERBS) if ALL else [*SYMMETRIC, *SINGLE_COPY, *(name for name in STAGED if "3 chunks" in name)]
+FOLLOWERS = [
+    "allreduce",
+    "allgather, from the first",
+    "allgather, from the last",
+    "allreduce, 2 chunks",
+    "allreduce, single copy",
+]
 """What comes after an operation, and would overwrite what it has left too early: records and tensors; slots."""
 
 
@@ -36,10 +42,12 @@ def recorded(monkeypatch, size, *names):
 def test_a_verb_twice(monkeypatch, size, name):
     """Nothing is overwritten before it is read, nobody is stuck; the reduction comes to the same with fewer states."""
     steps = recorded(monkeypatch, size, name, name)
-    full, reduced = explore(steps), explore(steps, reduced=True)
-    assert not full.problem, full.trail
-    assert not reduced.problem
-    assert reduced.num_states < full.num_states or size == 2
+    reduced = explore(steps, reduced=True)
+    assert not reduced.problem, reduced.trail
+    if ALL or size == 2 or "3 chunks" not in name:
+        full = explore(steps)
+        assert not full.problem, full.trail
+        assert reduced.num_states < full.num_states or size == 2
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -56,15 +64,18 @@ def test_a_verb_and_each_other(monkeypatch, size):
         assert not found.problem, (name, follower, found.trail)
 
 
-def is_expendable(name, number, total):
+def is_expendable(name, size, number, total):
     """Whether what comes later makes up for a barrier of an operation: the last one, where slots are as they should be.
 
-    The last chunk leaves the *in* slots that a small gather, which begins without a meeting, fills first only where the
-    number of chunks is odd; what begins with a meeting has a barrier there. Nobody but an allreduce or a reduce, which
-    meet first, fills *out* slots.
+    It is, where the last chunk has left slots that nobody fills before a meeting: *out* slots, in which an allreduce of
+    two ranks has every other chunk; and the second *in* slot, but of two ranks, whose allreduce may fill both at once.
     """
-    verb, _, chunks = name.partition(",")
-    return name in STAGED and number == total - 1 and (verb in ("allreduce", "reduce") or chunks.strip() == "2 chunks")
+    verb, _, chunks = name.partition(", ")
+    if name not in STAGED or number < total - 1:
+        return False
+    if verb == "allreduce" and size == 2:
+        return chunks in ("3 chunks", "4 chunks")  # two go at a time
+    return verb in ("allreduce", "reduce") or (chunks == "4 chunks" and size > 2)
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
@@ -75,7 +86,7 @@ def test_without_a_barrier(monkeypatch, size, name):
         with monkeypatch.context() as patched:
             entry.append(record_shared(patched, size, {"A": names}))
     total, needed = needed_barriers(*entry)
-    assert needed == {k for k in range(total) if not is_expendable(name, k, total)}
+    assert needed == {k for k in range(total) if not is_expendable(name, size, k, total)}
 
 
 def test_barriers_of_different_number_leave_somebody_stuck(monkeypatch):
@@ -109,9 +120,9 @@ def test_all_barriers_of_the_code_are_met(monkeypatch):
 BESIDE = [
     ("allreduce", "allreduce"),
     ("allreduce", "allreduce, 2 chunks"),
-    ("allreduce, 2 chunks", "broadcast, 3 chunks"),
-    ("allgather, 2 chunks", "allgather, 2 chunks"),
-    ("allgather, 2 chunks", "reduce_scatter, 2 chunks"),
+    ("allreduce, 3 chunks", "broadcast, 3 chunks"),
+    ("allgather, 3 chunks", "allgather, 3 chunks"),
+    ("allgather, 3 chunks", "reduce_scatter, 2 chunks"),
 ]
 
 

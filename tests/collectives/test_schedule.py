@@ -142,9 +142,13 @@ class Node:
     def reduced(self, rank, chunk, dtype, count):
         return self._slot(rank, 2 + chunk % self.num_buffers, dtype, count)
 
+    def two_slots(self, rank, chunk, dtype, count):
+        return self._slot(rank, 2 * (chunk % self.num_buffers), dtype, count)
+
     def _slot(self, rank, slot, dtype, count):
-        assert count * dtype.itemsize <= self.memory.shape[2]
-        return self.memory[rank, slot, : count * dtype.itemsize].view(dtype)
+        slots = self.memory[rank, slot : slot + 2 - slot % 2].view(-1)  # up to where the next kind begins
+        assert count * dtype.itemsize <= len(slots)
+        return slots[: count * dtype.itemsize].view(dtype)
 
 
 @pytest.fixture
@@ -232,8 +236,8 @@ def test_staged_reduce_and_broadcast(size, on_ranks):
 
         def program(node, root=root, inputs=inputs):
             x, out, sent = values(node.rank, count, dtype), torch.full((count,), -1, dtype=dtype), noise(node.rank, 99)
-            staging.allreduce(node, inputs[node.rank], out, how, root)
-            staging.allreduce(node, x, x, how, root)  # in place
+            staging.reduce(node, inputs[node.rank], out, how, root)
+            staging.reduce(node, x, x, how, root)  # in place
             staging.broadcast(node, sent, root)
             return out, x, sent
 
@@ -256,7 +260,7 @@ def test_staged_gather(size, on_ranks):
                 staging.gather(node, values(node.rank, counts[node.rank]), parts, counts)
                 return out
 
-            for rank, out in enumerate(on_ranks(size, program, chunk_bytes=80)):
+            for rank, out in enumerate(on_ranks(size, program, chunk_bytes=40)):
                 assert out is None if root not in (None, rank) else torch.equal(out, whole)
 
 
@@ -305,6 +309,8 @@ def test_one_slot_for_all_chunks_does_not_suffice(on_ranks):
     for program, expected in ((allreduce, total(3, 1000)), (broadcast, values(0, 1000))):
         assert all(torch.equal(x, expected) for x in on_ranks(3, program))
         assert not all(torch.equal(x, expected) for x in on_ranks(3, program, num_buffers=1))
+    assert all(torch.equal(x, total(2, 1000)) for x in on_ranks(2, allreduce))
+    assert not all(torch.equal(x, total(2, 1000)) for x in on_ranks(2, allreduce, num_buffers=1))
 
 
 # Two shots: here no rank waits for another one, so they take their turns in any order.

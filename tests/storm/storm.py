@@ -16,7 +16,8 @@ MOST_SECONDS_A_JOB = 120
 SHRINK_SECONDS = 180
 FAULTS = ["one_arena", "no_closing_barrier", "no_meeting", "no_barrier_in_the_pipeline", "slot_used_twice"]
 FAULTS += ["result_slot_used_twice", "stale_plan", "wrong_owner", "lost_element", "queue_out_of_order"]
-FAULTS += ["no_barrier_between_shots", "read_of_another", "one_communicator", "one_bucket", "no_wait", "one_scratch"]
+FAULTS += ["no_barrier_at_once", "no_barrier_between_shots", "read_of_another"]
+FAULTS += ["one_communicator", "one_bucket", "no_wait", "one_scratch"]
 
 
 class Outcome:

@@ -21,8 +21,10 @@ POINTS = [
     (NodeGroup, "views"),
     (NodeGroup, "given"),
     (NodeGroup, "reduced"),
+    (NodeGroup, "two_slots"),
     (two_shot, "carry_out"),
     (two_shot, "publish"),
+    (staging, "allreduce_at_once"),
     (staging, "pipeline"),
     (PeerMemory, "read"),
 ]

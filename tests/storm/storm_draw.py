@@ -21,7 +21,7 @@ FLAVOURS = [None, None, None, "shared", "mpi", "ring", "staged", "cudaipc"]
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [  # weight; bytes, around which
     (0.30, [0, 1, 64, 4 * KIB, 16 * KIB]),
-    (0.25, [32 * KIB, 64 * KIB, 512 * KIB, MIB]),
+    (0.25, [32 * KIB, 64 * KIB, 128 * KIB, 512 * KIB, MIB]),
     (0.32, [MIB, 2 * MIB, 4 * MIB]),
     (0.11, [8 * MIB, 16 * MIB, 17 * MIB]),
     (0.02, [32 * MIB, 64 * MIB]),

@@ -62,6 +62,9 @@ ASSIGNED = "assigned"
 NODES_MEASURED = 4
 OF_OWN_CORES = "default where each rank has a core, more where they take turns: fewer meetings when small"
 """The reason of a limit up to which ranks meet less often: where they share cores, a meeting takes longer."""
+OF_THREE_RANKS = "default for three ranks or more, each on a core of its own: fewer meetings when small"
+"""The reason of such a limit that two ranks do not have: they reduce ordinary tensors in one shot."""
+_OF_TWO_RANKS_BYTES = 128 << 10
 OF_FEW_NODES = f"default up to {NODES_MEASURED} nodes, more with more: fewer messages when small"
 """The reason of a limit beyond which a ring of nodes is faster: it grows with the ring's steps."""
 
@@ -141,8 +144,10 @@ class Selector:
         return plan
 
     def fitted(self, choice: Choice, comm: Communicator) -> Choice:
-        """A choice as it is for a communicator of so many nodes, and so many ranks to a core."""
-        if choice.why == OF_OWN_CORES and comm.size > self._num_cores:
+        """A choice as it is for a communicator of so many ranks, nodes, and ranks to a core."""
+        if choice.why == OF_THREE_RANKS and comm.size == 2:
+            choice = choice._replace(max_bytes=_OF_TWO_RANKS_BYTES, why=OF_OWN_CORES)
+        if choice.why in (OF_OWN_CORES, OF_THREE_RANKS) and comm.size > self._num_cores:
             # As measured with 2, 3, 4 and 8 ranks on 2 cores: a meeting takes longer, and a rank's share is smaller.
             crowding = comm.size / self._num_cores
             why = f"default for {crowding:.3g} ranks to a core: fewer meetings when small"
@@ -240,12 +245,17 @@ def _defaults() -> dict[Key, list[Choice]]:
         "allgather": (2 * cached, 32 << 20),
         "alltoall": (64 << 20, 16 << 20),
     }
-    crowded = ("allreduce", "reduce_scatter")  # the verbs of which ranks that share cores have other limits
+    of_ranks = {  # the verbs and kinds of tensors whose limits depend on the ranks, and how
+        ("allreduce", False): OF_THREE_RANKS,
+        ("allreduce", True): OF_OWN_CORES,
+        ("reduce_scatter", False): OF_OWN_CORES,
+        ("reduce_scatter", True): OF_OWN_CORES,
+    }
     rows = {}
     for verb, limits in to_shared.items():
         for limit, symmetric in zip(limits, (False, True), strict=True):
             rows[Key(verb, "node", symmetric)] = [
-                Choice(limit, "mpi", OF_OWN_CORES if verb in crowded else "default: fewer meetings when small"),
+                Choice(limit, "mpi", of_ranks.get((verb, symmetric), "default: fewer meetings when small")),
                 Choice(math.inf, "shared", "default: each byte moves once, through memory"),
             ]
     anywhere = "default: fewer messages when small"

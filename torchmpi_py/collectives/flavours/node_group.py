@@ -13,7 +13,8 @@ Every operation begins with an exchange of headers (but small gathers, whose ran
 Every operation ends with a barrier; until then no rank may change its header, its slots or its tensors.
 
 Staging: two of a rank's slots are *in* slots (the rank's values), two are *out* slots (what the rank has reduced); both
-kinds alternate between chunks.
+kinds alternate between chunks, and a single chunk may fill both of a kind. Where nothing is reduced for others, *two
+slots* alternate with the other two.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Headers(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What an operation on symmetric tensors needs when it comes again: good while its segment lives."""
+    """What an operation needs when it comes again: good while its segment, in which it works, lives."""
 
     segment: symmetric.AnySegment
     header: bytes
@@ -130,6 +131,13 @@ class NodeGroup:
         """Whether all these ranks have a part of the segment."""
         return all(local in segment.part_of for local in self._indices)
 
+    def prepare_staged(self, what: str, x: Tensor) -> Prepared:
+        """What operations on ordinary tensors such as ``x`` need, which come through two slots: the slots by rank."""
+        header = _HEADER.pack(_code(what, x.dtype), x.numel(), _UNREAD, 0, _UNREAD, 0)
+        with torch.inference_mode(False):
+            slots = [self.two_slots(rank, 0, x.dtype, x.numel()) for rank in range(self.size)]
+        return Prepared(self._segment, header, slots)
+
     def keep_prepared(self, key: Hashable, prepared: Prepared) -> None:
         """Keep what was prepared for the next call with the same tensor. A full table is emptied first."""
         if key not in self.prepared and len(self.prepared) >= MOST_PREPARED:
@@ -154,20 +162,25 @@ class NodeGroup:
         ]
 
     def given(self, rank: int, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
-        """The in slot of a rank for a chunk."""
+        """The in slot of a rank for a chunk; both for a single one."""
         return self._slot(rank, chunk % 2, dtype, count)
 
     def reduced(self, rank: int, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
-        """The out slot of a rank for a chunk."""
+        """The out slot of a rank for a chunk; both for a single one."""
         return self._slot(rank, 2 + chunk % 2, dtype, count)
 
+    def two_slots(self, rank: int, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
+        """The slots of a rank for a chunk that takes two of them."""
+        return self._slot(rank, 2 * (chunk % 2), dtype, count)
+
     def _slot(self, rank: int, slot: int, dtype: torch.dtype, count: int) -> Tensor:
-        assert count * dtype.itemsize <= self._slot_bytes, (count, dtype, self._slot_bytes)
+        num_bytes = (2 - slot % 2) * self._slot_bytes  # up to where the next kind begins
+        assert count * dtype.itemsize <= num_bytes, (count, dtype, num_bytes)
         whole = self._slots.get((rank, slot, dtype))
         if whole is None:
             offset = _HEADER_ROOM_BYTES + slot * self._slot_bytes
             with torch.inference_mode(False):  # it is kept, for calls outside of that mode too
-                whole = self._segment.view(self._indices[rank], dtype, self._slot_bytes // dtype.itemsize, offset)
+                whole = self._segment.view(self._indices[rank], dtype, num_bytes // dtype.itemsize, offset)
             self._slots[rank, slot, dtype] = whole
         return whole[:count]
 

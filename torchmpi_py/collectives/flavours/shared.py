@@ -9,6 +9,8 @@ own; any other mixture is treated as ordinary tensors.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -43,8 +45,7 @@ class Shared(Flavour):
         if source is destination or source.data_ptr() == destination.data_ptr():
             _allreduce_in_place(node, destination if destination.dim() == 1 else destination.view(-1), how, what)
             return
-        x, out = source.view(-1), destination.view(-1)
-        _allreduce(node, x, out, how, node.exchange_headers(what, x, out))
+        _begin_allreduce(node, source.view(-1), destination.view(-1), how, what)
 
     def allreduce_adopting(self, channel: Channel, x: Tensor, op: str) -> None:
         """``allreduce`` in place of a tensor that comes again, and whose memory is the package's to move.
@@ -68,7 +69,7 @@ class Shared(Flavour):
         how = kernel(x.dtype, op)
         headers = node.exchange_headers(f"reduce with {op} to root {root}", x, out)
         if headers.read is None or headers.written is None:
-            staging.allreduce(node, x, out, how, root)
+            staging.reduce(node, x, out, how, root)
         else:
             target = node.views(out, headers.written)[root]
             steps = two_shot.reduce(node.views(x, headers.read), target, node.rank, config.current.cache_bytes)
@@ -122,6 +123,25 @@ class Shared(Flavour):
             node.barrier()
 
 
+def _begin_allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, what: str) -> None:
+    """Allreduce of ``x``, which may be ``out``, while no rank knows where the others' tensors lie."""
+    is_one_chunk = x.nbytes <= 2 * node.chunk_bytes and staging.takes_one_shot(node, how)
+    if not is_one_chunk or symmetric.find(x) is not None or symmetric.find(out) is not None:
+        _allreduce(node, x, out, how, node.exchange_headers(what, x, out))
+        return
+    # The values come with the headers, so that the ranks meet twice in all.
+    key = (what, x.dtype, x.numel())
+    ready = node.prepared.get(key)
+    if ready is None:
+        ready = node.prepare_staged(what, x)
+        node.keep_prepared(key, ready)
+    agree = functools.partial(node.announce, ready.header)
+    if staging.allreduce_at_once(ready.work, node.rank, x, out, how, agree):
+        node.barrier()
+    else:
+        _allreduce(node, x, out, how, node.read_headers(what, x))
+
+
 def _allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, headers: Headers) -> None:
     """Allreduce in the best way for where the tensors lie; ``x`` may be ``out`` on this rank alone."""
     if headers.written is None:
@@ -148,7 +168,7 @@ def _allreduce_in_place(node: NodeGroup, x: Tensor, how: Kernel, what: str) -> N
         if ready is not None:
             node.keep_prepared(key, ready)
     if ready is None:
-        _allreduce(node, x, x, how, node.exchange_headers(what, x))
+        _begin_allreduce(node, x, x, how, what)
     elif node.announce(ready.header):  # equal headers: all tensors lie at the same offset, as planned
         two_shot.carry_out(ready.work, how)
         node.barrier()
