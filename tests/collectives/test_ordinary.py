@@ -278,7 +278,7 @@ def test_one_of_two_ranks_has_a_symmetric_tensor(mpi, pair):
 def test_two_ranks_that_disagree_change_nothing(mpi, pair):
     comm, _, calls = pair
     x = values(comm.rank, 100 + comm.rank)
-    with pytest.raises(RanksDisagree, match="rank 0 calls .*100 elements.*rank 1 calls .*101 elements"):
+    with pytest.raises(RanksDisagree, match=r"rank 0 calls .*100 elements.*rank 1 calls .*101 elements"):
         mpi.allreduce(x, comm=comm, flavour="shared")
     assert torch.equal(x, values(comm.rank, 100 + comm.rank))
     x = mpi.allreduce(values(comm.rank, 100), comm=comm, flavour="shared")
