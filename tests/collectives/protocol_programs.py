@@ -159,7 +159,7 @@ def of_ordinary(root):
 STAGED = {
     f"{name}, {chunks} chunks": (lambda p, do=do, chunks=chunks: do(p, p.ordinary(chunks)))
     for name, do in (of_ordinary(0) | {"reduce": lambda p, x: reduce(p, x, 0)}).items()
-    for chunks in (1, 2, 3, 4)  # 2: a single one, in both slots of a kind
+    for chunks in (1, 2, 3)
 }
 SINGLE_COPY = {
     f"{name}, single copy": (lambda p, do=do: do(p, p.own[: 3 * p.chunk])) for name, do in of_ordinary(1).items()
@@ -167,6 +167,7 @@ SINGLE_COPY = {
 SINGLE_COPY["allreduce into another, single copy"] = lambda p: allreduce_into(
     p, p.own[3 * p.chunk :], p.own[: 3 * p.chunk]
 )
+STAGED["allreduce, 5 chunks"] = lambda p: allreduce(p, p.ordinary(5))  # of two ranks three, each in two slots
 STAGED["allgather, from the first"] = lambda p: small_allgather(p, 0)
 STAGED["allgather, from the last"] = lambda p: small_allgather(p, p.size - 1)
 VERBS = SYMMETRIC | STAGED | SINGLE_COPY

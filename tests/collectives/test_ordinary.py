@@ -215,9 +215,9 @@ def pair(mpi, one_node, monkeypatch):
         if comm.size < 2:
             pytest.skip("no other rank is left")
         group, calls, former = comm.direct.keep(NodeGroup, NodeGroup), [], staging.allreduce_at_once
-        monkeypatch.setattr(group, "chunk_bytes", 4096)
+        group.chunk_bytes = group._slot_bytes = 4096
         monkeypatch.setattr(
-            staging, "allreduce_at_once", lambda *args: (calls.append(args[2].numel()), former(*args))[1]
+            staging, "allreduce_at_once", lambda *args: (calls.append(args[1].numel()), former(*args))[1]
         )
         yield comm, group, calls
 
@@ -260,6 +260,23 @@ def test_both_ranks_get_the_same_bits_in_rank_order(mpi, pair, dtype, op):
                 ways.append(mpi.allreduce(noise(comm.rank, count, dtype), op=op, comm=comm, flavour="shared"))
         bits = [bytes(way.view(torch.uint8).numpy()) for way in ways]
         assert len({*bits, *mpi.allgather_object(bits[0], comm=comm)}) == 1
+
+
+@mpi_only(min_size=2)
+@pytest.mark.parametrize("op", ["sum", "avg", "prod"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.complex128])
+def test_bits_do_not_depend_on_the_threads_of_a_rank(mpi, pair, dtype, op):
+    """Complex products are rounded otherwise at the ends of what a thread works on."""
+    comm, group, _ = pair
+    group.chunk_bytes = group._slot_bytes = 1 << 20  # large enough for several threads
+    generator, former = torch.Generator().manual_seed(comm.rank), torch.get_num_threads()
+    torch.set_num_threads(1 + 2 * comm.rank)
+    try:
+        x = torch.randn(100_003, dtype=dtype, generator=generator)
+        mpi.allreduce(x, op=op, comm=comm, flavour="shared")
+    finally:
+        torch.set_num_threads(former)
+    assert len(set(mpi.allgather_object(bytes(x.view(torch.uint8).numpy()), comm=comm))) == 1
 
 
 @mpi_only(min_size=2)

@@ -146,7 +146,7 @@ class Node:
         return self._slot(rank, 2 * (chunk % self.num_buffers), dtype, count)
 
     def _slot(self, rank, slot, dtype, count):
-        slots = self.memory[rank, slot : slot + 2 - slot % 2].view(-1)  # up to where the next kind begins
+        slots = self.memory[rank, slot : slot + 2 - slot % 2].view(-1)
         assert count * dtype.itemsize <= len(slots)
         return slots[: count * dtype.itemsize].view(dtype)
 
@@ -236,8 +236,8 @@ def test_staged_reduce_and_broadcast(size, on_ranks):
 
         def program(node, root=root, inputs=inputs):
             x, out, sent = values(node.rank, count, dtype), torch.full((count,), -1, dtype=dtype), noise(node.rank, 99)
-            staging.reduce(node, inputs[node.rank], out, how, root)
-            staging.reduce(node, x, x, how, root)  # in place
+            staging.allreduce(node, inputs[node.rank], out, how, root)
+            staging.allreduce(node, x, x, how, root)  # in place
             staging.broadcast(node, sent, root)
             return out, x, sent
 
@@ -260,7 +260,7 @@ def test_staged_gather(size, on_ranks):
                 staging.gather(node, values(node.rank, counts[node.rank]), parts, counts)
                 return out
 
-            for rank, out in enumerate(on_ranks(size, program, chunk_bytes=40)):
+            for rank, out in enumerate(on_ranks(size, program, chunk_bytes=80)):
                 assert out is None if root not in (None, rank) else torch.equal(out, whole)
 
 

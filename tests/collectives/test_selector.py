@@ -222,7 +222,7 @@ def test_ranks_that_share_cores_meet_at_larger_sizes(monkeypatch, size, cores, g
     def limits(verb, symmetric=False):
         return table.plan(verb, comm, CPU, symmetric=symmetric, name=None).limits
 
-    assert limits("allreduce") == [grown * ((128 << 10) if size == 2 else (1 << 20)), math.inf]  # two: in one shot
+    assert limits("allreduce") == [grown * ((256 << 10) if size == 2 else (1 << 20)), math.inf]  # two: in one shot
     assert limits("reduce_scatter") == [grown * (1 << 20), math.inf]
     assert limits("allreduce", True) == [grown * (32 << 10), math.inf]
     assert limits("broadcast") == [4 << 20, math.inf]

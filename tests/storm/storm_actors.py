@@ -10,7 +10,7 @@ from torch import nn
 
 from torchmpi_py.collectives import registry
 
-POOL_BYTES = 6 << 20
+POOL_BYTES = 12 << 20
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older names
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": "SUM", "max": "MAX", "min": "MIN", "avg": "AVG"}
@@ -24,13 +24,17 @@ class Group:
         self.pool = mpi.symmetric_empty(POOL_BYTES, dtype=torch.uint8, comm=comm)
         self.used = 0
 
-    def place(self, x, symmetric, number):
-        """``x``, or its values in symmetric memory, if they fit; not always at the same place there."""
+    def place(self, x, room_bytes, number):
+        """``x``, or its values in symmetric memory, if that has room; not always at the same place there.
+
+        Symmetric on all ranks or on none: ``room_bytes`` is the same on all, and room is given back after a round,
+        for ranks wait for calls at different times.
+        """
         begin = -(-self.used // 64) * 64 + number % 13 * 64
-        if not symmetric or begin + x.nbytes > POOL_BYTES:
+        if not room_bytes or begin + room_bytes > POOL_BYTES:
             return x
-        self.used = begin + x.nbytes
-        return self.pool[begin : self.used].view(x.dtype).copy_(x)
+        self.used = begin + room_bytes
+        return self.pool[begin : begin + x.nbytes].view(x.dtype).copy_(x)
 
 
 class Call:
@@ -43,10 +47,12 @@ class Call:
         if step.verb in BY_ROWS:
             count *= group.size
         self.count = count
-        self.x = group.place(self._given(group.rank), step.symmetric, step.number)
+        num_rows = group.size if step.verb in BY_ROWS else 1
+        room_bytes = (step.count + group.size) * num_rows * self.dtype.itemsize if step.symmetric else 0
+        self.x = group.place(self._given(group.rank), room_bytes, step.number)
         out = None
         if step.out or (step.verb == "alltoall"):
-            out = group.place(torch.full((count,), 7).to(self.dtype), step.symmetric, step.number)
+            out = group.place(torch.full((count,), 7).to(self.dtype), room_bytes, step.number)
         self.out = out
 
     def _given(self, rank):
@@ -150,6 +156,8 @@ def _batches(steps):
 def calls(actor, groups, mpi, wrong):
     """Carry out calls of ``mpi``, or of torch.distributed."""
     mine = [step for step in actor.steps if step.group in groups]
+    for step in mine:
+        groups[step.group].used = 0
     is_dist = actor.kind == "dist"
     under_way = []
     for batch in _batches(mine):
@@ -166,7 +174,6 @@ def calls(actor, groups, mpi, wrong):
                 got = result if is_dist else waited
             if told := call.check(got):
                 wrong.append(told)
-            call.group.used = 0
         under_way.clear()
 
 

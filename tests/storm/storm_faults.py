@@ -63,7 +63,7 @@ def _no_barrier_after(patch, owner, name):
 
     def run(*args):
         result = former(*args)
-        _local.skip = True
+        _local.skip = result is not False  # for there work goes on in another way
         return result
 
     patch.setattr(owner, name, run)
@@ -117,13 +117,10 @@ def stale_plan(patch, mpi):
 
     class Stale(dict):
         def get(self, key, default=None):
-            return super().get(self.shortened(key), default)
+            return super().get((key[0], key[1], key[3]), default)
 
         def __setitem__(self, key, value):
-            super().__setitem__(self.shortened(key), value)
-
-        def shortened(self, key):  # ordinary tensors have three parts, none of them an address
-            return key if len(key) == 3 else (*key[:2], None, key[3])
+            super().__setitem__((key[0], key[1], key[3]), value)
 
     _after_init(patch, NodeGroup, lambda node, channel: setattr(node, "prepared", Stale()))
 

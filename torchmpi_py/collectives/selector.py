@@ -62,9 +62,9 @@ ASSIGNED = "assigned"
 NODES_MEASURED = 4
 OF_OWN_CORES = "default where each rank has a core, more where they take turns: fewer meetings when small"
 """The reason of a limit up to which ranks meet less often: where they share cores, a meeting takes longer."""
-OF_THREE_RANKS = "default for three ranks or more, each on a core of its own: fewer meetings when small"
-"""The reason of such a limit that two ranks do not have: they reduce ordinary tensors in one shot."""
-_OF_TWO_RANKS_BYTES = 128 << 10
+_OF_TWO_RANKS_BYTES = 256 << 10
+OF_THREE_RANKS = f"default for more than two ranks ({_OF_TWO_RANKS_BYTES} B for two): fewer meetings when small"
+"""The reason of such a limit that two ranks do not have."""
 OF_FEW_NODES = f"default up to {NODES_MEASURED} nodes, more with more: fewer messages when small"
 """The reason of a limit beyond which a ring of nodes is faster: it grows with the ring's steps."""
 

@@ -13,8 +13,7 @@ Every operation begins with an exchange of headers (but small gathers, whose ran
 Every operation ends with a barrier; until then no rank may change its header, its slots or its tensors.
 
 Staging: two of a rank's slots are *in* slots (the rank's values), two are *out* slots (what the rank has reduced); both
-kinds alternate between chunks, and a single chunk may fill both of a kind. Where nothing is reduced for others, *two
-slots* alternate with the other two.
+kinds alternate between chunks. Where nothing is reduced for others, a chunk may take *two slots*, in or out.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Headers(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What an operation needs when it comes again: good while its segment, in which it works, lives."""
+    """What an operation on symmetric tensors needs when it comes again: good while its segment lives."""
 
     segment: symmetric.AnySegment
     header: bytes
@@ -83,6 +82,7 @@ class NodeGroup:
         self.peers = peer_memory(channel)  # None if ranks cannot read each other's ordinary memory
         self.trials = Trials(channel.mpi.allgather)
         self.prepared: dict[Hashable, Prepared] = {}
+        self._staged: dict[Hashable, tuple[bytes, list[Tensor]]] = {}
         self.can_adopt = True  # until the ranks have failed to
         self.chunk_bytes = min(config.current.chunk_bytes, self._slot_bytes)
 
@@ -131,12 +131,17 @@ class NodeGroup:
         """Whether all these ranks have a part of the segment."""
         return all(local in segment.part_of for local in self._indices)
 
-    def prepare_staged(self, what: str, x: Tensor) -> Prepared:
-        """What operations on ordinary tensors such as ``x`` need, which come through two slots: the slots by rank."""
-        header = _HEADER.pack(_code(what, x.dtype), x.numel(), _UNREAD, 0, _UNREAD, 0)
-        with torch.inference_mode(False):
-            slots = [self.two_slots(rank, 0, x.dtype, x.numel()) for rank in range(self.size)]
-        return Prepared(self._segment, header, slots)
+    def staged(self, what: str, x: Tensor) -> tuple[bytes, list[Tensor]]:
+        """The header of an operation on ordinary tensors that are staged in two slots, and these by rank."""
+        key = (what, x.dtype, x.numel())
+        ready = self._staged.get(key)
+        if ready is None:
+            if len(self._staged) >= MOST_PREPARED:
+                self._staged.clear()
+            header = _HEADER.pack(_code(what, x.dtype), x.numel(), _UNREAD, 0, _UNREAD, 0)
+            ready = header, [self.two_slots(rank, 0, x.dtype, x.numel()) for rank in range(self.size)]
+            self._staged[key] = ready
+        return ready
 
     def keep_prepared(self, key: Hashable, prepared: Prepared) -> None:
         """Keep what was prepared for the next call with the same tensor. A full table is emptied first."""
@@ -162,11 +167,11 @@ class NodeGroup:
         ]
 
     def given(self, rank: int, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
-        """The in slot of a rank for a chunk; both for a single one."""
+        """The in slot of a rank for a chunk."""
         return self._slot(rank, chunk % 2, dtype, count)
 
     def reduced(self, rank: int, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
-        """The out slot of a rank for a chunk; both for a single one."""
+        """The out slot of a rank for a chunk."""
         return self._slot(rank, 2 + chunk % 2, dtype, count)
 
     def two_slots(self, rank: int, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
@@ -174,7 +179,7 @@ class NodeGroup:
         return self._slot(rank, 2 * (chunk % 2), dtype, count)
 
     def _slot(self, rank: int, slot: int, dtype: torch.dtype, count: int) -> Tensor:
-        num_bytes = (2 - slot % 2) * self._slot_bytes  # up to where the next kind begins
+        num_bytes = (2 - slot % 2) * self._slot_bytes  # the first of a kind may go on in the second
         assert count * dtype.itemsize <= num_bytes, (count, dtype, num_bytes)
         whole = self._slots.get((rank, slot, dtype))
         if whole is None:
@@ -187,6 +192,7 @@ class NodeGroup:
     def free(self) -> None:
         """Give the channel's segment back."""
         self.prepared.clear()
+        self._staged.clear()
         self._slots.clear()
         self._memory.release()
         del self._mapping

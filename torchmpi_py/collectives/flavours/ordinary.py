@@ -1,6 +1,7 @@
 """Collectives within a node for tensors that are not symmetric: in the faster of two ways (``trials.py``).
 
 *staged*       through the slots of the channel (``staging.py``): always, and alone for what fits into a chunk
+               (in an allreduce of two ranks: into two slots, and does not come here)
 *single copy*  by reads of the peers' tensors where they lie (``single_copy.py``): where the kernel allows it
 
 Both give the same bits.

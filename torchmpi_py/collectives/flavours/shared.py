@@ -9,8 +9,6 @@ own; any other mixture is treated as ordinary tensors.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -69,7 +67,7 @@ class Shared(Flavour):
         how = kernel(x.dtype, op)
         headers = node.exchange_headers(f"reduce with {op} to root {root}", x, out)
         if headers.read is None or headers.written is None:
-            staging.reduce(node, x, out, how, root)
+            staging.allreduce(node, x, out, how, root)
         else:
             target = node.views(out, headers.written)[root]
             steps = two_shot.reduce(node.views(x, headers.read), target, node.rank, config.current.cache_bytes)
@@ -125,18 +123,10 @@ class Shared(Flavour):
 
 def _begin_allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, what: str) -> None:
     """Allreduce of ``x``, which may be ``out``, while no rank knows where the others' tensors lie."""
-    is_one_chunk = x.nbytes <= 2 * node.chunk_bytes and staging.takes_one_shot(node, how)
-    if not is_one_chunk or symmetric.find(x) is not None or symmetric.find(out) is not None:
+    fits = x.nbytes <= 2 * node.chunk_bytes and staging.takes_one_shot(node, how)
+    if not fits or symmetric.find(x) is not None or (out is not x and symmetric.find(out) is not None):
         _allreduce(node, x, out, how, node.exchange_headers(what, x, out))
-        return
-    # The values come with the headers, so that the ranks meet twice in all.
-    key = (what, x.dtype, x.numel())
-    ready = node.prepared.get(key)
-    if ready is None:
-        ready = node.prepare_staged(what, x)
-        node.keep_prepared(key, ready)
-    agree = functools.partial(node.announce, ready.header)
-    if staging.allreduce_at_once(ready.work, node.rank, x, out, how, agree):
+    elif staging.allreduce_at_once(node, x, out, how, what):
         node.barrier()
     else:
         _allreduce(node, x, out, how, node.read_headers(what, x))

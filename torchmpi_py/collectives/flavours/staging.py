@@ -8,74 +8,28 @@ Each verb is a pipeline (``schedule.pipeline``) of stages, between which all ran
 3. copy out: each rank reads from the slots of the others
 
 While one chunk is reduced the next is copied in and the last one out, so the ranks meet once per chunk. The memory that
-peers share is four slots a rank, however large the tensors; data that fits into two of them is one chunk.
+peers share is four slots a rank, however large the tensors.
 
-Two ranks reduce in one shot, each the whole chunk into its own result: as many bytes pass between them as with a slice
-for each, and they meet once less.
+An allreduce of two ranks is done in one shot: each reduces all of a chunk into its own result. As many bytes pass
+between them as with a slice for each, and they meet once less. Nothing is in out slots, so that chunks take two slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from torch import Tensor
 
 from torchmpi_py.collectives.flavours.node_group import NodeGroup
-from torchmpi_py.collectives.flavours.schedule import Bounds, chunks, pipeline, slices
+from torchmpi_py.collectives.flavours.schedule import chunks, pipeline, slices
 from torchmpi_py.collectives.reductions import Kernel
 from torchmpi_py.core.tensors import copy_to
 
 
-def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel) -> None:
-    """Every rank's ``out`` becomes the reduction of all ``x``. Collective."""
-    if takes_one_shot(node, how):
+def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | None = None) -> None:
+    """Every rank's ``out`` becomes the reduction of all ``x``; with ``root`` only that rank's. Collective."""
+    if root is None and takes_one_shot(node, how):
         _one_shot(node, x, out, how)
-    else:
-        _two_shot(node, x, out, how, None)
-
-
-def reduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int) -> None:
-    """Root's ``out`` becomes the reduction of all ``x``. Collective."""
-    _two_shot(node, x, out, how, root)
-
-
-def takes_one_shot(node: NodeGroup, how: Kernel) -> bool:
-    """Whether each rank reduces all of a chunk. Values that are not plain are cheaper to send than to reduce twice."""
-    return node.size == 2 and how.is_plain
-
-
-def allreduce_at_once(
-    slots: Sequence[Tensor], rank: int, x: Tensor, out: Tensor, how: Kernel, agree: Callable[[], bool]
-) -> bool:
-    """The hot path of ``allreduce`` in one shot: a single chunk, whose slots (by rank) come ready. A barrier follows.
-
-    The ranks meet to ``agree``. If they do not, this is False, and nothing has changed but slots.
-    """
-    slots[rank].copy_(x)
-    if not agree():
-        return False
-    how.reduce([x if number == rank else slot for number, slot in enumerate(slots)], out)
-    return True
-
-
-def _one_shot(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel) -> None:
-    pieces = chunks(0, x.numel(), max(1, 2 * node.chunk_bytes // x.itemsize))
-
-    def copy_in(k: int) -> None:
-        begin, end = pieces[k]
-        node.two_slots(node.rank, k, x.dtype, end - begin).copy_(x[begin:end])
-
-    def reduce(k: int) -> None:
-        begin, end = pieces[k]
-        sources = [node.two_slots(rank, k, x.dtype, end - begin) for rank in range(node.size)]
-        sources[node.rank] = x[begin:end]
-        how.reduce(sources, out[begin:end])
-
-    pipeline(len(pieces), [copy_in, reduce], node.barrier)
-
-
-def _two_shot(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | None) -> None:
-    pieces = _pieces(node, x.numel(), x.itemsize)
+        return
+    pieces = chunks(0, x.numel(), node.chunk_bytes // x.itemsize)
     me, dtype = node.rank, x.dtype
 
     def copy_in(k: int) -> None:
@@ -113,9 +67,47 @@ def _two_shot(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | 
     pipeline(len(pieces), [copy_in, reduce, copy_out], node.barrier)
 
 
+def takes_one_shot(node: NodeGroup, how: Kernel) -> bool:
+    """Whether each rank computes all results of an allreduce.
+
+    Only of two ranks. Values that are not plain are cheaper to send than to convert twice. Bits of complex products
+    depend on where a thread begins, so that two processes may compute different ones.
+    """
+    return node.size == 2 and how.is_plain and not (how.dtype.is_complex and how.op != "sum")
+
+
+def allreduce_at_once(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, what: str) -> bool:
+    """``allreduce`` in one shot of what fits into two slots: the values come with the headers. A barrier has to follow.
+
+    False if the headers differ; then nothing has changed but slots.
+    """
+    header, slots = node.staged(what, x)
+    slots[node.rank].copy_(x)
+    if not node.announce(header):
+        return False
+    how.reduce([x if rank == node.rank else slot for rank, slot in enumerate(slots)], out)
+    return True
+
+
+def _one_shot(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel) -> None:
+    pieces = chunks(0, x.numel(), max(1, 2 * node.chunk_bytes // x.itemsize))
+
+    def copy_in(k: int) -> None:
+        begin, end = pieces[k]
+        node.two_slots(node.rank, k, x.dtype, end - begin).copy_(x[begin:end])
+
+    def reduce(k: int) -> None:
+        begin, end = pieces[k]
+        sources = [node.two_slots(rank, k, x.dtype, end - begin) for rank in range(node.size)]
+        sources[node.rank] = x[begin:end]
+        how.reduce(sources, out[begin:end])
+
+    pipeline(len(pieces), [copy_in, reduce], node.barrier)
+
+
 def broadcast(node: NodeGroup, x: Tensor, root: int) -> None:
     """Every rank's ``x`` becomes root's."""
-    pieces = _pieces(node, x.numel(), x.itemsize)
+    pieces = chunks(0, x.numel(), node.chunk_bytes // x.itemsize)
 
     def copy_in(k: int) -> None:
         if node.rank == root:
@@ -135,19 +127,20 @@ def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[
 
     Ranks with less to give make empty copies in the last chunks.
     """
-    pieces = _pieces(node, max(counts), x.itemsize)
+    step = node.chunk_bytes // x.itemsize
+    num_chunks = -(-max(counts) // step)
 
     def copy_in(k: int) -> None:
-        piece = x[slice(*pieces[k])]
+        piece = x[k * step : (k + 1) * step]
         node.given(node.rank, k, x.dtype, piece.numel()).copy_(piece)
 
     def copy_out(k: int) -> None:
         for rank, part in enumerate(parts or []):
-            piece = part[slice(*pieces[k])]
-            own = x[slice(*pieces[k])] if rank == node.rank else node.given(rank, k, x.dtype, piece.numel())
+            piece = part[k * step : (k + 1) * step]
+            own = x[k * step : (k + 1) * step] if rank == node.rank else node.given(rank, k, x.dtype, piece.numel())
             copy_to(piece, own)
 
-    pipeline(len(pieces), [copy_in, copy_out], node.barrier)
+    pipeline(num_chunks, [copy_in, copy_out], node.barrier)
 
 
 def exchange(node: NodeGroup, rows: Tensor | None, outs: list[Tensor], how: Kernel | None, root: int | None) -> None:
@@ -158,7 +151,7 @@ def exchange(node: NodeGroup, rows: Tensor | None, outs: list[Tensor], how: Kern
     """
     me, size, dtype = node.rank, node.size, outs[0].dtype
     count = outs[0].numel()
-    pieces = _pieces(node, count, size * outs[0].itemsize)
+    pieces = chunks(0, count, max(1, node.chunk_bytes // (size * outs[0].itemsize)))
 
     def copy_in(k: int) -> None:
         begin, end = pieces[k]
@@ -184,9 +177,3 @@ def exchange(node: NodeGroup, rows: Tensor | None, outs: list[Tensor], how: Kern
             out[begin:end].copy_(source)
 
     pipeline(len(pieces), [copy_in, copy_out], node.barrier)
-
-
-def _pieces(node: NodeGroup, count: int, bytes_each: int) -> list[Bounds]:
-    """``count`` elements (or as many of each row) in chunks: a single one has the room of both slots of a kind."""
-    fits = count * bytes_each <= 2 * node.chunk_bytes
-    return chunks(0, count, max(1, count if fits else node.chunk_bytes // bytes_each))
