@@ -1,26 +1,34 @@
-"""The bench of parameter servers: every rule at every number of clients, and what a wrong server makes of it."""
+"""``benchmarks/parameter_server.py``: every rule at every number of clients, and a server with wrong values."""
 
+import importlib
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from torchmpi_py import paramserver as ps
-from torchmpi_py.bench import UsageError, WrongValue, parameter_server, wire_messages
-from torchmpi_py.bench.__main__ import parse
-from torchmpi_py.bench.parameter_server import RULES
+from torchmpi_py.bench import UsageError, WrongValue
 from torchmpi_py.core import communicators
 from torchmpi_py.core.channels import Place
 from torchmpi_py.paramserver import shard
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # programs, not a package
+try:
+    parameter_server = importlib.import_module("parameter_server")
+    wire_messages = importlib.import_module("wire_messages")
+finally:
+    del sys.path[0]
+RULES = parameter_server.RULES
 pytestmark = pytest.mark.timeout(240)
-QUICK = ["ps", "--sizes", "4,20K", "--seconds", "0.001", "--idle-seconds", "0.05"]
+QUICK = ["--sizes", "4,20K", "--seconds", "0.001", "--idle-seconds", "0.05"]
 
 
 def run(*words):
     from mpi4py import MPI
 
-    parameter_server.main(MPI.COMM_WORLD, parse([*QUICK, *words]))
+    parameter_server.measure(MPI.COMM_WORLD, parameter_server.parse([*QUICK, *words]))
 
 
 @pytest.mark.mpi
@@ -141,4 +149,4 @@ def test_what_is_done_locally_is_the_rule(name):
 def test_mistakes():
     for words, message in (("--rules add,foo", "'foo'.*known rules: zero, copy"), ("--clients 0", "'0' is not")):
         with pytest.raises(UsageError, match=message):
-            parse(["ps", *words.split()])
+            parameter_server.parse(words.split())

@@ -1,5 +1,6 @@
 """The command, run as its users run it: two ranks through the MPI of this environment."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,12 @@ def test_a_mistake_ends_all_ranks_with_code_2():
     output, errors = bench("compare", "--verb", "foo", code=2)
     assert output == ""
     assert errors.count("'foo'") == 1
+
+
+def test_the_cost_of_hang_detection(tmp_path):
+    program = Path(__file__).parents[2] / "benchmarks" / "watching.py"
+    command = [TORCHMPIRUN, "-n", "2", program, "--blocks", "2", "--json", tmp_path / "r.json"]
+    subprocess.run(command, check=True, timeout=200, stdin=subprocess.DEVNULL)
+    quartiles = json.loads((tmp_path / "r.json").read_text())["quartiles"]
+    assert all(0 < low <= middle <= high for low, middle, high in quartiles.values()), quartiles
+    assert len(quartiles) == 2

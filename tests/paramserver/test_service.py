@@ -195,7 +195,10 @@ def test_more_payloads_on_their_way_than_the_service_takes_at_a_time(mpi, nodes)
 
 
 def test_who_comes_early_to_free_sleeps_and_serves(mpi, nodes):
-    """A rank that waits in free still serves, at less than half a processor (idle it is a hundredth: bench ps)."""
+    """A rank that waits in free still serves, at less than half a processor.
+
+    benchmarks/parameter_server.py measures a hundredth for an idle one.
+    """
     server = ps.init(torch.zeros(10), comm=nodes)
     begin, used = time.monotonic(), time.process_time()
     if mpi.rank() == 0:

@@ -10,25 +10,26 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torchmpi_py as mpi
 from torchmpi_py.bench import (
     UsageError,
     command_line,
     compare,
     hang,
-    machine,
-    parameter_server,
     plot,
-    results,
     step,
     timeline,
     trace,
     tune,
-    watching,
 )
-from torchmpi_py.core.mpi_api import MPI
 
-_MOVED = {"modes": "modes is a program of its own, in the repository: python benchmarks/modes --help"}
+_MOVED = {
+    name: f"{name} is a program in the repository: {command}"
+    for name, command in {
+        "modes": "python benchmarks/modes",
+        "ps": "torchmpirun -n 2 benchmarks/parameter_server.py",
+        "watch": "python benchmarks/watching.py",
+    }.items()
+}
 
 
 class Command(NamedTuple):
@@ -46,15 +47,9 @@ COMMANDS = {
         "all flavours, raw mpi4py, gloo and a plain copy, in one run", compare.add_compare_options, compare.main
     ),
     "step": Command("one training step, with gradients averaged in several ways", step.add_options, step.main),
-    "ps": Command(
-        "sends to a parameter server and receives, beside the same done locally",
-        parameter_server.add_options,
-        parameter_server.main,
-    ),
     "tune": Command(
         "measure which flavours are the fastest here, for later start()s to use", tune.add_options, tune.main
     ),
-    "watch": Command("what noting and comparing operations adds to a call", watching.add_options, watching.main),
     "plot": Command(
         "draw a report that was stored with --json, or curves of examples; needs no launcher",
         plot.add_options,
@@ -101,14 +96,10 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def _carry_out(options: argparse.Namespace) -> None:
     command = COMMANDS[options.command]
-    if not command.needs_job:
+    if command.needs_job:
+        command_line.in_job(command.main, options)
+    else:
         command.main(options)
-        return
-    machine.start(getattr(options, "device", "cpu"))
-    comm = MPI.COMM_WORLD.Dup()
-    results.check_outputs(comm, options.json)
-    command.main(comm, options)
-    mpi.stop()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import IO, NoReturn, TypeVar
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import UsageError, WrongValue, wire
+from torchmpi_py.bench import UsageError, WrongValue, machine, results, wire
+from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.launch import variables
 
 DEVICES = ("cpu", "cuda")
@@ -39,6 +40,15 @@ def exit_code(command: Callable[[], object]) -> int:
         _print_once(error)
         return 2 if isinstance(error, UsageError) else 1
     return 0
+
+
+def in_job(measure: Callable[[MPI.Comm, argparse.Namespace], object], options: argparse.Namespace) -> None:
+    """Call ``measure(comm, options)`` between ``mpi.start()`` and ``mpi.stop()``; ``comm`` holds all ranks."""
+    machine.start(getattr(options, "device", "cpu"))
+    comm = MPI.COMM_WORLD.Dup()
+    results.check_outputs(comm, options.json)
+    measure(comm, options)
+    mpi.stop()
 
 
 def _print_once(error: Exception) -> None:

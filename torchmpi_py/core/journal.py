@@ -2,7 +2,7 @@
 
 Every call pays for the journal, so the steps of ``record`` and ``end`` stand in one piece: a record and a fingerprint
 on the board (``status_board.py``), and two looks at the neighbour's fingerprint (``sequences.py``). Texts and checksum
-of a call are kept by its place in the program. ``python -m torchmpi_py.bench watch`` measures the cost.
+of a call are kept by its place in the program. ``python benchmarks/watching.py`` measures the cost.
 
 An operation is *under way* while a call carries it out (begun, not ended, and its communicator not freed), or waits
 for it (``backoff.active``; a future counts as a wait from its request on). ``watch/watchdog.py`` looks at the oldest.

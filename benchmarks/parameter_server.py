@@ -1,4 +1,6 @@
-"""The command ``ps``: the cost of sends to a parameter server and of receives, beside the same work done locally.
+"""The cost of sends to a parameter server and of receives, beside the same work done locally.
+
+    torchmpirun -n 2 benchmarks/parameter_server.py --rules add,adam --clients 1
 
 In a *race* some ranks, the clients, send by one rule (or receive) and wait; in turn with that, also all at once, they
 do on private tensors of as many elements the work of the rule: ``add_``, ``copy_``, a step of ``torch.optim``. The
@@ -14,15 +16,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import resource
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import wire_messages
 from torch import Tensor
 
 from torchmpi_py import paramserver
-from torchmpi_py.bench import UsageError, WrongValue, cases, command_line, machine, progress_bar, results, wire_messages
+from torchmpi_py.bench import UsageError, WrongValue, cases, command_line, machine, progress_bar, results
 from torchmpi_py.bench.buffers import format_size, parse_sizes
 from torchmpi_py.bench.results import quantile
 from torchmpi_py.collectives.timing import interleaved
@@ -92,7 +96,7 @@ RULES = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``ps``."""
+    """Add the options of the command line."""
     add, positive = parser.add_argument, command_line.positive
     sizes = command_line.with_message(parse_sizes)
     add("--sizes", type=sizes, default="4,4K:64M:16x", help="bytes; default: 4,4K:64M:16x")
@@ -145,7 +149,19 @@ class ServerReport:
     idle_percent: float | None
 
 
-def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
+def main(words: list[str] | None = None) -> int:
+    """Carry out the command line; return its exit code, the same on every rank."""
+    return command_line.exit_code(lambda: command_line.in_job(measure, parse(words)))
+
+
+def parse(words: list[str] | None) -> argparse.Namespace:
+    """Return the options of a command line. Raises UsageError for mistakes."""
+    parser = command_line.Parser(prog="parameter_server.py", description=(__doc__ or "").partition("\n")[0])
+    add_options(parser)
+    return parser.parse_args(words)
+
+
+def measure(comm: MPI.Comm, options: argparse.Namespace) -> None:
     """Measure, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
 
     Raises UsageError for more clients than ranks, and WrongValue if a server holds wrong values; on every rank.
@@ -321,3 +337,7 @@ def _idle_percent(comm: MPI.Comm, seconds: float) -> float | None:
 def _processor_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,9 @@
-"""The command ``watch``: the time that recording and comparing operations adds to a call (``core/journal.py``).
+"""The time that recording and comparing operations adds to a call (``core/journal.py``).
 
-The same small allreduce, watched and not watched in turn, in many short blocks of calls. Shown are the medians and the
-quartiles of the blocks' means. Not watched: ``Operation.run`` is replaced by one without the journal, and the steps
-before it, which prepare the journal's entry, are left out.
+    python benchmarks/watching.py
+
+Blocks of a small allreduce run alternately with the journal and without it, that is with functions that do nothing in
+place of ``journal.record`` and ``journal.end``. The result is the median and the quartiles of the blocks' means.
 """
 
 from __future__ import annotations
@@ -11,21 +12,19 @@ import argparse
 import contextlib
 import dataclasses
 import statistics
+import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import torch
 
 import torchmpi_py as mpi
 from torchmpi_py.bench import command_line, machine, results
-from torchmpi_py.collectives import prepare
-from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.core import journal
 from torchmpi_py.core.mpi_api import MPI
-from torchmpi_py.watch import tracing
 
-_FORMAT = "torchmpi_py.bench watch 1"
+_FORMAT = "benchmarks/watching 2"
 _CALLS_PER_BLOCK = 200
 _WITH, _WITHOUT = "watched", "not watched"
 
@@ -41,15 +40,17 @@ class WatchReport:
     added: float
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``watch``."""
+def main() -> int:
+    """Carry out the command line; return its exit code, the same on every rank."""
+    parser = command_line.Parser(prog="watching.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--blocks", type=command_line.count, default=500, help="of 200 calls, of each kind; default: 500"
     )
     command_line.add_output(parser)
+    return command_line.exit_code(lambda: command_line.in_job(measure, parser.parse_args()))
 
 
-def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
+def measure(comm: MPI.Comm, options: argparse.Namespace) -> None:
     """Measure, print on rank 0, and store. Collective over ``comm``, which holds all ranks."""
     machine.limit_threads()
     x = torch.zeros(1)
@@ -89,20 +90,12 @@ def _measured(comm: MPI.Comm, x: torch.Tensor, num_blocks: int) -> dict[str, lis
 
 @contextlib.contextmanager
 def _unwatched() -> Iterator[None]:
-    with mock.patch.object(Operation, "run", _run), mock.patch.dict(prepare._TENSORS_BEFORE_OTHERS, clear=True):
+    def nothing(*_: object) -> None:  # a Mock would record each call, which takes longer than the journal
+        """Stand in for the journal's functions."""
+
+    with mock.patch.object(journal, "record", nothing), mock.patch.object(journal, "end", nothing):
         yield
 
 
-def _run(operation: Operation[Any]) -> Any:
-    """``Operation.run`` without the journal."""
-    channel = operation.comm.direct
-    trace = tracing.current
-    begin = 0 if trace is None else trace.begin(operation)
-    try:
-        returned = getattr(operation.flavour, operation.method)(channel, *operation.arguments)
-        return operation.target if operation.conclude is None else operation.conclude(returned)
-    except RuntimeError as error:
-        raise operation.explain(error)  # noqa: B904 - as there
-    finally:
-        if trace is not None:
-            trace.end(operation, channel.thread_role, begin)
+if __name__ == "__main__":
+    sys.exit(main())
