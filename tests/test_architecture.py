@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(torchmpi_py.__file__).parent
 
 # Lowest first. A module may import from its own room and from rooms above it in this list, never from a later one.
 ROOMS = [
-    ["errors"],
+    ["errors", "trusted_files"],
     ["launch"],
     ["core"],
     ["memory"],
