@@ -8,8 +8,6 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torchmpi_py.launch import variables
-
 if TYPE_CHECKING:  # for editors and type checkers
     from torchmpi_py import (
         engine as engine,
@@ -268,20 +266,25 @@ _THIS = sys.modules[__name__]
 
 __all__ = sorted([*_HOME_OF, *_MODULES])
 
-variables.set_variables()
 
-
-def _register_backend() -> None:
-    """Register the torch.distributed backend, at the end of ``import torch``: its entry point in ``torch.backends``.
-
-    torch cannot be imported where an entry point fails, so an error is a warning here.
-    """
+def _attempt(what: str, module: str, function: str) -> None:
+    """Run a step of ``import torch``. torch cannot be imported where a step fails, so an error is a warning here."""
     try:
-        importlib.import_module(f"{__name__}.torch_backend.registration").register()
+        getattr(importlib.import_module(f"{__name__}.{module}"), function)()
     except Exception as error:
         import logging
 
-        logging.getLogger(__name__).warning("the backend torchmpi is not registered: %r", error)
+        logging.getLogger(__name__).warning(
+            "torchmpi_py: %s: %r; look at the launcher's variables (env | sort)", what, error
+        )
+
+
+def _register_backend() -> None:
+    """Register the torch.distributed backend, at the end of ``import torch``: its entry point in ``torch.backends``."""
+    _attempt("the backend torchmpi is not registered", "torch_backend.registration", "register")
+
+
+_attempt("torchrun's variables are not set", "launch.variables", "set_variables")
 
 
 def _is_meant(name: str, key: str) -> bool:

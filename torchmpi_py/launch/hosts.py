@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding
+from torchmpi_py.launch import binding, variables
 
 _FORM = re.compile(
     r"""(?P<name> \[[0-9A-Fa-f:.]+\] | [A-Za-z0-9_][\w.-]*(?:@[\w.-]+)? )   # a name, or an IPv6 address in brackets
@@ -145,10 +145,7 @@ def default_num_ranks(named: tuple[Host, ...], environment: Mapping[str, str]) -
     num_slots = sum(host.num_slots for host in named or allocated(environment))
     if named or num_slots > 1:
         return num_slots
-    tasks = environment.get("SLURM_NTASKS", "")
-    if tasks.isdigit() and int(tasks) > 0:
-        return int(tasks)
-    return num_gpus(environment) or binding.num_usable_cores()
+    return variables.number(environment.get("SLURM_NTASKS", "")) or num_gpus(environment) or binding.num_usable_cores()
 
 
 def num_ranks_as_torchrun(options: argparse.Namespace, environment: Mapping[str, str]) -> int:

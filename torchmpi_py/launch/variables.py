@@ -66,6 +66,10 @@ OPEN_MPI = {
 _TORCHRUN = "TORCHELASTIC_"
 _JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "PALS_APID")
 _MOST_ANCESTORS = 10
+_MOST_NODES = 1 << 15  # the import must stay fast whatever a variable holds
+_NUMBER = r"[0-9]{1,9}"  # int() also reads what is no number of a launcher, and str.isdigit accepts what int() refuses
+_SPAN = rf"{_NUMBER}(?:-{_NUMBER})?"
+_NODES = re.compile(rf"([\w.-]+)(?:\[({_SPAN}(?:,{_SPAN})*)\]([\w.-]*))?(?:,|$)", re.ASCII)
 _FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # below those that a system gives away, and torchrun's 29500
 
 
@@ -110,7 +114,7 @@ def tasks_on_node(layout: str, node: int) -> int | None:
     """Read Slurm's ``4(x2),3``: four tasks on each of two nodes, then three on the next one."""
     first = 0
     for part in layout.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        match = re.fullmatch(rf"({_NUMBER})(?:\(x({_NUMBER})\))?", part)
         if match is None:
             break
         first += int(match[2] or 1)
@@ -120,20 +124,30 @@ def tasks_on_node(layout: str, node: int) -> int | None:
 
 
 def nodes(names: str) -> list[str]:
-    """Read Slurm's ``node[07-09,12],login``; empty for what is more involved."""
-    if re.search(r"\][^,]*\[", names):
-        return []
-    found = []
-    for before, numbers, after in re.findall(r"([^\[,]+)(?:\[([\d,-]*)\]([^,]*))?", names):
-        for part in numbers.split(","):
-            first, _, last = part.partition("-")
-            each = [f"{n:0{len(first)}}" for n in range(int(first), int(last or first) + 1)] if first else [""]
-            found += [f"{before}{number}{after}" for number in each]
+    """Read Slurm's ``node[07-09,12],login``; empty for any other form, and for more than `_MOST_NODES`."""
+    found: list[str] = []
+    place = 0
+    while place < len(names):
+        if (part := _NODES.match(names, place)) is None:
+            return []
+        place, (before, spans, after) = part.end(), part.groups("")
+        for span in spans.split(","):
+            first, _, last = span.partition("-")
+            numbers = range(int(first or 0), int(last or first or 0) + 1)
+            if len(found) + len(numbers) > _MOST_NODES:
+                return []
+            found += [f"{before}{str(n).zfill(len(first)) if first else ''}{after}" for n in numbers]
     return found
 
 
+def number(text: str) -> int | None:
+    """The number that a launcher's variable holds; None for any other text."""
+    return int(text) if re.fullmatch(_NUMBER, text) else None
+
+
 def _first_number(names: tuple[str, ...], environment: Mapping[str, str]) -> int | None:
-    return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), None)
+    numbers = (number(environment.get(name, "")) for name in names)
+    return next((each for each in numbers if each is not None), None)
 
 
 def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -148,8 +162,9 @@ def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     record = read_record(environment)
     if not record and (size == 1 or not has_mpi(environment)):
         return
-    own = {"JOB": job_name(environment), "BY": f"{rank}/{size}"}
-    if record.get("BY") == own["BY"] and own["JOB"] in ("", record["JOB"]):  # a daemon's child does not find the job
+    own = {"JOB": "".join(job_name(environment).split()), "BY": f"{rank}/{size}"}  # spaces separate the entries
+    is_same_job = own["JOB"] in ("", record.get("JOB"))  # a daemon's child does not find the job
+    if is_same_job and record.get("BY") == own["BY"]:
         return
     if is_under_torchrun(environment):
         if _has_own_torchrun(_place(environment, os.getpid())):
@@ -227,13 +242,13 @@ def _hydra_job(process_id: int) -> str:
         with contextlib.suppress(OSError):
             found = re.search(rb"\0--control-port\0([^\0]+)", Path(f"/proc/{process_id}/cmdline").read_bytes())
             if found:
-                return found[1].decode()
+                return os.fsdecode(found[1])
     return ""
 
 
 def _parent(process_id: int) -> int:
     with contextlib.suppress(OSError):
-        found = re.search(r"^PPid:\s*(\d+)", Path(f"/proc/{process_id}/status").read_text(), re.MULTILINE)
+        found = re.search(rb"^PPid:\s*(\d+)", Path(f"/proc/{process_id}/status").read_bytes(), re.MULTILINE)
         return int(found[1]) if found else 0
     return 0
 
@@ -288,19 +303,20 @@ def _values(environment: Mapping[str, str], given: Mapping[str, str], rank: int,
 def _hosts(environment: Mapping[str, str], layout: str) -> list[tuple[str, int]]:
     """Names and slots of the job's hosts in their order: torchmpirun's, else Slurm's (0 slots: not known)."""
     if layout:
-        return [(name, int(slots)) for name, _, slots in (host.rpartition(":") for host in layout.split(","))]
+        hosts = (host.rpartition(":") for host in layout.split(","))
+        return [(name, number(slots) or 0) for name, _, slots in hosts if name]
     names = "SLURM_STEP_NODELIST" if is_srun(environment) else "SLURM_JOB_NODELIST"
     return [(name, 0) for name in nodes(environment.get(names, ""))]
 
 
 def _group_rank(environment: Mapping[str, str], hosts: Sequence[tuple[str, int]], rank: int) -> int | None:
     """The index of this host: Slurm's, else that of its name, else the one whose slots hold the rank."""
-    node = environment.get("SLURM_NODEID", "")
-    if node.isdigit() and is_srun(environment):
-        return int(node)
-    own = socket.gethostname()
+    node = number(environment.get("SLURM_NODEID", ""))
+    if node is not None and is_srun(environment):
+        return node
     for match in (str, _short):
-        found = [index for index, (name, _) in enumerate(hosts) if match(name) == match(own)]
+        own = match(socket.gethostname())
+        found = [index for index, (name, _) in enumerate(hosts) if match(name) == own]
         if len(found) == 1:
             return found[0]
     for index, (_, slots) in enumerate(hosts):
@@ -321,7 +337,7 @@ def _name_for_others(name: str) -> str:
 
 
 def _port(job: str) -> int:
-    return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
+    return _FIRST_PORT + zlib.crc32(os.fsencode(job)) % _NUM_PORTS
 
 
 def _free_port(job: str) -> int:

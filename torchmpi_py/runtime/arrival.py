@@ -158,7 +158,7 @@ def _state(rank: int, running: dict[int, int]) -> str:
 
 
 def _address(who: str) -> str:
-    job = zlib.crc32(variables.job_name(os.environ).encode())  # the name may be too long for an address
+    job = zlib.crc32(os.fsencode(variables.job_name(os.environ)))  # the name may be too long for an address
     return f"\0torchmpi_py-{os.getuid()}-{job:08x}-{who}"
 
 

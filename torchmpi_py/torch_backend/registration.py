@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-from torchmpi_py.launch import exit_marks, variables
+from torchmpi_py.launch import variables
 
 NAME = "torchmpi"
 
@@ -40,7 +40,7 @@ def _rendezvous(former: Callable[..., Any]) -> Callable[..., Any]:
     """The handler of ``env://``, in place of ``former``."""
 
     def meet(url: str, **options: Any) -> Any:
-        exit_marks.record_meeting()
+        importlib.import_module("torchmpi_py.launch.exit_marks").record_meeting()
         given = {name.upper(): values[0] for name, values in parse_qs(urlparse(url).query).items()}
         for name in ("RANK", "WORLD_SIZE"):
             if name not in given and variables.is_own(os.environ, name):
