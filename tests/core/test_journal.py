@@ -314,6 +314,38 @@ time.sleep(100)
         assert line.count("program.py:") >= 2
 
 
+@pytest.mark.parametrize("at_deadline", ["raise", "abort"])
+def test_an_asynchronous_call_never_matches_a_blocking_one(tmp_path, at_deadline):
+    """Where a blocking call is launched too, and where an asynchronous one is posted beside blocking ones."""
+    program = f"""
+posted = ["broadcast", "reduce", "allreduce", "reduce_scatter", "alltoall", "scatter"]
+calls = [(verb, x, {{"flavour": "mpi"}}) for verb in posted]
+if "{at_deadline}" == "raise":
+    calls += [(verb, x, {{"flavour": "shared"}}) for verb in [*posted, "allgather", "gather"]]
+    calls += [(verb, 1.5, {{}}) for verb in ["broadcast", "reduce", "allreduce", "allgather", "gather"]]
+    calls += [(verb, "an object", {{}}) for verb in ["broadcast_object", "allgather_object"]]
+comms, pending = [mpi.split(0) for _ in calls], []
+called = os.path.join(os.environ["TORCHMPI_DUMP_DIR"], "called")
+if me == 0:
+    pending = [getattr(mpi, verb + "_async")(x, comm=c, **more) for (verb, x, more), c in zip(calls, comms)]
+    open(called, "w")
+    time.sleep(100)
+while not os.path.exists(called):
+    time.sleep(0.01)
+for (verb, x, more), comm in zip(calls, comms):
+    try:
+        print("mixed:", verb, getattr(mpi, verb)(x, comm=comm, **more), flush=True)
+    except mpi.RanksDisagree as error:
+        print("told:", error, flush=True)
+os._exit(3)
+"""
+    job = run(tmp_path, program, ranks=2, deadline=8, at_deadline=at_deadline)
+    told = [line for line in job.stdout.splitlines() if "told:" in line]
+    assert "mixed:" not in job.stdout, job.stdout
+    assert len(told) == (21 if at_deadline == "raise" else 6), (told, job.stderr)
+    assert all(re.search(r"this rank calls .* at .*rank 0 calls .* asynchronously at ", line) for line in told), told
+
+
 def test_what_is_queued_behind_a_call_that_broke_off(tmp_path):
     """It would meet the other rank's first call, and give its object for the result of the second."""
     program = """
@@ -400,7 +432,7 @@ def test_a_rank_that_does_not_come(tmp_path):
     dumps = hang.load(tmp_path)
     assert [len(dump["entries"]) for dump in dumps.values()] == [2, 1, 2]
     told = hang.explain(dumps)
-    assert "operation 1:\n  ranks 0,2 launched allreduce mpi torch.float32 sum, 4000 bytes, called at" in told
+    assert "operation 2:\n  ranks 0,2 launched allreduce mpi torch.float32 sum, 4000 bytes, called at" in told
     assert "  rank 1 has not come to it" in told
     analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", folder]
     found = subprocess.run(analyzer, capture_output=True, text=True, timeout=200)

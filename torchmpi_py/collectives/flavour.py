@@ -78,6 +78,10 @@ class Flavour:
         """Whether this flavour can do ``verb``."""
         return getattr(type(self), verb) is not getattr(Flavour, verb)
 
+    def posts(self, operation: Operation[Any]) -> bool:
+        """Whether ``launch`` posts an operation to MPI on the direct channel, and does not queue it."""
+        return False
+
     def launch(self, operation: Operation[R]) -> handles.Handle[R]:
         """Start an operation, without a wait: in the communication thread, unless a flavour has a better way."""
         return devices.submit(operation, operation.device, operation.tensors)
@@ -235,6 +239,9 @@ class Gathering:
             x = copy_if_overlapping(x, result, sizes.split(result)[root])
         self.choose(sum(sizes.num_bytes)).gather(channel, x, result, root, sizes)
         return result
+
+    def posts(self, operation: Operation[Any]) -> bool:
+        return False
 
     def launch(self, operation: Operation[Any]) -> Handle[Any]:
         """Queue the operation for the communication thread, for it begins with a blocking exchange."""

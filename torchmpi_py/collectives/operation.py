@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.core import config, journal, sequences, ulfm
-from torchmpi_py.core.channels import BACKGROUND, MISUSED, NOBODY, Channel
+from torchmpi_py.core.channels import BACKGROUND, DIRECT, MISUSED, NOBODY, Channel
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, Work
 from torchmpi_py.core.journal import Method
 from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.core.status_board import IS_ASYNCHRONOUS, IS_LAUNCH
 from torchmpi_py.errors import CommunicatorError, FlavourError, RankDied, RanksDisagree, TorchMPIError, Unavailable
 from torchmpi_py.watch import reports, tracing
 from torchmpi_py.watch.tracing import POSTED
@@ -46,6 +47,8 @@ def of_a_part(method: Callable[P, R]) -> Callable[P, R]:
 
 class Launcher(Method, Protocol):
     """What an operation needs of its flavour, beside the method that carries it out."""
+
+    def posts(self, operation: Operation[Any]) -> bool: ...
 
     def launch(self, operation: Operation[Any]) -> Handle[Any]: ...
 
@@ -89,7 +92,7 @@ class Operation(Work[R]):
             channel.user = me  # nothing comes between this and the look: no call, no signal
         try:
             if config.can_raise and not was_recorded:
-                return self.launch().wait()  # a call that blocks inside MPI could not be given up
+                return self.launch(IS_LAUNCH).wait()  # a call that blocks inside MPI could not be given up
             # An operation that was launched has its entry in the journal since then.
             if entry is not None:
                 self._check_earlier(entry)
@@ -153,12 +156,17 @@ class Operation(Work[R]):
             )
         return CommunicatorError(f"{self}: {why}")._of_call(self.name, self.comm)
 
-    def launch(self) -> Handle[R]:
-        """Start the operation, and return a handle to wait for the result."""
+    def launch(self, form: int = IS_LAUNCH | IS_ASYNCHRONOUS) -> Handle[R]:
+        """Start the operation, and return a handle to wait for the result. ``form``: as for ``journal.record``.
+
+        The sequence in the journal belongs to the channel that carries out the operation: on each communicator of MPI
+        the calls have one order, which the ranks compare.
+        """
         if tracing.current is not None:
             self.launched = time.time_ns()
         try:
-            self.entry = journal.record(self, BACKGROUND, True)
+            role = DIRECT if self.flavour.posts(self) else BACKGROUND
+            self.entry = journal.record(self, role, form)
             return self.flavour.launch(self)
         except BaseException as error:
             if self.entry is not None:

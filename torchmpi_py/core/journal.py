@@ -22,6 +22,7 @@ from torchmpi_py.core import backoff, sequences, status_board
 from torchmpi_py.core.channels import DIRECT
 from torchmpi_py.core.sequences import CallSequence
 from torchmpi_py.core.status_board import (
+    ASYNCHRONOUS_SHIFT,
     BEGUN,
     CHECKSUM_BITS,
     ENDED,
@@ -126,8 +127,10 @@ class Plain:
         self.name, self.comm, self.fingerprint, self.flavour = name, comm, fingerprint, self
 
 
-def record(operation: Recorded, thread_role: int, is_launch: bool = False, frame: FrameType | None = None) -> Entry:
+def record(operation: Recorded, thread_role: int, form: int = 0, frame: FrameType | None = None) -> Entry:
     """Record an operation that begins now, or is launched; ``frame``: the caller's, unless it is the verb's caller.
+
+    ``form``: IS_LAUNCH for a launched operation, with IS_ASYNCHRONOUS if its counterparts must be asynchronous, too.
 
     RanksDisagree if the neighbour calls another operation, unless the flavour's ranks find that out by their headers.
     """
@@ -146,16 +149,15 @@ def record(operation: Recorded, thread_role: int, is_launch: bool = False, frame
         _keep_open(used)
     if parts is None:
         # Nothing to compare: the neighbour's word is one of the blank slot, which equals this fingerprint, 0.
-        pack(used.mapping, begin_byte, number, 0, now, operation.num_bytes, names | IS_LAUNCH * is_launch)
+        pack(used.mapping, begin_byte, number, 0, now, operation.num_bytes, names | form)
         return number, word, end_word, sequence.blank, 0, None
     if sequence.is_broken:
         raise sequences.refused(operation.name, operation.comm)
-    if is_launch:
-        names |= IS_LAUNCH
     try:
         fingerprint, (mine, neighbours) = sequence.next_fingerprint()
-        fingerprint |= checksum
-        pack(used.mapping, begin_byte, number, fingerprint, now, operation.num_bytes, names)
+        # The two versions of a function have fingerprints that differ in a bit.
+        fingerprint |= checksum ^ form >> ASYNCHRONOUS_SHIFT
+        pack(used.mapping, begin_byte, number, fingerprint, now, operation.num_bytes, names | form)
     except BaseException:  # from a signal's handler
         sequence.is_broken = not sequence.is_alone
         fail((number, word, end_word, 0, 0, None))
@@ -180,7 +182,7 @@ def record_plain(name: str, comm: RecordedGroup, thread_role: int = DIRECT) -> E
 
 def record_own(name: str, comm: RecordedGroup) -> Entry:
     """Record a launch of this rank alone, as a request to a parameter server. ``end`` or ``fail`` it."""
-    return record(Plain(name, comm, None), DIRECT, True)
+    return record(Plain(name, comm, None), DIRECT, IS_LAUNCH)
 
 
 def run_together(
@@ -190,7 +192,7 @@ def run_together(
 
     An operation that ``is_patient`` has no deadline. ``frame``: as for ``record``.
     """
-    return _until_over(record(Plain(name, comm, (name,)), DIRECT, is_patient, frame), step)
+    return _until_over(record(Plain(name, comm, (name,)), DIRECT, IS_LAUNCH * is_patient, frame), step)
 
 
 def run_alone(name: str, comm: RecordedGroup, step: Callable[[], R], *, frame: FrameType | None = None) -> R:
@@ -205,7 +207,7 @@ def run_while_others_work(name: str, comm: RecordedGroup, step: Callable[[], R])
     anything, as a rank that trains does; never where ranks of other nodes, which cannot be seen, may be missing.
     """
     # A launch does not age: the entry in ``unhurried`` decides whether this operation does.
-    entry = record(Plain(name, comm, (name,)), DIRECT, True)
+    entry = record(Plain(name, comm, (name,)), DIRECT, IS_LAUNCH)
     begin(entry)
     backoff.unhurried[wait := object()] = entry[0], comm.size
     try:
@@ -237,7 +239,8 @@ def end(entry: Entry) -> None:
     """Record the end of an operation. RanksDisagree if the neighbour's at this sequence number is another one."""
     number, word, end_word, neighbours, fingerprint, _ = entry
     words = status_board.current.words  # type: ignore[union-attr]
-    if not evicted_open or _is_in_place(words, word, number):
+    # Not where the record of an operation that was under way for long has been overwritten.
+    if not evicted_open or evicted_open.pop(number, None) is None or words[word] == number:
         words[end_word] = monotonic_ns()
     theirs = words[neighbours]  # the second look: the first one may have come before the neighbour
     if theirs != fingerprint and theirs ^ fingerprint < _NEXT:
@@ -249,11 +252,6 @@ def break_off(entry: Entry) -> None:
     """Refuse all later operations of the sequence: the ranks may not have carried out this one alike."""
     if entry[5] is not None and not entry[5].is_alone:
         entry[5].is_broken, entry[5].broken_from = True, min(entry[5].broken_from, entry[4])
-
-
-def _is_in_place(words: memoryview, word: int, number: int) -> bool:
-    """Whether the record of an operation that has ended was not overwritten."""
-    return evicted_open.pop(number, None) is None or words[word] == number
 
 
 def end_launched(entry: Entry) -> None:

@@ -225,7 +225,7 @@ def describe_sides(used: Board, mine: Record, others: list[Side]) -> str:
 
 
 def _describe(record: Record | None) -> str:
-    return "does something else" if record is None else f"calls {record.what} at {record.site}"
+    return "does something else" if record is None else f"calls {record.call}"
 
 
 def ranks_as_text(ranks: Ranks[int], *, strides: bool = False) -> str:

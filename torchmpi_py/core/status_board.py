@@ -61,9 +61,11 @@ RECORD_BYTES = RECORD.size
 LAUNCHED, NAMES, BEGUN, ENDED = 2, 4, 5, 6
 """Words of a record. A new record leaves the last two words as the overwritten record had them: times before the launch
 mean nothing. A blocking operation begins at its launch."""
-STRING_BITS = 16  # NAMES: three numbers of this width (site, text, slot + 1), then two flags
+STRING_BITS = 16  # NAMES: three numbers of this width (site, text, slot + 1), then three flags
 IS_LAUNCH = 1 << 3 * STRING_BITS
 HAS_FAILED = IS_LAUNCH << 1
+ASYNCHRONOUS_SHIFT = 3 * STRING_BITS + 2
+IS_ASYNCHRONOUS = 1 << ASYNCHRONOUS_SHIFT
 
 # A rank's part: begins in words up to the generations, then in bytes
 HEADER_WORDS = 64
@@ -98,6 +100,7 @@ class Record(NamedTuple):
     text: str  # verb and arguments, without the size
     site: str
     is_launch: bool  # carried out by another thread or by MPI
+    is_asynchronous: bool = False  # the asynchronous version of a function, which never matches the blocking one
 
     @property
     def is_queued(self) -> bool:
@@ -113,6 +116,11 @@ class Record(NamedTuple):
     def what(self) -> str:
         """Verb and arguments."""
         return f"{self.text}, {self.num_bytes} bytes" if self.num_bytes else self.text
+
+    @property
+    def call(self) -> str:
+        """Verb and arguments, the form if it is asynchronous, and the place in the program."""
+        return f"{self.what}{' asynchronously' if self.is_asynchronous else ''} at {self.site}"
 
 
 class BoardSlot(NamedTuple):
@@ -203,8 +211,9 @@ class ReadableBoard:
         begun, launched = begun and begun + epoch, launched + epoch
         site, text = (self._string(index, names >> shift & 0xFFFF) for shift in (0, STRING_BITS))
         return Record(
-            number, fingerprint, slot, sequence_number, launched, begun, ended, num_bytes, text, site, is_launch
-        )
+            number, fingerprint, slot, sequence_number, launched, begun, ended, num_bytes, text, site, is_launch,
+            bool(names & IS_ASYNCHRONOUS),
+        )  # fmt: skip
 
     def _string(self, index: int, number: int) -> str:
         return self._text(self._begins[index] + STRINGS_BEGIN + number * STRING_BYTES, STRING_BYTES) or "?"

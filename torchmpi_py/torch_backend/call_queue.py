@@ -25,6 +25,7 @@ from torchmpi_py.core import communication_thread, config, journal
 from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, Work
+from torchmpi_py.core.status_board import IS_LAUNCH
 from torchmpi_py.memory import devices
 from torchmpi_py.torch_backend.work import PendingWork
 
@@ -36,7 +37,7 @@ def record(operations: Sequence[Operation[Any]], thread_role: int, is_launch: bo
     """Record the operations of a call in the journal, all before the first one runs. RanksDisagree as in the verbs."""
     try:
         for operation in operations:
-            operation.entry = journal.record(operation, thread_role, is_launch, frame)
+            operation.entry = journal.record(operation, thread_role, IS_LAUNCH * is_launch, frame)
     except BaseException as error:
         _fail_rest(operations, error)
         raise

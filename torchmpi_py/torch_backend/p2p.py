@@ -22,6 +22,7 @@ from torchmpi_py.core.channels import DIRECT
 from torchmpi_py.core.communicators import resolve
 from torchmpi_py.core.handles import RequestHandle
 from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.core.status_board import IS_LAUNCH
 from torchmpi_py.core.tensors import check_rank, check_tensor, flat, output_buffer
 from torchmpi_py.memory.devices import HostCopy
 from torchmpi_py.torch_backend.communicator_pool import Membership
@@ -115,7 +116,7 @@ class Mailbox:
 
 
 def _posted(operation: Operation[Any], frame: FrameType, post: Callable[[], list[Any]]) -> RequestHandle[Any]:
-    operation.entry = journal.record(operation, DIRECT, True, frame)
+    operation.entry = journal.record(operation, DIRECT, IS_LAUNCH, frame)
     try:
         return RequestHandle(operation, post())
     except BaseException:

@@ -280,7 +280,7 @@ def views(board: Board, position: Position) -> list[View]:
         records = (each for each in board.records(index) if each.slot == slot)
         record = next((each for each in records if each.fingerprint >> CHECKSUM_BITS == position.place), None)
         if record is not None:
-            view = View(rank, record.fingerprint, f"{record.what} at {record.site}")
+            view = View(rank, record.fingerprint, record.call)
         elif sequences.last_place(board, index, slot) < position.place:
             view = View(rank, 0, _with_trouble(board, index, _last(board, index)))
         else:

@@ -67,6 +67,12 @@ class Mpi(Flavour):
     def missing(self, device: str) -> str:
         return gpu_probe.why_not() if device == "cuda" else ""
 
+    def posts(self, operation: Operation[Any]) -> bool:
+        if operation.method in _POSTS:
+            return True
+        is_small = operation.num_bytes <= config.current.native_async_bytes
+        return is_small and operation.method in _STEPS and not operation.arguments[0].is_cuda
+
     def launch(self, operation: Operation[R]) -> handles.Handle[R]:
         """Post small collectives and all send and recv to MPI; leave the rest to the communication thread.
 
@@ -78,8 +84,7 @@ class Mpi(Flavour):
             if x.is_cuda:
                 mpi_buffers.synchronize_stream(x)
             return thread.keep(handles.RequestHandle(operation, _POSTS[operation.method](comm, *operation.arguments)))
-        is_small = operation.num_bytes <= config.current.native_async_bytes
-        if operation.method not in _STEPS or not is_small or x.is_cuda:
+        if not self.posts(operation):
             return super().launch(operation)
         if operation.method == "allreduce" and (only_step := _only_step(*operation.arguments)) is not None:
             return thread.keep(handles.RequestHandle(operation, [comm.Iallreduce(*only_step)]))
