@@ -85,7 +85,7 @@ class OptimizerKind(NamedTuple):
 
 
 def name_of_class(optimizer: Any, transparent: tuple[type, ...] = ()) -> str:
-    """The name of the optimizer's class, and of those that it stands around: ``LARS(SGD)``, without ``transparent``."""
+    """Return the names of the optimizer's class and of what it wraps, except ``transparent`` classes: ``A(SGD)``."""
     name, inner = type(optimizer).__qualname__, getattr(optimizer, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer):
         return name

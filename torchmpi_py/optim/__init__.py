@@ -8,11 +8,8 @@ from torchmpi_py.optim.joining import join
 from torchmpi_py.optim.local_sgd import LocalSGD
 from torchmpi_py.optim.schedules import large_batch
 from torchmpi_py.optim.sharded import ShardedOptimizer
-from torchmpi_py.optim.trust_ratio import LAMB, LARS
 
 __all__ = [
-    "LAMB",
-    "LARS",
     "DistributedOptimizer",
     "Gossip",
     "LocalSGD",
