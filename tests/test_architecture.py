@@ -1,6 +1,7 @@
 """Imports point down, public names are complete, files and functions stay small."""
 
 import ast
+import functools
 import pathlib
 
 import pytest
@@ -29,18 +30,22 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 FLAVOURS = {type(flavour).__module__.removeprefix("torchmpi_py.") for flavour in registry.FLAVOURS}
 
 
+@functools.cache
 def modules():
     """Path of every module, by its name inside the package; that of a package ends in ``.__init__``."""
     return {str(path.relative_to(PACKAGE).with_suffix("")).replace("/", "."): path for path in PACKAGE.rglob("*.py")}
 
 
+@functools.cache
 def imports(path):
     """(line, module) of every import, typing imports included."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
 
 
 def our_imports(path):
