@@ -21,16 +21,19 @@ rewrites ``--bind-to`` and others wherever they stand. The first character of su
 """
 
 import argparse
+import builtins
 import contextlib
 import functools
-import importlib
+import importlib.machinery
 import io
 import os
+import pkgutil
 import re
 import runpy
 import signal
 import sys
 import time
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -122,14 +125,28 @@ def log_to(folder: Path, rank: int) -> int:
 
 
 def run_program(program: list[str], *, as_module: bool) -> None:
-    """Run the program as ``python program`` would: as __main__, with its own sys.argv and sys.path."""
-    sys.argv = program
+    """Run the program as ``python program`` would: as __main__, with its own sys.argv and sys.path.
+
+    Its __main__ stays when this returns: threads, atexit functions and finalizers of the program use it later.
+    """
+    sys.argv, path = program, os.path.abspath(program[0])
+    # A new module, because this file's functions need the variables of the former one.
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
     if as_module:
         sys.path[0] = os.getcwd()
-        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+        runpy._run_module_as_main(program[0])  # type: ignore[attr-defined]  # what Python itself calls for -m
+    elif pkgutil.get_importer(path) is not None:  # a folder, or a zip file
+        sys.path[0] = path
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
-        sys.path[0] = str(Path(program[0]).resolve().parent)
-        runpy.run_path(os.path.abspath(program[0]), run_name="__main__")
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+        main.__file__, main.__loader__ = path, importlib.machinery.SourceFileLoader("__main__", path)
+        with io.open_code(path) as file:
+            if (code := pkgutil.read_code(file)) is None:  # not compiled before
+                file.seek(0)
+                code = compile(file.read(), path, "exec", dont_inherit=True)
+        exec(code, main.__dict__)
 
 
 def exit_code(error: BaseException) -> int:
