@@ -33,7 +33,8 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook for DDP: the mean of the gradients over the ranks, in memory that the ranks of a node share.
 
     ``state``: the process group, of this backend, that the module was given; None: the default one. Sums of 16-bit
-    gradients accumulate in float32. Every rank must register the hook.
+    gradients accumulate in float32. Every rank must register the hook. The divisor is the number of ranks of the group
+    also with ``ddp.join(divide_by_initial_world_size=False)``, as with torch's hooks; without a hook DDP follows it.
     """
     group = torch_internals.group_of_hook("average", state)
     x = torch_internals.check_bucket("average", bucket.buffer())
