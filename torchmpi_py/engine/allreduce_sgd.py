@@ -68,10 +68,10 @@ class AllReduceSGDEngine(SGDEngine):
     debug: before each forward pass, check that all ranks hold the same parameters; RanksDisagree if not.
     compression: of the gradients that travel, such as ``optim.compression.BF16()``; None: they go as they are.
     sharded: divide the optimizer's state among the ranks: ``state.optimizer`` is an ``optim.ShardedOptimizer``.
-        Gradients are reduced during the backward pass, asynchronous or not, and ``p.grad`` is None in
-        ``hooks.on_backward``; clip by ``state.optimizer.clip_grad_norm_``. An optimizer that was made before ``train``
-        gets its whole state back at the end (none, if an error ends training); the state of one that a function makes,
-        or ``lr``, stays divided.
+        Gradients are reduced during the backward pass, asynchronous or not, and using ``p.grad`` in
+        ``hooks.on_backward`` raises RuntimeError; clip by ``state.optimizer.clip_grad_norm_``. An optimizer that was
+        made before ``train`` gets its whole state back at the end (none, if an error ends training); the state of one
+        that a function makes, or ``lr``, stays divided.
     buffers: how buffers that differ between ranks (BatchNorm's statistics are of each rank's batches) become equal
         before a test and at the end of training: "average" (whole numbers: rank 0's), "root": rank 0's, or "leave".
     """

@@ -23,6 +23,7 @@ from torchmpi_py.core import mpi_api
 from torchmpi_py.core.communicators import Communicator, resolve, stack
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.core.tensors import check_count
+from torchmpi_py.nn.absent_gradients import AbsentGradient
 from torchmpi_py.nn.block_sequential import BlockSequential
 from torchmpi_py.nn.bucket import sparse_parameters
 from torchmpi_py.nn.buckets import Buckets
@@ -205,11 +206,7 @@ class AsyncBackward:
                 "use_reentrant=False)"
             )
         if self._has_gradient_anywhere is not None:
-            raise RuntimeError(
-                "backward() ran again before synchronize(): it would add to gradients that are being reduced. Call "
-                "synchronize() after each backward(), or accumulate with register_async_backward(frequency=...); "
-                "activation checkpointing needs checkpoint(..., use_reentrant=False)"
-            )
+            raise RuntimeError(AbsentGradient.why)
 
     def _check_parameters(self) -> None:
         """RuntimeError if the module has other parameters than at its registration."""
@@ -281,7 +278,8 @@ def register_async_backward(
     Every ``frequency``-th backward pass launches the allreduce of each bucket of gradients (each block, in a
     BlockSequential) when its gradients are complete; the passes between accumulate. ``p.grad`` becomes a view of a flat
     buffer that the next reduction overwrites: clone what you want to keep, save or send. Call ``synchronize()`` on the
-    result after each ``backward()``, before the optimizer; ``remove()`` ends it. Every rank registers the same module
+    result after each ``backward()``, before the optimizer; until then reading or changing ``p.grad`` raises
+    RuntimeError, in hooks that are registered later too. ``remove()`` ends it. Every rank registers the same module
     and runs the same number of backward passes; one that reaches several registrations reaches them in the same order.
     ``compression``: of what travels, as ``optim.compression.BF16()``. ValueError for parameters that are registered
     already, with this module or another; RanksDisagree, from ``synchronize``, where that order differs between ranks.

@@ -14,6 +14,7 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.memory.symmetric import find
+from torchmpi_py.nn.absent_gradients import AbsentGradient
 from torchmpi_py.nn.compression import Compression, Compressor
 from torchmpi_py.nn.members import modules_of
 from torchmpi_py.nn.split_parameters import split_of
@@ -25,8 +26,11 @@ class Bucket:
     """Parameters of one dtype and device, and the flat memory for their gradients.
 
     ``comm``: the ranks that hold the same parameters. ``publishes``: the reduction may read the one gradient where
-    backward has left it, without a copy into the bucket.
+    backward has left it, without a copy into the bucket. From the time that a gradient is in the bucket until
+    ``finish``, ``p.grad`` is an AbsentGradient.
     """
+
+    absent_kind = AbsentGradient
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class Bucket:
         self.publishes = is_lone and comm.num_nodes == 1 and find(flat) is not None
         parts = torch.split(self.flat, [p.numel() for p in parameters])
         self._views = {p: shaped(part, p) for p, part in zip(parameters, parts, strict=True)}
+        self._absent = {p: self.absent_kind(p) for p in parameters}
         _live.add(self)
         self._kinds = [(view.shape, view.dtype, view.device) for view in self._views.values()]
 
@@ -58,18 +63,19 @@ class Bucket:
         """Serve other parameters, which fit, in place of the present ones."""
         self.parameters = list(parameters)
         self._views = dict(zip(parameters, self._views.values(), strict=True))
+        self._absent = dict(zip(parameters, self._absent.values(), strict=True))
 
     def insert(self, parameter: torch.nn.Parameter) -> None:
-        """Copy a gradient into the bucket, unless it lies there; zero for None. ``p.grad`` becomes a view."""
-        view = self._views[parameter]
-        if parameter.grad is None:
-            view.zero_()
-        elif _lies_elsewhere(parameter.grad, view):
-            _check_takable(parameter.grad, view)
-            view.copy_(parameter.grad.detach())
-        else:
+        """Copy a gradient into the bucket, unless it lies there; zero for None. ``p.grad`` is absent from then on."""
+        view, gradient, absent = self._views[parameter], parameter.grad, self._absent[parameter]
+        if gradient is absent:
             return
-        parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
+        if gradient is None:
+            view.zero_()
+        elif _lies_elsewhere(gradient, view):
+            _check_takable(gradient, view)
+            view.copy_(gradient.detach())
+        parameter.grad = absent
 
     def holds_gradient(self) -> bool:
         """Whether the gradient of one of its parameters lies in it."""
@@ -86,7 +92,8 @@ class Bucket:
     def held(self) -> Iterator[torch.nn.Parameter]:
         """The parameters whose gradients lie in it."""
         for parameter, view in self._views.items():
-            if parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr():
+            gradient, absent = parameter.grad, self._absent[parameter]
+            if gradient is not None and (gradient is absent or gradient.data_ptr() == view.data_ptr()):
                 yield parameter
 
     def launch(self, op: str) -> list[Handle[Any]]:
@@ -97,9 +104,11 @@ class Bucket:
         return [verbs.allreduce_async(x, out=self.flat, op=op, comm=self.comm)]
 
     def finish(self, op: str) -> None:
-        """Once what was launched is done: the reduced gradients lie in the bucket. Collective."""
+        """Once what was launched is done: ``p.grad`` are views of the reduced gradients in the bucket. Collective."""
         if self.compressor is not None:
             self.compressor.finish(op)
+        for parameter, view in self._views.items():
+            parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
 
     def reduce(self, op: str) -> None:
         """Reduce all gradients of the bucket; ``finish`` is still to be called. Collective."""
@@ -110,17 +119,19 @@ class Bucket:
 
     def _input(self, op: str) -> Tensor:
         """The values to reduce, flat: the bucket itself, or the one gradient that is reduced into it."""
-        gradient, view = self.parameters[0].grad, self._views[self.parameters[0]]
+        first = self.parameters[0]
+        gradient, view, absent = first.grad, self._views[first], self._absent[first]
         # A lone gradient in the layout of its view is read where it is; the result lands in the bucket.
         if (
             self.publishes
             and gradient is not None
+            and gradient is not absent
             and gradient.data_ptr() != view.data_ptr()
             and gradient.stride() == view.stride()
             and gradient.is_contiguous()
         ):
             _check_takable(gradient, view)
-            self.parameters[0].grad = view.detach()
+            first.grad = absent
             return gradient.detach().view(-1)
         self._insert_all()
         if op == "sum" and self.num_parts > 1:
@@ -132,15 +143,16 @@ class Bucket:
         views, gradients = [], []
         with torch.no_grad():
             for parameter, view in self._views.items():
-                if (gradient := parameter.grad) is None:
+                absent = self._absent[parameter]
+                if (gradient := parameter.grad) is absent:
+                    continue
+                if gradient is None:
                     view.zero_()
                 elif _lies_elsewhere(gradient, view):
                     _check_takable(gradient, view)
                     views.append(view)
                     gradients.append(gradient)
-                else:
-                    continue
-                parameter.grad = view.detach()
+                parameter.grad = absent
             if views:
                 torch._foreach_copy_(views, gradients)
 
@@ -163,6 +175,7 @@ class SparseBucket(Bucket):
         self._shape = parameter.shape
         self._is_dense = False
         self._result: Tensor | None = None
+        self._absent = {parameter: AbsentGradient(parameter)}
         self._handles: list[Handle[Any]] = []
 
     def fits(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
@@ -171,6 +184,7 @@ class SparseBucket(Bucket):
 
     def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
+        self._absent = {p: AbsentGradient(p) for p in parameters}
 
     def insert(self, parameter: torch.nn.Parameter) -> None:
         """Nothing: the gradient stays where it is."""
@@ -179,7 +193,8 @@ class SparseBucket(Bucket):
         return self._result is not None and self.parameters[0].grad is self._result
 
     def launch(self, op: str) -> list[Handle[Any]]:
-        gradient = self.parameters[0].grad
+        (p,) = self.parameters
+        gradient, p.grad = p.grad, self._absent[p]
         # Once a rank has brought a dense gradient, all ranks reduce dense ones.
         if self._is_dense:
             dense = self.flat.new_zeros(self._shape) if gradient is None else gradient.detach().to_dense()

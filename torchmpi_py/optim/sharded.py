@@ -27,7 +27,7 @@ from torchmpi_py.nn.clipping import combined, norm_of, scale_to
 from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.optim.owners import Placement, owners
-from torchmpi_py.optim.sharded_buckets import ShardedBucket, ShardedBuckets, slice_of_state
+from torchmpi_py.optim.sharded_buckets import GradientOfOwners, ShardedBucket, ShardedBuckets, slice_of_state
 from torchmpi_py.optim.wrapper import ReducingOptimizer, evaluated
 
 
@@ -35,10 +35,10 @@ class ShardedOptimizer(ReducingOptimizer):
     """``optimizer_class(parameters, **defaults)``, with its state divided among the ranks of ``comm``.
 
     Gradients are averaged during the backward pass, so that plain loops stay as they are. Afterwards each rank has
-    those that it owns, and elsewhere ``p.grad`` is None: clip with ``clip_grad_norm_`` of this object, and drop them
-    with its ``zero_grad``. Parameters become views of flat memory, which ``torch.save`` would store whole: save clones.
-    The class's step hooks run once for each bucket. Every rank makes the optimizer alike, and runs as many backward
-    passes and calls ``step`` as often. ``remove()`` ends it.
+    those that it owns, and elsewhere reading or changing ``p.grad`` raises RuntimeError until ``step``: clip with
+    ``clip_grad_norm_`` of this object, and drop gradients with its ``zero_grad``. Parameters become views of flat
+    memory, which ``torch.save`` would store whole: save clones. The class's step hooks run once for each bucket. Every
+    rank makes the optimizer alike, and runs as many backward passes and calls ``step`` as often. ``remove()`` ends it.
 
     parameters: as torch's; parameters equal on all ranks, which the first step checks, not split, on one device.
     optimizer_class: a class of torch optimizers without closures (not LBFGS).
@@ -347,11 +347,7 @@ class ShardedOptimizer(ReducingOptimizer):
 
     def _check_pass(self) -> None:
         if self._is_reduced:
-            raise RuntimeError(
-                "backward() ran again before step(): accumulate with backward_passes_per_step=..., or drop the "
-                "gradients, as of a step that GradScaler skips, by zero_grad() of this optimizer; "
-                "activation checkpointing needs checkpoint(..., use_reentrant=False)"
-            )
+            raise RuntimeError(GradientOfOwners.why)
         self._check_thawed()
         if not all(bucket.is_in_place() for bucket in self._buckets):
             raise RuntimeError(

@@ -23,6 +23,7 @@ from torch import Tensor
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle
+from torchmpi_py.nn.absent_gradients import AbsentGradient
 from torchmpi_py.nn.bucket import Bucket, shaped
 from torchmpi_py.nn.buckets import Buckets, flat_memory, runs_of
 from torchmpi_py.nn.compression import Compression, Destination
@@ -67,12 +68,26 @@ class Owner(Destination):
         return flat if self.comm.rank == self.owner else flat[:0]
 
 
+class GradientOfOwners(AbsentGradient):
+    """Stands for the gradient of a parameter from the backward pass to ``step``: the ranks have parts of it."""
+
+    why = (
+        "ShardedOptimizer: a gradient was read or changed that this rank does not have as a whole, or backward() ran "
+        "again before step(). Until step() each rank has the gradients of what it updates, in optimizer.param_groups: "
+        "clip with optimizer.clip_grad_norm_(...), or with clip_grad_value_ of the parameters there. Drop gradients, "
+        "as of a step that GradScaler skips, with optimizer.zero_grad(). To accumulate, use backward_passes_per_step=. "
+        "Activation checkpointing needs checkpoint(..., use_reentrant=False)"
+    )
+
+
 class ShardedBucket(Bucket):
     """Parameters of one group of the optimizer, and their memory.
 
     owner: the rank that updates all of it; None: each rank updates its slice. ``shards``: what this rank updates, with
-    gradients once a reduction is finished.
+    gradients once a reduction is finished. ``p.grad`` of the other parameters is absent until ``spread``.
     """
+
+    absent_kind = GradientOfOwners
 
     def __init__(
         self,
@@ -95,7 +110,6 @@ class ShardedBucket(Bucket):
             padding = torch.Size([gradients.numel() - num_elements])
             shapes = [p.shape for p in parameters] + [padding] * (padding.numel() > 0)
             self.compressor = compression.compressor(gradients, shapes, comm, self._destination)
-        self._filled: set[torch.nn.Parameter] = set()  # whose gradients are in the bucket
         self.views = [shaped(part, p) for part, p in zip(self.split(self.values), parameters, strict=True)]
         with torch.no_grad():
             for p, view in zip(parameters, self.views, strict=True):
@@ -112,18 +126,6 @@ class ShardedBucket(Bucket):
         counts = [p.numel() for p in self.parameters]
         return torch.split(flat[: sum(counts)], counts)
 
-    def insert(self, parameter: torch.nn.Parameter) -> None:
-        """Move a gradient into the bucket; zero for None. ``p.grad`` becomes None: its owner alone will have it."""
-        if parameter in self._filled and parameter.grad is None:
-            return
-        view = self._views[parameter]
-        if parameter.grad is None:
-            view.zero_()
-        else:
-            view.copy_(parameter.grad.detach())
-        parameter.grad = None
-        self._filled.add(parameter)
-
     def launch(self, op: str) -> list[Handle[Any]]:
         """Start the reduction of the gradients to their owners."""
         for parameter in self.parameters:
@@ -135,8 +137,8 @@ class ShardedBucket(Bucket):
 
     def finish(self, op: str) -> None:
         """Once that is done: ``shards`` have their gradients."""
-        super().finish(op)
-        self._filled.clear()
+        if self.compressor is not None:
+            self.compressor.finish(op)
         # A compressor leaves the result in the bucket; the plain reduction of slices in memory of its own.
         if self.owner is None:
             is_compressed, destination = self.compressor is not None, self._destination
@@ -147,8 +149,8 @@ class ShardedBucket(Bucket):
 
     def spread(self) -> list[Handle[Any]]:
         """Start to bring the updated parameters to all ranks."""
-        for shard in self.shards:
-            shard.grad = None
+        for p in (*self.shards, *self.parameters):
+            p.grad = None
         if self.owner is None:
             return [verbs.allgather_async(self.shards[0].detach(), out=self.values, comm=self.comm)]
         return [verbs.broadcast_async(self.values, self.owner, comm=self.comm)]
@@ -197,7 +199,9 @@ class ShardedBuckets(Buckets):
     def announce(self, op: str) -> list[Handle[Any]]:
         """Before a reduction: what a backward pass that broke off has left in the buckets does not count."""
         for bucket in self.all:
-            bucket._filled.clear()  # type: ignore[attr-defined]
+            for p, absent in bucket._absent.items():
+                if p.grad is absent:
+                    p.grad = None
         return super().announce(op)
 
     def has_gradient_here(self) -> Tensor:
