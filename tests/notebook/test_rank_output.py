@@ -78,3 +78,30 @@ def test_the_streams_are_different_and_a_block_stays_whole():
         ("stdout", "tensor([[0],\n        [2]])\n"),
         ("stdout", "[1] tensor([[1],\n[1]         [2]])\n"),
     ]
+
+
+@pytest.mark.timeout(25)
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [f"{list(range(20000))}", "\n"],
+        ["." * 77 + "\r\n"] * 4000,
+        ["."] * 20000,
+        [f"\r{percent}%" for percent in range(20000)],
+        ["\n"] * 20000,
+        ["\r" * 20000, "\n" * 20000],
+        [" " * 100 + "end\n..."] * 2000,
+    ],
+    ids=["long line", "long lines", "dots", "progress bar", "short lines", "line ends", "unfinished lines"],
+)
+def test_the_work_grows_with_the_output_and_no_faster(pieces):
+    """Of two ranks that write the same; work that grew with the square of the output took minutes."""
+    screen, begin = Screen(2), time.process_time()
+    for piece in pieces:
+        for rank in (1, 0):
+            screen.merger.add(rank, "stdout", piece)
+        screen.merger.flush()
+    text = "".join(pieces)
+    written = screen.end()
+    assert time.process_time() - begin < 10
+    assert written.replace("[0-1] ", "") == text + "\n" * (not text.endswith(("\r", "\n")))

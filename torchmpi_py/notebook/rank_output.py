@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 HOLD_SECONDS = 0.2
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|[\r\n])")
+_LINE_END = re.compile(r"\r\n|[\r\n]")
 
 
 class WaitingText(NamedTuple):
@@ -31,17 +31,18 @@ class OutputMerger:
         self._write = write
         self._waiting: list[deque[WaitingText]] = [deque() for _ in range(num_ranks)]
         self._num_written = [0] * num_ranks  # texts of each rank
-        self._begun: dict[tuple[int, str], str] = {}  # lines without end
+        self._begun: defaultdict[tuple[int, str], list[str]] = defaultdict(list)  # pieces of lines without end
 
     def add(self, rank: int, stream: str, text: str) -> None:
         """Text that a rank has written; what follows the last end of a line waits for more."""
-        text = self._begun.pop((rank, stream), "") + text
-        end = 0
-        for line in _LINE.finditer(text):
-            end = line.end()
-            self.add_block(rank, stream, line[0])
-        if end < len(text):
-            self._begun[rank, stream] = text[end:]
+        # Each character is looked at once, however many pieces a line comes in: they are joined at its end.
+        begin, begun = 0, self._begun[rank, stream]
+        for line_end in _LINE_END.finditer(text):
+            self.add_block(rank, stream, "".join([*begun, text[begin : line_end.end()]]))
+            begin = line_end.end()
+            begun.clear()
+        if begin < len(text):
+            begun.append(text[begin:])
 
     def add_block(self, rank: int, stream: str, text: str) -> None:
         """Text that is shown as a whole."""
@@ -50,8 +51,9 @@ class OutputMerger:
     def flush(self, *, is_end: bool = False) -> None:
         """Write what need not wait any longer; at the end all."""
         if is_end:
-            for (rank, stream), text in self._begun.items():
-                self.add_block(rank, stream, f"{text}\n")
+            for (rank, stream), pieces in self._begun.items():
+                if pieces:
+                    self.add_block(rank, stream, "".join([*pieces, "\n"]))
             self._begun.clear()
         while ranks := self._ranks_to_write(is_end):
             stream, text, _ = self._waiting[ranks[0]][0]
