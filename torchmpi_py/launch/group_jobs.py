@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, exit_marks, host_check, hosts, variables
+from torchmpi_py.launch import binding, child_python, exit_marks, host_check, hosts, variables
 from torchmpi_py.launch.cleanup import Guardian, Remains
 from torchmpi_py.launch.hosts import Host
 from torchmpi_py.launch.job import STARTING_SECONDS, TIMEOUT_CODE, die_with_parent, new_folder
@@ -160,7 +159,7 @@ class _GroupJob:
         self.started = time.monotonic()
         environment = {name: value for name, value in os.environ.items() if name not in _OF_ONE_JOB}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "torchmpi_py.launch", "--group", json.dumps(asdict(self.group)), *self.words],
+            child_python.command("torchmpi_py.launch", "--group", json.dumps(asdict(self.group)), *self.words),
             env={**environment, **visible},
             stdin=subprocess.DEVNULL,
             start_new_session=True,

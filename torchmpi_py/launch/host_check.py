@@ -59,7 +59,9 @@ class Inquiry:
         """The command that asks a host."""
         # In one word, without line breaks, for any shell there may be.
         text = base64.b64encode(zlib.compress(Path(host_facts.__file__).read_bytes())).decode()
-        source = f"exec(__import__('zlib').decompress(__import__('base64').b64decode('{text}')))"
+        # Of `-c` the current folder comes first on sys.path, where a user may have a zlib.py.
+        source = "p=__import__('sys').path;p[:1]==['']and(p.pop(0));"
+        source += f"exec(__import__('zlib').decompress(__import__('base64').b64decode('{text}')))"
         python = [sys.executable, "-c", source, str(_PACKAGE), self.doctor, *self.files]
         if is_this_host(host):
             return python

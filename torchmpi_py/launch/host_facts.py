@@ -68,11 +68,10 @@ def _mpi() -> tuple[str, str]:
 
 def findings(package: Path) -> Any:
     """What the package's doctor says of this host: a list of objects; else why it does not answer."""
-    command = [sys.executable, "-m", f"{package.name}.doctor", "--json", "--host-only"]
+    command = [sys.executable, str(package / "launch" / "child_python.py"), f"{package.name}.doctor"]
     try:
         said = subprocess.run(
-            command,
-            cwd=package.parent,
+            [*command, "--json", "--host-only"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -88,8 +87,6 @@ def findings(package: Path) -> Any:
 
 
 if __name__ == "__main__":
-    if "" in sys.path[:1]:  # of `-c`: the folder that the ranks' programs see is another one
-        del sys.path[0]
     _, folder, doctor, *wanted = sys.argv
     found = facts(folder, wanted)
     print(MARK, json.dumps(found), flush=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import variables
+from torchmpi_py.launch import child_python, variables
 from torchmpi_py.launch.cleanup import Guardian, Remains
 from torchmpi_py.launch.terminal import say
 
@@ -43,7 +43,7 @@ class TimelinePage:
         if self.path is None:
             return
         ended = {"exit_code": code, "reason": reason, "restart": restart, "ended_ns": time.time_ns()}
-        words = [sys.executable, "-m", "torchmpi_py.bench", "timeline", self.folder, "-o", str(self.path)]
+        words = child_python.command("torchmpi_py.bench", "timeline", self.folder, "-o", str(self.path))
         about = Path(self.folder, "about.json")  # which may be longer than a command line
         environment = variables.without_outer(os.environ)  # the process is no rank
         try:

@@ -16,7 +16,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
@@ -24,12 +23,12 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any, NamedTuple
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import hosts, variables
+from torchmpi_py.launch import child_python, hosts, variables
 from torchmpi_py.launch.options import parse
 
 VARIABLE = variables.NOTEBOOK
 LAUNCHER = -1  # in the place of a rank
-_PROGRAM = ["-m", "torchmpi_py.notebook.rank_program"]
+_PROGRAM = child_python.command("torchmpi_py.notebook.rank_program")[1:]  # without Python, which torchmpirun adds
 _LOOK_SECONDS = 0.2
 _HELLO_SECONDS = 20  # for who connects to say the key
 _END_SECONDS = 5.0  # for ranks that are asked to end
@@ -66,7 +65,7 @@ class RankJob:
         with socket.create_server((_address_for(words), 0)) as listener:
             host, port = listener.getsockname()
             self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "torchmpi_py.launch", *words, *_PROGRAM],
+                child_python.command("torchmpi_py.launch", *words, *_PROGRAM),
                 env=os.environ | {VARIABLE: f"{host}:{port}:{key.hex()}"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -211,7 +210,7 @@ def _address_for(words: list[str]) -> str:
         raise LaunchError(
             f"{' '.join(words)}: give options of torchmpirun, as -n 4; what is wrong stands above"
         ) from None
-    if options.program != _PROGRAM[1:]:
+    if options.program != _PROGRAM:
         raise LaunchError(f"{options.program[0]!r} is no option of torchmpirun; the program is the cell")
     if options.elastic or options.max_restarts or options.groups:
         raise LaunchError("--elastic, --max-restarts and --groups are not for notebooks: a death ends the ranks")

@@ -228,6 +228,7 @@ def refuse_collectives() -> None:
 
 def main() -> None:
     """Start, connect, serve; end in order."""
+    sys.path.insert(0, os.getcwd())  # for what cells import
     host, port, key = os.environ.pop(VARIABLE).split(":")
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # figures of pyplot are shown
     tuning = dataclasses.replace(config.from_environment(), at_deadline="raise")
