@@ -281,7 +281,7 @@ def test_a_receive_that_a_handler_interrupted_after_its_end():
     from mpi4py import MPI
 
     receipt = mpi_steps.Receipt(MPI.COMM_SELF, got := torch.zeros(3), 0, 5)
-    MPI.COMM_SELF.Send(torch.ones(3).numpy(), 0, 5)
+    MPI.COMM_SELF.Send(torch.ones(3).numpy(), 0, receipt.tag)
     receipt.request.Wait(receipt.status)  # as if a handler had raised before the check
     assert receipt.Test()
     receipt.Wait()

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from torchmpi_py.collectives.flavours import mpi_steps
 from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.torch_backend import communicator_pool
 
 pytestmark = pytest.mark.mpi
@@ -25,7 +27,7 @@ def neighbours(group):
 
 def test_tags_do_not_wrap_around(group, neighbours):
     rank, following, before = neighbours
-    largest = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // NUM_USES - 2
+    largest = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // NUM_USES // mpi_steps.TAGS_PER_KIND - 2
     for tag in (largest + 1, 1 << 40, -1):
         for call in (dist.send, dist.isend, dist.recv, dist.irecv):
             with pytest.raises(ValueError, match=rf"tag={tag}: give one from 0 to {largest}"):
@@ -39,6 +41,27 @@ def test_tags_do_not_wrap_around(group, neighbours):
         assert got.tolist() == [before, tag]
     for work in works:
         work.wait()
+
+
+def test_a_message_that_does_not_fit_is_an_error(group, neighbours):
+    """Of another dtype, and shorter, and longer; the next message is right."""
+    rank, following, before = neighbours
+    given = torch.arange(6, dtype=torch.int32) + rank
+    for expected in (torch.zeros(6), torch.zeros(3, dtype=torch.float64), given[:4].clone(), given.repeat(2)):
+        for receive in (
+            dist.recv,
+            lambda *args: dist.irecv(*args).wait(),
+            lambda x, _, group: dist.recv(x, None, group),
+        ):
+            works = [dist.isend(x, following, group) for x in (given, given + 1)]
+            words = f"rank {before} sent .* bytes of torch.int32 where {expected.nbytes} bytes of {expected.dtype} were"
+            with pytest.raises(RanksDisagree, match=words):
+                receive(expected.clone(), before, group)
+            dist.recv(got := torch.empty(6, dtype=torch.int32), before, group)
+            assert got.tolist() == list(range(before + 1, before + 7))
+            for work in works:
+                work.wait()
+            dist.barrier()
 
 
 def test_what_nobody_received_comes_to_no_other_group(group, neighbours):

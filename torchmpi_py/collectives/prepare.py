@@ -64,7 +64,8 @@ CollectiveTimeout at the deadline, with Tuning.at_deadline="raise"; Communicator
 _OF_MESSAGES_ERRORS = """\
 Raises TypeError or ValueError for a wrong argument, before anything is sent; NotStarted before mpi.start; FlavourError
 where no flavour can carry the call out; CollectiveTimeout at the deadline, with Tuning.at_deadline="raise";
-CommunicatorError if MPI fails. Calls are not compared: one without its counterpart waits until the deadline."""
+CommunicatorError if MPI fails; RanksDisagree, on the receiver, if the message has another dtype or size. A call without
+its counterpart waits until the deadline."""
 
 _OTHER_ARGUMENTS = {  # of Horovod and torch.distributed
     "average": 'write op="avg"',

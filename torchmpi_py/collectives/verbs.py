@@ -250,7 +250,8 @@ def _sendreceive(
 def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
     """Send ``x`` to ``destination``, which receives it with ``recv``. Returns ``x``.
 
-    Messages between two ranks arrive in the order of the calls. A large blocking send waits for its receiver.
+    Messages between two ranks arrive in the order of the calls, and must have the same dtype and size on both sides
+    (RanksDisagree, on the receiver). A large blocking send waits for its receiver.
     """
     comm = resolve(comm)
     destination = check_rank("send", "destination", destination, comm.size)

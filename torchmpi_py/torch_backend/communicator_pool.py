@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torchmpi_py.collectives.flavours.mpi_steps import TAGS_PER_KIND
 from torchmpi_py.core import communicators, journal
 from torchmpi_py.core.communicators import Communicator, Stack
 from torchmpi_py.core.mpi_api import MPI
@@ -33,18 +34,18 @@ class Tags(NamedTuple):
     number: int
 
     def of(self, verb: str, tag: int) -> int:
-        """The tag in MPI for a tag of the program; ValueError for one that the group does not have."""
+        """The first tag in MPI for a tag of the program, for ``mpi_steps``; ValueError for one beyond the group's."""
         number, largest = operator.index(tag), self.number - 2
         if not 0 <= number <= largest:
             raise ValueError(
                 f"{verb}: tag={tag}: give one from 0 to {largest}, the largest that a group has on this MPI"
             )
-        return self.first + number
+        return (self.first + number) * TAGS_PER_KIND
 
     @property
     def own(self) -> int:
         """A tag that the program cannot use."""
-        return self.first + self.number - 1
+        return (self.first + self.number - 1) * TAGS_PER_KIND
 
 
 class Membership(NamedTuple):
@@ -108,7 +109,7 @@ class _Family:
         if self.num_groups and use == 0:
             self.line = self._new_line(self.line.mpi)  # a call may be stuck on the first communicator
         last: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-        number = (int(last) + 1) // _NUM_USES
+        number = (int(last) + 1) // _NUM_USES // TAGS_PER_KIND
         self.num_groups += 1
         return self.line.mpi, Tags(use * number, number)
 

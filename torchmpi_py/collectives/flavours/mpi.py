@@ -107,9 +107,7 @@ class Mpi(Flavour):
     reduce_scatter = _in_steps(mpi_steps.reduce_scatter)
     alltoall = _in_steps(mpi_steps.alltoall)
     scatter = _in_steps(mpi_steps.scatter)
-    sendreceive = _in_steps(mpi_steps.sendreceive)
     send = _in_steps(mpi_steps.send)
-    recv = _in_steps(mpi_steps.recv)
     allgather = _in_steps(mpi_steps.allgather)
     gather = _in_steps(mpi_steps.gather)
 
@@ -118,6 +116,16 @@ class Mpi(Flavour):
             _allreduce_in_steps(self, channel, source, destination, op)
         else:
             channel.mpi.Allreduce(*only_step)
+
+    def recv(self, channel: Channel, x: Tensor, source: int) -> None:
+        if x.is_cuda:
+            mpi_buffers.synchronize_stream(x)
+        mpi_steps.receive(channel.mpi, x, source)
+
+    def sendreceive(self, channel: Channel, x: Tensor, out: Tensor, source: int, destination: int) -> None:
+        if x.is_cuda:
+            mpi_buffers.synchronize_stream(x)
+        mpi_steps.sendreceive(channel.mpi, x, out, source, destination)
 
     def broadcast_object(self, channel: Channel, obj: object, root: int) -> Any:
         from mpi4py.util import pkl5  # objects of any size, large buffers out of band
