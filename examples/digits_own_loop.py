@@ -20,7 +20,6 @@ COMPRESSIONS = {
     "bf16": optim.compression.BF16,
     "fp16": optim.compression.FP16,
     "topk": lambda: optim.compression.TopK(0.05),
-    "randomk": lambda: optim.compression.RandomK(0.25),
     "powersgd": lambda: optim.compression.PowerSGD(2),
 }
 parser = digits_data.parser(__doc__)

@@ -61,8 +61,6 @@ def test_verbs(mpi, flavour, dtype):
         compression.BF16(),
         compression.FP16(),
         compression.TopK(0.5),
-        compression.RandomK(0.5),
-        compression.RandomK(0.05),
         compression.PowerSGD(1),
     ],
     ids=str,

@@ -15,7 +15,6 @@ ALL = {
     "BF16": lambda: compression.BF16(),
     "FP16": lambda: compression.FP16(),
     "TopK": lambda: compression.TopK(0.25),
-    "RandomK": lambda: compression.RandomK(0.2),
     "PowerSGD": lambda: compression.PowerSGD(2),
 }
 PLACEMENTS = {"slices": "size", "owners": "round_robin"}
@@ -78,7 +77,7 @@ def test_16_bits(mpi, name, average, placement):
 @every_placement
 @every_one
 def test_training_is_that_of_plain_averaging_with_this_compression(mpi, name, placement):
-    """Where buckets and what is drawn are the same, as with slices, parameters too."""
+    """Where buckets are the same, as with slices, parameters too."""
     module, other, exact = (network().double() for _ in range(3))  # rounding could decide what TopK takes
     ours = optim.ShardedOptimizer(
         module.parameters(), torch.optim.SGD, lr=0.1, placement=placement, compression=ALL[name]()
@@ -91,7 +90,7 @@ def test_training_is_that_of_plain_averaging_with_this_compression(mpi, name, pl
     mpinn.check_with_allreduce(module)
     losses = [mpi.allreduce(loss_of(mpi, each, 99).item(), op="avg") for each in (module, other, exact)]
     assert losses[0] < max(1.5 * losses[2], 0.1)
-    if placement == "size" and (name != "RandomK" or sum(p.numel() for p in module.parameters()) % mpi.size() == 0):
+    if placement == "size":
         tolerance = 0.02 if name in ("BF16", "FP16") else 1e-6
         for p, q in zip(module.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)

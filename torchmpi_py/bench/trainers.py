@@ -195,7 +195,6 @@ def _compressed(plain: MakeOptimizer, with_ddp: bool) -> list[tuple[str, MakeTra
         "BF16()": optim.compression.BF16(),
         "FP16()": optim.compression.FP16(),
         "TopK(0.01)": optim.compression.TopK(0.01),
-        "RandomK(0.01)": optim.compression.RandomK(0.01),
         "PowerSGD(2)": optim.compression.PowerSGD(2),
     }
     made: list[tuple[str, MakeTrain]] = []

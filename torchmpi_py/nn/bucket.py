@@ -44,13 +44,13 @@ class Bucket:
         self.flat = flat
         split = split_of(self.parameters[0])
         self.num_parts = 1 if split is None else split.comm.size
-        self.compressor: Compressor | None = None
-        if compression is not None and comm.size > 1:
-            self.compressor = compression.compressor(flat, [p.shape for p in parameters], comm)
-        is_lone = len(self.parameters) == 1 and self.num_parts == 1 and self.compressor is None
-        self.publishes = is_lone and comm.num_nodes == 1 and find(flat) is not None
         parts = torch.split(self.flat, [p.numel() for p in parameters])
         self._views = {p: shaped(part, p) for p, part in zip(parameters, parts, strict=True)}
+        self.compressor: Compressor | None = None
+        if compression is not None and comm.size > 1:
+            self.compressor = compression.compressor(flat, list(self._views.values()), comm)
+        is_lone = len(self.parameters) == 1 and self.num_parts == 1 and self.compressor is None
+        self.publishes = is_lone and comm.num_nodes == 1 and find(flat) is not None
         self._absent = {p: self.absent_kind(p) for p in parameters}
         _live.add(self)
         self._kinds = [(view.shape, view.dtype, view.device) for view in self._views.values()]
@@ -275,7 +275,7 @@ def _leave_gradients() -> None:
 os.register_at_fork(after_in_child=_leave_gradients)
 
 
-def shaped(part: Tensor, parameter: torch.nn.Parameter) -> Tensor:
+def shaped(part: Tensor, parameter: Tensor) -> Tensor:
     """A part of flat memory in the shape of a parameter, and in its layout where that leaves no gaps."""
     plain = parameter.detach()
     is_dense = plain.numel() == 0 or torch.empty_like(plain).stride() == plain.stride()

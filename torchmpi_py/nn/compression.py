@@ -9,11 +9,10 @@ an allreduce sends and receives on each rank:
 ``BF16()``      n x 2 bytes by allreduce    16 bits with the range of float32
 ``FP16()``      n x 2 bytes by allreduce    16 bits, scaled into their range; float32 where they overflow
 ``TopK(r)``     r n x (4 + b) x P bytes     the largest share r of each rank's elements, by allgather
-``RandomK(r)``  r n x b bytes by allreduce  a share r drawn in each step, the same on all ranks
 ``PowerSGD(k)``  k (rows + columns) x b      matrices as products of rank k, by two allreduces
 ==============  ==========================  =============================================================
 
-What TopK, RandomK and PowerSGD leave out is added to the next step's gradients (error feedback), so it is late, not
+What TopK and PowerSGD leave out is added to the next step's gradients (error feedback), so it is late, not
 lost; where a GradScaler changes its scale, it is in the scale of its own step. float16 and bfloat16
 gradients go by BF16 and FP16 as they are. ``torch_backend.compressed`` is for DistributedDataParallel.
 
@@ -35,7 +34,7 @@ from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.tensors import check_count
 from torchmpi_py.errors import RanksDisagree
-from torchmpi_py.nn.elements import draw_indices, indices_of_largest, is_finite, largest_amount
+from torchmpi_py.nn.elements import indices_of_largest, is_finite, largest_amount
 
 _MOST_FLOAT16 = 65504.0
 _LEAST_FLOAT16 = 2.0**-10  # the largest amount below which other elements would lose digits
@@ -65,7 +64,9 @@ class Destination:
 
 
 class Compressor:
-    """The state of a compression for one bucket. ``flat``: the bucket; ``shapes``: of the gradients in it, in order.
+    """The state of a compression for one bucket.
+
+    flat: the bucket. views: the gradients in it, in order: parts of ``flat`` with the shapes and strides of gradients.
 
     ``launch`` starts what can be started; once its handles are done, ``finish`` puts the result into ``flat``, at least
     where it is wanted (``destination``; default: everywhere). Both are collective over ``comm``.
@@ -75,10 +76,10 @@ class Compressor:
     """Whether what a step leaves out is added to the next one's gradients."""
 
     def __init__(
-        self, flat: Tensor, shapes: Sequence[torch.Size], comm: Communicator, destination: Destination | None = None
+        self, flat: Tensor, views: Sequence[Tensor], comm: Communicator, destination: Destination | None = None
     ) -> None:
         self.flat = flat
-        self.shapes = list(shapes)
+        self.views = list(views)
         self.comm = comm
         self.destination = destination or Destination(comm)
 
@@ -89,6 +90,9 @@ class Compressor:
     def finish(self, op: str) -> None:
         """Put what was reduced into ``flat``."""
         raise NotImplementedError
+
+    def restart(self) -> None:
+        """Forget what earlier steps have left, on all ranks in the same step."""
 
 
 class Compression:
@@ -153,6 +157,9 @@ class _FP16(_Half):
     dtype = torch.float16
     scale = 1.0
 
+    def restart(self) -> None:
+        self.scale = 1.0
+
     def launch(self, op: str) -> list[Handle[Any]]:
         torch.mul(self.flat, self.scale, out=self.wire)
         return self._start(op)
@@ -193,8 +200,8 @@ class TopK(Compression):
         return _TopK(self.ratio, flat, *of_bucket) if flat.is_floating_point() and flat.numel() else None
 
 
-class _Sparse(Compressor):
-    """A compressor of some elements; the others stay in ``left``, and are added in the next step."""
+class _TopK(Compressor):
+    """The elements that are not sent stay in ``left``, and are added in the next step."""
 
     has_error_feedback = True
 
@@ -203,27 +210,16 @@ class _Sparse(Compressor):
         self.count = max(1, round(ratio * self.flat.numel()))
         self.left = torch.zeros_like(self.flat)
 
-    def _take(self, indices: Tensor) -> Tensor:
-        """The elements at these indices; they are no longer left."""
-        taken = self.left[indices]
-        self.left[indices] = 0
-        return taken
+    def restart(self) -> None:
+        self.left.zero_()
 
-    def _forget_overflow(self, result: Tensor) -> None:
-        """After a step whose result is not finite, on all ranks, no such element is left."""
-        if not is_finite(result):
-            self.left.nan_to_num_(0.0, 0.0, 0.0)
-
-
-class _TopK(_Sparse):
     def launch(self, op: str) -> list[Handle[Any]]:
         self.left += self.flat
         indices = indices_of_largest(self.left.abs(), self.count)
+        values = self.left[indices]
+        self.left[indices] = 0
         dtype = torch.int32 if self.flat.numel() < 2**31 else torch.int64
-        self.handles = [
-            verbs.allgather_async(indices.to(dtype), comm=self.comm),
-            verbs.allgather_async(self._take(indices), comm=self.comm),
-        ]
+        self.handles = [verbs.allgather_async(x, comm=self.comm) for x in (indices.to(dtype), values)]
         return self.handles
 
     def finish(self, op: str) -> None:
@@ -239,42 +235,8 @@ class _TopK(_Sparse):
             self.flat.index_add_(0, index, value)
         if op == "avg":
             self.flat /= self.comm.size
-        self._forget_overflow(self.flat)
-
-
-class RandomK(Compression):
-    """A ``ratio`` of elements, drawn again in each step and the same on all ranks; the others wait for their turn."""
-
-    def __init__(self, ratio: float = 0.01, seed: int = 0) -> None:
-        self.ratio = _checked_ratio("RandomK", ratio)
-        self.seed = seed
-
-    def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
-        """For buckets of floating-point numbers."""
-        if not (flat.is_floating_point() and flat.numel()):
-            return None
-        return _RandomK(self.seed, self.ratio, flat, *of_bucket)
-
-
-class _RandomK(_Sparse):
-    def __init__(self, seed: int, *of_bucket: Any) -> None:
-        super().__init__(*of_bucket)
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def launch(self, op: str) -> list[Handle[Any]]:
-        self.left += self.flat
-        self.indices = draw_indices(self.flat.numel(), self.count, self.generator).to(self.flat.device)
-        overflow = self.flat.new_zeros(1) if is_finite(self.flat) else self.flat.new_full((1,), math.nan)
-        self.wire = torch.cat([self._take(self.indices), overflow])  # of all elements, drawn or not
-        return [verbs.allreduce_async(self.wire, op=op, comm=self.comm)]
-
-    def finish(self, op: str) -> None:
-        self.flat.zero_()
-        self.flat[self.indices] = self.wire[:-1]
-        # An overflow in an element that was not drawn has to show as well: a GradScaler looks for it.
-        if not is_finite(self.wire):
-            self.flat[0] = math.nan
-        self._forget_overflow(self.wire)
+        if not is_finite(self.flat):  # the same on all ranks: no such element is left
+            self.left.nan_to_num_(0.0, 0.0, 0.0)
 
 
 class PowerSGD(Compression):
@@ -289,7 +251,7 @@ class PowerSGD(Compression):
         if flat.dtype not in (torch.float32, torch.float64):
             return None
         made = _PowerSGD(self.rank, self.seed, flat, *of_bucket)
-        return made if made.matrices else None
+        return made if made.low_rank else None
 
 
 class _PowerSGD(Compressor):
@@ -302,37 +264,39 @@ class _PowerSGD(Compressor):
 
     def __init__(self, rank: int, seed: int, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
-        self.rank = rank
-        self.generator = torch.Generator().manual_seed(seed)
+        self.rank, self.seed = rank, seed
         self.left = torch.zeros_like(self.flat)
-        self.matrices: list[Tensor] = []  # parts of the bucket
-        self.others: list[Tensor] = []  # parts that go as they are
+        self.low_rank: list[Tensor] = []  # gradients that travel as two matrices
+        self.others: list[Tensor] = []  # gradients that travel unchanged
         self.left_of_others: list[Tensor] = []
-        counts = [shape.numel() for shape in self.shapes]
-        lefts = torch.split(self.left, counts)
-        for part, left, shape in zip(torch.split(self.flat, counts), lefts, self.shapes, strict=True):
-            rows = shape[0] if len(shape) > 1 else 0
-            if rows and rank * (rows + part.numel() // rows) < part.numel():
-                self.matrices.append(part.view(rows, -1))
+        lefts = torch.split(self.left, [view.numel() for view in self.views])
+        for view, left in zip(self.views, lefts, strict=True):
+            rows = len(view) if view.dim() > 1 else 0
+            if rows and rank * (rows + view.numel() // rows) < view.numel():
+                self.low_rank.append(view)
             else:
-                self.others.append(part)
+                self.others.append(view)
                 self.left_of_others.append(left)
-        self.qs = self._drawn()
+        self.restart()
 
-    def _drawn(self) -> list[Tensor]:
-        shapes = [(matrix.shape[1], self.rank) for matrix in self.matrices]
-        return [torch.randn(shape, generator=self.generator, device="cpu").to(self.flat) for shape in shapes]
+    def restart(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        shapes = [(view.numel() // len(view), self.rank) for view in self.low_rank]
+        self.qs = [torch.randn(shape, generator=generator, device="cpu").to(self.flat) for shape in shapes]
+        self.left.zero_()
 
     def launch(self, op: str) -> list[Handle[Any]]:
         self.flat += self.left
         self.left.copy_(self.flat)
+        # The strides of a gradient, such as channels_last, may leave no view as a matrix: then this is a copy.
+        self.matrices = [view.flatten(1) for view in self.low_rank]
         products = [matrix @ q for matrix, q in zip(self.matrices, self.qs, strict=True)]
         self.wire = torch.cat([x.reshape(-1) for x in (*products, *self.others)])
         return [verbs.allreduce_async(self.wire, op="avg", comm=self.comm)]
 
     def finish(self, op: str) -> None:
         # The first reduction has brought P, and the parts that go as they are.
-        counts = [self.rank * matrix.shape[0] for matrix in self.matrices] + [part.numel() for part in self.others]
+        counts = [self.rank * matrix.shape[0] for matrix in self.matrices] + [x.numel() for x in self.others]
         reduced = torch.split(self.wire, counts)
         ps = [torch.linalg.qr(product.view(-1, self.rank)).Q for product in reduced[: len(self.matrices)]]
         # The second one brings Q. Not matrix.T @ p, for which torch on the CPU takes 28 times as long.
@@ -340,10 +304,12 @@ class _PowerSGD(Compressor):
         verbs.allreduce(wire, op="avg", comm=self.comm)
         parts = torch.split(wire, [q.numel() for q in self.qs])
         self.qs = [part.view_as(q) for part, q in zip(parts, self.qs, strict=True)]
-        for matrix, p, q in zip(self.matrices, ps, self.qs, strict=True):
+        for view, matrix, p, q in zip(self.low_rank, self.matrices, ps, self.qs, strict=True):
             torch.mm(p, q.T, out=matrix)
-        for part, average in zip(self.others, reduced[len(self.matrices) :], strict=True):
-            part.copy_(average)
+            if matrix.data_ptr() != view.data_ptr():
+                view.copy_(matrix.view(view.shape))
+        for view, average in zip(self.others, reduced[len(self.matrices) :], strict=True):
+            view.copy_(average.view(view.shape))
         self._keep_what_is_left(wire)
         if op == "sum":
             self.flat *= self.comm.size
@@ -354,14 +320,19 @@ class _PowerSGD(Compressor):
         for left in self.left_of_others:
             left.zero_()
         if not is_finite(wire):  # the same on all ranks
-            self.left.zero_()
-            self.qs = self._drawn()
+            self.restart()
 
 
 def _checked_ratio(name: str, ratio: float) -> float:
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise ValueError(f"{name}: ratio={ratio!r}: give a share of the elements, above 0 and at most 1")
     return float(ratio)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RandomK":
+        raise AttributeError("compression: RandomK was removed; use TopK(ratio), which sends the largest elements")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def check_compression(compression: object) -> None:

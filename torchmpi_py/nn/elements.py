@@ -1,4 +1,4 @@
-"""Of the elements of a tensor: those that are largest, drawn ones, and whether all are finite."""
+"""Indices of the largest elements of a tensor, its maximum norm, and a finiteness check."""
 
 from __future__ import annotations
 
@@ -37,14 +37,3 @@ def indices_of_largest(x: Tensor, count: int) -> Tensor:
         if found.numel() >= count:
             return found[torch.topk(x[found], count, sorted=False).indices]
     return torch.topk(x, count, sorted=False).indices
-
-
-def draw_indices(total: int, count: int, generator: torch.Generator) -> Tensor:
-    """``count`` different numbers below ``total``, of which each is as likely."""
-    if count > total // 8:
-        return torch.randperm(total, generator=generator, device="cpu")[:count]
-    drawn = torch.empty(0, dtype=torch.int64, device="cpu")
-    while drawn.numel() < count:
-        more = torch.randint(total, (count + count // 8 + 16,), generator=generator, device="cpu")
-        drawn = torch.unique(torch.cat([drawn, more]))
-    return drawn[torch.randperm(drawn.numel(), generator=generator, device="cpu")[:count]]

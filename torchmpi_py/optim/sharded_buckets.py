@@ -7,14 +7,14 @@ A bucket holds parameters and their gradients in two flat tensors; ``p.data`` ar
   that treat every element alike.
 - *whole*: the bucket has one owner, which updates its parameters: reduce, then broadcast.
 
-Compressed gradients of 16 bits travel in the same ways; what TopK, RandomK and PowerSGD send, all ranks get.
+Compressed gradients of 16 bits travel in the same ways; what TopK and PowerSGD send, all ranks get.
 
 Sources: PaddlePaddle's reduce, update, broadcast; Rajbhandari et al., ZeRO (2020), stage 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -107,9 +107,8 @@ class ShardedBucket(Bucket):
         self.owner = owner
         self._destination = Slices(comm) if owner is None else Owner(owner, comm)
         if compression is not None and comm.size > 1:
-            padding = torch.Size([gradients.numel() - num_elements])
-            shapes = [p.shape for p in parameters] + [padding] * (padding.numel() > 0)
-            self.compressor = compression.compressor(gradients, shapes, comm, self._destination)
+            views = [*self._views.values(), gradients[num_elements:]]  # the last one: padding, perhaps of no element
+            self.compressor = compression.compressor(gradients, views, comm, self._destination)
         self.views = [shaped(part, p) for part, p in zip(self.split(self.values), parameters, strict=True)]
         with torch.no_grad():
             for p, view in zip(parameters, self.views, strict=True):

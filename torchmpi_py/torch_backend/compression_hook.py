@@ -14,6 +14,7 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communicators
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, wait_all
+from torchmpi_py.nn.bucket import shaped
 from torchmpi_py.nn.compression import Compression, Compressor
 from torchmpi_py.torch_backend import torch_internals
 from torchmpi_py.torch_backend.ddp_hook import GradBucket
@@ -68,7 +69,9 @@ class CompressedBuckets:
                 raise RuntimeError("a hook made by compressed(...) serves one module; make another one for this module")
             flat = torch.empty_like(x)
             if self.comm.size > 1:
-                compressor = self.compression.compressor(flat, [p.shape for p in members], self.comm)
+                parts = torch.split(flat, [p.numel() for p in members])
+                views = [shaped(part, p) for part, p in zip(parts, members, strict=True)]  # as DDP lays gradients out
+                compressor = self.compression.compressor(flat, views, self.comm)
             self._kept[bucket.index()] = members, flat, compressor
         return flat, compressor
 
@@ -87,7 +90,8 @@ def compressed(compression: Compression, group: Any = None) -> Hook:
     compression: such as ``optim.compression.PowerSGD(2)``. group: the process group, of this backend, that the module
     was given; None: the default one. Collective over the group, with the same compression on all ranks. The hook's
     state, its first argument, is None or the group. What a compression leaves out is lost when DDP arranges the
-    parameters in other buckets, after the first step.
+    parameters in other buckets, after the first step. No checkpoint has it: to go back to an earlier state exactly, wrap
+    the module in DDP again, with a new hook.
 
     Raises TypeError for another compression or group, RuntimeError without a default group. The hook raises ValueError
     for another state, RuntimeError with a second module, TypeError for sparse gradients.
