@@ -63,9 +63,9 @@ class AsyncBackward:
         _remove_registrations_of_former_sessions()
         check_unregistered("register_async_backward", parameters)
         self.names = {p: name for name, p in parameters.items()}
+        check_alike("register_async_backward", parameters, resolve(comm))
         if buckets is None:
             sparse = () if sparse_as_dense else sparse_parameters(module)
-            check_alike("register_async_backward", parameters, resolve(comm))
             buckets = Buckets(list(self.names), resolve(comm), _blocks(module, self.names), compression, sparse)
         self.buckets = buckets
         self._before_pass: Callable[[], Callable[[], None] | None] = lambda: None

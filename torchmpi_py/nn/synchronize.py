@@ -46,21 +46,22 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False, *, co
     named = dict([*module.named_parameters(), *module.named_buffers()])
     for name, x in named.items():
         check_tensor("synchronize_parameters", name, x)
-    check_alike("synchronize_parameters", named, resolve(comm))
+    check_alike("synchronize_parameters", named, resolve(comm), strides=False)
     for replicas, equal in by_replicas(named, resolve(comm)):
         _make_equal([x.detach() for x in equal.values()], average, replicas)
 
 
-def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator) -> None:
+def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator, *, strides: bool = True) -> None:
     """RanksDisagree, on all ranks, unless names, shapes and dtypes are the same in the same order. Collective.
 
-    Tensors that ranks bring together are paired by their place: in another order they would be mixed up.
+    Tensors that ranks bring together are paired by their place: in another order they would be mixed up. With
+    ``strides`` those are compared too, because a bucket holds its gradients in the order of their strides.
     """
     if comm.size == 1:
         return
     # torch.compile and DDP put a prefix before names, perhaps on some ranks alone.
     bare = {name.replace("_orig_mod.", "").removeprefix("module."): x for name, x in named.items()}
-    table = [(name, *summary(x)) for name, x in bare.items()]
+    table = [(name, *summary(x), *(_strides(x) if strides else ())) for name, x in bare.items()]
     digest = hashlib.blake2b(repr(table).encode(errors="backslashreplace"), digest_size=7).digest()
     if len(set(verbs.allgather(int.from_bytes(digest, "little"), comm=comm))) == 1:
         return
@@ -79,6 +80,12 @@ def summary(x: Tensor) -> tuple[Any, ...]:
     """Shape, of a split parameter that of the whole, dtype and kind of device."""
     split = split_of(x)
     return tuple(x.shape if split is None else split.whole_shape(x)), str(x.dtype), x.device.type
+
+
+def _strides(x: Tensor) -> list[str]:
+    """The strides of the dimensions whose stride matters, described; nothing for a row-major tensor."""
+    strides = [stride for stride, count in zip(x.stride(), x.shape, strict=True) if count > 1]
+    return [] if x.is_contiguous() else [f"strides {strides}"]
 
 
 def _make_equal(tensors: Sequence[Tensor], average: bool, comm: Communicator) -> None:
