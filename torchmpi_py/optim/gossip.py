@@ -36,8 +36,8 @@ class Gossip(LocalOptimizer):
     the two is added after that: the average over all ranks stays what it is. Nobody waits for a partner that is at most
     a step behind.
 
-    ``finish`` waits for what is under way, and ``average`` and ``state_dict`` do so first. Raises ValueError for other
-    partners, or split parameters.
+    ``finish`` waits for what is under way, and ``average`` and ``state_dict`` do so first; ``load_state_dict``, which
+    every rank calls, drops it. Raises ValueError for other partners, or split parameters.
     """
 
     def __init__(
@@ -87,7 +87,12 @@ class Gossip(LocalOptimizer):
         return {**super().state_dict(), "gossip": {"generator": self._generator.get_state()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what ``state_dict`` has given, or the state of the optimizer alone."""
+        """Take what ``state_dict`` has given, or the state of the optimizer alone. Every rank calls it.
+
+        An exchange under way belongs to the steps that the state replaces: it ends here, and changes no parameter.
+        """
+        wait_all([handle for exchange in self._under_way for handle in exchange.handles])
+        self._under_way = []
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "gossip"})
         if "gossip" in state_dict:
             self._generator.set_state(state_dict["gossip"]["generator"].cpu())
