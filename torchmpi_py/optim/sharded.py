@@ -52,9 +52,10 @@ class ShardedOptimizer(ReducingOptimizer):
     compression: of gradients on their way to the owners; updated parameters travel as they are.
     sparse_as_dense: make sparse gradients (``Embedding(sparse=True)``) dense; else they are a TypeError.
 
-    A parameter without a gradient counts as zero, where torch would leave it as it is. ``state_dict`` is that of the
+    The gradient of a parameter that no rank used counts as zero. So weight decay, momentum and the moments of Adam move
+    that parameter, where torch would leave it as it is: freeze it before the optimizer is made. ``state_dict`` is that of the
     plain optimizer, the same on every rank and for any number of ranks; it is collective. ``load_state_dict`` takes it,
-    on every rank. With slices, parameters of one bucket share the number of steps.
+    on every rank. With slices, parameters of one bucket share the number of steps, also one whose state is missing.
     ``param_groups`` hold what this rank updates; schedulers and GradScaler work with them. ``parameters`` are the whole
     ones. ``from_optimizer`` takes an optimizer that is there already.
 
@@ -299,7 +300,8 @@ class ShardedOptimizer(ReducingOptimizer):
                 continue
             bucket = bucket_of[shard]
             saved = {p: state_dict["state"].get(number_of[p], {}) for p in bucket.parameters}
-            entries = slice_of_state(bucket, list(saved.values())) if bucket.owner is None else saved[shard]
+            options = groups[bucket.group]
+            entries = slice_of_state(bucket, list(saved.values()), options) if bucket.owner is None else saved[shard]
             if entries:
                 state[index] = copy.deepcopy(entries)  # torch would share tensors with it
         counts = iter(range(len(shards)))

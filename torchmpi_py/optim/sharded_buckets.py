@@ -30,6 +30,13 @@ from torchmpi_py.nn.compression import Compression, Destination
 
 _OF_A_PARAMETER = {"step", "eta", "mu", "mu_product"}  # one number, also where the parameter itself is one
 
+_Start = Callable[[Tensor, dict[str, Any]], Any]
+_STARTS_AT: dict[str, _Start] = {  # entries of a new state, of a parameter and its group; the others start at zero
+    "step_size": lambda p, group: group["lr"],  # of Rprop
+    "sum": lambda p, group: group["initial_accumulator_value"],  # of Adagrad
+    "ax": lambda p, group: p,  # of ASGD
+}
+
 
 class Slices(Destination):
     """Of reduced gradients each rank wants its slice."""
@@ -208,8 +215,8 @@ class ShardedBuckets(Buckets):
         return self.first_batches.append_digests(torch.ones(len(self.parameters), dtype=torch.uint8, device="cpu"))
 
 
-def slice_of_state(bucket: ShardedBucket, saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """This rank's slice of the state of a bucket's parameters."""
+def slice_of_state(bucket: ShardedBucket, saved: list[dict[str, Any]], group: dict[str, Any]) -> dict[str, Any]:
+    """This rank's slice of the state of a bucket's parameters. ``group``: the options of the parameters' group."""
     entries: dict[str, Any] = {}
     shard = bucket.shards[0]
     for name in dict.fromkeys(name for of_parameter in saved for name in of_parameter):
@@ -224,11 +231,10 @@ def slice_of_state(bucket: ShardedBucket, saved: list[dict[str, Any]]) -> dict[s
                 )
             entries[name] = first
             continue
-        # Zero for a parameter that has no state yet.
         whole = torch.zeros(bucket.values.numel(), dtype=first.dtype, device="cpu")
+        start: _Start = _STARTS_AT.get(name, lambda p, group: 0)
         for part, p in zip(bucket.split(whole), bucket.parameters, strict=True):
-            if p in values:
-                shaped(part, p).copy_(values[p])
+            shaped(part, p)[...] = values[p] if p in values else start(p.detach(), group)
         begin = bucket.comm.rank * shard.numel()
         entries[name] = whole[begin : begin + shard.numel()].clone()
     return entries
