@@ -134,6 +134,22 @@ class AsyncBackward:
         self._end_reduction()
         self._finish()
 
+    def restart(self) -> None:
+        """Begin a new step, as after an earlier state was loaded into module and optimizer. Every rank calls it.
+
+        Drops the gradients of the passes since the last reduction, and what compression has kept of earlier steps.
+        """
+        if self._has_gradient_anywhere is not None:
+            self._finish()
+        if self.num_passes:
+            self.num_passes = 0
+            for parameter in self.names:
+                parameter.grad = None
+        if compressors := [bucket.compressor for bucket in self.buckets.all if bucket.compressor is not None]:
+            self._order.restart()
+        for compressor in compressors:
+            compressor.restart()
+
     def look(self, batch: Any | None) -> None:
         """Set the batch of the next backward pass, which is compared with those of other ranks (``first_batches``)."""
         self.buckets.first_batches.set_batch(batch)
@@ -281,7 +297,8 @@ def register_async_backward(
     result after each ``backward()``, before the optimizer; until then reading or changing ``p.grad`` raises
     RuntimeError, in hooks that are registered later too. ``remove()`` ends it. Every rank registers the same module
     and runs the same number of backward passes; one that reaches several registrations reaches them in the same order.
-    ``compression``: of what travels, as ``optim.compression.BF16()``. ValueError for parameters that are registered
+    ``compression``: of what travels, as ``optim.compression.BF16()``. After loading an earlier state of module and
+    optimizer call ``restart()``. ValueError for parameters that are registered
     already, with this module or another; RanksDisagree, from ``synchronize``, where that order differs between ranks.
     """
     return AsyncBackward(module, frequency=frequency, average=average, compression=compression)

@@ -3,7 +3,8 @@
 The buckets of one registration (``async_backward``) have a fixed order. Those of two registrations on one communicator
 are launched as autograd reaches them, which may be in another order on another rank: that computes the outputs of two
 networks in another order, or leaves out a layer. Buckets of one size would then be added to each other. So each
-registration notes at which places of the communicator's launches its own are, and a digest of its number and of these
+registration notes at which places of the communicator's launches its own are, and a digest of its number, of these
+places, and of the number of reductions since its compression was restarted
 travels behind the flags that are reduced anyway, by ``max``: the digest and its complement add up to 255 in every byte,
 if all are equal. Launches on communicators of fewer ranks, those of split parameters, do not count.
 """
@@ -34,6 +35,11 @@ class LaunchOrder:
         numbers, self._places = _counts.setdefault(comm, (itertools.count(), itertools.count()))
         self._number = next(numbers)
         self._digest = 0
+        self._age = 0  # reductions since the last restart
+
+    def restart(self) -> None:
+        """What compression has kept is dropped, before a reduction that is the same one on all ranks."""
+        self._age = 0
 
     def begin(self) -> None:
         """Begin a reduction."""
@@ -45,7 +51,8 @@ class LaunchOrder:
 
     def append_digest(self, flags: Tensor) -> Tensor:
         """The flags, with the digest behind them, to be reduced by ``max``."""
-        digest = list(self._digest.to_bytes(_BYTES, "little"))
+        digest = list(zlib.crc32(self._age.to_bytes(8, "little"), self._digest).to_bytes(_BYTES, "little"))
+        self._age += 1
         both = [*digest, *(255 - byte for byte in digest)]
         return torch.cat([flags, torch.tensor(both, dtype=torch.uint8, device="cpu")])
 
@@ -58,6 +65,7 @@ class LaunchOrder:
                 "the backward passes of the ranks reach modules with registrations of their own "
                 "(register_async_backward, or optimizers of optim) in different orders, so that gradients of one were "
                 "added to those of another: their outputs are computed in another order, or a rank leaves out a layer. "
-                "Register one module that holds them all, as torch.nn.ModuleList([a, b])"
+                "Register one module that holds them all, as torch.nn.ModuleList([a, b]). Or, with compression, only "
+                "some ranks have loaded a state since the last step: call load_state_dict (or restart) on every rank"
             )
         return flags

@@ -229,7 +229,11 @@ class ShardedOptimizer(ReducingOptimizer):
         raise TypeError("a ShardedOptimizer takes no more parameters; make another one, with its state_dict()")
 
     def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's state, on every rank. Collective. RanksDisagree if only some ranks have loaded one."""
+        """The plain optimizer's state, on every rank. Collective. RanksDisagree if only some ranks have loaded one.
+
+        RuntimeError between the backward passes of one step: no state has gradients.
+        """
+        self._check_between_steps("state_dict")
         if len(set(verbs.allgather(self._num_loads, comm=self.comm))) > 1:
             raise RanksDisagree(
                 "ShardedOptimizer: load_state_dict was not called on all ranks; every rank loads the same"
@@ -309,7 +313,7 @@ class ShardedOptimizer(ReducingOptimizer):
             {**group, "params": [next(counts) for _ in own["params"]]}
             for group, own in zip(groups, self.optimizer.param_groups, strict=True)
         ]
-        self.optimizer.load_state_dict({"state": state, "param_groups": own_groups})
+        super().load_state_dict({"state": state, "param_groups": own_groups})
 
     def _wait(self) -> None:
         """At the end of the backward pass: each rank has the gradients that it owns."""

@@ -92,13 +92,26 @@ class ReducingOptimizer(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
-        if self.reduction.num_passes:
-            raise RuntimeError(
-                f"zero_grad() after {self.reduction.num_passes} of {self.reduction.frequency} backward passes of a "
-                "step would lose their gradients; call it after step()"
-            )
+        self._check_between_steps("zero_grad")
         self._is_reduced = False
         super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer. RuntimeError between the backward passes of one step: no state has gradients."""
+        self._check_between_steps("state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, on every rank. Drops the gradients of a step under way, and what compression has kept."""
+        super().load_state_dict(state_dict)
+        self.reduction.restart()
+
+    def _check_between_steps(self, call: str) -> None:
+        if self.reduction.num_passes:
+            raise RuntimeError(
+                f"{call}() after {self.reduction.num_passes} of {self.reduction.frequency} backward passes of a "
+                "step would lose their gradients; call it after step()"
+            )
 
     def check_equal(self) -> None:
         """Once: RanksDisagree, on all ranks, unless all train the same. After a reduction, where all come."""

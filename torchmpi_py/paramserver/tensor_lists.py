@@ -131,7 +131,10 @@ class ServedTensors:
         return {"shapes": self._shapes(), "servers": [pack.server.state_dict() for pack in self.packs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that was saved from a list of tensors of the same shapes and dtypes, in the same order."""
+        """Restore a state that was saved from a list of tensors of the same shapes and dtypes, in the same order.
+
+        One rank calls it, and the others go on after it. A fetch of this rank that is under way is dropped.
+        """
         if state["shapes"] != self._shapes():
             raise ValueError(
                 f"load_state_dict: saved from tensors of shapes {state['shapes']}, these are {self._shapes()}"
@@ -139,6 +142,8 @@ class ServedTensors:
         pairs = list(zip(self.packs, state["servers"], strict=True))
         for pack, saved in pairs:
             pack.server.check_state(saved)  # all before the first is changed
+        wait_all(self.fetching)
+        self.fetching = []  # the values of before
         for pack, saved in pairs:
             pack.server.load_state_dict(saved)
 
