@@ -53,9 +53,10 @@ class ShardedOptimizer(ReducingOptimizer):
     sparse_as_dense: make sparse gradients (``Embedding(sparse=True)``) dense; else they are a TypeError.
 
     The gradient of a parameter that no rank used counts as zero. So weight decay, momentum and the moments of Adam move
-    that parameter, where torch would leave it as it is: freeze it before the optimizer is made. ``state_dict`` is that of the
-    plain optimizer, the same on every rank and for any number of ranks; it is collective. ``load_state_dict`` takes it,
-    on every rank. With slices, parameters of one bucket share the number of steps, also one whose state is missing.
+    that parameter, where torch would leave it as it is: freeze it before the optimizer is made.
+    ``state_dict`` is that of the plain optimizer, the same on every rank and for any number of ranks; it is collective.
+    ``load_state_dict`` takes it, on every rank. With slices, parameters of one bucket share the number of steps, also
+    one whose state is missing.
     ``param_groups`` hold what this rank updates; schedulers and GradScaler work with them. ``parameters`` are the whole
     ones. ``from_optimizer`` takes an optimizer that is there already.
 

@@ -90,8 +90,8 @@ def compressed(compression: Compression, group: Any = None) -> Hook:
     compression: such as ``optim.compression.PowerSGD(2)``. group: the process group, of this backend, that the module
     was given; None: the default one. Collective over the group, with the same compression on all ranks. The hook's
     state, its first argument, is None or the group. What a compression leaves out is lost when DDP arranges the
-    parameters in other buckets, after the first step. No checkpoint has it: to go back to an earlier state exactly, wrap
-    the module in DDP again, with a new hook.
+    parameters in other buckets, after the first step. No checkpoint has it: to go back to an earlier state, wrap the
+    module in DDP again, with a new hook.
 
     Raises TypeError for another compression or group, RuntimeError without a default group. The hook raises ValueError
     for another state, RuntimeError with a second module, TypeError for sparse gradients.
