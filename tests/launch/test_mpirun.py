@@ -212,7 +212,17 @@ def test_what_ranks_do_not_inherit():
 @pytest.mark.parametrize("pair", ["NAME", "=value", ""])
 def test_env_needs_name_and_value(pair):
     with pytest.raises(LaunchError, match="write NAME=VALUE"):
-        launcher.given_environment([pair])
+        launcher.given_environment([pair], {})
+
+
+def test_env_with_a_name_alone_passes_the_value_on_and_shows_it_nowhere(tmp_path):
+    with pytest.raises(LaunchError, match=r"--env TORCHMPIRUN_JOB_DIR: .* choose another name"):
+        launcher.given_environment(["TORCHMPIRUN_JOB_DIR=/"], {})
+    options = launcher.parse(["-n", "1", "--env", "TOKEN", "--env", "DATA=/data", "train.py"])
+    chosen = launcher.plan(options, OPENMPI, "mpirun", tmp_path, {"TOKEN": "secret"})
+    assert {"TOKEN", "DATA"} <= set(chosen.forwarded)
+    assert (chosen.environment["TOKEN"], chosen.environment["DATA"]) == ("secret", "/data")
+    assert "secret" not in chosen.command + list(chosen.added.values())
 
 
 def test_everything_after_the_program_is_the_programs():

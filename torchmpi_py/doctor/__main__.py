@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 
 from torchmpi_py.doctor import PROBLEM, WARNING, Finding, host, software
+from torchmpi_py.launch import surroundings
 
 
 def main(words: list[str] | None = None) -> int:
@@ -42,6 +43,7 @@ def main(words: list[str] | None = None) -> int:
 def examine(*, with_software: bool = True, with_job: bool = True) -> Iterator[Finding]:
     """Findings, one after the other; the job of two ranks runs last, unless there are problems already."""
     has_problem = False
+    surroundings.set_home()  # as torchmpirun and mpi.start() do
     for check in (*(software.CHECKS if with_software else ()), *host.CHECKS):
         try:
             for finding in check():

@@ -29,6 +29,7 @@ from torchmpi_py.launch import (
     job,
     mpirun,
     ready_scripts,
+    surroundings,
     terminal,
     timeline_file,
     variables,
@@ -77,14 +78,16 @@ _CHECKED = (
 _TRIED_BYTES = 4096  # one block of a disk
 
 
-def given_environment(pairs: list[str]) -> dict[str, str]:
-    """Variables that --env gives. LaunchError where one is not NAME=VALUE."""
+def given_environment(pairs: list[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that --env gives; ``NAME`` alone has its value in ``environment``. LaunchError for any other form."""
     given = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not name or not equals:
-            raise LaunchError(f"--env {pair!r}: write NAME=VALUE")
-        given[name] = value
+        if not name or not (equals or name in environment):
+            raise LaunchError(f"--env {pair!r}: write NAME=VALUE, or NAME where the variable is set here")
+        if name.startswith("TORCHMPIRUN_"):
+            raise LaunchError(f"--env {name}: torchmpirun itself sets variables of this name; choose another name")
+        given[name] = value if equals else environment[name]
     return given
 
 
@@ -144,12 +147,18 @@ def plan(
     """The job that the options describe; its ``folder`` is only named here."""
     named = hosts.named_hosts(options, environment)
     num_ranks = options.num_ranks or hosts.default_num_ranks(named, environment)
+    if num_ranks > surroundings.MOST_RANKS:
+        raise LaunchError(
+            f"{num_ranks} ranks are too many: write -n, or fewer slots (at most {surroundings.MOST_RANKS})"
+        )
     hostfile = folder / "hostfile" if named else None
-    busy = len(named) > 1 or hosts.num_ranks_on_busiest(named, num_ranks) >= binding.num_usable_cores()
+    num_here = hosts.num_ranks_on_busiest(named, num_ranks)
+    surroundings.raise_open_files(num_here)
+    busy = len(named) > 1 or num_here >= binding.num_usable_cores()
     has_srun = "SLURM_JOB_ID" in environment  # in place of ssh
     with_ssh = bool(named) and not (options.launch_agent or has_srun)
     inherited = inherited_environment(environment)
-    given = given_environment(options.env)
+    given = given_environment(options.env, environment)
     starters = None if mpirun.has_folder(vendor, program, options.mpi_args, inherited | given) else folder
     is_root = os.geteuid() == 0
     added = mpirun.settings(vendor, busy=busy, is_root=is_root, hostfile=hostfile, with_ssh=with_ssh, folder=starters)
@@ -160,7 +169,8 @@ def plan(
     added |= library
     added = {name: value for name, value in added.items() if name == vendor.hostfile_variable or name not in inherited}
     record = variables.record_for_ranks([(host.name, host.num_slots) for host in named], folder)
-    added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt), variables.RECORD: record} | given
+    added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt), variables.RECORD: record}
+    added |= {name: value for name, value in given.items() if inherited.get(name) != value}
     reaching = sorted({*given, *(name for name in inherited | added if name.startswith(_FORWARDED))})
     starter = mpirun.arguments(
         vendor,
@@ -183,6 +193,8 @@ def check_program(program: str) -> None:
         raise LaunchError(f"leave out {program}: torchmpirun runs the ranks under {sys.executable}")
     if not os.path.exists(program):
         raise LaunchError(f"{program}: there is no such program here")
+    if not (os.path.isfile(program) or os.path.isdir(program)):
+        raise LaunchError(f"{program} is a named pipe, a device or a socket; name a Python file")
 
 
 def check_folder(option: str, folder: Path | None, replaced: str = "") -> None:
@@ -344,6 +356,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not hasattr(os, "sched_getaffinity"):
             raise LaunchError("this system is not Linux, and torchmpirun works on Linux only")
+        surroundings.open_standard_streams()
+        surroundings.set_home()
+        surroundings.check_folder()
         if options.check or options.version or options.template:
             return answer(options)
         if options.ranks_per_host:

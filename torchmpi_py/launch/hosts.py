@@ -20,15 +20,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmpi_py import trusted_files
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import binding, variables
 
 _FORM = re.compile(
     r"""(?P<name> \[[0-9A-Fa-f:.]+\] | [A-Za-z0-9_][\w.-]*(?:@[\w.-]+)? )   # a name, or an IPv6 address in brackets
-        (?: :(?P<colon>\d+) | \s+slots\s*=\s*(?P<slots>\d+) )?
+        (?: :(?P<colon>\d{1,18}) | \s+slots\s*=\s*(?P<slots>\d{1,18}) )?
         (?: \s+max[-_]slots\s*=\s*\d+ )? """,
     re.VERBOSE,
 )
+
+_MOST_BYTES = 1 << 24  # of a hostfile
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,9 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 def read_hostfile(path: Path, option: str = "--hostfile", remedy: str = "") -> tuple[Host, ...]:
     """Read a hostfile in any of the forms; ``option`` says in an error what has named it."""
     try:
-        lines = path.read_text().splitlines()
+        # Errors of decoding are those of the line: only a comment may hold what is not UTF-8.
+        content = trusted_files.read(path, _MOST_BYTES, owners=None, remedy="name a file of hosts")
+        lines = content.decode(errors="replace").splitlines()
     except OSError as error:
         raise LaunchError(f"{option} {path}: {error.strerror}{remedy}") from error
     bare = [line.partition("#")[0].strip() for line in lines]

@@ -141,7 +141,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
     add("--timeline", type=Path, metavar="FILE", help="what each rank did last, as a page for a browser, FILE")
     add("--mpi", choices=mpirun.NAMES, default="", help="default: the one that is found")
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable in every rank; repeatable")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="set in every rank; NAME: its value here")
     add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
     add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")
     add("--mpi-args", type=shlex.split, default=[], metavar="'...'", help="options for the MPI's own starter")

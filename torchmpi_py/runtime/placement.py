@@ -17,7 +17,7 @@ import torch
 
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import TorchMPIError
-from torchmpi_py.launch import parameter_files, variables
+from torchmpi_py.launch import parameter_files, surroundings, variables
 
 logger = logging.getLogger("torchmpi_py")
 _COMPONENTS, _ABORT_DELAY = "OMPI_MCA_btl", "OMPI_MCA_opal_abort_delay"
@@ -41,6 +41,7 @@ def prepare_environment() -> None:
     over TCP in 3 ms instead of 211. A rank whose connection to a dead one breaks waits for the report on the dead
     before it aborts a job of srun; the starters of MPIs name the dead.
     """
+    surroundings.set_home()
     for name, value in variables.OPEN_MPI.items():
         os.environ.setdefault(name, value)
     if not _is_chosen("btl"):

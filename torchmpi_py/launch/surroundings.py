@@ -1,0 +1,48 @@
+"""What a job needs from this process's surroundings, before any part of the job is started."""
+
+import os
+import pwd
+import resource
+from collections.abc import MutableMapping
+
+from torchmpi_py.errors import LaunchError
+
+MOST_RANKS = 1 << 20
+_FILES, _FILES_OF_A_RANK = 40, 6  # measured with two ranks: Open MPI starts with 32, MPICH with 40
+
+
+def set_home(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set HOME where it is not set, as in some containers and services: Open MPI does not start without it."""
+    if "HOME" not in environment:
+        try:
+            environment["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:  # a user id without an account
+            environment["HOME"] = "/"
+
+
+def open_standard_streams() -> None:
+    """Put /dev/null where a standard stream is closed: MPICH's starter fails, and a file would get the descriptor."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def check_folder() -> None:
+    """LaunchError where the working folder has been removed, or cannot be entered: no MPI starts there."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise LaunchError(f"the working folder: {error.strerror}; cd to a folder that exists") from None
+
+
+def raise_open_files(num_ranks: int) -> None:
+    """Raise the limit of open files as far as the ranks of this host need. LaunchError where it is too low for them."""
+    needed = _FILES + _FILES_OF_A_RANK * num_ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise LaunchError(
+            f"the limit of open files is {hard}, and {num_ranks} ranks on this host need {needed}; "
+            f"raise it (ulimit -n {needed}, or nofile in limits.conf), or start fewer ranks"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
