@@ -77,6 +77,7 @@ CASES = {
     "a hostfile that is a folder": ({"options": ["--hostfile", "/"]}, "--hostfile /"),
     "a hostfile that is missing": ({"options": ["--hostfile", "/nowhere"]}, "--hostfile /nowhere"),
     "a hostfile of a batch system that is a FIFO": ({"hosts": os.mkfifo, "by": "PBS_NODEFILE"}, "unset PBS_NODEFILE"),
+    "control characters in a path": ({"options": ["--hostfile", "\x1b[2J\r\x9b"]}, r"--hostfile \\x1b\[2J\\x0d\\x9b:"),
     "slots without end": (
         {"hosts": b"localhost slots=99999999999999\n", "number": None},
         "99999999999999 ranks.*fewer slots",

@@ -73,8 +73,8 @@ def test_a_report_for_one_reason_prevents_none_for_another():
 def test_a_report_is_printed_without_sys_stderr(monkeypatch, capfd):
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.setattr(sys, "__stderr__", None)
-    watchdog.print_to_stderr("words")
-    assert capfd.readouterr().err == "words\n"
+    watchdog.print_to_stderr("words\n\tof a \x1b[2Jlabel")
+    assert capfd.readouterr().err == "words\n\tof a \\x1b[2Jlabel\n"
 
 
 def test_the_job_ends_whatever_is_wrong_with_its_report(monkeypatch):

@@ -28,6 +28,7 @@ from torchmpi_py.launch import (
     hosts,
     job,
     mpirun,
+    notices,
     ready_scripts,
     surroundings,
     terminal,
@@ -336,7 +337,7 @@ def answer(options: argparse.Namespace) -> int:
         print("\n".join(host_check.versions(asked, where)))
         return 0
     found = host_check.check(asked)
-    print("\n".join([*found.problems, *found.warnings, *([] if found.problems else [found.text])]))
+    print(notices.printable("\n".join([*found.problems, *found.warnings, *([] if found.problems else [found.text])])))
     return 2 if found.problems else 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 import traceback
 import zlib
@@ -25,6 +26,14 @@ _OF_BAD_INPUT = ("ValueError", "TypeError")  # and the package's own: what else 
 def are_full(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the user wants errors with all frames and notices."""
     return environment.get("TORCHMPI_ERRORS") == "full"
+
+
+def printable(text: str) -> str:
+    """The text with control characters, except tab and line feed, as escapes.
+
+    A path, a host's name or a program's label may hold them, and a terminal would obey.
+    """
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 class NoticeFilter:

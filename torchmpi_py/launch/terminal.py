@@ -26,7 +26,7 @@ from collections.abc import Callable
 from math import inf
 from pathlib import Path
 
-from torchmpi_py.launch.notices import NoticeFilter
+from torchmpi_py.launch.notices import NoticeFilter, printable
 
 ENDED_SECONDS = 1.0  # how long a reader may take nothing before the launcher of a job that was ended leaves
 _SOON_SECONDS = 0.2  # how long a line may wait to be read, so that it keeps its place among other output
@@ -39,7 +39,7 @@ _STDOUT, _STDERR = 1, 2
 def say(text: str) -> None:
     """Write a line to stderr, if it is still there: the job must be ended in order all the same."""
     if sys.stderr is not None:
-        _speech.add(f"torchmpirun: {text}\n")
+        _speech.add(f"torchmpirun: {printable(text)}\n")
         _speech.wait(_SOON_SECONDS)
 
 

@@ -42,6 +42,7 @@ from torchmpi_py.core.status_board import (
     WORLD_RANK,
     Board,
 )
+from torchmpi_py.launch.notices import printable
 from torchmpi_py.watch import abort, flight_recorder, job_reports, reports, stacks
 from torchmpi_py.watch.node_links import Nodes
 from torchmpi_py.watch.node_watch import NodeWatch
@@ -331,7 +332,7 @@ def end_job(board: Board, reason: int, why: str) -> None:
 
 def print_to_stderr(text: str) -> None:
     """Print to the standard error that the process began with: ``sys.stderr`` may be closed, or be kept in memory."""
-    line = f"{text}\n"
+    line = f"{printable(text)}\n"
     try:
         assert sys.__stderr__ is not None
         sys.__stderr__.write(line)
