@@ -104,6 +104,7 @@ class JobPlan:
     hostfile_text: str
     hosts: tuple[hosts.Host, ...]
     forwarded: tuple[str, ...]  # variables that reach other hosts
+    hands_input: bool  # no option and no batch system can place rank 0 on another host
 
 
 def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -158,8 +159,7 @@ def plan(
     busy = len(named) > 1 or num_here >= binding.num_usable_cores()
     has_srun = "SLURM_JOB_ID" in environment  # in place of ssh
     with_ssh = bool(named) and not (options.launch_agent or has_srun)
-    inherited = inherited_environment(environment)
-    given = given_environment(options.env, environment)
+    inherited, given = inherited_environment(environment), given_environment(options.env, environment)
     starters = None if mpirun.has_folder(vendor, program, options.mpi_args, inherited | given) else folder
     is_root = os.geteuid() == 0
     added = mpirun.settings(vendor, busy=busy, is_root=is_root, hostfile=hostfile, with_ssh=with_ssh, folder=starters)
@@ -173,6 +173,7 @@ def plan(
     added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt), variables.RECORD: record}
     added |= {name: value for name, value in given.items() if inherited.get(name) != value}
     reaching = sorted({*given, *(name for name in inherited | added if name.startswith(_FORWARDED))})
+    hands_input = terminal.has_input() and not (named or options.mpi_args or has_srun)
     starter = mpirun.arguments(
         vendor,
         num_ranks=num_ranks,
@@ -180,12 +181,12 @@ def plan(
         forward=tuple(reaching),
         agent=options.launch_agent,
         elastic=options.elastic,
-        no_input=not terminal.has_input(),
+        no_input=hands_input or not terminal.has_input(),
         extra=tuple(options.mpi_args),
     )
     text = hosts.render(named, vendor.hostfile_line)
     command = [program, *starter, *wrapped(options, vendor)]
-    return JobPlan(num_ranks, command, inherited | added, added, hostfile, text, named, tuple(reaching))
+    return JobPlan(num_ranks, command, inherited | added, added, hostfile, text, named, tuple(reaching), hands_input)
 
 
 def check_program(program: str) -> None:
@@ -294,6 +295,7 @@ def make_job(options: argparse.Namespace, vendor: Vendor, chosen: JobPlan, folde
         failure_grace_seconds=FAILURE_GRACE_SECONDS + TRACE_SECONDS * (options.profile is not None),
         stop_signals=vendor.stop_signals,
         grace_seconds=options.grace,
+        hands_input=chosen.hands_input,
     )
 
 

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import cleanup, exit_marks, terminal
+from torchmpi_py.launch import cleanup, exit_marks, handed_input, terminal
 from torchmpi_py.launch.cleanup import GRACE_SECONDS, Guardian
 from torchmpi_py.launch.deaths import Death, Lookout
 from torchmpi_py.launch.signals import ForwardedSignal, Signals
@@ -99,6 +99,7 @@ class Job:
     has_run: bool = False
     may_lack_something: bool = False  # a start that failed, and no rank of this host said how
     was_ended: bool = False  # by a signal or the time limit
+    hands_input: bool = False  # to rank 0, which is on this host, and not to the starter
     signals: Signals = field(default_factory=Signals)
     guardian: Guardian = field(default_factory=Guardian)
     _deaths: list[Death] = field(default_factory=list)  # the first; of an elastic job all
@@ -131,10 +132,12 @@ class Job:
         self.guardian.note(self._remains, self.stop_signals)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
         with refusing(f"cannot start {self.command[0]}", "try it by hand"):
+            if self.hands_input:
+                handed_input.offer(self.folder)
             self.process = subprocess.Popen(
                 self.command,
                 env=self.environment,
-                stdin=terminal.starter_input(),
+                stdin=subprocess.DEVNULL if self.hands_input else terminal.starter_input(),
                 stderr=stderr,
                 start_new_session=True,
                 preexec_fn=die_with_parent,

@@ -4,10 +4,10 @@ A reader may pause: ``| less``, Ctrl-S, a stopped process. A write then waits, s
 watches the job goes on, and heeds signals, deaths and the time limit. Nothing is lost meanwhile: the log is on disk,
 and what torchmpirun says stays in memory. ``finish`` waits for the reader at the end.
 
-Rank 0 gets the standard input, unless that is a terminal: the starter is in a session of its own, where Open MPI would
-never read from the terminal, and MPICH would take the shell's keys when the job is in the background. Every attempt to
-run a job reads a file from the same place. What has come out of a pipe is gone: the next attempt finds the input at its
-end, and does not wait for more.
+Rank 0 gets the standard input (`handed_input`), unless it is a terminal: the starter is in a session of its own, where
+Open MPI would never read from the terminal, and MPICH would take the shell's keys when the job is in the background.
+Every attempt to run a job reads a file from the same place. What has come out of a pipe is gone: the next attempt finds
+the input at its end, and does not wait for more.
 """
 
 import atexit

@@ -1,0 +1,101 @@
+"""What a job takes of its caller's standard streams: as much as plain Python takes."""
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import mpirun
+
+try:
+    mpirun.find("", os.environ)
+    MISSING = ""
+except LaunchError as error:
+    MISSING = str(error)
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("no_leftovers"),
+    pytest.mark.skipif(bool(MISSING), reason=MISSING),
+]
+
+LINES = "".join(f"line {number}\n" for number in range(5000)).encode()  # fits into a pipe
+READS = {
+    "nothing": "pass",
+    "some bytes": "print(os.read(0, 14))",
+    "one line": "print(input())",
+    "all": "import zlib; print(zlib.crc32(sys.stdin.buffer.read()))",
+    "a child reads": "subprocess.run(['head', '-c', '14'], check=True)",
+}
+PROGRAM = "import os, subprocess, sys\nif os.environ.get('RANK', '0') == '0':\n    {read}\n"
+
+
+def source(kind, tmp_path):
+    """A descriptor that LINES can be read from."""
+    if kind == "file":
+        (tmp_path / "lines").write_bytes(LINES)
+        file = os.open(tmp_path / "lines", os.O_RDONLY)
+        os.lseek(file, 7, os.SEEK_SET)  # a shell has read the first line
+        return file
+    if kind == "pipe":
+        reading, writing = os.pipe()
+    else:
+        pair = socket.socketpair()
+        reading, writing = (each.detach() for each in pair)
+        os.set_blocking(writing, True)
+    os.write(writing, LINES[:40000])
+    os.close(writing)
+    return reading
+
+
+def taken(command, kind, tmp_path):
+    """What a command prints, what it leaves of its input, and whether its streams are blocking afterwards."""
+    stdin, (reading, writing) = source(kind, tmp_path), os.pipe()
+    try:
+        done = subprocess.run(
+            command, stdin=stdin, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=100, check=False
+        )
+        flags = [fcntl.fcntl(each, fcntl.F_GETFL) & os.O_NONBLOCK for each in (stdin, writing)]
+        os.close(writing)
+        with os.fdopen(reading, "rb") as shown, os.fdopen(stdin, "rb", closefd=False) as left:
+            return done.returncode, shown.read(), left.read(), flags
+    finally:
+        os.close(stdin)
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "socket"])
+def test_a_job_takes_what_its_program_reads(tmp_path, program, kind):
+    for what, read in READS.items():
+        path = program(PROGRAM.format(read=read))
+        plain = taken([sys.executable, path], kind, tmp_path)
+        launched = taken([sys.executable, "-m", "torchmpi_py.launch", "-n", "2", path], kind, tmp_path)
+        assert launched == plain, what
+        assert plain[0] == 0
+
+
+def test_a_loop_over_a_list_runs_for_each_line(tmp_path, program):
+    (tmp_path / "list").write_text("one\ntwo\nthree\n")
+    loop = 'while read -r word; do "$0" -m torchmpi_py.launch -n 1 "$1" "$word"; done'
+    with open(tmp_path / "list") as words:
+        path = program("import sys; print(sys.argv[1])")
+        done = subprocess.run(
+            ["sh", "-c", loop, sys.executable, path], stdin=words, capture_output=True, text=True, timeout=100
+        )
+    assert done.stdout == "one\ntwo\nthree\n"
+
+
+def test_a_long_folder_for_temporary_files(tmp_path, program, monkeypatch):
+    """The path of a socket has 107 characters at most; an MPI may not start with this TMPDIR, MPICH does."""
+    if mpirun.find("", os.environ)[0].name != "mpich":
+        pytest.skip("Open MPI's own sockets do not fit there")
+    folder = tmp_path / "t" / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    path = program(PROGRAM.format(read=READS["one line"]))
+    code, shown, *_ = taken([sys.executable, "-m", "torchmpi_py.launch", "-n", "1", path], "pipe", tmp_path)
+    assert (code, shown) == (0, b"line 0\n")
+    folder.rmdir()
