@@ -86,7 +86,7 @@ def given_environment(pairs: list[str], environment: Mapping[str, str]) -> dict[
         name, equals, value = pair.partition("=")
         if not name or not (equals or name in environment):
             raise LaunchError(f"--env {pair!r}: write NAME=VALUE, or NAME where the variable is set here")
-        if name.startswith("TORCHMPIRUN_"):
+        if name.startswith("TORCHMPIRUN_") and name != group_jobs.VARIABLE:  # which --groups gives in this way
             raise LaunchError(f"--env {name}: torchmpirun itself sets variables of this name; choose another name")
         given[name] = value if equals else environment[name]
     return given
