@@ -98,10 +98,8 @@ def test_what_a_page_says_to_write_exists(page):
 
 
 @pytest.mark.parametrize("name", HOROVOD.split())
-def test_a_name_of_horovod_exists_here_or_is_explained(name):
-    if not hasattr(mpi, name):
-        with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; (\w|\()"):
-            getattr(mpi, name)
+def test_a_name_of_horovod_exists_here_or_on_the_page(name):
+    assert hasattr(mpi, name) or re.search(rf"\b{name}\b", text("from_horovod.md"))
 
 
 @pytest.mark.parametrize(
