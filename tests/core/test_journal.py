@@ -416,6 +416,54 @@ else:
     assert "program.py:10 in <module>" in job.stderr
 
 
+CIRCLES = {  # what rank 0, and what the other ranks do: none of them can go on
+    "forms": ("mpi.allreduce_async(x, flavour='shared').wait()", "mpi.allreduce(x, flavour='shared')"),
+    "communicators": ("mpi.allreduce(x, comm=a); mpi.allreduce(x, comm=b)", "mpi.barrier(b); mpi.allreduce(x, comm=a)"),
+    "a message": ("mpi.recv(x, 1)", "mpi.barrier()"),
+    "messages": ("mpi.recv(x, (me + 1) % mpi.size())", "mpi.recv(x, (me + 1) % mpi.size())"),
+    "a step more": ("mpi.allreduce_async(x, flavour='shared').wait(); mpi.allreduce(x)", "mpi.allreduce(1)"),
+}
+
+
+@pytest.mark.parametrize("kind", CIRCLES)
+def test_ranks_that_wait_for_each_other_in_a_circle(tmp_path, kind):
+    """Named by their watchdogs, long before the deadline."""
+    first, others = CIRCLES[kind]
+    program = f"a, b = mpi.split(0), mpi.split(0)\nif me == 0:\n    {first}\nelse:\n    {others}\n"
+    job = run(tmp_path, program, ranks=3 if kind == "messages" else 2, deadline=100)
+    assert job.returncode == 1, job.stderr
+    assert re.search(r"RanksDisagree: .*rank 0 waits in .* at .*program.py:7.*; rank 1 waits in .*:9 ", job.stderr)
+
+
+def test_waits_that_end_are_no_circle(tmp_path):
+    """A late rank, one whose call has a limit, and one with a thread that makes the missing call."""
+    program = """
+import threading
+a, b = mpi.split(0), mpi.split(0)
+if me == 0:
+    threading.Thread(target=lambda: (time.sleep(4), mpi.allreduce(x, comm=b))).start()
+    mpi.allreduce(x, comm=a)
+else:
+    mpi.allreduce(x, comm=b)
+    time.sleep(3)
+    mpi.allreduce(x, comm=a)
+if me == 0:
+    try:
+        mpi.recv_async(x, 1).wait(timeout_seconds=4)
+    except mpi.CollectiveTimeout as error:
+        mpi.barrier()
+        error.handle.wait()
+else:
+    mpi.barrier()
+    mpi.send(x, 0)
+print("complete")
+"""
+    job = run(tmp_path, program, ranks=2, deadline=100)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("complete") == 2
+    assert job.stderr.count("no rank can go on") == 1, job.stderr
+
+
 def test_a_rank_that_does_not_come(tmp_path):
     """The report names it, where it is, and where the others wait; a file has what each did."""
     job = run(

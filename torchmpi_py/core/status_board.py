@@ -80,6 +80,7 @@ PART_BYTES = -(-(TEXT_BEGIN + TEXT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 PROCESS, WORLD_RANK, TEXT_WANTED, TEXT_LENGTH, TEXT_GIVEN, HAS_LEFT, NAMESPACE, STARTED, EPOCH = range(9)
 """EPOCH: the difference between a time since the epoch and a time of a record, whose clock is never set back."""
 CLAIMED_LATE, CLAIMED_DEATH, CLAIMED_DIFFERENCE, CLAIMED_ASKED, LATE_NUMBER = range(9, 14)
+WAITS_IN, WAITS_ALONE = 14, 15  # as of the watchdog's last look (``watch/wait_cycles.py``)
 """Times of this rank's last claim of a report, by reason (``watch/watchdog.py``); the number of the late record."""
 STOPPING, STOPPED, ENDING, DRAINING = 1, 2, 3, 4
 """HAS_LEFT: the rank waits for the others in ``mpi.stop()``, is through with it, is about to end the job; or it is in

@@ -39,11 +39,12 @@ from torchmpi_py.core.status_board import (
     LATE_NUMBER,
     STOPPED,
     STOPPING,
+    WAITS_ALONE,
     WORLD_RANK,
     Board,
 )
 from torchmpi_py.launch.notices import printable
-from torchmpi_py.watch import abort, flight_recorder, job_reports, reports, stacks
+from torchmpi_py.watch import abort, flight_recorder, job_reports, reports, stacks, wait_cycles
 from torchmpi_py.watch.node_links import Nodes
 from torchmpi_py.watch.node_watch import NodeWatch
 from torchmpi_py.watch.report_requests import requests
@@ -178,6 +179,7 @@ class Watchdog:
         self.least_seconds = 0.0  # of each deadline, while the session is built
         self._ages = Ages(time.monotonic())
         self._reported: set[int] = set()
+        self._circle = self._told = wait_cycles.Circle()
         self._is_stopping = False
         self._ending = threading.Event()
         for waits in (backoff.active, backoff.limited, backoff.unhurried):
@@ -229,6 +231,7 @@ class Watchdog:
         if dead is not None:
             end_job(self._board, CLAIMED_DEATH, reports.death(self._board, dead))
         self._check_agreement()
+        self._check_circles()
         self._check_deadline()
 
     def _check_agreement(self) -> None:
@@ -244,6 +247,25 @@ class Watchdog:
             is_mine = difference and claim(self._board, CLAIMED_DIFFERENCE)
             if is_mine and number in journal.under_way(self._board):
                 end_job(self._board, CLAIMED_DIFFERENCE, f"RanksDisagree: {difference}")
+
+    def _check_circles(self) -> None:
+        """End the job if ranks of the node wait for each other in a circle; only report it if another thread may help.
+
+        A circle counts if the look before has found the same one.
+        """
+        if ulfm.is_elastic():
+            return  # a death ends waits
+        wait_cycles.publish(self._board, self._ages.seconds)
+        before, self._circle = self._circle, wait_cycles.find(self._board)
+        if not self._circle or self._circle != before or self._circle <= self._told:
+            return
+        self._told = self._told | self._circle
+        if claim(self._board, CLAIMED_DIFFERENCE):
+            text = f"RanksDisagree: no rank can go on: {wait_cycles.describe(self._board, self._circle)}"
+            if self._at_deadline != "raise" and all(self._board.get(WAITS_ALONE, index) for index, _ in self._circle):
+                end_job(self._board, CLAIMED_DIFFERENCE, text)
+            text += "; the job goes on, because another thread of a rank may make the missing call"
+            print_to_stderr(reports.of_node(self._board, text, has_text=False).text)
 
     def _check_deadline(self) -> None:
         """Report the oldest operation that is too old, and end the job, or do as ``Tuning.at_deadline`` says."""
