@@ -99,3 +99,19 @@ def test_a_long_folder_for_temporary_files(tmp_path, program, monkeypatch):
     code, shown, *_ = taken([sys.executable, "-m", "torchmpi_py.launch", "-n", "1", path], "pipe", tmp_path)
     assert (code, shown) == (0, b"line 0\n")
     folder.rmdir()
+
+
+def test_the_first_process_that_asks_has_the_input(tmp_path):
+    text = """
+import subprocess, sys
+from torchmpi_py.launch import handed_input
+handed_input.offer(sys.argv[1])
+take = "import os, sys; from torchmpi_py.launch import handed_input; handed_input.take(sys.argv[1])"
+take += "; os.write(1, os.read(0, 4) or b'-')"
+takers = [subprocess.Popen([sys.executable, "-c", take, sys.argv[1]], stdin=subprocess.DEVNULL) for _ in range(3)]
+assert not any([taker.wait() for taker in takers])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text, str(tmp_path)], input="word", capture_output=True, text=True, timeout=100
+    )
+    assert (done.stdout.replace("-", ""), len(done.stdout), done.stderr, done.returncode) == ("word", 6, "", 0)

@@ -43,8 +43,9 @@ def take(folder: str) -> None:
     """In rank 0: make the launcher's input this process's descriptor 0, where the launcher offers it."""
     if not os.path.exists(os.path.join(folder, _NAME)):
         return
-    with socket.socket(socket.AF_UNIX) as connection, _address(folder) as address:
+    # Where a starter tells no ranks, each process takes itself for rank 0: the input is that of the first.
+    with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection, _address(folder) as address:
         connection.connect(address)
-        _, (taken,), *_ = socket.recv_fds(connection, 1, 1)
-    os.dup2(taken, 0)
-    os.close(taken)
+        for taken in socket.recv_fds(connection, 1, 1)[1]:
+            os.dup2(taken, 0)
+            os.close(taken)
