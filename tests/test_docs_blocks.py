@@ -114,10 +114,7 @@ def programs(page):
 
 def lines_of(text):
     """Lines as a bag, without what differs from run to run: process numbers, seconds, what is known of a death."""
-    lines = (
-        re.sub(r"process \d+|, [\d.]+ s$|; rank \d failed after that, with exit code \d+", "", line.rstrip())
-        for line in text
-    )
+    lines = (re.sub(r"process \d+|, [\d.]+ s$", "", line.rstrip()) for line in text)
     lines = (line.replace("was killed by signal 9", "died") for line in lines)
     return collections.Counter(line for line in lines if line.strip(" ^~") and line != "...")
 

@@ -111,7 +111,8 @@ def test_a_rank_that_never_starts_is_named(tmp_path, judge, starter, call, where
 def test_a_rank_that_hangs_in_start_or_stop_is_shown(tmp_path, judge, where, what):
     outcome = run(tmp_path, HANGS, where, TORCHMPI_DEADLINE="3")
     outcome.expect(outcome.code != 0, "the job succeeded")
-    found = re.findall(what, outcome.errors)
+    reports = re.sub(r"torchmpirun: .*", "", outcome.errors)  # whose last line has the report in a few words
+    found = re.findall(what, reports)
     outcome.expect(len(found) == 1, f"{len(found)} reports")
     outcome.expect("time.sleep(300)" in outcome.errors, "the report does not show where rank 1 is")
     judge(f"hangs in {where}", [outcome])
@@ -190,7 +191,7 @@ def test_another_program_that_has_the_address_does_not_silence_the_rank(monkeypa
     actions = []
     monkeypatch.setattr(arrival.watchdog, "print_to_stderr", actions.append)
     monkeypatch.setattr(arrival, "_OTHERS_END_SECONDS", 0.01)
-    monkeypatch.setattr(arrival.Wait, "_end_job", lambda self: actions.append("ended"))
+    monkeypatch.setattr(arrival.Wait, "_end_job", lambda self, report: actions.append("ended"))
     wait = started(monkeypatch, 0, 2, 2)
     wait._seconds = 0.01
     with contextlib.ExitStack() as held:
@@ -204,7 +205,7 @@ def test_ranks_that_are_all_here_have_time_to_connect(monkeypatch):
     actions = []
     monkeypatch.setattr(arrival.watchdog, "print_to_stderr", actions.append)
     monkeypatch.setattr(arrival, "_CONNECT_SECONDS", 1.5)
-    monkeypatch.setattr(arrival.Wait, "_end_job", lambda self: actions.append("ended"))
+    monkeypatch.setattr(arrival.Wait, "_end_job", lambda self, report: actions.append("ended"))
     with started(monkeypatch, 0, 2, 2).watched(), started(monkeypatch, 1, 2, 2).watched():
         wait = started(monkeypatch, 0, 2, 2)
         wait._seconds = 0.01

@@ -195,18 +195,17 @@ def test_deaths_are_told_in_the_order_of_their_beginnings(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "text"),
+    ("status", "starter", "code", "text"),
     [
-        (9, None, "was killed by signal 9"),
-        (9, 137, "was killed by signal 9"),
-        (11, 11, "was killed by signal 11"),
-        (15, 7, ""),  # of those that an MPI_Abort(7) ended
-        (5 << 8, 9, "ended in the middle of the program, with exit code 5"),
-        (None, 137, "was killed by signal 9"),
-        (None, None, "died"),
-        (None, 9, "died"),
-        (None, 77, "was the first to end, in the middle of the program"),
+        (9, 1, 137, "was killed by signal 9"),
+        (11, 11, 139, "was killed by signal 11"),
+        (5 << 8, 9, 5, "ended in the middle of the program, with exit code 5"),
+        (0, 0, 1, "ended in the middle of the program, with exit code 0"),
+        (None, 137, 137, "was killed by signal 9"),
+        (None, 0, 1, "died"),
+        (None, 9, 9, "died"),
     ],
 )
-def test_how_a_rank_died(status, code, text):
-    assert deaths.Death(2, 1234, status).explain(code) == text
+def test_how_a_rank_died(status, starter, code, text):
+    death = deaths.Death(2, 1234, status)
+    assert (death.code(starter), death.explain(starter)) == (code, text)

@@ -13,22 +13,27 @@ A pipe also breaks when the rank becomes another program (exec). Then the proces
 and its mark is removed: the end of that program is the MPI's affair. A program that ends within milliseconds may be
 gone before the look; then it counts as a rank that did not reach its end.
 
-How a process ended is known to its parent only, the MPI's starter. Until the starter has asked, the process is a
-zombie, whose status the system shows; half of the time the status can still be read. Else the starter's exit code must
-do.
+How a process ended is known to its parent, the MPI's starter. Linux 6.15 tells it to the holder of a descriptor of the
+process, too. On an older Linux it is read from the process as soon as its pipe breaks, and again when the process is a
+zombie; a starter that reaps the process before that leaves no more than its own exit code.
 """
 
 import contextlib
+import fcntl
 import math
 import os
 import select
+import signal
+import struct
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 from torchmpi_py.launch import exit_marks
 
-_SIGNALS = range(1, 32)  # MPICH's starter ends with the signal's bare number
+_GET_INFO = 0xC040FF0B  # PIDFD_GET_INFO of linux/pidfd.h, and the bit that asks how the process ended
+_INFO_EXIT = 1 << 3
+_INFO = struct.Struct("=QQ11Ii")  # mask and cgroup; process, thread group, parent and eight user ids; status
 ENDING_SECONDS = 2.0  # a rank that lives longer after its pipe broke has only closed it, by os.closerange for instance
 
 
@@ -47,24 +52,24 @@ class Death(NamedTuple):
         return f"rank {self.rank} (process {self.process_id})"
 
     @property
-    def code(self) -> int:
-        """An exit code for the death, never 0."""
+    def is_by_another_rank(self) -> bool:
+        """Whether the MPI may have ended the rank, because of another one."""
+        return self.status in (None, signal.SIGKILL, signal.SIGTERM)
+
+    def code(self, starter_code: int = 1) -> int:
+        """An exit code for the death, never 0; ``starter_code`` where the status of the process is not known."""
         if self.status is None:
-            return 1
+            return starter_code or 1
         code = os.waitstatus_to_exitcode(self.status)
         return 128 - code if code < 0 else code or 1
 
-    def explain(self, starter_code: int | None = None) -> str:
-        """The end of the rank, for a message; "" for a rank that the MPI may have ended because of another's death."""
+    def explain(self, starter_code: int = 1) -> str:
+        """The end of the rank, for a message."""
         if self.status is not None and not os.WIFSIGNALED(self.status):
             return f"ended in the middle of the program, with exit code {os.waitstatus_to_exitcode(self.status)}"
-        if self.status is not None:
-            signum = os.WTERMSIG(self.status)
-            fits = starter_code is None or starter_code in (signum, 128 + signum)
-            return f"was killed by signal {signum}" if fits else ""
-        if starter_code is not None and starter_code > 128:
-            return f"was killed by signal {starter_code - 128}"
-        return "died" if starter_code in (None, *_SIGNALS) else "was the first to end, in the middle of the program"
+        if self.status is not None or starter_code > 128:
+            return f"was killed by signal {self.code(starter_code) - 128}"
+        return "died"
 
 
 class Lookout:
@@ -76,6 +81,7 @@ class Lookout:
         self._poll = select.epoll()
         self._watched: dict[int, tuple[int, int | None]] = {}  # rank: process, and its descriptor if there is one
         self._pipes: dict[int, int] = {}  # descriptor: rank
+        self._statuses: dict[int, int | None] = {}  # rank: status, as its pipe broke
         self._began: dict[int, float] = {}  # ranks that failed, or whose pipes broke, in order: when that was seen
         self._ended: dict[int, tuple[int, int | None]] = {}  # rank: process and status, until its turn comes
         self._num_ended = 0  # ranks whose turn has come
@@ -116,7 +122,8 @@ class Lookout:
         for rank, (process_id, descriptor) in self._watched.items():
             is_looked_at = descriptor is None or rank in late
             if process_id and (descriptor in ready or (is_looked_at and exit_marks.is_gone(process_id))):
-                self._ended[rank] = process_id, _status(process_id)
+                status = _status(process_id, descriptor)
+                self._ended[rank] = process_id, self._statuses.get(rank) if status is None else status
                 self._close_descriptor(rank)
         self._drop_survivors()
         return self._deaths_in_turn()
@@ -129,7 +136,8 @@ class Lookout:
         """Record which ranks have begun to end, in order; return the descriptors that are no pipes."""
         broken = [descriptor for descriptor in ready if descriptor in self._pipes]
         for descriptor in broken:
-            self._began[self._pipes.pop(descriptor)] = time.monotonic()
+            rank = self._pipes.pop(descriptor)
+            self._began[rank], self._statuses[rank] = time.monotonic(), _status(*self._watched[rank])
             self._poll.unregister(descriptor)
             os.close(descriptor)
         return [descriptor for descriptor in ready if descriptor not in broken]
@@ -192,7 +200,17 @@ class Lookout:
             os.close(descriptor)
 
 
-def _status(process_id: int) -> int | None:
-    """Status of a process that has ended and that its parent has not reaped; None where the status is not known."""
+def _status(process_id: int, descriptor: int | None) -> int | None:
+    """Status of a process that has ended, or is about to; None where the status is not known."""
+    if descriptor is not None:
+        info = bytearray(_INFO.pack(_INFO_EXIT, *[0] * 13))
+        with contextlib.suppress(OSError):  # the system is older, or nothing has reaped the process
+            fcntl.ioctl(descriptor, _GET_INFO, info)
+            mask, *_, status = _INFO.unpack(info)
+            if mask & _INFO_EXIT:
+                return int(status)
     fields = exit_marks.status_fields(process_id)
-    return int(fields[-1]) if fields[:1] == ["Z"] else None
+    if fields[:1] in (["Z"], ["X"]):
+        return int(fields[-1])
+    # 0 may be the status of a process that lives; that of a stopped process is the signal that stopped it.
+    return None if fields[:1] in ([], ["T"], ["t"]) else int(fields[-1]) or None

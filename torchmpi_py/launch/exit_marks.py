@@ -3,7 +3,7 @@
 running-R  until rank R ends in order: its process, where that number holds (another host, or a container with process
            numbers of its own, may share the folder), a checksum of its command line, and when it began
 alive-R    a pipe that rank R holds open until it ends, and writes into when it fails
-failed-R   rank R failed: when, with which exit code, and which shared memory it held
+failed-R   rank R failed: when, with which exit code, what it reported of another rank, and the shared memory it held
 through-R  rank R's program returned; what runs at exit may still be to come
 alone-R    rank R ended in order, and met no other rank
 met-R      rank R, or a process that it started, came to meet other ranks
@@ -202,11 +202,12 @@ class Failure(NamedTuple):
     when: float
     rank: int
     code: int
+    report: str  # of another rank, because of which this one ends the job; "" where this rank itself failed
     held: list[str]  # shared memory
 
 
-def record_failure(folder: str, rank: int, code: int) -> None:
-    """Leave when this rank failed and with which code; on another host there is no such folder."""
+def record_failure(folder: str, rank: int, code: int, report: str = "") -> None:
+    """Leave when this rank failed, with which code, and its ``report``; on another host there is no such folder."""
     if not folder or not os.path.isdir(folder):
         return
     # First the place of the failure in the order in which ranks begin to end.
@@ -216,7 +217,10 @@ def record_failure(folder: str, rank: int, code: int) -> None:
         os.close(pipe)
     with open("/proc/self/maps") as maps:
         held = {line.split()[5] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
-    _write(Path(folder) / f"failed-{rank}", "\n".join([f"{time.time():.6f} {code}", *sorted(held)]))
+    _write(
+        Path(folder) / f"failed-{rank}",
+        "\n".join([f"{time.time():.6f} {code} {' '.join(report.split())}", *sorted(held)]),
+    )
 
 
 def failures(folder: Path) -> list[Failure]:
@@ -224,8 +228,8 @@ def failures(folder: Path) -> list[Failure]:
     found = []
     for path in folder.glob("failed-*"):
         first, *held = path.read_text().splitlines()
-        when, code = first.split()
-        found.append(Failure(float(when), int(path.name.removeprefix("failed-")), int(code), held))
+        when, code, report = first.split(" ", 2)
+        found.append(Failure(float(when), int(path.name.removeprefix("failed-")), int(code), report, held))
     return sorted(found)
 
 

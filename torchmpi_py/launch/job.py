@@ -285,7 +285,7 @@ class Job:
         return time.monotonic() - self._failed_since
 
     def _exit_code(self) -> int:
-        """Exit code of the first rank that failed; else the starter's own, a death by signal in the shell's form."""
+        """Exit code of the first rank that died or, in an elastic job, failed; else the starter's, as of a shell."""
         own = self.process.returncode
         code = 128 - own if own < 0 else int(own)
         failures = exit_marks.failures(self.folder)
@@ -294,24 +294,16 @@ class Job:
             return wanted
         if self.elastic and self._lookout.is_deserted:
             code = self._exit_code_of_deserted(code)
-        left = self._left()
-        if self.elastic and code == 0 and not failures and not left:
+        if not (left := self._left()) and self.elastic and code == 0 and not failures:
             return 0
-        # The deaths come first in the reason, then the first failure, then ranks that nobody else reports.
-        how = [(death, death.explain(None if self.elastic else code)) for death in self._deaths]
-        if failures:  # a death before any failure is no deed of the MPI's, whatever its code says
-            how = [(death, text or death.explain()) for death, text in how]
         unseen = ", as far as this host shows: a rank of another host may have been first"
         among = "" if self._lookout.sees_all else unseen
-        reasons = [f"{death.name} {text}{among}" for death, text in how if text]
-        if failures:
-            first = failures[0]
-            code = first.code
-            where = "" if self.log_dir is None else f"; its output is in {self.log_dir / f'rank-{first.rank}.log'}"
-            after = "after that" if reasons else "first"
-            if self.num_hosts > 1 and not self._lookout.sees_all:
-                after += " on this host"
-            reasons.append(f"rank {first.rank} failed {after}, with exit code {code}{where}")
+        reasons = [f"{death.name} {death.explain(0 if self.elastic else code)}{among}" for death in self._deaths]
+        if self._deaths and not self.elastic:
+            code = min(self._deaths, key=lambda death: death.is_by_another_rank).code(code)
+        elif failures:
+            code = failures[0].code
+            reasons.append(self._explain_failure(failures[0], is_first=not reasons))
         elif left and code == 0:
             code = 1
             ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
@@ -323,6 +315,16 @@ class Job:
             reasons.append("which rank ended the job is not known, for torchmpirun sees the ranks of this host alone")
         self.reason = "; ".join(reasons) if code else ""
         return code
+
+    def _explain_failure(self, failure: exit_marks.Failure, *, is_first: bool) -> str:
+        """Say which rank failed; where a rank has ended the job because of another one, what that rank reported."""
+        log = "" if self.log_dir is None else f"; its output is in {self.log_dir / f'rank-{failure.rank}.log'}"
+        if failure.report:
+            return f"{failure.report}; rank {failure.rank} reported it{log}"
+        when = "first" if is_first else "after that"
+        if self.num_hosts > 1 and not self._lookout.sees_all:
+            when += " on this host"
+        return f"rank {failure.rank} failed {when}, with exit code {failure.code}{log}"
 
     def _left(self) -> list[int]:
         """The ranks that left in the middle of the program: os._exit(0) after the program is an end in order.
@@ -342,7 +344,7 @@ class Job:
         if self._was_deserted:  # then torchmpirun ended the starter, whose own code says no more than that
             code = 0
         is_lost = code == 0 and not self._lookout.num_in_order
-        return self._deaths[-1].code if is_lost and self._deaths else code
+        return self._deaths[-1].code() if is_lost and self._deaths else code
 
 
 Maker = Callable[[Path, int, float], Job]

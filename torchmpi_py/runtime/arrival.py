@@ -82,9 +82,10 @@ class Wait:
         is_reported = is_reported or not _bind(_address(_REPORTED), held)
         if is_reported and (not self._ends or self._over.wait(_OTHERS_END_SECONDS)):
             return
-        watchdog.print_to_stderr(f"torchmpi_py: {self.report()}")
+        report = self.report()
+        watchdog.print_to_stderr(f"torchmpi_py: {report}")
         if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # in which the others see the address
-            self._end_job()
+            self._end_job(report.split(". Every rank")[0])
 
     def _all_are_here(self) -> bool:
         """Whether every rank of the job waits on this host: MPI connects them, which a busy host makes slow."""
@@ -115,10 +116,11 @@ class Wait:
             return f"None is missing on {others}" if on_host else f"These are on {others}"
         return f"{on_host - len(here)} of {on_host} ranks are missing on {others}"
 
-    def _end_job(self) -> None:
-        abort.abort(abort.EXIT_CODE)  # where MPI is started; else the launcher ends the others when one ends
+    def _end_job(self, report: str) -> None:
+        abort.abort(abort.EXIT_CODE, report)  # where MPI is started; else the launcher ends the others when one ends
         with contextlib.suppress(Exception):
-            exit_marks.record_failure(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), self._rank, abort.EXIT_CODE)
+            folder = os.environ.get("TORCHMPIRUN_JOB_DIR", "")
+            exit_marks.record_failure(folder, self._rank, abort.EXIT_CODE, report)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()

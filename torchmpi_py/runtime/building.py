@@ -75,7 +75,7 @@ class _Construction:
     def _end(self, patience_seconds: float) -> None:
         """End the job, after some seconds, unless all is built meanwhile."""
         if not self._is_over_within(patience_seconds):
-            abort.abort(abort.EXIT_CODE)
+            abort.abort(abort.EXIT_CODE, self._why)
         elif self._has_reported:
             watchdog.withdraw()
 

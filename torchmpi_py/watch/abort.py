@@ -15,14 +15,18 @@ EXIT_CODE = 1
 """The exit code of a job that is ended by the ranks' watch over each other."""
 
 
-def abort(code: int) -> None:
-    """End the whole job with ``code`` if other ranks belong to it; else do nothing."""
+def abort(code: int, report: str = "") -> None:
+    """End the whole job with ``code`` if other ranks belong to it; else do nothing.
+
+    ``report``: what is wrong with another rank, in a few words, where this rank ends the job because of that.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or mpi_api.is_forked() or not mpi.Is_initialized() or mpi.Is_finalized():
         return
     if mpi.COMM_WORLD.size > 1:
         with contextlib.suppress(Exception):
-            exit_marks.record_failure(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), mpi.COMM_WORLD.rank, code)
+            folder = os.environ.get("TORCHMPIRUN_JOB_DIR", "")
+            exit_marks.record_failure(folder, mpi.COMM_WORLD.rank, code, report)
         with contextlib.suppress(Exception):
             tracing.save()
         for stream in (sys.stdout, sys.stderr, sys.__stderr__):

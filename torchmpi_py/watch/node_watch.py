@@ -354,7 +354,7 @@ class NodeWatch:
     def _end_job(self, reason: int, why: str, *, ends: bool = True) -> None:
         def end() -> None:
             if ends:
-                abort.abort(abort.EXIT_CODE)
+                abort.abort(abort.EXIT_CODE, why)
 
         self._desk.begin(reason, f"torchmpi_py: report of rank {self._board.get(WORLD_RANK)}: {why}", end, ends=ends)
 

@@ -90,11 +90,11 @@ def _blocking(board: Board, waited: Record) -> Record | None:
 
 
 class NodeReport(NamedTuple):
-    """A report on a node. ``names_missing``: whether it names a rank that has not come to the late operation."""
+    """A report on a node. ``missing``: the ranks that have not called the late operation, if it names any."""
 
     heading: str
     ranks: str
-    names_missing: bool
+    missing: str
 
     @property
     def text(self) -> str:
@@ -136,8 +136,8 @@ def part_of_node(board: Board, position: Position | None, called: str, silent: C
     return _of_ranks(board, late, silent, True)[0]
 
 
-def _of_ranks(board: Board, late: Record | None, silent: Collection[int], has_text: bool) -> tuple[str, bool]:
-    """What each rank does, in lines; and whether one is missing in the late operation."""
+def _of_ranks(board: Board, late: Record | None, silent: Collection[int], has_text: bool) -> tuple[str, str]:
+    """What each rank does, in lines; and which ranks have not called the late operation, as a clause."""
     lines, activities = [], {index: _activity(board, index, late) for index in _by_rank(board)}
     for index, each in activities.items():
         lines.append(_with_trouble(board, index, each.text))
@@ -147,7 +147,10 @@ def _of_ranks(board: Board, late: Record | None, silent: Collection[int], has_te
             lines.append(
                 "    does not say where it stands: it is in a call that does not let Python's other threads run"
             )
-    return "\n".join(lines), any(each.is_missing for each in activities.values())
+    names = [_name(board, index) for index, each in activities.items() if each.is_missing]
+    names[_MOST_NAMED:] = [f"{len(names) - _MOST_NAMED} more"] * (len(names) > _MOST_NAMED)
+    missing = f"{', '.join(names)} did not call {late.what}, called at {late.site}" if names and late else ""
+    return "\n".join(lines), missing
 
 
 class _Activity(NamedTuple):

@@ -290,26 +290,23 @@ class Watchdog:
                 self._reported.add(oldest)
             return
         self._reported.add(oldest)
+        age = self._ages.seconds[oldest]
         patience_seconds = job_reports.OTHERS_REPORT_SECONDS
+        why = f"an operation is not complete after {round(age, 1 if age < _SHORT_SECONDS else 0):g} s"
         try:
-            patience_seconds = self._tell_late(oldest, ends=is_end)
+            report = self._report(why, oldest)
+            why = report.missing or why
+            patience_seconds = tell_late(board, report, oldest, ends=is_end)
         finally:
             if is_end:
-                self._end_if_incomplete(oldest, patience_seconds)
+                self._end_if_incomplete(oldest, patience_seconds, why)
 
-    def _tell_late(self, number: int, *, ends: bool) -> float:
-        """Report an operation that is late; return for how long others may still report it, or end the job."""
-        board, age = self._board, self._ages.seconds[number]
-        seconds = f"{round(age, 1 if age < _SHORT_SECONDS else 0):g}"
-        report = self._report(f"an operation is not complete after {seconds} s", number)
-        return tell_late(board, report, number, ends=ends)
-
-    def _end_if_incomplete(self, number: int, seconds: float) -> None:
+    def _end_if_incomplete(self, number: int, seconds: float, why: str) -> None:
         """End the job, after some seconds, unless the operation has completed meanwhile."""
         if self._ending.wait(seconds):
             return
         if number in journal.under_way(self._board):
-            abort.abort(abort.EXIT_CODE)
+            abort.abort(abort.EXIT_CODE, why)
         else:
             withdraw()
 
@@ -327,7 +324,7 @@ def tell_late(board: Board, report: reports.NodeReport, number: int | None = Non
     answer = job_reports.claim(board, CLAIMED_LATE, report, number, ends=ends)
     if answer is None:  # one node, or no hub that answers
         print_to_stderr(f"{report.text}\n{flight_recorder.dump(board)}")
-        return 0 if report.names_missing else job_reports.OTHERS_REPORT_SECONDS
+        return 0 if report.missing else job_reports.OTHERS_REPORT_SECONDS
     return 0 if answer["claimed"] == "printed" else job_reports.OTHERS_END_SECONDS
 
 
@@ -349,7 +346,7 @@ def end_job(board: Board, reason: int, why: str) -> None:
         elif answer["claimed"] == "held":
             time.sleep(job_reports.OTHERS_END_SECONDS)  # in which the one that reports ends the job
     finally:
-        abort.abort(abort.EXIT_CODE)
+        abort.abort(abort.EXIT_CODE, why)
 
 
 def print_to_stderr(text: str) -> None:
