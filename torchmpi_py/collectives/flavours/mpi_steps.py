@@ -17,6 +17,7 @@ waits for that work first.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -39,6 +40,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 TAGS_PER_KIND = 64  # more than there are dtypes
 MESSAGE, EXCHANGE, INTERNAL = (kind * TAGS_PER_KIND for kind in range(3))
 """The first tags of each kind: a receive that is under way must not catch a piece of another verb."""
+_LOOK_SECONDS = 100e-6  # from one look for a message of another dtype to the next one; a look takes some microseconds
 _SEARCH_SECONDS = 0.05  # from one search for messages of other dtypes, behind messages of other tags, to the next one
 
 
@@ -212,6 +214,7 @@ class Receipt:
     def __init__(self, comm: MPI.Comm, piece: Tensor, source: int, tag: int) -> None:
         self.tag, self.num_bytes, self.status = tag + _CODES[piece.dtype], piece.nbytes, MPI.Status()
         self._comm, self._source, self._kind, self._next_search = comm, source, tag, time.monotonic() + _SEARCH_SECONDS
+        self._next_look = 0.0
         self._error: RanksDisagree | None = None
         self.request = MPI.REQUEST_NULL
         if self._finds_misfit(self.num_bytes):
@@ -253,6 +256,9 @@ class Receipt:
 
     def _is_cut_off(self) -> bool:
         """Whether the receive is over after all; RanksDisagree if a message of another dtype came in its place."""
+        if (now := time.monotonic()) < self._next_look:
+            return False
+        self._next_look = now + _LOOK_SECONDS
         if not self._finds_misfit(math.inf):
             return False
         # A receive whose own message is still on its way cannot be cancelled, and the message found comes behind it.
@@ -282,7 +288,7 @@ class Receipt:
 
     def Wait(self) -> None:  # noqa: N802
         while not self.Test():
-            time.sleep(0)  # no longer: MPI may move large messages forward in these looks alone
+            os.sched_yield()  # no pause: MPI may move large messages forward in these looks alone
 
     def wait_or_cancel(self) -> None:
         """``Wait``; after an exception, also of a signal's handler, MPI no longer writes to the tensor."""
