@@ -427,7 +427,7 @@ def a_hub(rank=0):
 def watched(monkeypatch):
     """Two nodes in one process: (nodes' watches, what was printed, codes with which the job was ended)."""
     said, ended, watches, boards = [], [], [], [Rank(0), Rank(1)]
-    monkeypatch.setattr(node_watch.abort, "abort", ended.append)
+    monkeypatch.setattr(node_watch.abort, "abort", lambda code, report: ended.append(code))
     monkeypatch.setenv("TORCHMPI_DUMP_DIR", os.devnull)
     for name in ("PARTS_SECONDS", "SILENT_SECONDS", "_VIEWS_SECONDS", "_CLAIM_SECONDS"):
         monkeypatch.setattr(job_reports, name, 60.0)  # for a busy machine
@@ -546,7 +546,7 @@ time.sleep(500)
 def leader(monkeypatch):
     """A hub in this process, and the leader of the other node as a process: (watch, process, printed, ended)."""
     said, ended = [], []
-    monkeypatch.setattr(node_watch.abort, "abort", ended.append)
+    monkeypatch.setattr(node_watch.abort, "abort", lambda code, report: ended.append(code))
     monkeypatch.setenv("TORCHMPI_DUMP_DIR", os.devnull)
     nodes, listener = a_hub()
     monkeypatch.setattr(node_links, "current", nodes)

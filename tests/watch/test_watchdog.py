@@ -79,7 +79,7 @@ def test_a_report_is_printed_without_sys_stderr(monkeypatch, capfd):
 
 def test_the_job_ends_whatever_is_wrong_with_its_report(monkeypatch):
     ended = []
-    monkeypatch.setattr(watchdog.abort, "abort", ended.append)
+    monkeypatch.setattr(watchdog.abort, "abort", lambda code, report: ended.append(code))
     monkeypatch.setattr(watchdog.reports, "of_node", lambda *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         watchdog.end_job(a_board(), CLAIMED_DEATH, "why")
