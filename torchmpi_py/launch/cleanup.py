@@ -1,6 +1,7 @@
 """What a job may leave on this host: processes, shared memory, session folders. Only this job's are ever touched.
 
-- A *process* is the job's when its environment names the job's folder; children inherit that whatever they do. A rank
+- A *process* is the job's when its environment names the job's folder, and it has this user and is in this container
+  (PID namespace): root sees others' processes, too. Children inherit the variable whatever they do. A rank
   that sets its title (setproctitle) overwrites the environment that others see: the rank's mark names it. A process
   that becomes another program (exec) has for some milliseconds none that others see: a look at it waits for that.
 - A *file in /dev/shm* is the job's when it has a name that an MPI, torch or this package gives and one of the job's
@@ -141,7 +142,9 @@ def lives_with(process_id: int, variable: str) -> bool:
 def _has(process_id: int, variable: str, until: float) -> bool:
     """The same; a process in the middle of exec is waited for until some time."""
     path = f"/proc/{process_id}/environ"
-    found = _read(path)  # nothing when it has ended or is another user's
+    if not _is_ours(process_id):
+        return False
+    found = _read(path)  # nothing when it has ended
     while not found and _has_program(process_id) and time.monotonic() < until:
         is_in_exec = not _read(f"/proc/{process_id}/cmdline")  # arguments and environment come together
         found = _read(path)
@@ -149,6 +152,15 @@ def _has(process_id: int, variable: str, until: float) -> bool:
             break
         time.sleep(0.001)
     return os.fsencode(variable) + b"\0" in found
+
+
+def _is_ours(process_id: int) -> bool:
+    """Whether a process belongs to this user and to this PID namespace."""
+    try:
+        is_same_user = os.stat(f"/proc/{process_id}").st_uid == os.geteuid()
+        return is_same_user and os.path.samefile(f"/proc/{process_id}/ns/pid", "/proc/self/ns/pid")
+    except OSError:
+        return False
 
 
 def _has_program(process_id: int) -> bool:
@@ -201,10 +213,29 @@ def _open_shared_memory(process_id: int) -> set[str]:
 
 
 def remove_shared_memory(names: set[str]) -> None:
-    """Remove those of the files that exist and that no living process has open or mapped."""
-    names = {name for name in names if _may_be_a_jobs(name) and os.path.exists(name)}
+    """Remove those of this user's files that exist and that no living process has open or mapped."""
+    names = {name for name in names if _may_be_a_jobs(name) and _owner(name) == os.geteuid()}
     if names:
-        _remove(names - shared_memory(_processes()))
+        _remove(name for name in names - shared_memory(_processes()) if not _is_held(name))
+
+
+def _is_held(name: str) -> bool:
+    """Whether a process has a file open or mapped, also one in another container, which /proc does not show.
+
+    Linux grants a lease for writing only on a file that nobody else has open.
+    """
+    import errno
+    import fcntl
+
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return error.errno == errno.EAGAIN  # otherwise the file has gone, or its file system has no leases
+    return False
 
 
 def randomly_named() -> set[str]:
@@ -235,7 +266,7 @@ def _own_files(beginnings: tuple[str, ...]) -> set[str]:
 
 def _owner(name: str) -> int:
     try:
-        return os.stat(name).st_uid
+        return os.lstat(name).st_uid
     except FileNotFoundError:
         return -1
 
