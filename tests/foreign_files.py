@@ -72,3 +72,4 @@ def code(path):
 NOT_OURS = (link, of_another)
 NOT_FILES = (pipe, device, directory, bound_socket)
 BAD_CONTENT = (huge, garbage, deep, code)
+ALL = (*NOT_OURS, *NOT_FILES, *BAD_CONTENT)

@@ -29,7 +29,7 @@ def test_what_is_refused(tmp_path, make, flags):
 
 def test_a_size_limit(tmp_path):
     foreign_files.huge(tmp_path / "file")
-    with pytest.raises(OSError, match="more than 1000 bytes"):
+    with pytest.raises(OSError, match="may have 1000"):
         trusted_files.read(tmp_path / "file", 1000)
     (tmp_path / "small").write_bytes(bytes(1000))
     assert trusted_files.read(tmp_path / "small", 1000) == bytes(1000)

@@ -14,11 +14,13 @@ Only the standard library is imported here: `launch` uses this module, and the r
 
 import contextlib
 import errno
+import json
 import os
 import pwd
 import stat
 import tempfile
 from collections.abc import Collection
+from typing import Any
 
 Path = str | os.PathLike[str]
 
@@ -48,10 +50,19 @@ def read(path: Path, most_bytes: int, *, owners: Collection[int] | None = (), re
 
     """
     with open(open_file(path, os.O_RDONLY, owners=owners, remedy=remedy), "rb") as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes; {remedy}", os.fspath(path))
-    return content
+        # A file that grows meanwhile is read to its former end.
+        if (num_bytes := os.fstat(file.fileno()).st_size) > most_bytes:
+            what = f"it has {num_bytes} bytes, and may have {most_bytes}"
+            raise OSError(errno.EFBIG, f"{what}; {remedy}", os.fspath(path))
+        return file.read(most_bytes)
+
+
+def read_json(path: Path, most_bytes: int = 1 << 20, *, owners: Collection[int] | None = ()) -> Any:
+    """Return the content of a JSON file. OSError as of `read`, ValueError for what is not JSON."""
+    try:
+        return json.loads(read(path, most_bytes, owners=owners))
+    except RecursionError:
+        raise ValueError("its lists are nested too deeply") from None
 
 
 def open_file(path: Path, flags: int, *, owners: Collection[int] | None = (), remedy: str = REMEDY) -> int:
@@ -82,6 +93,19 @@ def is_own(path: Path) -> bool:
         return os.lstat(path).st_uid in (os.geteuid(), _owner_of_new_file(path))
     except OSError:
         return False
+
+
+def write(path: Path, text: str) -> None:
+    """Write a text to a file that is the user's, or new. OSError as of `read`."""
+    with open(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def refuse_others(path: Path, remedy: str = REMEDY) -> None:
+    """PermissionError if another user's file, folder or link is at ``path``, so that nobody removes or replaces it."""
+    if os.path.lexists(path) and not is_own(path):
+        what = f"it belongs to {owner_name(os.lstat(path).st_uid)}, and not to you"
+        raise PermissionError(errno.EPERM, f"{what}; {remedy}", os.fspath(path))
 
 
 def owner_name(user_id: int) -> str:

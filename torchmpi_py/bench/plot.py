@@ -11,14 +11,14 @@ import argparse
 import dataclasses
 import importlib.util
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchmpi_py import trusted_files
 from torchmpi_py.bench import UsageError
 from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, GLOO, HOST_COPY, RAW_MPI, WIRE
-from torchmpi_py.bench.results import Report, ResultRow, check_outputs, load
+from torchmpi_py.bench.results import MOST_BYTES, Report, ResultRow, check_outputs, load
 from torchmpi_py.core.mpi_api import MPI
 
 _REFERENCE_STYLES: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def _missing() -> str:
 def load_curve(path: Path) -> TrainingCurve | None:
     """The curve in a file; None where the file holds something else."""
     try:
-        stored = json.loads(path.read_text())
+        stored = trusted_files.read_json(path, MOST_BYTES, owners=None)
         fields = {field.name: stored[field.name] for field in dataclasses.fields(TrainingCurve)[1:]}
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchmpi_py import trusted_files
 from torchmpi_py.bench import UsageError
 from torchmpi_py.bench.buffers import format_size
 from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, GLOO, HOST_COPY, LIMITS, RAW_MPI, WIRE
@@ -19,6 +20,8 @@ from torchmpi_py.core.mpi_api import MPI
 
 COLLECTIVE = "torchmpi_py.bench collective 1"
 """The format of a report of ``run`` or ``compare``."""
+
+MOST_BYTES = 1 << 28  # of a report
 
 # Candidates whose time is divided by each row's, in a column of its own.
 _REFERENCES = {
@@ -114,7 +117,7 @@ def store(format_name: str, report: Any, path: Path) -> None:
 def load(path: Path) -> Report:
     """Read a report of ``run`` or ``compare``. UsageError for another file."""
     try:
-        stored: dict[str, Any] = json.loads(path.read_text())
+        stored: dict[str, Any] = trusted_files.read_json(path, MOST_BYTES, owners=None)
         if stored.pop("format") != COLLECTIVE:
             raise ValueError(f"its format is not {COLLECTIVE!r}")
         return Report(**stored | {"rows": [ResultRow(**row) for row in stored["rows"]]})

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchmpi_py import trusted_files
 from torchmpi_py.bench import UsageError, timeline_tables
 from torchmpi_py.bench.timeline_calls import STATES, JobCalls, meet, read
 
@@ -32,7 +33,7 @@ def main(options: argparse.Namespace) -> None:
     job = read(options.directory, about)
     meet(job)
     try:
-        path.write_text(page(job, about), encoding="utf-8")
+        trusted_files.write(path, page(job, about))
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; name another file") from error
     if not about:

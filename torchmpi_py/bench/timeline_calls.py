@@ -81,7 +81,7 @@ def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
     """The operations of the ranks whose boards, or dumps, are in a folder."""
     try:
         num_ranks, kept = kept_boards.load(directory)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a broken board raises any
         raise UsageError(f"{directory}: a board cannot be read: {error}") from error
     if kept:
         dumps = {rank.dump["rank"]: rank.dump for rank in kept}

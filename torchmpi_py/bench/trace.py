@@ -16,10 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchmpi_py import trusted_files
 from torchmpi_py.bench import UsageError
 from torchmpi_py.watch.tracing import CATEGORY
 
 _VIEWERS = "open it in https://ui.perfetto.dev or chrome://tracing"
+_MOST_BYTES = 1 << 32
 _ROWS_PER_RANK = 10_000
 _JOINED = "bnesft"  # phases of events that belong together by their id, which is unique in one file only
 
@@ -73,7 +75,7 @@ def main(options: argparse.Namespace) -> None:
         )
     out = options.output or options.directory / "trace.json"
     try:
-        out.write_text(json.dumps(merge(traces)))
+        trusted_files.write(out, json.dumps(merge(traces)))
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error}") from error
     for trace in traces:
@@ -96,7 +98,7 @@ def load(directory: Path) -> list[RankTrace]:
 
 def _load(path: Path) -> RankTrace:
     try:
-        data = json.loads(path.read_text())
+        data = trusted_files.read_json(path, _MOST_BYTES, owners=None)
         about = {name: data[CATEGORY][name] for name in ("rank", "size", "host", "job", "clock")}
         trace = RankTrace(path, base_ns=data["baseTimeNanoseconds"], events=data["traceEvents"], **about)
         trace.on_rank_0(0.0, 0)

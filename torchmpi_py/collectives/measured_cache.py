@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime as dt
-import json
 import logging
 import math
 import pathlib
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 import torchmpi_py
+from torchmpi_py import trusted_files
 from torchmpi_py.collectives.selector import Choice, Key, Selector, selector
 from torchmpi_py.core import config
 from torchmpi_py.core.channels import Place
@@ -95,7 +95,8 @@ def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        logger.warning("selector: %s is ignored: %s; mpi.autotune() replaces it", path, error)
+        why = getattr(error, "strerror", None) or error
+        logger.warning("selector: %s is ignored: %s; mpi.autotune() replaces it", path, why)
         return None
     source = f"measured on {date}, {path}"
     logger.info("selector: %s", source)
@@ -105,10 +106,11 @@ def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
 def read(path: pathlib.Path, expected: MachineFacts) -> tuple[Rows, str]:
     """The rows in a file, and the date of measurement. ValueError unless the file is sound and has these facts."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        # Whoever owns the folder, which the user has named, may have measured for all its users.
+        content = trusted_files.read_json(path, owners={path.parent.stat().st_uid})
         stale = _why_stale(content, expected)
         rows, date = ({}, "") if stale else (dict(_row(record) for record in content["rows"]), str(content["date"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"it is not understood ({type(error).__name__}: {error})") from error
     if stale:
         raise ValueError(stale)

@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchmpi_py import trusted_files
+
 PREFIX = "TORCHMPI_"
 TUNING_DIR = f"{PREFIX}TUNING_DIR"
 PROFILE = f"{PREFIX}PROFILE"
@@ -180,6 +182,7 @@ def log_level(environ: Mapping[str, str] = os.environ) -> str | None:
 def keep(path: pathlib.Path, content: object) -> None:
     """Write a file for later jobs, as JSON; readers see the whole file or none. OSError if writing fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    trusted_files.refuse_others(path)
     file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
     try:
         with open(file, "w", encoding="utf-8") as stream:

@@ -16,7 +16,10 @@ A name changes by ``rename``, which is atomic; before it, files and folder are b
 after it the folder that holds them is. So the name ``step-N`` is never seen on half a checkpoint, not even after a
 power failure. ``tidy`` removes what a killed job left.
 
-The files hold plain data, which ``torch.load(weights_only=True)`` reads back without running code.
+The files hold plain data, which ``torch.load(weights_only=True)`` reads back. It runs no code of a file from torch 2.6
+on, and is hardened further in 2.10: with an earlier torch, load only files whose author you trust.
+
+Anybody's checkpoints are loaded, but ``tidy`` leaves what belongs to another user.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchmpi_py import trusted_files
 from torchmpi_py.errors import CheckpointError
 
 logger = logging.getLogger("torchmpi_py")
@@ -45,6 +49,7 @@ FORMAT = 1
 """The format of a checkpoint's folder; a reader refuses a higher one."""
 
 SUMMARY, MODEL = "checkpoint.json", "model.pt"
+_MOST_SUMMARY_BYTES = 1 << 28  # 200 bytes a rank
 _NAME = re.compile(r"step-(\d+)(\.replaced)?")
 
 _DICTS = (dict, OrderedDict, Counter)
@@ -169,8 +174,12 @@ class ChecksumStream:
 
 
 def read(path: pathlib.Path) -> Any:
-    """The content of a file, on the CPU. It is data and runs no code, whatever the file holds."""
-    return torch.load(path, map_location="cpu", weights_only=True)
+    """Return the content of a file, on the CPU; from torch 2.6 on no code of the file runs."""
+    with open(trusted_files.open_file(path, os.O_RDONLY, owners=None), "rb") as file:
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises many kinds, and advises to run the file's code
+            raise CheckpointError(f"{path} does not hold plain data as a checkpoint does; use another one") from error
 
 
 def sync(folder: pathlib.Path) -> None:
@@ -242,9 +251,11 @@ def finish(partial: pathlib.Path, step: int, summary: dict[str, Any]) -> pathlib
 
 
 def tidy(directory: pathlib.Path) -> None:
-    """Remove what a job left that was killed while it wrote, or while it removed."""
+    """Remove what a job of this user left that was killed while it wrote, or while it removed."""
     for name in os.listdir(directory):
         path = directory / name
+        if not trusted_files.is_own(path):
+            continue
         if name.startswith((".step-", ".probe-")):
             remove(path)
         elif name.endswith(".replaced") and _NAME.fullmatch(name):
@@ -285,7 +296,7 @@ def set_aside(folder: pathlib.Path) -> None:
 def summary_of(folder: pathlib.Path) -> dict[str, Any]:
     """The content of ``checkpoint.json``. Damaged if it cannot be read, CheckpointError if a later version wrote it."""
     try:
-        summary = json.loads((folder / SUMMARY).read_bytes())
+        summary = trusted_files.read_json(folder / SUMMARY, _MOST_SUMMARY_BYTES, owners=None)
         is_whole = summary.pop("crc32") == _crc32_of_summary(summary)
         written = int(summary["format"])
     except PermissionError:
@@ -327,7 +338,7 @@ def check(folder: pathlib.Path, summary: dict[str, Any], names: Iterable[str], w
 
 def _crc32_of_file(path: pathlib.Path) -> int:
     so_far = 0
-    with open(path, "rb") as file:
+    with open(trusted_files.open_file(path, os.O_RDONLY, owners=None), "rb") as file:
         while piece := file.read(1 << 20):
             so_far = zlib.crc32(piece, so_far)
     return so_far

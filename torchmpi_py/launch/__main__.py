@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torchmpi_py import trusted_files
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import (
     binding,
@@ -210,6 +211,7 @@ def check_folder(option: str, folder: Path | None, replaced: str = "") -> None:
             file.write(bytes(_TRIED_BYTES))
         if replaced:
             files = replaced
+            trusted_files.refuse_others(folder / replaced)
             (folder / replaced).unlink(missing_ok=True)
     except OSError as error:
         what = f"{option} {folder}: cannot write {files} there: {error.strerror}"

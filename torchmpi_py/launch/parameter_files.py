@@ -7,6 +7,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from torchmpi_py import trusted_files
+
+_MOST_BYTES = 1 << 20
+
 
 def have(name: str, reader: str, environment: Mapping[str, str], installed: tuple[str | None, ...] = ()) -> bool:
     """Whether a file that the ``reader`` ("openmpi", "prte") reads sets the parameter ``name``.
@@ -24,6 +28,7 @@ def have(name: str, reader: str, environment: Mapping[str, str], installed: tupl
     files += map(Path, re.split("[:,]", environment.get(variable, "")))
     for file in files:
         with contextlib.suppress(OSError):
-            if re.search(rf"^\s*{name}\s*=", file.read_text(errors="replace"), re.MULTILINE):
+            content = trusted_files.read(file, _MOST_BYTES, owners=None)  # the MPI reads it whoever owns it
+            if re.search(rf"^\s*{name}\s*=", content.decode(errors="replace"), re.MULTILINE):
                 return True
     return False

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from math import inf
 from pathlib import Path
 
+from torchmpi_py import trusted_files
 from torchmpi_py.launch.notices import NoticeFilter, printable
 
 ENDED_SECONDS = 1.0  # how long a reader may take nothing before the launcher of a job that was ended leaves
@@ -226,7 +227,7 @@ class Tail(_Outlet):
         assert self.log is not None
         text = ""
         try:
-            with self.log.open("rb") as log:
+            with open(trusted_files.open_file(self.log, os.O_RDONLY), "rb") as log:
                 if os.fstat(log.fileno()).st_size < self._num_read:  # it was cut: what follows is new
                     self._num_read = 0
                 log.seek(self._num_read)

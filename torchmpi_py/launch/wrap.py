@@ -43,6 +43,7 @@ if __name__ == "__main__":
     # Run by path: this folder is where Python would look for modules first, and it has a `hosts` and a `job`.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from torchmpi_py import trusted_files
 from torchmpi_py.errors import EndRequested
 from torchmpi_py.launch import binding, exit_marks, handed_input, notices, variables
 
@@ -113,10 +114,10 @@ def log_to(folder: Path, rank: int) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_first else 0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / f"rank-{rank}.log", flags, 0o666)
+        descriptor = trusted_files.open_file(folder / f"rank-{rank}.log", flags)
     except OSError as error:
         host = os.uname().nodename
-        sys.exit(f"[rank {rank}] --log-dir {folder}: cannot write a log there on {host}: {error.strerror}")
+        sys.exit(f"[rank {rank}] --log-dir {folder}: cannot write rank-{rank}.log there on {host}: {error.strerror}")
     former = os.dup(2)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

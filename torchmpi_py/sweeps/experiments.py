@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchmpi_py import trusted_files
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import agree, backoff, communication_thread, communicators, config, ulfm
 from torchmpi_py.core.communicators import Stack
@@ -164,7 +165,7 @@ def _open(ledger: Ledger, listed: list[Any], seed: int, resume: bool, csv: Path 
         if not chief.is_chief():
             return 0
         if csv is not None:
-            csv.open("a").close()
+            os.close(trusted_files.open_file(csv, os.O_WRONLY | os.O_CREAT))
         return ledger.prepare(listed, seed, resume=resume)
 
     num_before = int(_on_all_ranks(prepare, "the sweep cannot begin")[0])
@@ -319,7 +320,8 @@ def _is_idle() -> bool:
 def _output_to(path: Path) -> Iterator[None]:
     """Within the block what this process prints goes to the end of a file, line by line, by whatever code."""
     kept = [os.dup(1), os.dup(2)]
-    with open(path, "a", buffering=1) as log, contextlib.ExitStack() as redirected:
+    descriptor = trusted_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with open(descriptor, "a", buffering=1) as log, contextlib.ExitStack() as redirected:
         for stream, redirect in ((sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)):
             if _is_descriptor(stream):
                 stream.flush()

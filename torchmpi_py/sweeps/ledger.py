@@ -13,6 +13,9 @@ to a name that no other process has linked, which holds on network file systems 
     0007/               files of its own (`experiment_folder`)
     results.csv         all that have ended
 
+Configurations and values are any objects that can be pickled, and to unpickle a file may run code. So the files are
+read only if they belong to the user or to root, and files of another user are neither removed nor written to.
+
 A claim without an end is an experiment under way, or one that was under way when its group died. In a later run, with
 another token, nobody has claimed it. The *chief*, the first group of a run, prepares the folder; the others wait.
 """
@@ -26,6 +29,7 @@ import os
 import pickle
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -35,13 +39,16 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten
 
+from torchmpi_py import trusted_files
 from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.sweeps.outcome import FAILED, Experiment, Results
 
 PREPARED_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
 _SWEEP = "torchmpi-sweep"
-_OWN = re.compile(r"results\.csv|(run|claims)-[0-9a-f-]+|(ended|reports)-\d{4,}|part-.*-\d+")
+_OWN = re.compile(r"results\.csv|(run|claims)-[0-9a-f-]+|(ended|reports)-\d{4,}|part-.+-[a-z0-9_]{8}")
+_MOST_BYTES = 1 << 30  # of a file
+_REMEDY = "remove it, or name another folder with directory="
 
 
 class Ledger:
@@ -75,6 +82,7 @@ class Ledger:
         sweep = self.folder / _SWEEP
         if not sweep.exists() and any(not path.name.startswith(f"part-{_SWEEP}") for path in self.folder.iterdir()):
             raise ValueError(f"{self.folder} is no folder of a sweep, and not empty: name another one with directory=")
+        trusted_files.refuse_others(sweep, _REMEDY)
         former = _read(sweep) if resume and sweep.exists() else None
         if former is None:
             self._clear()
@@ -84,7 +92,7 @@ class Ledger:
         self._claims.mkdir(exist_ok=True)
         self._write(self._run.name, b"")
         self.configurations, self.seed = configurations, seed
-        return 0 if former is None else self.num_ended()
+        return 0 if former is None else len(self.results())
 
     def join(self) -> None:
         """Take part in the run that the chief has begun; TorchMPIError if it has not, after `PREPARED_SECONDS`."""
@@ -107,8 +115,8 @@ class Ledger:
         claimed = {path.name for path in self.folder.glob("claims-*/*") if _OWN.fullmatch(path.parent.name)}
         paths = [path for path in self.folder.iterdir() if path.name.removesuffix(".log") in claimed]
         paths += [path for path in self.folder.iterdir() if _OWN.fullmatch(path.name)]
-        for path in sorted(paths, key=lambda path: path.name.startswith("claims-")):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in sorted(filter(trusted_files.is_own, paths), key=lambda path: path.name.startswith("claims-")):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     # --- experiments
 
@@ -118,8 +126,7 @@ class Ledger:
             if (self.folder / f"ended-{number:04}").exists():
                 continue
             # Of all groups that link their file to the name of the claim, one succeeds.
-            part = self._part(f"claim-{number:04}")
-            part.write_text(str(self.group))
+            part = self._part(f"claim-{number:04}", str(self.group).encode())
             try:
                 os.link(part, self._claims / f"{number:04}")
             except FileExistsError:
@@ -129,14 +136,15 @@ class Ledger:
             finally:
                 part.unlink()
             # An earlier run of the experiment, which did not end, has left these.
-            self.log(number).unlink(missing_ok=True)
-            self._reports(number).unlink(missing_ok=True)
+            for former in (self.log(number), self._reports(number)):
+                trusted_files.refuse_others(former, _REMEDY)
+                former.unlink(missing_ok=True)
             return number
         return None
 
     def abandoned(self) -> list[tuple[int, float]]:
         """The experiments that this group has taken in this run, and not ended; and when each was taken."""
-        taken = [path for path in self._claims.iterdir() if path.read_text() == str(self.group)]
+        taken = [path for path in self._claims.iterdir() if _read_text(path) == str(self.group)]
         left = [path for path in taken if not (self.folder / f"ended-{path.name}").exists()]
         return sorted((int(path.name), path.stat().st_mtime) for path in left)
 
@@ -168,14 +176,15 @@ class Ledger:
         """The folder for files of one experiment, which need not exist."""
         return self.folder / f"{number:04}"
 
-    def _part(self, name: str) -> Path:
-        """A file that is to get this name when it is whole."""
-        return self.folder / f"part-{name}-{self.group}-{os.getpid()}"
+    def _part(self, name: str, content: bytes) -> Path:
+        """Write a new file, which is to get this name."""
+        descriptor, path = tempfile.mkstemp(prefix=f"part-{name}-", dir=self.folder)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        return Path(path)
 
     def _write(self, name: str, content: bytes) -> None:
-        part = self._part(name)
-        part.write_bytes(content)
-        part.replace(self.folder / name)
+        self._part(name, content).replace(self.folder / name)
 
     def log(self, number: int) -> Path:
         """The file for the output of an experiment."""
@@ -188,7 +197,8 @@ class Ledger:
 
     def add_report(self, number: int, step: int, value: float) -> None:
         """Record a value of an experiment under way."""
-        with open(self._reports(number), "a") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with open(trusted_files.open_file(self._reports(number), flags, remedy=_REMEDY), "a") as file:
             file.write(f"{json.dumps([step, value])}\n")
 
     def reports(self) -> dict[int, dict[int, float]]:
@@ -196,13 +206,22 @@ class Ledger:
         found: dict[int, dict[int, float]] = {}
         for path in self.folder.glob("reports-*"):
             with contextlib.suppress(FileNotFoundError):
-                lines = path.read_text().split("\n")[:-1]  # the last may be under way
+                lines = _read_text(path).split("\n")[:-1]  # the last may be under way
                 found[int(path.name.removeprefix("reports-"))] = dict(map(json.loads, lines))
         return found
 
 
 def _read(path: Path) -> Any:
-    return pickle.loads(path.read_bytes())
+    """The object in a file. OSError for a file of another user, ValueError for one without a pickle."""
+    content = trusted_files.read(path, _MOST_BYTES, remedy=_REMEDY)
+    try:
+        return pickle.loads(content)
+    except Exception as error:  # a broken pickle raises any
+        raise ValueError(f"{path} is not a file of a sweep ({type(error).__name__}: {error}); {_REMEDY}") from error
+
+
+def _read_text(path: Path) -> str:
+    return trusted_files.read(path, _MOST_BYTES, remedy=_REMEDY).decode()
 
 
 def _check_same(folder: Path, former: tuple[list[Any], int], now: tuple[list[Any], int]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torchmpi_py import trusted_files
 from torchmpi_py.core import text_tables
 
 FINISHED: Literal["finished"] = "finished"
@@ -78,12 +79,21 @@ class Results(tuple[Experiment, ...]):
         return (max if largest else min)(comparable, key=lambda pair: pair[0])[1]
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write all rows to a file; a file that is there is replaced at once."""
+        """Write all rows to a file; a file that is there is replaced at once.
+
+        A spreadsheet takes a cell that begins with "=", "+", "-" or "@" for a formula. Such a text gets a "'" before
+        it, unless it is a number.
+        """
+        trusted_files.refuse_others(path)
         part = Path(f"{path}.{os.getpid()}.part")
-        with open(part, "w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns(), restval="")
-            writer.writeheader()
-            writer.writerows({name: _cut(part, 1000) for name, part in row.cells().items()} for row in self)
+        columns = self._columns()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with open(trusted_files.open_file(part, flags), "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(map(_csv_cell, columns))
+            writer.writerows(
+                [_csv_cell(cells.get(name)) for name in columns] for cells in (row.cells() for row in self)
+            )
         part.replace(path)
 
     def _columns(self) -> list[str]:
@@ -95,6 +105,19 @@ class Results(tuple[Experiment, ...]):
         columns = self._columns()
         rows = [[_shown(cells.get(name, "")) for name in columns] for cells in (row.cells() for row in self)]
         return text_tables.table(columns, rows) if rows else "no experiments"
+
+
+def _csv_cell(value: Any) -> str:
+    text = _cut(value, 1000)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        complex(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _shown(value: Any) -> str:

@@ -13,6 +13,7 @@ has ``what`` and ``site``: the call, and its place in the program, as reports sh
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import pickle
@@ -20,6 +21,7 @@ import re
 import tempfile
 from typing import Any
 
+from torchmpi_py import trusted_files
 from torchmpi_py.core import config
 from torchmpi_py.core.sequences import ranks_from_text
 from torchmpi_py.core.status_board import (
@@ -34,6 +36,7 @@ from torchmpi_py.core.status_board import (
 
 PREFIX = "flight_recorder_"
 VERSION = "2.10"
+_MOST_BYTES = 1 << 28
 _NAMES = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -72,8 +75,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def read(path: pathlib.Path) -> dict[str, Any]:
     """The dump of a rank in a file, ``whole``. Raises OSError, or another error where the file is no dump."""
-    with path.open("rb") as file:
-        return whole(_PlainUnpickler(file).load())
+    content = trusted_files.read(path, _MOST_BYTES, owners=None)
+    return whole(_PlainUnpickler(io.BytesIO(content)).load())
 
 
 def whole(content: dict[str, Any]) -> dict[str, Any]:

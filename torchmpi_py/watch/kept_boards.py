@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 import torchmpi_py
+from torchmpi_py import trusted_files
 from torchmpi_py.core import config
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
@@ -85,7 +86,9 @@ def load(folder: pathlib.Path) -> tuple[int, list[KeptRank]]:
 
     OSError or ValueError where a file cannot be read; 0 ranks where the folder has none.
     """
-    nodes = [(json.loads(path.read_text()), path.with_suffix(".board")) for path in folder.glob("node-*.json")]
+    nodes = [
+        (trusted_files.read_json(path, owners=None), path.with_suffix(".board")) for path in folder.glob("node-*.json")
+    ]
     last = max((about["start_ns"] for about, _ in nodes), default=0)
     newest = [(about, path) for about, path in nodes if about["start_ns"] == last and path.exists()]
     ranks = [rank for about, path in newest for rank in _of_node(about, path)]
@@ -93,7 +96,8 @@ def load(folder: pathlib.Path) -> tuple[int, list[KeptRank]]:
 
 
 def _of_node(about: Mapping[str, Any], path: pathlib.Path) -> Iterator[KeptRank]:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+    descriptor = trusted_files.open_file(path, os.O_RDONLY, owners=None)
+    with open(descriptor, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
         board = ReadableBoard(mapping, {index: index * PART_BYTES for index in range(len(mapping) // PART_BYTES)}, 0)
         try:
             for index in board.indices:

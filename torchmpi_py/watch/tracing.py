@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import array
 import atexit
-import contextlib
 import itertools
 import json
 import logging
@@ -42,6 +41,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchmpi_py import trusted_files
 from torchmpi_py.core import agree, config
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.journal import Traced
@@ -186,16 +186,19 @@ class Trace:
         if self._is_written:
             return
         self._is_written = True
-        part = self.path.with_suffix(".part")
+        part, is_ours = self.path.with_suffix(".part"), False
         try:
+            trusted_files.refuse_others(self.path)
+            trusted_files.write(part, "")
+            is_ours = True
             data = self._of_torch(part)
             data["traceEvents"] += chrome_events(self.events, os.getpid(), data["baseTimeNanoseconds"])
             data |= {CATEGORY: self._about(), "traceName": str(self.path)}
-            part.write_text(json.dumps(data))
+            trusted_files.write(part, json.dumps(data))
             part.rename(self.path)
         except (OSError, ValueError) as error:
             logger.error("cannot write the trace %s: %s", self.path, error)
-            with contextlib.suppress(OSError):
+            if is_ours:
                 part.unlink()
 
     def _of_torch(self, part: pathlib.Path) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import logging
 import os
 import pathlib
@@ -29,6 +28,7 @@ from typing import IO, NamedTuple
 
 import torch
 
+from torchmpi_py import trusted_files
 from torchmpi_py.collectives.flavours import cuda_trial
 from torchmpi_py.core import agree, config
 from torchmpi_py.core.channels import Channel
@@ -209,11 +209,14 @@ def read(facts: GpuFacts) -> Verdict | None:
     """The verdict that is kept for these facts; None if there is none that can be read and understood."""
     path = facts.path()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = trusted_files.read_json(path, owners={path.parent.stat().st_uid})
         if content["format"] != FORMAT or content["facts"] != facts._asdict():
             return None
         why = content["why_not"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is ignored: %s", path, getattr(error, "strerror", None) or error)
         return None
     if not isinstance(why, str):
         return None
