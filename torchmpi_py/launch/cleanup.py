@@ -220,21 +220,14 @@ def remove_shared_memory(names: set[str]) -> None:
 
 
 def _is_held(name: str) -> bool:
-    """Whether a process has a file open or mapped, also one in another container, which /proc does not show.
-
-    Linux grants a lease for writing only on a file that nobody else has open.
-    """
-    import errno
+    """Whether a process has a file open or mapped, also one of another container: Linux grants no lease then."""
     import fcntl
 
     try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        finally:
-            os.close(descriptor)
+        with open(name, "rb") as file:
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as error:
-        return error.errno == errno.EAGAIN  # otherwise the file has gone, or its file system has no leases
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -299,14 +292,6 @@ def _read(path: str) -> bytes:
             return file.read()
     except OSError:
         return b""
-
-
-def field(process: int | str, file: str, name: str) -> str:
-    """The number after ``name:`` in a file that the system has of a process ("self": this one); "0" if not known."""
-    for line in _read(f"/proc/{process}/{file}").decode(errors="replace").splitlines():
-        if line.startswith(f"{name}:"):
-            return line.split()[1]
-    return "0"
 
 
 class Guardian:

@@ -318,3 +318,12 @@ def _write(path: Path, text: str) -> None:
     part = path.with_name(f"part-{path.name}")
     part.write_text(text)
     part.rename(path)
+
+
+def proc_field(process: int | str, file: str, name: str) -> str:
+    """Return the number after ``name:`` in a file of /proc for a process ("self": this one); "0" if not known."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/{file}").read_text(errors="replace").splitlines():
+            if line.startswith(f"{name}:"):
+                return line.split()[1]
+    return "0"

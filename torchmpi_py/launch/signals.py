@@ -170,9 +170,9 @@ class ForwardedSignal:
 
 def _heeds(process_id: int, signum: int) -> bool:
     """Whether the process has a handler for the signal."""
-    return bool(int(cleanup.field(process_id, "status", "SigCgt"), 16) >> signum - 1 & 1)
+    return bool(int(exit_marks.proc_field(process_id, "status", "SigCgt"), 16) >> signum - 1 & 1)
 
 
 def num_written(process_id: int) -> int:
     """Bytes that the process has written, to files and pipes; 0 where that is not known."""
-    return int(cleanup.field(process_id, "io", "wchar"))
+    return int(exit_marks.proc_field(process_id, "io", "wchar"))

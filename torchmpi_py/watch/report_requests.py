@@ -16,7 +16,7 @@ import os
 import signal
 import time
 
-from torchmpi_py.launch import cleanup
+from torchmpi_py.launch import exit_marks
 
 _SIGNAL = signal.SIGUSR1
 _DUMP_SECONDS = 0.02  # the handler writes a stack in many small pieces
@@ -72,7 +72,9 @@ def _is_in_use() -> bool:
     """Whether SIGUSR1 is handled, by Python or by C code, or ignored."""
     if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return True
-    masks = [cleanup.field("self", "status", name) for name in ("SigIgn", "SigCgt")]  # ignored and caught signals
+    masks = [
+        exit_marks.proc_field("self", "status", name) for name in ("SigIgn", "SigCgt")
+    ]  # ignored and caught signals
     return any(int(mask, 16) >> _SIGNAL - 1 & 1 for mask in masks)
 
 
