@@ -80,7 +80,7 @@ class AsyncBackward:
         self._end: Callable[[], object | None] = lambda: None  # its callback, as long as that pass is under way
         self._num_ready = [0] * len(self.buckets.all)  # complete gradients of each bucket
         self._num_launched = 0  # buckets, in their order
-        self._order = LaunchOrder(self.buckets.comm)
+        self.order = LaunchOrder(self.buckets.comm)
         self._handles: list[Handle[Any]] = []  # of what was launched
         self._has_gradient_anywhere: Handle[Tensor] | None = None  # from the end of a pass to synchronize
         self._module = weakref.ref(module)
@@ -117,7 +117,7 @@ class AsyncBackward:
         finally:
             if not is_late:
                 self.num_passes, self._num_launched, self._handles, self._has_gradient_anywhere = 0, 0, [], None
-        self.buckets.finish(self.op, self._order.checked(has_gradient_anywhere.wait()))
+        self.buckets.finish(self.op, self.order.checked(has_gradient_anywhere.wait()))
 
     def reduce_now(self) -> None:
         """Reduce the gradients as they are, after no backward pass or fewer than ``frequency``. Collective.
@@ -146,7 +146,7 @@ class AsyncBackward:
             for parameter in self.names:
                 parameter.grad = None
         if compressors := [bucket.compressor for bucket in self.buckets.all if bucket.compressor is not None]:
-            self._order.restart()
+            self.order.restart()
         for compressor in compressors:
             compressor.restart()
 
@@ -258,17 +258,18 @@ class AsyncBackward:
     def _start_reduction(self) -> None:
         """Nothing is launched yet but, where ranks may run out of data, the number of those that have some."""
         self._num_launched, self._num_ready = 0, [0] * len(self.buckets.all)
-        self._order.begin()
+        self.order.begin()
         self._handles = self.buckets.announce(self.op)
         if self._handles:
-            self._order.add()
+            self.order.add()
 
     def _end_reduction(self) -> None:
         """Launch the buckets that are not launched yet, and the reduction of the flags."""
         flags = self.buckets.has_gradient_here()  # before the buckets give every parameter a gradient
         self._launch(only_ready=False)
-        self._order.add()
-        flags = self._order.append_digest(flags)
+        self.order.add()
+        compares_steps = self.num_passes > 0 and self.buckets.joining is None
+        flags = self.order.append_numbers(flags, compares_steps=compares_steps)
         self._has_gradient_anywhere = verbs.allreduce_async(flags, op="max", comm=self.buckets.comm)
 
     def _launch(self, *, only_ready: bool) -> None:
@@ -278,7 +279,7 @@ class AsyncBackward:
             if only_ready and self._num_ready[self._num_launched] < len(bucket.parameters):
                 return
             if bucket.comm is self.buckets.comm:  # of split parameters ranks may have other numbers of buckets
-                self._order.add()
+                self.order.add()
             self._handles += bucket.launch(self.op)
             self._num_launched += 1
 

@@ -46,8 +46,10 @@ class DistributedOptimizer(ReducingOptimizer):
     (``nn.synchronize_parameters``), which the first step checks.
 
     Raises on every rank: RanksDisagree where the ranks' parameters differ in name, shape or dtype, or by the first step
-    in value; ValueError where the optimizer has parameters that ``module`` has not, where another registration reduces
-    them already, or where backward_passes_per_step is no whole number above 0; TypeError for another compression.
+    in value, or where a rank has called ``zero_grad`` or ``step`` more often than another since the last reduction (it
+    has left out a step; not compared in ``mpi.join``); ValueError where the optimizer has parameters that ``module``
+    has not, where another registration reduces them already, or where backward_passes_per_step is no whole number above
+    0; TypeError for another compression.
     """
 
     @other_arguments.explain(
@@ -100,11 +102,15 @@ class DistributedOptimizer(ReducingOptimizer):
         closure: as torch's; a rank's loss becomes the mean over the ranks, so that line searches decide alike.
         """
         try:
+            loss: Any
             if closure is not None:
-                return self.optimizer.step(lambda: self._evaluated(closure))
-            self.synchronize()
-            self.check_equal()
-            return self.optimizer.step()
+                loss = self.optimizer.step(lambda: self._evaluated(closure))
+            else:
+                self.synchronize()
+                self.check_equal()
+                loss = self.optimizer.step()
+            self.reduction.order.num_updates += 1
+            return loss
         finally:
             self._is_reduced = False
 

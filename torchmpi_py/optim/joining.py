@@ -64,6 +64,8 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
         _go_on_without_data(buckets.parameters, buckets.reduce if reduction is None else reduction.reduce_now, joining)
     finally:
         buckets.joining = None
+        if reduction is not None:
+            reduction.order.num_zero_grads = reduction.order.num_updates = 0  # which differ by the steps of each rank
     steps = verbs.allgather_object(joining.num_steps, comm=buckets.comm)
     root = steps.index(max(steps))
     tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]

@@ -176,6 +176,7 @@ class ShardedOptimizer(ReducingOptimizer):
             groups[index].update(values)
         wait_all(handles)
         self._is_reduced = False
+        self.reduction.order.num_updates += 1
         return loss
 
     def synchronize(self) -> None:
