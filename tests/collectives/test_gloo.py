@@ -213,24 +213,34 @@ def listening_addresses():
 
 
 @pytest.mark.mpi
-def test_the_store_listens_on_loopback_alone_and_strangers_do_not_know_its_keys(mpi, monkeypatch):
+@pytest.mark.parametrize("with_folder", [True, False])
+def test_the_store_is_a_file_of_the_job_or_listens_on_loopback_alone(mpi, monkeypatch, tmp_path, with_folder):
+    """Strangers can open the file as little as they know the keys of the other store."""
     if mpi.num_nodes() > 1:
         pytest.skip("other hosts are not reached through the loopback interface")
     monkeypatch.delenv(rendezvous.INTERFACE_VARIABLE, raising=False)
-    before = listening_addresses()
-    channel = mpi.communicator().direct
+    before, channel = listening_addresses(), mpi.communicator().direct
+    folder = pathlib.Path(channel.mpi.bcast(str(tmp_path)))
+    monkeypatch.setenv("TORCHMPIRUN_JOB_DIR", str(folder if with_folder else folder / "gone"))
     store = rendezvous.open_store(channel, "a test")
     added = {address.partition(":")[0] for address in listening_addresses() - before}
-    assert added == ({"0100007F"} if mpi.rank() == 0 else set())
+    assert added == (set() if with_folder or mpi.rank() else {"0100007F"})
+    assert [oct(file.stat().st_mode & 0o777) for file in folder.glob("store-*")] == ["0o600"] * with_folder
     if mpi.rank() == 0:
         store.set("key", "right")
-        served = store.underlying_store
-        stranger = torch.distributed.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
-        assert not stranger.check(["key"])
-        stranger.set("key", "forged")
+        if not with_folder:
+            served = store.underlying_store
+            stranger = torch.distributed.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
+            assert not stranger.check(["key"])
+            stranger.set("key", "forged")
     channel.mpi.Barrier()
     assert store.get("key") == b"right"
+    if mpi.rank() > 0:
+        store = None
     channel.mpi.Barrier()
+    store = None
+    channel.mpi.Barrier()
+    assert list(folder.glob("store-*")) == []
 
 
 def threads():
@@ -249,6 +259,7 @@ def test_a_torch_whose_newer_store_cannot_take_a_socket(mpi, monkeypatch):
         return factory(*args, **options)
 
     monkeypatch.setattr(rendezvous.distributed, "TCPStore", old_factory)
+    monkeypatch.delenv("TORCHMPIRUN_JOB_DIR", raising=False)
     channel = mpi.communicator().direct
     store = rendezvous.open_store(channel, "a test")
     store.add("ranks", 1)

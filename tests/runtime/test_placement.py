@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from torchmpi_py.launch import variables
+from torchmpi_py.launch import transports, variables
 from torchmpi_py.runtime import placement
 from torchmpi_py.runtime.placement import Local
 
@@ -141,15 +141,15 @@ def test_the_components_of_open_mpi_are_the_users_first(monkeypatch, tmp_path, p
     }
     settings["OMPI_MCA_mca_base_param_files"] = f"{tmp_path}/nothing,{tmp_path}/given"
     with mock.patch.dict(os.environ, settings):
-        os.environ.pop(placement._COMPONENTS, None)
+        os.environ.pop(transports.COMPONENTS, None)
         if place is not None:
             (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / place).write_text("osc = ^ucx\n  btl = self,tcp\n")
         placement.prepare_environment()
-        assert os.environ.get(placement._COMPONENTS) == ("^ofi" if place is None else None)
-        os.environ[placement._COMPONENTS] = "self,sm"
+        assert os.environ.get(transports.COMPONENTS) == ("^ofi" if place is None else None)
+        os.environ[transports.COMPONENTS] = "self,sm"
         placement.prepare_environment()
-        assert os.environ[placement._COMPONENTS] == "self,sm"
+        assert os.environ[transports.COMPONENTS] == "self,sm"
 
 
 @pytest.mark.parametrize("starter", ["srun", "mpirun in an allocation", "mpirun with a rank a node"])

@@ -34,6 +34,7 @@ from torchmpi_py.launch import (
     surroundings,
     terminal,
     timeline_file,
+    transports,
     variables,
     wrap,
 )
@@ -112,7 +113,7 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without what would confuse the ranks."""
     return {
         name: value
-        for name, value in variables.without_outer(environment).items()
+        for name, value in transports.without_ours(variables.without_outer(environment)).items()
         if name not in _DROPPED_WHOLE and (name.startswith(_KEPT) or not name.startswith(_DROPPED))
     }
 

@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 from torchmpi_py import trusted_files
 from torchmpi_py.errors import EndRequested
-from torchmpi_py.launch import binding, exit_marks, handed_input, notices, variables
+from torchmpi_py.launch import binding, exit_marks, handed_input, notices, transports, variables
 
 _ARRIVAL_SECONDS = 30  # for the other ranks to start MPI, of which one has failed before it did
 _SILENT = "99"  # for torch's profiler, which else reports on stderr that it starts and stops
@@ -337,6 +337,7 @@ def main() -> None:
     options = parse(sys.argv[1:])
     folder, rank = os.environ.get("TORCHMPIRUN_JOB_DIR", ""), variables.rank_in(os.environ) or 0
     bind(options.bind)
+    transports.leave_tcp_out()
     if rank == 0:
         handed_input.take(folder)
     if options.profile is not None:  # the package traces this rank from mpi.start() on

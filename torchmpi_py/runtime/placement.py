@@ -10,17 +10,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import shutil
 import socket
 
 import torch
 
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import TorchMPIError
-from torchmpi_py.launch import parameter_files, surroundings, variables
+from torchmpi_py.launch import surroundings, transports, variables
 
 logger = logging.getLogger("torchmpi_py")
-_COMPONENTS, _ABORT_DELAY = "OMPI_MCA_btl", "OMPI_MCA_opal_abort_delay"
+_ABORT_DELAY = "OMPI_MCA_opal_abort_delay"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,23 +43,15 @@ def prepare_environment() -> None:
     surroundings.set_home()
     for name, value in variables.OPEN_MPI.items():
         os.environ.setdefault(name, value)
-    if not _is_chosen("btl"):
-        os.environ[_COMPONENTS] = "^ofi"  # which is for one-sided messages, and sleeps for a second when MPI starts
+    transports.leave_tcp_out()
+    if not transports.is_chosen("btl"):
+        os.environ[transports.COMPONENTS] = "^ofi"  # for one-sided messages; it sleeps for a second when MPI starts
     size, local_size = variables.size_in(os.environ) or 1, variables.local_size_in(os.environ) or 1
     if local_size < size or local_size >= len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "true")
         os.environ.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "1")
-    if variables.is_srun(os.environ) and not _is_chosen("opal_abort_delay", "mpi_abort_delay"):
+    if variables.is_srun(os.environ) and not transports.is_chosen("opal_abort_delay", "mpi_abort_delay"):
         os.environ[_ABORT_DELAY] = "1"  # seconds
-
-
-def _is_chosen(*names: str) -> bool:
-    """Whether the user has set one of these parameters of Open MPI, in the environment or in a file."""
-    installed = (os.environ.get("MPI4PY_LIBMPI"), shutil.which("mpirun"), shutil.which("mpiexec"))
-    return any(
-        f"OMPI_MCA_{name}" in os.environ or parameter_files.have(name, "openmpi", os.environ, installed)
-        for name in names
-    )
 
 
 def check_world(size: int) -> None:

@@ -1,9 +1,8 @@
 """The beginning of process groups: ranks meet over MPI for torch.distributed, and make a group.
 
 Without ``init_method`` and ``store``, torch.distributed takes ``env://``. Its handler (``registration.py``) leads here
-where an MPI has started the ranks, and MASTER_ADDR and MASTER_PORT are not the user's own: rank 0 opens a store on a
-free port, and sends its address to the others over MPI, also to other nodes. So gloo and nccl start under
-``torchmpirun`` too.
+where an MPI has started the ranks, and MASTER_ADDR and MASTER_PORT are not the user's own: the ranks agree on a store
+over MPI (``rendezvous.open_store``). So gloo and nccl start under ``torchmpirun`` too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A meeting of the ranks of a channel over TCP, for libraries that do not start over MPI.
+"""A store of torch.distributed for the ranks of a channel, for libraries that do not start over MPI.
 
-Rank 0 opens a store of torch.distributed on a free port, and MPI carries its address to the others: no MASTER_ADDR is
-needed. The store has no password. So it listens on one address, which other hosts cannot reach when all ranks are on
-one node, and its keys stand under a prefix that only the job knows.
+On one node the store is a file in the job's folder, which no other user can open. On several nodes, and where no
+torchmpirun has made a folder, rank 0 opens a TCP store on a free port, and MPI carries its address to the others: no
+MASTER_ADDR is needed. That store has no password. So it listens on one address, loopback on one node, and its keys
+stand under a prefix that only the job knows.
 """
 
 from __future__ import annotations
@@ -40,10 +41,14 @@ _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
 
 
 def open_store(channel: Channel, who: str) -> Any:
-    """A store that all ranks of a channel are connected to; rank 0, which serves it, must be the last to drop it.
+    """A store that all ranks of a channel are connected to; rank 0, which may serve it, must be the last to drop it.
 
     Collective. CommunicatorError, on every rank, if it cannot be had; ``who``, the caller, begins the message.
     """
+    if (path := _shared_file(channel)) is not None:
+        store = getattr(distributed, "FileStore")(path, channel.size)  # noqa: B009 - its stub does not export it
+        store.set_timeout(_CONNECT_TIMEOUT)
+        return store
     # 1. Rank 0 listens, or all ranks hear that it cannot.
     is_server = channel.rank == 0
     host = channel.mpi.bcast(own_address(channel.num_nodes) if is_server else "")
@@ -54,6 +59,20 @@ def open_store(channel: Channel, who: str) -> Any:
     what = f"{who}: cannot reach the store of rank 0 at {host}, port {port}"
     store = connect_all(channel.mpi, what, lambda: served or _tcp_store(host, port, channel.size))
     return getattr(distributed, "PrefixStore")(prefix, store)  # noqa: B009 - its stub does not export it
+
+
+def _shared_file(channel: Channel) -> str | None:
+    """A new file in the job's folder, which the store removes in the end; None where not all ranks can share one."""
+    path = os.path.join(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), f"store-{secrets.token_hex(8)}")
+    is_shared = channel.num_nodes == 1 and "TORCHMPIRUN_JOB_DIR" in os.environ
+    if channel.rank == 0 and is_shared:
+        try:
+            with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # which not every network's file system has
+        except OSError:
+            is_shared = False
+    path = channel.mpi.bcast(path)
+    return path if all(channel.mpi.allgather(is_shared and os.path.isfile(path))) else None
 
 
 def _serve(address: str, num_ranks: int) -> Any:

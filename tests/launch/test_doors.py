@@ -1,0 +1,129 @@
+"""Who can reach a job of one host: the ports that its processes listen on, and what a stranger can do at them."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import cleanup, mpirun, transports, variables
+
+try:
+    VENDOR = mpirun.find("", os.environ)[0].name
+    MISSING = ""
+except LaunchError as error:
+    VENDOR, MISSING = "", str(error)
+
+needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = pytest.mark.timeout(240)
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "launch" / "environment.md"
+
+# Each rank writes its process id, and waits for the test to have looked.
+PROGRAM = """
+import os, pathlib, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("torchmpi")
+rank, size = dist.get_rank(), dist.get_world_size()
+if "gloo" in sys.argv:
+    dist.all_reduce(torch.ones(3), group=dist.new_group(backend="gloo"))
+dist.barrier()
+folder = pathlib.Path(os.environ["LAUNCH_TEST"])
+(folder / f"rank-{rank}").write_text(f"{os.getpid()}")
+until = time.monotonic() + 120
+while not (folder / "go").exists() and time.monotonic() < until:
+    time.sleep(0.05)
+x = torch.full((4,), rank + 1.0)
+dist.all_reduce(x)
+assert x.tolist() == [size * (size + 1) / 2] * 4, x
+dist.destroy_process_group()
+"""
+
+
+def listeners(process_id):
+    """The TCP sockets on which a process listens: inode -> address, as the kernel writes it."""
+    links = [os.path.realpath(file) for file in pathlib.Path(f"/proc/{process_id}/fd").iterdir()]
+    inodes = {link.partition("[")[2].rstrip("]") for link in links if "socket:[" in link}
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in pathlib.Path(f"/proc/{process_id}/net", name).read_text().splitlines()
+    ]
+    return {words[9]: words[1].partition(":")[0] for words in lines if words[3] == "0A" and words[9] in inodes}
+
+
+def look(program, tmp_path, *words, size=2):
+    """Start a job; (listeners of the ranks alone, listeners of the starter), as lists of loopback or all."""
+    command = [sys.executable, "-m", "torchmpi_py.launch", "-n", str(size), str(program(PROGRAM)), *words]
+    files = [tmp_path / f"rank-{rank}" for rank in range(size)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        until = time.monotonic() + 120
+        while not all(file.exists() and file.read_text() for file in files) and job.poll() is None:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        if job.poll() is None:
+            ranks = {int(file.read_text()) for file in files}
+            everyone = set(cleanup.processes_with(f"LAUNCH_TEST={tmp_path}")) - {os.getpid()}
+            starters = {inode: where for each in everyone - ranks for inode, where in listeners(each).items()}
+            of_ranks = {inode: where for each in ranks for inode, where in listeners(each).items()}
+        (tmp_path / "go").touch()
+        output = job.communicate(timeout=100)[0]
+    assert job.returncode == 0, output
+    own = [where for inode, where in of_ranks.items() if inode not in starters]  # MPICH's starter leaves ranks its own
+    return [sorted("loopback" if "0100007F" in where else "all" for where in some) for some in (own, starters.values())]
+
+
+def on_the_page(who):
+    """Numbers of ports for two ranks, with Open MPI and with MPICH, that the page's first table states for ``who``."""
+    rows = [line.split("|") for line in PAGE.read_text().partition("## Who can reach a job")[2].splitlines()]
+    row = next(row for row in rows if len(row) > 2 and row[1].strip() == who)
+    return dict(zip(("openmpi", "mpich"), map(int, re.findall(r"\d+", row[2])), strict=True))
+
+
+@needs_mpi
+@pytest.mark.skipif(VENDOR not in ("openmpi", "mpich"), reason="the page states nothing of this MPI")
+@pytest.mark.parametrize("words", [(), ("gloo",)])
+def test_the_listeners_of_a_job_are_those_of_the_page(program, tmp_path, no_leftovers, words):
+    of_ranks, of_starter = look(program, tmp_path, *words)
+    assert of_ranks == ["loopback"] * (on_the_page("rank, a group on gloo")[VENDOR] if words else 0)
+    assert len(of_starter) == on_the_page("the MPI's starter")[VENDOR]
+    assert on_the_page("rank, MPI") == dict.fromkeys(("openmpi", "mpich"), 0)
+
+
+ONE_HOST = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+OF_MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_bytes", "expected"),
+    [
+        (ONE_HOST, 1 << 26, ("^ofi,tcp", None)),
+        (OF_MPICH, 1 << 26, ("^ofi,tcp", "^tcp")),
+        (ONE_HOST | {"OMPI_MCA_btl": "self,tcp"}, 1 << 26, ("self,tcp", None)),
+        (OF_MPICH | {"UCX_TLS": "tcp"}, 1 << 26, ("^ofi,tcp", "tcp")),
+        (ONE_HOST, 1 << 24, (None, None)),  # for one rank of the two
+        (ONE_HOST | {"OMPI_COMM_WORLD_SIZE": "3"}, 1 << 26, (None, None)),  # another host has the third
+        (dict.fromkeys(ONE_HOST, "1"), 1 << 26, (None, None)),  # it may spawn others
+        ({}, 1 << 26, (None, None)),
+    ],
+)
+def test_tcp_is_left_out_on_one_host(monkeypatch, tmp_path, environment, num_bytes, expected):
+    monkeypatch.setattr(transports.parameter_files, "have", lambda *_: False)
+    monkeypatch.setattr(transports.os, "statvfs", lambda _: os.statvfs_result((1, 1, 1, 1, num_bytes, 0, 0, 0, 0, 255)))
+    names = ("OMPI_MCA_btl", "UCX_TLS")
+    for name in (*variables._RANK, *variables.SIZE, *variables._LOCAL_SIZE, *names):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    transports.leave_tcp_out(str(tmp_path))
+    assert tuple(map(os.environ.get, names)) == expected
+
+
+def test_a_job_that_a_rank_starts_has_tcp_again():
+    ours = {"OMPI_MCA_btl": "^ofi,tcp", "UCX_TLS": "^tcp", "PATH": "/bin"}
+    assert transports.without_ours(ours) == ours  # the user's own
+    assert transports.without_ours(ours | {"PMIX_RANK": "1"}) == {"PATH": "/bin", "PMIX_RANK": "1"}
+    assert "UCX_TLS" in transports.without_ours({"UCX_TLS": "tcp", "PMIX_RANK": "1"})

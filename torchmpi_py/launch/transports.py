@@ -1,0 +1,52 @@
+"""The transports of the MPI: between the ranks of one host shared memory alone, so that no rank listens on a TCP port.
+
+Whoever can connect to a rank can keep it busy. Each rank decides for itself, because only in a rank do the launcher's
+variables tell whether all ranks are on this host: a batch system may have placed them.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+
+from torchmpi_py.launch import parameter_files, variables
+
+COMPONENTS, _UCX = "OMPI_MCA_btl", "UCX_TLS"
+_OF_ONE_HOST = {COMPONENTS: "^ofi,tcp", _UCX: "^tcp"}
+_SEGMENT_BYTES = 16 << 20  # of a rank in /dev/shm: without it Open MPI needs TCP also between ranks of one host
+
+
+def leave_tcp_out(folder: str = "/dev/shm") -> None:
+    """Have this rank open no TCP port if all ranks are on this host; the user's settings win.
+
+    Called before MPI starts. A single rank keeps TCP: Open MPI connects it to ranks that it spawns in no other way.
+    """
+    size = variables.size_in(os.environ) or 1
+    if not (1 < size == variables.local_size_in(os.environ) and _has_room(folder, size * _SEGMENT_BYTES)):
+        return
+    if not is_chosen("btl"):
+        os.environ[COMPONENTS] = _OF_ONE_HOST[COMPONENTS]
+    if "PMI_RANK" in os.environ:  # MPICH, which may have been built on UCX
+        os.environ.setdefault(_UCX, _OF_ONE_HOST[_UCX])
+
+
+def is_chosen(*names: str) -> bool:
+    """Whether the user has set one of these parameters of Open MPI, in the environment or in a file."""
+    installed = (os.environ.get("MPI4PY_LIBMPI"), shutil.which("mpirun"), shutil.which("mpiexec"))
+    return any(
+        f"OMPI_MCA_{name}" in os.environ or parameter_files.have(name, "openmpi", os.environ, installed)
+        for name in names
+    )
+
+
+def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for another job, which may have several hosts: in a rank without what was set there."""
+    ours = _OF_ONE_HOST if variables.has_mpi(environment) else {}
+    return {name: value for name, value in environment.items() if ours.get(name) != value}
+
+
+def _has_room(folder: str, num_bytes: int) -> bool:
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK) and status.f_bavail * status.f_frsize >= num_bytes
