@@ -1,9 +1,12 @@
 """The job of a notebook: who may connect to it, where, and what a rank sends."""
 
-import itertools
+import os
 import pickle
+import queue
 import socket
 import subprocess
+import threading
+import time
 
 import pytest
 
@@ -14,26 +17,51 @@ from torchmpi_py.notebook import rank_job, rank_program
 
 @pytest.mark.timeout(200)
 def test_strangers_do_not_keep_the_ranks_from_starting(monkeypatch):
-    """One says nothing, another one not the key."""
+    """Three say nothing, for which they have 20 s each, and others not the key; of many the oldest are pushed out."""
     strangers, start = [], subprocess.Popen
 
     def start_after_strangers(words, **options):
         host, port, _ = options["env"][rank_job.VARIABLE].split(":")
-        strangers.extend(socket.create_connection((host, int(port))) for _ in range(2))
-        strangers[1].sendall(b"x" * 200)
+        strangers.extend(socket.create_connection((host, int(port))) for _ in range(3 + rank_job._MOST_UNPROVED))
+        for each in strangers[3:]:
+            each.sendall(b"\0\0\0\x10xyz")
         return start(words, **options)
 
+    monkeypatch.setattr(rank_job, "_address_for", lambda _: "127.0.0.2")  # as for ranks of other hosts
     monkeypatch.setattr(rank_job.subprocess, "Popen", start_after_strangers)
-    limit, seconds = rank_job._limit, itertools.chain([1, 1], itertools.repeat(0))  # strangers come first
-    monkeypatch.setattr(rank_job, "_limit", lambda connection, given: limit(connection, given and next(seconds)))
+    begin = time.monotonic()
     job = rank_job.RankJob(["-n", "2"])
     try:
-        assert len(strangers) == 2
+        assert time.monotonic() - begin < 50
         assert set(job.processes) == {0, 1}
+        for each in strangers[:3]:
+            each.settimeout(30)
+            while each.recv(1000):  # the challenge, and the end
+                pass
     finally:
         job.stop()
         for each in strangers:
             each.close()
+
+
+def test_for_ranks_of_this_host_the_kernel_opens_no_port():
+    with rank_job._listening("127.0.0.1") as (listener, path):
+        assert (listener.family, os.stat(os.path.dirname(path)).st_mode & 0o777) == (socket.AF_UNIX, 0o700)
+        key, proved, unproved = b"key", queue.SimpleQueue(), []
+
+        def accept():
+            unproved.append(listener.accept()[0])
+            rank_job._hear_proof(unproved[0], key, unproved, proved)
+
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        with rank_job.connect(path, key) as connection:
+            connection.send((1, 2, 3, "here"))
+            accepting.join()
+        kernels, *said = proved.get()
+        kernels.close()
+        assert (said, unproved) == ([1, 2, 3, "here"], [])
+    assert not os.path.exists(os.path.dirname(path))
 
 
 @pytest.mark.parametrize(("hosts", "address"), [("here:1", "127.0.0.1"), ("a:1,here:2", "10.0.0.1"), ("", "127.0.0.1")])

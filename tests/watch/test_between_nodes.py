@@ -582,6 +582,30 @@ def test_a_leader_that_is_stopped_is_late_and_not_dead(leader):
     assert not ended
 
 
+def test_strangers_take_few_descriptors_of_a_hub_and_delay_no_leader(monkeypatch):
+    """They say nothing, or what is no message; the oldest make room, and each is dropped after some seconds."""
+    nodes, listener = a_hub()
+    monkeypatch.setattr(node_links, "current", nodes)
+    watch = node_watch.NodeWatch(Rank(0).board, nodes, listener, config.Tuning(), print)
+    limit, strangers = node_watch._MOST_UNPROVED, []
+    try:
+        for number in range(3 * limit):
+            strangers.append(socket.create_connection(nodes.hubs[0]))
+            if number % 3 == 0:
+                strangers[-1].sendall(b"\0\0\0\x10xyz")
+            assert len(watch._others) <= limit + node_watch._ACCEPTED_PER_TURN
+        begin = time.monotonic()
+        with contextlib.closing(node_links.connect(nodes, 0, 1)):
+            assert time.monotonic() - begin < node_links.CONNECT_SECONDS
+            until(lambda: watch._links.get(1))
+        monkeypatch.setattr(node_watch, "_PROOF_SECONDS", 0.1)
+        until(lambda: not watch._others)
+    finally:
+        watch.stop()
+        for each in strangers:
+            each.close()
+
+
 def test_without_a_hub_a_rank_reports_for_itself(monkeypatch):
     nodes, listener = a_hub()
     listener.close()

@@ -1,9 +1,10 @@
 """The job of a notebook, as the kernel has it: its launcher, and a connection to each rank.
 
-The kernel listens on 127.0.0.1, or with hosts that are named, on the address of the interface that leads there, until
-all ranks have come. Both sides prove by the key that they know it (``multiprocessing.connection``), before anything
-else is read. The launcher is in a process group of its own, which an interrupt of the kernel does not reach, and in
-the kernel's session: where the kernel dies, the launcher ends the ranks.
+The kernel listens until all ranks have connected: on a Unix socket in a folder of this user's alone, or with hosts that
+are named, on the address of the interface that leads there. Both sides prove that they know the key
+(``multiprocessing.connection``), before anything else is read. Each connection has a thread for that, so that a silent
+one delays no rank, and too many push out the oldest. The launcher is in a process group of its own, which an interrupt
+of the kernel does not reach, and in the kernel's session: where the kernel dies, the launcher ends the ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import Any, NamedTuple
 
 from torchmpi_py.errors import LaunchError
@@ -30,7 +32,9 @@ VARIABLE = variables.NOTEBOOK
 LAUNCHER = -1  # in the place of a rank
 _PROGRAM = child_python.command("torchmpi_py.notebook.rank_program")[1:]  # without Python, which torchmpirun adds
 _LOOK_SECONDS = 0.2
-_HELLO_SECONDS = 20  # for who connects to say the key
+_ACCEPT_SECONDS = 0.05  # between two looks for ranks that have proved the key
+_HELLO_SECONDS = 20  # for a connection to prove the key
+_MOST_UNPROVED = 64  # connections that have yet to do so
 _END_SECONDS = 5.0  # for ranks that are asked to end
 _KILL_SECONDS = 20.0  # for the launcher to end ranks that did not
 
@@ -62,11 +66,10 @@ class RankJob:
         self._outboxes: dict[int, _Outbox] = {}
         self._outgoing: queue.SimpleQueue[tuple[set[int], tuple[object, ...] | None]] = queue.SimpleQueue()
         key = secrets.token_bytes(32)
-        with socket.create_server((_address_for(words), 0)) as listener:
-            host, port = listener.getsockname()
+        with _listening(_address_for(words)) as (listener, where):
             self._launcher = subprocess.Popen(
                 child_python.command("torchmpi_py.launch", *words, *_PROGRAM),
-                env=os.environ | {VARIABLE: f"{host}:{port}:{key.hex()}"},
+                env=os.environ | {VARIABLE: f"{where}:{key.hex()}"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -83,28 +86,25 @@ class RankJob:
             threading.Thread(target=self._read_rank, args=(rank, connection), daemon=True).start()
 
     def _accept_ranks(self, listener: socket.socket, key: bytes) -> None:
-        listener.settimeout(_LOOK_SECONDS)
+        listener.settimeout(_ACCEPT_SECONDS)
+        unproved: list[socket.socket] = []
+        proved: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         while not self.size or len(self.processes) < self.size:
             try:
-                accepted, _ = listener.accept()
+                unproved.append(listener.accept()[0])
             except TimeoutError:
                 if self._launcher.poll() is not None:
                     raise LaunchError(f"the ranks did not start: {self.last_words()}") from None
-                continue
-            with accepted:
-                connection: Connection[Any, Any] = Connection(os.dup(accepted.fileno()))
-                _limit(accepted, _HELLO_SECONDS)
-                try:
-                    deliver_challenge(connection, key)
-                    answer_challenge(connection, key)
-                    rank, self.size, *process = connection.recv()
-                except (AuthenticationError, EOFError, OSError):  # a stranger, or one that says nothing
-                    connection.close()
-                    continue
-                _limit(accepted, 0)
-            self._connections[rank], self.processes[rank] = connection, RankProcess(*process)
-            self._outboxes[rank] = outbox = _Outbox()
-            threading.Thread(target=_write_to, args=(connection, outbox), daemon=True).start()
+            else:
+                threading.Thread(target=_hear_proof, args=(unproved[-1], key, unproved, proved), daemon=True).start()
+            with contextlib.suppress(IndexError, OSError):  # its thread may have taken it out, or it has ended
+                if len(unproved) > _MOST_UNPROVED:
+                    unproved.pop(0).shutdown(socket.SHUT_RDWR)
+            while not proved.empty():
+                connection, rank, self.size, *process = proved.get()
+                self._connections[rank], self.processes[rank] = connection, RankProcess(*process)
+                self._outboxes[rank] = outbox = _Outbox()
+                threading.Thread(target=_write_to, args=(connection, outbox), daemon=True).start()
 
     def _read_rank(self, rank: int, connection: Connection[Any, Any]) -> None:
         """In a thread: what a rank sends, until its end."""
@@ -187,6 +187,50 @@ class RankJob:
         except KeyboardInterrupt:
             self._launcher.terminate()  # the launcher ends the ranks without us
             raise
+
+
+@contextlib.contextmanager
+def _listening(address: str) -> Iterator[tuple[socket.socket, str]]:
+    """A socket for ranks to connect to, and where it is: for ranks of this host a path that no other user can open."""
+    if address != variables.LOOPBACK:
+        with socket.create_server((address, 0)) as listener:
+            yield listener, f"{address}:{listener.getsockname()[1]}"
+        return
+    with contextlib.ExitStack() as held:
+        try:
+            path = os.path.join(held.enter_context(tempfile.TemporaryDirectory(prefix="torchmpi_py-")), "kernel")
+            listener = held.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(path)
+            listener.listen()
+        except OSError as error:
+            where = f"TMPDIR is {tempfile.gettempdir()}; set it to /tmp, or to another short path"
+            raise LaunchError(f"cannot make a socket for the ranks: {error}; {where}") from None
+        yield listener, path
+
+
+def connect(where: str, key: bytes) -> Connection[Any, Any]:
+    """The connection of a rank to the kernel that listens at ``where``, on which both sides have proved the key."""
+    host, _, port = where.rpartition(":")
+    return Client(where if where.startswith("/") else (host, int(port)), authkey=key)
+
+
+def _hear_proof(accepted: socket.socket, key: bytes, unproved: list[socket.socket], proved: Any) -> None:
+    """In a thread: move a connection from ``unproved`` to ``proved``, with what the rank says of itself."""
+    connection: Connection[Any, Any] = Connection(os.dup(accepted.fileno()))
+    with accepted:
+        _limit(accepted, _HELLO_SECONDS)
+        try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            hello = connection.recv()
+            unproved.remove(accepted)  # ValueError: it was pushed out meanwhile
+        except (AuthenticationError, EOFError, OSError, ValueError):  # a stranger, or one that says nothing
+            connection.close()
+            with contextlib.suppress(ValueError):
+                unproved.remove(accepted)
+            return
+        _limit(accepted, 0)
+    proved.put((connection, *hello))
 
 
 def _write_to(connection: Connection[Any, Any], outbox: _Outbox) -> None:

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,7 +31,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import torchmpi_py as mpi
 from torchmpi_py.core import communicators, config, journal, sequences, status_board
-from torchmpi_py.notebook.rank_job import VARIABLE
+from torchmpi_py.notebook.rank_job import VARIABLE, connect
 
 _CELL = "Cell In["  # begins the name of a cell, in place of a file's
 
@@ -229,12 +229,11 @@ def refuse_collectives() -> None:
 def main() -> None:
     """Start, connect, serve; end in order."""
     sys.path.insert(0, os.getcwd())  # for what cells import
-    host, port, key = os.environ.pop(VARIABLE).split(":")
+    where, _, key = os.environ.pop(VARIABLE).rpartition(":")
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # figures of pyplot are shown
     tuning = dataclasses.replace(config.from_environment(), at_deadline="raise")
     mpi.start(with_cuda=torch.cuda.is_available(), tuning=tuning)
-    connection = Client((host, int(port)), authkey=bytes.fromhex(key))
-    link = KernelLink(connection)
+    link = KernelLink(connect(where, bytes.fromhex(key)))
     link.connection.send((mpi.rank(), mpi.size(), os.getpid(), socket.gethostname()))
     former = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = RankStream(link, "stdout", 1), RankStream(link, "stderr", 2)

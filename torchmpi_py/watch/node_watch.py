@@ -42,6 +42,8 @@ _COME_BACK_SECONDS = 4.0  # the same, where the host was silent before: an attem
 _STALL_SECONDS = 1.0  # a turn that takes longer is no silence of the others
 _PROOF_SECONDS = 5.0
 _ACCEPT_AGAIN_SECONDS = 1.0
+_MOST_UNPROVED = 64  # connections that have yet to prove themselves; each takes a descriptor
+_ACCEPTED_PER_TURN = 16  # fewer, so that each has some turns for its proof
 
 
 class NodeWatch:
@@ -60,6 +62,8 @@ class NodeWatch:
         self._left: set[int] = set()
         self._reported: set[int] = set()  # nodes whose loss was reported
         self._trouble: tuple[Mismatch | Desertion, float] | None = None
+        if listener is not None:
+            listener.setblocking(False)
         self._begun = self._last_rows = self._now = time.monotonic()  # _now: when the turn last looked at the links
         self._last_connect = self._accept_after = 0.0
         self._heard_rows: dict[int, float] = {}  # by node: when its rows came
@@ -156,14 +160,24 @@ class NodeWatch:
         for link in ends:
             poll.register(link, select.POLLIN | (select.POLLOUT if link.has_output else 0))
         ready = dict(poll.poll(_TURN_SECONDS * 1000))
-        if self._listener is not None and self._listener.fileno() in ready:
-            try:
-                self._others.append(Link(self._listener.accept()[0], self._nodes.token, accepts=True))
-            except OSError:  # too many open files, for instance: the connection waits, and poll would not
-                self._accept_after = time.monotonic() + _ACCEPT_AGAIN_SECONDS
         for link in ends:
             if link.fileno() in ready:
                 self._read(link)
+        if self._listener is not None and self._listener.fileno() in ready:
+            self._accept(self._listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Accept connections. Too many that prove nothing push out the oldest, for a proof takes one round trip."""
+        try:
+            for _ in range(_ACCEPTED_PER_TURN):
+                self._others.append(Link(listener.accept()[0], self._nodes.token, accepts=True))
+        except BlockingIOError:
+            pass
+        except OSError:  # too many open files, for instance: the connection waits, and poll would not
+            self._accept_after = time.monotonic() + _ACCEPT_AGAIN_SECONDS
+        unproved = [link for link in self._others if not link.is_proved]
+        for link in unproved[:-_MOST_UNPROVED]:
+            self._drop(link)
 
     def _read(self, link: Link) -> None:
         try:
