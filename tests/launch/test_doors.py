@@ -1,16 +1,19 @@
 """Who can reach a job of one host: the ports that its processes listen on, and what a stranger can do at them."""
 
+import ctypes
+import errno
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import cleanup, mpirun, transports, variables
+from torchmpi_py.launch import cleanup, mpirun, options, private, transports, variables
 
 try:
     VENDOR = mpirun.find("", os.environ)[0].name
@@ -127,3 +130,60 @@ def test_a_job_that_a_rank_starts_has_tcp_again():
     assert transports.without_ours(ours) == ours  # the user's own
     assert transports.without_ours(ours | {"PMIX_RANK": "1"}) == {"PATH": "/bin", "PMIX_RANK": "1"}
     assert "UCX_TLS" in transports.without_ours({"UCX_TLS": "tcp", "PMIX_RANK": "1"})
+
+
+def can_be_private():
+    child = subprocess.run(
+        [sys.executable, "-c", "from torchmpi_py.launch import private; private.enter()"], check=False
+    )
+    return child.returncode == 0
+
+
+@needs_mpi
+def test_a_private_job_has_a_network_of_its_own(program, no_leftovers):
+    """Its processes share a network with a loopback alone, in which other users are not."""
+    if not can_be_private():
+        pytest.skip("user namespaces are not allowed here")
+    text = """
+import os, socket
+import torch, torch.distributed as dist
+dist.init_process_group("torchmpi")
+x, size = torch.full((3,), dist.get_rank() + 1.0), dist.get_world_size()
+dist.all_reduce(x, group=dist.new_group(backend="gloo"))
+assert x.tolist() == [size * (size + 1) / 2] * 3, x
+networks = [None] * size
+dist.all_gather_object(networks, (os.readlink("/proc/self/ns/net"), os.readlink(f"/proc/{os.getppid()}/ns/net")))
+if dist.get_rank() == 0:
+    print(*set(sum(networks, ())), os.geteuid(), *(name for _, name in socket.if_nameindex()))
+dist.destroy_process_group()
+"""
+    command = [sys.executable, "-m", "torchmpi_py.launch", "--private", "-n", "3", str(program(text))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    network, *rest = done.stdout.split()
+    assert rest == [str(os.geteuid()), "lo"]
+    assert network != os.readlink("/proc/self/ns/net")
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "found"),
+    [
+        (["--hosts", "a:2"], {}, "a"),
+        (["--mpi", "srun"], {}, "Slurm"),
+        ([], {"SLURM_JOB_NUM_NODES": "2"}, "Slurm"),
+    ],
+)
+def test_a_private_job_has_one_host(words, environment, found):
+    with pytest.raises(LaunchError, match=f"found {found}: leave out --private"):
+        private.check(options.parse([*words, "--private", "a.py"]), environment)
+    private.check(options.parse(["--private", "a.py"]), {"SLURM_JOB_NUM_NODES": "1"})
+
+
+def test_where_namespaces_are_forbidden_the_error_names_the_remedy(monkeypatch):
+    def refuse(_):
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr(private.ctypes, "CDLL", lambda *_, **__: types.SimpleNamespace(unshare=refuse))
+    with pytest.raises(LaunchError, match="Operation not permitted; in a container: docker run"):
+        private.enter()

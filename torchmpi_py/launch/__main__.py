@@ -30,6 +30,7 @@ from torchmpi_py.launch import (
     job,
     mpirun,
     notices,
+    private,
     ready_scripts,
     surroundings,
     terminal,
@@ -371,6 +372,10 @@ def main(argv: list[str] | None = None) -> int:
             options.num_ranks = hosts.num_ranks_as_torchrun(options, os.environ)
         if not (options.as_module or options.dry_run):
             check_program(options.program[0])
+        if options.private:
+            private.check(options, os.environ)
+            if not (options.dry_run or options.group is not None):  # a group is born in the network of all groups
+                private.enter()
         return group_jobs.run(options, words) if options.groups else run(options)
     except LaunchError as error:
         say(str(error))

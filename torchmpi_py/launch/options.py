@@ -143,6 +143,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--mpi", choices=mpirun.NAMES, default="", help="default: the one that is found")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="set in every rank; NAME: its value here")
     add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
+    add("--private", action="store_true", help="give the job a network of its own, which no other user can reach")
     add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")
     add("--mpi-args", type=shlex.split, default=[], metavar="'...'", help="options for the MPI's own starter")
     add("--dry-run", action="store_true", help="print what would be run, and run nothing")
