@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -290,3 +291,22 @@ def test_flavours_that_fail(tmp_path):
     assert "wrong values" in found[0].text
     assert "ended in this flavour" in found[3].text
     assert "exit code 3" in found[4].text
+
+
+def test_other_people_on_the_host(monkeypatch, tmp_path):
+    accounts = {1: "/bin/sh", 1001: "/bin/bash", 1002: "/bin/zsh", 1003: "/usr/sbin/nologin"}
+    for number in (*accounts, 1004, os.getuid()):  # 1004 has no name, as in a container
+        (tmp_path / str(number)).mkdir()
+    stat = pathlib.Path.stat
+    monkeypatch.setattr(pathlib.Path, "stat", lambda path, **words: with_owner(stat(path, **words), path.name))
+    monkeypatch.setattr(host.pwd, "getpwuid", lambda number: types.SimpleNamespace(
+        pw_name=f"u{number}", pw_shell=accounts[number]
+    ))  # fmt: skip
+    only(host.users(tmp_path), WARNING, "u1001, u1002 also use", "torchmpirun --private")
+    for number in (1001, 1002):
+        (tmp_path / str(number)).rmdir()
+    only(host.users(tmp_path), OK, "none")
+
+
+def with_owner(status, name):
+    return types.SimpleNamespace(st_uid=int(name)) if name.isdigit() else status

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import pwd
 import re
 import resource
 import shutil
@@ -22,6 +24,7 @@ _BYTES_OF_A_RANK = 400 * _MIB  # with torch and its optimizers imported
 _ENOUGH_FILES = 1024  # a rank has tens, torchmpirun a few for each rank
 _ENOUGH_TEMPORARY_BYTES = 64 * _MIB
 _LONGEST_FOLDER = 60  # a socket's path has 107 characters at most, and Open MPI and PMIx add to the folder's
+_FIRST_PERSON = 1000  # users with lower numbers are the system's
 _PR_SET_PTRACER = 0x59616D61
 _MORE_SHARED = "give the container more: docker run --shm-size=1g, or --ipc=host"
 
@@ -137,6 +140,26 @@ def names() -> Iterator[Finding]:
         yield Finding(WARNING, "network", f"the name of this host, {name}, has no address", remedy)
 
 
+def users(processes: Path = Path("/proc")) -> Iterator[Finding]:
+    """Other people with processes on this host, as far as the system shows them: they can reach a job's ports."""
+    owners = set[int]()
+    for process in processes.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            owners.add(process.stat().st_uid)
+    others = []
+    for owner in sorted(owners - {os.getuid()}):
+        with contextlib.suppress(KeyError):
+            account = pwd.getpwuid(owner)
+            is_person = owner >= _FIRST_PERSON and not account.pw_shell.endswith(("nologin", "false"))
+            others += [account.pw_name] * is_person
+    if others:
+        shown = ", ".join(others[:5]) + ", ..." * (len(others) > 5)
+        text = f"{shown} also use this host: they can connect to the MPI's starter, and keep a job from ending"
+        yield Finding(WARNING, "other users", text, "for jobs of one host: torchmpirun --private")
+    else:
+        yield Finding(OK, "other users", "none have processes here")
+
+
 def permissions() -> Iterator[Finding]:
     """What the kernel lets ranks do with each other's memory: files without a name, and reads of another process."""
     if why := _attempt(_open_nameless):
@@ -194,4 +217,4 @@ def _read_other_process() -> None:
         raise OSError(code, os.strerror(code))
 
 
-CHECKS = (cores, memory, shared_memory, files, temporary_folder, names, permissions)
+CHECKS = (cores, memory, shared_memory, files, temporary_folder, names, users, permissions)
