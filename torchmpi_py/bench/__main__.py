@@ -23,12 +23,9 @@ from torchmpi_py.bench import (
 )
 
 _MOVED = {
-    name: f"{name} is a program in the repository: {command}"
-    for name, command in {
-        "modes": "python benchmarks/modes",
-        "ps": "torchmpirun -n 2 benchmarks/parameter_server.py",
-        "watch": "python benchmarks/watching.py",
-    }.items()
+    "modes": "python benchmarks/modes",
+    "ps": "torchmpirun -n 2 benchmarks/parameter_server.py",
+    "watch": "python benchmarks/watching.py",
 }
 
 
@@ -83,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(words: list[str]) -> argparse.Namespace:
     """The options; ``command`` is the command's name. UsageError for mistakes."""
     if words and words[0] in _MOVED:
-        raise UsageError(_MOVED[words[0]])
+        raise UsageError(f"{words[0]} is a program in the repository: {_MOVED[words[0]]}")
     parser = command_line.Parser(
         prog="torchmpi_py.bench",
         description="Measure collectives and training steps. Run it under torchmpirun -n N -m torchmpi_py.bench ...",
