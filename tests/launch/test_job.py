@@ -164,13 +164,28 @@ def test_logs(program, tmp_path, no_leftovers):
     assert (tmp_path / "l" / "rank-1.log").read_text() == "1\n"
 
 
-def test_a_full_disk_and_a_folder_that_is_none(program, tmp_path, no_leftovers):
-    (tmp_path / "l").mkdir()
-    (tmp_path / "l" / "rank-1.log").symlink_to("/dev/full")
-    job = launch("-n", 2, "--log-dir", tmp_path / "l", program(HELLO + "world.Barrier(); print(world.rank)"))
+def test_a_full_disk(program, tmp_path, no_leftovers):
+    in_a_namespace = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    mount = f"mount -t tmpfs -o size=64k none {folder}"
+    if subprocess.run([*in_a_namespace, mount], capture_output=True, check=False).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    fills = "world.Barrier(); print('x' * 200_000 * world.rank, flush=True)"
+    words = command("-n", 2, "--log-dir", folder, program(HELLO + fills))
+    job = subprocess.run(
+        [*in_a_namespace, f'{mount} && exec "$@"', "sh", *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert job.returncode == 1
     assert "[rank 1] cannot write to its log: No space left on device\n[rank 1] Traceback" in job.stderr
     assert "torchmpirun: rank 1 failed first, with exit code 1" in job.stderr
+
+
+def test_a_log_folder_that_is_none(program):
     job = launch("-n", 2, "--log-dir", program(HELLO), program(HELLO))
     assert (job.returncode, job.stdout) == (2, "")
     assert re.fullmatch(r"torchmpirun: --log-dir .*: cannot write files there: File exists; name .*\n", job.stderr)
