@@ -77,6 +77,8 @@ def truth(mpi, use, num_steps=1):
 @every_use
 @pytest.mark.parametrize("kind", SHARDED)
 def test_a_sharded_optimizer_refuses_what_is_divided(mpi, kind, use):
+    if mpi.size() == 1 and kind == "owners":
+        pytest.skip("one rank owns all gradients")
     module = network()
     ours = optim.ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1, **SHARDED[kind])
     ours.zero_grad()
