@@ -117,6 +117,7 @@ def test_tcp_is_left_out_on_one_host(monkeypatch, tmp_path, environment, num_byt
     monkeypatch.setattr(transports.parameter_files, "have", lambda *_: False)
     monkeypatch.setattr(transports.os, "statvfs", lambda _: os.statvfs_result((1, 1, 1, 1, num_bytes, 0, 0, 0, 0, 255)))
     names = ("OMPI_MCA_btl", "UCX_TLS")
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # the function sets variables
     for name in (*variables._RANK, *variables.SIZE, *variables._LOCAL_SIZE, *names):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
