@@ -141,6 +141,7 @@ class AsyncBackward:
         """
         if self._has_gradient_anywhere is not None:
             self._finish()
+        self.order.has_loaded = True
         if self.num_passes:
             self.num_passes = 0
             for parameter in self.names:

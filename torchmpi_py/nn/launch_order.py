@@ -8,10 +8,11 @@ places, and of the number of reductions since its compression was restarted
 travels behind the flags that are reduced anyway, by ``max``: the digest and its complement add up to 255 in every byte,
 if all are equal. Launches on communicators of fewer ranks, those of split parameters, do not count.
 
-A rank that leaves out a step (it catches an error of a bad batch, and continues) makes the same launches as the others,
-one step later. What differs is how often the loop has called the optimizer's ``zero_grad`` and ``step`` since the last
-reduction. These two counts travel beside the digest. A rank that takes part without a backward pass, or in ``join``,
-where ranks may have different numbers of batches, sends zeros in place of both, which ``max`` ignores.
+A rank that leaves out the optimizer's ``step`` (it catches an error, and continues) makes the same launches as the
+others, and has other parameters from then on. So the number of updates since the last reduction travels beside the
+digest. A rank that takes part without a backward pass, or after it has loaded a state, or in ``join``, where ranks may
+have different numbers of batches, sends zeros in place of the number, which ``max`` ignores. Calls of ``zero_grad`` are
+not compared: an extra call changes nothing, and ranks that agree to leave out a batch may differ in it.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class LaunchOrder:
         self._digest = 0
         self._age = 0  # reductions since the last restart
         self.num_steps = 0  # complete reductions
-        self.num_zero_grads = self.num_updates = 0  # of the optimizer, since the last reduction
-        self._counts = [0, 0]  # those of the reduction under way
+        self.num_updates = 0  # by the optimizer, since the last reduction
+        self.has_loaded = False  # a state since then, so that the number says nothing of the parameters
+        self._updates_here = 0  # the same, of the reduction under way
 
     def restart(self) -> None:
         """What compression has kept is dropped, before a reduction that is the same one on all ranks."""
@@ -58,23 +60,22 @@ class LaunchOrder:
         self._digest = zlib.crc32(next(self._places).to_bytes(8, "little"), self._digest)
 
     def append_numbers(self, flags: Tensor, *, compares_steps: bool) -> Tensor:
-        """The flags, with digest and counts behind them, to be reduced by ``max``. The counts start again."""
+        """The flags, with digest and updates behind them, to be reduced by ``max``. The updates start again."""
         digest = list(zlib.crc32(self._age.to_bytes(8, "little"), self._digest).to_bytes(_BYTES, "little"))
         self._age += 1
-        self._counts = [min(self.num_zero_grads, 255), min(self.num_updates, 255)]
-        self.num_zero_grads = self.num_updates = 0
-        numbers = [*digest, *self._counts]
+        self._updates_here = min(self.num_updates, 255)
+        numbers = [*digest, self._updates_here]
         both = [*numbers, *(255 - number for number in numbers)]
-        if not compares_steps:
-            both[_BYTES : _BYTES + 2] = both[-2:] = [0, 0]
+        if not compares_steps or self.has_loaded:
+            both[_BYTES] = both[-1] = 0
+        self.num_updates, self.has_loaded = 0, False
         return torch.cat([flags, torch.tensor(both, dtype=torch.uint8, device="cpu")])
 
     def checked(self, reduced: Tensor) -> Tensor:
         """The reduced flags without the numbers. RanksDisagree, on all ranks, if these differ."""
-        flags, numbers = reduced.tensor_split([reduced.numel() - 2 * (_BYTES + 2)])
-        *digest, zero_grads, updates = [(most, 255 - rest) for most, rest in numbers.view(2, -1).T.tolist()]
-        self._check_steps("zero_grad()", *zero_grads, self._counts[0], self.num_steps + 1 - zero_grads[1])
-        self._check_steps("step()", *updates, self._counts[1], self.num_steps + 1 - updates[0])
+        flags, numbers = reduced.tensor_split([reduced.numel() - 2 * (_BYTES + 1)])
+        *digest, updates = [(most, 255 - rest) for most, rest in numbers.view(2, -1).T.tolist()]
+        self._check_updates(*updates)
         if any(most != least for most, least in digest):
             raise RanksDisagree(
                 "the backward passes of the ranks reach modules with registrations of their own "
@@ -87,14 +88,14 @@ class LaunchOrder:
         self.num_steps += 1
         return flags
 
-    @staticmethod
-    def _check_steps(call: str, most: int, least: int, here: int, base: int) -> None:
-        """RanksDisagree if ranks have made the call ``most`` and ``least`` times; ``base`` plus that is their step."""
+    def _check_updates(self, most: int, least: int) -> None:
+        """RanksDisagree if a rank has updated its parameters ``most`` times, and another ``least`` times."""
         if most > least:
+            base, here = self.num_steps + 1 - most, self._updates_here
             raise RanksDisagree(
                 f"the ranks are in different steps: a rank is in its step {base + most}, another in its step "
-                f"{base + least}, this one in its step {base + here}, because they have called {call} {most}, {least} "
-                f"and {here} times since the last reduction. A rank has left out a step, as by going on after an "
-                "error of a bad batch. Leave it out on all ranks (decide by mpi.allreduce), or use mpi.join(...), "
-                "where ranks may have different numbers of batches"
+                f"{base + least}, this one in its step {base + here}, because they have called step() {most}, {least} "
+                f"and {here} times since the last reduction. A rank has left out step(), as after an error, and its "
+                "parameters differ from then on. Leave it out on all ranks (decide by mpi.allreduce), and load "
+                "a state on all of them where parameters differ"
             )

@@ -46,10 +46,10 @@ class DistributedOptimizer(ReducingOptimizer):
     (``nn.synchronize_parameters``), which the first step checks.
 
     Raises on every rank: RanksDisagree where the ranks' parameters differ in name, shape or dtype, or by the first step
-    in value, or where a rank has called ``zero_grad`` or ``step`` more often than another since the last reduction (it
-    has left out a step; not compared in ``mpi.join``); ValueError where the optimizer has parameters that ``module``
-    has not, where another registration reduces them already, or where backward_passes_per_step is no whole number above
-    0; TypeError for another compression.
+    in value, or where a rank has called ``step`` more often than another since the last reduction (not compared in
+    ``mpi.join``); ValueError where the optimizer has parameters that ``module`` has not, where another registration
+    reduces them already, or where backward_passes_per_step is no whole number above 0; TypeError for another
+    compression.
     """
 
     @other_arguments.explain(

@@ -65,7 +65,7 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
     finally:
         buckets.joining = None
         if reduction is not None:
-            reduction.order.num_zero_grads = reduction.order.num_updates = 0  # which differ by the steps of each rank
+            reduction.order.num_updates = 0  # which differs by the steps of each rank
     steps = verbs.allgather_object(joining.num_steps, comm=buckets.comm)
     root = steps.index(max(steps))
     tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]

@@ -94,7 +94,6 @@ class ReducingOptimizer(OptimizerWrapper):
         """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
         self._check_between_steps("zero_grad")
         self._is_reduced = False
-        self.reduction.order.num_zero_grads += 1
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
