@@ -31,6 +31,7 @@ import os
 import pathlib
 import re
 import shutil
+import textwrap
 import uuid
 import zlib
 from collections import Counter, OrderedDict
@@ -178,8 +179,11 @@ def read(path: pathlib.Path) -> Any:
     with open(trusted_files.open_file(path, os.O_RDONLY, owners=None), "rb") as file:
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
+        except OSError:  # the file could not be read
+            raise
         except Exception as error:  # torch raises many kinds, and advises to run the file's code
-            raise CheckpointError(f"{path} does not hold plain data as a checkpoint does; use another one") from error
+            why = textwrap.shorten(f"{type(error).__name__}: {error}", 80, placeholder=" ...")
+            raise CheckpointError(f"{path} does not hold plain data as a checkpoint does ({why})") from error
 
 
 def sync(folder: pathlib.Path) -> None:
