@@ -90,7 +90,8 @@ def open_file(path: Path, flags: int, *, owners: Collection[int] | None = (), re
 def is_own(path: Path) -> bool:
     """Whether a file, folder or link is there and belongs to the user."""
     try:
-        return os.lstat(path).st_uid in (os.geteuid(), _owner_of_new_file(path))
+        owner = os.lstat(path).st_uid
+        return owner == os.geteuid() or owner == _owner_of_new_file(path)
     except OSError:
         return False
 
@@ -102,7 +103,7 @@ def write(path: Path, text: str) -> None:
 
 
 def refuse_others(path: Path, remedy: str = REMEDY) -> None:
-    """PermissionError if another user's file, folder or link is at ``path``, so that nobody removes or replaces it."""
+    """PermissionError if another user's file, folder or link is at ``path``, so that it is not removed or replaced."""
     if os.path.lexists(path) and not is_own(path):
         what = f"it belongs to {owner_name(os.lstat(path).st_uid)}, and not to you"
         raise PermissionError(errno.EPERM, f"{what}; {remedy}", os.fspath(path))
@@ -130,7 +131,7 @@ def _check(path: Path, found: os.stat_result, owners: Collection[int] | None, wr
 
 
 def _owner_of_new_file(path: Path) -> int:
-    """The owner that a file gets which this process creates beside ``path``; -1 where it cannot."""
+    """Return the owner of a file that this process creates in the folder of ``path``; -1 where it cannot."""
     try:
         with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(path))) as file:
             return os.fstat(file.fileno()).st_uid

@@ -202,7 +202,7 @@ class Failure(NamedTuple):
     when: float
     rank: int
     code: int
-    report: str  # of another rank, because of which this one ends the job; "" where this rank itself failed
+    report: str  # what is wrong with another rank, where this rank ends the job for it; "" where this rank failed
     held: list[str]  # shared memory
 
 
@@ -217,10 +217,8 @@ def record_failure(folder: str, rank: int, code: int, report: str = "") -> None:
         os.close(pipe)
     with open("/proc/self/maps") as maps:
         held = {line.split()[5] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
-    _write(
-        Path(folder) / f"failed-{rank}",
-        "\n".join([f"{time.time():.6f} {code} {' '.join(report.split())}", *sorted(held)]),
-    )
+    first = f"{time.time():.6f} {code} {' '.join(report.split())}"
+    _write(Path(folder) / f"failed-{rank}", "\n".join([first, *sorted(held)]))
 
 
 def failures(folder: Path) -> list[Failure]:

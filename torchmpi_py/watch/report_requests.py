@@ -72,9 +72,8 @@ def _is_in_use() -> bool:
     """Whether SIGUSR1 is handled, by Python or by C code, or ignored."""
     if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return True
-    masks = [
-        exit_marks.proc_field("self", "status", name) for name in ("SigIgn", "SigCgt")
-    ]  # ignored and caught signals
+    # The masks of ignored and of caught signals.
+    masks = [exit_marks.proc_field("self", "status", name) for name in ("SigIgn", "SigCgt")]
     return any(int(mask, 16) >> _SIGNAL - 1 & 1 for mask in masks)
 
 
