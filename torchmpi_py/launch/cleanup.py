@@ -1,9 +1,9 @@
 """What a job may leave on this host: processes, shared memory, session folders. Only this job's are ever touched.
 
 - A *process* is the job's when its environment names the job's folder, and it has this user and is in this container
-  (PID namespace): root sees others' processes, too. Children inherit the variable whatever they do. A rank
-  that sets its title (setproctitle) overwrites the environment that others see: the rank's mark names it. A process
-  that becomes another program (exec) has for some milliseconds none that others see: a look at it waits for that.
+  (PID namespace): root sees the processes of others, too. Children inherit the variable whatever they do. A rank that
+  sets its title (setproctitle) overwrites the environment that others see: the rank's mark names it. A process that
+  becomes another program (exec) has for some milliseconds no environment that others see: a look at it waits for that.
 - A *file in /dev/shm* is the job's when it has a name that an MPI, torch or this package gives and one of the job's
   processes has it open or mapped. MPIs unlink theirs in MPI_Finalize, which a killed or aborted rank does not reach;
   this package does when all ranks have mapped a file. A file that a process outside the job holds as well stays, and so

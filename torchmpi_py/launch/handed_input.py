@@ -1,4 +1,4 @@
-"""Hand the launcher's standard input to rank 0 itself, so that nobody takes more of it than the program reads.
+"""Hand the launcher's standard input to rank 0 itself, so that no more of it is taken than the program reads.
 
 An MPI's starter reads ahead: it would empty the list of ``while read x; do torchmpirun ...; done < list``. Where all
 ranks run on this host, rank 0 gets the descriptor through a socket in the job's folder, which only this user can enter.
@@ -43,7 +43,7 @@ def take(folder: str) -> None:
     """In rank 0: make the launcher's input this process's descriptor 0, where the launcher offers it."""
     if not os.path.exists(os.path.join(folder, _NAME)):
         return
-    # Where a starter tells no ranks, each process takes itself for rank 0: the input is that of the first.
+    # Where a starter tells no ranks, each process takes itself for rank 0: the first one gets the input.
     with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection, _address(folder) as address:
         connection.connect(address)
         for taken in socket.recv_fds(connection, 1, 1)[1]:

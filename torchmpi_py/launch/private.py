@@ -2,7 +2,7 @@
 
 torchmpirun itself moves into new user and network namespaces, and all that it starts is born there. The new network has
 a loopback and nothing else. In the user namespace this user's id stays the same; processes and files of other users
-show as those of nobody.
+show as owned by the user "nobody".
 """
 
 import argparse

@@ -55,7 +55,7 @@ def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator, *, s
     """RanksDisagree, on all ranks, unless names, shapes and dtypes are the same in the same order. Collective.
 
     Tensors that ranks bring together are paired by their place: in another order they would be mixed up. With
-    ``strides`` those are compared too, because a bucket holds its gradients in the order of their strides.
+    ``strides`` the strides are compared too, because a bucket holds its gradients in the order of their strides.
     """
     if comm.size == 1:
         return

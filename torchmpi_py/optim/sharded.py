@@ -38,7 +38,8 @@ class ShardedOptimizer(ReducingOptimizer):
     those that it owns, and elsewhere reading or changing ``p.grad`` raises RuntimeError until ``step``: clip with
     ``clip_grad_norm_`` of this object, and drop gradients with its ``zero_grad``. Parameters become views of flat
     memory, which ``torch.save`` would store whole: save clones. The class's step hooks run once for each bucket. Every
-    rank makes the optimizer alike, and runs as many backward passes and calls ``step`` as often. ``remove()`` ends it.
+    rank makes the optimizer with the same arguments, runs as many backward passes, and calls ``step`` as often.
+    ``remove()`` ends it.
 
     parameters: as torch's; parameters equal on all ranks, which the first step checks, not split, on one device.
     optimizer_class: a class of torch optimizers without closures (not LBFGS).

@@ -9,9 +9,9 @@ A message of another dtype does not match a receive; the receive finds the messa
 (``Receipt``). A header in the message would need a copy, or a derived datatype, which makes large messages 3 to 20
 times slower.
 
-Tensors are flat. A generator goes on when its last step is complete: what follows a ``yield``
-(a division, a conversion) sees the result. On a GPU the work before a ``yield`` has only been queued; the caller of MPI
-waits for that work first.
+Tensors are flat. A generator goes on when its last step is complete: what follows a ``yield`` (a division, a
+conversion) sees the result. On a GPU the work before a ``yield`` has only been queued; the caller of MPI waits for that
+work first.
 """
 
 from __future__ import annotations
