@@ -4,11 +4,13 @@ import os
 import resource
 import subprocess
 import sys
+import time
 
 import pytest
 
-from torchmpi_py.core import backoff, sequences, status_board
+from torchmpi_py.core import backoff, journal, sequences, status_board
 from torchmpi_py.core.channels import Place
+from torchmpi_py.core.config import Tuning
 from torchmpi_py.core.handles import ThreadHandle
 from torchmpi_py.core.status_board import CLAIMED_ASKED, CLAIMED_DEATH, CLAIMED_DIFFERENCE, CLAIMED_LATE
 from torchmpi_py.watch import reports, watchdog
@@ -61,6 +63,23 @@ def test_a_wait_with_a_longer_limit_is_not_late(monkeypatch):
     assert ages.oldest(50, {2}) is None
     ages.look([1, 2], 204)
     assert ages.oldest(50, {2}) == 1
+
+
+def test_an_operation_that_completes_after_a_look_is_not_late(monkeypatch):
+    claims = []
+    monkeypatch.setattr(watchdog.Watchdog, "_loop", lambda self: None)
+    monkeypatch.setattr(watchdog, "claim", lambda board, reason: claims.append(reason))
+    monkeypatch.setattr(backoff, "active", {})
+    used = a_board()
+    watched = watchdog.Watchdog(used, Tuning(deadline_seconds=1))
+    backoff.active["wait"] = 7
+    watched._ages.look(journal.under_way(used), time.monotonic() + 5)
+    watched._check_deadline()
+    assert claims == [CLAIMED_LATE]
+    backoff.active.clear()
+    watched._check_deadline()
+    assert claims == [CLAIMED_LATE]
+    watched.stop()
 
 
 def test_a_report_for_one_reason_prevents_none_for_another():

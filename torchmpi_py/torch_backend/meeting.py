@@ -62,9 +62,10 @@ def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
     except BaseException:
         journal.fail(entry)
         raise
+    else:
+        journal.end(entry)
     finally:
         backoff.limited.pop(entry, None)
-    journal.end(entry)
 
 
 def _seconds(timeout: dt.timedelta | None) -> float:

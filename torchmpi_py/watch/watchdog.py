@@ -281,7 +281,8 @@ class Watchdog:
             self._ages.seconds.clear()
         is_end = self._at_deadline != "report"
         oldest = self._ages.oldest(at_least, raising if is_end else self._reported)
-        if oldest is None:
+        # An operation that has completed since the look has lost its limit, and is not late.
+        if oldest is None or oldest not in journal.under_way(board):
             return
         # Other ranks compare this number with theirs, to know whether the report covers their operation.
         board.put(LATE_NUMBER, oldest)
