@@ -7,7 +7,7 @@ import sys
 
 import matplotlib.pyplot as plt
 import torch
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import SequentialLR, StepLR
 
 from torchmpi_py.optim import large_batch
 
@@ -17,7 +17,9 @@ STEPS, WARMUP_STEPS, LR = 160, 60, 0.1
 def rates(factor, rule, then=None):
     """The learning rate of each step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
-    schedule = large_batch(optimizer, factor, rule=rule, warmup_steps=WARMUP_STEPS, then=then)
+    schedule = large_batch(optimizer, factor, rule=rule, warmup_steps=WARMUP_STEPS)
+    if then is not None:
+        schedule = SequentialLR(optimizer, [schedule, then(optimizer)], [WARMUP_STEPS])
     taken = []
     for _ in range(STEPS):
         taken.append(optimizer.param_groups[0]["lr"])

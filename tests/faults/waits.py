@@ -112,7 +112,6 @@ UPDATES = {
     "DifferenceUpdate": "ps.DifferenceUpdate(network, **often)",
     "StaleSynchronousUpdate": "ps.StaleSynchronousUpdate(network, staleness=1, init_delay=2)",
     "SynchronousUpdate": "ps.SynchronousUpdate(network, lr=0.1)",
-    "PeriodicAveraging": "ps.PeriodicAveraging(network, **often)",
 }
 AVERAGE = "model.register_comm_hook(None, backend.average)"
 
@@ -160,23 +159,19 @@ def _groups() -> dict[str, Wait]:
 def _updates() -> dict[str, Wait]:
     waits = {}
     for name, make in UPDATES.items():
-        is_served = name not in ("SynchronousUpdate", "PeriodicAveraging")
-        words = "PeriodicAveraging" if name == "PeriodicAveraging" else "settings of an update"
-        waits[f"{name}, to make one"] = Wait(f"{SERVER}\nFAULT\n{make}", words)
+        waits[f"{name}, to make one"] = Wait(f"{SERVER}\nFAULT\n{make}", "settings of an update")
         training = TRAINING.replace("MAKE", make)
-        if is_served:
+        if name != "SynchronousUpdate":
             seed = training.replace("WHEN", "2").replace("THEN", "")
             waits[f"{name}, to seed"] = Wait(seed, "paramserver.init_tensors")
             for call in ("take_result", "state_dict"):
                 program = training.replace("WHEN", "8").replace("THEN", f"update.{call}()")
                 waits[f"{name}.{call}"] = Wait(program, f"{name}.{call}")
-        if name != "PeriodicAveraging":
-            program = training.replace("WHEN", "8").replace("THEN", "update.free()")
-            waits[f"{name}.free"] = Wait(program, "ParameterServer.free")
+        program = training.replace("WHEN", "8").replace("THEN", "update.free()")
+        waits[f"{name}.free"] = Wait(program, "ParameterServer.free")
         step = training.replace("WHEN", "5").replace("THEN", "")
         words = {
             "SynchronousUpdate": "SynchronousUpdate.update",
-            "PeriodicAveraging": "allreduce",
             "StaleSynchronousUpdate": "bounded staleness, for rank 1",
         }.get(name, "mpi.stop")  # asynchronous ones wait for nobody
         waits[f"{name}.update"] = Wait(step, words)

@@ -154,30 +154,6 @@ def test_prefetching_as_early_as_can_be(mpi):
     update.free()
 
 
-def test_periodic_averaging(mpi):
-    """Mean of parameters and buffers, at the steps of the timetable, over the ranks of a level."""
-    size, me = mpi.size(), mpi.rank()
-    net = torch.nn.BatchNorm1d(3)
-    update = ps.PeriodicAveraging(net, init_delay=2, update_frequency=3)
-    mean = sum(range(size)) / size
-    for step in range(9):
-        torch.nn.init.constant_(net.weight, float(me + step))
-        net.running_mean.fill_(float(me))
-        update.update(step)
-        is_due = step in (5, 8)
-        torch.testing.assert_close(net.weight.detach(), torch.full((3,), float((mean if is_due else me) + step)))
-        torch.testing.assert_close(net.running_mean, torch.full((3,), float(mean if is_due else me)))
-    level = mpi.push_communicator(me // 2)
-    update = ps.PeriodicAveraging(net, level=level, init_delay=0, update_frequency=1)
-    torch.nn.init.constant_(net.weight, float(me))
-    update.update(1)
-    partners = [rank for rank in (me // 2 * 2, me // 2 * 2 + 1) if rank < size]
-    torch.testing.assert_close(net.weight.detach(), torch.full((3,), sum(partners) / len(partners)))
-    update.free()
-    with pytest.raises(ParameterServerError, match=r"update\(2\): this PeriodicAveraging was freed"):
-        update.update(2)
-
-
 def test_downpour_with_an_optimizer_at_the_server(mpi):
     """One step of Adagrad for each sum that a worker sends."""
     size = mpi.size()
@@ -252,5 +228,3 @@ def test_mistakes(mpi):
     if mpi.size() > 1:
         with pytest.raises(RanksDisagree, match="EASGDUpdate: init_delay by rank"):
             ps.EASGDUpdate(net, init_delay=mpi.rank())
-        with pytest.raises(RanksDisagree, match="init_delay, update_frequency"):
-            ps.PeriodicAveraging(net, update_frequency=1 + mpi.rank())

@@ -10,7 +10,7 @@ from torchmpi_py.paramserver.hogwild import Hogwild
 from torchmpi_py.paramserver.rules import register_rule
 from torchmpi_py.paramserver.server import ParameterServer, free_all, init
 from torchmpi_py.paramserver.stale import StaleSynchronousUpdate
-from torchmpi_py.paramserver.synchronous import PeriodicAveraging, SynchronousUpdate
+from torchmpi_py.paramserver.synchronous import SynchronousUpdate
 from torchmpi_py.paramserver.tensor_lists import (
     ServedTensors,
     init_tensors,
@@ -28,7 +28,6 @@ __all__ = [
     "EASGDUpdate",
     "Hogwild",
     "ParameterServer",
-    "PeriodicAveraging",
     "ServedTensors",
     "StaleSynchronousUpdate",
     "SynchronousUpdate",

@@ -5,10 +5,6 @@ gradients, divided by the number of ranks, to a server; each rank does the optim
 parameters, with the state that it alone keeps; all fetch the new parameters. So every rank sends and receives each
 number once, and keeps 1/n of the optimizer's state. Source: Li et al.: Scaling distributed machine learning with the
 parameter server (2014), and TensorFlow's synchronous replicas.
-
-``PeriodicAveraging`` is local SGD: every rank trains alone, and now and then all take the mean of their parameters. It
-needs no server, and sends as little as asynchronous training. Source: McDonald, Hall, Mann: Distributed training
-strategies for the structured perceptron (2010); Stich: Local SGD converges fast and communicates little (2019).
 """
 
 from __future__ import annotations
@@ -18,13 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py import nn
-from torchmpi_py.core import communicators
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import wait_all
 from torchmpi_py.errors import ParameterServerError
 from torchmpi_py.paramserver import rules, tensor_lists
-from torchmpi_py.paramserver.timetable import Timetable
 from torchmpi_py.paramserver.update import check_alike, check_trained, wait_for_all
 
 
@@ -94,32 +87,3 @@ def _gradient(p: Tensor) -> Tensor:
     if p.grad is None:
         return torch.zeros_like(p)
     return p.grad if p.grad.layout is torch.strided else p.grad.to_dense()
-
-
-class PeriodicAveraging:
-    """Call ``update(step)`` once per training step, after the optimizer's, with the step's number, on every rank.
-
-    Parameters, and buffers of floating point, are averaged over the ranks of ``level`` in the steps D+U, D+2U, ...,
-    with D = ``init_delay`` and U = ``update_frequency``. The optimizer's state (momentum) stays with each rank.
-    """
-
-    def __init__(
-        self, network: torch.nn.Module, *, level: int = 0, update_frequency: int = 10, init_delay: int = 100
-    ) -> None:
-        self.timetable = Timetable(init_delay, update_frequency)
-        self.network = network
-        self.is_free = False
-        self._level = level
-        settings = {"(init_delay, update_frequency)": (init_delay, update_frequency)}
-        check_alike(communicators.communicator(level), "PeriodicAveraging", settings, what="PeriodicAveraging")
-
-    def update(self, step: int) -> None:
-        """Average, if it is due in this step. Collective then."""
-        if self.is_free:
-            raise ParameterServerError(f"update({step}): this PeriodicAveraging was freed; make another")
-        if self.timetable.at(step).integrate:
-            nn.synchronize_parameters(self.network, average=True, comm=communicators.communicator(self._level))
-
-    def free(self) -> None:
-        """Nothing is kept; the method exists on every kind of update."""
-        self.is_free = True
