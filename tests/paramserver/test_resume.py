@@ -4,27 +4,41 @@ import io
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from torchmpi_py import paramserver as ps
 from torchmpi_py.errors import ParameterServerError
+from torchmpi_py.paramserver import tensor_lists
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 
+@pytest.fixture(autouse=True)
+def sends_in_order(mpi, monkeypatch):
+    """Rank after rank sends, so that sums are the same, bit for bit, in every run."""
+    send_tensors = tensor_lists.send_tensors
+
+    def in_turns(served, *args, **options):
+        for turn in range(mpi.size()):
+            if turn == mpi.rank():
+                handles = send_tensors(served, *args, **options)
+                served._finish_sends()
+            mpi.barrier()
+        return handles
+
+    monkeypatch.setattr(tensor_lists, "send_tensors", in_turns)
+
+
 def in_step(kind, mpi):
-    """Ranks meet in every step, and before they fetch: the result is one and the same in every run."""
+    """Ranks meet in every step, and around each fetch."""
 
     class InStep(kind):
         def update(self, step):
             super().update(step)
-            if self.served is not None:
-                self.served._finish_sends()
             mpi.barrier()
 
         def prefetch(self, served):
             super().prefetch(served)
-            served._finish_sends()
-            mpi.barrier()
             mpi.wait_all(ps.prefetch_tensors(served))
             mpi.barrier()
 
@@ -76,30 +90,36 @@ def saved_and_loaded(state):
     return torch.load(file, weights_only=True)
 
 
+def tensors(state):
+    """All tensors of a state, in order."""
+    return [x for x in tree_leaves(state) if isinstance(x, torch.Tensor)]
+
+
 @pytest.mark.parametrize("num_steps", [1, 5, 8])
 @pytest.mark.parametrize("make", [downpour, adagrad, easgd, difference, ssp])
 def test_two_parts_are_the_whole(mpi, make, num_steps):
-    """Before the server is seeded; between exchanges; while one is on its way."""
-    rank = 0 if make is adagrad else mpi.rank()  # there the order of sends counts, unless they are alike
+    """Before the server is seeded; between exchanges; while one is on its way. A run goes back in the same process."""
+    rank = mpi.rank()
     whole = network(rank)
     update = make(mpi, whole)
     train(whole, update, range(12), rank)
-    update.take_result()
+    expected = update.state_dict()
     update.free()
     net = network(rank)
     update = make(mpi, net)
     train(net, update, range(num_steps), rank)
     saved = saved_and_loaded({"network": net.state_dict(), "update": update.state_dict()})
+    train(net, update, range(num_steps, num_steps + 3), rank)  # is undone below
     update.free()
     net = network(100)
     net.load_state_dict(saved["network"])
     update = make(mpi, net)
     update.load_state_dict(saved["update"])
     train(net, update, range(num_steps, 12), rank)
-    update.take_result()
+    found = update.state_dict()
     update.free()
-    for mine, other in zip(net.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(net.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(tensors(found), tensors(expected), rtol=0, atol=0)
 
 
 def test_what_does_not_fit(mpi):
@@ -120,3 +140,33 @@ def test_what_does_not_fit(mpi):
     with pytest.raises(ParameterServerError, match="call load_state_dict before"):
         update.update(1)
     update.free()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+def test_synchronous_training_goes_back_in_place(mpi, optimizer):
+    """The optimizer's state lies at the server, and is loaded there."""
+
+    def steps(net, update, numbers):
+        for step in numbers:
+            for p in net.parameters():
+                p.grad = (mpi.rank() + 1) * p.detach() / 8 + step
+            update.update()
+
+    net = network(mpi.rank())
+    update = ps.SynchronousUpdate(net, optimizer=optimizer, lr=0.1)
+    steps(net, update, range(3))
+    saved = saved_and_loaded({"network": net.state_dict(), "server": update.served.state_dict()})
+    steps(net, update, range(3, 5))
+    fresh = network(100)
+    for each in (net, fresh):
+        each.load_state_dict(saved["network"])
+    other = ps.SynchronousUpdate(fresh, optimizer=optimizer, lr=0.1)
+    for each, module in ((update, net), (other, fresh)):
+        if mpi.rank() == 0:
+            each.served.load_state_dict(saved["server"])
+        mpi.barrier()
+        steps(module, each, range(3, 7))
+    for p, q in zip(net.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(p, q)
+    update.free()
+    other.free()
