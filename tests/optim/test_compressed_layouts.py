@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from torchmpi_py import nn as mpinn, optim
 from torchmpi_py.optim import compression
@@ -54,7 +55,34 @@ def registered(module, compression):
     return optimizer
 
 
+def in_ddp(module, made):
+    from torchmpi_py import torch_backend
+
+    class Sum(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = module
+
+        def forward(self, gradients):
+            return sum((p * x).sum() for p, x in zip(self.parts, gradients, strict=True))
+
+    optimizer, ddp = sgd(module), torch.nn.parallel.DistributedDataParallel(Sum())
+    ddp.register_comm_hook(None, torch_backend.compressed(made))
+    optimizer.loss, optimizer.remove = ddp, lambda: None
+    return optimizer
+
+
+@pytest.fixture(scope="module")
+def group(mpi):
+    import torchmpi_py.torch_backend  # noqa: F401
+
+    dist.init_process_group("torchmpi")
+    yield
+    dist.destroy_process_group()
+
+
 WRAPPERS = {
+    "ddp": in_ddp,
     "register": registered,
     "distributed": lambda module, made: optim.DistributedOptimizer(sgd(module), module, compression=made),
     "slices": lambda module, made: sharded(module, made, "size"),
@@ -64,7 +92,7 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_gradients_arrive_whole(mpi, wrapper, name):
+def test_gradients_arrive_whole(mpi, group, wrapper, name):
     make, tolerance = COMPRESSIONS[name]
     module = parameters()
     layouts = [p.stride() for p in module]
@@ -73,7 +101,9 @@ def test_gradients_arrive_whole(mpi, wrapper, name):
         before = [p.detach().clone() for p in module]
         optimizer.zero_grad()
         gradients = [of_rank_2(p, 10 * step + number) for number, p in enumerate(module)]
-        sum((mpi.rank() + 1) * (p * x).sum() for p, x in zip(module, gradients, strict=True)).backward()
+        shares = [(mpi.rank() + 1) * x for x in gradients]
+        loss = getattr(optimizer, "loss", lambda xs: sum((p * x).sum() for p, x in zip(module, xs, strict=True)))
+        loss(shares).backward()
         optimizer.step()
         for layout, p, old, x in zip(LAYOUTS, module, before, gradients, strict=True):
             exact = x * (mpi.size() + 1) / 2

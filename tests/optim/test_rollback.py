@@ -11,7 +11,7 @@ from torchmpi_py.optim import compression
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
-NOT_HERE = {"LBFGS", "SparseAdam", "Optimizer"}  # LBFGS has closures, SparseAdam sparse gradients alone
+NOT_HERE = {"LBFGS", "SparseAdam", "Optimizer"}  # the first two have a test of their own
 CLASSES = {
     name: kind
     for name, kind in vars(torch.optim).items()
@@ -162,6 +162,58 @@ def test_going_back_is_starting_there(mpi, kind):
     for p, q, first, fresh in zip(module.parameters(), other.parameters(), ended_at, between, strict=True):
         assert torch.equal(p, q)
         assert torch.equal(first, fresh)
+
+
+def closures(mpi, module, optimizer, steps):
+    """As ``train``, for an optimizer that evaluates the loss itself."""
+    for step in steps:
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            x = torch.randn(8, 12, generator=torch.Generator().manual_seed(100 * step + mpi.rank()))
+            loss = (module(x) - x[:, :7].sin()).pow(2).mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def rows(mpi, module, optimizer, steps):
+    """As ``train``, with sparse gradients, of other rows on other ranks."""
+    for step in steps:
+        optimizer.zero_grad()
+        indices = torch.tensor([(mpi.rank() + step) % 7, step % 3, mpi.rank() % 5])
+        (module(indices) * torch.arange(1.0, 4)).pow(2).sum().backward()
+        optimizer.step()
+
+
+def table():
+    torch.manual_seed(3)
+    return torch.nn.Embedding(11, 3, sparse=True)
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "SparseAdam"])
+def test_going_back_with_closures_and_with_sparse_gradients(mpi, kind):
+    make, steps = (network, closures) if kind == "LBFGS" else (table, rows)
+    options = {"line_search_fn": "strong_wolfe", "max_iter": 4} if kind == "LBFGS" else {"lr": 0.1}
+
+    def wrapped(module):
+        return optim.DistributedOptimizer(getattr(torch.optim, kind)(module.parameters(), **options), module)
+
+    module, other = make(), make()
+    optimizer = wrapped(module)
+    steps(mpi, module, optimizer, range(2))
+    file = saved(module, optimizer)
+    steps(mpi, module, optimizer, range(2, 4))
+    load(module, optimizer, file, module_first=True)
+    steps(mpi, module, optimizer, range(2, 5))
+    optimizer.remove()
+    again = wrapped(other)
+    load(other, again, file, module_first=True)
+    steps(mpi, other, again, range(2, 5))
+    again.remove()
+    for p, q in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("make", [distributed, sharded])
