@@ -38,6 +38,14 @@ if where == "start":
     mpi.start()
     mpi.allreduce(torch.ones(3))
     end() if is_last else mpi.allreduce(torch.ones(3))
+elif where == "exit":  # after MPI_Finalize
+    import ctypes, torchmpi_py as mpi
+    mpi.start()
+    mpi.stop()
+    libc = ctypes.CDLL(None)
+    if is_last:
+        libc.__cxa_atexit(ctypes.cast(getattr(libc, "raise"), ctypes.c_void_p), getattr(signal, how), None)
+    sys.exit()
 else:
     from torch import distributed
     import torchmpi_py.torch_backend
@@ -56,6 +64,7 @@ CASES = [
     *((how, "start", 2 + number % 2) for number, how in enumerate(CODES)),
     # Without MPI the others have no need of a rank that leaves with code 0, and finish; nobody is late.
     *((how, "before", 3 - number % 2) for number, how in enumerate(CODES) if how not in ("os._exit(0)", "late")),
+    *((how, "exit", 2) for how in ("SIGKILL", "SIGSEGV")),
     *((how, "DDP", 2) for how in ("SIGKILL", "SIGSEGV", "os._exit(5)", "exception", "sys.exit(3)")),
 ]
 

@@ -146,7 +146,7 @@ def test_elastic(program, no_leftovers):
 def test_the_lookout(tmp_path, monkeypatch, pidfd):
     if not pidfd:
         monkeypatch.delattr(os, "pidfd_open", raising=False)
-    with subprocess.Popen(["sleep", "100"]) as one, subprocess.Popen(["sleep", "100"]) as other:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as one, subprocess.Popen(["sleep", "100"]) as other:
         for rank, process in enumerate((one, other)):
             exit_marks.record_running(str(tmp_path), rank, process.pid)
         (tmp_path / "running-2").write_text("1 another.host 0")
@@ -155,7 +155,7 @@ def test_the_lookout(tmp_path, monkeypatch, pidfd):
             assert lookout.wait(0.01) == []
             other.kill()
             (tmp_path / "running-0").unlink()
-            one.kill()
+            one.stdin.close()  # so that it ends in order
             seen = []
             until = time.monotonic() + 20
             while not seen and time.monotonic() < until:

@@ -163,7 +163,9 @@ class Lookout:
             # A program that has returned may call os._exit(0) at exit. A status that was not read counts as 0 then:
             # the starter reports any other.
             is_in_order = status in (0, None) and exit_marks.is_left(self._folder, f"through-{rank}")
-            if exit_marks.is_left(self._folder, f"running-{rank}") and not is_in_order:
+            # A signal may end a rank in MPI_Finalize, when its mark is gone.
+            is_killed = status is not None and os.WIFSIGNALED(status)
+            if is_killed or (exit_marks.is_left(self._folder, f"running-{rank}") and not is_in_order):
                 num_left = max(self._num_ranks, len(self._watched)) - self._num_ended
                 deaths.append(Death(rank, process_id, status, self.began(rank), num_left))
             else:
