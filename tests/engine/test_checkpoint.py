@@ -12,6 +12,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from checkpoint_folder import listed
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from torchmpi_py import errors
@@ -127,7 +128,7 @@ def test_two_and_two_epochs_are_four_bit_for_bit(tmp_path, iterator, optimizer):
     trained(tmp_path, maxepoch=2, **options)
     assert torch.equal(trained(tmp_path, **options), expected)
     assert torch.equal(weights(trained(tmp_path, **options)), weights(expected))  # nothing is left to do
-    assert sorted(os.listdir(tmp_path)) == ["step-000014", "step-000021", "step-000028"]
+    assert sorted(listed(tmp_path)) == ["step-000014", "step-000021", "step-000028"]
 
 
 @pytest.mark.parametrize("iterator", list(ITERATORS))
@@ -137,7 +138,7 @@ def test_it_goes_on_in_the_middle_of_an_epoch(tmp_path, iterator, every):
     for killed_at in (1, 5, 7, 8, 15, 22, 28):
         assert trained(tmp_path, killed_at=killed_at, every=every, iterator=iterator) is None
     assert torch.equal(trained(tmp_path, every=every, iterator=iterator), expected)
-    assert len(os.listdir(tmp_path)) == 3
+    assert len(listed(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(("every", "seed"), [(3, None), ("epoch", None), (3, 4)])
@@ -207,7 +208,7 @@ def test_a_loop_of_ones_own(tmp_path):
     assert (step, parts["text"], parts["seen"]) == (12, "x", [1])
     assert torch.equal(parts["model"]["w"], torch.full((2,), 12.0))
     assert drawn == [torch.rand(1).item(), np.random.rand(), random.random()]
-    assert sorted(os.listdir(tmp_path / "a" / "b")) == ["step-000005", "step-000012"]
+    assert sorted(listed(tmp_path / "a" / "b")) == ["step-000005", "step-000012"]
 
 
 def test_a_step_is_replaced_and_an_earlier_one_refused(tmp_path):
@@ -217,7 +218,7 @@ def test_a_step_is_replaced_and_an_earlier_one_refused(tmp_path):
     assert checkpoints.load() == (3, {"x": 2})
     with pytest.raises(errors.CheckpointError, match="holds a checkpoint of step 3, which is later than 2"):
         checkpoints.save(2, {"x": 3})
-    assert os.listdir(tmp_path) == ["step-000003"]
+    assert listed(tmp_path) == ["step-000003"]
 
 
 def shorten(folder):
@@ -270,7 +271,7 @@ def test_a_damaged_one_is_passed_over(tmp_path, caplog, said):
     assert "step-000002 is damaged and passed over" in caplog.text
     assert said in caplog.text
     checkpoints.save(2, {"x": 5})
-    assert sorted(os.listdir(tmp_path)) == ["step-000001", "step-000002", "step-000002.damaged"]
+    assert sorted(listed(tmp_path)) == ["step-000001", "step-000002", "step-000002.damaged"]
     assert checkpoints.load() == (2, {"x": 5})
 
 
@@ -282,7 +283,7 @@ def test_when_all_are_damaged_it_begins_anew(tmp_path, caplog):
     checkpoints.save(1, {"x": 2})
     checkpoints.save(4, {"x": 3})  # what is damaged is forgotten when it is set aside
     checkpoints.save(5, {"x": 4})
-    assert sorted(os.listdir(tmp_path)) == ["step-000001", "step-000004", "step-000004.damaged", "step-000005"]
+    assert sorted(listed(tmp_path)) == ["step-000001", "step-000004", "step-000004.damaged", "step-000005"]
 
 
 def test_what_a_later_version_wrote_is_an_error(tmp_path):
@@ -298,7 +299,7 @@ def test_a_full_disk(tmp_path, full_disk):
     message = r"step 2 .* rank 0 on .*rank-0.pt: No space left on device"
     with full_disk(), pytest.raises(errors.CheckpointError, match=message):
         checkpoints.save(2, {"x": torch.zeros(9)})
-    assert os.listdir(tmp_path) == ["step-000001"]
+    assert listed(tmp_path) == ["step-000001"]
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):
@@ -527,7 +528,7 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, c
         checkpoints.save(2, {"x": 2})
     assert "step-000001 cannot be removed: Device or resource busy" in caplog.text
     checkpoints.save(3, {"x": 3})
-    assert os.listdir(tmp_path) == ["step-000003"]
+    assert listed(tmp_path) == ["step-000003"]
 
 
 def test_folders_that_were_made_are_on_the_disk(tmp_path, monkeypatch):

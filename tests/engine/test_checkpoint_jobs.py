@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_folder import listed
 
 from torchmpi_py.engine import Checkpoints
 
@@ -33,7 +34,7 @@ def result(folder, ranks, kills):
     folder.mkdir(exist_ok=True)
     job = launched(folder, ranks, kills)
     assert job.returncode == 0, (kills, job.stderr[-3000:])
-    left = sorted(os.listdir(folder / "checkpoints"))
+    left = sorted(listed(folder / "checkpoints"))
     assert len(left) == 3, (kills, left)
     assert all(name.startswith("step-") and name[5:].isdigit() for name in left), (kills, left)
     return torch.load(folder / "result.pt", weights_only=True)
@@ -72,7 +73,7 @@ def test_asked_to_end_on_one_rank(tmp_path):
     (tmp_path / "asked").mkdir()
     job = launched(tmp_path / "asked", 2, [{"rank": 1, "step": 9, "point": "asked"}])
     assert job.returncode == 143, job.stderr[-3000:]
-    (saved,) = sorted(os.listdir(tmp_path / "asked" / "checkpoints"))[-1:]
+    (saved,) = sorted(listed(tmp_path / "asked" / "checkpoints"))[-1:]
     folder = tmp_path / "asked" / "checkpoints"
     told = (
         f"asked to end (SIGTERM): step {int(saved[5:])} is saved in {folder}, and the program ends with exit code 143\n"
@@ -188,4 +189,4 @@ def test_a_death_after_a_hook_has_trained_another_network(tmp_path):
     launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", "--bind", "none", "--timeout", "150", "--elastic"]
     job = subprocess.run([*launch, tmp_path / "nested.py", tmp_path], capture_output=True, text=True, timeout=200)
     assert job.returncode == 0, job.stderr
-    assert os.listdir(tmp_path / "inner") == os.listdir(tmp_path / "outer") == ["step-000002"]
+    assert listed(tmp_path / "inner") == listed(tmp_path / "outer") == ["step-000002"]

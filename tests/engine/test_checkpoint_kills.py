@@ -13,6 +13,7 @@ import signal
 import dying
 import pytest
 import torch
+from checkpoint_folder import listed
 
 from torchmpi_py.engine import Checkpoints, checkpoint_files
 
@@ -72,6 +73,7 @@ def resume_and_save(directory, step, name):
 def test_the_last_complete_one_is_resumed_from(tmp_path, monkeypatch, case):
     before, name, step = CASES[case]
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and not for those who are only killed
+    monkeypatch.setattr(checkpoint_files, "PROBE_SECONDS", -1.0)
     source = tmp_path / "source"
     source.mkdir()
     prepare(source, before)
@@ -85,7 +87,7 @@ def test_the_last_complete_one_is_resumed_from(tmp_path, monkeypatch, case):
         seen.append(step_saved(directory))
         Checkpoints(directory, keep=2).save(9, content(9))
         assert step_saved(directory) == 9
-        left = sorted(os.listdir(directory))
+        left = sorted(listed(directory))
         assert all(re.fullmatch(r"step-\d{6}", entry) for entry in left), (point, left)
         assert len(left) <= 2, (point, left)
         for entry in left:

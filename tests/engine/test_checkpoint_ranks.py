@@ -1,11 +1,11 @@
 """Checkpoints of several ranks: what is each rank's own, other numbers of ranks, and errors that all ranks raise."""
 
 import contextlib
-import os
 import random
 
 import pytest
 import torch
+from checkpoint_folder import listed
 from torch.utils.data import TensorDataset
 
 from torchmpi_py import errors, optim
@@ -64,7 +64,7 @@ def test_it_goes_on_in_the_middle_of_an_epoch(mpi, folder):
     for killed_at in (2, 5, 9):
         assert trained(mpi, folder, killed_at=killed_at, every=2) is None
     assert torch.equal(trained(mpi, folder, every=2), expected)
-    assert len(os.listdir(folder)) == 3
+    assert len(listed(folder)) == 3
 
 
 def test_ranks_that_take_steps_of_their_own(mpi, folder):
@@ -294,7 +294,7 @@ def test_no_space_on_one_rank_is_raised_on_all(mpi, folder, full_disk, which):
     ):
         checkpoints.save(2, {"x": torch.zeros(9)})
     mpi.barrier()
-    assert os.listdir(folder) == ["step-000001"]
+    assert listed(folder) == ["step-000001"]
     assert checkpoints.load()[0] == 1
     checkpoints.save(2, {"x": torch.zeros(9)})
 

@@ -8,6 +8,9 @@ A save. Rank 0 makes a folder with a provisional name; each rank writes its file
 all have succeeded; rank 0 gives the folder its name and removes the oldest. An error of one rank at any of these points
 is raised on all ranks (``outcomes``): a full disk on one host never leaves the others waiting.
 
+Rank 0 takes a lock on the folder before the first save (``folder_lock``), so that two jobs never save into one folder.
+A load needs no lock.
+
 A load. Rank 0 lists what is complete, the newest first. Each rank checks the files that it reads; if one rank finds a
 damaged one, all of them take the next older checkpoint. Ranks that the saved job did not have read rank 0's part.
 """
@@ -26,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 import torchmpi_py
-from torchmpi_py.engine import checkpoint_files as files, outcomes, samples
+from torchmpi_py.engine import checkpoint_files as files, folder_lock, outcomes, samples
 from torchmpi_py.errors import CheckpointError
 
 logger = logging.getLogger("torchmpi_py")
@@ -64,10 +67,11 @@ class Checkpoints:
             if (step + 1) % 100 == 0:
                 checkpoints.save(step + 1, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
-    Every rank of the current level makes the same calls. The folder has to be the same one on all hosts, and belongs to
-    one job at a time. Works in a world of one, and without ``mpi.start()``, too.
+    Every rank of the current level makes the same calls. The folder has to be the same one on all hosts. One job at a
+    time saves into it; other jobs may load. Works in a world of one, and without ``mpi.start()``, too.
 
-    Raises CheckpointError, on every rank, when one of them cannot write or read, or does not see the folder.
+    Raises CheckpointError, on every rank, when one of them cannot write or read, or does not see the folder, and when
+    another job saves into the folder.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
@@ -79,6 +83,16 @@ class Checkpoints:
         self.keep = keep
         self._is_shared = False  # all ranks have seen it
         self._damaged: list[str] = []  # what load passed over
+        self._lock: folder_lock.FolderLock | None = None  # rank 0's, as long as this object lives
+
+    def hold(self) -> None:
+        """Keep other jobs from saving into the folder, as the first `save` does. Collective.
+
+        The folder is free again when this object is gone, or the process of rank 0 has ended. CheckpointError, on all
+        ranks, that names the other job if one saves into the folder.
+        """
+        self._check_shared()
+        outcomes.of_rank_0(self._hold, "the folder cannot be used")
 
     def save(self, step: int, parts: Mapping[str, Any], *, own: Mapping[str, Any] | None = None) -> pathlib.Path:
         """Write a checkpoint, remove the oldest, and return its folder. Collective.
@@ -129,8 +143,14 @@ class Checkpoints:
                 logger.warning("checkpoint %s is damaged and passed over (found by rank %d: %s)", folder, rank, why)
         return None
 
+    def _hold(self) -> None:
+        """Rank 0: take the lock. A job that was killed, or its former rank 0, may still be about to end."""
+        take = partial(folder_lock.take, self.directory)
+        self._lock = outcomes.soon(take, BlockingIOError, SEEN_WITHIN_SECONDS)
+
     def _begin(self, step: int) -> pathlib.Path:
         """Rank 0: make room for a checkpoint of this step, and a folder to write it into."""
+        self._hold()
         # A damaged checkpoint of a later step must not keep a run from saving this one.
         for name in self._damaged:
             if (self.directory / name).exists():

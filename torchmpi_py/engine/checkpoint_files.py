@@ -11,6 +11,7 @@
     DIR/step-000120.replaced/           an older one of the same step, while the newer one takes its name
     DIR/step-000120.damaged/            could not be read, and was passed over
     DIR/.probe-77c0/                    for a moment: whether all ranks see the same folder
+    DIR/.lock                           locked by the job that saves here (``folder_lock``)
 
 A name changes by ``rename``, which is atomic; before it, files and folder are brought to the disk by ``fsync``, and
 after it the folder that holds them is. So the name ``step-N`` is never seen on half a checkpoint, not even after a
@@ -24,14 +25,16 @@ Anybody's checkpoints are loaded, but ``tidy`` leaves what belongs to another us
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import errno
 import json
-import logging
 import os
 import pathlib
 import re
 import shutil
 import textwrap
+import time
 import uuid
 import zlib
 from collections import Counter, OrderedDict
@@ -42,14 +45,14 @@ import numpy as np
 import torch
 
 from torchmpi_py import trusted_files
+from torchmpi_py.engine.folder_lock import warn_once
 from torchmpi_py.errors import CheckpointError
-
-logger = logging.getLogger("torchmpi_py")
 
 FORMAT = 1
 """The format of a checkpoint's folder; a reader refuses a higher one."""
 
 SUMMARY, MODEL = "checkpoint.json", "model.pt"
+PROBE_SECONDS = 60.0  # an older probe was left by a job that was killed
 _MOST_SUMMARY_BYTES = 1 << 28  # 200 bytes a rank
 _NAME = re.compile(r"step-(\d+)(\.replaced)?")
 
@@ -255,13 +258,22 @@ def finish(partial: pathlib.Path, step: int, summary: dict[str, Any]) -> pathlib
 
 
 def tidy(directory: pathlib.Path) -> None:
-    """Remove what a job of this user left that was killed while it wrote, or while it removed."""
+    """Remove what a job of this user left that was killed while it wrote, or while it removed.
+
+    For the holder of the folder's lock: no other job saves, but another one may look for its probe to load.
+    """
     for name in os.listdir(directory):
         path = directory / name
         if not trusted_files.is_own(path):
-            continue
-        if name.startswith((".step-", ".probe-")):
+            if name.startswith(".step-"):
+                owner = trusted_files.owner_name(os.lstat(path).st_uid)
+                warn_once("%s was left by a job of another user: ask %s to remove it", path, owner)
+        elif name.startswith(".step-"):
             remove(path)
+        elif name.startswith(".probe-"):
+            with contextlib.suppress(FileNotFoundError):  # the job that has made it removes it
+                if time.time() - path.lstat().st_mtime > PROBE_SECONDS:
+                    remove(path)
         elif name.endswith(".replaced") and _NAME.fullmatch(name):
             newer = path.with_suffix("")
             if newer.exists():
@@ -276,12 +288,20 @@ def discard(folder: pathlib.Path) -> None:
     If that fails it stays, with a warning: nothing is lost, and the next save tries again.
     """
     away = folder.with_name(f".{folder.name}.removed-{uuid.uuid4().hex[:8]}")
-    try:
-        os.rename(folder, away)
-    except OSError as error:
-        logger.warning("the old checkpoint %s cannot be removed: %s", folder, error.strerror)
-    else:
+    if _moved(folder, away):
         remove(away)
+
+
+def _moved(folder: pathlib.Path, to: pathlib.Path) -> bool:
+    """Rename a folder whose files this user may remove; else warn, and return False."""
+    try:
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, f"it belongs to {trusted_files.owner_name(os.lstat(folder).st_uid)}")
+        os.rename(folder, to)
+    except OSError as error:
+        warn_once("the old checkpoint %s cannot be removed: %s", folder, error.strerror)
+        return False
+    return True
 
 
 def remove(folder: pathlib.Path) -> None:
@@ -294,7 +314,7 @@ def set_aside(folder: pathlib.Path) -> None:
     aside = folder.with_name(f"{folder.name}.damaged")
     if aside.exists():
         discard(aside)
-    os.rename(folder, aside)
+    _moved(folder, aside)
 
 
 def summary_of(folder: pathlib.Path) -> dict[str, Any]:

@@ -123,6 +123,7 @@ class Saving:
         # An error that the first save would have is raised now, and not when the first epoch is done.
         lengths = outcomes.of_all(lambda: self._check_begin(state), "training cannot begin", (TypeError, ValueError))
         self._check_lengths(lengths, state.maxepoch)
+        self.checkpoints.hold()
         saved = self.checkpoints.load()
         if saved is None:
             return

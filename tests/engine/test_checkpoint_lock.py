@@ -1,0 +1,239 @@
+"""Two jobs on one folder of checkpoints, and what other users have left in it."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import foreign_files
+import pytest
+import torch
+from checkpoint_folder import listed
+from torch.utils.data import TensorDataset
+
+from torchmpi_py import errors
+from torchmpi_py.engine import AllReduceSGDEngine, Checkpoints, DatasetIterator, checkpoint, checkpoint_files, resume
+
+pytestmark = pytest.mark.timeout(120)
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user")
+PARTIAL = ".step-000007.partial-0f0f"
+
+OTHER_JOB = """
+import sys
+from torchmpi_py.engine import Checkpoints
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(1, {"x": 10})
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def other_job(mpi, folder):
+    """A job of one process that has saved into the folder; its process id, on all ranks. It is killed at the end."""
+    job = None
+    if mpi.rank() == 0:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI", "PMI"))}
+        line = [sys.executable, "-c", OTHER_JOB, str(folder)]
+        job = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        assert job.stdout.readline() == b"saved\n"
+    try:
+        yield mpi.broadcast_object(job.pid if job else None)
+    finally:
+        if job:
+            job.kill()
+            job.communicate()
+        mpi.barrier()
+
+
+def save(folder):
+    Checkpoints(folder).save(2, {"x": 20})
+
+
+def train(folder):
+    resume.completed.clear()
+    engine = AllReduceSGDEngine()
+    engine.hooks.on_start_epoch = lambda state: pytest.fail("the error comes before the first step")
+    data = TensorDataset(torch.randn(12, 3), torch.randn(12, 1))
+    options = {"criterion": torch.nn.MSELoss(), "iterator": DatasetIterator(data, 2), "lr": 0.01, "maxepoch": 1}
+    engine.train(network=torch.nn.Linear(3, 1), checkpoint=folder, **options)
+
+
+@pytest.mark.mpi
+def test_the_second_job_is_refused_on_all_ranks(mpi, folder, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.3)
+    with other_job(mpi, folder) as process_id:
+        if mpi.rank() == 0:
+            (folder / PARTIAL).mkdir()  # as if the other job were saving
+        for use in (save, train):
+            with pytest.raises(errors.CheckpointError, match=rf"{folder}.*process {process_id} of .*another folder"):
+                use(folder)
+        assert Checkpoints(folder).load() == (1, {"x": 10})  # to read needs no lock
+        mpi.barrier()
+        assert sorted(listed(folder)) == [PARTIAL, "step-000001"]
+    begin = time.monotonic()
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 20.0)
+    save(folder)  # the other job was killed
+    assert time.monotonic() - begin < 10.0
+    mpi.barrier()
+    assert sorted(listed(folder)) == ["step-000001", "step-000002"]
+
+
+def in_child(work, user=0):
+    """Do the work in a process of its own, which knows of no lock of this one; what it said, or its error."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            if user:
+                os.setgroups([])
+                os.setgid(user)
+                os.setuid(user)
+            said = work()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, str(said).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writer)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    with open(reader, "rb") as file:
+        os.set_blocking(reader, False)
+        return (file.read() or b"").decode()
+
+
+def nothing_before(folder, monkeypatch):
+    """No job before."""
+    return [], True
+
+
+def two_objects(folder, monkeypatch):
+    kept = [Checkpoints(folder), Checkpoints(folder)]
+    for number, each in enumerate(kept):
+        each.save(number, {"x": number})
+    return kept, False
+
+
+def an_object_that_is_gone(folder, monkeypatch):
+    two_objects(folder, monkeypatch)
+    return [], True
+
+
+def only_loaded(folder, monkeypatch):
+    kept = Checkpoints(folder)
+    kept.load()
+    return [kept], True
+
+
+def a_copy_of_the_folder(folder, monkeypatch):
+    kept, _ = two_objects(folder, monkeypatch)
+    shutil.copytree(folder, folder.with_name("copy"))
+    return kept, False
+
+
+def a_lock_file_that_was_removed(folder, monkeypatch):
+    kept, _ = two_objects(folder, monkeypatch)
+    (folder / ".lock").unlink()
+    kept[0].save(3, {"x": 3})
+    kept[0].save(4, {"x": 4})
+    return kept, False
+
+
+def a_job_that_was_killed(folder, monkeypatch):
+    in_child(lambda: Checkpoints(folder).save(1, {"x": 1}))
+    return [], True
+
+
+def a_child_that_outlives_its_rank(folder, monkeypatch):
+    def work():
+        checkpoints = Checkpoints(folder)
+        checkpoints.save(1, {"x": 1})
+        left = os.fork()
+        if left == 0:
+            time.sleep(100)
+            os._exit(0)
+        return left
+
+    return int(in_child(work)), True
+
+
+def a_file_system_without_locks(folder, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    return two_objects(folder, monkeypatch)[0], True
+
+
+BEFORE = (
+    *(nothing_before, two_objects, an_object_that_is_gone, only_loaded, a_copy_of_the_folder),
+    *(a_lock_file_that_was_removed, a_job_that_was_killed, a_child_that_outlives_its_rank, a_file_system_without_locks),
+)
+
+
+@pytest.mark.parametrize("before", BEFORE, ids=lambda before: before.__name__)
+def test_who_may_save(tmp_path, monkeypatch, caplog, before):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
+    folder = tmp_path / "checkpoints"
+    kept, may_save = before(folder, monkeypatch)
+    said = in_child(lambda: forgetting(folder).save(9, {"x": 9}))
+    if isinstance(kept, int):
+        os.kill(kept, signal.SIGKILL)
+    assert said == str(folder / "step-000009") if may_save else f"process {os.getpid()} of" in said
+    assert len(caplog.records) <= (before is a_file_system_without_locks)
+
+
+def forgetting(folder):
+    """Checkpoints of a process that has not inherited a lock."""
+    from torchmpi_py.engine import folder_lock
+
+    folder_lock._held.clear()
+    return Checkpoints(folder)
+
+
+@needs_root
+@pytest.mark.parametrize("make", [*foreign_files.NOT_OURS, *foreign_files.NOT_FILES], ids=lambda make: make.__name__)
+def test_something_else_in_place_of_the_lock(tmp_path, caplog, make):
+    make(tmp_path / ".lock")
+    for step in (1, 2):
+        Checkpoints(tmp_path).save(step, {"x": step})
+    assert len(caplog.records) == (make is not foreign_files.of_another)  # to root that is a file
+    assert Checkpoints(tmp_path).load() == (2, {"x": 2})
+    assert make is not foreign_files.link or (tmp_path / "elsewhere").read_text() == "untouched"
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_folder_with_checkpoints_of_another_user(monkeypatch, mode):
+    """They are loaded, and stay; what cannot be removed is named once."""
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(mode)
+        Checkpoints(folder).save(1, {"x": 1})
+        Checkpoints(folder).save(2, {"x": 2})
+        (folder / "step-000002" / "model.pt").write_bytes(b"")
+        (folder / PARTIAL).mkdir()
+        before = sorted(listed(folder))
+        warnings = []
+
+        def work():
+            monkeypatch.setattr(checkpoint_files, "warn_once", lambda *words: warnings.append(words[1].name))
+            checkpoints = Checkpoints(folder, keep=1)
+            assert checkpoints.load() == (1, {"x": 1})
+            checkpoints.save(2 if mode == 0o777 else 3, {"x": 3})
+            assert checkpoints.load().parts == {"x": 3}
+            return sorted(set(warnings))
+
+        said = in_child(work, user=foreign_files.STRANGER)
+        assert PARTIAL in said, said
+        assert "step-000001" in said, said
+        assert {PARTIAL, "step-000001"} <= set(listed(folder)), before
