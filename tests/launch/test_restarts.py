@@ -148,7 +148,7 @@ def test_the_lookout(tmp_path, monkeypatch, pidfd):
         monkeypatch.delattr(os, "pidfd_open", raising=False)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as one, subprocess.Popen(["sleep", "100"]) as other:
         for rank, process in enumerate((one, other)):
-            exit_marks.record_running(str(tmp_path), rank, process.pid)
+            exit_marks.record(str(tmp_path), f"running-{rank}", process.pid)
         (tmp_path / "running-2").write_text("1 another.host 0")
         lookout = deaths.Lookout(tmp_path, os.getpid())
         try:
@@ -175,7 +175,7 @@ def test_deaths_are_told_in_the_order_of_their_beginnings(tmp_path, monkeypatch,
         for rank, process in enumerate((one, other)):
             os.mkfifo(tmp_path / f"alive-{rank}")
             pipes.append(os.open(tmp_path / f"alive-{rank}", os.O_RDWR | os.O_CLOEXEC))
-            exit_marks.record_running(str(tmp_path), rank, process.pid)
+            exit_marks.record(str(tmp_path), f"running-{rank}", process.pid)
         lookout = deaths.Lookout(tmp_path, os.getpid(), 2)
         try:
             lookout.wait(0.0)

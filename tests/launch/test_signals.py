@@ -1,6 +1,5 @@
 """A job that is asked to end: what its ranks get, how long they have, and what is left when torchmpirun is killed."""
 
-import ast
 import contextlib
 import os
 import signal
@@ -187,8 +186,20 @@ def test_the_grace_ends_and_a_second_signal_ends_it_at_once(program, tmp_path, n
     assert code == 143
 
 
+def kill(launcher, with_guardian):
+    with open(f"/proc/{launcher.pid}/task/{launcher.pid}/children") as file:
+        children = file.read().split()
+    (guardian,) = (int(each) for each in children if b"cleanup.py" in cleanup._read(f"/proc/{each}/cmdline"))
+    if with_guardian:
+        os.kill(guardian, signal.SIGKILL)
+    launcher.kill()
+    launcher.communicate(timeout=200)  # all who write there have ended, or close it
+
+
 @needs_mpi
-def test_a_launcher_that_is_killed_leaves_nothing(program, tmp_path, no_leftovers):
+@pytest.mark.parametrize("with_guardian", [False, True])
+def test_a_launcher_that_is_killed_leaves_nothing(program, tmp_path, no_leftovers, with_guardian):
+    """If its guardian is killed too, the next launcher clears up."""
     text = "heed(); window = MPI.Win.Allocate_shared(1 << 20, comm=world); up(); time.sleep(100)"
     note = "with open('/proc/self/maps') as maps, open(f'{sys.argv[2]}/held-{rank}', 'w') as held:\n"
     note += "    held.writelines(line for line in maps if ' /dev/shm/' in line)\n"
@@ -198,8 +209,11 @@ def test_a_launcher_that_is_killed_leaves_nothing(program, tmp_path, no_leftover
         assert len(os.listdir(os.environ["TMPDIR"])) >= 1
         assert saved(tmp_path, "held") == ["held-0", "held-1"]
         time.sleep(6)  # the launcher looks every five seconds at the latest
-        job.kill()
-        job.communicate(timeout=200)  # all who write there have ended
+        kill(job, with_guardian)
+    if with_guardian:
+        assert len(os.listdir(os.environ["TMPDIR"])) >= 1
+        with start("-n", 1, program("print('next')")) as job:
+            assert job.communicate(timeout=200) == ("next\n", "")
     wait_for_the_end()
 
 
@@ -561,27 +575,6 @@ def test_the_parents_death_ends_the_wait_for_a_reader(monkeypatch):
         for signum, handler in former.items():
             signal.signal(signum, handler)
     assert heard == [signals.PARENT_ENDED]
-
-
-def test_a_guardian_that_is_stopped_stops_nobody(monkeypatch, tmp_path):
-    monkeypatch.setattr(cleanup, "TAKING_SECONDS", 0.01)
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    with os.fdopen(reader, "rb") as taken, os.fdopen(writer, "wb", buffering=0) as pipe:
-        guardian = cleanup.Guardian()
-        guardian.write_to(pipe.fileno())
-        remains, text = cleanup.Remains(tmp_path), b""
-        for number in range(12):
-            remains.shared_memory = {f"/dev/shm/{number}-" + "x" * 10000}
-            guardian.note(remains, ())
-        assert 0 < len(guardian.unsent) < 3 * len(guardian.unsent.splitlines()[-1])
-        while piece := taken.read(1 << 16):
-            text += piece
-        guardian.note(remains, ())
-        text += taken.read(1 << 20)
-        assert guardian.unsent == b""
-    found = [ast.literal_eval(line.decode()) for line in text.splitlines()]
-    assert found[-1]["shared_memory"] == sorted(remains.shared_memory)
 
 
 def test_marks_that_cannot_be_written(tmp_path):

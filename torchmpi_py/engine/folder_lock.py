@@ -83,9 +83,4 @@ def _lock(file: FolderLock, directory: pathlib.Path) -> None:
     file.write(f"process {os.getpid()} of {user} on {socket.gethostname()}, {sys.argv[0]}, since {began}\n".encode())
 
 
-def _close_in_child() -> None:
-    for lock in list(_held.values()):
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=lambda: list(map(FolderLock.close, list(_held.values()))))

@@ -14,17 +14,19 @@
 - Open MPI's *session folder* lies in the job's folder (`mpirun.Vendor`), and goes with it; or where the user wants it,
   with the process id of its mpirun in its name.
 
-`Remains` is all of this for one job. torchmpirun clears it away at the job's end. Where torchmpirun was killed with
-signal 9 a *guardian* does: this file as a program. torchmpirun starts it before the first rank, and writes to it over a
-pipe what the job has, in lines of which the last one counts. When all is in order torchmpirun kills the guardian. When
-the pipe breaks before that, torchmpirun is gone: the kernel has sent SIGTERM to the MPI's starter (`job`), which gets
-the usual time to end the ranks, also on other hosts; then the guardian kills what is left here, and removes the job's
-files and folder.
+`Remains` is all of this for one job, and a file in the job's folder describes it. torchmpirun clears it away when the
+job has ended. Where torchmpirun was killed with signal 9 a *guardian* does: this file as a program, which torchmpirun
+starts before the first rank, with the job's folder as argument and a pipe as input. When all is in order torchmpirun
+kills the guardian. When the pipe breaks before that, torchmpirun is gone: the kernel has sent SIGTERM to the MPI's
+starter (`job`), which gets the usual time to end the ranks, also on other hosts; then the guardian kills what is left
+here, and removes the job's files and folder.
 
+torchmpirun and the guardian leave a mark each in the folder (`exit_marks`). If both were killed, the next torchmpirun
+of the user starts another guardian for the folder, with a pipe that is broken, and goes on (`clear_abandoned`).
 The folders of ``--groups`` and ``--timeline``, which last longer than a job, have each a guardian of their own.
 
 The guardian leads a session of its own, which no terminal ends, and its environment does not name the job's folder. It
-runs in a bare Python (``-I -S``). So this file imports little at its top, and the rest where there is something to do.
+runs in a bare Python (``-I -S``), so this file imports most modules where it needs them.
 """
 
 from __future__ import annotations
@@ -36,14 +38,13 @@ import time
 
 TYPE_CHECKING = False  # the module `typing` would be half of what a guardian needs
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+FOLDER_PREFIX = "torchmpirun-"  # of a job's folder, in the place for temporary files
 GRACE_SECONDS = 5.0  # for a starter that was asked to end
 KILL_SECONDS = 5.0  # for processes to end by SIGKILL
 EXEC_SECONDS = 1.0  # for the processes in exec, which may wait for a core, or for a file system that has the program
-TAKING_SECONDS = 0.2  # how long the guardian, which may be stopped, may take to empty a full pipe
 _TRACKER_SECONDS = 1.0  # for Python's resource trackers to remove what the killed have left
 _TRACKER = b".resource_tracker import main"  # on the command line of multiprocessing's, and of joblib's
 _SHARED_MEMORY = "/dev/shm/"
@@ -91,6 +92,26 @@ class Remains:
         from torchmpi_py.launch import exit_marks
 
         return lives_with(process_id, self.variable) or process_id in exit_marks.processes_of_ranks(self.folder)
+
+    def describe(self, stop_signals: Iterable[int]) -> None:
+        """Leave in the folder what is to be cleared away if torchmpirun is killed."""
+        from torchmpi_py.launch import exit_marks
+
+        what = (self.starter, self.files_before, self.shared_memory, [int(each) for each in stop_signals])
+        exit_marks.leave(self.folder, "remains", ascii(what))
+
+    @classmethod
+    def described(cls, folder: Path) -> tuple[Remains, list[int]]:
+        """What `describe` has left, and the stop signals; nothing but the processes where it could not."""
+        import ast
+
+        try:
+            starter, files_before, shared_memory, stop_signals = ast.literal_eval((folder / "remains").read_text())
+        except OSError:
+            return cls(folder), []
+        remains = cls(folder, starter, files_before)
+        remains.shared_memory = shared_memory
+        return remains, stop_signals
 
     def look(self) -> bool:
         """Note the shared memory that the job's processes hold; whether there is more than before."""
@@ -295,76 +316,58 @@ def _read(path: str) -> bytes:
 
 
 class Guardian:
-    """torchmpirun's end of the guardian; outside of ``with`` nothing is guarded."""
+    """torchmpirun's end of the guardian of a folder, which waits for torchmpirun's end, or begins at once."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe = -1
-        self.unsent = b""  # what the pipe has not taken yet
+    def __init__(self, folder: str, *, waits: bool = True) -> None:
+        self.folder, self.waits = folder, waits
 
     def __enter__(self) -> Guardian:
         import subprocess
 
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],
-            stdin=subprocess.PIPE,
+        from torchmpi_py.launch import exit_marks
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, self.folder],
+            stdin=subprocess.PIPE if self.waits else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
             env={name: value for name, value in os.environ.items() if name != "TORCHMPIRUN_JOB_DIR"},  # an outer job's
             start_new_session=True,
         )
-        assert self._process.stdin is not None
-        self.write_to(self._process.stdin.fileno())
+        for process_id in (os.getpid(), self.process.pid):
+            exit_marks.record(self.folder, f"guard-{process_id}", process_id)
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._pipe = -1
-        self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
-
-    def write_to(self, pipe: int) -> None:
-        """Have notes written to this descriptor, a pipe, and never wait for its reader."""
-        os.set_blocking(pipe, False)
-        self._pipe = pipe
-
-    def note(self, remains: Remains, stop_signals: tuple[int, ...]) -> None:
-        """From now on these are what is to be cleared away; what the pipe does not take goes with the next note."""
-        import select
-
-        if self._pipe < 0:
-            return
-        what = {
-            "folder": os.fsencode(remains.folder),  # whatever the encoding of a bare Python
-            "starter": remains.starter,
-            "files_before": sorted(remains.files_before),
-            "shared_memory": sorted(remains.shared_memory),
-            "stop_signals": [int(each) for each in stop_signals],
-        }
-        unsent = self.unsent + repr(what).encode() + b"\n"
-        try:
-            while unsent and select.select([], [self._pipe], [], TAKING_SECONDS)[1]:
-                unsent = unsent[os.write(self._pipe, unsent) :]
-        except BrokenPipeError:  # the guardian was killed; the job goes on without one
-            pass
-        lines = unsent.splitlines(keepends=True)
-        self.unsent = b"".join(lines if len(lines) < 2 else (lines[0], lines[-1]))  # one that was begun, and the last
+        self.process.kill()
+        self.process.communicate()
 
 
-def clean_up_after(line: bytes) -> None:
-    """Wait for the end of the job that a note describes, then clear its remains away."""
+def clear_abandoned() -> list[Guardian]:
+    """Start guardians that clear away what killed jobs of this user left on this host; do not wait for them."""
+    import contextlib
+    import tempfile
+
+    from torchmpi_py.launch import exit_marks
+
+    guardians = []
+    with contextlib.suppress(OSError):  # the job's own folder needs that place, too, and the error is told there
+        for entry in [entry for entry in os.scandir(tempfile.gettempdir()) if entry.name.startswith(FOLDER_PREFIX)]:
+            is_own = entry.is_dir(follow_symlinks=False) and _owner(entry.path) == os.geteuid()
+            if is_own and exit_marks.is_abandoned(entry.path):
+                guardians.append(Guardian(entry.path, waits=False).__enter__())
+    return guardians
+
+
+def clean_up(folder: str) -> None:
+    """Wait for the end of a job, then clear its remains and its folder away."""
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    import ast
     import shutil
     from pathlib import Path
 
-    what = ast.literal_eval(line.decode())
-    remains = Remains(Path(os.fsdecode(what["folder"])), what["starter"], set(what["files_before"]))
-    remains.shared_memory = set(what["shared_memory"])
-    for signum in [0, *what["stop_signals"][1:]]:  # the first one, or SIGTERM, came from the kernel
+    remains, stop_signals = Remains.described(Path(folder))
+    for signum in [0, *stop_signals[1:]]:  # the first one, or SIGTERM, came from the kernel
         if signum and lives_with(remains.starter, remains.variable):
             send_signal(remains.starter, signum)
         until = time.monotonic() + GRACE_SECONDS
@@ -384,13 +387,8 @@ def guard() -> None:
     """In the guardian: wait until torchmpirun is gone, then clean up after it."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    lines = b""
-    while piece := os.read(0, 1 << 16):
-        *complete, rest = (lines + piece).split(b"\n")
-        lines = b"\n".join([*complete[-1:], rest])
-    *complete, _ = lines.split(b"\n")
-    if complete:
-        clean_up_after(complete[-1])
+    os.read(0, 1)
+    clean_up(sys.argv[1])
 
 
 if __name__ == "__main__":

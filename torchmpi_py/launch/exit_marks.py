@@ -11,6 +11,8 @@ heard-R    Ctrl-C reached rank R's program
 own-R      rank R's program has had a handler of its own for Ctrl-C, which leaves no ``heard-R``
 ended-R    rank R ended because the job was asked to end, in agreement with all ranks: its exit code
 ending     torchmpirun's own: it passes on a signal that asks the job to end
+remains    torchmpirun's own: what is to be cleared away if it is killed (`cleanup`)
+guard-P    process P, torchmpirun or its guardian, clears the folder away; in the form of ``running-R``
 
 Where the disk is full marks are missing, and the job ends all the same. At the end of this file stands the abort of the
 job by a rank that fails.
@@ -84,7 +86,7 @@ def running(folder: str, rank: int) -> Iterator[None]:
         os.mkfifo(pipe)
         held = _moved_up(os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
         os.register_at_fork(after_in_child=lambda: os.close(held))
-    record_running(folder, rank, process_id)
+    record(folder, f"running-{rank}", process_id)
     atexit.register(remove)  # the first to be registered runs last
     try:
         yield
@@ -107,32 +109,36 @@ def _moved_up(descriptor: int) -> int:
     return descriptor
 
 
-def record_running(folder: str, rank: int, process_id: int) -> None:
-    """Leave that this process is the rank."""
-    text = f"{process_id} {_numbering()} {_checksum(process_id)} {_beginning(process_id)}"
-    leave(folder, f"running-{rank}", text)
+def record(folder: str, mark: str, process_id: int) -> None:
+    """Leave a mark that names a process: that it is a rank, say."""
+    leave(folder, mark, f"{process_id} {_numbering()} {_checksum(process_id)} {_beginning(process_id)}")
 
 
 def ranks_running(folder: Path) -> dict[int, int]:
     """Process of each rank that has not ended in order; 0 for a process that has no number here."""
-    found = {}
-    for path in folder.glob("running-*"):
-        with contextlib.suppress(FileNotFoundError):
-            number, where, *_ = path.read_text().split()
-            found[int(path.name.removeprefix("running-"))] = int(number) if where == _numbering() else 0
-    return found
+    return {int(rank): process_id for rank, process_id, _ in _processes(folder, "running")}
 
 
 def processes_of_ranks(folder: Path) -> set[int]:
     """The ranks' processes that live here, by number and beginning: one that has set its title has no environment."""
-    found = set()
-    for path in folder.glob("running-*"):
+    return {process_id for _, process_id, lives in _processes(folder, "running") if lives}
+
+
+def is_abandoned(folder: str) -> bool:
+    """Whether the processes that clear a job's folder away have left marks, and all of them have ended."""
+    with contextlib.suppress(OSError, ValueError):  # what is no folder of a job
+        found = {bool(process_id) and not lives for _, process_id, lives in _processes(folder, "guard")}
+        return found == {True}
+    return False
+
+
+def _processes(folder: str | Path, kind: str) -> Iterator[tuple[str, int, bool]]:
+    """For each mark of a kind: the end of its name, the process (0: it has no number here), and whether that lives."""
+    for path in Path(folder).glob(f"{kind}-*"):
         with contextlib.suppress(FileNotFoundError):
             number, where, _, *began = path.read_text().split()
-            now = _beginning(int(number))
-            if where == _numbering() and began == [now] and now != _UNKNOWN:
-                found.add(int(number))
-    return found
+            process_id = int(number) if where == _numbering() != _UNKNOWN else 0
+            yield path.name.removeprefix(f"{kind}-"), process_id, began == [_beginning(process_id)] != [_UNKNOWN]
 
 
 def open_pipe(folder: Path, rank: int) -> int:

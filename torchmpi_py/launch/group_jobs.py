@@ -23,7 +23,7 @@ from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import binding, child_python, exit_marks, host_check, hosts, variables
-from torchmpi_py.launch.cleanup import Guardian, Remains
+from torchmpi_py.launch.cleanup import Guardian
 from torchmpi_py.launch.hosts import Host
 from torchmpi_py.launch.job import STARTING_SECONDS, TIMEOUT_CODE, die_with_parent, new_folder
 from torchmpi_py.launch.signals import SOON_SECONDS, Signals
@@ -214,9 +214,9 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
         raise LaunchError(f"--groups on several nodes of Slurm: name the nodes and their slots, --hosts {hint}")
     num_ranks = options.num_ranks or hosts.default_num_ranks(named, os.environ)
     ends_at = None if options.timeout is None else time.monotonic() + options.timeout
-    with new_folder() as folder, Signals() as signals, Guardian() as guardian:
-        guardian.note(Remains(Path(folder)), ())  # the groups have their own
-        groups = divide(options.groups, num_ranks, named, os.environ, folder)
+    folder = new_folder()
+    with Guardian(folder.name), folder, Signals() as signals:
+        groups = divide(options.groups, num_ranks, named, os.environ, folder.name)
         return _wait([_GroupJob(replace(group, ends_at=ends_at), words) for group in groups], signals)
 
 

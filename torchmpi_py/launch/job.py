@@ -14,8 +14,7 @@ Each detector of a death serves a case that the others miss. The MPI's starter e
 hosts; but MPICH's does not notice a rank that dies before MPI runs, and Open MPI's lets an elastic job go on. `deaths`
 sees each death on this host, names the first, and has the job ended where the starter does not end it. The ranks watch
 each other (`watch.watchdog`): they say in which operation a rank has died, and end a job whose starter sees another
-process in its place, a shell around the program for instance. In an elastic job a death is reported, and the job goes
-on. Its starter does not always end when the last rank has: then it is ended.
+process in its place, such as a shell. In an elastic job a death is reported, and the job goes on to its last rank.
 
 A job that failed may be started again. Each attempt is a new job, with a folder of its own, and nothing left of the
 former. The program goes on from its last checkpoint; to it a restart is a start (TORCHMPIRUN_RESTART counts them). What
@@ -76,7 +75,7 @@ def refusing(what: str, remedy: str) -> Iterator[None]:
 def new_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder for the marks of a job. LaunchError where there can be none."""
     with refusing("no folder for the job", ROOM_REMEDY):
-        return tempfile.TemporaryDirectory(prefix="torchmpirun-", ignore_cleanup_errors=True)
+        return tempfile.TemporaryDirectory(prefix=cleanup.FOLDER_PREFIX, ignore_cleanup_errors=True)
 
 
 @dataclass
@@ -101,7 +100,6 @@ class Job:
     was_ended: bool = False  # by a signal or the time limit
     hands_input: bool = False  # to rank 0, which is on this host, and not to the starter
     signals: Signals = field(default_factory=Signals)
-    guardian: Guardian = field(default_factory=Guardian)
     _deaths: list[Death] = field(default_factory=list)  # the first; of an elastic job all
     _failed_since: float = 0.0  # when a rank was first seen to have failed or died; 0: none has
     _was_deserted: bool = False
@@ -129,7 +127,7 @@ class Job:
         """Start, wait, clean up; return the exit code of the job."""
         self.has_run, started = True, time.monotonic()
         stderr = terminal.relay(self._has_explained)
-        self.guardian.note(self._remains, self.stop_signals)
+        self._remains.describe(self.stop_signals)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
         with refusing(f"cannot start {self.command[0]}", "try it by hand"):
             if self.hands_input:
@@ -145,7 +143,7 @@ class Job:
         if stderr is not None:
             os.close(stderr)
         self._remains.starter = self.process.pid
-        self.guardian.note(self._remains, self.stop_signals)
+        self._remains.describe(self.stop_signals)
         self._lookout = Lookout(self.folder, self.process.pid, self.num_ranks)
         try:
             code = self._wait()
@@ -230,7 +228,7 @@ class Job:
 
     def _look_for_remains(self) -> None:
         if self._remains.look():
-            self.guardian.note(self._remains, self.stop_signals)
+            self._remains.describe(self.stop_signals)
 
     def _give_time(self, signum: int) -> None:
         """Pass the signal on to ranks that heed it; return when they have ended, or their time is over."""
@@ -356,8 +354,9 @@ def run(make: Maker, most: int, tail: Tail | None = None) -> int:
     Returns when the reader of ``tail`` has all, or the job was ended from outside.
     """
     tail = tail or Tail(None)
-    with Signals() as signals, Guardian() as guardian:
-        job, code = _run_attempts(make, most, signals, guardian, tail)
+    cleanup.clear_abandoned()
+    with Signals() as signals:
+        job, code = _run_attempts(make, most, signals, tail)
 
         def is_over() -> bool:
             signals.look_at_parent()
@@ -367,15 +366,16 @@ def run(make: Maker, most: int, tail: Tail | None = None) -> int:
     return code
 
 
-def _run_attempts(make: Maker, most: int, signals: Signals, guardian: Guardian, tail: Tail) -> tuple[Job, int]:
+def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail) -> tuple[Job, int]:
     """The last attempt, and the exit code."""
     begin, place = time.monotonic(), terminal.input_position()
     for attempt in range(most + 1):
         if attempt:
             terminal.rewind_input(place)
-        with new_folder() as folder:
-            job = make(Path(folder), attempt, begin)
-            job.signals, job.guardian = signals, guardian
+        folder = new_folder()
+        with Guardian(folder.name), folder:  # the guardian outlives the folder
+            job = make(Path(folder.name), attempt, begin)
+            job.signals = signals
             code = 0 if signals.ending else job.run()
         tail.catch_up()
         if signals.ending and (code or not job.has_run):

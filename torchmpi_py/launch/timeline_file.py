@@ -23,7 +23,7 @@ from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import child_python, variables
-from torchmpi_py.launch.cleanup import Guardian, Remains
+from torchmpi_py.launch.cleanup import Guardian
 from torchmpi_py.launch.terminal import say
 
 VARIABLE = "TORCHMPI_TIMELINE"
@@ -72,9 +72,9 @@ def kept(options: argparse.Namespace) -> Iterator[TimelinePage]:
     path = options.timeline.absolute()
     command = _command(sys.argv[1:], options)
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_folder_beside(path, f"--timeline {options.timeline}"))
-        guardian = stack.enter_context(Guardian())  # this process may be killed also while the page is made
-        guardian.note(Remains(Path(folder)), ())
+        made = _folder_beside(path, f"--timeline {options.timeline}")
+        stack.enter_context(Guardian(made.name))  # this process may be killed also while the page is made
+        folder = stack.enter_context(made)
         options.env = [*options.env, f"{VARIABLE}={folder}"]
         yield TimelinePage(path, folder, command)
 
