@@ -486,7 +486,7 @@ def test_a_rank_that_is_asked_to_end_says_all_before_it_can_be_killed(tmp_path, 
     monkeypatch.setattr(exit_marks, "wait_for_output", step("read"))
     monkeypatch.setattr(wrap, "_wait_to_be_killed", be_killed)
     with pytest.raises(EOFError):
-        wrap.fail(KeyboardInterrupt(), 130, str(tmp_path), 0)
+        wrap.fail(KeyboardInterrupt(), 130, str(tmp_path), 0, ())
     assert steps == [("explained", False), ("saved", False), ("read", False)]
     assert [failure.code for failure in exit_marks.failures(tmp_path)] == [130]
 
@@ -500,7 +500,7 @@ def test_a_rank_that_fails_before_mpi_aborts_where_its_mark_is_missing(tmp_path,
     if is_full:
         (tmp_path / "part-failed-0").mkdir()
     with pytest.raises(SystemExit):
-        wrap.fail(SystemExit(3), 3, str(tmp_path), 0)
+        wrap.fail(SystemExit(3), 3, str(tmp_path), 0, ())
     assert bool(started) == is_full
 
 

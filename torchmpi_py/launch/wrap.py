@@ -34,7 +34,7 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -104,11 +104,10 @@ def bind(how: str) -> None:
         os.environ.setdefault(name, os.environ.get("OMP_NUM_THREADS", str(threads)))
 
 
-def log_to(folder: Path, rank: int) -> int:
+def log_to(folder: Path, rank: int) -> None:
     """Send this process's output, and that of libraries and children, to its own file: by descriptor, not by name.
 
-    A job that was started again goes on in the files of the attempt before. Returns a descriptor of the former stderr:
-    the disk of the log may be full when the rank has to say how it failed. SystemExit if there can be no log.
+    A job that was started again goes on in the files of the attempt before. SystemExit if there can be no log.
     """
     is_first = os.environ.get("TORCHMPIRUN_RESTART", "0") == "0"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_first else 0)
@@ -118,11 +117,9 @@ def log_to(folder: Path, rank: int) -> int:
     except OSError as error:
         host = os.uname().nodename
         sys.exit(f"[rank {rank}] --log-dir {folder}: cannot write rank-{rank}.log there on {host}: {error.strerror}")
-    former = os.dup(2)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    return former
 
 
 def run_program(program: list[str], *, as_module: bool) -> None:
@@ -158,35 +155,63 @@ def exit_code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def explain(error: BaseException, rank: int, folder: str, former: int | None = None) -> None:
+def explain(error: BaseException, rank: int, folder: str, outlets: Sequence[int]) -> None:
     """Print what plain Python would, with the rank, and without the frames of this file and runpy.
 
     Where another rank of the host prints the same, this one prints the last line alone. ``folder``: the job's.
-    ``former``: a descriptor for what cannot be written to stderr, which is a log, and complete.
+    ``outlets``: duplicates of descriptor 2 from before the program ran. If there are two, the first one is a log, which
+    is complete, and the second one takes what cannot be written there.
     """
     if isinstance(error, SystemExit):
-        write_whole("" if isinstance(error.code, int) or error.code is None else f"{error.code}\n", rank, former)
+        write_whole("" if isinstance(error.code, int) or error.code is None else f"{error.code}\n", rank, outlets)
     elif not isinstance(error, KeyboardInterrupt):  # of which every rank would print one, and the user knows
         error = error.with_traceback(_without_ours(error.__traceback__))
         if _shown_by_the_programs_hook(error):
             return
         text = notices.traceback_text(error)
-        with notices.said_once(folder if former is None else "", text, rank) as other:
+        with notices.said_once(folder if len(outlets) == 1 else "", text, rank) as other:
             if other is not None:
                 text = f"{type(error).__name__}: the same as on rank {other}\n"
-            write_whole(f"[rank {rank}] {text}", rank, former)
+            write_whole(f"[rank {rank}] {text}", rank, outlets)
 
 
-def write_whole(text: str, rank: int, former: int | None) -> None:
-    """Write to stderr in one piece, so that ranks do not mix theirs; where a log cannot be written to, before it."""
+def write_whole(text: str, rank: int, outlets: Sequence[int]) -> None:
+    """Write to stderr in one piece, so that ranks do not mix theirs; where a log cannot be written to, before it.
+
+    The program may have closed or replaced sys.stderr, or its descriptor. Only the descriptor shows whether an object
+    that replaces sys.stderr passes text on: a file in memory catches what arrives there, and if that is too little the
+    text is added. Descriptor 2 is open afterwards, for what the MPI writes.
+    """
+    kept, *former = outlets
+    with contextlib.suppress(OSError):
+        if not os.path.sameopenfile(2, kept):  # the program has led it elsewhere: there, too
+            os.write(2, text.encode(errors="backslashreplace"))
+    output = _output_of_stderr(text, kept)
+    if len(output) < len(text):
+        output += text.encode(errors="backslashreplace")
     try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        with open(kept, "wb", closefd=False) as file:
+            file.write(output)
     except OSError as obstacle:
-        if former is None:
+        if not former:
             raise
         text = f"[rank {rank}] cannot write to its log: {obstacle.strerror}\n{text}"
-        os.write(former, text.encode(errors="backslashreplace"))
+        os.write(former[0], text.encode(errors="backslashreplace"))
+
+
+def _output_of_stderr(text: str, kept: int) -> bytes:
+    """Write a text to sys.stderr, and return what arrives at descriptor 2, which leads to ``kept`` from then on."""
+    os.dup2(kept, 2)  # so that the new file is not 2
+    with open(os.memfd_create("stderr"), "w+b") as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            with contextlib.suppress(BaseException):
+                sys.stderr.write(text)
+                sys.stderr.flush()
+        finally:
+            os.dup2(kept, 2)
+        caught.seek(0)
+        return caught.read()
 
 
 def _shown_by_the_programs_hook(error: BaseException) -> bool:
@@ -221,7 +246,17 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def fail(error: BaseException, code: int, folder: str, rank: int, former: int | None = None) -> None:
+def ignore_signals() -> None:
+    """Have no handler of the program run any more: an error that it raises would take the place of the report.
+
+    torch's handler of SIGCHLD raises when a worker of a DataLoader dies, also while the error of its pipe is reported.
+    """
+    for signum in signal.valid_signals():
+        if callable(signal.getsignal(signum)):
+            signal.signal(signum, signal.SIG_IGN)
+
+
+def fail(error: BaseException, code: int, folder: str, rank: int, outlets: Sequence[int]) -> None:
     """Record, explain, write the trace, and end the job whatever stands in the way: a closed stderr, a full disk.
 
     In a job that is asked to end the record is the last step: torchmpirun kills the ranks once all have left it.
@@ -232,7 +267,7 @@ def fail(error: BaseException, code: int, folder: str, rank: int, former: int | 
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     with contextlib.suppress(BaseException):
-        explain(error, rank, folder, former)
+        explain(error, rank, folder, outlets)
     # The trace of a rank that fails ends here; the others leave none.
     tracing: Any = sys.modules.get("torchmpi_py.watch.tracing")
     if tracing is not None:
@@ -256,7 +291,6 @@ def _is_asked_to_end(error: BaseException, folder: str) -> bool:
 
 
 def _wait_to_be_killed(folder: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # MPICH's starter sends it again
     while os.path.isdir(folder):
         time.sleep(0.1)
 
@@ -278,6 +312,7 @@ def _start_mpi() -> Any:
     MPICH's starter never does. Open MPI's does, but now and then hangs or crashes over a rank that it kills while that
     one is connecting.
     """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_ARRIVAL_SECONDS)
     try:
         return importlib.import_module("mpi4py.MPI")
@@ -312,13 +347,16 @@ def record_interrupts(folder: str, rank: int) -> None:
 
 def run_and_end(options: argparse.Namespace, folder: str, rank: int) -> None:
     """Run the program, and end the job if it fails."""
-    process_id, former = os.getpid(), None
+    process_id, outlets = os.getpid(), list[int]()
+    with contextlib.suppress(OSError):  # it may be closed
+        outlets.append(os.dup(2))
     try:
         record_interrupts(folder, rank)
         if options.log_dir is not None:
-            former = log_to(options.log_dir, rank)
+            log_to(options.log_dir, rank)
+            outlets.insert(0, os.dup(2))
         run_program(options.program, as_module=options.as_module)
-        if former is not None and sys.stdout is not None and not sys.stdout.closed:
+        if options.log_dir is not None and sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()  # here a full disk is an error; when Python ends it is code 120
     except EndRequested as error:
         if options.ended is not None and rank == 0 and os.getpid() == process_id:
@@ -329,7 +367,13 @@ def run_and_end(options: argparse.Namespace, folder: str, rank: int) -> None:
         code = exit_code(error)
         if code == 0 or os.getpid() != process_id:  # a forked child is not the rank
             raise
-        fail(error, code, folder, rank, former)
+        for _ in range(signal.NSIG):
+            try:
+                ignore_signals()
+                break
+            except BaseException:  # from the handler of a signal that has come meanwhile
+                continue
+        fail(error, code, folder, rank, outlets)
 
 
 def main() -> None:
