@@ -200,6 +200,7 @@ sys.exit({code})
 """
 ON = "; the others go on"
 NOT_ELASTIC = {"elastic": False}
+SOON = "from torchmpi_py.launch import last_wait\nlast_wait.LATER_SECONDS = 0.5"
 
 
 def play(steps, options, seconds, code=0, before=""):
@@ -221,11 +222,13 @@ def test_who_is_ended_by_the_launcher_has_not_died():
 @pytest.mark.parametrize(("last", "code"), [("leave", 0), ("die", 137), ("fail", 4)])
 def test_an_elastic_job_that_all_ranks_have_left_ends(last, code):
     """Its starter would stay."""
-    job = play(["1 die", f"0 {last}"], {}, 50, before="jobs.DESERTED_SECONDS = 0.5")
+    job = play(["1 die", f"0 {last}"], {}, 50, before=SOON)
     assert job.returncode == code, job.stderr
     first = r"torchmpirun: rank 1 \(process \d+\) was killed by signal 9"
     assert re.match(first + f"{ON}\n", job.stderr)
-    last_one = rf"torchmpirun: rank 0 \(process \d+\) was killed by signal 9\n{first}; rank 0 .*signal 9\n"
+    last_one = (
+        rf"torchmpirun: rank 0 \(process \d+\) was killed by signal 9\n.*it is ended\n{first}; rank 0 .*signal 9\n"
+    )
     assert bool(re.search(last_one, job.stderr)) == (code == 137), job.stderr
 
 

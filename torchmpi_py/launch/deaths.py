@@ -76,7 +76,7 @@ class Lookout:
     """Watches the ranks of a job on this host, and its starter; ``num_ranks`` is 0 where it is not known."""
 
     def __init__(self, folder: Path, starter: int, num_ranks: int = 0) -> None:
-        self._folder = folder
+        self.folder = folder
         self._num_ranks = num_ranks
         self._poll = select.epoll()
         self._watched: dict[int, tuple[int, int | None]] = {}  # rank: process, and its descriptor if there is one
@@ -86,13 +86,17 @@ class Lookout:
         self._ended: dict[int, tuple[int, int | None]] = {}  # rank: process and status, until its turn comes
         self._num_ended = 0  # ranks whose turn has come
         self._starter = self._open_descriptor(starter)
-        self.num_in_order = 0  # those of them that did not die
+        self.codes_in_order: list[int] = []  # exit codes of those of them that did not die
 
     @property
     def is_deserted(self) -> bool:
         """Whether all ranks have been here, and have ended."""
-        has_process = any(process_id for process_id, _ in self._watched.values())
-        return len(self._watched) == self._num_ranks > 0 and not has_process
+        return len(self._watched) == self._num_ranks > 0 and not self.living
+
+    @property
+    def living(self) -> dict[int, int]:
+        """The processes of the ranks that have not ended."""
+        return {rank: process_id for rank, (process_id, _) in self._watched.items() if process_id}
 
     @property
     def sees_all(self) -> bool:
@@ -147,7 +151,7 @@ class Lookout:
         limit = time.monotonic() - ENDING_SECONDS
         begun = [(rank, began) for rank, began in self._began.items() if self._watched[rank][0]]
         for rank, began in begun:
-            if exit_marks.release_replaced(self._folder, rank) or began < limit:
+            if exit_marks.release_replaced(self.folder, rank) or began < limit:
                 del self._began[rank]
 
     def _deaths_in_turn(self) -> list[Death]:
@@ -162,28 +166,28 @@ class Lookout:
             self._num_ended += 1
             # A program that has returned may call os._exit(0) at exit. A status that was not read counts as 0 then:
             # the starter reports any other.
-            is_in_order = status in (0, None) and exit_marks.is_left(self._folder, f"through-{rank}")
+            is_in_order = status in (0, None) and exit_marks.is_left(self.folder, f"through-{rank}")
             # A signal may end a rank in MPI_Finalize, when its mark is gone.
             is_killed = status is not None and os.WIFSIGNALED(status)
-            if is_killed or (exit_marks.is_left(self._folder, f"running-{rank}") and not is_in_order):
+            if is_killed or (exit_marks.is_left(self.folder, f"running-{rank}") and not is_in_order):
                 num_left = max(self._num_ranks, len(self._watched)) - self._num_ended
                 deaths.append(Death(rank, process_id, status, self.began(rank), num_left))
             else:
-                self.num_in_order += 1
+                self.codes_in_order.append(os.waitstatus_to_exitcode(status or 0))
         return deaths
 
     def _watch_new_ranks(self) -> set[int]:
         """Watch the ranks whose marks are new, and return them."""
-        found = exit_marks.ranks_running(self._folder)
+        found = exit_marks.ranks_running(self.folder, "over") | exit_marks.ranks_running(self.folder)
         new = {rank for rank, process_id in found.items() if process_id and rank not in self._watched}
         for rank in new:
             self._watched[rank] = found[rank], self._open_descriptor(found[rank])
             with contextlib.suppress(OSError):
-                pipe = exit_marks.open_pipe(self._folder, rank)
+                pipe = exit_marks.open_pipe(self.folder, rank)
                 self._poll.register(pipe, select.EPOLLIN | select.EPOLLHUP)
                 self._pipes[pipe] = rank
                 if not exit_marks.is_held(pipe):  # it broke before, and epoll does not report that
-                    exit_marks.release_replaced(self._folder, rank)
+                    exit_marks.release_replaced(self.folder, rank)
         return new
 
     def _open_descriptor(self, process_id: int) -> int | None:

@@ -5,6 +5,8 @@ running-R  until rank R ends in order: its process, where that number holds (ano
 alive-R    a pipe that rank R holds open until it ends, and writes into when it fails
 failed-R   rank R failed: when, with which exit code, what it reported of another rank, and the shared memory it held
 through-R  rank R's program returned; what runs at exit may still be to come
+stage-R    where rank R is from its first ``mpi.stop()`` on, and how long it may wait there (`Stage`)
+over-R     running-R under another name, once rank R has run all that its program had registered for its exit
 alone-R    rank R ended in order, and met no other rank
 met-R      rank R, or a process that it started, came to meet other ranks
 heard-R    Ctrl-C reached rank R's program
@@ -79,7 +81,7 @@ def running(folder: str, rank: int) -> Iterator[None]:
     def remove() -> None:
         with contextlib.suppress(OSError):
             if os.getpid() == process_id:  # a forked child is not the rank
-                mark.unlink()
+                mark.rename(mark.with_name(f"over-{rank}"))
 
     with contextlib.suppress(OSError):
         pipe = mark.with_name(f"alive-{rank}")
@@ -114,14 +116,15 @@ def record(folder: str, mark: str, process_id: int) -> None:
     leave(folder, mark, f"{process_id} {_numbering()} {_checksum(process_id)} {_beginning(process_id)}")
 
 
-def ranks_running(folder: Path) -> dict[int, int]:
-    """Process of each rank that has not ended in order; 0 for a process that has no number here."""
-    return {int(rank): process_id for rank, process_id, _ in _processes(folder, "running")}
+def ranks_running(folder: Path, mark: str = "running") -> dict[int, int]:
+    """Process of each rank that has not ended in order, or has that ``mark``; 0 for one that has no number here."""
+    return {int(rank): process_id for rank, process_id, _ in _processes(folder, mark)}
 
 
 def processes_of_ranks(folder: Path) -> set[int]:
     """The ranks' processes that live here, by number and beginning: one that has set its title has no environment."""
-    return {process_id for _, process_id, lives in _processes(folder, "running") if lives}
+    marks = (*_processes(folder, "running"), *_processes(folder, "over"))
+    return {process_id for _, process_id, lives in marks if lives}
 
 
 def is_abandoned(folder: str) -> bool:
@@ -244,9 +247,40 @@ def code_of_end(folder: Path) -> int:
 
 def record_meeting() -> None:
     """Leave that this rank, or the rank which this process comes from, comes to meet others."""
-    rank = variables.rank_in(os.environ)
-    if rank is not None:
-        leave(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), f"met-{rank}")
+    _leave_of_rank("met")
+
+
+def _leave_of_rank(mark: str, text: str = "") -> None:
+    """Leave a mark of this rank, or of the rank which this process comes from."""
+    if (rank := variables.rank_in(os.environ)) is not None:
+        leave(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), f"{mark}-{rank}", text)
+
+
+class Stage(NamedTuple):
+    """Where a rank is that lives, and how long all ranks may wait for each other in such stages (0: for ever)."""
+
+    call: str = ""  # in which the rank waits for the others; "" where it runs code of its program
+    seconds: float = 0.0
+    ends: bool = False  # whether the job ends after that time
+    progress: tuple[str, ...] = ()  # the CPU time of a rank in the shutdown of Python, which may be slow
+
+
+def record_stage(stage: Stage) -> None:
+    """Leave that this rank is in this stage."""
+    _leave_of_rank("stage", f"{os.getpid()} {stage.seconds:g} {stage.ends:d} {stage.call}")
+
+
+def stage_of(folder: Path, rank: int, process_id: int) -> Stage:
+    """Where this process of a rank is. The marks of another process, which the rank has started, do not count."""
+    with contextlib.suppress(OSError):
+        number, seconds, ends, call = (folder / f"stage-{rank}").read_text().split(" ", 3)
+        if int(number) == process_id:
+            is_over, fields = is_left(folder, f"over-{rank}"), status_fields(process_id)
+            call = "the shutdown of Python" if is_over else call
+            if fields[:1] in (["T"], ["t"]):
+                call = f"{call or 'the program'}, stopped by a signal"
+            return Stage(call, float(seconds), ends == "1", tuple(fields[11:13] if is_over else ()))
+    return Stage()
 
 
 def has_met() -> bool:

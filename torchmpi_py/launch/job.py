@@ -15,6 +15,7 @@ hosts; but MPICH's does not notice a rank that dies before MPI runs, and Open MP
 sees each death on this host, names the first, and has the job ended where the starter does not end it. The ranks watch
 each other (`watch.watchdog`): they say in which operation a rank has died, and end a job whose starter sees another
 process in its place, such as a shell. In an elastic job a death is reported, and the job goes on to its last rank.
+`last_wait` sees ranks that hang after their program, and a starter that hangs after the ranks.
 
 A job that failed may be started again. Each attempt is a new job, with a folder of its own, and nothing left of the
 former. The program goes on from its last checkpoint; to it a restart is a start (TORCHMPIRUN_RESTART counts them). What
@@ -40,6 +41,7 @@ from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import cleanup, exit_marks, handed_input, terminal
 from torchmpi_py.launch.cleanup import GRACE_SECONDS, Guardian
 from torchmpi_py.launch.deaths import Death, Lookout
+from torchmpi_py.launch.last_wait import LastWait
 from torchmpi_py.launch.signals import ForwardedSignal, Signals
 from torchmpi_py.launch.terminal import Tail, say
 
@@ -49,7 +51,6 @@ MOST_FOR_ELASTIC = 3  # restarts, where the MPI has nothing for --elastic
 TIMEOUT_CODE = 124  # as timeout(1)
 ROOM_REMEDY = "make room there, or name another folder with TMPDIR"
 STARTING_SECONDS = 60.0  # a job that fails in this time may not have come up on all hosts
-DESERTED_SECONDS = 5.0  # how long the starter of an elastic job may take when the last rank has ended
 _POLL_SECONDS = 0.05
 _OUTPUT_SECONDS = 0.2  # the starter may still have to read what the ranks have written
 _QUIET_SECONDS = 2.0  # ranks that end later than that after a signal are waited for audibly
@@ -102,10 +103,8 @@ class Job:
     signals: Signals = field(default_factory=Signals)
     _deaths: list[Death] = field(default_factory=list)  # the first; of an elastic job all
     _failed_since: float = 0.0  # when a rank was first seen to have failed or died; 0: none has
-    _was_deserted: bool = False
     _is_ending: bool = False
     _was_explained: bool = False
-    _last_seen: float = field(default_factory=time.monotonic)  # when a rank was not known to have ended
 
     def __post_init__(self) -> None:
         self._remains = cleanup.Remains(self.folder)
@@ -145,6 +144,7 @@ class Job:
         self._remains.starter = self.process.pid
         self._remains.describe(self.stop_signals)
         self._lookout = Lookout(self.folder, self.process.pid, self.num_ranks)
+        self._last_wait = LastWait(self._lookout, self.process.pid)
         try:
             code = self._wait()
             is_young = time.monotonic() - started < STARTING_SECONDS
@@ -168,10 +168,14 @@ class Job:
                 self.was_ended = True
                 self._end(signal.SIGTERM)
                 return TIMEOUT_CODE
-            # A rank has failed, or all have left, and the starter does not end the job.
-            self._was_deserted = now - self._last_seen > DESERTED_SECONDS
-            if self._failed_for() > self.failure_grace_seconds or self._was_deserted:
+            # A rank has failed, or all have left, and the starter does not end the job; or the ranks hang at their end.
+            failed_seconds = self._failed_for()
+            hang = "" if failed_seconds else self._last_wait.look()
+            if failed_seconds > self.failure_grace_seconds or self._last_wait.is_starter_alone or hang:
                 self._end(signal.SIGTERM, None if self.stop_signals else FAILURE_GRACE_SECONDS)
+            if hang:
+                self.reason = hang
+                return 1  # as at the deadline of a rank's watchdog
             if now > look:  # often until MPI is up, seldom after
                 self._look_for_remains()
                 interval = 5.0 if self._remains.shared_memory else min(5.0, 1.2 * interval)
@@ -197,8 +201,6 @@ class Job:
         self.signals.look_at_parent()
         self.signals.pass_on(self.process)
         self._look_for_deaths(_POLL_SECONDS)
-        if not (self.elastic and self._lookout.is_deserted):
-            self._last_seen = time.monotonic()
         return self.process.poll() is None
 
     def _look_for_deaths(self, seconds: float) -> None:
@@ -290,8 +292,11 @@ class Job:
         if not failures and (wanted := exit_marks.code_of_end(self.folder)):
             self.was_ended = True  # the ranks were asked, and not torchmpirun
             return wanted
-        if self.elastic and self._lookout.is_deserted:
-            code = self._exit_code_of_deserted(code)
+        if self._is_ending:  # the starter's own code says only that torchmpirun has ended it
+            code = max(self._lookout.codes_in_order, default=0)
+        is_lost = self._lookout.is_deserted and not self._lookout.codes_in_order
+        if self.elastic and is_lost and self._deaths:
+            code = code or self._deaths[-1].code()
         if not (left := self._left()) and self.elastic and code == 0 and not failures:
             return 0
         unseen = ", as far as this host shows: a rank of another host may have been first"
@@ -336,13 +341,6 @@ class Job:
             running = {rank: number for rank, number in running.items() if number and rank not in dead}
         left = (rank for rank in running if rank in died or not exit_marks.is_left(self.folder, f"through-{rank}"))
         return sorted(left)
-
-    def _exit_code_of_deserted(self, code: int) -> int:
-        """Exit code of an elastic job that all ranks have left: success, if one did so in order."""
-        if self._was_deserted:  # then torchmpirun ended the starter, whose own code says no more than that
-            code = 0
-        is_lost = code == 0 and not self._lookout.num_in_order
-        return self._deaths[-1].code() if is_lost and self._deaths else code
 
 
 Maker = Callable[[Path, int, float], Job]

@@ -14,10 +14,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torchmpi_py.core import backoff, communication_thread, communicators, journal, mpi_api, ulfm
+from torchmpi_py.core import backoff, communication_thread, communicators, config, journal, mpi_api, ulfm
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.launch import exit_marks
 from torchmpi_py.watch import abort, final_check, watchdog
 from torchmpi_py.watch.report_requests import requests
 
@@ -60,12 +61,15 @@ def _wait_with_warning(world: Communicator) -> None:
     request, nap = world.background.mpi.Ibarrier(), backoff.Nap(0.001)
     if not backoff.complete(request, nap, STOP_WARNING_SECONDS):
         logger.warning(
-            "rank %d has been waiting in mpi.stop() for %.0f s; the other ranks are still in their program. "
-            "If it left early (sys.exit on one rank?), they wait for it too, and the job hangs",
-            world.rank,
-            nap.seconds,
+            "rank %d has waited in mpi.stop() for %.0f s: other ranks are in their program", world.rank, nap.seconds
         )
         backoff.complete(request, nap)
+
+
+def show_stage(call: str) -> None:
+    """Show torchmpirun that this rank waits for others in ``call``; "": that it does not. No watchdog looks there."""
+    tuning = config.current
+    exit_marks.record_stage(exit_marks.Stage(call, tuning.deadline_seconds, tuning.at_deadline != "report"))
 
 
 def _at_exit(stop: Callable[[], None]) -> None:
@@ -83,7 +87,9 @@ def _at_exit(stop: Callable[[], None]) -> None:
             )
             abort.abort(1)
         if not ulfm.has_lost_ranks():  # MPI_Finalize of Open MPI 5 may wait for the dead
+            show_stage("MPI_Finalize")
             MPI.Finalize()
+            show_stage("")
 
 
 def _disown() -> None:

@@ -201,9 +201,12 @@ def close_session() -> None:
     # 2. Each takes its session down, with the others, or, where one dies now, alone.
     why_not = "mpi.stop() was called; call mpi.start() again"
     session = sessions.current()
+    exits.show_stage("mpi.stop()")
     try:
         session.close(why_not)
     except Exception as error:
         if not ulfm.is_death(error):
             raise
         session.close(why_not, is_lost=True)
+    finally:
+        exits.show_stage("")

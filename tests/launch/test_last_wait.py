@@ -1,0 +1,183 @@
+"""What follows the last ``mpi.stop()`` of the ranks: a hang ends the job, and work of the program does not."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import mpirun
+
+try:
+    mpirun.find("", os.environ)
+    MISSING = ""
+except LaunchError as error:
+    MISSING = str(error)
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+
+DEADLINE_SECONDS = 2
+LATER_SECONDS = 2  # of the launchers below
+AT_WORK = "; the job goes on"
+
+# Runs a job whose starter is a program that starts the ranks argv[2:]; argv[1]: options.
+STANDING_IN = """
+import os, sys
+from torchmpi_py.launch import job as jobs
+try:
+    from torchmpi_py.launch import last_wait
+except ImportError:
+    pass
+else:
+    last_wait.LATER_SECONDS = 0.5
+options = {"num_ranks": len(sys.argv) - 3, "timeout_seconds": 25, **eval(sys.argv[1])}
+STARTER = '''
+import os, subprocess, sys, time
+ranks = [subprocess.Popen([sys.executable, "-c", *words]) for words in eval(sys.argv[1])]
+for rank in ranks:
+    os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+exec(sys.argv[2])
+sys.exit(max(rank.wait() for rank in ranks))
+'''
+def make(folder, attempt, begin):
+    ranks = [[sys.argv[2], str(folder), str(rank), text] for rank, text in enumerate(sys.argv[4:])]
+    command = [sys.executable, "-c", STARTER, repr(ranks), sys.argv[3]]
+    return jobs.Job(command, os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}, folder, begin=begin, **options)
+options["num_ranks"] += options.pop("elsewhere", -1)
+sys.exit(jobs.run(make, 0))
+"""
+RANK = """
+import atexit, ctypes, os, signal, sys, time
+from torchmpi_py.launch import exit_marks
+folder, rank, text = sys.argv[1:]
+os.environ["PMIX_RANK"] = rank
+def stage(call, seconds=0.5, ends=True):
+    if hasattr(exit_marks, "Stage"):
+        exit_marks.record_stage(exit_marks.Stage(call, seconds, ends))
+def wait_for_rank_1():
+    while not os.path.exists(f"{folder}/through-1") or os.path.exists(f"{folder}/running-1"):
+        time.sleep(0.01)
+class Computes:
+    def __del__(self, clock=time.monotonic, write=os.write):
+        until = clock() + 4
+        while clock() < until:
+            pass
+        write(1, b"computed\\n")
+def after_python(function, argument=None):
+    libc.__cxa_atexit(getattr(libc, function), ctypes.c_void_p(argument), None)
+libc = ctypes.CDLL(None)
+with exit_marks.running(folder, int(rank)):
+    exec(text)
+"""
+IN_FINALIZE = "stage('MPI_Finalize'); time.sleep(60)"
+WAITS_FOR_1 = "stage('MPI_Finalize'); wait_for_rank_1(); stage('')"
+WORKS = "stage(''); atexit.register(time.sleep, 6)"
+ENDS = "stage('')"
+FAILS = "exit_marks.record_failure(folder, 1, 4); os._exit(4)"
+STAYS = "time.sleep(60)"
+# What ranks do, what the starter does after them; options; exit code; what is said, in this order.
+STOOD_IN = {
+    "all in MPI_Finalize": ([IN_FINALIZE] * 2, "", {}, 1, [r"rank 1 \(process \d+\) is in MPI_Finalize", "TORCHMPI_"]),
+    "one in stop": (
+        [IN_FINALIZE, "stage('mpi.stop()'); time.sleep(60)", IN_FINALIZE],
+        "",
+        {},
+        1,
+        [r"rank 1 \(process \d+\) is in mpi.stop\(\), rank 0 \(process \d+\) is in MPI_Finalize, rank 2"],
+    ),
+    "stopped": (
+        [ENDS, "stage(''); os.kill(os.getpid(), signal.SIGSTOP)"],
+        "",
+        {},
+        1,
+        ["rank 1 .* stopped by a signal"],
+    ),
+    "shutdown": ([ENDS, f"{ENDS}; after_python('pause')"], "", {}, 1, ["rank 1 .* in the shutdown of Python"]),
+    "time limit": ([IN_FINALIZE], "", {"timeout_seconds": 0.2}, 124, ["--timeout"]),
+    "at work at exit": ([WAITS_FOR_1, WORKS], "", {}, 0, [f"rank 1 .* in the program.*{AT_WORK}"]),
+    "all at work": ([WORKS, WORKS], "", {}, 0, []),
+    "slow shutdown": ([f"{ENDS}; sys.last = Computes()", ENDS], "", {}, 0, []),
+    "reports only": (["stage('MPI_Finalize', ends=False); time.sleep(3)"] * 2, "", {}, 0, [AT_WORK]),
+    "no deadline": (["stage('MPI_Finalize', 0.0); time.sleep(3)"] * 2, "", {}, 0, []),
+    "a child's stage": (["if not os.fork(): stage('MPI_Finalize'); os._exit(0)\ntime.sleep(3)"], "", {}, 0, []),
+    "another program": (["stage('mpi.stop()'); stage(''); os.execvp('sleep', ['sleep', '3'])"], "", {}, 0, []),
+    "ranks elsewhere": (["stage('MPI_Finalize'); time.sleep(3)"], "", {"elsewhere": 0}, 0, [AT_WORK]),
+    "starter": ([ENDS] * 2, STAYS, {}, 0, ["starter .* is ended"]),
+    "starter after a code": ([ENDS, f"{ENDS}; after_python('_exit', 3)"], STAYS, {}, 3, ["starter .* is ended"]),
+    "starter after a failure": ([ENDS, FAILS], STAYS, {}, 4, ["rank 1 failed first, with exit code 4"]),
+    "starter of an elastic job": ([ENDS] * 2, STAYS, {"elastic": True}, 0, ["starter .* is ended"]),
+    "full pipe": ([ENDS], "sys.stdout.write('x' * 1000000)", {}, 0, []),
+}
+
+# Real ranks. Rank 1 sleeps behind the last look of its watchdog, or works in a thread; then rank 0 stops the starter.
+LAUNCHER = """
+import sys
+from torchmpi_py.launch import __main__ as main, job
+seconds = float(sys.argv.pop(1))
+try:
+    from torchmpi_py.launch import last_wait
+except ImportError:
+    pass
+else:
+    last_wait.LATER_SECONDS = seconds
+job.FAILURE_GRACE_SECONDS = 0.5
+sys.exit(main.main())
+"""
+PROGRAM = """
+import atexit, os, signal, sys, threading, time
+rank, how = int(os.environ["RANK"]), sys.argv[1]
+
+def stop_starter():
+    while os.path.exists(os.environ["TORCHMPIRUN_JOB_DIR"] + "/running-1"):
+        time.sleep(0.01)
+    _, name, _, above, *_ = open(f"/proc/{os.getppid()}/stat").read().split()
+    os.kill(int(above) if "proxy" in name else os.getppid(), signal.SIGSTOP)
+
+def work(seconds):
+    time.sleep(seconds)
+    print("worked", flush=True)
+
+if (rank, how) == (0, "works"):
+    atexit.register(stop_starter)
+import torchmpi_py as mpi
+mpi.start()
+if (rank, how) == (1, "sleeps"):
+    from torchmpi_py.watch.watchdog import Watchdog
+    Watchdog.stop = lambda watchdog: time.sleep(200)
+mpi.stop()
+if (rank, how) == (1, "works"):
+    threading.Thread(target=work, args=[float(sys.argv[2])]).start()
+"""
+WORK_SECONDS = DEADLINE_SECONDS + LATER_SECONDS + 1
+REAL = {
+    "sleeps": (1, ["rank 0 .* is in MPI_Finalize, rank 1 .* is in mpi.stop"]),
+    "works": (0, [f"rank 1 .* in the program.*{AT_WORK}", "starter .* is ended"]),
+}
+OUTPUT = {"full pipe": "x" * 1000000, "works": "worked\n", "slow shutdown": "computed\n"}
+
+
+def test_the_last_wait_of_a_job(program, no_leftovers):
+    """Every row at once, for each one only waits."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    expected, jobs = {}, {}
+    for how, (code, said) in REAL.items():
+        words = ["-n", "2", "--timeout", "60", str(program(PROGRAM)), how, str(WORK_SECONDS)]
+        command = [sys.executable, "-c", LAUNCHER, str(LATER_SECONDS), *words]
+        environment = os.environ | {"TORCHMPI_DEADLINE": str(DEADLINE_SECONDS)}
+        expected[how], jobs[how] = (code, said), subprocess.Popen(command, env=environment, **pipes)
+    for name, (texts, then, options, code, said) in STOOD_IN.items():
+        command = [sys.executable, "-c", STANDING_IN, repr(options), RANK, then, *texts]
+        expected[name], jobs[name] = (code, said), subprocess.Popen(command, **pipes)
+    time.sleep(4)  # no one reads meanwhile
+    wrong = {}
+    for name, job in jobs.items():
+        output, errors = job.communicate(timeout=200)
+        code, said = expected[name]
+        is_right = job.returncode == code and bool(re.search(".*".join(said), errors, re.DOTALL))
+        is_whole = name == "sleeps" or output == OUTPUT.get(name, "")  # MPICH's starter says there that it is ended
+        if not (is_right and is_whole and (said or not errors)):
+            wrong[name] = (job.returncode, output[-200:], errors)
+    assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())
