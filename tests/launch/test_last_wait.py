@@ -32,8 +32,8 @@ try:
 except ImportError:
     pass
 else:
-    last_wait.LATER_SECONDS = 0.5
-options = {"num_ranks": len(sys.argv) - 3, "timeout_seconds": 25, **eval(sys.argv[1])}
+    last_wait.LATER_SECONDS = 1.0
+options = {"num_ranks": len(sys.argv) - 3, "timeout_seconds": 50, **eval(sys.argv[1])}
 STARTER = '''
 import os, subprocess, sys, time
 ranks = [subprocess.Popen([sys.executable, "-c", *words]) for words in eval(sys.argv[1])]
@@ -74,12 +74,13 @@ with exit_marks.running(folder, int(rank)):
 """
 IN_FINALIZE = "stage('MPI_Finalize'); time.sleep(60)"
 WAITS_FOR_1 = "stage('MPI_Finalize'); wait_for_rank_1(); stage('')"
-WORKS = "stage(''); atexit.register(time.sleep, 6)"
+WORKS = "stage(''); atexit.register(time.sleep, 8)"
 ENDS = "stage('')"
 FAILS = "exit_marks.record_failure(folder, 1, 4); os._exit(4)"
 STAYS = "time.sleep(60)"
 # What ranks do, what the starter does after them; options; exit code; what is said, in this order.
 STOOD_IN = {
+    "full pipe": ([ENDS], "sys.stdout.write('x' * 1000000)", {}, 0, []),
     "all in MPI_Finalize": ([IN_FINALIZE] * 2, "", {}, 1, [r"rank 1 \(process \d+\) is in MPI_Finalize", "TORCHMPI_"]),
     "one in stop": (
         [IN_FINALIZE, "stage('mpi.stop()'); time.sleep(60)", IN_FINALIZE],
@@ -100,16 +101,15 @@ STOOD_IN = {
     "at work at exit": ([WAITS_FOR_1, WORKS], "", {}, 0, [f"rank 1 .* in the program.*{AT_WORK}"]),
     "all at work": ([WORKS, WORKS], "", {}, 0, []),
     "slow shutdown": ([f"{ENDS}; sys.last = Computes()", ENDS], "", {}, 0, []),
-    "reports only": (["stage('MPI_Finalize', ends=False); time.sleep(3)"] * 2, "", {}, 0, [AT_WORK]),
+    "reports only": (["stage('MPI_Finalize', ends=False); time.sleep(8)"] * 2, "", {}, 0, [AT_WORK]),
     "no deadline": (["stage('MPI_Finalize', 0.0); time.sleep(3)"] * 2, "", {}, 0, []),
     "a child's stage": (["if not os.fork(): stage('MPI_Finalize'); os._exit(0)\ntime.sleep(3)"], "", {}, 0, []),
     "another program": (["stage('mpi.stop()'); stage(''); os.execvp('sleep', ['sleep', '3'])"], "", {}, 0, []),
-    "ranks elsewhere": (["stage('MPI_Finalize'); time.sleep(3)"], "", {"elsewhere": 0}, 0, [AT_WORK]),
+    "ranks elsewhere": (["stage('MPI_Finalize'); time.sleep(8)"], "", {"elsewhere": 0}, 0, [AT_WORK]),
     "starter": ([ENDS] * 2, STAYS, {}, 0, ["starter .* is ended"]),
     "starter after a code": ([ENDS, f"{ENDS}; after_python('_exit', 3)"], STAYS, {}, 3, ["starter .* is ended"]),
     "starter after a failure": ([ENDS, FAILS], STAYS, {}, 4, ["rank 1 failed first, with exit code 4"]),
     "starter of an elastic job": ([ENDS] * 2, STAYS, {"elastic": True}, 0, ["starter .* is ended"]),
-    "full pipe": ([ENDS], "sys.stdout.write('x' * 1000000)", {}, 0, []),
 }
 
 # Real ranks. Rank 1 sleeps behind the last look of its watchdog, or works in a thread; then rank 0 stops the starter.
@@ -163,15 +163,15 @@ def test_the_last_wait_of_a_job(program, no_leftovers):
     """Every row at once, for each one only waits."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     expected, jobs = {}, {}
+    for name, (texts, then, options, code, said) in STOOD_IN.items():
+        command = [sys.executable, "-c", STANDING_IN, repr(options), RANK, then, *texts]
+        expected[name], jobs[name] = (code, said), subprocess.Popen(command, **pipes)
     for how, (code, said) in REAL.items():
         words = ["-n", "2", "--timeout", "60", str(program(PROGRAM)), how, str(WORK_SECONDS)]
         command = [sys.executable, "-c", LAUNCHER, str(LATER_SECONDS), *words]
         environment = os.environ | {"TORCHMPI_DEADLINE": str(DEADLINE_SECONDS)}
         expected[how], jobs[how] = (code, said), subprocess.Popen(command, env=environment, **pipes)
-    for name, (texts, then, options, code, said) in STOOD_IN.items():
-        command = [sys.executable, "-c", STANDING_IN, repr(options), RANK, then, *texts]
-        expected[name], jobs[name] = (code, said), subprocess.Popen(command, **pipes)
-    time.sleep(4)  # no one reads meanwhile
+    time.sleep(6)  # for the full pipe, which is read first
     wrong = {}
     for name, job in jobs.items():
         output, errors = job.communicate(timeout=200)
