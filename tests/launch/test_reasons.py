@@ -63,7 +63,7 @@ def disturb():
     def raise_again(*_):
         raise OSError("disturbed")
     signal.signal(signal.SIGALRM, raise_again)
-    signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.01)
 
 """
 

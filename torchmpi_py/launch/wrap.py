@@ -251,9 +251,10 @@ def ignore_signals() -> None:
 
     torch's handler of SIGCHLD raises when a worker of a DataLoader dies, also while the error of its pipe is reported.
     """
-    for signum in signal.valid_signals():
-        if callable(signal.getsignal(signum)):
-            signal.signal(signum, signal.SIG_IGN)
+    for signum in sorted(signal.valid_signals()) * 2:
+        with contextlib.suppress(BaseException):  # from the handler of a signal that has come meanwhile
+            if callable(signal.getsignal(signum)):
+                signal.signal(signum, signal.SIG_IGN)
 
 
 def fail(error: BaseException, code: int, folder: str, rank: int, outlets: Sequence[int]) -> None:
@@ -347,7 +348,7 @@ def record_interrupts(folder: str, rank: int) -> None:
 
 def run_and_end(options: argparse.Namespace, folder: str, rank: int) -> None:
     """Run the program, and end the job if it fails."""
-    process_id, outlets = os.getpid(), list[int]()
+    process_id, outlets, failure = os.getpid(), list[int](), None
     with contextlib.suppress(OSError):  # it may be closed
         outlets.append(os.dup(2))
     try:
@@ -367,13 +368,11 @@ def run_and_end(options: argparse.Namespace, folder: str, rank: int) -> None:
         code = exit_code(error)
         if code == 0 or os.getpid() != process_id:  # a forked child is not the rank
             raise
-        for _ in range(signal.NSIG):
-            try:
-                ignore_signals()
-                break
-            except BaseException:  # from the handler of a signal that has come meanwhile
-                continue
-        fail(error, code, folder, rank, outlets)
+        failure = error
+    if failure is None:
+        return
+    ignore_signals()
+    fail(failure, code, folder, rank, outlets)
 
 
 def main() -> None:

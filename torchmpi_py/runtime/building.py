@@ -65,9 +65,7 @@ class _Construction:
         if not self._has_reported:
             return job_reports.OTHERS_END_SECONDS
         if board is None:  # each rank for itself
-            watchdog.print_to_stderr(
-                f"torchmpi_py: {self._why}. Rank {MPI.COMM_WORLD.rank} is here:\n{reports.stacks()}"
-            )
+            watchdog.print_to_stderr(f"torchmpi_py: {self._why}. Rank {MPI.COMM_WORLD.rank} is here:\n{stacks.text()}")
             return job_reports.OTHERS_REPORT_SECONDS
         report = reports.of_node(board, self._why, silent=stacks.gather(board, self.over.is_set))
         return watchdog.tell_late(board, report, ends=self._ends)

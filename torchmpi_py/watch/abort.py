@@ -9,8 +9,10 @@ import sys
 from torchmpi_py.core import mpi_api, status_board
 from torchmpi_py.core.status_board import ENDING, HAS_LEFT
 from torchmpi_py.launch import exit_marks
-from torchmpi_py.watch import tracing
+from torchmpi_py.launch.notices import printable
+from torchmpi_py.watch import stacks, tracing
 
+_HANDLED_SECONDS = 0.6  # a watchdog looks twice a second; see exit_marks.py for what else takes time until the end
 EXIT_CODE = 1
 """The exit code of a job that is ended by the ranks' watch over each other."""
 
@@ -37,6 +39,13 @@ def abort(code: int, report: str = "") -> None:
 
 
 def announce() -> None:
-    """Show on the board that this rank is about to end the job, and has said why."""
-    if status_board.current is not None:
-        status_board.current.put(HAS_LEFT, ENDING)
+    """Show on the board that this rank is about to end the job, and has said why; and print what else went wrong.
+
+    A rank that waits in a collective of a ``finally`` has an exception that it would print after the wait. The end of
+    the job cuts the wait off, so this rank prints the exceptions that the ranks of its node handle.
+    """
+    if (board := status_board.current) is not None:
+        board.put(HAS_LEFT, ENDING)
+        text = stacks.exceptions(board, stacks.gather(board, lambda: False, _HANDLED_SECONDS))
+        with contextlib.suppress(OSError):
+            os.write(2, printable(text).encode(errors="backslashreplace"))

@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -34,9 +31,7 @@ from torchmpi_py.watch.cross_check import Position
 
 _MOST_NAMED = 4
 _STATES = {"T": "its process is stopped (SIGSTOP)", "t": "a debugger has stopped its process"}
-_FRAMES = 8
 _ANSWER_SECONDS = 2.0  # for a hub, which asks the other nodes
-_OWN_THREADS = ("torchmpi_py-watchdog", "torchmpi_py-nodes", "torchmpi_py-building")
 
 
 def is_dead(board: Board, index: int) -> bool:
@@ -71,7 +66,7 @@ def trouble(board: Board, index: int) -> str:
     return {DRAINING: stopping, STOPPING: stopping, ENDING: "is ending the job"}.get(board.get(HAS_LEFT, index), "")
 
 
-def _name(board: Board, index: int) -> str:
+def rank_name(board: Board, index: int) -> str:
     """A rank and its process, as reports name them."""
     return f"rank {board.get(WORLD_RANK, index)} (process {board.get(PROCESS, index)})"
 
@@ -147,7 +142,7 @@ def _of_ranks(board: Board, late: Record | None, silent: Collection[int], has_te
             lines.append(
                 "    does not say where it stands: it is in a call that does not let Python's other threads run"
             )
-    names = [_name(board, index) for index, each in activities.items() if each.is_missing]
+    names = [rank_name(board, index) for index, each in activities.items() if each.is_missing]
     names[_MOST_NAMED:] = [f"{len(names) - _MOST_NAMED} more"] * (len(names) > _MOST_NAMED)
     missing = f"{', '.join(names)} did not call {late.what}, called at {late.site}" if names and late else ""
     return "\n".join(lines), missing
@@ -197,17 +192,17 @@ def _current(records: Sequence[Record]) -> Record | None:
 
 def _with_trouble(board: Board, index: int, text: str) -> str:
     matter = trouble(board, index)
-    return f"{_name(board, index)}: {matter + '; ' if matter else ''}{text}"
+    return f"{rank_name(board, index)}: {matter + '; ' if matter else ''}{text}"
 
 
 def death(board: Board, index: int) -> str:
     """In which operation, or after which, a rank has died."""
     records = board.records(index)
     if not records:
-        return f"{_name(board, index)} died before its first operation"
+        return f"{rank_name(board, index)} died before its first operation"
     current = _current(records)
     last = current or records[0]
-    return f"{_name(board, index)} died {'in' if current else 'after'} {last.what}, called at {last.site}"
+    return f"{rank_name(board, index)} died {'in' if current else 'after'} {last.what}, called at {last.site}"
 
 
 def deaths(within_seconds: float) -> str:
@@ -325,7 +320,7 @@ def brief(board: Board, index: int) -> str:
     """The last operation of a rank in a line that costs little; without times, for it is read later."""
     last = board.latest(index)
     what = "has called nothing yet" if last is None else f"last called {last.what} at {last.site}"
-    return f"{_name(board, index)}: {what}"
+    return f"{rank_name(board, index)}: {what}"
 
 
 class Sides(NamedTuple):
@@ -366,20 +361,9 @@ def deserted(board: Board, number: int) -> str:
         return ""
     for index in sequences.behind(board, mine):
         if board.get(HAS_LEFT, index) == STOPPING:
-            return f"{_name(board, index)} has come to its end, and will not come to {mine.what}, called at {mine.site}"
+            rank = rank_name(board, index)
+            return f"{rank} has come to its end, and will not come to {mine.what}, called at {mine.site}"
     return ""
-
-
-def stacks() -> str:
-    """The innermost frames of the threads of this process, the main thread first, but for those that watch."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
-    return "".join(
-        f"{names.get(ident, 'thread')}:\n{''.join(traceback.format_stack(frame)[-_FRAMES:])}"
-        for ident, frame in frames
-        if names.get(ident) not in _OWN_THREADS
-    )
 
 
 def _is_visible(board: Board, index: int) -> bool:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Collection
+from typing import Any
 
 from torchmpi_py.core.status_board import TEXT_GIVEN, TEXT_WANTED, Board
 from torchmpi_py.watch import reports
 
 _GIVEN_WITHIN_SECONDS = 1.5
+_FRAMES = 8
+_MOST_OF_AN_ERROR = 500  # characters
+_HANDLES = "handles "  # begins the line of an exception in the text of a rank
+_OWN_THREADS = ("torchmpi_py-watchdog", "torchmpi_py-nodes", "torchmpi_py-building")
 _giving = threading.Lock()  # the watchdog's thread gives, and that of runtime/building.py
 
 
-def gather(board: Board, is_over: Callable[[], bool]) -> list[int]:
+def gather(board: Board, is_over: Callable[[], bool], seconds: float = _GIVEN_WITHIN_SECONDS) -> list[int]:
     """Have all ranks of the node write their stacks; return those that have not within some seconds."""
     asked = time.monotonic_ns()
     for index in board.indices:
         board.put(TEXT_WANTED, asked, index)
-    until = time.monotonic() + _GIVEN_WITHIN_SECONDS
+    until = time.monotonic() + seconds
     while True:
         give(board)
         silent = [index for index in board.indices if board.get(TEXT_GIVEN, index) < asked]
@@ -32,5 +39,39 @@ def give(board: Board) -> None:
     with _giving:
         asked = board.get(TEXT_WANTED)
         if asked != board.get(TEXT_GIVEN):
-            board.write_text(reports.stacks())
+            board.write_text(text())
             board.put(TEXT_GIVEN, asked)
+
+
+def text() -> str:
+    """The innermost frames of the threads of this process, the main thread first, but for those that watch."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, handled = threading.main_thread().ident, sys._current_exceptions()
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    return "".join(
+        f"{names.get(ident, 'thread')}:\n{_handled(handled.get(ident))}"
+        f"{''.join(traceback.format_stack(frame)[-_FRAMES:])}"
+        for ident, frame in frames
+        if names.get(ident) not in _OWN_THREADS
+    )
+
+
+def _handled(found: Any) -> str:
+    """Return the exception that a thread handles, or that waits for the end of a ``finally``; "" if there is none."""
+    error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+    if error is None:
+        return ""
+    text = " ".join("".join(traceback.format_exception_only(error)).split())[:_MOST_OF_AN_ERROR]
+    places = [f", raised at {each.filename}:{each.lineno}" for each in traceback.extract_tb(error.__traceback__)[-1:]]
+    return f"{_HANDLES}{text}{''.join(places)}\n"
+
+
+def exceptions(board: Board, silent: Collection[int]) -> str:
+    """Return the exceptions that threads of the ranks handle, from the text that ranks not ``silent`` have written."""
+    return "".join(
+        f"torchmpi_py: {reports.rank_name(board, index)} {line}\n"
+        for index in board.indices
+        if index not in silent
+        for line in board.read_text(index).splitlines()
+        if line.startswith(_HANDLES)
+    )

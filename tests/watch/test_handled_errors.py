@@ -1,0 +1,49 @@
+"""The end of a job shows the exceptions of ranks that wait in a collective of a ``finally``."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import mpirun
+
+try:
+    mpirun.find("", os.environ)
+    MISSING = ""
+except LaunchError as error:
+    MISSING = str(error)
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+
+PROGRAM = """
+import sys, time, torch, torchmpi_py as mpi
+mpi.start()
+if mpi.rank() == mpi.size() - 1:
+    try:
+        raise LookupError(f"no batch {mpi.rank()}")
+    finally:
+        mpi.barrier()
+else:
+    exec(sys.argv[1])
+"""
+
+# What the other ranks do meanwhile, and how the end of the job is noticed.
+ENDS = {
+    "another collective": "time.sleep(0.3); mpi.allreduce(torch.ones(3))",
+    "a failure": "time.sleep(0.3); raise OSError('disk')",
+    "nothing": "time.sleep(60)",
+    "a message": "mpi.recv(torch.ones(3), source=mpi.size() - 1)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_end_of_the_job_shows_the_error_before_a_finally(tmp_path, end):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "torchmpi_py.launch", "-n", "2", program, ENDS[end]]
+    environment = os.environ | {"TORCHMPI_DEADLINE": "2"}
+    job = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    assert job.returncode == 1
+    assert f"LookupError: no batch 1, raised at {program}:6" in job.stderr
