@@ -151,7 +151,7 @@ mpi.stop()
 if (rank, how) == (1, "works"):
     threading.Thread(target=work, args=[float(sys.argv[2])]).start()
 """
-WORK_SECONDS = DEADLINE_SECONDS + LATER_SECONDS + 1
+WORK_SECONDS = 2 * (DEADLINE_SECONDS + LATER_SECONDS)
 REAL = {
     "sleeps": (1, ["rank 0 .* is in MPI_Finalize, rank 1 .* is in mpi.stop"]),
     "works": (0, [f"rank 1 .* in the program.*{AT_WORK}", "starter .* is ended"]),
