@@ -32,6 +32,9 @@ _stderr: int | None = None  # the standard error of a rank, which pytest capture
 def pytest_addoption(parser):
     text = "Spare full collections of garbage in the programs that tests start; see tests/short_programs."
     parser.addoption("--short-programs", action="store_true", help=text)
+    parser.addoption(
+        "--all", action="store_true", help="Run the tests marked slow as well, as scripts/test --all does."
+    )
 
 
 def _start_short_programs() -> None:
@@ -59,6 +62,7 @@ def pytest_configure(config):
     """Rank 0 reports; the others are heard only when they fail."""
     global _hidden, _stderr
     config.addinivalue_line("markers", "mpi(min_size): runs on several ranks")
+    config.addinivalue_line("markers", "slow: runs with --all, or when it is named")
     if config.getoption("--only-mpi"):
         _give_temporary_folder()
         _be_as_nice_as_started()
@@ -78,11 +82,18 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+def _is_named(item, config):
+    """Whether an argument names the test itself, and not only its file or folder."""
+    return any("::" in argument and item.nodeid.startswith(argument) for argument in config.args)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Leave out the tests that are not for this run, of one process or of many: to skip thousands takes long."""
     wanted = [item for item in items if (item.get_closest_marker("mpi") is not None) == config.getoption("--only-mpi")]
     if wanted:  # else they are skipped, which is no failure
+        if not config.getoption("--all"):
+            wanted = [item for item in wanted if not item.get_closest_marker("slow") or _is_named(item, config)]
         chosen = set(wanted)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = wanted

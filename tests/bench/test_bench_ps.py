@@ -87,6 +87,7 @@ def test_plain_messages_as_if_between_nodes(mpi, monkeypatch):
         seen.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_every_rule(mpi):
     if mpi.size() != 2:

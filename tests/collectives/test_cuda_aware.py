@@ -238,6 +238,7 @@ def probe(mpi, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_job_asks_the_file_before_a_child(mpi, probe, folder):
     folder = mpi.broadcast_object(str(folder))

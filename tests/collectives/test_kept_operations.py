@@ -28,7 +28,7 @@ def total(mpi, count, dtype, turn):
     return torch.stack([(torch.arange(count) % 7 + rank + turn).to(dtype) for rank in ranks]).sum(0, dtype=dtype)
 
 
-@pytest.mark.parametrize("count", [0, 1, 1000, 50_000, 5_000_000])
+@pytest.mark.parametrize("count", [0, 1, 1000, 50_000, 1_000_000])
 def test_sums_of_other_tensors(mpi, count):
     """The sizes lie on both sides of where another flavour is chosen."""
     for turn in range(TURNS):

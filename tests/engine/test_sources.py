@@ -196,6 +196,7 @@ SAMPLERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_checkpoint_in_the_middle_of_an_epoch(mpi, folder, kind):
     def run(killed_at=None, **options):
@@ -328,6 +329,7 @@ def test_a_source_that_raises_is_named(mpi, options):
     assert "torchmpi_py prefetch" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_leaving_early_ends_all_threads(mpi, num_workers):
     iterator = DatasetIterator(sources(num_workers), 2)

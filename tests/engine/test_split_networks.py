@@ -72,6 +72,7 @@ def test_training_is_that_of_the_unsplit_network(mpi, comm, asynchronous):
     assert_equal(trained(comm, asynchronous=asynchronous), trained(None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_gradients_may_be_compressed(mpi, comm, asynchronous):
     """Replicas have the same bits (``debug`` looks), which are near those of uncompressed training."""
@@ -81,6 +82,7 @@ def test_gradients_may_be_compressed(mpi, comm, asynchronous):
     assert mpi.size() < 3 or any(not torch.equal(found[name], value) for name, value in exact.items())
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_whole_parameters_and_moments(mpi, comm, folder):
     """Saved by the split network, gone on with by the unsplit one, and the other way round."""
     expected = trained(None)

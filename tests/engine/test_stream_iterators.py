@@ -196,6 +196,7 @@ def trained(engine, iterator, net=None, **options):
     return torch.cat([p.detach().flatten() for p in net.parameters()]), state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("num_workers", "asynchronous"), [(0, False), (0, True), (2, True)])
 def test_training_is_that_of_one_process_on_the_same_global_batches(mpi, pattern, way, num_workers, asynchronous):
@@ -226,6 +227,7 @@ class Killed(Exception):
     """Stands for a kill, in between steps, on all ranks."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_in_the_middle_of_an_epoch(mpi, pattern, folder, way, num_workers):
@@ -279,6 +281,7 @@ def test_a_checkpoint_of_other_files_is_refused(mpi, pattern, folder):
         StreamIterator(fewer, 1).load_state_dict(StreamIterator(Shards(pattern), 1).state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["one file", "one sample"])
 def test_readers_without_anything_to_read(mpi, pattern, way, caplog):
     caplog.set_level(logging.WARNING, "torchmpi_py")
@@ -315,6 +318,7 @@ def test_what_raises_on_one_rank_is_raised_on_all(mpi, pattern, options):
         list(StreamIterator(fails, 1, **options))
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_named(mpi, pattern, folder):
     if mpi.rank() == 0:
         path = folder / "data-3.tar"

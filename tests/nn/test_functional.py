@@ -176,6 +176,7 @@ def test_errors_name_the_value_and_the_remedy(mpi):
             F.alltoall(torch.ones(mpi.size() + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor:UserWarning")  # the compiler looks at it
 def test_compiled(mpi):
     """A compiled function breaks its graph at the call, forward and backward; so it does at a verb."""

@@ -238,6 +238,7 @@ def test_a_bucket_of_zeros_is_not_sent_twice(mpi, sent):
     assert sum(sent) == 2 * 8000
 
 
+@pytest.mark.slow
 @every_one
 def test_training_learns(mpi, name):
     """Whole loops, by register_async_backward and by DistributedOptimizer: equal on all ranks, and near the exact."""

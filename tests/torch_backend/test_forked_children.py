@@ -44,6 +44,7 @@ def refused(*calls):
         assert "forked" in told, told
 
 
+@pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 def test_messages_and_groups(mpi, group):
     from torchmpi_py import torch_backend
@@ -67,6 +68,7 @@ def test_messages_and_groups(mpi, group):
     assert (x == 2.0 + left).all()
 
 
+@pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 def test_what_is_under_way(mpi, group):
     """It is the parent's, who gets it; what was complete before the fork has its result in the child too."""
@@ -103,6 +105,7 @@ def test_what_is_queued(mpi, group):
     work.wait()
 
 
+@pytest.mark.slow
 def test_the_package(mpi):
     server, served, comm = ps.init(torch.zeros(4)), ps.init_tensors([torch.zeros(2)]), mpi.split(0)
     net = torch.nn.Linear(2, 2)
