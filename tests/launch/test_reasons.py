@@ -34,13 +34,13 @@ STATES = {
     "own excepthook": "sys.excepthook = lambda kind, error, _: print('hook:', kind.__name__, error, file=sys.stderr)",
 }
 
-# Ways to fail, and the class that is shown. In the last one a signal's handler raises again and again, as torch's
-# does once for a worker that dies.
+# Ways to fail, and the class that is shown. In the last one a signal comes during the report, and its handler raises,
+# as torch's handler does for a worker that dies.
 WAYS = {
     "raise": ("raise LookupError('boom')", "LookupError"),
     "exit": ("sys.exit('boom')", ""),
     "thread": ("join(lambda: [][0])\nraise LookupError('boom')", "LookupError"),
-    "handler": ("try:\n    raise LookupError('boom')\nfinally:\n    disturb()", "LookupError"),
+    "handler": ("raise Disturbing", "Disturbing"),
 }
 
 PROGRAM = """
@@ -59,12 +59,15 @@ def join(work):
     thread.start()
     thread.join()
 
-def disturb():
-    def raise_again(*_):
-        raise OSError("disturbed")
-    signal.signal(signal.SIGALRM, raise_again)
-    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.01)
+def raise_disturbed(*_):
+    raise OSError("disturbed")
 
+class Disturbing(LookupError):
+    def __str__(self):
+        os.kill(os.getpid(), signal.SIGALRM)
+        return "boom"
+
+signal.signal(signal.SIGALRM, raise_disturbed)
 """
 
 
