@@ -168,6 +168,31 @@ def test_who_waits_for_a_rank_that_failed_is_freed(notebook, num_ranks):
     assert notebook.good("mpi.allreduce(1)") == f"[0-{num_ranks - 1}] {num_ranks}\n"
 
 
+def test_a_collective_of_some_ranks_alone_is_named_and_can_be_interrupted(notebook, num_ranks, monkeypatch):
+    said = threading.Event()
+    write = cell_run.CellRun._write
+
+    def note(run, stream, text):
+        write(run, stream, text)
+        if "still in allreduce" in text:
+            said.set()
+
+    def interrupt():
+        said.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(cell_run.CellRun, "_write", note)
+    (thread := threading.Thread(target=interrupt)).start()
+    output, errors = notebook.cell("if mpi.rank() > 0:\n    mpi.allreduce(torch.ones(3))")
+    thread.join()
+    others = "rank 1" if num_ranks == 2 else "ranks 1-2"
+    assert not notebook.result.success
+    assert "KeyboardInterrupt" in output
+    assert errors.count(f"{others} still in allreduce (Cell In[") == 1
+    assert "rank 0 has ended the cell" in errors
+    notebook.run("%torchmpi restart")
+
+
 @pytest.mark.parametrize(
     ("work", "is_in_step"),
     [

@@ -47,8 +47,10 @@ class CellRun:
         self._errors: dict[int, tuple[str, str, list[str]]] = {}  # in the order in which they came
         self._places: dict[int, tuple[str, str, object]] = {}
         self._interrupted = ""  # how
+        self._is_told = False
         self._freed: set[int] = set()  # ranks that were interrupted because they waited in vain
-        self._looked = self._interrupted_at = self._flushed = 0.0
+        self._interrupted_at = self._flushed = 0.0
+        self._looked = time.monotonic()
         self.pulled: bytes | None = None
 
     def carry_out(self, ranks: set[int], kind: str, *content: object) -> None:
@@ -62,7 +64,7 @@ class CellRun:
                 self._take()
                 if self._interrupted and time.monotonic() - self._interrupted_at > INTERRUPT_SECONDS:
                     break
-                if self._errors and not self._interrupted:
+                if (self._errors or self._job.busy != self._job.ranks) and not self._interrupted:
                     self._look_for_waiting()
             except KeyboardInterrupt:
                 if self._interrupted:
@@ -168,14 +170,25 @@ class CellRun:
             getattr(self, f"_on_{kind}")(rank, *content)
 
     def _look_for_waiting(self) -> None:
-        """Interrupt the ranks that wait for one that has failed: where two looks find all of them at the same place."""
+        """Interrupt the ranks that wait for one that has failed: where two looks find all of them at the same place.
+
+        If no rank has failed, the others have ended the cell or do not run it. Then the cell says so once, and goes on,
+        because a thread of another rank may make the missing call.
+        """
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         before, self._looked = self._places.copy(), time.monotonic()
         now = self.ask_where(set(self._job.busy))
         if now == before and now.keys() == self._job.busy and all(call for call, _, _ in now.values()):
-            self._freed = set(self._job.busy)
-            self._interrupt("waited for a rank that failed")
+            if self._errors:
+                self._freed = set(self._job.busy)
+                self._interrupt("waited for a rank that failed")
+            elif not self._is_told:
+                self._is_told = True
+                calls = ", ".join(sorted({f"{call} ({line})" for call, line, _ in now.values()}))
+                idle = name_ranks(ended := self._job.ranks - self._job.busy)
+                text = f"{name_ranks(now)} still in {calls}; {idle} ha{'s' if len(ended) == 1 else 've'} ended the cell"
+                self._write("stderr", f"{text}: interrupt the cell, and have all ranks make the same calls\n")
 
     def _interrupt(self, how: str) -> None:
         self._interrupted, self._interrupted_at = how, time.monotonic()
