@@ -13,7 +13,7 @@ import types
 import foreign_files
 import pytest
 
-from torchmpi_py.bench import UsageError, hang, results, timeline_calls, trace
+from torchmpi_py.bench import UsageError, results, timeline_calls, trace
 from torchmpi_py.collectives import measured_cache
 from torchmpi_py.collectives.flavours import gpu_probe
 from torchmpi_py.engine import checkpoint_files
@@ -71,7 +71,7 @@ def gpu_verdict(folder):
 
 
 def dump_of_a_hang(folder):
-    hang.load(folder)
+    timeline_calls.load(folder)
 
 
 def board(folder):

@@ -110,22 +110,6 @@ def test_what_averages_in_horovod_is_not_answered_by_a_sum(name):
         getattr(mpi, name)
 
 
-@pytest.mark.parametrize(
-    ("path", "arguments", "remedy"),
-    [
-        ("optim.DistributedOptimizer", {"named_parameters": []}, r"DistributedOptimizer\(optimizer, module\)"),
-        ("optim.DistributedOptimizer", {"op": "Average"}, "average=False sums"),
-        ("nn.synchronize_parameters", {"root_rank": 0}, "rank 0's"),
-        ("optim.broadcast_optimizer_state", {"root_rank": 0}, "write root="),
-        ("start", {"process_sets": []}, r"mpi\.split"),
-        ("start", {"tuneing": None}, "arguments are: with_cuda, .*, tuning"),
-    ],
-)
-def test_an_argument_of_horovod_is_answered(path, arguments, remedy):
-    with pytest.raises(TypeError, match=f"argument '{next(iter(arguments))}' is unknown; .*{remedy}"):
-        found(path)(**arguments)
-
-
 def test_an_option_of_torchmpirun_that_a_page_names_exists(capsys):
     with pytest.raises(SystemExit):
         options.parse(["--help"])

@@ -214,7 +214,7 @@ def test_the_page_of_a_job(tmp_path, num_ranks):
     assert "exit code 0" in page.words
     assert "--env TOKEN=... --env=KEY=... a.py" in page.words
     assert "confided" not in page.text
-    assert "Where it ended" not in page.words
+    assert "Why it ended" not in page.words
 
 
 @needs_launcher
@@ -235,9 +235,6 @@ def test_the_last_records_of_a_job_that_hangs(tmp_path):
     for rank in (0, 2):
         assert page.operations(rank) == [*EXPECTED, ("allreduce", 12, "under way")]
     assert page.operations(1) == EXPECTED
-    assert "rank 1 has not come to it" in page.words
-    assert re.search(r"rank 1: last completed barrier, called at .*a.py:12 in <module>", page.words)
-    assert re.search(r"rank 2: still in allreduce .* torch.float32 sum, 12 bytes, called at .*a.py:23", page.words)
 
 
 @needs_launcher
@@ -260,7 +257,6 @@ def test_the_last_record_of_a_rank_that_is_killed(tmp_path):
     page = Page((tmp_path / "t.html").read_text())
     assert page.operations(1) == EXPECTED
     assert re.search(r"rank 1 \(process \d+\) was killed by signal 9", page.words)
-    assert "rank 1: last completed barrier" in page.words
 
 
 @needs_launcher
@@ -278,7 +274,6 @@ def test_dumps_of_a_job_that_hung_have_a_page_too(tmp_path, capsys):
     assert bench.main(["timeline", str(folder)]) == 0
     page = Page((folder / "timeline.html").read_text())
     assert page.operations(0) == [*EXPECTED, ("allreduce", 12, "under way")]
-    assert "rank 1 has not come to it" in page.words
     assert f"{folder / 'timeline.html'}: open it in a browser" in capsys.readouterr().out
 
 

@@ -54,14 +54,10 @@ def test_arguments_of_other_packages(mpi, form):
     x = torch.ones(3)
     for verb in ("allreduce", "broadcast", "broadcast_object"):
         call = getattr(mpi, verb + form)
-        raises_everywhere(
-            mpi, TypeError, f"^{verb}: argument 'name' is unknown; calls need no names", call, x, name="x"
-        )
+        raises_everywhere(mpi, TypeError, f"^{verb}: argument 'name' is unknown; arguments are: ", call, x, name="x")
         raises_everywhere(mpi, TypeError, f"{verb}: argument 'typo' is unknown; arguments are: ", call, x, typo=1)
         raises_everywhere(mpi, TypeError, f"^{verb}: too many positional arguments; arguments are: ", call, *[x] * 5)
         raises_everywhere(mpi, TypeError, f"^{verb}: missing a required argument: '(x|obj)'; arguments are: ", call)
-        raises_everywhere(mpi, TypeError, f"call mpi.{verb}_async", call, x, async_op=True)
-    raises_everywhere(mpi, TypeError, 'write op="avg"', getattr(mpi, f"allreduce{form}"), 1, average=True)
     assert x.eq(1).all()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchmpi_py.bench import hang
+from torchmpi_py.bench import timeline_calls
 from torchmpi_py.core import backoff, channels, config, journal, status_board
 from torchmpi_py.core.status_board import (
     CHECKSUM_BITS,
@@ -477,11 +477,8 @@ def test_a_rank_that_does_not_come(tmp_path):
     assert 'program.py", line 7, in <module>' in job.stderr
     (folder,) = tmp_path.glob("torchmpi_py-hang-*")
     assert folder.stat().st_mode & 0o777 == 0o700
-    dumps = hang.load(tmp_path)
+    dumps = timeline_calls.load(tmp_path)
     assert [len(dump["entries"]) for dump in dumps.values()] == [2, 1, 2]
-    told = hang.explain(dumps)
-    assert "operation 2:\n  ranks 0,2 launched allreduce mpi torch.float32 sum, 4000 bytes, called at" in told
-    assert "  rank 1 has not come to it" in told
     analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", folder]
     found = subprocess.run(analyzer, capture_output=True, text=True, timeout=200)
     assert "missing ranks: {1}" in found.stdout + found.stderr, found

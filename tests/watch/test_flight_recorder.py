@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from torchmpi_py.bench import UsageError, hang
+from torchmpi_py.bench import UsageError, timeline_calls
 from torchmpi_py.core import status_board
 from torchmpi_py.watch import flight_recorder
 
@@ -37,10 +37,10 @@ def test_a_dump_has_all_operations_in_order(mpi, tmp_path, monkeypatch):
 def test_a_file_that_is_no_dump(tmp_path, content):
     (tmp_path / "flight_recorder_0").write_bytes(content)
     with pytest.raises(UsageError, match="a dump cannot be read"):
-        hang.load(tmp_path)
+        timeline_calls.load(tmp_path)
 
 
 def test_a_folder_without_dumps(tmp_path):
     (tmp_path / "rank-0.json").touch()
     with pytest.raises(UsageError, match="has no dumps"):
-        hang.load(tmp_path)
+        timeline_calls.load(tmp_path)

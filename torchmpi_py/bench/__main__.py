@@ -14,7 +14,6 @@ from torchmpi_py.bench import (
     UsageError,
     command_line,
     compare,
-    hang,
     plot,
     step,
     timeline,
@@ -23,6 +22,7 @@ from torchmpi_py.bench import (
 )
 
 _MOVED = {
+    "hang": "python -m torch.distributed.flight_recorder.fr_trace FOLDER",
     "modes": "python benchmarks/modes",
     "ps": "torchmpirun -n 2 benchmarks/parameter_server.py",
     "watch": "python benchmarks/watching.py",
@@ -64,9 +64,6 @@ COMMANDS = {
         timeline.add_options,
         timeline.main,
         needs_job=False,
-    ),
-    "hang": Command(
-        "explain the dumps of a job that hung; needs no launcher", hang.add_options, hang.main, needs_job=False
     ),
 }
 

@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchmpi_py.bench import UsageError, hang
-from torchmpi_py.watch import kept_boards
+from torchmpi_py.bench import UsageError
+from torchmpi_py.watch import flight_recorder, kept_boards
+from torchmpi_py.watch.flight_recorder import PREFIX
 
 STATES = ("complete", "under way", "launched", "failed")
 COMPLETE, UNDER_WAY, LAUNCHED, FAILED = range(4)
@@ -72,7 +73,6 @@ class JobCalls(NamedTuple):
     members: Mapping[str, Sequence[int]]
     num_ranks: int
     versions: str
-    explanation: str  # of the operation at which the ranks have parted, in the words of ``bench hang``
     restart: int = 0  # of the job, whose records these are
     is_of_last: bool = True  # that restart is the last one
 
@@ -89,7 +89,7 @@ def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
     elif about:
         raise UsageError("no rank has called mpi.start(), or all ran on hosts that do not share the page's folder")
     else:
-        dumps = hang.load(directory)
+        dumps = load(directory)
         places = dict.fromkeys(dumps, ("", ""))
         num_ranks = 1 + max(dumps)
     versions, restart = (kept[0].versions, kept[0].restart) if kept else ("", 0)
@@ -98,8 +98,22 @@ def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
     ranks = [_of_rank(dump, *places[rank], now) for rank, dump in dumps.items()]
     groups = {name: group for dump in dumps.values() for name, group in dump["pg_config"].items()}
     members = {name: json.loads(group["ranks"]) for name, group in groups.items()}
-    explanation = hang.explain(dumps).partition("\n")[2]
-    return JobCalls(ranks, members, num_ranks, versions, explanation, restart, is_of_last)
+    return JobCalls(ranks, members, num_ranks, versions, restart, is_of_last)
+
+
+def load(directory: Path) -> dict[int, dict[str, Any]]:
+    """The newest dump of each rank in a folder and its subfolders. UsageError if there are none."""
+    paths = [path for path in directory.rglob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    try:
+        dumps = [flight_recorder.read(path) for path in sorted(paths, key=lambda path: path.stat().st_mtime)]
+        found = {int(dump["rank"]): dump for dump in dumps}
+    except Exception as error:  # a broken pickle raises any
+        raise UsageError(f"{directory}: a dump cannot be read: {error}") from error
+    if not found:
+        raise UsageError(
+            f"{directory} has no dumps ({PREFIX}0, ...): a job that hangs leaves them where its report says"
+        )
+    return dict(sorted(found.items()))
 
 
 def _last_time(dump: Mapping[str, Any]) -> int:

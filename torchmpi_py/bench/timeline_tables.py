@@ -23,7 +23,7 @@ def parts(job: JobCalls, about: Mapping[str, Any]) -> dict[str, str]:
     return {
         "TITLE": escape(title),
         "FACTS": "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in _facts(job, about).items()),
-        "END": _end(job, about),
+        "END": _end(about),
         "RANKS": _table(_RANK_COLUMNS, _rank_rows(job)),
         "OPERATIONS": _operations(job),
     }
@@ -76,14 +76,11 @@ def _whose_records(job: JobCalls, about: Mapping[str, Any]) -> str:
     return f"of {whose}: restart {about['restart']} did not come through mpi.start()"
 
 
-def _end(job: JobCalls, about: Mapping[str, Any]) -> str:
-    """Why the job has ended, and where its ranks stood; empty for a job that ended in order."""
-    if about and not about["exit_code"]:
+def _end(about: Mapping[str, Any]) -> str:
+    """Why the job has ended; empty for a job that ended in order."""
+    if not about.get("reason") or not about["exit_code"]:
         return ""
-    reason = f"<p><strong>{escape(about['reason'])}</strong></p>" if about.get("reason") else ""
-    # Records of an earlier start do not tell where the last one ended.
-    where = f"<pre>{escape(job.explanation)}</pre>" if job.is_of_last else ""
-    return f"<section><h2>Where it ended</h2>{reason}{where}</section>" if reason or where else ""
+    return f"<section><h2>Why it ended</h2><p><strong>{escape(about['reason'])}</strong></p></section>"
 
 
 _RANK_COLUMNS = ("rank", "came last to", "kept others waiting", "waited itself", "operations", "ended", "host", "last")

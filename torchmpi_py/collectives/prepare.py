@@ -24,7 +24,7 @@ from torchmpi_py.collectives.kept_operations import KeptOperation
 from torchmpi_py.collectives.numbers import Number
 from torchmpi_py.collectives.operation import Operation
 from torchmpi_py.collectives.selector import selector
-from torchmpi_py.core import compiling, other_arguments
+from torchmpi_py.core import compiling
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.tensors import (
@@ -66,24 +66,6 @@ Raises TypeError or ValueError for a wrong argument, before anything is sent; No
 where no flavour can carry the call out; CollectiveTimeout at the deadline, with Tuning.at_deadline="raise";
 CommunicatorError if MPI fails; RanksDisagree, on the receiver, if the message has another dtype or size. A call without
 its counterpart waits until the deadline."""
-
-_OTHER_ARGUMENTS = {  # of Horovod and torch.distributed
-    "average": 'write op="avg"',
-    "name": "calls need no names: ranks make them in the same order. In a script for Horovod mind that allreduce sums "
-    "here, in place, where Horovod averages a copy (docs/from_horovod.md)",
-    "prescale_factor": "multiply before the call",
-    "postscale_factor": "multiply the result",
-    "compression": "it is for gradients: optim.DistributedOptimizer(..., compression=)",
-    "splits": "all parts are equal here; gather, or send and recv, where they are not",
-    "flavor": "write flavour=",
-    "group": "write comm=, a communicator from mpi.split",
-    "process_set": "write comm=, a communicator from mpi.split",
-    "async_op": "call mpi.{verb}_async, which returns a handle",
-    "root_rank": "write root=",
-    "tensor": "the tensor comes first, without a name",
-    "src": "write {source}=",
-    "dst": "write {destination}=",
-}
 
 _TENSORS_BEFORE_OTHERS = {"broadcast": 1, "allreduce": 2, "reduce": 2, "reduce_scatter": 2, "scatter": 2, "alltoall": 2}
 """For each verb that all ranks call alike, how many of the flavour's arguments are tensors; those come first."""
@@ -146,13 +128,17 @@ def _form(
     return form
 
 
-def _check_arguments(prepare: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """TypeError for arguments that the verb does not take, with what stands for them here."""
+def _check_arguments(prepare: Callable[..., Any], call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """TypeError for arguments that the verb does not take, or that do not fit otherwise."""
     signature = inspect.signature(prepare)
-    ends = ("root", "root") if "root" in signature.parameters else ("source", "destination")
-    fill = {"verb": name, "source": ends[0], "destination": ends[1]}
-    remedies = {key: text.format(**fill) for key, text in _OTHER_ARGUMENTS.items()}
-    other_arguments.check(name, signature, args, kwargs, remedies)
+    parameters = signature.parameters.items()
+    are = ", ".join(f"{name}=" if part.kind is part.KEYWORD_ONLY else name for name, part in parameters)
+    for argument in (name for name in kwargs if name not in signature.parameters):
+        raise TypeError(f"{call}: argument {argument!r} is unknown; arguments are: {are}") from None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{call}: {error}; arguments are: {are}") from None
 
 
 def builder(verb: Callable[P, R]) -> Callable[P, Operation[R]]:

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.check import digest_of
-from torchmpi_py.core import other_arguments
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_rank
 from torchmpi_py.errors import RanksDisagree
@@ -24,7 +23,6 @@ from torchmpi_py.nn.synchronize import fused
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
-@other_arguments.explain("broadcast_optimizer_state", root_rank="write root=")
 def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicator | None = None) -> None:
     """Give every rank root's optimizer state: moments, numbers of steps, options of the groups. Collective.
 

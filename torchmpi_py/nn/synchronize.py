@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.check import check_all_with_allreduce, differing
 from torchmpi_py.collectives.verbs import allgather_object
-from torchmpi_py.core import agree, other_arguments
+from torchmpi_py.core import agree
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_tensor
 from torchmpi_py.errors import RanksDisagree
@@ -33,7 +33,6 @@ reduced_in_backward: WeakSet[Buckets] = WeakSet()  # of register_async_backward
 _MOST_NAMES = 3
 
 
-@other_arguments.explain("synchronize_parameters", root_rank="rank 0's parameters are given to all")
 def synchronize_parameters(module: torch.nn.Module, average: bool = False, *, comm: Communicator | None = None) -> None:
     """Give every rank rank 0's parameters and buffers, or with ``average`` the mean of all ranks'.
 

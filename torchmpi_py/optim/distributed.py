@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.core import other_arguments
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.compression import Compression
@@ -52,15 +51,6 @@ class DistributedOptimizer(ReducingOptimizer):
     compression.
     """
 
-    @other_arguments.explain(
-        "DistributedOptimizer",
-        named_parameters="give the module: DistributedOptimizer(optimizer, module)",
-        op="gradients are averaged; average=False sums them",
-        gradient_predivide_factor="gradients are averaged; average=False sums them, to be scaled by yourself",
-        num_groups="mpi.start(tuning=mpi.Tuning(fuse_bytes=...)) says how much travels at once",
-        groups="mpi.start(tuning=mpi.Tuning(fuse_bytes=...)) says how much travels at once",
-        process_set="write comm=, a communicator from mpi.split",
-    )
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchmpi_py.core import backoff, communicators, config, journal, mpi_api, other_arguments
+from torchmpi_py.core import backoff, communicators, config, journal, mpi_api
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CollectiveTimeout, NotStarted, TorchMPIError
@@ -29,11 +29,6 @@ logger = logging.getLogger("torchmpi_py")
 STARTED_PID = config.STARTED_PID  # by which a child process knows that it is one; torchmpirun removes it
 
 
-@other_arguments.explain(
-    "start",
-    comm="all ranks of the job start; mpi.split makes groups of them",
-    process_sets="all ranks of the job start; mpi.split makes groups of them",
-)
 def start(
     with_cuda: bool = False,
     *,

@@ -3,7 +3,7 @@
 A dump is a folder with a pickle of each rank, ``flight_recorder_0`` and so on. Two programs read it::
 
     python -m torch.distributed.flight_recorder.fr_trace FOLDER
-    python -m torchmpi_py.bench hang FOLDER
+    python -m torchmpi_py.bench timeline FOLDER
 
 PyTorch's analyzer compares ``entries``: operations that all ranks of a communicator call, under PyTorch's names and
 with the name of a backend that it knows. Sizes are in bytes, for the board has no shapes; 0 where they may differ.
