@@ -26,6 +26,7 @@ import torchmpi_py as mpi
 from torchmpi_py import errors
 
 ROOT = Path(__file__).parents[1]
+DAILY = ["README.md", "docs/index.md", "docs/tour.md"]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BIN = Path(sys.executable).parent
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
@@ -141,9 +142,13 @@ def differs(run, printed):
     return bool(shown - lines) or not ("..." in run.shown or not run.shown or shown == lines)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: str(page.relative_to(ROOT))
-)
+def _with_programs(page):
+    """A parameter of a test; the first pages that people read run in every run."""
+    name = str(page.relative_to(ROOT))
+    return pytest.param(page, id=name, marks=[pytest.mark.slow] * (name not in DAILY))
+
+
+@pytest.mark.parametrize("page", [_with_programs(page) for page in PAGES if "```python" in page.read_text()])
 def test_programs_of_a_page(page, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name, program in programs(page).items():

@@ -41,6 +41,7 @@ def one_epoch():
     return sequential("--epochs", 1, "--batch", 62)
 
 
+@pytest.mark.slow
 def test_sequential_learns(alone, one_epoch):
     first, third = result(one_epoch)[0], result(alone[0])[0]
     assert 2.4 > first > 1 > third
@@ -56,6 +57,7 @@ def test_two_ranks_learn_the_digits():
     assert len(re.findall("epoch 25/25: 100%.*accuracy", output)) == 1, "progress is shown once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "percent"),
     [
@@ -74,6 +76,7 @@ def test_a_mode_learns(jobs, command, percent):
     assert float(re.search(r"accuracy ([\d.]+) %", jobs.printed(3, command))[1]) > percent
 
 
+@pytest.mark.slow
 def test_a_flavour_of_ones_choice_learns():
     output = launch(3, "mnist_allreduce.py", "--epochs", 6, "--flavour", "ring")  # which stays chosen in a process
     assert result(output)[1] > 80
@@ -82,6 +85,7 @@ def test_a_flavour_of_ones_choice_learns():
 CURVE = "digits_pipeline.py --epochs 2 --pause 0.01 --curve curve.json"
 
 
+@pytest.mark.slow
 @pytest.mark.runs(2, CURVE)
 def test_the_curve_ends_with_the_result_and_a_pause_shows_in_its_seconds(jobs):
     output = jobs.printed(2, CURVE)  # of a program whose last rank alone knows what is right
@@ -96,6 +100,7 @@ def test_the_curve_ends_with_the_result_and_a_pause_shows_in_its_seconds(jobs):
 PIPELINES = {n: f"digits_pipeline.py --epochs 1 --micro-batches 3 --save pipeline-{n}.pt" for n in (1, 3)}
 
 
+@pytest.mark.slow
 @pytest.mark.runs(1, PIPELINES[1])
 @pytest.mark.runs(3, PIPELINES[3])
 def test_a_pipeline_trains_as_one_process(jobs):
@@ -108,12 +113,14 @@ HYBRID = "mnist_hybrid.py --ranks-per-group 2 --epochs 3"
 SPLIT = "mnist_modelparallel.py --ranks-per-group 2 --epochs 3 --save split.pt"
 
 
+@pytest.mark.slow
 @pytest.mark.runs(4, HYBRID)
 def test_a_hybrid_of_server_and_split_layers_trains_as_one_process(jobs, alone):
     accuracy = float(re.search(r"accuracy ([\d.]+) %", jobs.printed(4, HYBRID))[1])
     assert accuracy == pytest.approx(result(alone[0])[1], abs=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.runs(4, SPLIT)
 def test_split_layers_train_as_one_process(jobs, tmp_path, alone):
     assert f"accuracy {result(alone[0])[1]:.2f} %" in jobs.printed(4, SPLIT)
@@ -123,6 +130,7 @@ def test_split_layers_train_as_one_process(jobs, tmp_path, alone):
     assert_close(tmp_path / "plain.pt", alone[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "file"),
     [
@@ -145,6 +153,7 @@ def test_on_gpus(how):
 ROUNDED = "mnist_allreduce.py --epochs 1 --batch 61"
 
 
+@pytest.mark.slow
 @pytest.mark.runs(2, ROUNDED)
 def test_a_batch_that_cannot_be_split_is_rounded_up(jobs, one_epoch):
     output = jobs.printed(2, ROUNDED)
@@ -175,6 +184,7 @@ def test_missing_and_broken_files_are_named(tmp_path):
     assert "is not an idx file" in sequential("--data", tmp_path, fails=True)
 
 
+@pytest.mark.slow
 def test_sweep(tmp_path):
     options = ("--epochs", 2, "--lr", 0.1, 0.2, "--momentum", 0.0, "--directory", tmp_path / "sweep")
     output = run(TORCHMPIRUN, "-n", 2, "--groups", 2, EXAMPLES / "digits_sweep.py", *options)

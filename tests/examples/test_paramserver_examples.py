@@ -5,7 +5,7 @@ import re
 import pytest
 from example_programs import example
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def check(output, says):

@@ -6,7 +6,7 @@ import re
 import pytest
 from example_programs import example, launch
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def accuracy(output, num_ranks):
