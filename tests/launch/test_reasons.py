@@ -94,6 +94,14 @@ def test_a_rank_shows_each_reason_in_each_state_of_stderr(tmp_path):
     assert outcomes == dict.fromkeys(cells, (1, 1))
 
 
+def test_a_rank_shows_that_no_descriptor_is_left(tmp_path):
+    (tmp_path / "a.py").write_text("files = []\nwhile True:\n    files.append(open('/dev/null'))")
+    command = [sys.executable, wrap.__file__, "--bind", "none", tmp_path / "a.py"]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert job.returncode == 1
+    assert job.stderr.count("OSError: [Errno 24]") == 1
+
+
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_the_starter_passes_the_reason_on(tmp_path):
     cells = [("handler", "a tee"), ("raise", "both closed"), ("exit", "None")]

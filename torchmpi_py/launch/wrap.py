@@ -202,7 +202,7 @@ def write_whole(text: str, rank: int, outlets: Sequence[int]) -> None:
 def _output_of_stderr(text: str, kept: int) -> bytes:
     """Write a text to sys.stderr, and return what arrives at descriptor 2, which leads to ``kept`` from then on."""
     os.dup2(kept, 2)  # so that the new file is not 2
-    with open(os.memfd_create("stderr"), "w+b") as caught:
+    with contextlib.suppress(OSError), open(os.memfd_create("stderr"), "w+b") as caught:
         os.dup2(caught.fileno(), 2)
         try:
             with contextlib.suppress(BaseException):
@@ -212,6 +212,7 @@ def _output_of_stderr(text: str, kept: int) -> bytes:
             os.dup2(kept, 2)
         caught.seek(0)
         return caught.read()
+    return b""  # there is no descriptor left, or no memory
 
 
 def _shown_by_the_programs_hook(error: BaseException) -> bool:
@@ -247,7 +248,7 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
 
 
 def ignore_signals() -> None:
-    """Have no handler of the program run any more: an error that it raises would take the place of the report.
+    """Ignore every signal that the program handles: an error of a handler would take the place of the report.
 
     torch's handler of SIGCHLD raises when a worker of a DataLoader dies, also while the error of its pipe is reported.
     """
@@ -262,6 +263,8 @@ def fail(error: BaseException, code: int, folder: str, rank: int, outlets: Seque
 
     In a job that is asked to end the record is the last step: torchmpirun kills the ranks once all have left it.
     """
+    with contextlib.suppress(BaseException):
+        os.close(0)  # else there may be no descriptor for what follows
     with contextlib.suppress(BaseException):
         if not _is_asked_to_end(error, folder):
             exit_marks.record_failure(folder, rank, code)

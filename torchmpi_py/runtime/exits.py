@@ -24,8 +24,6 @@ from torchmpi_py.watch.report_requests import requests
 
 logger = logging.getLogger("torchmpi_py")
 
-STOP_WARNING_SECONDS = 20.0
-
 
 def register(stop: Callable[[], None]) -> None:
     """Once per process: stop at exit, abort the job on an uncaught exception, disown forked children."""
@@ -38,7 +36,7 @@ def register(stop: Callable[[], None]) -> None:
 
 
 def wait_for_all(world: Communicator) -> None:
-    """Wait for all ranks; log a warning when the wait is long: a rank that left early waits here for ever. Collective.
+    """Wait for all ranks. Collective.
 
     The barrier is on the background communicator, which is idle by now, so that no barrier of another rank's program
     matches it. The journal records it as any operation: RanksDisagree if a neighbour has called one more, or one less,
@@ -47,7 +45,7 @@ def wait_for_all(world: Communicator) -> None:
     entries = [journal.record_plain("mpi.stop()", world, thread_role) for thread_role in (BACKGROUND, DIRECT)]
     watchdog.announce_stop(is_drained=True)
     try:
-        backoff.fenced(lambda: _wait_with_warning(world))()
+        backoff.fenced(lambda: backoff.complete(world.background.mpi.Ibarrier(), backoff.Nap(0.001)))()
         final_check.run(world.background)
     except BaseException:
         for each in entries:
@@ -55,15 +53,6 @@ def wait_for_all(world: Communicator) -> None:
         raise
     for each in entries:
         journal.end(each)
-
-
-def _wait_with_warning(world: Communicator) -> None:
-    request, nap = world.background.mpi.Ibarrier(), backoff.Nap(0.001)
-    if not backoff.complete(request, nap, STOP_WARNING_SECONDS):
-        logger.warning(
-            "rank %d has waited in mpi.stop() for %.0f s: other ranks are in their program", world.rank, nap.seconds
-        )
-        backoff.complete(request, nap)
 
 
 def show_stage(call: str) -> None:
@@ -74,11 +63,14 @@ def show_stage(call: str) -> None:
 
 def _at_exit(stop: Callable[[], None]) -> None:
     if not mpi_api.is_forked() and not MPI.Is_finalized():
+        failure = None
         try:
             stop()
         except BaseException:
+            failure = sys.exc_info()
+        if failure is not None:  # not in the block above: the abort reports exceptions that are being handled
             try:
-                sys.excepthook(*sys.exc_info())
+                sys.excepthook(*failure)
             finally:
                 abort.abort(1)
         if not communication_thread.are_over():
