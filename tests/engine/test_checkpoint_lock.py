@@ -191,6 +191,31 @@ def test_who_may_save(tmp_path, monkeypatch, caplog, before):
     assert len(caplog.records) <= (before is a_file_system_without_locks)
 
 
+def test_a_lock_file_that_another_job_has_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
+    kept = Checkpoints(tmp_path)
+    kept.save(0, {"x": 0})
+    (tmp_path / ".lock").unlink()
+    line = [sys.executable, "-c", OTHER_JOB, str(tmp_path)]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
+        assert job.stdout.readline() == b"saved\n"
+        with pytest.raises(errors.CheckpointError, match=f"process {job.pid} of"):
+            kept.save(5, {"x": 5})
+        job.kill()
+    kept.save(5, {"x": 5})
+    kept.release()
+    assert in_child(lambda: forgetting(tmp_path).save(6, {"x": 6})).endswith("step-000006")
+
+
+def test_a_checkpoint_that_a_job_removes_while_another_one_loads(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
+    Checkpoints(tmp_path).save(2, {"x": 2})
+    listings = [["step-000001"], ["step-000002"]]
+    monkeypatch.setattr(checkpoint_files, "complete", lambda directory: listings.pop(0))
+    assert Checkpoints(tmp_path).load() == (2, {"x": 2})
+    assert not caplog.records
+
+
 def forgetting(folder):
     """Checkpoints of a process that has not inherited a lock."""
     from torchmpi_py.engine import folder_lock
@@ -237,3 +262,4 @@ def test_a_folder_with_checkpoints_of_another_user(monkeypatch, mode):
         assert PARTIAL in said, said
         assert "step-000001" in said, said
         assert {PARTIAL, "step-000001"} <= set(listed(folder)), before
+        assert ("step-000002.damaged" in listed(folder)) == (mode == 0o777)

@@ -88,11 +88,15 @@ class Checkpoints:
     def hold(self) -> None:
         """Keep other jobs from saving into the folder, as the first `save` does. Collective.
 
-        The folder is free again when this object is gone, or the process of rank 0 has ended. CheckpointError, on all
+        The folder is free again after `release`, and when the process of rank 0 has ended. CheckpointError, on all
         ranks, that names the other job if one saves into the folder.
         """
         self._check_shared()
         outcomes.of_rank_0(self._hold, "the folder cannot be used")
+
+    def release(self) -> None:
+        """Let other jobs save into the folder. Not collective; a later `save` takes the folder again."""
+        self._lock = None
 
     def save(self, step: int, parts: Mapping[str, Any], *, own: Mapping[str, Any] | None = None) -> pathlib.Path:
         """Write a checkpoint, remove the oldest, and return its folder. Collective.
@@ -137,6 +141,8 @@ class Checkpoints:
             damages = outcomes.of_all(partial(_damage, folder), failure)
             if not any(damages):
                 return Checkpoint(files.step_of(name), _result_here(partial(_read, folder), failure))
+            if outcomes.of_rank_0(lambda: not (self.directory / name).exists(), failure):  # noqa: B023 - called at once
+                return self.load()  # another job that saves has removed it, and has a later one
             self._damaged.append(name)
             if outcomes.rank() == 0:
                 rank, why = next((rank, why) for rank, why in enumerate(damages) if why)

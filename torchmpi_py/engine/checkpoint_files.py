@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import json
 import os
 import pathlib
@@ -288,18 +287,18 @@ def discard(folder: pathlib.Path) -> None:
     If that fails it stays, with a warning: nothing is lost, and the next save tries again.
     """
     away = folder.with_name(f".{folder.name}.removed-{uuid.uuid4().hex[:8]}")
-    if _moved(folder, away):
+    if not os.access(folder, os.W_OK):
+        owner = trusted_files.owner_name(os.lstat(folder).st_uid)
+        warn_once("the old checkpoint %s cannot be removed: it belongs to %s", folder, owner)
+    elif _renamed(folder, away):
         remove(away)
 
 
-def _moved(folder: pathlib.Path, to: pathlib.Path) -> bool:
-    """Rename a folder whose files this user may remove; else warn, and return False."""
+def _renamed(folder: pathlib.Path, to: pathlib.Path) -> bool:
     try:
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, f"it belongs to {trusted_files.owner_name(os.lstat(folder).st_uid)}")
         os.rename(folder, to)
     except OSError as error:
-        warn_once("the old checkpoint %s cannot be removed: %s", folder, error.strerror)
+        warn_once("the checkpoint %s cannot be removed, or be renamed: %s", folder, error.strerror)
         return False
     return True
 
@@ -314,7 +313,7 @@ def set_aside(folder: pathlib.Path) -> None:
     aside = folder.with_name(f"{folder.name}.damaged")
     if aside.exists():
         discard(aside)
-    _moved(folder, aside)
+    _renamed(folder, aside)
 
 
 def summary_of(folder: pathlib.Path) -> dict[str, Any]:

@@ -54,18 +54,25 @@ def take(directory: pathlib.Path) -> FolderLock | None:
     """
     path = pathlib.Path(os.path.realpath(directory), NAME)
     lock = _held.get(path)
-    if lock is not None and path.exists():  # else somebody has removed the file
+    if lock is not None and _is_at(lock, path):
         return lock
     try:
         lock = FolderLock(trusted_files.open_file(path, os.O_RDWR | os.O_CREAT, owners=None), "r+")
         _lock(lock, path.parent)
+        if not _is_at(lock, path):
+            raise BlockingIOError(errno.EWOULDBLOCK, f"{NAME} was removed while it was being locked", str(path.parent))
     except (BlockingIOError, FileNotFoundError):
         raise
     except OSError as error:
-        warn_once("%s cannot be locked (%s): see to it that no other job saves there", path, error.strerror)
+        warn_once("%s cannot be locked (%s): make sure that no other job saves there", path, error.strerror)
         return None
     _held[path] = lock
     return lock
+
+
+def _is_at(lock: FolderLock, path: pathlib.Path) -> bool:
+    """Whether this is still the file at ``path``: somebody may have removed it, and a forked child has closed it."""
+    return not lock.closed and path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
 
 
 def _lock(file: FolderLock, directory: pathlib.Path) -> None:
@@ -80,7 +87,11 @@ def _lock(file: FolderLock, directory: pathlib.Path) -> None:
         os.fchmod(file.fileno(), directory.stat().st_mode & 0o666)  # who may write into the folder may lock it
     user, began = trusted_files.owner_name(os.geteuid()), time.strftime("%Y-%m-%d %H:%M:%S")
     file.truncate(0)
-    file.write(f"process {os.getpid()} of {user} on {socket.gethostname()}, {sys.argv[0]}, since {began}\n".encode())
+    file.write(
+        f"process {os.getpid()} of {user} on {socket.gethostname()}, {sys.argv[0]}, since {began}\n".encode(
+            "utf-8", "backslashreplace"
+        )
+    )
 
 
 os.register_at_fork(after_in_child=lambda: list(map(FolderLock.close, list(_held.values()))))

@@ -110,6 +110,7 @@ class Saving:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.end_requests.__exit__(kind, error, at)
+        self.checkpoints.release()
 
     def __getattr__(self, moment: str) -> Hook:
         """The user's hook of a moment at which nothing is saved, as the user has set it by now."""
