@@ -129,7 +129,7 @@ def processes_of_ranks(folder: Path) -> set[int]:
 
 def is_abandoned(folder: str) -> bool:
     """Whether the processes that clear a job's folder away have left marks, and all of them have ended."""
-    with contextlib.suppress(OSError, ValueError):  # what is no folder of a job
+    with contextlib.suppress(OSError, ValueError):  # not a job's folder
         found = {bool(process_id) and not lives for _, process_id, lives in _processes(folder, "guard")}
         return found == {True}
     return False

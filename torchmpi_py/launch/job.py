@@ -144,7 +144,7 @@ class Job:
         self._remains.starter = self.process.pid
         self._remains.describe(self.stop_signals)
         self._lookout = Lookout(self.folder, self.process.pid, self.num_ranks)
-        self._last_wait = LastWait(self._lookout, self.process.pid)
+        self._last_wait = LastWait(self._lookout, self._remains)
         try:
             code = self._wait()
             is_young = time.monotonic() - started < STARTING_SECONDS
@@ -174,7 +174,8 @@ class Job:
             if failed_seconds > self.failure_grace_seconds or self._last_wait.is_starter_alone or hang:
                 self._end(signal.SIGTERM, None if self.stop_signals else FAILURE_GRACE_SECONDS)
             if hang:
-                self.reason = hang
+                self.reason, self.was_ended = hang, True  # a restart would repeat a program that is over
+                say(hang)
                 return 1  # as at the deadline of a rank's watchdog
             if now > look:  # often until MPI is up, seldom after
                 self._look_for_remains()

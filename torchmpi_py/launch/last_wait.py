@@ -3,12 +3,13 @@
 The watchdog of a rank ends in ``mpi.stop()``. What follows may still hang: the last steps of ``mpi.stop()``,
 MPI_Finalize, which waits for all ranks, the end of Python, and the MPI's starter. But a program may also work on as
 long as it likes after ``mpi.stop()`` or its last line, in a thread or an atexit function, while the other ranks wait
-for it in MPI_Finalize. So a rank leaves a mark while it waits (`exit_marks.waiting`), and the job is ended only where
+for it in MPI_Finalize. So a rank leaves a mark while it waits (`exit_marks.record_stage`). The job is ended only where
 *every* rank waits, or is stopped by a signal, and nothing has changed until the deadline, which is in the marks. Where
 a rank is elsewhere, or on another host, which cannot be seen from here, one line says who waits for whom, and the job
 goes on. A program that never calls ``mpi.stop()`` leaves no mark and has no deadline.
 
-Once all ranks have ended, only the starter is left, and needs no more time than it takes to pass their output on.
+Once all ranks have ended, only the starter is left, and needs no more time than it takes to pass their output on. It
+also waits for a process that a rank has started and left behind, because that process may write: then it is not ended.
 
 No time counts while torchmpirun's own output cannot be written to, because a pager, say, reads no further: the starter,
 or a rank that flushes its output as it ends, then waits for that.
@@ -20,6 +21,7 @@ import time
 from math import inf
 
 from torchmpi_py.launch import exit_marks
+from torchmpi_py.launch.cleanup import Remains
 from torchmpi_py.launch.deaths import Lookout
 from torchmpi_py.launch.exit_marks import Stage
 from torchmpi_py.launch.signals import num_written
@@ -32,10 +34,10 @@ _LIMIT = "TORCHMPI_DEADLINE sets the limit, 0: none"
 
 
 class LastWait:
-    """Watches what keeps the job of a ``starter``; ``is_starter_alone``: all ranks have ended, and it does not."""
+    """Watches what keeps the job; ``is_starter_alone``: all ranks have ended, and the starter does not."""
 
-    def __init__(self, lookout: Lookout, starter: int) -> None:
-        self._lookout, self._starter = lookout, starter
+    def __init__(self, lookout: Lookout, remains: Remains) -> None:
+        self._lookout, self._remains = lookout, remains
         self._before, self._seconds, self._state = time.monotonic(), 0.0, object()
         self.is_starter_alone = False
 
@@ -48,7 +50,7 @@ class LastWait:
             rank: exit_marks.stage_of(self._lookout.folder, rank, process_id) for rank, process_id in living.items()
         }
         has_room = len(select.select([], [1, 2], [], 0)[1]) == 2
-        state = (stages, is_deserted, stages or num_written(self._starter)) if has_room else object()
+        state = (stages, is_deserted, stages or num_written(self._remains.starter)) if has_room else object()
         before = self._seconds  # a job that was stopped as a whole is not late
         self._seconds = before + min(passed, 2 * _LOOK_SECONDS) if state == self._state else 0.0
         self._before, self._state = self._before + passed, state
@@ -56,8 +58,10 @@ class LastWait:
         if not limits or not before <= max(limits) + LATER_SECONDS < self._seconds:
             return ""
         if is_deserted:
-            self.is_starter_alone = True
-            say(f"all ranks have ended, and the MPI's starter has not for {self._seconds:.0f} s: it is ended")
+            self.is_starter_alone = not self._remains.orphans()
+            if self.is_starter_alone:
+                say(f"all ranks have ended, and the MPI's starter has not for {self._seconds:.0f} s: it is ended")
+            self._seconds = 0.0
             return ""
         return self._judge(stages, living)
 
