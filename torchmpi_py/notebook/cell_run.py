@@ -64,7 +64,7 @@ class CellRun:
                 self._take()
                 if self._interrupted and time.monotonic() - self._interrupted_at > INTERRUPT_SECONDS:
                     break
-                if (self._errors or self._job.busy != self._job.ranks) and not self._interrupted:
+                if self._job.busy and (self._errors or self._job.busy != self._job.ranks) and not self._interrupted:
                     self._look_for_waiting()
             except KeyboardInterrupt:
                 if self._interrupted:
@@ -172,14 +172,14 @@ class CellRun:
     def _look_for_waiting(self) -> None:
         """Interrupt the ranks that wait for one that has failed: where two looks find all of them at the same place.
 
-        If no rank has failed, the others have ended the cell or do not run it. Then the cell says so once, and goes on,
+        If no rank has failed, the others have ended the cell, or do not run it. The cell says so once. It goes on,
         because a thread of another rank may make the missing call.
         """
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         before, self._looked = self._places.copy(), time.monotonic()
         now = self.ask_where(set(self._job.busy))
-        if now == before and now.keys() == self._job.busy and all(call for call, _, _ in now.values()):
+        if now and now == before and now.keys() == self._job.busy and all(call for call, _, _ in now.values()):
             if self._errors:
                 self._freed = set(self._job.busy)
                 self._interrupt("waited for a rank that failed")
@@ -187,7 +187,7 @@ class CellRun:
                 self._is_told = True
                 calls = ", ".join(sorted({f"{call} ({line})" for call, line, _ in now.values()}))
                 idle = name_ranks(ended := self._job.ranks - self._job.busy)
-                text = f"{name_ranks(now)} still in {calls}; {idle} ha{'s' if len(ended) == 1 else 've'} ended the cell"
+                text = f"{name_ranks(now)} still in {calls}; {idle} {'is' if len(ended) == 1 else 'are'} not in it"
                 self._write("stderr", f"{text}: interrupt the cell, and have all ranks make the same calls\n")
 
     def _interrupt(self, how: str) -> None:
