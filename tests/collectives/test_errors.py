@@ -54,8 +54,12 @@ def test_arguments_of_other_packages(mpi, form):
     x = torch.ones(3)
     for verb in ("allreduce", "broadcast", "broadcast_object"):
         call = getattr(mpi, verb + form)
-        raises_everywhere(mpi, TypeError, f"^{verb}: argument 'name' is unknown; arguments are: ", call, x, name="x")
-        raises_everywhere(mpi, TypeError, f"{verb}: argument 'typo' is unknown; arguments are: ", call, x, typo=1)
+        raises_everywhere(
+            mpi, TypeError, f"^{verb}: got an unexpected keyword argument 'name'; arguments are: ", call, x, name="x"
+        )
+        raises_everywhere(
+            mpi, TypeError, f"^{verb}: got an unexpected keyword argument 'typo'; arguments are: ", call, x, typo=1
+        )
         raises_everywhere(mpi, TypeError, f"^{verb}: too many positional arguments; arguments are: ", call, *[x] * 5)
         raises_everywhere(mpi, TypeError, f"^{verb}: missing a required argument: '(x|obj)'; arguments are: ", call)
     assert x.eq(1).all()

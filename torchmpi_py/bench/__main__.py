@@ -10,23 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchmpi_py.bench import (
-    UsageError,
-    command_line,
-    compare,
-    plot,
-    step,
-    timeline,
-    trace,
-    tune,
-)
-
-_MOVED = {
-    "hang": "python -m torch.distributed.flight_recorder.fr_trace FOLDER",
-    "modes": "python benchmarks/modes",
-    "ps": "torchmpirun -n 2 benchmarks/parameter_server.py",
-    "watch": "python benchmarks/watching.py",
-}
+from torchmpi_py.bench import command_line, compare, plot, step, timeline, trace, tune
 
 
 class Command(NamedTuple):
@@ -76,8 +60,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """The options; ``command`` is the command's name. UsageError for mistakes."""
-    if words and words[0] in _MOVED:
-        raise UsageError(f"{words[0]} is a program in the repository: {_MOVED[words[0]]}")
     parser = command_line.Parser(
         prog="torchmpi_py.bench",
         description="Measure collectives and training steps. Run it under torchmpirun -n N -m torchmpi_py.bench ...",

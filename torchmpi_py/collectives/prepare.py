@@ -131,10 +131,7 @@ def _form(
 def _check_arguments(prepare: Callable[..., Any], call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """TypeError for arguments that the verb does not take, or that do not fit otherwise."""
     signature = inspect.signature(prepare)
-    parameters = signature.parameters.items()
-    are = ", ".join(f"{name}=" if part.kind is part.KEYWORD_ONLY else name for name, part in parameters)
-    for argument in (name for name in kwargs if name not in signature.parameters):
-        raise TypeError(f"{call}: argument {argument!r} is unknown; arguments are: {are}") from None
+    are = ", ".join(f"{x.name}=" if x.kind is x.KEYWORD_ONLY else x.name for x in signature.parameters.values())
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -42,7 +42,8 @@ def large_batch(
             is not a whole number from 0.
 
     Example:
-        A warm-up, then a scheduler of torch, which starts at the full rate::
+        A warm-up, then a scheduler of torch, which starts at the full rate. OneCycleLR, which has a warm-up of its own,
+        and MultiplicativeLR do not work in a SequentialLR::
 
             warmup = optim.large_batch(optimizer, warmup_steps=500)
             schedule = SequentialLR(optimizer, [warmup, StepLR(optimizer, 3000)], milestones=[500])
