@@ -87,14 +87,6 @@ class Remains:
         ranks = exit_marks.processes_of_ranks(self.folder) - {os.getpid()}
         return sorted(ranks.union(processes_with(self.variable)))
 
-    def orphans(self) -> list[int]:
-        """The job's processes that were started by a process that is gone, such as a rank."""
-        from torchmpi_py.launch import exit_marks
-
-        processes = self.processes()
-        known = {str(each) for each in (os.getpid(), *processes)}
-        return [each for each in processes if not known.issuperset(exit_marks.status_fields(each)[1:2])]
-
     def has(self, process_id: int) -> bool:
         """Whether this process lives and is the job's."""
         from torchmpi_py.launch import exit_marks

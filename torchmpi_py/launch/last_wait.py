@@ -58,12 +58,18 @@ class LastWait:
         if not limits or not before <= max(limits) + LATER_SECONDS < self._seconds:
             return ""
         if is_deserted:
-            self.is_starter_alone = not self._remains.orphans()
+            self.is_starter_alone = not self._has_orphans()
             if self.is_starter_alone:
                 say(f"all ranks have ended, and the MPI's starter has not for {self._seconds:.0f} s: it is ended")
             self._seconds = 0.0
             return ""
         return self._judge(stages, living)
+
+    def _has_orphans(self) -> bool:
+        """Whether the job has a process that was started by one which is gone, such as a rank."""
+        processes = self._remains.processes()
+        known = {str(each) for each in (os.getpid(), *processes)}
+        return not all(known.issuperset(exit_marks.status_fields(each)[1:2]) for each in processes)
 
     def _judge(self, stages: dict[int, Stage], processes: dict[int, int]) -> str:
         """Return why the job is to be ended; "" where a rank may be at work, after a line that says so."""

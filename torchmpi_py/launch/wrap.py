@@ -7,9 +7,8 @@ A rank that fails while the others wait for it in a collective would hang them a
 sys.exit with a code that is not 0, prints its traceback once and then ends the job with MPI_Abort. A normal end just
 returns: the package's own stop() and MPI's finalize run at interpreter exit.
 
-In a job that is asked to end (Ctrl-C, SIGTERM) a rank that leaves by KeyboardInterrupt or sys.exit waits instead for
-torchmpirun to end the job, for the others may still be saving. Where all ranks have agreed to end (EndRequested) each
-ends as at the end of its program.
+In a job that is asked to end (Ctrl-C, SIGTERM) a rank that leaves by Ctrl-C or sys.exit waits for torchmpirun
+to end the job, because others may still be saving. Where all ranks have agreed (EndRequested) each ends as usual.
 
 torchmpirun sets TORCHMPIRUN_JOB_DIR to a folder of the job. A failing rank leaves there when it failed and with which
 code, so that the job can end with the code of the *first* failure, and which shared memory it holds, so that what
@@ -212,7 +211,7 @@ def _output_of_stderr(text: str, kept: int) -> bytes:
             os.dup2(kept, 2)
         caught.seek(0)
         return caught.read()
-    return b""  # there is no descriptor left, or no memory
+    return b""  # no descriptor is left
 
 
 def _shown_by_the_programs_hook(error: BaseException) -> bool:
@@ -261,7 +260,7 @@ def ignore_signals() -> None:
 def fail(error: BaseException, code: int, folder: str, rank: int, outlets: Sequence[int]) -> None:
     """Record, explain, write the trace, and end the job whatever stands in the way: a closed stderr, a full disk.
 
-    In a job that is asked to end the record is the last step: torchmpirun kills the ranks once all have left it.
+    In a job that is asked to end the record is last, because torchmpirun kills the ranks once all have left it.
     """
     with contextlib.suppress(BaseException):
         os.close(0)  # else there may be no descriptor for what follows
