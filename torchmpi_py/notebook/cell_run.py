@@ -98,7 +98,6 @@ class CellRun:
         until = time.monotonic() + _ANSWER_SECONDS
         while ranks - self._places.keys() and time.monotonic() < until:
             self._take()
-        self._merger.flush(is_end=True)
         return dict(self._places)
 
     def _take(self) -> None:
