@@ -45,6 +45,7 @@ def report(module):
     return module("page")["Report"]({"ranks": 3}, {"cores": "2"}, modes, runs)
 
 
+@pytest.mark.slow
 @needs_launcher
 def test_modes_are_run_beside_their_twin_and_written_down(tmp_path):
     for needed in ("sklearn", "matplotlib"):

@@ -188,6 +188,7 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.slow
 @needs_launcher
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_page_of_a_job(tmp_path, num_ranks):
@@ -227,6 +228,7 @@ def test_the_last_operations_alone_are_shown(tmp_path):
     assert f"the last {NUM_RECORDS} of " in page.words
 
 
+@pytest.mark.slow
 @needs_launcher
 def test_the_last_records_of_a_job_that_hangs(tmp_path):
     assert run(tmp_path, 3, "hang", TORCHMPI_DEADLINE="10").returncode == 1
@@ -259,6 +261,7 @@ def test_the_last_record_of_a_rank_that_is_killed(tmp_path):
     assert re.search(r"rank 1 \(process \d+\) was killed by signal 9", page.words)
 
 
+@pytest.mark.slow
 @needs_launcher
 def test_dumps_of_a_job_that_hung_have_a_page_too(tmp_path, capsys):
     """Without --timeline."""
@@ -311,6 +314,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_job(tmp_path, path,
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.py", "folder"]
 
 
+@pytest.mark.slow
 @needs_launcher
 @pytest.mark.parametrize(("num_restarts", "whose"), [(0, ""), (1, "the first start"), (2, "restart 1")])
 def test_records_of_an_earlier_start_are_not_taken_for_those_of_the_last(tmp_path, num_restarts, whose):

@@ -148,6 +148,7 @@ mpi.barrier()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["allreduce", "in the background", "of unknown sizes"])
 def test_an_error_in_one_group_ends_the_calls_there(tmp_path, call):
     """The other group is one call behind: what the first one called then would meet that."""

@@ -435,6 +435,7 @@ def test_ranks_that_wait_for_each_other_in_a_circle(tmp_path, kind):
     assert re.search(r"RanksDisagree: .*rank 0 waits in .* at .*program.py:7.*; rank 1 waits in .*:9 ", job.stderr)
 
 
+@pytest.mark.slow
 def test_waits_that_end_are_no_circle(tmp_path):
     """A late rank, one whose call has a limit, and one with a thread that makes the missing call."""
     program = """
@@ -484,6 +485,7 @@ def test_a_rank_that_does_not_come(tmp_path):
     assert "missing ranks: {1}" in found.stdout + found.stderr, found
 
 
+@pytest.mark.slow
 def test_a_late_operation_that_raises(tmp_path):
     """In user code, and what it says; the operations go on, and complete, while the others wait in mpi.stop()."""
     program = """
@@ -507,6 +509,7 @@ if me != 1:
     assert "report" not in job.stderr
 
 
+@pytest.mark.slow
 def test_a_blocking_call_that_was_late_can_be_waited_for_again(tmp_path):
     """By the handle of its error. The calls after it meet those of the late rank."""
     program = """
@@ -527,6 +530,7 @@ for k, count in enumerate((4, 1 << 18), 1):
     assert job.stdout.count("sum 20.0 20.0") == job.stdout.count("sum 40.0 40.0") == 2, job.stdout
 
 
+@pytest.mark.slow
 def test_a_late_reduction_of_gradients_is_waited_for_again(tmp_path):
     """A rank that calls synchronize() again after a CollectiveTimeout gets averages, not the gradients of this rank."""
     program = """
@@ -551,6 +555,7 @@ print("late:", os.path.exists(told), "gradient:", net.weight.grad.item())
     assert job.stdout.count("late: True gradient: 2.0") == 2, job.stdout
 
 
+@pytest.mark.slow
 def test_a_late_operation_has_another_deadline_in_stop(tmp_path):
     """After its lateness was raised. Rank 1 comes while the others complete their operations in mpi.stop()."""
     program = """
@@ -577,6 +582,7 @@ def test_a_rank_that_does_not_stop(tmp_path):
     assert re.search(r"calls mpi.stop\(\) .* calls allreduce|calls allreduce .* calls mpi.stop", job.stderr)
 
 
+@pytest.mark.slow
 def test_what_was_left_without_an_end_ends_no_job(tmp_path):
     """Nor where the others are in mpi.stop() already, and its communicator's slot is one of all ranks."""
     program = """

@@ -68,6 +68,7 @@ def test_the_host_alone():
 # Faults of the host
 
 
+@pytest.mark.slow
 @IN_NAMESPACE
 def test_little_shared_memory():
     small, large = (f"--mount mount -t tmpfs -o size={size} tmpfs /dev/shm" for size in ("16m", "1g"))
@@ -82,6 +83,7 @@ def test_no_shared_memory(tmp_path):
     only(host.shared_memory(str(tmp_path / "gone")), PROBLEM, "missing", "mount a tmpfs")
 
 
+@pytest.mark.slow
 @IN_NAMESPACE
 def test_no_loopback():
     code, found = examined(shell="--net true")
@@ -92,6 +94,7 @@ def test_no_loopback():
         assert (code, found["network"]["level"]) == (0, OK)
 
 
+@pytest.mark.slow
 @IN_NAMESPACE
 def test_a_host_without_address(tmp_path):
     code, found = examined(shell="--uts hostname nowhere-to-be-found")
@@ -115,6 +118,7 @@ def test_few_open_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["/proc/gone", "x" * 80])
 def test_temporary_folder(tmp_path, folder):
     if not folder.startswith("/"):

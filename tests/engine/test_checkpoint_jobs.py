@@ -104,6 +104,7 @@ engine.train(network=torch.nn.Linear(3, 1), criterion=torch.nn.MSELoss(), iterat
 """
 
 
+@pytest.mark.slow
 def test_asked_to_end_beside_an_evaluator(tmp_path):
     """It is no failure on the rank that evaluates either: the job is not started again."""
     (tmp_path / "evaluated.py").write_text(EVALUATED)
@@ -140,6 +141,7 @@ checkpoints.save(2, {"x": 1}, own={"dies": True})
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_takes_longer_than_the_deadline(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "2", "--bind", "none", "--timeout", "150"]
@@ -183,6 +185,7 @@ mpi.stop()
 """
 
 
+@pytest.mark.slow
 def test_a_death_after_a_hook_has_trained_another_network(tmp_path):
     """The end of the outer epoch is repeated, with its own checkpoint."""
     (tmp_path / "nested.py").write_text(NESTED)

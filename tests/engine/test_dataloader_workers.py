@@ -60,6 +60,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_workers_serve_two_ranks(tmp_path, how):

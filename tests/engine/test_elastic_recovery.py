@@ -122,6 +122,7 @@ def test_the_engine_stands_where_the_farthest_rank_stood(tmp_path):
     assert lines(tmp_path, program, 4) == ["size 2 t 3 position 24 calls 3 (0.0625, 0.0625)"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "calls"),
     [

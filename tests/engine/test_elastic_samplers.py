@@ -58,6 +58,7 @@ mpi.stop()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("moment", "number"), [("sample", 0), ("update", 3), ("sample", 12), ("end_epoch", 8)])
 def test_the_survivors_keep_the_order(tmp_path, moment, number):

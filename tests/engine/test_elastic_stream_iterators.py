@@ -56,6 +56,7 @@ mpi.stop()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("way", "moment", "number"),

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from checkpoint_folder import listed
 
 from torchmpi_py.engine import AllReduceSGDEngine, Average, SGDEngine, show_progress
 from torchmpi_py.runtime import chief, process
@@ -80,7 +81,7 @@ def test_the_rank_that_is_chief_when_the_epoch_ends_writes_it(capsys, monkeypatc
 def test_checkpoints_are_saved_beside_it(capsys, tmp_path):
     train(checkpoint=tmp_path)
     assert sorted(losses(capsys.readouterr().out)) == [1, 2]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(listed(tmp_path)) == 2
 
 
 @pytest.mark.mpi(min_size=2)

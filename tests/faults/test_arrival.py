@@ -84,6 +84,7 @@ def run(tmp_path, text, *arguments, starter="torchmpirun", **environment):
     return harness.run(f"{starter} {arguments}", line, environment, within_seconds=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("starter", "call", "where", "process"),
     [
@@ -100,6 +101,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path, judge, starter, call, where
     judge("missing at the start", [outcome])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "what"),
     [
@@ -127,6 +129,7 @@ def test_with_report_the_wait_goes_on(tmp_path, judge):
     judge("missing at the start", [outcome])
 
 
+@pytest.mark.slow
 def test_started_by_the_master_of_futures_alone(tmp_path, judge):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)

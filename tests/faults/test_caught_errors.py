@@ -59,6 +59,7 @@ print(f"rank {rank}: at its end", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "where"),
     [

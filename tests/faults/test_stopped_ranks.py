@@ -54,6 +54,7 @@ def goes_on(index):
     return outcome
 
 
+@pytest.mark.slow
 def test_a_rank_is_stopped(judge):
     judge("SIGSTOP until the deadline", harness.at_once(3, range(harness.count(1, 30)), stays_stopped))
 

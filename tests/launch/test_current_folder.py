@@ -65,6 +65,7 @@ STARTS = {  # what is started, its exit code, and what it prints
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", STARTS)
 def test_no_file_of_the_current_folder_runs(tmp_path, what):
     words, code, text = STARTS[what]

@@ -79,6 +79,7 @@ def last_line(how, rank):
     return rf"rank {rank} \(process \d+\) {ends.get(how, f'was killed by signal {DIES[how] - 128}')}"
 
 
+@pytest.mark.slow
 def test_the_first_end_decides(program, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHMPI_DUMP_DIR", str(tmp_path))
     path = program(PROGRAM)

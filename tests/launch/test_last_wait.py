@@ -159,6 +159,7 @@ REAL = {
 OUTPUT = {"full pipe": "x" * 1000000, "works": "worked\n", "slow shutdown": "computed\n"}
 
 
+@pytest.mark.slow
 def test_the_last_wait_of_a_job(program, no_leftovers):
     """Every row at once, for each one only waits."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -136,6 +136,7 @@ def test_what_a_rank_could_not_say_is_said_by_the_next(tmp_path):
         assert other is None
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("is_full", [False, True])
 def test_the_same_error_of_all_ranks_is_shown_once(program, no_leftovers, is_full):

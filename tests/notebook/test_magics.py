@@ -149,6 +149,7 @@ def test_errors_on_all_ranks_are_one(notebook, num_ranks):
     assert notebook.good("mpi.allreduce(1)") == f"[0-{num_ranks - 1}] {num_ranks}\n"
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_rank_that_failed_is_freed(notebook, num_ranks):
     output = notebook.fails(
         """
@@ -193,6 +194,7 @@ def test_a_collective_of_some_ranks_alone_is_named_and_can_be_interrupted(notebo
     notebook.run("%torchmpi restart")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "is_in_step"),
     [
@@ -289,6 +291,7 @@ def test_a_rank_that_fails_while_it_is_asked_where_it_is_is_shown(capsys):
     assert job.sent == ["where", "refuse"]
 
 
+@pytest.mark.slow
 def test_ranks_that_heed_an_interrupt_late_are_compared(notebook, num_ranks, tmp_path, monkeypatch):
     """The cell has ended without them; where they have called other numbers of collectives, nothing may meet them."""
     monkeypatch.setattr(cell_run, "INTERRUPT_SECONDS", 0.5)
@@ -317,6 +320,7 @@ def test_ranks_that_heed_an_interrupt_late_are_compared(notebook, num_ranks, tmp
     notebook.run("%torchmpi restart")
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_be_interrupted_is_named(notebook, num_ranks, tmp_path):
     interrupt_when(tmp_path / "waiting")
     output = notebook.fails(
@@ -475,6 +479,7 @@ def test_loading_the_extension_again_ends_the_ranks():
     assert notebook.run("%torchmpi status")[0].startswith("no ranks")
 
 
+@pytest.mark.slow
 def test_the_end_of_the_kernel_ends_the_ranks(tmp_path):
     """In order, with an idle job; and by signal 9, while a cell runs."""
     program = tmp_path / "kernel.py"

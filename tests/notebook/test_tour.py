@@ -32,6 +32,7 @@ def shown(cell):
     return re.sub(r"process \d+|\d+\.\d+|on \S+", "#", f"{streams}{others}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("default")
 def test_the_tour_shows_what_it_shows_here():

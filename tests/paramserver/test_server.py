@@ -233,6 +233,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="for Linux")
 @pytest.mark.parametrize("how", ["alone", "with a worker"])
 def test_a_rank_that_dies_under_a_lock_does_not_stop_the_others(tmp_path, how):

@@ -63,6 +63,7 @@ def test_too_many_open_files(tmp_path):
     assert job.returncode == 0, job.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["serialized"])
 def test_an_mpi_for_fewer_threads(tmp_path, level):
     job = launch("-n", "2", "--env", f"MPI4PY_RC_THREAD_LEVEL={level}", program(tmp_path, THREADS))

@@ -106,6 +106,7 @@ def test_one_line_is_logged_and_nothing_printed(script):
     assert line.startswith("world of 2 (nodes: 1), ")
 
 
+@pytest.mark.slow
 def test_exit_without_stop_and_with_operations_pending(script):
     path = script("""
     import torch, torchmpi_py as mpi
@@ -118,6 +119,7 @@ def test_exit_without_stop_and_with_operations_pending(script):
     assert launch(path, 3)[:2] == (0, "done\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_children_get_an_error_instead_of_a_rank(script, method):
     path = script(f"""
@@ -219,6 +221,7 @@ def test_an_exception_under_plain_mpirun_ends_the_job(script):
     assert "RuntimeError: planted" in done.stderr + done.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_that_takes_its_time_in_stop_has_not_left(script):
     """Its operations are still under way, while another waits for it in ``mpi.stop()``."""
     path = script("""

@@ -27,6 +27,7 @@ def test_storm(mpi):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_is_planted_is_found():
     """Slots of all groups in one place, as they were once."""

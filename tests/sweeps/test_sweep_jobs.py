@@ -72,6 +72,7 @@ def test_no_group_is_idle_while_there_is_work(tmp_path):
     assert max(unfinished) == 2, unfinished
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_alone_ends_its_groups_job_only(tmp_path):
     alone = "if mpi.rank() == 1: raise RuntimeError('this rank alone')\nmpi.barrier()"
     found = rows(run(tmp_path / "sweep", {"2": alone}, "-n", "4", "--groups", "2"))
@@ -79,6 +80,7 @@ def test_a_rank_that_raises_alone_ends_its_groups_job_only(tmp_path):
     assert found[2][3] == "rank 1: RuntimeError: this rank alone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", ["mpi.barrier()", "mpi.allreduce_async(torch.ones(3))"])
 def test_without_groups_a_rank_that_raises_alone_ends_the_job_and_the_sweep_goes_on_later(tmp_path, others):
     alone = f"if mpi.rank() == 1: raise RuntimeError('this rank alone')\n{others}"
@@ -94,6 +96,7 @@ def test_without_groups_a_rank_that_raises_alone_ends_the_job_and_the_sweep_goes
     check_values(rows(subprocess.run(line, capture_output=True, text=True, timeout=260, check=False)), 2, failed=(2,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("-n", "2", "--groups", "2"), ("-n", "2")])
 def test_a_sweep_that_was_killed_goes_on(tmp_path, options):
     folder, plan = tmp_path / "sweep", {str(number): "time.sleep(1000)" for number in range(6, 12)}
@@ -176,6 +179,7 @@ def test_a_signal_ends_all_groups(tmp_path):
     wait_until_all_are_dead(tmp_path / "sweep")
 
 
+@pytest.mark.slow
 def test_a_group_that_is_started_again_goes_on_in_its_logs(tmp_path):
     (tmp_path / "begun.py").write_text(PROGRAM.read_text().replace("mpi.start()\n", "mpi.start()\nprint('begun')\n"))
     launch = [sys.executable, "-m", "torchmpi_py.launch", "-n", "1", "--groups", "1", "--log-dir", str(tmp_path / "l")]

@@ -78,6 +78,7 @@ def test_ddp_is_bit_equal_on_both_ranks_and_equal_to_gloo_and_to_one_process(tmp
     assert largest_difference(parameters(ours), parameters(alone)) < 1e-6
 
 
+@pytest.mark.slow
 def test_lightning_takes_the_steps_of_ddp(tmp_path):
     pytest.importorskip("lightning", reason="the example trains with Lightning: pip install lightning")
     for name in ("ddp", "lightning"):
@@ -123,6 +124,7 @@ def trained(digits_data, folder):
     return model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_fsdp_goes_on_from_the_checkpoint_of_one_process(tmp_path, monkeypatch):
     """An epoch here and one more on two ranks: what one process has after both."""

@@ -42,6 +42,7 @@ def losses(launcher, program, *arguments):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("framework", ["accelerate", "ignite", "lightning", "timm", "torchtnt"])
 def test_losses_of_one_process(program):

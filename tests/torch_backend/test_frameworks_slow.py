@@ -7,6 +7,7 @@ import pytest
 TORCHMPIRUN = pathlib.Path(sys.executable).with_name("torchmpirun")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_lightning_torchmetrics_and_compiled_functions():
     """On 3 ranks each compares with what it computes alone; it does not destroy the group before it ends."""

@@ -96,6 +96,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [call if call == "allreduce" else pytest.param(call, marks=seldom) for call in CALLS])
 def test_a_call_that_a_rank_never_makes(tmp_path, call):
     """It raises after the group's timeout, and names that rank. The job ends; in order, if nothing is stuck in MPI."""
@@ -141,6 +142,7 @@ PARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", PARTS)
 def test_parts_that_do_not_fit_are_an_error(tmp_path, what):
     """Not values that nobody has sent, and no message that a later call takes for its own."""
@@ -167,6 +169,7 @@ def test_an_exception_on_one_rank(tmp_path):
     assert "rank 1 failed first" in done.stderr
 
 
+@pytest.mark.slow
 def test_monitored_barrier_names_who_is_missing(tmp_path):
     done = job(
         tmp_path,
@@ -242,6 +245,7 @@ def test_a_rank_that_ends_while_others_wait(tmp_path):
     assert "has come to its end, and will not come to allreduce" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_daemon", [True, False], ids=["a thread", "a future"])
 def test_a_receive_that_is_waited_for_to_the_end(tmp_path, is_daemon):
     """The wait raises when the group is destroyed. No thread is in MPI when MPI ends."""
@@ -276,6 +280,7 @@ def test_a_receive_that_is_waited_for_to_the_end(tmp_path, is_daemon):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_a_timeout_may_be_longer_than_the_deadline(tmp_path):
     done = job(
         tmp_path,

@@ -38,6 +38,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_the_end_of_the_job_shows_the_error_before_a_finally(tmp_path, end):
     program = tmp_path / "program.py"
