@@ -204,6 +204,7 @@ class CellRun:
         waited_in = ", ".join(sorted(waits))
         # Before errors are counted, for ranks may fail, or end the cell, before they have answered.
         found = self.ask_where(set(self._job.busy)) if self._job.busy else {}
+        self._merger.flush(is_end=True)
         failed = {rank: error for rank, error in self._errors.items() if rank not in self._freed}
         texts = []
         if failed:
