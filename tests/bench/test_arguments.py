@@ -45,9 +45,6 @@ def test_default_sizes_follow_the_device():
         ("step --batch x", "'x'"),
         ("step --steps -1", "'-1'"),
         ("plot a.json", "FILE.png"),
-        ("modes --seeds 5", "python benchmarks/modes"),
-        ("ps --clients 1", "benchmarks/parameter_server.py"),
-        ("watch", "benchmarks/watching.py"),
     ],
 )
 def test_a_mistake_is_named_with_what_is_known(words, message):

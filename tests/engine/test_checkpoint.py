@@ -526,7 +526,7 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, c
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", refusing)
         checkpoints.save(2, {"x": 2})
-    assert "step-000001 cannot be removed: Device or resource busy" in caplog.text
+    assert "step-000001 cannot be removed, or be renamed: Device or resource busy" in caplog.text
     checkpoints.save(3, {"x": 3})
     assert listed(tmp_path) == ["step-000003"]
 
