@@ -141,7 +141,7 @@ class Checkpoints:
             damages = outcomes.of_all(partial(_damage, folder), failure)
             if not any(damages):
                 return Checkpoint(files.step_of(name), _result_here(partial(_read, folder), failure))
-            if outcomes.of_rank_0(lambda: not (self.directory / name).exists(), failure):  # noqa: B023 - called at once
+            if not outcomes.of_rank_0(folder.exists, failure):
                 return self.load()  # another job that saves has removed it, and has a later one
             self._damaged.append(name)
             if outcomes.rank() == 0:
