@@ -1,21 +1,9 @@
 """The end of a job shows the exceptions of ranks that wait in a collective of a ``finally``."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from support import jobs
 
-from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import mpirun
-
-try:
-    mpirun.find("", os.environ)
-    MISSING = ""
-except LaunchError as error:
-    MISSING = str(error)
-
-pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+pytestmark = [pytest.mark.timeout(240), jobs.needs_mpi]
 
 PROGRAM = """
 import sys, time, torch, torchmpi_py as mpi
@@ -41,10 +29,7 @@ ENDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_the_end_of_the_job_shows_the_error_before_a_finally(tmp_path, end):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "torchmpi_py.launch", "-n", "2", program, ENDS[end]]
-    environment = os.environ | {"TORCHMPI_DEADLINE": "2"}
-    job = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    program = jobs.write(tmp_path, PROGRAM)
+    job = jobs.torchmpirun("-n", 2, program, ENDS[end], env={"TORCHMPI_DEADLINE": "2"})
     assert job.returncode == 1
     assert f"LookupError: no batch 1, raised at {program}:6" in job.stderr

@@ -1,0 +1,59 @@
+"""Start programs, alone or as the ranks of a job, and read what they print."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import mpirun
+
+TORCHMPIRUN = [sys.executable, "-m", "torchmpi_py.launch"]
+SECONDS = 200  # for a program, on a machine under load
+
+try:
+    VENDOR = mpirun.find("", os.environ)[0].name
+    MISSING = ""
+except LaunchError as error:
+    VENDOR, MISSING = "", str(error)
+
+needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+
+def write(folder, text, name="program.py"):
+    """Write a program to a file, and return its path."""
+    path = Path(folder, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def run(*command, seconds=SECONDS, **options):
+    """Run a command to its end. Keywords as in ``subprocess.run``; ``env`` is added to this process's environment."""
+    options["env"] = os.environ | options.get("env", {})
+    words = [str(word) for word in command]
+    return subprocess.run(words, **{"capture_output": True, "text": True, "timeout": seconds} | options)
+
+
+def python(text, *arguments, **options):
+    """Run a program on one process, without a launcher."""
+    return run(sys.executable, "-c", textwrap.dedent(text), *arguments, **options)
+
+
+def torchmpirun(*arguments, **options):
+    """Run ``torchmpirun`` with these arguments to its end."""
+    return run(*TORCHMPIRUN, *arguments, **options)
+
+
+def start(*command, **options):
+    """Start a command in the background, with pipes; it heeds SIGINT even if the tests run in the background."""
+
+    def heed():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([str(word) for word in command], preexec_fn=heed, **pipes | options)
