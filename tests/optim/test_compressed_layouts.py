@@ -22,7 +22,7 @@ COMPRESSIONS = {
     "BF16": (compression.BF16, 2**-7),
     "FP16": (compression.FP16, 2**-10),
     "TopK": (lambda: compression.TopK(1.0), 1e-6),
-    "PowerSGD": (lambda: compression.PowerSGD(2), 1e-4),
+    "PowerSGD": (lambda: compression.PowerSGD(2), 1e-3),  # it orthogonalizes in float32
 }
 
 
