@@ -4,6 +4,7 @@ A test that fails on one rank leaves the others waiting, so the run ends at the 
 aborted, and a test that waits longer than its time limit ends the job with every thread's stack.
 """
 
+import collections
 import contextlib
 import faulthandler
 import gc
@@ -130,6 +131,16 @@ def pytest_timeout_set_timer(item, settings):
 def pytest_timeout_cancel_timer(item):
     if _timer is not None:
         _timer.cancel()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Show where the time of a run was spent: the seconds of each folder."""
+    seconds = collections.Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds["/".join(report.nodeid.partition("::")[0].split("/")[:2])] += report.duration
+    shares = ", ".join(f"{folder} {value:.0f}" for folder, value in seconds.most_common() if value >= 1)
+    terminalreporter.write_line(f"seconds by folder: {shares or 'less than 1 each'}")
 
 
 @pytest.hookimpl(trylast=True)

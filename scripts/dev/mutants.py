@@ -1,7 +1,7 @@
 """Plant faults in the package, and see which of them the tests find.
 
     python scripts/dev/mutants.py list                  # draw 60 faults, a few of each room, and show them
-    python scripts/dev/mutants.py record                # run the tests once; note which tests reach which fault
+    python scripts/dev/mutants.py record [TESTS ...]    # run the tests once; note which tests reach which fault
     python scripts/dev/mutants.py try                   # switch on one fault at a time; a Markdown table
 
 ``--all`` takes all tests instead of those of the default run, ``--only 3,14`` some faults, ``--tests CHECKOUT`` the
@@ -221,19 +221,20 @@ def _is_future(node: ast.stmt) -> bool:
 
 
 def parts(is_all: bool, chosen: list[str]) -> list[Any]:
-    """The parts of ``scripts/test``, except the checks: what planted faults look like is no matter."""
+    """The parts of ``scripts/test``, except the checks: planted faults are not meant to look well."""
     loader = importlib.machinery.SourceFileLoader("scripts_test", str(ROOT / "scripts" / "test"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("scripts_test", loader))  # type: ignore[arg-type]
-    sys.modules["scripts_test"] = module
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    return [[part for part in lane if part.name != "checks"] for lane in module.lanes(is_all, chosen)]
+    return [part for part in module.parts(is_all, chosen) if part.name != "checks"]
 
 
 def run(part: Any, folder: Path, seconds: float, log: str = "") -> tuple[int | None, str]:
     """Run a part in a copy; its exit code, None if it took too long, and its output."""
     environment = os.environ | part.environment | {"OMP_NUM_THREADS": "1", "MUTANTS_LOG": log}
     environment.setdefault("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")
-    with (folder / "build" / "output").open("w+") as output:
+    with (folder / "build" / f"output of {part.name}").open("w+") as output:
         with subprocess.Popen(
             part.command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
         ) as tests:
@@ -246,27 +247,24 @@ def run(part: Any, folder: Path, seconds: float, log: str = "") -> tuple[int | N
         return code, output.read()
 
 
-def record(folder: Path, is_all: bool) -> dict[str, Any]:
-    """Run all tests with all faults off: each part's seconds, failed tests, and the tests that reach a fault."""
+def record(folder: Path, is_all: bool, chosen: list[str]) -> dict[str, Any]:
+    """Run the tests with all faults off: each part's seconds, failed tests, and the tests that reach a fault."""
     found: dict[str, Any] = {}
 
-    def run_lane(lane: list[Any]) -> None:
-        for part in lane:
-            log, begin = folder / "build" / f"log-{part.name}".replace(" ", "-"), time.monotonic()
-            place = folder / "build" / f"run-{part.name}".replace(" ", "-")
-            (place / "build").mkdir(parents=True, exist_ok=True)
-            # A failure would end a part on ranks: a test that fails there has to be mended first.
-            _, output = run(part, folder, 6000.0, str(log))
-            reached: dict[str, list[str]] = {}
-            for line in sorted(set(log.read_text(errors="replace").splitlines())) if log.exists() else []:
-                number, _, test = line.partition(" ")
-                reached.setdefault(number, []).append(test)
-            failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)(?= - |$)", output, re.MULTILINE)
-            found[part.name] = {"seconds": time.monotonic() - begin, "failed": failed, "reached": reached}
-            print(f"{found[part.name]['seconds']:.0f} s  {part.name}: {len(failed)} failed", flush=True)
+    def run_part(part: Any) -> None:
+        log, begin = folder / "build" / f"log of {part.name}", time.monotonic()
+        # On ranks the first failure ends a part: such a test has to be mended before.
+        _, output = run(part, folder, 6000.0, str(log))
+        reached: dict[str, list[str]] = {}
+        for line in sorted(set(log.read_text(errors="replace").splitlines())) if log.exists() else []:
+            number, _, test = line.partition(" ")
+            reached.setdefault(number, []).append(test)
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)(?= - |$)", output, re.MULTILINE)
+        found[part.name] = {"seconds": time.monotonic() - begin, "failed": failed, "reached": reached}
+        print(f"{found[part.name]['seconds']:.0f} s  {part.name}: {len(failed)} failed", flush=True)
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(run_lane, parts(is_all, [])))
+        list(pool.map(run_part, parts(is_all, chosen)))
     return found
 
 
@@ -288,9 +286,7 @@ def try_fault(number: int, fault: Fault, recorded: dict[str, Any], folder: Path,
     for name in sorted((name for name in reaching if reaching[name]), key=lambda name: recorded[name]["seconds"]):
         chosen = sorted(tests_of(reaching[name]), key=lambda test: not test.startswith(f"tests/{room}/"))
         arguments = [*chosen, "-x", *(f"--deselect={test}" for test in recorded[name]["failed"])]
-        for part in [part for lane in parts(is_all, arguments) for part in lane]:
-            if part.name != name:
-                continue
+        for part in [part for part in parts(is_all, arguments) if part.name == name]:
             code, output = run(part, folder, recorded[name]["seconds"] + MARGIN_SECONDS)
             if code not in (0, 5):
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
@@ -303,6 +299,7 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("action", choices=["list", "record", "try"])
+    parser.add_argument("chosen", nargs="*", metavar="TESTS", help="record only these folders or files")
     parser.add_argument("--number", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--all", action="store_true", help="all tests, as scripts/test --all")
@@ -310,12 +307,12 @@ def main() -> int:
     parser.add_argument("--tests", type=Path, default=ROOT, help="a checkout whose tests are taken")
     options = parser.parse_args()
     faults = draw(options.number, options.seed)
-    chosen = [int(each) for each in options.only.split(",") if each] or list(range(len(faults)))
+    numbers = [int(each) for each in options.only.split(",") if each] or list(range(len(faults)))
     folders, file = [FOLDER / str(worker) for worker in range(WORKERS)], FOLDER / "recorded.json"
     if options.action == "record":
         for folder in folders:
             plant(folder, faults, options.tests.resolve())
-        file.write_text(json.dumps(record(folders[0], options.all), indent=1))
+        file.write_text(json.dumps(record(folders[0], options.all, options.chosen), indent=1))
         return 0
     recorded = json.loads(file.read_text()) if options.action == "try" else {}
     free, num_found = list(folders), 0
@@ -329,15 +326,15 @@ def main() -> int:
 
     print("| | file, line | kind | fault | reached by | found by |\n| ---: | --- | --- | --- | ---: | --- |")
     with ThreadPoolExecutor(len(folders)) as pool:
-        results = pool.map(trial, chosen) if recorded else iter("" for _ in chosen)
-        for number, found in zip(chosen, results, strict=True):
+        results = pool.map(trial, numbers) if recorded else iter("" for _ in numbers)
+        for number, found in zip(numbers, results, strict=True):
             fault, num_found = faults[number], num_found + bool(found)
             num_reached = sum(len(part["reached"].get(str(number), [])) for part in recorded.values())
             text = f"`{fault.before}` -> `{fault.after}`".replace("|", "\\|").replace("\n", " ")
             print(f"| {number} | {fault.path}:{fault.line} | {fault.kind} | {text} | {num_reached} | {found or '-'} |")
             sys.stdout.flush()
     if recorded:
-        print(f"\n{num_found} of {len(chosen)} found")
+        print(f"\n{num_found} of {len(numbers)} found")
     return 0
 
 
