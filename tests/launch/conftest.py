@@ -1,22 +1,18 @@
+"""Fixtures for jobs: the file of a program, and a look for what a job has left behind."""
+
 import os
 import time
 
 import pytest
+from support import jobs
 
 from torchmpi_py.launch import cleanup
 
 
 @pytest.fixture
 def program(tmp_path):
-    """Write a program into a folder with a space in its name."""
-
-    def write(text):
-        path = tmp_path / "a folder" / "a program.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        return path
-
-    return write
+    """Write a program into a folder with a space in its name; return the path."""
+    return lambda text: jobs.write(tmp_path / "a folder", text, "a program.py")
 
 
 @pytest.fixture
@@ -27,7 +23,7 @@ def no_leftovers(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
     (tmp_path / "t").mkdir()
     yield
-    until = time.monotonic() + 30  # a process that was killed may not have had its turn
+    until = time.monotonic() + 60  # a process that was killed may not have had its turn
     while set(alive := cleanup.processes_with(f"LAUNCH_TEST={value}")) - {os.getpid()} and time.monotonic() < until:
         time.sleep(0.02)
     assert alive in ([], [os.getpid()])

@@ -1,26 +1,13 @@
 """What a program may do between its last line and the interpreter's end: under torchmpirun as under plain Python."""
 
-import os
 import subprocess
 import sys
 import zipfile
 
 import pytest
+from support import jobs
 
-from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import mpirun
-
-try:
-    mpirun.find("", os.environ)
-    MISSING = ""
-except LaunchError as error:
-    MISSING = str(error)
-
-pytestmark = [
-    pytest.mark.timeout(240),
-    pytest.mark.usefixtures("full_collections"),
-    pytest.mark.skipif(bool(MISSING), reason=MISSING),
-]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("full_collections"), jobs.needs_mpi]
 
 # Each entry is named by what it prints at the end, and uses what the program has defined in __main__.
 PROGRAM = """
@@ -98,38 +85,31 @@ def mean():
     if mpi.rank() == 0:
         print("sum", total.item(), flush=True)
 """
+KINDS = {
+    "script": ["program/__main__.py"],
+    "module": ["-m", "program"],
+    "folder": ["program"],
+    "zip": ["program.zip"],
+}
 
 
 def ended(command, folder):
-    done = subprocess.run(
-        command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = jobs.run(*command, cwd=folder, stdin=subprocess.DEVNULL)
     return done.returncode, sorted(done.stdout.splitlines()), done.stderr
 
 
-@pytest.mark.parametrize("kind", ["script", "module", "folder", "zip"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_program_ends_as_under_plain_python(tmp_path, kind):
     """Every line that plain Python prints is printed, and nothing else."""
-    folder = tmp_path / "program"
-    folder.mkdir()
-    (folder / "__main__.py").write_text(PROGRAM)
-    (folder / "__init__.py").write_text("")
+    main = jobs.write(tmp_path / "program", PROGRAM, "__main__.py")
+    (tmp_path / "program" / "__init__.py").write_text("")
     with zipfile.ZipFile(tmp_path / "program.zip", "w") as file:
-        file.write(folder / "__main__.py", "__main__.py")
-    words = {
-        "script": ["program/__main__.py"],
-        "module": ["-m", "program"],
-        "folder": ["program"],
-        "zip": ["program.zip"],
-    }[kind]
-    plain = ended([sys.executable, *words], tmp_path)
+        file.write(main, "__main__.py")
+    plain = ended([sys.executable, *KINDS[kind]], tmp_path)
     assert (plain[0], len(plain[1]), plain[2]) == (0, 10, "")
-    launched = ended([sys.executable, "-m", "torchmpi_py.launch", "-n", "1", *words], tmp_path)
-    without_notice = (*launched[:2], "\n".join(line for line in launched[2].splitlines() if "alone" not in line))
-    assert without_notice == plain
+    assert ended([*jobs.TORCHMPIRUN, "-n", "1", *KINDS[kind]], tmp_path) == plain
 
 
 def test_collectives_at_exit(tmp_path):
-    (tmp_path / "program.py").write_text(COLLECTIVES)
-    command = [sys.executable, "-m", "torchmpi_py.launch", "-n", "2", "program.py"]
-    assert ended(command, tmp_path) == (0, ["sum 3.0"], "")
+    jobs.write(tmp_path, COLLECTIVES)
+    assert ended([*jobs.TORCHMPIRUN, "-n", "2", "program.py"], tmp_path) == (0, ["sum 3.0"], "")

@@ -1,45 +1,28 @@
 """Ranks that end without having met the others: torchmpirun says which."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from support import jobs
 
-from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import exit_marks, mpirun
+from torchmpi_py.launch import exit_marks
 
-try:
-    mpirun.find("", os.environ)
-    MISSING = ""
-except LaunchError as error:
-    MISSING = str(error)
-
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), jobs.needs_mpi]
 
 # Rank 2 becomes another program, of which nothing is known, until torchmpirun has seen it.
 PROGRAM = """
-import os, sys
-from torchmpi_py.launch import variables
-rank = variables.rank_in(os.environ)
-if rank == 1 and os.fork() == 0:
+import atexit, os, sys, time
+rank = os.environ["RANK"]
+if os.fork() == 0:
+    os._exit(7)  # is no death of the rank
+if rank == "1" and os.fork() == 0:
     sys.exit(0)
-if rank == 2:
+if rank == "2":
     wait = 'while [ -e "$TORCHMPIRUN_JOB_DIR/running-2" ] && [ $((i+=1)) -lt 600 ]; do sleep 0.1; done'
-    os.execv("/bin/sh", ["sh", "-c", wait])
+    os.execv("/bin/sh", ["sh", "-c", f"{wait}; echo another program"])
+atexit.register(time.sleep, 0.3)
 """
-# As a worker that the rank has spawned: the place is the program's.
-OWN_GROUP = """
-import os, torch.distributed as dist
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-from torchmpi_py.torch_backend import registration
-registration.register()
-dist.init_process_group("gloo")
-dist.destroy_process_group()
-"""
-# What a process does, one after the other, the groups in a forked child; whether that counts as a meeting.
+# What a process does, one after the other, the groups in forked children; whether that counts as a meeting.
 STEPS = """
-import os
+import os, sys
 from torchmpi_py.launch import exit_marks
 print("nothing", exit_marks.has_met())
 import torchmpi_py, torch.distributed as dist
@@ -51,36 +34,34 @@ if os.fork() == 0:
     print("group", exit_marks.has_met(), flush=True)
     os._exit(0)
 os.wait()
+if os.fork() == 0:  # as a worker that a rank has spawned: the place is the program's
+    os.environ |= {"TORCHMPIRUN_JOB_DIR": sys.argv[1], "OMPI_COMM_WORLD_RANK": "3"}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    from torchmpi_py.torch_backend import registration
+    registration.register()
+    dist.init_process_group("gloo")
+    print("a child's group", os.listdir(sys.argv[1]), flush=True)
+    os._exit(0)
+os.wait()
 import mpi4py.MPI
 print("MPI", exit_marks.has_met())
 """
 
 
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_torchmpirun_names_them(program, no_leftovers):
-    command = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", str(program(PROGRAM))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
+def test_torchmpirun_names_them_and_sees_no_death(program, no_leftovers):
+    done = jobs.torchmpirun("-n", 3, program(PROGRAM))
     told = "ranks 0, 1 each ran the whole program alone: it called neither mpi.start() nor init_process_group()"
-    assert done.stderr == f"torchmpirun: {told}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, "another program\n", f"torchmpirun: {told}\n")
+    assert exit_marks.explain_alone([3]).startswith("rank 3 ran the whole program alone")
 
 
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
-@pytest.mark.parametrize("call", ["import torchmpi_py as mpi; mpi.start()", OWN_GROUP])
-def test_a_child_that_meets_is_enough(program, no_leftovers, call):
-    run = f"subprocess.run([sys.executable, '-c', {call!r}], check=True, close_fds=False)"  # MPICH's PMI_FD
-    text = f"import subprocess, sys\n{run}"
-    command = [sys.executable, "-m", "torchmpi_py.launch", "-n", "2", str(program(text))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+def test_a_child_that_meets_is_enough(program, no_leftovers):
+    call = "subprocess.run([sys.executable, '-c', 'import torchmpi_py as mpi; mpi.start()'], check=True"
+    done = jobs.torchmpirun("-n", 2, program(f"import subprocess, sys\n{call}, close_fds=False)"))  # MPICH's PMI_FD
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_what_counts_as_a_meeting():
-    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=200, check=False)
-    assert done.stdout.split("\n")[:-1] == ["nothing False", "imports False", "group True", "MPI True"], done.stderr
-
-
-def test_one_rank_is_named():
-    told = "rank 3 ran the whole program alone: it called neither mpi.start() nor init_process_group()"
-    assert exit_marks.explain_alone([3]) == told
+def test_what_counts_as_a_meeting(tmp_path):
+    done = jobs.python(STEPS, tmp_path)
+    found = ["nothing False", "imports False", "group True", "a child's group ['met-3']", "MPI True"]
+    assert done.stdout.splitlines() == found, done.stderr

@@ -50,10 +50,11 @@ def torchmpirun(*arguments, **options):
 
 
 def start(*command, **options):
-    """Start a command in the background, with pipes; it heeds SIGINT even if the tests run in the background."""
+    """Start a command in the background, with pipes; it heeds SIGINT and SIGHUP even if the tests ignore them."""
 
     def heed():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for signum in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_DFL)
 
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([str(word) for word in command], preexec_fn=heed, **pipes | options)

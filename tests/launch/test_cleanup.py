@@ -1,0 +1,193 @@
+"""What is cleared away after a job: its processes and shared memory, and no others; folders of jobs that were killed."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support import jobs
+
+from torchmpi_py.launch import cleanup, exit_marks
+
+pytestmark = pytest.mark.timeout(120)
+STRANGER = 54321
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="starts a process of another user")
+
+
+@contextlib.contextmanager
+def process_of(folder, program, *wrapper):
+    """A process of the job of this folder, that runs a program and sleeps: itself, and the line that it has printed."""
+    text = f"import os, sys, time\n{program}\nprint(flush=True)\ntime.sleep(100)"
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
+    with jobs.start(*wrapper, sys.executable, "-c", text, env=environment) as process:
+        try:
+            if not (line := process.stdout.readline()):
+                pytest.skip(f"{' '.join(wrapper)} is not allowed here")
+            yield process, line.strip()
+        finally:
+            process.kill()
+
+
+@needs_root
+@pytest.mark.parametrize("whose", ["own", "of another user", "of another container"])
+def test_processes(tmp_path, whose):
+    program = f"os.setuid({STRANGER})" if whose == "of another user" else ""
+    wrapper = ("unshare", "--pid", "--fork", "--kill-child") if whose == "of another container" else ()
+    with process_of(tmp_path, program, *wrapper) as (process, _):
+        with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
+            children = {int(number) for number in file.read().split()}
+        found = cleanup.Remains(tmp_path).processes()
+        assert (process.pid in found) == (whose != "of another user")
+        assert not children & set(found)
+        assert len(children) == (whose == "of another container")
+
+
+def test_a_process_that_has_just_become_another_program_is_the_jobs(tmp_path):
+    remains = cleanup.Remains(tmp_path)
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
+    for _ in range(50):  # of which two in three have no environment yet that others see
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(200)"], env=environment) as process:
+            try:
+                assert cleanup.lives_with(process.pid, remains.variable)
+            finally:
+                process.kill()
+
+
+@pytest.mark.parametrize("close", ["", "os.close(file)"], ids=["open", "mapped"])
+def test_shared_memory_that_another_container_holds(monkeypatch, tmp_path, close):
+    """As /proc shows it: no process of this container has the file."""
+    monkeypatch.setattr(cleanup, "_processes", list)
+    path = f"/dev/shm/mpich_shm_{os.getpid()}_{time.monotonic_ns()}"
+    program = f"""
+import ctypes
+file = os.open({path!r}, os.O_RDWR | os.O_CREAT, 0o600)
+os.truncate(file, 4096)
+ctypes.CDLL(None).mmap(None, ctypes.c_size_t(4096), 3, 1, file, ctypes.c_long(0))
+{close}"""
+    try:
+        with process_of(tmp_path, program):
+            cleanup.remove_shared_memory({path})
+            assert os.path.exists(path)
+        cleanup.remove_shared_memory({path})
+        assert not os.path.exists(path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+@needs_root
+def test_shared_memory_of_another_user():
+    path = f"/dev/shm/torch_{os.getpid()}_{time.monotonic_ns()}"
+    with open(path, "w"):
+        os.chown(path, STRANGER, -1)
+    try:
+        cleanup.remove_shared_memory({path})
+        assert os.path.exists(path)
+    finally:
+        os.unlink(path)
+
+
+TRACKED = """
+from multiprocessing import shared_memory
+held = shared_memory.SharedMemory(create=True, size=100)
+print("/dev/shm/" + held.name, end="")
+"""
+OWN = "import tempfile\nprint(tempfile.mkstemp(prefix='torchmpi_py_', dir='/dev/shm')[1], end='')"
+
+
+@pytest.mark.parametrize(("program", "name"), [(TRACKED, "folder"), (OWN, os.fsdecode(b"no UTF-8 \xff"))])
+def test_shared_memory_goes_with_a_killed_process(tmp_path, monkeypatch, program, name):
+    """What Python tracks, and what the package has made, whatever the job's folder is called."""
+    for limit in ("_TRACKER_SECONDS", "KILL_SECONDS"):  # the tracker may stand still
+        monkeypatch.setattr(cleanup, limit, 60.0)
+    folder = tmp_path / name
+    folder.mkdir()
+    with process_of(folder, program) as (process, file):
+        assert os.path.exists(file)
+        remains = cleanup.Remains(folder)
+        remains.clear(process.poll)
+        assert process.wait(100) == -signal.SIGKILL
+        assert remains.processes() == []
+        assert not os.path.exists(file)
+
+
+# --- folders of jobs that were killed together with their guardian; test_signals has the jobs
+
+
+def guarded(folder, *processes, change=("", "")):
+    """A job's folder with marks of processes; ``change`` replaces something in their text."""
+    folder.mkdir()
+    for process in processes:
+        exit_marks.record(folder, f"guard-{process}", process)
+        mark = folder / f"guard-{process}"
+        mark.write_text(mark.read_text().replace(*change))
+
+
+def by_one_that_lives(folder, dead):
+    guarded(folder, dead, os.getpid())
+
+
+def without_marks(folder, dead):
+    guarded(folder)
+
+
+def of_another_container(folder, dead):
+    guarded(folder, dead, change=(exit_marks._numbering(), "boot.4026531836"))
+
+
+def of_another_user(folder, dead):
+    guarded(folder, dead)
+    os.chown(folder, STRANGER, -1)
+
+
+def a_link_to_one(folder, dead):
+    guarded(folder.with_name("elsewhere"), dead)
+    folder.symlink_to(folder.with_name("elsewhere"))
+
+
+def a_file(folder, dead):
+    folder.write_text("")
+
+
+def marks_of_another_kind(folder, dead):
+    folder.mkdir()
+    (folder / "guard-1").write_text("x")
+
+
+def by_a_dead_one(folder, dead):
+    guarded(folder, dead)
+    (folder / "remains").write_text(ascii((dead, set(), {"/dev/shm/x"}, [15])))
+
+
+def by_one_whose_number_is_taken(folder, dead):
+    guarded(folder, os.getpid(), change=(f" {exit_marks._beginning(os.getpid())}", " 1"))
+
+
+def with_a_process_that_lives_on(folder, dead):
+    guarded(folder, dead)
+    environment = {**os.environ, "TORCHMPIRUN_JOB_DIR": str(folder)}
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], env=environment)
+
+
+LEFT = (by_one_that_lives, without_marks, of_another_container, a_link_to_one, a_file, marks_of_another_kind)
+LEFT += (of_another_user,) if os.geteuid() == 0 else ()
+CLEARED = (by_a_dead_one, by_one_whose_number_is_taken, with_a_process_that_lives_on)
+
+
+def test_which_folders_the_next_torchmpirun_clears_away(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    made = {make: make(tmp_path / f"torchmpirun-{make.__name__}", dead.pid) for make in (*LEFT, *CLEARED)}
+    guardians = cleanup.clear_abandoned()
+    assert cleanup.clear_abandoned() == []  # they are at work
+    for guardian in guardians:
+        guardian.process.wait(30)
+    assert made[with_a_process_that_lives_on].wait(30) == -signal.SIGKILL
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"elsewhere", *(f"torchmpirun-{make.__name__}" for make in LEFT)}
+    assert len(guardians) == len(CLEARED)
+    assert os.listdir(tmp_path / "elsewhere") == [f"guard-{dead.pid}"]
