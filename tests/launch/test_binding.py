@@ -1,15 +1,16 @@
+"""Which cores a rank gets, near its GPU, and how many threads; the place of a rank in every MPI's words."""
+
 import math
-import subprocess
-import sys
 
 import pytest
+from support import jobs
 
 from torchmpi_py.launch import binding, variables, wrap
 
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.parametrize("local_size", range(1, 38))
+@pytest.mark.parametrize("local_size", [1, 2, 3, 5, 8, 13, 36, 37])
 def test_parts_are_disjoint_contiguous_equal_and_complete(local_size):
     for num_cores in range(local_size, 65):
         cores = [3 * core for core in range(num_cores)]
@@ -19,25 +20,22 @@ def test_parts_are_disjoint_contiguous_equal_and_complete(local_size):
         assert all(len(part) >= binding.threads_per_rank(num_cores, local_size) for part in parts)
 
 
-@pytest.mark.parametrize("num_cores", [1, 2, 3, 36])
-def test_fewer_cores_than_ranks_binds_nobody(num_cores):
-    cores = tuple(range(num_cores))
-    assert {binding.cores_of_rank(cores, rank, 37) for rank in range(37)} == {cores}
-    assert binding.threads_per_rank(num_cores, 37) == 1
+def test_fewer_cores_than_ranks_bind_nobody():
+    for num_cores in (1, 2, 3, 36):
+        cores = tuple(range(num_cores))
+        assert {binding.cores_of_rank(cores, rank, 37) for rank in range(37)} == {cores}
+        assert binding.threads_per_rank(num_cores, 37) == 1
 
 
-def test_cores_need_no_order_and_no_gaplessness():
-    assert binding.cores_of_rank([7, 1, 5, 3], 0, 2) == (1, 3)
-    assert binding.cores_of_rank([7, 1, 5, 3], 1, 2) == (5, 7)
-
-
-@pytest.mark.parametrize("local_rank", [-1, 2])
-def test_a_rank_that_is_none_is_named(local_rank):
-    with pytest.raises(ValueError, match=f"local rank {local_rank} is not in 0..1"):
-        binding.cores_of_rank([0, 1], local_rank, 2)
+def test_cores_need_no_order_and_a_rank_has_to_be_one():
+    assert [binding.cores_of_rank([7, 1, 5, 3], rank, 2) for rank in range(2)] == [(1, 3), (5, 7)]
+    for local_rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"local rank {local_rank} is not in 0..1"):
+            binding.cores_of_rank([0, 1], local_rank, 2)
 
 
 TWO_SOCKETS = [range(16), range(16), range(16, 32), range(16, 32)]  # 4 GPUs, 2 on each
+HALF = [range(4), range(8, 12), range(4, 8), range(12, 16)]
 
 
 @pytest.mark.parametrize(
@@ -51,11 +49,7 @@ TWO_SOCKETS = [range(16), range(16), range(16, 32), range(16, 32)]  # 4 GPUs, 2 
         # Two threads a core: 0-7 and 16-23 are those of the first socket.
         (24, [{*range(8), *range(16, 24)}], [(0, 1, 16, 17), (2, 3, 18, 19), (4, 5, 20, 21), (6, 7, 22, 23)]),
         # Half of the machine is near no GPU: half of the part, but not less.
-        (
-            16,
-            [range(4), range(8, 12), range(4, 8), range(12, 16)],
-            [range(4), range(8, 12), range(4, 8), range(12, 16)],
-        ),
+        (16, HALF, HALF),
         (32, [range(8)] * 2, [None] * 4),
         (32, [range(2), range(8, 16)], [None] * 4),
         # Nothing near is allowed; sets overlap; nothing is known.
@@ -66,14 +60,13 @@ TWO_SOCKETS = [range(16), range(16), range(16, 32), range(16, 32)]  # 4 GPUs, 2 
     ],
 )
 def test_cores_near_the_gpu_of_each_rank(num_cores, near, expected):
-    cores = range(num_cores)
-    near = [frozenset(some) for some in near]
+    cores, near = range(num_cores), [frozenset(some) for some in near]
     plain = [binding.cores_of_rank(cores, rank, 4) for rank in range(4)]
     parts = [binding.cores_of_rank(cores, rank, 4, near) for rank in range(4)]
     assert parts == [usual if wanted is None else tuple(wanted) for wanted, usual in zip(expected, plain, strict=True)]
 
 
-@pytest.mark.parametrize("local_size", range(2, 20))
+@pytest.mark.parametrize("local_size", [2, 3, 4, 7, 19])
 def test_parts_near_gpus_are_disjoint_and_allowed(local_size):
     for num_gpus in range(1, 9):
         near = [frozenset(range(gpu // 2 * 12, gpu // 2 * 12 + 12)) for gpu in range(num_gpus)]
@@ -83,15 +76,12 @@ def test_parts_near_gpus_are_disjoint_and_allowed(local_size):
         assert len(set(bound)) == len(bound)
         assert set(bound) <= set(cores)
         assert min(map(len, parts)) >= len(cores) // local_size // 2
-
-
-def test_a_rank_alone_has_all_cores():
-    assert binding.cores_of_rank(range(8), 0, 1, [frozenset(range(4))]) == tuple(range(8))
+    assert binding.cores_of_rank(range(8), 0, 1, [frozenset(range(4))]) == tuple(range(8))  # a rank alone has all
 
 
 @pytest.fixture
 def machine(tmp_path):
-    """Write the folders of the driver and of PCI devices for GPUs (address, model, cores); returns what reads them."""
+    """Write the folders of the driver and of PCI devices for GPUs (address, model, cores); return what reads them."""
 
     def write(*gpus):
         for address, model, cores in gpus:
@@ -115,25 +105,21 @@ FOUR = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("environment", "near"),
-    [
-        ({}, [A, B, C, D]),
-        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [A, B, C, D]),
-        ({"CUDA_VISIBLE_DEVICES": "3, 1"}, [D, B]),
-        ({"CUDA_VISIBLE_DEVICES": "3,1", "SLURM_JOB_ID": "7"}, []),
-        ({"CUDA_VISIBLE_DEVICES": "3,2,1,0", "SLURM_JOB_ID": "7"}, [D, C, B, A]),
-        *(
-            ({"CUDA_VISIBLE_DEVICES": text}, [])
-            for text in ("", "-1", "2", "0,9", "1,1", "0,-1", "GPU-3f", "MIG-1", "0,")
-        ),
-    ],
-)
-def test_gpus_are_counted_as_cuda_does(machine, environment, near):
-    assert machine(*FOUR)(**environment) == near
+def test_gpus_are_counted_as_cuda_does(machine):
+    near = machine(*FOUR)
+    assert near() == near(CUDA_VISIBLE_DEVICES="0,1,2,3") == [A, B, C, D]
+    assert near(CUDA_VISIBLE_DEVICES="3, 1") == [D, B]
+    assert near(CUDA_VISIBLE_DEVICES="3,1", SLURM_JOB_ID="7") == []
+    assert near(CUDA_VISIBLE_DEVICES="3,2,1,0", SLURM_JOB_ID="7") == [D, C, B, A]
+    for text in ("", "-1", "2", "0,9", "1,1", "0,-1", "GPU-3f", "MIG-1", "0,"):
+        assert near(CUDA_VISIBLE_DEVICES=text) == [], text
 
 
-def test_one_gpu_is_clear(machine):
+def test_one_gpu_is_clear_and_none_is_none(machine, tmp_path):
+    near = machine()
+    assert near() == []
+    (tmp_path / "driver").mkdir()
+    assert near() == []
     near = machine(FOUR[0])
     assert near() == near(CUDA_VISIBLE_DEVICES="0") == near(CUDA_VISIBLE_DEVICES="0", SLURM_JOB_ID="1") == [D]
 
@@ -147,12 +133,6 @@ def test_gpus_of_several_models_need_the_order_of_addresses(machine):
 @pytest.mark.parametrize("cores", [None, "", "all", "3-x"])
 def test_what_is_not_told_is_not_guessed(machine, cores):
     assert machine(*FOUR[1:], ("0000:c1:00.0", "0x20b0", cores))() == []
-
-
-def test_without_a_driver_there_are_no_gpus(machine, tmp_path):
-    assert machine()() == []
-    (tmp_path / "driver").mkdir()
-    assert binding.cores_near_gpus({}, tmp_path / "driver", tmp_path / "pci") == []
 
 
 @pytest.mark.parametrize(
@@ -171,48 +151,24 @@ def test_a_rank_is_bound_and_told_its_threads(monkeypatch, how, near, cores):
     assert {wrap.os.environ[name] for name in binding.THREAD_VARIABLES} == {str(cores or 4)}
 
 
-@pytest.mark.parametrize(
-    ("text", "cores"), [("max 100000", math.inf), ("150000 100000\n", 1.5), ("-1\n 100000", math.inf), ("", math.inf)]
-)
-def test_quota(text, cores):
-    assert binding.quota_cores(text) == cores
-
-
-def test_slurm_layout():
-    assert [variables.tasks_on_node("4(x2),3", node) for node in range(3)] == [4, 4, 3]
-    assert variables.tasks_on_node("2", 0) == 2
-    assert [variables.tasks_on_node(layout, 3) for layout in ("4(x2),3", "", "x")] == [None] * 3
-
-
-def test_usable_cores_are_at_least_one_and_at_most_the_allowed():
+def test_quota():
+    limits = {"max 100000": math.inf, "150000 100000\n": 1.5, "-1\n 100000": math.inf, "": math.inf}
+    assert {text: binding.quota_cores(text) for text in limits} == limits
     assert 1 <= binding.num_usable_cores() <= len(binding.allowed_cores())
+
+
+OPENMPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4,2"}
 
 
 @pytest.mark.parametrize(
     ("environment", "rank", "local"),
     [
         ({}, 0, (0, 1)),
-        (
-            {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
-            5,
-            (1, 4),
-        ),
+        (OPENMPI, 5, (1, 4)),
         ({"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}, 5, (1, 4)),
-        (
-            {"MV2_COMM_WORLD_RANK": "5", "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "4"},
-            5,
-            (1, 4),
-        ),
-        (
-            {
-                "SLURM_PROCID": "5",
-                "SLURM_LOCALID": "1",
-                "SLURM_NODEID": "1",
-                "SLURM_STEP_TASKS_PER_NODE": "4,2",
-            },
-            5,
-            (1, 2),
-        ),
+        ({name.replace("OMPI", "MV2"): value for name, value in OPENMPI.items()}, 5, (1, 4)),
+        (SLURM, 5, (1, 2)),
         ({"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PMI_LOCAL_SIZE": "4"}, 5, (1, 4)),
         ({"PMI_RANK": "5", "PALS_LOCAL_RANKID": "1"}, 5, (0, 1)),  # nobody says of how many
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "PMI_RANK": "3"}, 3, (0, 1)),  # mpiexec in an allocation
@@ -223,23 +179,19 @@ def test_rank_and_local_rank_in_every_mpis_words(environment, rank, local):
     assert wrap.local_rank_and_size(environment) == local
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (SystemExit(), 0),
-        (SystemExit(0), 0),
-        (SystemExit(3), 3),
-        (SystemExit(-1), 255),
-        (SystemExit("no data"), 1),
-        (KeyboardInterrupt(), 130),
-        (RuntimeError(), 1),
-    ],
-)
-def test_exit_codes_are_plain_pythons(error, code):
-    assert wrap.exit_code(error) == code
+def test_slurm_layout():
+    assert [variables.tasks_on_node("4(x2),3", node) for node in range(3)] == [4, 4, 3]
+    assert variables.tasks_on_node("2", 0) == 2
+    assert [variables.tasks_on_node(layout, 3) for layout in ("4(x2),3", "", "x")] == [None] * 3
+
+
+def test_exit_codes_are_plain_pythons():
+    errors = [SystemExit(), SystemExit(0), SystemExit(3), SystemExit(-1), SystemExit("no data")]
+    codes = [wrap.exit_code(error) for error in (*errors, KeyboardInterrupt(), RuntimeError())]
+    assert codes == [0, 0, 3, 255, 1, 130, 1]
 
 
 def test_wrap_and_launcher_load_neither_torch_nor_numpy_nor_mpi():
-    code = "import sys, torchmpi_py.launch.wrap, torchmpi_py.launch.__main__; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "numpy", "mpi4py", "mpi4py.MPI"} & set(loaded)
+    done = jobs.python("import sys, torchmpi_py.launch.wrap, torchmpi_py.launch.__main__; print(*sys.modules)")
+    assert "torchmpi_py.launch.wrap" in done.stdout
+    assert not {"torch", "numpy", "mpi4py", "mpi4py.MPI"} & set(done.stdout.split())

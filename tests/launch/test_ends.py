@@ -11,17 +11,11 @@ import threading
 import time
 
 import pytest
+from support import jobs
 
-from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import job as jobs, mpirun
+from torchmpi_py.launch import job as one_job, mpirun, wrap
 
-try:
-    VENDOR = mpirun.find("", os.environ)[0].name
-    MISSING = ""
-except LaunchError as error:
-    VENDOR, MISSING = "", str(error)
-
-pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+pytestmark = [pytest.mark.timeout(240), jobs.needs_mpi]
 
 # Rank 1 does what argv[1] says; the others wait for it, and would wait for ever.
 FAIL = """
@@ -71,40 +65,35 @@ raise RuntimeError("boom")
 """
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "torchmpi_py.launch", *map(str, arguments)]
-
-
-def launch(*arguments, **keywords):
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=200, check=False, **keywords)
-
-
 @pytest.mark.parametrize(
     "obstacle",
     [
-        "sys.stdout.close(); sys.stderr.close()",
-        "os.close(1); os.close(2)",
+        "sys.stdout.close(); sys.stderr.close(); os.close(1); os.close(2)",
         # The last is where it would write how it failed.
         "sys.stdout = sys.stderr = None; os.mkdir(os.environ['TORCHMPIRUN_JOB_DIR'] + '/part-1')",
     ],
 )
 def test_a_rank_that_can_tell_nobody_still_ends_the_job(program, no_leftovers, obstacle):
-    job = launch("-n", 2, program(FAIL), obstacle)
-    assert job.returncode == 1
+    assert jobs.torchmpirun("-n", 2, program(FAIL), obstacle).returncode == 1
 
 
 def test_a_rank_that_leaves_in_the_middle_is_no_success(program, no_leftovers):
-    job = launch("-n", 2, program(FAIL), "os._exit(0)")
+    job = jobs.torchmpirun("-n", 2, program(FAIL), "os._exit(0)")
     assert job.returncode == 1
     assert re.search(r"rank 1 \(process \d+\) ended in the middle of the program, with exit code 0\n$", job.stderr)
 
 
+def alone(*words):
+    """What one rank does, without a starter."""
+    return jobs.run(sys.executable, wrap.__file__, "--bind", "none", *words)
+
+
 @pytest.mark.parametrize(("how", "ours"), [("plain", 0), ("wrapped", 0), ("broken", 1)])
-def test_the_programs_own_excepthook_shows_the_error(program, no_leftovers, how, ours):
-    job = launch("-n", 1, program(HOOKED), how)
-    assert job.returncode == 1
-    assert job.stderr.count("hook: RuntimeError boom True\n") == 1
-    assert job.stderr.count("[rank 0] Traceback") == ours
+def test_the_programs_own_excepthook_shows_the_error(program, how, ours):
+    rank = alone(program(HOOKED), how)
+    assert rank.returncode == 1
+    assert rank.stderr.count("hook: RuntimeError boom True\n") == 1
+    assert rank.stderr.count("Traceback") == ours
 
 
 IN_A_GROUP = """
@@ -119,15 +108,12 @@ raise RuntimeError("boom")
 """
 
 
-@pytest.mark.parametrize("how", ["plain", "with its own"])
-def test_the_excepthook_of_torch_distributed_is_not_the_programs(program, no_leftovers, how):
-    pytest.importorskip("torch")
-    job = launch("-n", 1, program(IN_A_GROUP), how)
-    assert job.returncode == 1
-    assert "[rank0]" not in job.stderr
-    assert (job.stderr.count("[rank 0] Traceback"), job.stderr.count("hook: boom")) == (
-        (1, 0) if how == "plain" else (0, 1)
-    )
+@pytest.mark.parametrize(("how", "shown"), [("plain", (1, 0)), ("with its own", (0, 1))])
+def test_the_excepthook_of_torch_distributed_is_not_the_programs(program, how, shown):
+    rank = alone(program(IN_A_GROUP), how)
+    assert rank.returncode == 1
+    assert "[rank0]" not in rank.stderr
+    assert (rank.stderr.count("Traceback"), rank.stderr.count("hook: boom")) == shown
 
 
 # As torch.distributed's hook: it shows what the one before it wrote when that returns, which ours does not.
@@ -148,14 +134,14 @@ mpi.barrier()
 
 
 def test_a_hook_that_collects_the_error_does_not_swallow_it(program, no_leftovers):
-    job = launch("-n", 2, program(COLLECTING))
+    job = jobs.torchmpirun("-n", 2, program(COLLECTING))
     assert job.returncode == 1
     assert job.stderr.count("RuntimeError: heard") == 1
 
 
 def test_a_reader_that_goes_away_does_not_end_a_job_with_logs(program, tmp_path, no_leftovers):
-    arguments = command("-n", 2, "--log-dir", tmp_path / "l", program(SLOW), tmp_path / "go on")
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+    words = ["-n", 2, "--log-dir", tmp_path / "l", program(SLOW), tmp_path / "go on"]
+    with jobs.start(*jobs.TORCHMPIRUN, *words) as job:
         assert job.stdout.readline() == "up\n"
         job.stdout.close()
         (tmp_path / "go on").touch()
@@ -164,46 +150,38 @@ def test_a_reader_that_goes_away_does_not_end_a_job_with_logs(program, tmp_path,
     assert (tmp_path / "l" / "rank-0.log").read_text() == "up\n" + "more" * 1000 + "\n"
 
 
-def test_a_program_that_asks_the_terminal_does_not_wait_for_ever(program, no_leftovers):
+def test_a_program_that_asks_in_vain_does_not_wait_for_ever(program, no_leftovers):
     def as_a_shell_does():  # the terminal controls the session that torchmpirun is in
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     terminal, job_side = os.openpty()
-    try:
-        job = launch("-n", 1, program("input()"), stdin=job_side, start_new_session=True, preexec_fn=as_a_shell_does)
-    finally:
-        os.close(terminal)
-        os.close(job_side)
-    assert job.returncode == 1
-    assert "EOFError" in job.stderr
+    in_it = {"stdin": job_side, "start_new_session": True, "preexec_fn": as_a_shell_does}
+    for where in (in_it, {"stdin": subprocess.DEVNULL}):
+        job = jobs.torchmpirun("-n", 1, program("input()"), **where)
+        assert job.returncode == 1
+        assert "EOFError" in job.stderr
+    os.close(terminal)
+    os.close(job_side)
 
 
-def test_no_input_is_the_end_of_the_input(program, no_leftovers):
-    job = launch("-n", 1, program("input()"), stdin=subprocess.DEVNULL)
-    assert job.returncode == 1
-    assert "EOFError" in job.stderr
+STARTER = """
+import os, signal, sys, time
+def note(number, _):
+    open(sys.argv[1], "a").write(f"{number} ")
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, note)
+open(sys.argv[1], "a").close()
+while True:
+    time.sleep(0.1)
+"""
 
 
-def test_standard_input_that_is_no_terminal_reaches_rank_0(program, no_leftovers):
-    job = launch("-n", 1, program("print(input())"), input="a line\n")
-    assert (job.returncode, job.stdout) == (0, "a line\n")
-
-
-def test_a_starter_gets_the_signals_that_it_wants(program, tmp_path, no_leftovers, monkeypatch):
-    monkeypatch.setattr(jobs, "GRACE_SECONDS", 60.0)
-    seen = tmp_path / "seen"
-    starter = program(
-        "import os, signal, time\n"
-        f"note = lambda number, _: open({str(seen)!r}, 'a').write(f'{{number}} ')\n"
-        "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, note)\n"
-        f"open({str(seen)!r}, 'a').close()\n"
-        "while True: time.sleep(0.1)\n"
-    )
-    stop_signals = mpirun.vendor_named("srun").stop_signals
-    folder = tmp_path / "job"
+def test_a_starter_gets_the_signals_that_it_wants(tmp_path, no_leftovers, monkeypatch):
+    monkeypatch.setattr(one_job, "GRACE_SECONDS", 60.0)
+    seen, folder = tmp_path / "seen", tmp_path / "job"
     folder.mkdir()
-    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
-    job = jobs.Job([sys.executable, str(starter)], environment, folder, stop_signals=stop_signals)
+    command, environment = [sys.executable, "-c", STARTER, seen], os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
+    job = one_job.Job(command, environment, folder, stop_signals=mpirun.vendor_named("srun").stop_signals)
 
     def end_when_it_is_up():
         """And again when a signal has come, not as one that counts as the same: the next one is due then."""
@@ -221,6 +199,6 @@ def test_a_starter_gets_the_signals_that_it_wants(program, tmp_path, no_leftover
 def test_a_job_that_a_rank_of_another_host_may_have_ended(tmp_path, num_hosts):
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
     line = [sys.executable, "-c", WITH_ANOTHER_HOST]
-    job = jobs.Job(line, environment, tmp_path, num_ranks=2, num_hosts=num_hosts)
+    job = one_job.Job(line, environment, tmp_path, num_ranks=2, num_hosts=num_hosts)
     assert job.run() == 255
     assert ("which rank ended the job is not known" in job.reason) == (num_hosts == 2)

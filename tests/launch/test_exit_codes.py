@@ -1,23 +1,10 @@
 """The exit code of a job and its last line are those of the first rank that ended: one table, as in ends.md."""
 
-import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
-from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import mpirun
-
-try:
-    mpirun.find("", os.environ)
-    MISSING = ""
-except LaunchError as error:
-    MISSING = str(error)
-
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+from support import jobs
 
 # The last rank ends as argv[1] says, at the place that argv[2] says, while the others wait for it.
 PROGRAM = """
@@ -80,6 +67,8 @@ def last_line(how, rank):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@jobs.needs_mpi
 def test_the_first_end_decides(program, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHMPI_DUMP_DIR", str(tmp_path))
     path = program(PROGRAM)
@@ -87,10 +76,7 @@ def test_the_first_end_decides(program, monkeypatch, tmp_path):
     def trial(case):
         how, where, size = case
         deadline = {"TORCHMPI_DEADLINE": "3"} if how == "late" else {}
-        command = [sys.executable, "-m", "torchmpi_py.launch", "-n", str(size), "--bind", "none", str(path), how, where]
-        job = subprocess.run(
-            command, capture_output=True, text=True, timeout=200, check=False, env=os.environ | deadline
-        )
+        job = jobs.torchmpirun("-n", size, "--bind", "none", path, how, where, env=deadline)
         said = [line for line in job.stderr.splitlines() if line.startswith("torchmpirun: ")]
         wanted = f"torchmpirun: {last_line(how, size - 1)}"
         is_right = job.returncode == CODES[how] and len(said) == 1 and re.fullmatch(wanted, said[0])
