@@ -1,4 +1,4 @@
-"""What is cleared away after a job: its processes and shared memory, and no others; folders of jobs that were killed."""
+"""What is cleared away after a job: its processes and shared memory alone; folders of jobs that were killed."""
 
 import contextlib
 import os

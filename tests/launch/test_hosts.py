@@ -1,3 +1,5 @@
+"""Hosts of the command line, of a hostfile and of a batch system; what of them the MPIs are told."""
+
 import pytest
 
 from torchmpi_py.errors import LaunchError
@@ -13,26 +15,17 @@ def test_every_usual_form_in_one_file(tmp_path):
         "# a cluster\n\nalpha\nbeta slots=4 # fat\n  gamma:2\ndelta slots = 3 max_slots=8\n"
         "10.0.0.1:2\n[fe80::1]:2\nalpha\n"
     )
-    assert hosts.read_hostfile(path) == (
-        Host("alpha", 2),
-        Host("beta", 4),
-        Host("gamma", 2),
-        Host("delta", 3),
-        Host("10.0.0.1", 2),
-        Host("fe80::1", 2),
-    )
-
-
-def test_hosts_on_the_command_line():
+    expected = [("alpha", 2), ("beta", 4), ("gamma", 2), ("delta", 3), ("10.0.0.1", 2), ("fe80::1", 2)]
+    assert hosts.read_hostfile(path) == tuple(Host(*each) for each in expected)
     assert hosts.parse_hosts("a:2, b,a.b.c:3") == (Host("a", 2), Host("b", 1), Host("a.b.c", 3))
 
 
-@pytest.mark.parametrize("line", ["a b", "a:", "a:x", "a slots=", "a:0", "-a", "a slots=2 color=red", "a;rm"])
-def test_a_bad_line_is_named_with_its_place(tmp_path, line):
+def test_a_bad_line_is_named_with_its_place(tmp_path):
     path = tmp_path / "hosts"
-    path.write_text(f"good\n{line}\n")
-    with pytest.raises(LaunchError, match="hosts:2: '"):
-        hosts.read_hostfile(path)
+    for line in ("a b", "a:", "a:x", "a slots=", "a:0", "-a", "a slots=2 color=red", "a;rm"):
+        path.write_text(f"good\n{line}\n")
+        with pytest.raises(LaunchError, match="hosts:2: '"):
+            hosts.read_hostfile(path)
 
 
 def test_an_empty_and_a_missing_file(tmp_path):
@@ -43,16 +36,9 @@ def test_an_empty_and_a_missing_file(tmp_path):
         hosts.read_hostfile(tmp_path / "missing")
 
 
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ("{name} slots={slots}", "a slots=2\nb slots=1\n"),
-        ("{name}:{slots}", "a:2\nb:1\n"),
-        ("{name}", "a\na\nb\n"),
-    ],
-)
-def test_render(line, text):
-    assert hosts.render([Host("a", 2), Host("b")], line) == text
+def test_render():
+    texts = {"{name} slots={slots}": "a slots=2\nb slots=1\n", "{name}:{slots}": "a:2\nb:1\n", "{name}": "a\na\nb\n"}
+    assert {line: hosts.render([Host("a", 2), Host("b")], line) for line in texts} == texts
 
 
 def test_an_address_of_ipv6_is_read_again_and_has_no_place_before_a_colon():
@@ -70,9 +56,9 @@ def test_busiest_host():
     assert hosts.num_ranks_on_busiest((), 5) == 5
 
 
-@pytest.mark.parametrize(("visible", "num"), [("0,1,3", 3), ("", 0), ("-1", 0), ("0,-1,2", 1), ("GPU-1a,GPU-2b", 2)])
-def test_gpus_that_cuda_is_told_of(visible, num):
-    assert hosts.num_gpus({"CUDA_VISIBLE_DEVICES": visible}) == num
+def test_gpus_that_cuda_is_told_of():
+    numbers = {"0,1,3": 3, "": 0, "-1": 0, "0,-1,2": 1, "GPU-1a,GPU-2b": 2}
+    assert {visible: hosts.num_gpus({"CUDA_VISIBLE_DEVICES": visible}) for visible in numbers} == numbers
 
 
 def test_hosts_of_pbs_and_lsf(tmp_path):

@@ -2,52 +2,32 @@
 
 import os
 import re
-import subprocess
 import sys
 import time
 
 import pytest
-
-from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import mpirun
-
-try:
-    mpirun.find("", os.environ)
-    MISSING = ""
-except LaunchError as error:
-    MISSING = str(error)
-
-pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+import stand_in
+from support import jobs
 
 DEADLINE_SECONDS = 2
 LATER_SECONDS = 2  # of the launchers below
 AT_WORK = "; the job goes on"
 
-# Runs a job whose starter is a program that starts the ranks argv[2:]; argv[1]: options.
-STANDING_IN = """
-import os, sys
-from torchmpi_py.launch import job as jobs
-try:
-    from torchmpi_py.launch import last_wait
-except ImportError:
-    pass
-else:
-    last_wait.LATER_SECONDS = 1.0
-options = {"num_ranks": len(sys.argv) - 3, "timeout_seconds": 50, **eval(sys.argv[1])}
-STARTER = '''
+# In the launcher. Its starter starts the ranks argv[3:], each a program, and does what argv[2] says after them.
+OPTIONS = """
+last_wait.LATER_SECONDS = 1.0
+options = {{"num_ranks": len(sys.argv) - 5, "timeout_seconds": 50, **{options!r}}}
+options["num_ranks"] += options.pop("elsewhere", 0)
+"""
+STARTER = """
 import os, subprocess, sys, time
-ranks = [subprocess.Popen([sys.executable, "-c", *words]) for words in eval(sys.argv[1])]
+folder, then, program, *texts = sys.argv[1:]
+words = [[program, folder, str(rank), text] for rank, text in enumerate(texts)]
+ranks = [subprocess.Popen([sys.executable, "-c", *each]) for each in words]
 for rank in ranks:
     os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
-exec(sys.argv[2])
+exec(then)
 sys.exit(max(rank.wait() for rank in ranks))
-'''
-def make(folder, attempt, begin):
-    ranks = [[sys.argv[2], str(folder), str(rank), text] for rank, text in enumerate(sys.argv[4:])]
-    command = [sys.executable, "-c", STARTER, repr(ranks), sys.argv[3]]
-    return jobs.Job(command, os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}, folder, begin=begin, **options)
-options["num_ranks"] += options.pop("elsewhere", -1)
-sys.exit(jobs.run(make, 0))
 """
 RANK = """
 import atexit, ctypes, os, signal, sys, time
@@ -55,8 +35,7 @@ from torchmpi_py.launch import exit_marks
 folder, rank, text = sys.argv[1:]
 os.environ["PMIX_RANK"] = rank
 def stage(call, seconds=0.5, ends=True):
-    if hasattr(exit_marks, "Stage"):
-        exit_marks.record_stage(exit_marks.Stage(call, seconds, ends))
+    exit_marks.record_stage(exit_marks.Stage(call, seconds, ends))
 def wait_for_rank_1():
     while not os.path.exists(f"{folder}/through-1") or os.path.exists(f"{folder}/running-1"):
         time.sleep(0.01)
@@ -105,7 +84,7 @@ STOOD_IN = {
     "no deadline": (["stage('MPI_Finalize', 0.0); time.sleep(3)"] * 2, "", {}, 0, []),
     "a child's stage": (["if not os.fork(): stage('MPI_Finalize'); os._exit(0)\ntime.sleep(3)"], "", {}, 0, []),
     "another program": (["stage('mpi.stop()'); stage(''); os.execvp('sleep', ['sleep', '3'])"], "", {}, 0, []),
-    "ranks elsewhere": (["stage('MPI_Finalize'); time.sleep(8)"], "", {"elsewhere": 0}, 0, [AT_WORK]),
+    "ranks elsewhere": (["stage('MPI_Finalize'); time.sleep(8)"], "", {"elsewhere": 1}, 0, [AT_WORK]),
     "starter": ([ENDS] * 2, STAYS, {}, 0, ["starter .* is ended"]),
     "starter after a code": ([ENDS, f"{ENDS}; after_python('_exit', 3)"], STAYS, {}, 3, ["starter .* is ended"]),
     "starter after a failure": ([ENDS, FAILS], STAYS, {}, 4, ["rank 1 failed first, with exit code 4"]),
@@ -115,14 +94,9 @@ STOOD_IN = {
 # Real ranks. Rank 1 sleeps behind the last look of its watchdog, or works in a thread; then rank 0 stops the starter.
 LAUNCHER = """
 import sys
-from torchmpi_py.launch import __main__ as main, job
+from torchmpi_py.launch import __main__ as main, job, last_wait
 seconds = float(sys.argv.pop(1))
-try:
-    from torchmpi_py.launch import last_wait
-except ImportError:
-    pass
-else:
-    last_wait.LATER_SECONDS = seconds
+last_wait.LATER_SECONDS = seconds
 job.FAILURE_GRACE_SECONDS = 0.5
 sys.exit(main.main())
 """
@@ -160,21 +134,22 @@ OUTPUT = {"full pipe": "x" * 1000000, "works": "worked\n", "slow shutdown": "com
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
+@jobs.needs_mpi
 def test_the_last_wait_of_a_job(program, no_leftovers):
     """Every row at once, for each one only waits."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    expected, jobs = {}, {}
+    expected, started = {}, {}
     for name, (texts, then, options, code, said) in STOOD_IN.items():
-        command = [sys.executable, "-c", STANDING_IN, repr(options), RANK, then, *texts]
-        expected[name], jobs[name] = (code, said), subprocess.Popen(command, **pipes)
+        before = OPTIONS.format(options=options)
+        expected[name], started[name] = (code, said), stand_in.start(STARTER, then, RANK, *texts, before=before)
     for how, (code, said) in REAL.items():
-        words = ["-n", "2", "--timeout", "60", str(program(PROGRAM)), how, str(WORK_SECONDS)]
-        command = [sys.executable, "-c", LAUNCHER, str(LATER_SECONDS), *words]
+        words = [LATER_SECONDS, "-n", "2", "--timeout", "60", program(PROGRAM), how, WORK_SECONDS]
         environment = os.environ | {"TORCHMPI_DEADLINE": str(DEADLINE_SECONDS)}
-        expected[how], jobs[how] = (code, said), subprocess.Popen(command, env=environment, **pipes)
+        command = [sys.executable, "-c", LAUNCHER, *words]
+        expected[how], started[how] = (code, said), jobs.start(*command, env=environment)
     time.sleep(6)  # for the full pipe, which is read first
     wrong = {}
-    for name, job in jobs.items():
+    for name, job in started.items():
         output, errors = job.communicate(timeout=200)
         code, said = expected[name]
         is_right = job.returncode == code and bool(re.search(".*".join(said), errors, re.DOTALL))

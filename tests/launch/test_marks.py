@@ -7,8 +7,10 @@ import sys
 import threading
 
 import pytest
+import stand_in
+from support import jobs
 
-from torchmpi_py.launch import exit_marks, job
+from torchmpi_py.launch import exit_marks, job as one_job
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -27,9 +29,7 @@ EXEC_FAILS = "with contextlib.suppress(OSError): os.execvp('/no/such', ['x'])\no
 @pytest.mark.parametrize(
     ("text", "is_left"),
     [
-        ("sys.exit(0)", False),
         ("if os.fork() == 0: os._exit(7)\nos.wait()", False),
-        ("os._exit(0)", True),
         ("if os.fork() == 0: sys.exit(0)\nos.wait(); os._exit(0)", True),
         ("atexit.register(os._exit, 3)", True),
         ("atexit.register(os.kill, os.getpid(), 9)", True),
@@ -37,7 +37,10 @@ EXEC_FAILS = "with contextlib.suppress(OSError): os.execvp('/no/such', ['x'])\no
     ],
 )
 def test_the_mark(tmp_path, text, is_left):
-    subprocess.run([sys.executable, "-c", RANK, tmp_path, text], check=False, timeout=200)
+    """No function of Python is replaced for it."""
+    show = "print(*(f.__module__ for f in (os._exit, os.execv, os.execve)), flush=True)\n"
+    done = jobs.python(RANK, tmp_path, show + text)
+    assert done.stdout == "posix posix posix\n"
     assert exit_marks.is_left(tmp_path, "running-3") == is_left
     assert os.path.exists(tmp_path / "alive-3")
 
@@ -60,16 +63,8 @@ def test_the_pipe_is_the_first_to_break(tmp_path):
             os.close(descriptor)
 
 
-# Runs the rank argv[1] on the text argv[2] under a starter that reports success, as MPICH's may.
-LAUNCHER = """
-import os, sys
-from torchmpi_py.launch import job
-STARTER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
-def make(folder, attempt, begin):
-    command = [sys.executable, "-c", STARTER, sys.argv[1], str(folder), sys.argv[2]]
-    return job.Job(command, os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}, folder, num_ranks=1)
-sys.exit(job.run(make, 0))
-"""
+# Runs a rank, a program and a text, as a starter that reports success, as MPICH's may.
+STARTER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[2], sys.argv[1], sys.argv[3]])"
 AGAIN = (
     "if os.environ.setdefault('TIMES', '0') == '0': os.environ['TIMES'] = '1'; os.execv(sys.executable, sys.orig_argv)"
 )
@@ -78,19 +73,16 @@ AGAIN = (
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("sys.exit(0)", 0),
         ("atexit.register(os._exit, 0)", 0),
         (EXEC, 0),
         (f"import time; time.sleep(0.5); {EXEC}", 0),
         (AGAIN, 0),  # under the same command line
         (f"{AGAIN}\nos._exit(0)", 1),
-        ("os._exit(0)", 1),
         (EXEC_FAILS, 1),
     ],
 )
 def test_what_a_rank_has_left_in_the_middle_is_no_success(no_leftovers, text, code):
-    command = [sys.executable, "-c", LAUNCHER, RANK, text]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    job = stand_in.run(STARTER, RANK, text, before="options = {'num_ranks': 1}")
     assert job.returncode == code, job.stderr
     assert ("rank 3 (process " in job.stderr) == (code == 1)
 
@@ -106,7 +98,7 @@ while not os.path.exists(os.path.join(sys.argv[2], "running-3")): time.sleep(0.0
 def test_ranks_that_the_starter_leaves_are_no_success(tmp_path, no_leftovers):
     command = [sys.executable, "-c", DESERTS, RANK, str(tmp_path), "import time; time.sleep(200)"]
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
-    deserted = job.Job(command, environment, tmp_path, num_ranks=2, num_hosts=2, elastic=True)
+    deserted = one_job.Job(command, environment, tmp_path, num_ranks=2, num_hosts=2, elastic=True)
     assert deserted.run() == 1
     assert "rank 3 did not reach the end of the program" in deserted.reason
 
@@ -115,19 +107,13 @@ def test_in_an_elastic_job_a_mark_of_another_host_tells_nothing(tmp_path, no_lef
     """Where hosts share the folder: a rank there may have died, and the others have gone on without it."""
     (tmp_path / "running-2").write_text("77 another-host 0 0")
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
-    ended = job.Job(["true"], environment, tmp_path, num_ranks=3, num_hosts=2, elastic=True)
+    ended = one_job.Job(["true"], environment, tmp_path, num_ranks=3, num_hosts=2, elastic=True)
     assert (ended.run(), ended.reason) == (0, "")
-
-
-def test_no_function_of_python_is_replaced_by_the_mark(tmp_path):
-    text = "print(*(f.__module__ for f in (os._exit, os.execv, os.execve)))"
-    shown = subprocess.run([sys.executable, "-c", RANK, tmp_path, text], capture_output=True, text=True, timeout=200)
-    assert shown.stdout == "posix posix posix\n"
 
 
 def test_output_is_waited_for_until_it_is_read(monkeypatch):
     """However late the starter comes, within a limit; where it never comes an abort comes all the same."""
-    assert exit_marks._UNREAD_SECONDS + exit_marks._OUTPUT_SECONDS < job.FAILURE_GRACE_SECONDS - 1.5
+    assert exit_marks._UNREAD_SECONDS + exit_marks._OUTPUT_SECONDS < one_job.FAILURE_GRACE_SECONDS - 1.5
     monkeypatch.setattr(exit_marks, "_UNREAD_SECONDS", 60.0)
     monkeypatch.setattr(exit_marks, "_OUTPUT_SECONDS", 0.0)
     reading, writing = os.pipe()
