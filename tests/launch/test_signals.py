@@ -9,24 +9,24 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import stand_in
+from support import jobs
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as main, cleanup, exit_marks, job, mpirun, signals, wrap
-
-try:
-    MISSING = "" if mpirun.find("", os.environ) else "none"
-except LaunchError as error:
-    MISSING = str(error)
+from torchmpi_py.launch import __main__ as main, cleanup, exit_marks, job as one_job, signals, wrap
 
 pytestmark = pytest.mark.timeout(240)
-needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
-# Each rank says in a file of the folder argv[2] what it has saved; argv[1] is done when all ranks are up.
+# Each rank says in a file of the folder argv[2] what it has saved, and which shared memory it holds; argv[1] is done
+# when all ranks are up.
 PROGRAM = """
 import os, signal, sys, time
 from mpi4py import MPI
 world = MPI.COMM_WORLD
 rank, asked = world.rank, []
+window = MPI.Win.Allocate_shared(1 << 20, comm=world)
+with open("/proc/self/maps") as maps, open(f"{sys.argv[2]}/held-{rank}", "w") as held:
+    held.writelines(line for line in maps if " /dev/shm/" in line)
 def up():
     world.Barrier()
     if rank == 0:
@@ -112,15 +112,6 @@ while True:
 """
 
 
-def start(*arguments, **keywords):
-    def heed():  # tests that run in the background of a script would pass on that SIGINT is ignored
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-m", "torchmpi_py.launch", *map(str, arguments)]
-    return subprocess.Popen(command, preexec_fn=heed, **pipes, **keywords)
-
-
 def ended(job, *signums, before_next=lambda: None):
     """The exit code, and what was said, of a job that gets these signals when it is up."""
     with job:
@@ -133,57 +124,60 @@ def ended(job, *signums, before_next=lambda: None):
     return job.returncode, said
 
 
+@pytest.fixture
+def start(program, tmp_path, no_leftovers):
+    """Start ``PROGRAM`` on some ranks, with a time to end, and with what they do."""
+    path = program(PROGRAM)
+    return lambda size, grace, text: jobs.start(*jobs.TORCHMPIRUN, "-n", size, "--grace", grace, path, text, tmp_path)
+
+
 def saved(folder, what="saved"):
     return sorted(path.name for path in folder.glob(f"{what}-*"))
 
 
-@needs_mpi
-def test_each_rank_has_its_time_whatever_the_others_do(program, tmp_path, no_leftovers):
-    code, said = ended(start("-n", 3, "--grace", 80, program(PROGRAM), ONE_BY_ONE, tmp_path), signal.SIGTERM)
+@jobs.needs_mpi
+def test_each_rank_has_its_time_whatever_the_others_do(start, tmp_path):
+    code, said = ended(start(3, 80, ONE_BY_ONE), signal.SIGTERM)
     assert (code, saved(tmp_path)) == (143, ["saved-0", "saved-1", "saved-2"]), said
     passed_on = [line for line in said.splitlines() if "signal 15 was passed on; the ranks have" in line]
     assert said.splitlines() in (["the end"], ["the end", *passed_on], [*passed_on, "the end"])
 
 
-@needs_mpi
-def test_a_rank_in_finally_keeps_its_time_at_ctrl_c(program, tmp_path, no_leftovers):
-    code, said = ended(start("-n", 2, "--grace", 80, program(PROGRAM), FINALLY, tmp_path), signal.SIGINT)
+@jobs.needs_mpi
+def test_a_rank_in_finally_keeps_its_time_at_ctrl_c(start, tmp_path):
+    code, said = ended(start(2, 80, FINALLY), signal.SIGINT)
     assert (code, saved(tmp_path, "through")) == (130, ["through-0", "through-1"]), said
     assert "Traceback" not in said
 
 
-@needs_mpi
+@jobs.needs_mpi
 @pytest.mark.parametrize(
     ("text", "signum", "who"), [(RANK_0_ALONE, signal.SIGHUP, ["saved-0"]), (IN_C, signal.SIGINT, [])]
 )
-def test_ranks_that_do_not_heed_it_are_not_waited_for(program, tmp_path, no_leftovers, text, signum, who):
-    code, said = ended(start("-n", 3, "--grace", 1000, program(PROGRAM), text, tmp_path), signum)
+def test_ranks_that_do_not_heed_it_are_not_waited_for(start, tmp_path, text, signum, who):
+    code, said = ended(start(3, 1000, text), signum)
     assert (code, saved(tmp_path)) == (128 + signum, who), said
 
 
-@needs_mpi
-def test_ctrl_c_at_ranks_that_all_wait_in_mpi(program, tmp_path, no_leftovers):
-    code, said = ended(start("-n", 2, "--grace", 1000, program(PROGRAM), DEADLOCK, tmp_path), signal.SIGINT)
+@jobs.needs_mpi
+def test_ctrl_c_at_ranks_that_all_wait_in_mpi(start):
+    code, said = ended(start(2, 1000, DEADLOCK), signal.SIGINT)
     assert code == 130
     assert said.endswith("torchmpirun: no rank answers Ctrl-C (all of them wait in MPI?), so killed\n")
 
 
-@needs_mpi
+@jobs.needs_mpi
 @pytest.mark.parametrize("grace", [0.5, 1000])
-def test_the_grace_ends_and_a_second_signal_ends_it_at_once(program, tmp_path, no_leftovers, grace):
+def test_the_grace_ends_and_a_second_signal_ends_it_at_once(start, tmp_path, grace):
     def have_all_heard():
         while len(saved(tmp_path)) < 2:
             time.sleep(0.01)
-        time.sleep(2 * signals.SAME_SECONDS)
+        time.sleep(1.2 * signals.SAME_SECONDS)
 
-    job = start("-n", 2, "--grace", grace, program(PROGRAM), NEVER, tmp_path)
-    if grace < 1:
-        code, said = ended(job, signal.SIGTERM)
-        assert "torchmpirun: not ended 0.5 s after signal 15 (--grace), so killed: rank 0, 1\n" in said
-    else:
-        code, said = ended(job, signal.SIGTERM, signal.SIGTERM, before_next=have_all_heard)
-        assert "so killed" not in said
+    code, said = ended(start(2, grace, NEVER), *[signal.SIGTERM] * (1 + (grace > 1)), before_next=have_all_heard)
     assert code == 143
+    assert ("torchmpirun: not ended 0.5 s after signal 15 (--grace), so killed: rank 0, 1\n" in said) == (grace < 1)
+    assert ("so killed" in said) == (grace < 1)
 
 
 def kill(launcher, with_guardian):
@@ -196,59 +190,33 @@ def kill(launcher, with_guardian):
     launcher.communicate(timeout=200)  # all who write there have ended, or close it
 
 
-@needs_mpi
-@pytest.mark.parametrize("with_guardian", [False, True])
-def test_a_launcher_that_is_killed_leaves_nothing(program, tmp_path, no_leftovers, with_guardian):
+@jobs.needs_mpi
+def test_a_launcher_that_is_killed_leaves_nothing(start, program, tmp_path):
     """If its guardian is killed too, the next launcher clears up."""
-    text = "heed(); window = MPI.Win.Allocate_shared(1 << 20, comm=world); up(); time.sleep(100)"
-    note = "with open('/proc/self/maps') as maps, open(f'{sys.argv[2]}/held-{rank}', 'w') as held:\n"
-    note += "    held.writelines(line for line in maps if ' /dev/shm/' in line)\n"
-    text = text.replace("up();", f"\n{note}up();")
-    with start("-n", 2, program(PROGRAM), text, tmp_path) as job:
-        assert job.stdout.readline() == "up\n"
-        assert len(os.listdir(os.environ["TMPDIR"])) >= 1
+    with start(2, 0, "heed(); up(); time.sleep(100)") as alone, start(2, 0, "up(); time.sleep(100)") as with_guardian:
+        for launcher in (alone, with_guardian):
+            assert launcher.stdout.readline() == "up\n"
+        assert len(os.listdir(os.environ["TMPDIR"])) >= 2
         assert saved(tmp_path, "held") == ["held-0", "held-1"]
         time.sleep(6)  # the launcher looks every five seconds at the latest
-        kill(job, with_guardian)
-    if with_guardian:
-        assert len(os.listdir(os.environ["TMPDIR"])) >= 1
-        with start("-n", 1, program("print('next')")) as job:
-            assert job.communicate(timeout=200) == ("next\n", "")
-    wait_for_the_end()
+        kill(alone, False)
+        kill(with_guardian, True)
+    assert len(os.listdir(os.environ["TMPDIR"])) >= 1
+    job = jobs.torchmpirun("-n", 1, program("print('next')"))
+    assert (job.stdout, job.stderr) == ("next\n", "")
 
 
-def wait_for_the_end():
-    """Of all processes of the test."""
-    until = time.monotonic() + 100
-    mark = f"LAUNCH_TEST={os.environ['LAUNCH_TEST']}"
-    while set(cleanup.processes_with(mark)) - {os.getpid()} and time.monotonic() < until:
-        time.sleep(0.05)
-
-
-# Runs a starter that ends only when it is ended, and has a child that survives that.
-LAUNCHER = """
-import os, sys
-from torchmpi_py.launch import job
-STARTER = "import subprocess, sys, time; subprocess.Popen(['sleep', '200']); print('up', flush=True); time.sleep(200)"
-def make(folder, attempt, begin):
-    return job.Job([sys.executable, "-c", STARTER], os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}, folder)
-sys.exit(job.run(make, 3))
-"""
+# A starter that ends only when it is ended, and has a child that survives that.
+STAYS = "import subprocess, time; subprocess.Popen(['sleep', '200']); print('up', flush=True); time.sleep(200)"
 
 
 @pytest.mark.parametrize("who", ["launcher", "parent"])
 def test_a_job_ends_with_its_launcher_and_the_launcher_with_its_parent(no_leftovers, who):
-    def heed():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-    command = [sys.executable, "-c", *([parent] if who == "parent" else []), LAUNCHER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as job:
+    parent = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])"]
+    with jobs.start(*parent * (who == "parent"), *stand_in.command(STAYS, most=3)) as job:
         assert job.stdout.readline() == "up\n"
         job.kill()
         _, said = job.communicate(timeout=200)
-    wait_for_the_end()
     assert said == ("" if who == "launcher" else f"torchmpirun: {signals.PARENT_ENDED}\n")
 
 
@@ -272,23 +240,10 @@ with timeline_file.kept(options):
 )
 def test_folders_that_outlive_a_job_go_with_their_launcher(no_leftovers, text, signum):
     folder = os.environ["TMPDIR"]
-    command = [sys.executable, "-c", BEGIN + text, f"{folder}/page.html"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+    with jobs.start(sys.executable, "-c", BEGIN + text, f"{folder}/page.html") as launcher:
         assert launcher.stdout.readline() == "up\n"
         assert len(os.listdir(folder)) == 1
         launcher.send_signal(signum)
-    wait_for_the_end()
-
-
-def test_a_process_that_has_just_become_another_program_is_the_jobs(tmp_path):
-    remains = cleanup.Remains(tmp_path)
-    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
-    for _ in range(50):  # of which two in three have no environment yet that others see
-        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(200)"], env=environment) as process:
-            try:
-                assert cleanup.lives_with(process.pid, remains.variable)
-            finally:
-                process.kill()
 
 
 # A rank without an MPI, that does not end by SIGTERM.
@@ -303,21 +258,14 @@ with exit_marks.running(os.environ["TORCHMPIRUN_JOB_DIR"], int(sys.argv[1])):
 """
 
 LATE = """
-import os, sys
-from torchmpi_py.launch import job
-job.GRACE_SECONDS = 0.1
-job.Job.is_late = property(lambda self: bool(self.signals.ending))
-def make(folder, attempt, begin):
-    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
-    command = [sys.executable, "-c", sys.argv[1], "0"]
-    return job.Job(command, environment, folder, num_ranks=1, timeout_seconds=7, grace_seconds=1000)
-sys.exit(job.run(make, 3))
+jobs.GRACE_SECONDS = 0.1
+jobs.Job.is_late = property(lambda self: bool(self.signals.ending))
+options = dict(num_ranks=1, timeout_seconds=7, grace_seconds=1000)
 """
 
 
 def test_the_time_limit_ends_the_grace(no_leftovers):
-    command = [sys.executable, "-c", LATE, RANK]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+    with stand_in.start(f"import sys; sys.argv[1] = '0'\n{RANK}", most=3, before=LATE) as job:
         assert job.stdout.readline() == "up\n"
         job.send_signal(signal.SIGTERM)
         _, said = job.communicate(timeout=200)
@@ -386,53 +334,6 @@ def test_a_rank_that_sets_its_title_is_the_jobs(tmp_path, monkeypatch):
         assert process.wait(100) == -signal.SIGKILL
         assert (tmp_path / "running-0").exists()
         assert remains.processes() == []
-
-
-HOLD = """
-import time
-from multiprocessing import shared_memory
-print(shared_memory.SharedMemory(create=True, size=100).name, flush=True)
-time.sleep(200)
-"""
-
-
-def test_shared_memory_that_python_tracks_is_gone_with_a_killed_rank(tmp_path, monkeypatch):
-    for name in ("_TRACKER_SECONDS", "KILL_SECONDS"):  # the tracker may stand still
-        monkeypatch.setattr(cleanup, name, 60.0)
-    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", HOLD]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        name = process.stdout.readline().strip()
-        assert os.path.exists(f"/dev/shm/{name}")
-        remains = cleanup.Remains(tmp_path)
-        remains.kill(process.poll)
-        assert remains.processes() == []
-        assert not os.path.exists(f"/dev/shm/{name}")
-
-
-OPEN = """
-import sys, tempfile, time
-file = tempfile.mkstemp(prefix="torchmpi_py_", dir="/dev/shm")
-print(file[1], flush=True)
-time.sleep(200)
-"""
-
-
-def test_a_file_of_the_packages_own_goes_with_a_job_whatever_its_folder_is_called(tmp_path):
-    folder = tmp_path / os.fsdecode(b"\xff")  # no UTF-8
-    folder.mkdir()
-    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
-    with subprocess.Popen([sys.executable, "-c", OPEN], env=environment, stdout=subprocess.PIPE, text=True) as process:
-        name = process.stdout.readline().strip()
-        try:
-            assert os.path.exists(name)
-            cleanup.Remains(folder).clear(process.poll)
-            assert process.wait(100) == -signal.SIGKILL
-            assert not os.path.exists(name)
-        finally:
-            process.kill()
-            if os.path.exists(name):
-                os.unlink(name)
 
 
 def test_who_waits_for_a_rank_that_has_left(tmp_path, monkeypatch):
@@ -516,27 +417,34 @@ def test_a_rank_that_fails_before_mpi_aborts_where_its_mark_is_missing(tmp_path,
 def test_a_programs_own_handler_is_known(tmp_path, text, is_own):
     begin = "import os, signal, sys; from torchmpi_py.launch import wrap\n"
     begin += "signal.signal(signal.SIGINT, signal.default_int_handler); wrap.record_interrupts(sys.argv[1], 0)\n"
-    subprocess.run([sys.executable, "-c", begin + text, tmp_path], check=True, timeout=200)
+    assert jobs.python(begin + text, tmp_path).returncode == 0
     assert exit_marks.is_left(tmp_path, "own-0") == is_own
 
 
+@pytest.fixture
+def default_signals():
+    """SIGHUP and SIGINT have no handler and are not ignored, and this process does not lead its session."""
+    former = {signum: signal.signal(signum, signal.SIG_DFL) for signum in (signal.SIGHUP, signal.SIGINT)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getsid", lambda _: 1)
+        yield patch
+    for signum, handler in former.items():
+        signal.signal(signum, handler)
+
+
 @pytest.mark.parametrize("survives", ["", "nohup", "background", "setsid"])
-def test_who_survives_the_parent(monkeypatch, survives):
-    former = {signum: signal.getsignal(signum) for signum in (signal.SIGHUP, signal.SIGINT)}
-    monkeypatch.setattr(os, "getsid", lambda _: os.getpid() if survives == "setsid" else 1)
-    try:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if survives == "nohup" else signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN if survives == "background" else signal.default_int_handler)
-        with signals.Signals() as heard:
-            heard.look_at_parent()
-            assert heard.ending == []
-            monkeypatch.setattr(os, "getppid", lambda: 1 << 22)
-            heard.look_at_parent()
-            heard.look_at_parent()
-            assert heard.ending == ([] if survives else [signal.SIGHUP])
-    finally:
-        for signum, handler in former.items():
-            signal.signal(signum, handler)
+def test_who_survives_the_parent(default_signals, survives):
+    if survives == "setsid":
+        default_signals.setattr(os, "getsid", lambda _: os.getpid())
+    elif survives:
+        signal.signal(signal.SIGHUP if survives == "nohup" else signal.SIGINT, signal.SIG_IGN)
+    with signals.Signals() as heard:
+        heard.look_at_parent()
+        assert heard.ending == []
+        default_signals.setattr(os, "getppid", lambda: 1 << 22)
+        heard.look_at_parent()
+        heard.look_at_parent()
+        assert heard.ending == ([] if survives else [signal.SIGHUP])
 
 
 @pytest.mark.parametrize(
@@ -558,35 +466,28 @@ def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch, came, ending):
     assert heard.ending == ending
 
 
-def test_the_parents_death_ends_the_wait_for_a_reader(monkeypatch):
+def test_the_parents_death_ends_the_wait_for_a_reader(monkeypatch, default_signals):
     class Paused:
         log = "rank-0.log"
         wait = staticmethod(lambda seconds, is_over=None: is_over is None or all(is_over() for _ in range(2)))
         catch_up = staticmethod(lambda: monkeypatch.setattr(os, "getppid", lambda: 1 << 22))
 
-    done = SimpleNamespace(run=lambda: 0, has_run=True, was_ended=False, is_late=False)
-    former = {signum: signal.signal(signum, signal.SIG_DFL) for signum in (signal.SIGHUP, signal.SIGINT)}
-    monkeypatch.setattr(os, "getsid", lambda _: 1)
-    heard = []
+    done, heard = SimpleNamespace(run=lambda: 0, has_run=True, was_ended=False, is_late=False), []
     monkeypatch.setattr(signals, "say", heard.append)
-    try:
-        assert job.run(lambda *_: done, 0, Paused()) == 0
-    finally:
-        for signum, handler in former.items():
-            signal.signal(signum, handler)
+    assert one_job.run(lambda *_: done, 0, Paused()) == 0
     assert heard == [signals.PARENT_ENDED]
 
 
-def test_marks_that_cannot_be_written(tmp_path):
-    for name in ("ending", "heard-1", "ended-1"):
-        (tmp_path / f"part-{name}").mkdir()
-    for name in ("ending", "heard-1", "ended-1"):
-        assert not exit_marks.leave(tmp_path, name, "143")
-        assert not exit_marks.is_left(tmp_path, name)
+def test_an_end_that_the_ranks_wanted_is_no_failure(tmp_path):
+    (tmp_path / "part-ended-1").mkdir()  # as where the mark cannot be written
+    for folder in (tmp_path, "", tmp_path / "none"):
+        assert not exit_marks.leave(folder, "ended-1", "143")
     assert exit_marks.code_of_end(tmp_path) == 0
+    assert exit_marks.leave(tmp_path, "ended-2", "143")
+    assert exit_marks.code_of_end(tmp_path) == 143
 
 
-def test_a_log_that_cannot_be_replaced(tmp_path):
+def test_a_log_of_an_earlier_job_is_replaced(tmp_path):
     (tmp_path / "rank-0.log").write_text("of an earlier job")
     main.check_folder("--log-dir", tmp_path, replaced="rank-0.log")
     assert not os.listdir(tmp_path)
@@ -595,17 +496,9 @@ def test_a_log_that_cannot_be_replaced(tmp_path):
         main.check_folder("--log-dir", tmp_path, replaced="rank-0.log")
 
 
-def test_an_end_that_the_ranks_wanted_is_no_failure(tmp_path):
-    assert exit_marks.code_of_end(tmp_path) == 0
-    assert exit_marks.leave(tmp_path, "ended-1", "143")
-    assert not exit_marks.leave("", "ended-1", "143")
-    assert not exit_marks.leave(tmp_path / "none", "ended-1", "143")
-    assert exit_marks.code_of_end(tmp_path) == 143
-
-
-@pytest.mark.parametrize("text", ["-1", "nan", "long"])
-def test_a_grace_that_is_no_time(text, capsys):
-    with pytest.raises(SystemExit):
-        main.parse(["--grace", text, "x.py"])
-    assert "--grace" in capsys.readouterr().err
+def test_a_grace_is_a_time(capsys):
+    for text in ("-1", "nan", "long"):
+        with pytest.raises(SystemExit):
+            main.parse(["--grace", text, "x.py"])
+        assert "--grace" in capsys.readouterr().err
     assert main.parse(["--grace", "0", "x.py"]).grace == 0
