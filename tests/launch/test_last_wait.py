@@ -13,7 +13,7 @@ DEADLINE_SECONDS = 2
 LATER_SECONDS = 2  # of the launchers below
 AT_WORK = "; the job goes on"
 
-# In the launcher. Its starter starts ranks, which run the program argv[3] on one of argv[4:] each, and then does what argv[2] says.
+# In the launcher. Its starter has ranks run the program argv[3] on one of argv[4:] each, and then does argv[2].
 OPTIONS = """
 last_wait.LATER_SECONDS = 1.0
 options = {{"num_ranks": len(sys.argv) - 6, "timeout_seconds": 50, **{options!r}}}
