@@ -2,21 +2,22 @@
 
 import pytest
 import torch
+from runs import loss_of, train
+from support import networks
 
 from torchmpi_py.engine import SGDEngine
 
 
 def linear(seed=0):
-    torch.manual_seed(seed)
-    return torch.nn.Linear(3, 2)
+    return networks.perceptron(3, 2, seed=seed)[0]
 
 
 def pairs(num_batches=2):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(4, 3, generator=generator), torch.randint(2, (4,), generator=generator))
-        for _ in range(num_batches)
-    ]
+    return [(networks.batch(4, 3, step=step), torch.tensor([0, 1, 1, 0])) for step in range(num_batches)]
+
+
+def trained(network, iterator, criterion=loss_of, **options):
+    return train(network, iterator, engine=SGDEngine(), criterion=criterion, **options)
 
 
 class TwoHeads(torch.nn.Module):
@@ -40,76 +41,59 @@ class Mixed(torch.nn.Module):
 
     def forward(self, output, target):
         left, right = output["scores"]
-        return torch.nn.functional.cross_entropy(self.mix * left + (1 - self.mix) * right, target)
+        return loss_of(self.mix * left + (1 - self.mix) * right, target)
 
 
 def test_the_criterion_goes_back_before_the_network_does():
-    network, criterion = TwoHeads(), Mixed()
-    engine = SGDEngine()
-    between = []
+    network, criterion, between = TwoHeads(), Mixed(), []
 
     def check(state):
         between.append((network.left.weight.grad, criterion.mix.grad, state.output["scores"][0].grad.clone()))
 
-    engine.hooks.on_backward_criterion = check
     (sample,) = pairs(1)
-    engine.train(network=network, criterion=criterion, iterator=[sample], lr=0)
+    trained(network, [sample], criterion, lr=0, on_backward_criterion=check)
     ((left, mix, score),) = between
     both = torch.nn.ModuleList([network, criterion])
-    found = {name: parameter.grad.clone() for name, parameter in both.named_parameters()}
+    found = networks.flat_gradients(both).clone()
     both.zero_grad()
     output = network(sample[0])
     output["scores"][0].retain_grad()
     criterion(output, sample[1]).backward()
-    assert left is None
-    assert mix is None
+    assert left is mix is None
     assert torch.equal(score, output["scores"][0].grad)
-    for name, parameter in both.named_parameters():
-        assert torch.allclose(parameter.grad, found[name], rtol=1e-6, atol=0), name
-
-
-def test_the_criterion_is_trained_too():
-    criterion = Mixed()
-    SGDEngine().train(network=TwoHeads(), criterion=criterion, iterator=pairs(), lr=0.5)
+    torch.testing.assert_close(found, networks.flat_gradients(both), rtol=1e-6, atol=0)
+    trained(network, pairs(), criterion, lr=0.5)
     assert criterion.mix.item() != pytest.approx(0.3)
 
 
 def test_a_penalty_on_parameters_in_the_loss_counts():
-    network = linear()
+    network, times = linear(), []
     (sample,) = pairs(1)
 
     def criterion(output, target):
-        return torch.nn.functional.cross_entropy(output, target) + network.weight.square().sum()
+        return loss_of(output, target) + network.weight.square().sum()
 
-    times = []
     hook = network.weight.register_post_accumulate_grad_hook(times.append)
-    SGDEngine().train(network=network, criterion=criterion, iterator=[sample], lr=0)
+    trained(network, [sample], criterion, lr=0)
     hook.remove()
     assert len(times) == 1  # complete at once: what is sent away by such a hook is the whole gradient
     grad = network.weight.grad.clone()
     network.zero_grad()
     criterion(network(sample[0]), sample[1]).backward()
-    assert torch.allclose(grad, network.weight.grad)
+    torch.testing.assert_close(grad, network.weight.grad)
 
 
 def test_parameters_that_only_the_optimizer_knows_are_trained():
     network, extra = linear(), torch.nn.Parameter(torch.ones(()))
-    SGDEngine().train(
-        network=network,
-        criterion=lambda output, target: torch.nn.functional.cross_entropy(output * extra, target),
-        iterator=pairs(),
-        optimizer=torch.optim.SGD([*network.parameters(), extra], lr=0.1),
-    )
+    optimizer = torch.optim.SGD([*network.parameters(), extra], lr=0.1)
+    trained(network, pairs(), lambda output, target: loss_of(output * extra, target), optimizer=optimizer)
     assert extra.item() != 1
     assert extra.grad is not None
 
 
 def test_a_network_that_is_all_frozen_runs_through():
-    network = linear().requires_grad_(False)
-    engine = SGDEngine()
-    losses = []
-    engine.hooks.on_update = lambda state: losses.append(state.loss.item())
-    engine.train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), lr=0)
+    network, losses = linear().requires_grad_(False), []
+    trained(network, pairs(), lr=0, on_update=lambda state: losses.append(state.loss.item()))
     assert len(losses) == 2
     assert network.weight.grad is None
 
@@ -119,12 +103,11 @@ class Weighted(list):
 
 
 def test_the_weight_scales_gradients_and_not_the_loss():
-    network = linear()
-    (sample,) = pairs(1)
-    state = SGDEngine().train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=Weighted([sample]), lr=0)
+    network, (sample,) = linear(), pairs(1)
+    state = trained(network, Weighted([sample]), lr=0)
     grad = network.weight.grad.clone()
     network.zero_grad()
-    loss = torch.nn.functional.cross_entropy(network(sample[0]), sample[1])
+    loss = loss_of(network(sample[0]), sample[1])
     loss.backward()
     assert torch.equal(state.loss, loss)
     assert state.num_samples == 0
@@ -149,16 +132,15 @@ def test_only_what_is_trained_gets_a_gradient():
     (sample,) = pairs(1)
 
     def criterion(output, target):
-        loss = torch.nn.functional.cross_entropy(Remembering.apply(output), target)
-        return loss + (others(sample[0]).square().sum() * network.bias.sum()).tanh()
+        beside = (others(sample[0]).square().sum() * network.bias.sum()).tanh()
+        return loss_of(Remembering.apply(output), target) + beside
 
-    SGDEngine().train(network=network, criterion=criterion, iterator=[sample], lr=0)
-    found = [parameter.grad.clone() for parameter in network.parameters()]
+    trained(network, [sample], criterion, lr=0)
+    found = networks.flat_gradients(network).clone()
     assert [parameter.grad for parameter in others.parameters()] == [None, None]
     network.zero_grad()
     criterion(network(sample[0]), sample[1]).backward()
-    for parameter, grad in zip(network.parameters(), found, strict=True):
-        assert torch.allclose(parameter.grad, grad)
+    torch.testing.assert_close(found, networks.flat_gradients(network))
 
 
 LOSSES = {
@@ -170,21 +152,18 @@ LOSSES = {
 
 @pytest.mark.parametrize("message", LOSSES)
 def test_what_is_no_loss_is_an_error(message):
-    train = SGDEngine().train
     with pytest.raises((RuntimeError, TypeError), match=message):
-        train(network=linear(), criterion=lambda output, _: LOSSES[message](output), iterator=pairs(), lr=0.1)
+        trained(linear(), pairs(), lambda output, _: LOSSES[message](output))
 
 
 def test_what_only_a_hook_gave_a_gradient_is_forgotten_too():
-    network = torch.nn.ModuleDict({"trained": linear(), "beside": linear(2)})
-    engine, kept = SGDEngine(), []
+    network, kept = torch.nn.ModuleDict({"trained": linear(), "beside": linear(2)}), []
 
     def check(state):
         kept.append(network["beside"].weight.grad)
         network["beside"].weight.grad = torch.ones_like(network["beside"].weight)
 
-    engine.hooks.on_backward_criterion = check
     network.forward = network["trained"].forward
     optimizer = torch.optim.SGD(network["trained"].parameters(), lr=0.1)
-    engine.train(network=network, criterion=torch.nn.CrossEntropyLoss(), iterator=pairs(), optimizer=optimizer)
+    trained(network, pairs(), optimizer=optimizer, on_backward_criterion=check)
     assert kept == [None, None]

@@ -4,69 +4,44 @@ import re
 
 import pytest
 import torch
-from checkpoint_folder import listed
+from runs import listed, train
 
 from torchmpi_py.engine import AllReduceSGDEngine, Average, SGDEngine, show_progress
 from torchmpi_py.runtime import chief, process
 
 
-def train(engine=None, **options):
-    engine = engine or SGDEngine()
-    network = torch.nn.Linear(2, 1)
+def trained(engine=None, **options):
     samples = [(torch.full((n, 2), float(n)), torch.zeros(n, 1)) for n in (1, 3)]
-    given = {"iterator": samples, "lr": 0.01, "maxepoch": 2} | options
-    engine.train(network=network, criterion=torch.nn.functional.mse_loss, **given)
+    train(torch.nn.Linear(2, 1), samples, engine=engine or SGDEngine(), lr=0.01, maxepoch=2, **options)
 
 
-def losses(output):
-    """Of the lines, which are nothing else."""
+def losses(capsys):
+    """Return the loss of each epoch from the lines, which are all that was printed."""
     pattern = r"epoch (\d)/2: loss (\d+\.\d{4}), 2 steps, \d+\.\d s"
-    return {
-        int(epoch): float(loss)
-        for epoch, loss in (re.fullmatch(pattern, line).groups() for line in output.splitlines())
-    }
+    matches = [re.fullmatch(pattern, line) for line in capsys.readouterr().out.splitlines()]
+    return {int(match[1]): float(match[2]) for match in matches}
 
 
-def test_a_line_has_the_mean_over_the_samples_of_the_epoch(capsys):
-    engine, loss = SGDEngine(), [Average(), Average()]
-    engine.hooks.on_forward_criterion = lambda state: loss[state.epoch].add(state.loss, state.num_samples)
-    train(engine)
-    means = {epoch: pytest.approx(each.value, abs=6e-5) for epoch, each in enumerate(loss, 1)}
-    assert losses(capsys.readouterr().out) == means
+def test_a_line_has_the_mean_over_the_samples_of_the_epoch(capsys, tmp_path):
+    """Also where checkpoints are saved."""
+    loss = [Average(), Average()]
+    hooks = {"on_forward_criterion": lambda state: loss[state.epoch].add(state.loss, state.num_samples)}
+    trained(checkpoint=tmp_path, **hooks)
+    assert losses(capsys) == {epoch: pytest.approx(each.value, abs=6e-5) for epoch, each in enumerate(loss, 1)}
+    assert len(listed(tmp_path)) == 2
 
 
-def test_it_can_be_left_out(capsys):
-    train(epoch_lines=False)
-    assert capsys.readouterr().out == ""
-
-
-def test_a_hook_takes_its_place(capsys):
-    engine = SGDEngine()
+def test_what_takes_its_place(capsys):
     epochs = []
-    engine.hooks.on_end_epoch = lambda state: epochs.append(state.epoch)
-    train(engine)
-    assert (epochs, capsys.readouterr().out) == ([1, 2], "")
-
-
-def test_a_bar_takes_its_place(capsys):
-    pytest.importorskip("tqdm")
+    trained(epoch_lines=False)
+    trained(on_end_epoch=lambda state: epochs.append(state.epoch))
+    trained(on_end_epoch=lambda state: None, evaluator=lambda network, epoch: None)
     engine = SGDEngine()
     show_progress(engine)
-    train(engine)
-    assert capsys.readouterr().out == ""
-
-
-def test_an_evaluator_does_not_take_its_place(capsys):
-    evaluated = []
-    train(evaluator=lambda network, epoch: evaluated.append(epoch))
-    assert (evaluated, sorted(losses(capsys.readouterr().out))) == ([1, 2], [1, 2])
-
-
-def test_a_hook_takes_its_place_beside_an_evaluator(capsys):
-    engine = SGDEngine()
-    engine.hooks.on_end_epoch = lambda state: None
-    train(engine, evaluator=lambda network, epoch: None)
-    assert capsys.readouterr().out == ""
+    trained(engine)
+    assert (epochs, capsys.readouterr().out) == ([1, 2], "")
+    trained(evaluator=lambda network, epoch: epochs.append(epoch))  # an evaluator alone does not
+    assert (epochs, sorted(losses(capsys))) == ([1, 2, 1, 2], [1, 2])
 
 
 def test_the_rank_that_is_chief_when_the_epoch_ends_writes_it(capsys, monkeypatch):
@@ -74,18 +49,12 @@ def test_the_rank_that_is_chief_when_the_epoch_ends_writes_it(capsys, monkeypatc
     monkeypatch.setattr(process, "is_started", lambda: True)
     ranks = iter([False, True])
     monkeypatch.setattr(chief, "is_chief", lambda: next(ranks))
-    train()
-    assert list(losses(capsys.readouterr().out)) == [2]
-
-
-def test_checkpoints_are_saved_beside_it(capsys, tmp_path):
-    train(checkpoint=tmp_path)
-    assert sorted(losses(capsys.readouterr().out)) == [1, 2]
-    assert len(listed(tmp_path)) == 2
+    trained()
+    assert list(losses(capsys)) == [2]
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("options", [{}, {"evaluator": lambda network, epoch: None}], ids=["alone", "evaluator"])
 def test_rank_0_alone_writes_it(mpi, capsys, options):
-    train(AllReduceSGDEngine() if options else None, **options)
-    assert sorted(losses(capsys.readouterr().out)) == ([1, 2] if mpi.rank() == 0 else [])
+    trained(AllReduceSGDEngine() if options else None, **options)
+    assert sorted(losses(capsys)) == ([1, 2] if mpi.rank() == 0 else [])

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from runs import classes, loss_of, train
 
 from torchmpi_py.engine import Accuracy, Average, DatasetIterator, SGDEngine, show_progress
 
@@ -29,12 +30,9 @@ def test_accuracy_counts_the_first_samples():
     assert accuracy.value == pytest.approx(3 / 4)
     accuracy.add(scores, torch.tensor([0, 1, 1]), 0)
     assert accuracy.value == pytest.approx(3 / 4)
-
-
-def test_accuracy_of_dense_predictions():
-    accuracy = Accuracy()
-    accuracy.add(torch.eye(3).expand(2, 3, 3), torch.tensor([[0, 1, 2], [0, 0, 0]]))
-    assert accuracy.value == pytest.approx(4 / 6)
+    dense = Accuracy()
+    dense.add(torch.eye(3).expand(2, 3, 3), torch.tensor([[0, 1, 2], [0, 0, 0]]))
+    assert dense.value == pytest.approx(4 / 6)
 
 
 @pytest.mark.parametrize("target", [torch.zeros(2), torch.zeros(3, 2), torch.zeros(3, 1)])
@@ -43,14 +41,7 @@ def test_accuracy_refuses_shapes_that_do_not_fit(target):
         Accuracy().add(torch.zeros(3, 2), target)
 
 
-def dataset():
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(21, 4, generator=generator)
-    return torch.utils.data.TensorDataset(inputs, (inputs[:, 0] > 0).long())
-
-
 @pytest.mark.mpi
-@pytest.mark.timeout(30)
 def test_reduced_is_exact_with_uneven_ranks(mpi):
     average = Average()
     for i in range(mpi.rank()):  # rank 0 has none
@@ -61,39 +52,29 @@ def test_reduced_is_exact_with_uneven_ranks(mpi):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(30)
 def test_progress_shows_on_rank_0_and_keeps_hooks(mpi, capsys):
-    network = torch.nn.Linear(4, 2)
-    engine = SGDEngine()
-    losses = []
+    engine, losses, iterator = SGDEngine(), [], DatasetIterator(classes(21), 4)
     engine.hooks.on_forward_criterion = lambda state: losses.append(state.loss.item())
     show_progress(engine)
-    run = {"network": network, "criterion": torch.nn.CrossEntropyLoss(), "iterator": DatasetIterator(dataset(), 4)}
-    engine.hooks.on_end_epoch = chained(engine.hooks.on_end_epoch, lambda state: engine.test(**run))
-    engine.train(**run, lr=0.1, maxepoch=2)
+    on_end_epoch = engine.hooks.on_end_epoch
+
+    def test_too(state):
+        on_end_epoch(state)
+        engine.test(network=state.network, criterion=loss_of, iterator=iterator)
+
+    train(torch.nn.Linear(6, 3), iterator, engine=engine, maxepoch=2, on_end_epoch=test_too)
     shown = capsys.readouterr().err
-    assert len(losses) == 4 * len(run["iterator"])
+    assert len(losses) == 4 * len(iterator)
     assert ("epoch 2/2" in shown) == ("accuracy" in shown) == ("test" in shown) == (mpi.rank() == 0)
 
 
-def chained(first, second):
-    return lambda state: (first(state), second(state))
-
-
-def test_a_bar_without_accuracy(capsys):
+def test_a_bar_without_accuracy(capsys, monkeypatch):
     engine = SGDEngine()
     show_progress(engine)
-    engine.train(
-        network=torch.nn.Linear(1, 1),
-        criterion=torch.nn.MSELoss(),
-        iterator=[(torch.ones(2, 1), torch.ones(2, 1))],
-        lr=0,
-    )
+    train(torch.nn.Linear(1, 1), [(torch.ones(2, 1), torch.ones(2, 1))], engine=engine, lr=0)
     shown = capsys.readouterr().err
+    assert "epoch 1/1" in shown
     assert "accuracy" not in shown
-
-
-def test_without_tqdm_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(ImportError, match="pip install tqdm"):
         show_progress(SGDEngine())
