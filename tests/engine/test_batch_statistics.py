@@ -4,35 +4,37 @@ import copy
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from runs import classes, loss_of, train
+from support import networks
 
 from torchmpi_py import errors
 from torchmpi_py.core import config
 from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine
 from torchmpi_py.nn import SyncBatchNorm
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
-cross_entropy = torch.nn.CrossEntropyLoss()
-
-
-def data(total):
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(total, 4, generator=generator, dtype=torch.float64)
-    return TensorDataset(x * torch.linspace(1, 3, total).unsqueeze(1), torch.randint(3, (total,), generator=generator))
+pytestmark = pytest.mark.mpi
 
 
 def network(norm=torch.nn.BatchNorm1d):
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(4, 8), norm(8), torch.nn.Tanh(), torch.nn.Linear(8, 8), norm(8), torch.nn.Linear(8, 3)]
-    return torch.nn.Sequential(*layers).double()
+    return networks.perceptron(6, 8, 3, norm=norm, dtype=torch.float64)
 
 
-def train(mpi, engine, net, *, total=None, maxepoch=2, **place):
-    """On full batches of 4 for each rank."""
-    batch_size = 4 * mpi.size() // place.get("size", mpi.size())
-    iterator = DatasetIterator(data(total or 12 * mpi.size()), batch_size, **place)
-    engine.train(network=net, criterion=cross_entropy, iterator=iterator, lr=0.2, maxepoch=maxepoch)
+def data(total):
+    samples = classes(total, dtype=torch.float64)
+    samples.tensors[0].mul_(torch.linspace(1, 3, total).unsqueeze(1))  # other statistics in each batch
+    return samples
+
+
+def trained(mpi, engine, net, *, total=None, place=None, **hooks):
+    """Return the network after two epochs of batches of 4 on each rank, or of as many on one."""
+    batch_size = 4 * mpi.size() // (place or {"size": mpi.size()})["size"]
+    iterator = DatasetIterator(data(total or 12 * mpi.size()), batch_size, **place or {})
+    train(net, iterator, engine=engine, lr=0.2, maxepoch=2, **hooks)
     return net
+
+
+def trained_alone(mpi, net, total):
+    return trained(mpi, SGDEngine(), net, total=total, place={"rank": 0, "size": 1})
 
 
 def statistics(net):
@@ -54,17 +56,20 @@ def everything_by_mpi(mpi, monkeypatch):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("buffers", ["average", "root", "leave"])
 def test_at_the_end_of_training(mpi, buffers):
-    engine = AllReduceSGDEngine(debug=True, buffers=buffers)
     own, ended = [], []
-    engine.hooks.on_start_epoch = lambda state: state.network[1].num_batches_tracked.fill_(10 * mpi.rank())
-    engine.hooks.on_end_epoch = lambda state: own.append(statistics(state.network))
-    engine.hooks.on_end = lambda state: ended.append(statistics(state.network))
-    net = train(mpi, engine, network())
+    net = trained(
+        mpi,
+        AllReduceSGDEngine(debug=True, buffers=buffers),
+        network(),
+        on_start_epoch=lambda state: state.network[1].num_batches_tracked.fill_(10 * mpi.rank()),
+        on_end_epoch=lambda state: own.append(statistics(state.network)),
+        on_end=lambda state: ended.append(statistics(state.network)),
+    )
     with pytest.raises(errors.RanksDisagree):
         mpi.check_with_allreduce(own[-1])
     if buffers == "leave":
         assert torch.equal(ended[0], own[-1])
-        with pytest.raises(errors.RanksDisagree, match=r"on all ranks: buffer 1\.running_mean \(rank 1"):
+        with pytest.raises(errors.RanksDisagree, match=r"buffer 1\.running_mean"):
             mpi.nn.check_with_allreduce(net)
         return
     mean, root = mpi.allreduce(own[-1].clone(), op="avg"), mpi.broadcast(own[-1].clone())
@@ -75,24 +80,22 @@ def test_at_the_end_of_training(mpi, buffers):
 
 @pytest.mark.mpi(min_size=2)
 def test_before_a_test(mpi):
-    net, losses, engine = network(), [], AllReduceSGDEngine()
+    net, means, engine = network(), [], AllReduceSGDEngine()
     net[1].running_mean += mpi.rank()
-    expected = (mpi.size() - 1) / 2
-    engine.hooks.on_start = lambda state: losses.append(state.network[1].running_mean[0].item())
-    engine.test(network=net, criterion=cross_entropy, iterator=DatasetIterator(data(8), 4, rank=0, size=1))
-    assert losses == [expected]
+    engine.hooks.on_start = lambda state: means.append(state.network[1].running_mean[0].item())
+    engine.test(network=net, criterion=loss_of, iterator=DatasetIterator(data(8), 4, rank=0, size=1))
+    assert means == [(mpi.size() - 1) / 2]
     mpi.nn.check_with_allreduce(net)
     assert net[1].num_batches_tracked == 0  # and it is a test
 
 
 def test_all_ranks_evaluate_one_network(mpi):
-    engine, loss = AllReduceSGDEngine(), Average()
-    net = train(mpi, engine, network()).eval()
+    engine, loss, dataset = AllReduceSGDEngine(), Average(), data(9 * mpi.size())
+    net = trained(mpi, engine, network()).eval()
     engine.hooks.on_forward_criterion = lambda state: loss.add(state.loss, state.num_samples)
-    dataset = data(9 * mpi.size())
-    engine.test(network=net, criterion=cross_entropy, iterator=DatasetIterator(dataset, 4, shuffle=False))
+    engine.test(network=net, criterion=loss_of, iterator=DatasetIterator(dataset, 4, shuffle=False))
     inputs, targets = dataset.tensors
-    assert loss.reduced() == pytest.approx(cross_entropy(net(inputs), targets).item())
+    assert loss.reduced() == pytest.approx(loss_of(net(inputs), targets).item())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -100,10 +103,9 @@ def test_synchronized_statistics_train_as_one_rank(mpi, asynchronous):
     # The last batch is smaller, and not of the same size on all ranks.
     total = 12 * mpi.size() + 2 * mpi.size() + mpi.size() // 2
     net = SyncBatchNorm.convert_sync_batchnorm(network())
-    train(mpi, AllReduceSGDEngine(asynchronous=asynchronous, debug=True), net, total=total)
+    trained(mpi, AllReduceSGDEngine(asynchronous=asynchronous, debug=True), net, total=total)
     mpi.nn.check_with_allreduce(net)
-    one = train(mpi, SGDEngine(), network(), total=total, rank=0, size=1)
-    torch.testing.assert_close(net.state_dict(), one.state_dict())
+    torch.testing.assert_close(net.state_dict(), trained_alone(mpi, network(), total).state_dict())
 
 
 @pytest.mark.mpi(min_size=2)
@@ -113,7 +115,7 @@ def test_layers_that_one_rank_does_not_use_beside_synchronized_statistics(mpi, e
     class Network(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.norm = torch.nn.Linear(4, 8), SyncBatchNorm(8)
+            self.first, self.norm = torch.nn.Linear(6, 8), SyncBatchNorm(8)
             self.more, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)
 
         def forward(self, x):
@@ -121,29 +123,25 @@ def test_layers_that_one_rank_does_not_use_beside_synchronized_statistics(mpi, e
             return self.last(self.more(x) if mpi.rank() % 2 else x)
 
     net = Network().double()
-    train(mpi, AllReduceSGDEngine(asynchronous=True), net)
+    trained(mpi, AllReduceSGDEngine(asynchronous=True), net)
     mpi.nn.check_with_allreduce(net)
-
-
-def test_an_unknown_way_is_refused(mpi):
-    with pytest.raises(ValueError, match="buffers='mean': give 'average', 'root' or 'leave'"):
-        AllReduceSGDEngine(buffers="mean")
 
 
 @pytest.mark.mpi(min_size=3)
 def test_a_rank_without_samples_in_the_last_batch(mpi):
     """One process trains alike; later batches of that rank count again."""
     total = 9 * mpi.size() - 1  # two batches of 4 a rank, and one with a sample less than there are ranks
-    engine, copies = AllReduceSGDEngine(), []
-    engine.hooks.on_backward = lambda state: copies.append(copy.deepcopy(state.network))
-    engine.hooks.on_update = lambda state: copies.append(state.network)
-    net = train(mpi, engine, network(SyncBatchNorm), total=total)
-    alone = train(mpi, SGDEngine(), network(), total=total, rank=0, size=1)
+    copies = []
+    hooks = {"on_backward": lambda state: copies.append(copy.deepcopy(state.network))}
+    net = trained(mpi, AllReduceSGDEngine(), network(SyncBatchNorm), total=total, **hooks)
+    alone = trained_alone(mpi, network(), total)
     torch.testing.assert_close(dict(net.state_dict()), dict(alone.state_dict()), rtol=1e-9, atol=1e-10)
-    assert all(each[1].has_samples for each in copies)
+    assert all(each[1].has_samples for each in [net, *copies])
 
 
-def test_one_sample_on_all_ranks(mpi):
-    """As on one process, which has no variance of it."""
+def test_what_has_no_statistics_is_refused(mpi):
+    """One sample on all ranks has no variance, as on one process."""
     with pytest.raises(ValueError, match="per channel when training"):
-        train(mpi, AllReduceSGDEngine(), network(SyncBatchNorm), total=4 * mpi.size() + 1)
+        trained(mpi, AllReduceSGDEngine(), network(SyncBatchNorm), total=4 * mpi.size() + 1)
+    with pytest.raises(ValueError, match="buffers='mean': give 'average', 'root' or 'leave'"):
+        AllReduceSGDEngine(buffers="mean")
