@@ -3,16 +3,17 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
+from support import jobs
 
 from torchmpi_py.engine import EndRequests, resume
 from torchmpi_py.errors import EndRequested
 
-pytestmark = pytest.mark.timeout(240)
+
+def ask():
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture(autouse=True)
@@ -22,34 +23,29 @@ def default_effect():
     signal.signal(signal.SIGTERM, former)
 
 
-def num_calls(end, most=1000):
-    """Until it says that an end was requested."""
-    return next(number for number in range(most) if end.requested())
-
-
-def test_it_is_noted_and_the_former_effect_comes_back():
+def test_once_agreed_it_has_no_effect_until_the_next_block():
     with EndRequests() as end:
         assert not any(end.requested() for _ in range(200))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_once_agreed_it_has_no_effect_until_the_next_block():
     for _ in range(2):
         with EndRequests() as end:
             assert not any(end.requested() for _ in range(200))
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert num_calls(end) <= resume.MOST_STEPS
-        os.kill(os.getpid(), signal.SIGTERM)
+            ask()
+            ask()
+            assert any(end.requested() for _ in range(resume.MOST_STEPS))
+        ask()
         assert callable(signal.getsignal(signal.SIGTERM))
 
 
 def test_a_handler_of_the_program_stays():
     heard = []
-    handler = lambda *_: heard.append(1)  # noqa: E731
+
+    def handler(*_):
+        heard.append(1)
+
     signal.signal(signal.SIGTERM, handler)
     with EndRequests() as end:
-        os.kill(os.getpid(), signal.SIGTERM)
+        ask()
         assert not any(end.requested() for _ in range(200))
     assert (heard, signal.getsignal(signal.SIGTERM)) == ([1], handler)
 
@@ -71,7 +67,7 @@ def test_a_signal_that_nobody_asked_for_has_its_effect_afterwards(monkeypatch, c
     """Also after an error, which the program may catch; but what ends the program anyway does so."""
     sent = []
     with contextlib.nullcontext() if error is None else pytest.raises(error), EndRequests():
-        os.kill(os.getpid(), signal.SIGTERM)
+        ask()
         monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
         if error is not None:
             raise error
@@ -82,48 +78,49 @@ def test_a_signal_that_nobody_asked_for_has_its_effect_afterwards(monkeypatch, c
 
 def test_it_ends_a_program_that_catches_the_error():
     program = """
-import os, signal
-from torchmpi_py.engine import EndRequests
-try:
-    with EndRequests():
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise ValueError("a bad batch")
-except ValueError:
-    print("goes on")
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+        import os, signal
+        from torchmpi_py.engine import EndRequests
+        try:
+            with EndRequests():
+                os.kill(os.getpid(), signal.SIGTERM)
+                raise ValueError("a bad batch")
+        except ValueError:
+            print("goes on")
+    """
+    ended = jobs.python(program)
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "")
-    assert ended.stderr.startswith("SIGTERM came before this error, and has its usual effect now\nTraceback")
+    assert "SIGTERM came before this error" in ended.stderr
     assert ended.stderr.endswith("ValueError: a bad batch\n")
 
 
-@pytest.mark.parametrize("num_steps", range(1, 6))
-def test_long_steps_exchange_each_time(monkeypatch, num_steps):
+@pytest.fixture
+def steps(monkeypatch):
+    """Return a function that takes a step of so many seconds, and says whether an end was requested in it."""
     now = [0.0]
     monkeypatch.setattr(resume.time, "monotonic", lambda: now[0])
+
+    def step(end, seconds):
+        now[0] += seconds
+        return end.requested()
+
+    return step
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_long_steps_exchange_each_time(steps, num_steps):
     with EndRequests() as end:
-        for _ in range(num_steps):
-            now[0] += 10.0
-            assert not end.requested()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert end.requested()
+        assert not any(steps(end, 10.0) for _ in range(num_steps))
+        ask()
+        assert steps(end, 10.0)
 
 
-def test_short_steps_exchange_now_and_then(monkeypatch):
+def test_short_steps_exchange_now_and_then(steps):
     """Seen from the number of calls until a signal is reported, for signals that come after any number of steps."""
-    now = [0.0]
-    monkeypatch.setattr(resume.time, "monotonic", lambda: now[0])
 
     def until_reported(num_steps):
-        def calls():
-            while True:
-                now[0] += 0.001
-                yield end.requested()
-
         with EndRequests() as end:
-            answers = calls()
-            assert not any(next(answers) for _ in range(num_steps))
-            os.kill(os.getpid(), signal.SIGTERM)
-            return next(number for number, answer in enumerate(answers, 1) if answer)
+            assert not any(steps(end, 0.001) for _ in range(num_steps))
+            ask()
+            return next(number for number in range(1, 1000) if steps(end, 0.001))
 
     assert {until_reported(200 + more) for more in range(resume.MOST_STEPS)} == set(range(1, resume.MOST_STEPS + 1))
