@@ -1,0 +1,247 @@
+"""Checkpoints in loops of one's own, in a world of one: what they hold, and what is done about damage."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import threading
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from runs import listed
+
+from torchmpi_py import errors
+from torchmpi_py.engine import Checkpoints, checkpoint, checkpoint_files
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    """For a file system that shows things later."""
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
+
+
+def test_a_loop_of_ones_own(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "a" / "b", keep=2)
+    assert checkpoints.load() is None
+    for step in (1, 5, 12):
+        folder = checkpoints.save(step, {"model": {"w": torch.full((2,), float(step))}, "text": "x"}, own={"seen": [1]})
+    assert folder.name == "step-000012"
+    drawn = [torch.rand(1).item(), np.random.rand(), random.random()]
+    step, parts = Checkpoints(tmp_path / "a" / "b").load()
+    assert (step, parts["text"], parts["seen"]) == (12, "x", [1])
+    assert torch.equal(parts["model"]["w"], torch.full((2,), 12.0))
+    assert drawn == [torch.rand(1).item(), np.random.rand(), random.random()]
+    assert listed(tmp_path / "a" / "b") == ["step-000005", "step-000012"]
+
+
+def test_a_step_is_replaced_and_an_earlier_one_refused(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, {"x": 1})
+    checkpoints.save(3, {"x": 2})
+    assert checkpoints.load() == (3, {"x": 2})
+    with pytest.raises(errors.CheckpointError, match="step 3, which is later than 2"):
+        checkpoints.save(2, {"x": 3})
+    assert listed(tmp_path) == ["step-000003"]
+
+
+def shorten(folder):
+    path = folder / "model.pt"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip(folder):
+    path = folder / "rank-0.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def replace(folder, old, new):
+    path = folder / "checkpoint.json"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def rewrite(folder, **changes):
+    """Change what checkpoint.json says, and its checksum."""
+    summary = json.loads((folder / "checkpoint.json").read_text()) | changes
+    del summary["crc32"]
+    summary["crc32"] = zlib.crc32(json.dumps(summary, sort_keys=True).encode())
+    (folder / "checkpoint.json").write_text(json.dumps(summary))
+
+
+DAMAGES = {
+    "bytes of": shorten,
+    "checksum": flip,
+    "model.pt is missing": lambda folder: (folder / "model.pt").unlink(),
+    "checkpoint.json cannot be read": lambda folder: (folder / "checkpoint.json").write_text('{"format": 1, "fi'),
+    "checkpoint.json cannot": lambda folder: (folder / "checkpoint.json").unlink(),
+    "checkpoint.json does not hold": lambda folder: replace(folder, '"size": 1', '"size": 0'),
+    "checkpoint.json is of step 7": lambda folder: rewrite(folder, step=7),
+    "does not name the files of 1 ranks": lambda folder: rewrite(folder, files={}),
+    "NotADirectoryError": lambda folder: (shutil.rmtree(folder), folder.write_text("x")),
+}
+
+
+@pytest.mark.parametrize("said", list(DAMAGES))
+def test_a_damaged_one_is_passed_over(tmp_path, caplog, said):
+    for step in (1, 2):
+        Checkpoints(tmp_path).save(step, {"x": step})
+    DAMAGES[said](tmp_path / "step-000002")
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.load() == (1, {"x": 1})
+    assert "step-000002 is damaged and passed over" in caplog.text
+    assert said in caplog.text
+    checkpoints.save(2, {"x": 5})
+    assert listed(tmp_path) == ["step-000001", "step-000002", "step-000002.damaged"]
+    assert checkpoints.load() == (2, {"x": 5})
+
+
+def test_when_all_are_damaged_it_begins_anew(tmp_path):
+    Checkpoints(tmp_path).save(4, {"x": 1})
+    shorten(tmp_path / "step-000004")
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.load() is None
+    for step in (1, 4, 5):  # what is damaged is forgotten when it is set aside
+        checkpoints.save(step, {"x": step})
+    assert listed(tmp_path) == ["step-000001", "step-000004", "step-000004.damaged", "step-000005"]
+
+
+def test_what_a_later_version_wrote_is_an_error(tmp_path):
+    rewrite(Checkpoints(tmp_path).save(1, {"x": 1}), format=2)
+    with pytest.raises(errors.CheckpointError, match="has format 2, and this torchmpi_py reads up to 1"):
+        Checkpoints(tmp_path).load()
+
+
+def test_a_folder_that_cannot_be_used(tmp_path, full_disk):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"x": torch.zeros(9)})
+    with full_disk(), pytest.raises(errors.CheckpointError, match=r"step 2 .*rank-0.pt: No space left on device"):
+        checkpoints.save(2, {"x": torch.zeros(9)})
+    assert listed(tmp_path) == ["step-000001"]
+    (tmp_path / "x").touch()
+    with pytest.raises(errors.CheckpointError, match=r"/x: File exists"):
+        Checkpoints(tmp_path / "x").load()
+
+
+def test_only_data_is_saved(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(TypeError, match=r"parts\['model'\]\['f'\]\[1\] is a builtins.function"):
+        checkpoints.save(1, {"model": {"f": [1, lambda: None]}})
+    with pytest.raises(TypeError, match=r"own\['n'\] is a numpy.ndarray.*torch.from_numpy\(x\)"):
+        checkpoints.save(1, {}, own={"n": np.ones(1)})
+    with pytest.raises(ValueError, match="step=-1"):
+        checkpoints.save(-1, {})
+    with pytest.raises(ValueError, match=r"\['a'\] are both in parts and in own"):
+        checkpoints.save(1, {"a": 1}, own={"a": 1})
+    assert checkpoints.load() is None
+    widest = {"least": -(2**2039), "most": 2**2039 - 1}
+    checkpoints.save(1, widest)
+    assert checkpoints.load().parts == widest
+    for number in (2**2039, -(2**2039) - 1, np.longdouble(1), np.clongdouble(1)):  # none is read back
+        with pytest.raises(TypeError, match=r"parts\['x'\] is a .*, which a checkpoint does not hold"):
+            checkpoints.save(2, {"x": number})
+
+
+class Bomb:
+    def __reduce__(self):
+        return (os.mkdir, ("exploded",))
+
+
+def test_a_file_that_would_run_code_does_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Checkpoints(tmp_path / "c").save(1, {"x": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", lambda content, stream: stream.write(pickle.dumps(Bomb())))
+        written = checkpoint_files.write(folder / "model.pt", None)
+    files = json.loads((folder / "checkpoint.json").read_text())["files"]
+    rewrite(folder, files=files | {"model.pt": written})
+    with pytest.raises(errors.CheckpointError, match=r"UserWarning: Detected pickle protocol|UnpicklingError"):
+        Checkpoints(tmp_path / "c").load()
+    assert os.listdir(tmp_path) == ["c"]
+
+
+class Tag:
+    """What no file of plain data holds."""
+
+
+def test_tensors_are_saved_without_attributes_of_a_program(tmp_path):
+    parameter, tensor = torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.zeros(3, requires_grad=True)
+    for each in (parameter, tensor):
+        each.tag = Tag()
+    Checkpoints(tmp_path).save(1, {"p": parameter, "views": [tensor, tensor, tensor.detach()]})
+    assert all(isinstance(each.tag, Tag) for each in (parameter, tensor))
+    parts = Checkpoints(tmp_path).load().parts
+    assert (type(parts["p"]), parts["p"].requires_grad, vars(parts["p"])) == (torch.nn.Parameter, False, {})
+    first, second, view = parts["views"]
+    assert first is second
+    assert (type(first), first.requires_grad, first.data_ptr()) == (torch.Tensor, True, view.data_ptr())
+
+
+def test_numbers_of_numpy_are_taken_as_pythons(tmp_path):
+    versions = torch.nn.BatchNorm1d(2).state_dict()
+    versions["x"] = np.float32(0.5)
+    versions["y"], versions["z"] = np.complex64(1j), np.complex128(2j)
+    Checkpoints(tmp_path).save(1, {"x": {np.int64(3): [np.float64(1.5), np.bool_(True)], "m": versions}})
+    parts = Checkpoints(tmp_path).load().parts
+    assert parts["x"][3] == [1.5, True]
+    assert [type(number) for number in (*parts["x"], *parts["x"][3])] == [int, str, float, bool]
+    assert [parts["x"]["m"][name] for name in "xyz"] == [0.5, 1j, 2j]
+    assert [type(parts["x"]["m"][name]) for name in "xyz"] == [float, complex, complex]
+    assert parts["x"]["m"]._metadata == versions._metadata
+
+
+def test_a_file_that_is_seen_late(tmp_path, monkeypatch):
+    folder = Checkpoints(tmp_path).save(1, {"x": 1})
+    os.rename(folder / "model.pt", tmp_path / "late")
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 30.0)
+    timer = threading.Timer(0.3, os.rename, (tmp_path / "late", folder / "model.pt"))
+    timer.start()
+    assert Checkpoints(tmp_path).load() == (1, {"x": 1})
+    timer.join()
+
+
+def test_an_old_one_stays_where_the_new_one_is_cut_off(tmp_path, monkeypatch):
+    """As on a file system that has lost the end of a part which another host has written."""
+    checkpoints, write = Checkpoints(tmp_path, keep=1), checkpoint_files.write
+    checkpoints.save(1, {"x": 1})
+
+    def cutting(path, content):
+        entry = write(path, content)
+        if path.name == "rank-0.pt":
+            os.truncate(path, 10)
+        return entry
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files, "write", cutting)
+        with pytest.raises(errors.CheckpointError, match=r"step 2 cannot be saved: .*rank-0.pt has 10 bytes of"):
+            checkpoints.save(2, {"x": 2})
+    assert Checkpoints(tmp_path).load() == (1, {"x": 1})
+
+
+def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, caplog):
+    rename = os.rename
+
+    def refusing(source, target):
+        if ".removed" in str(target):
+            raise OSError(16, "Device or resource busy")
+        rename(source, target)
+
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, {"x": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refusing)
+        checkpoints.save(2, {"x": 2})
+    assert "step-000001 cannot be removed" in caplog.text
+    checkpoints.save(3, {"x": 3})
+    assert listed(tmp_path) == ["step-000003"]
+
+
+def test_folders_that_were_made_are_on_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(checkpoint_files, "sync", synced.append)
+    Checkpoints(tmp_path / "a" / "b").load()
+    assert synced == [tmp_path / "a", tmp_path]
