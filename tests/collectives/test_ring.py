@@ -1,12 +1,10 @@
-"""Flavour ring on real ranks, in chunks so small that many are under way; what is common to all flavours is elsewhere.
-
-Element j on rank r holds a whole number that depends on both and is exact in every dtype used here.
-"""
+"""Flavour ring on real ranks, in chunks so small that many are under way."""
 
 import weakref
 
 import pytest
 import torch
+from support.values import total, values
 
 from torchmpi_py.collectives.flavours import ring
 from torchmpi_py.core import config
@@ -17,11 +15,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 LARGEST_HEADER = 128  # of a message of Open MPI, bytes; at most
 CHUNK_BYTES = 1024
 CHUNK = CHUNK_BYTES // 4  # elements of float32, and of whatever is reduced as float32
-DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.complex128, torch.int8]
-
-
-def name(value):
-    return str(value).removeprefix("torch.")
 
 
 def test_chunks_go_without_asking():
@@ -35,13 +28,17 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(ring, "CHUNK_BYTES", CHUNK_BYTES)
 
 
-def values(rank, count, dtype=torch.float32):
-    j = torch.arange(count)
-    return ((j * 7 + j // 11 + j // CHUNK + rank * 3) % 5).to(dtype)
+@pytest.fixture
+def posted(monkeypatch):
+    """Elements of each message: (sent, received)."""
+    lengths, post = [], ring.post
 
+    def noted(comm, step, given, taken):
+        lengths.append((len(given), len(taken)))
+        return post(comm, step, given, taken)
 
-def total(size, count, dtype=torch.float32):
-    return torch.stack([values(rank, count, torch.int64) for rank in range(size)]).sum(0).to(dtype)
+    monkeypatch.setattr(ring, "post", noted)
+    return lengths
 
 
 def same(got, expected):
@@ -50,42 +47,44 @@ def same(got, expected):
 
 
 def call(mpi, form, verb, *args, **kwargs):
-    if form == "blocking":
-        return getattr(mpi, verb)(*args, flavour="ring", **kwargs)
-    return getattr(mpi, f"{verb}_async")(*args, flavour="ring", **kwargs).wait()
+    result = getattr(mpi, verb + form)(*args, flavour="ring", **kwargs)
+    return result.wait() if form else result
 
 
-@pytest.mark.parametrize("form", ["blocking", "asynchronous"])
-@pytest.mark.parametrize("num_under_way", [1, 2, 7])
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize(
+    ("dtype", "num_under_way", "form"),
+    [
+        (torch.float32, 1, ""),
+        (torch.float32, 7, "_async"),
+        (torch.bfloat16, 2, ""),
+        (torch.bfloat16, 7, "_async"),
+        (torch.uint16, 1, "_async"),
+        (torch.complex128, 2, "_async"),
+        (torch.int8, 7, ""),
+    ],
+)
 def test_many_chunks(mpi, small_chunks, monkeypatch, dtype, num_under_way, form):
     monkeypatch.setattr(ring, "ROUNDS_UNDER_WAY", num_under_way)
-    size, me, rows = mpi.size(), mpi.rank(), 9 * CHUNK + 5
-    count = size * rows
-    inputs = [values(rank, count, dtype) for rank in range(size)]
+    size, me, rows = mpi.size(), mpi.rank(), 7 * CHUNK + 5
+    count, mine = size * rows, slice(me * rows, (me + 1) * rows)
+    inputs, expected = [values(rank, count, dtype) for rank in range(size)], total(size, count, dtype)
     x, out = inputs[me].clone(), torch.full((count,), 1).to(dtype)
-    expected = total(size, count, dtype)
     same(call(mpi, form, "allreduce", x, out=out), expected)
-    same(x, inputs[me])
     same(call(mpi, form, "allreduce", x.clone()), expected)
-    same(call(mpi, form, "reduce_scatter", x), expected[me * rows : (me + 1) * rows])
-    same(call(mpi, form, "alltoall", x, out=out), torch.cat([y[me * rows : (me + 1) * rows] for y in inputs]))
-    same(x, inputs[me])
+    same(call(mpi, form, "reduce_scatter", x), expected[mine])
+    same(call(mpi, form, "alltoall", x, out=out), torch.cat([y[mine] for y in inputs]))
     for root in range(size):
         same(call(mpi, form, "reduce", x.clone(), root), expected if me == root else x)
         same(call(mpi, form, "reduce", x, root, out=out.fill_(1)), expected if me == root else torch.ones_like(out))
         same(call(mpi, form, "broadcast", x.clone(), root), inputs[root])
-        same(call(mpi, form, "scatter", x, root), inputs[root][me * rows : (me + 1) * rows])
+        same(call(mpi, form, "scatter", x, root), inputs[root][mine])
     same(x, inputs[me])
 
 
-@pytest.mark.parametrize("form", ["blocking", "asynchronous"])
+@pytest.mark.parametrize("form", ["", "_async"])
 def test_unequal_parts(mpi, small_chunks, form):
     size, me = mpi.size(), mpi.rank()
-    for rows in (
-        [(rank * 5 % 3) * CHUNK for rank in range(size)],
-        [CHUNK * (rank == size - 1) for rank in range(size)],
-    ):
+    for rows in ([(rank * 5 % 3) * CHUNK for rank in range(size)], [0] * (size - 1) + [CHUNK]):
         parts = [values(rank, 3 * rows[rank], torch.int16).view(-1, 3) for rank in range(size)]
         same(call(mpi, form, "allgather", parts[me]), torch.cat(parts))
         for root in range(size):
@@ -95,27 +94,26 @@ def test_unequal_parts(mpi, small_chunks, form):
                 same(got, torch.cat(parts))
 
 
-def test_sizes_around_borders(mpi, small_chunks):
+def check_reductions(mpi, count, root):
     size, me = mpi.size(), mpi.rank()
-    borders = {64, CHUNK, 4 * CHUNK, size, size * 64, size * CHUNK, size * 3 * CHUNK, (size + 1) * CHUNK}
-    for count in sorted({max(0, border + near) for border in borders for near in (-1, 0, 1)}):
-        x, expected = values(me, count), total(size, count)
-        same(mpi.allreduce(x.clone(), flavour="ring"), expected)
-        root = count % size
-        same(mpi.broadcast(x.clone(), root, flavour="ring"), values(root, count))
-        same(mpi.reduce(x.clone(), root, flavour="ring"), expected if me == root else x)
-
-
-def test_8_mib(mpi):
-    """As many chunks of the true size as there are ranks and more."""
-    size, me, count = mpi.size(), mpi.rank(), (8 << 20) // 4 // mpi.size() * mpi.size()
     x, expected = values(me, count), total(size, count)
-    out = torch.zeros_like(x)
-    same(mpi.allreduce(x, out=out, flavour="ring"), expected)
-    same(mpi.reduce(x, size - 1, out=out.zero_(), flavour="ring"), expected if me == size - 1 else torch.zeros(count))
-    same(mpi.allreduce_async(x, flavour="ring").wait(), expected)
-    x = values(me, count)
-    same(mpi.broadcast(x, size - 1, flavour="ring"), values(size - 1, count))
+    same(mpi.allreduce(x.clone(), flavour="ring"), expected)
+    same(mpi.reduce(x.clone(), root, flavour="ring"), expected if me == root else x)
+    same(mpi.broadcast(x, root, flavour="ring"), values(root, count))
+
+
+def test_sizes_around_borders(mpi, small_chunks):
+    """Few chunks go through a tree, many through a chain."""
+    size = mpi.size()
+    borders = {64, CHUNK, 4 * CHUNK, size, size * 64, size * CHUNK, size * 3 * CHUNK, (size + 1) * CHUNK}
+    counts = {max(0, border + near) for border in borders for near in (-1, 0, 1)}
+    for count in sorted(counts | {number * CHUNK - 3 for number in range(1, size + 2)}):
+        check_reductions(mpi, count, count % size)
+
+
+def test_chunks_of_the_true_size(mpi):
+    """More than there are ranks, and than are under way."""
+    check_reductions(mpi, ring.CHUNK_BYTES // 4 * (mpi.size() * ring.ROUNDS_UNDER_WAY + 2) + 5, mpi.size() - 1)
 
 
 def test_the_same_bits_on_all_ranks_and_in_all_runs(mpi, small_chunks):
@@ -126,23 +124,11 @@ def test_the_same_bits_on_all_ranks_and_in_all_runs(mpi, small_chunks):
         same(first, second)
 
 
-def test_between_tree_and_chain(mpi, small_chunks):
-    """From one chunk to a few, where broadcast and reduce go over from the tree to the chain."""
-    size, me = mpi.size(), mpi.rank()
-    for num_chunks in range(1, size + 2):
-        count = num_chunks * CHUNK - 3
-        for root in range(size):
-            same(mpi.broadcast(values(me, count), root, flavour="ring"), values(root, count))
-            got = mpi.reduce(values(me, count), root, flavour="ring")
-            same(got, total(size, count) if me == root else values(me, count))
-
-
 def test_communicators_within(mpi, small_chunks):
     """Halves of the world at the same time, one of them in reversed order."""
-    world, me = mpi.size(), mpi.rank()
+    me = mpi.rank()
+    members = sorted(range(me % 2, mpi.size(), 2), reverse=me % 2 == 0)
     with mpi.split(me % 2, key=me if me % 2 else -me) as comm:
-        members = sorted(range(me % 2, world, 2), reverse=me % 2 == 0)
-        assert comm.size == len(members)
         count = 3 * comm.size * CHUNK + 1
         expected = torch.stack([values(rank, count) for rank in members]).sum(0)
         same(mpi.allreduce(values(me, count), comm=comm, flavour="ring"), expected)
@@ -163,21 +149,22 @@ def test_messages_of_the_user_are_left_alone(mpi, small_chunks):
     same(got, values((me - 1) % size, count))
 
 
-def test_no_message_is_longer_than_the_tuning_allows(mpi, monkeypatch):
-    longest = []
-    post = ring.post
-
-    def measured(comm, step, given, taken):
-        longest.append(max(len(given), len(taken)))
-        return post(comm, step, given, taken)
-
-    monkeypatch.setattr(ring, "post", measured)
+def test_no_message_is_longer_than_the_tuning_allows(mpi, posted, monkeypatch):
     monkeypatch.setattr(config, "current", config.Tuning(native_async_bytes=8, message_bytes=1000))
     for dtype in (torch.float32, torch.bfloat16, torch.complex128):
-        x = values(mpi.rank(), 5000, dtype)
-        same(mpi.allreduce(x, flavour="ring"), total(mpi.size(), 5000, dtype))
+        same(mpi.allreduce(values(mpi.rank(), 5000, dtype), flavour="ring"), total(mpi.size(), 5000, dtype))
         same(mpi.broadcast(values(mpi.rank(), 5000, dtype), flavour="ring"), values(0, 5000, dtype))
-    assert max(longest, default=1000) in range(900, 1001)
+    assert max((max(pair) for pair in posted), default=1000) in range(900, 1001)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_that_are_sent(mpi, posted, dtype):
+    """Of 16-bit floats, partial sums alone travel as float32: with two ranks there are none on the way."""
+    size, count = mpi.size(), 6000 * mpi.size()
+    assert (mpi.allreduce(torch.ones(count).to(dtype), flavour="ring") == size).all()
+    own, partial = dtype.itemsize, max(4, dtype.itemsize)
+    of_a_slice = own + (size - 2) * partial + (size - 1) * own if size > 1 else 0  # from rank to rank, twice around
+    assert mpi.allreduce(sum(sent for sent, _ in posted)) == count * of_a_slice
 
 
 def test_scratch_is_bounded(mpi, small_chunks, monkeypatch):
@@ -190,33 +177,12 @@ def test_scratch_is_bounded(mpi, small_chunks, monkeypatch):
             pools.append(self)
 
     monkeypatch.setattr(ring, "ChunkPool", Pool)  # a new key, so a new pool
-    for count in (100 * CHUNK, 7 * CHUNK, 150 * CHUNK):
-        for dtype in (torch.float32, torch.float16):
-            same(mpi.allreduce(values(mpi.rank(), count, dtype), flavour="ring"), total(mpi.size(), count, dtype))
-            mpi.reduce(values(mpi.rank(), count, dtype), flavour="ring")
-    for pool in pools:
-        assert len(pool.unused) <= 2 * ring.ROUNDS_UNDER_WAY
-        assert all(room.nbytes == CHUNK_BYTES for room in pool.unused)
-    assert len(pools) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_bytes_that_are_sent(mpi, monkeypatch, dtype):
-    """Of 16-bit floats, partial sums alone travel as float32: with two ranks there are none on the way."""
-    size, count = mpi.size(), 6000 * mpi.size()
-    sent, post = [], ring.post
-
-    def counted(comm, step, given, received):
-        sent.append(len(given))
-        return post(comm, step, given, received)
-
-    monkeypatch.setattr(ring, "post", counted)
-    x = torch.ones(count).to(dtype)
-    mpi.allreduce(x, flavour="ring")
-    assert (x == size).all()
-    own, partial = dtype.itemsize, max(4, dtype.itemsize)
-    of_a_slice = own + (size - 2) * partial + (size - 1) * own if size > 1 else 0  # from rank to rank, twice around
-    assert mpi.allreduce(sum(sent)) == count * of_a_slice
+    for count, dtype in ((60 * CHUNK, torch.float16), (7 * CHUNK, torch.float32), (100 * CHUNK, torch.float32)):
+        same(mpi.allreduce(values(mpi.rank(), count, dtype), flavour="ring"), total(mpi.size(), count, dtype))
+        mpi.reduce(values(mpi.rank(), count, dtype), flavour="ring")
+    (pool,) = pools
+    assert len(pool.unused) <= 2 * ring.ROUNDS_UNDER_WAY
+    assert all(room.nbytes == CHUNK_BYTES for room in pool.unused)
 
 
 def test_a_round_keeps_the_tensors_that_mpi_works_on(mpi):
