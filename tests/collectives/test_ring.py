@@ -28,19 +28,6 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(ring, "CHUNK_BYTES", CHUNK_BYTES)
 
 
-@pytest.fixture
-def posted(monkeypatch):
-    """Elements of each message: (sent, received)."""
-    lengths, post = [], ring.post
-
-    def noted(comm, step, given, taken):
-        lengths.append((len(given), len(taken)))
-        return post(comm, step, given, taken)
-
-    monkeypatch.setattr(ring, "post", noted)
-    return lengths
-
-
 def same(got, expected):
     assert got.dtype == expected.dtype
     assert torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
