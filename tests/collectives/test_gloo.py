@@ -1,137 +1,42 @@
-"""Flavour gloo gives what flavour mpi gives, on any communicator and thread, and leaves nothing behind."""
+"""Flavour gloo: its groups, threads, stores and addresses; test_verbs.py has its values."""
 
 import os
 import pathlib
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
 import torch
+from support import jobs
+from support.values import total, values
 
 from torchmpi_py.collectives.flavours import rendezvous, torch_group
-from torchmpi_py.core.tensors import ops_of
 from torchmpi_py.errors import CommunicatorError, Unavailable
 
 pytestmark = pytest.mark.timeout(240)
 
-REDUCED = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.complex32,
-    torch.int8,
-    torch.int16,
-    torch.int64,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-]
-MOVED = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int16, torch.uint64, torch.bool]
-
-
-def name(value):
-    return str(value).removeprefix("torch.")
-
-
-def values(dtype, rank, count):
-    """What rank ``rank`` holds: it depends on the element, and is small enough for exact results in any order."""
-    j = torch.arange(count)
-    whole = (j * 7 + j // 11 + rank * 3) % 5 - (0 if dtype in (torch.uint8, torch.uint16) else 1)
-    if dtype == torch.bool:
-        return whole > 1
-    return torch.complex(whole.double(), (j % 3).double()).to(dtype) if dtype.is_complex else whole.double().to(dtype)
-
 
 def same(got, expected):
     assert got.dtype == expected.dtype
-    assert got.shape == expected.shape
-    assert torch.equal(bits(got), bits(expected))
-
-
-def bits(x):
-    return x.contiguous().reshape(-1).view(torch.uint8)
-
-
-def both(mpi, verb, x, *args, form="", **kwargs):
-    """The result of gloo, which left ``x`` alone if it wrote elsewhere, and that of mpi."""
-    before = x.clone()
-    expected = getattr(mpi, verb)(x.clone(), *args, flavour="mpi", **kwargs)
-    got = getattr(mpi, f"{verb}{form}")(x, *args, flavour="gloo", **kwargs)
-    got = got.wait() if form else got
-    if got is not x:
-        same(x, before)
-    assert (got is None) == (expected is None)
-    if got is not None:
-        same(got, expected)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("dtype", REDUCED, ids=name)
-def test_reductions(mpi, dtype):
-    ops = ops_of(dtype)
-    for op in ops if mpi.size() <= 3 else ops[REDUCED.index(dtype) % 2 :: 2]:
-        reductions(mpi, dtype, op)
-
-
-def reductions(mpi, dtype, op):
-    size, me = mpi.size(), mpi.rank()
-    for count in (0, 1, 1003):
-        x = values(dtype, me, count)
-        both(mpi, "allreduce", x.clone(), op=op)
-        out = torch.full_like(x, 1)
-        assert mpi.allreduce(x, out=out, op=op, flavour="gloo") is out
-        same(x, values(dtype, me, count))
-        same(out, mpi.allreduce(x, out=torch.empty_like(x), op=op, flavour="mpi"))
-        untouched = torch.full_like(x, 1)
-        got = mpi.reduce(x, size - 1, out=untouched, op=op, flavour="gloo")
-        same(x, values(dtype, me, count))
-        same(got, out if me == size - 1 else torch.full_like(x, 1))
-        both(mpi, "reduce", x.clone(), op=op)
-        both(mpi, "reduce_scatter", values(dtype, me, size * count * 2).view(size * count, 2), op=op)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("form", ["", "_async"], ids=["blocking", "asynchronous"])
-@pytest.mark.parametrize("dtype", MOVED, ids=name)
-def test_moves(mpi, dtype, form):
-    size, me = mpi.size(), mpi.rank()
-    for rows in (0, 1, 300):
-        x = values(dtype, me, size * rows * 3).view(size * rows, 3)
-        for root in {0, size - 1}:
-            both(mpi, "broadcast", x.clone(), root, form=form)
-            both(mpi, "scatter", x, root, form=form)
-            both(mpi, "gather", x, root, form=form)
-            both(mpi, "gather", x[: rows * me], root, form=form)
-        both(mpi, "allgather", x, form=form)
-        both(mpi, "allgather", x[: rows * me], form=form)
-        both(mpi, "alltoall", x.clone(), form=form)
-        both(mpi, "alltoall", x.t().contiguous().t(), form=form)
-    both(mpi, "allgather", values(dtype, me, 1).reshape(()), form=form)
+    assert torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
 @pytest.mark.mpi
 def test_one_element_is_flat_with_any_stride(mpi):
     size, me = mpi.size(), mpi.rank()
-    x = values(torch.float32, me, 2 * size).view(1, -1)[:, me]
+    x = values(me, 2 * size).view(1, -1)[:, me]
     assert x.is_contiguous()
     assert x.stride() == (2 * size,)
-    assert torch.equal(mpi.broadcast(x, size - 1, flavour="gloo"), values(torch.float32, size - 1, size)[-1:])
-    same(mpi.allgather(x, flavour="gloo"), mpi.allgather(x, flavour="mpi"))
+    assert torch.equal(
+        mpi.allgather(x, flavour="gloo"), torch.stack([values(rank, size)[rank] for rank in range(size)])
+    )
+    assert torch.equal(mpi.broadcast(x, size - 1, flavour="gloo"), values(size - 1, size)[-1:])
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("op", ["sum", "avg", "prod"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=name)
-def test_rounding_is_the_same_on_all_ranks(mpi, dtype, op):
-    for count in (1, 3, 17, 20_011):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_rounding_is_the_same_on_all_ranks(mpi, dtype):
+    for op, count in (("sum", 17), ("sum", 20_011), ("avg", 3), ("avg", 20_011), ("prod", 1), ("prod", 20_011)):
         x = torch.randn(count, dtype=dtype, generator=torch.Generator().manual_seed(mpi.rank()))
         mpi.allreduce(x, op=op, flavour="gloo")
         same(x, mpi.broadcast(x.clone(), 0, flavour="mpi"))
@@ -141,26 +46,25 @@ def test_rounding_is_the_same_on_all_ranks(mpi, dtype, op):
 def test_nan_wins(mpi):
     x = torch.tensor([float("nan") if mpi.rank() == mpi.size() - 1 else 1.0, -0.0 if mpi.rank() == 0 else 0.0])
     for op in ("min", "max"):
-        both(mpi, "allreduce", x.clone(), op=op)
+        same(mpi.allreduce(x.clone(), op=op, flavour="gloo"), mpi.allreduce(x.clone(), op=op, flavour="mpi"))
 
 
-@pytest.mark.mpi
-def test_asynchronous_and_blocking_calls_do_not_meet(mpi):
-    tensors = [values(torch.float32, mpi.rank(), count) for count in (3, 70_000, 11)]
-    handles = [mpi.allreduce_async(x, flavour="gloo") for x in tensors]
-    both(mpi, "allreduce", values(torch.float32, mpi.rank(), 5))
-    for x, got in zip(tensors, mpi.wait_all(handles), strict=True):
-        assert got is x
-        same(x, mpi.allreduce(values(torch.float32, mpi.rank(), x.numel()), flavour="mpi"))
+def threads():
+    """Those of this process; a test counts its own, for those of one before may yet end."""
+    return set(os.listdir("/proc/self/task"))
 
 
 @pytest.mark.mpi
 def test_a_communicator_of_some_ranks(mpi):
+    """Its threads end with it."""
     mpi.allreduce_async(torch.ones(1), flavour="gloo").wait()  # the communication thread stays
-    before = threads()
-    with mpi.split(mpi.rank() % 2, key=-mpi.rank()) as comm:
-        both(mpi, "allreduce", values(torch.float32, mpi.rank(), 100), comm=comm)
-        both(mpi, "broadcast", values(torch.int16, mpi.rank(), 100), comm.size - 1, comm=comm, form="_async")
+    before, me = threads(), mpi.rank()
+    members = list(range(me % 2, mpi.size(), 2))[::-1]
+    with mpi.split(me % 2, key=-me) as comm:
+        got = mpi.allreduce(values(me, 100), comm=comm, flavour="gloo")
+        assert torch.equal(got, sum(values(rank, 100) for rank in members))
+        got = mpi.broadcast_async(values(me, 100), comm.size - 1, comm=comm, flavour="gloo").wait()
+        assert torch.equal(got, values(members[-1], 100))
         assert threads() - before
     end = time.monotonic() + 10
     while threads() - before and time.monotonic() < end:
@@ -188,19 +92,19 @@ def test_a_failure_on_one_rank_is_an_error_on_all(mpi):
 
 
 @pytest.mark.mpi
-def test_an_interface_that_is_not_there(mpi, monkeypatch):
-    monkeypatch.setenv(rendezvous.INTERFACE_VARIABLE, "none0")
-    with mpi.split(0) as comm, pytest.raises(CommunicatorError, match=r"flavour gloo: cannot connect.*none0"):
-        mpi.allreduce(torch.ones(2), flavour="gloo", comm=comm)
-
-
-@pytest.mark.mpi
-def test_an_interface_that_is_there(mpi, monkeypatch):
+@pytest.mark.parametrize("interface", ["none0", "lo"])
+def test_interfaces(mpi, monkeypatch, interface):
     if mpi.num_nodes() > 1:
         pytest.skip("other hosts are not reached through the loopback interface")
-    monkeypatch.setenv(rendezvous.INTERFACE_VARIABLE, "lo")
+    monkeypatch.setenv(rendezvous.INTERFACE_VARIABLE, interface)
     with mpi.split(0) as comm:
-        both(mpi, "allreduce", values(torch.float32, mpi.rank(), 100), comm=comm)
+        if interface == "lo":
+            assert torch.equal(
+                mpi.allreduce(values(mpi.rank(), 100), flavour="gloo", comm=comm), total(mpi.size(), 100)
+            )
+            return
+        with pytest.raises(CommunicatorError, match=r"flavour gloo: cannot connect.*none0"):
+            mpi.allreduce(torch.ones(2), flavour="gloo", comm=comm)
 
 
 def listening_addresses():
@@ -243,11 +147,6 @@ def test_the_store_is_a_file_of_the_job_or_listens_on_loopback_alone(mpi, monkey
     assert list(folder.glob("store-*")) == []
 
 
-def threads():
-    """Those of this process; a test counts its own, for those of one before may yet end."""
-    return set(os.listdir("/proc/self/task"))
-
-
 @pytest.mark.mpi
 def test_a_torch_whose_newer_store_cannot_take_a_socket(mpi, monkeypatch):
     """As that of torch 2.4."""
@@ -286,33 +185,32 @@ def test_addresses(monkeypatch):
     assert not rendezvous.own_address(2).startswith(("127.", "fe80"))
 
 
-def test_starting_twice_and_leaving_nothing_behind(tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(
-        textwrap.dedent("""
-        import os, time, torch, torchmpi_py as mpi
+STARTS = """
+import os, time, torch, torchmpi_py as mpi
 
-        def settled(wanted):  # a thread that was waited for is in /proc for a moment yet
-            until = time.monotonic() + 60
-            while (number := len(os.listdir("/proc/self/task"))) > wanted and time.monotonic() < until:
-                time.sleep(0.01)
-            return number
+def settled(wanted):  # a thread that was waited for is in /proc for a moment yet
+    until = time.monotonic() + 60
+    while (number := len(os.listdir("/proc/self/task"))) > wanted and time.monotonic() < until:
+        time.sleep(0.01)
+    return number
 
-        before = None
-        for _ in range(3):
-            mpi.start()
-            assert mpi.allreduce(torch.ones(3), flavour="gloo").tolist() == [3.0] * 3
-            assert mpi.allreduce_async(torch.ones(3), flavour="gloo").wait().tolist() == [3.0] * 3
-            mpi.stop()
-            if before is None:
-                time.sleep(0.5)
-                before = len(os.listdir("/proc/self/task"))
-        assert settled(before) <= before
-        mpi.start()
-        assert mpi.allreduce(torch.ones(3), flavour="gloo").tolist() == [3.0] * 3  # and stop at exit
-        assert not torch.distributed.is_initialized()
-        """)
-    )
-    torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
-    done = subprocess.run([torchmpirun, "-n", "3", str(path)], capture_output=True, text=True, timeout=200)
+before = None
+for _ in range(3):
+    mpi.start()
+    assert mpi.allreduce(torch.ones(3), flavour="gloo").tolist() == [2.0] * 3
+    assert mpi.allreduce_async(torch.ones(3), flavour="gloo").wait().tolist() == [2.0] * 3
+    mpi.stop()
+    if before is None:
+        time.sleep(0.5)
+        before = len(os.listdir("/proc/self/task"))
+assert settled(before) <= before
+mpi.start()
+assert mpi.allreduce(torch.ones(3), flavour="gloo").tolist() == [2.0] * 3  # and stop at exit
+assert not torch.distributed.is_initialized()
+"""
+
+
+@jobs.needs_mpi
+def test_starting_again_leaves_nothing_behind(tmp_path):
+    done = jobs.torchmpirun("-n", "2", jobs.write(tmp_path, STARTS))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
