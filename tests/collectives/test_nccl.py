@@ -1,13 +1,11 @@
 """Flavour nccl: what it hands to NCCL, and when it refuses. Values go through gloo; through NCCL where it can run."""
 
-import os
-import subprocess
-import sys
-import textwrap
 import types
+from pathlib import Path
 
 import pytest
 import torch
+from support import jobs
 from test_verbs import CASES, DTYPES, name, reference, same, values
 from torch import Tensor, distributed
 
@@ -70,59 +68,44 @@ def channel(mpi):
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_reductions(channel, dtype):
-    ops = ops_of(dtype)
-    for op in ops if channel.size <= 3 else ops[DTYPES.index(dtype) % 2 :: 2]:
-        reductions(channel, dtype, op)
-
-
-def reductions(channel, dtype, op):
     size, me, nccl = channel.size, channel.rank, NcclByGloo()
-    for rows in (0, 1, 501):
+    cases = [(op, rows, (turn + rows) % size) for turn, op in enumerate(ops_of(dtype)) for rows in (turn % 2, 501)]
+    for op, rows, root in cases:
         inputs = [values(dtype, rank, size * rows, op) for rank in range(size)]
         expected, x, untouched = reference(dtype, op, inputs), inputs[me].clone(), torch.full_like(inputs[me], 1)
-        out = untouched.clone()
-        nccl.allreduce(channel, x, out, op)
+        nccl.allreduce(channel, x, out := untouched.clone(), op)
         same(out, expected, op)
-        for root in {0, size - 1}:
-            out = untouched.clone()
-            nccl.reduce(channel, x, out, op, root)
-            same(out, expected if me == root else untouched, op)
-        out = untouched[:rows].clone()
-        nccl.reduce_scatter(channel, x, out, op)
+        nccl.reduce(channel, x, out := untouched.clone(), op, root)
+        same(out, expected if me == root else untouched, op)
+        nccl.reduce_scatter(channel, x, out := untouched[:rows].clone(), op)
         same(out, expected[me * rows : (me + 1) * rows], op)
         same(x, inputs[me])
-        nccl.allreduce(channel, x, x, op)
+        nccl.reduce(channel, x, x, op, root)
+        same(x, expected if me == root else inputs[me], op)
+        nccl.allreduce(channel, x := inputs[me].clone(), x, op)
         same(x, expected, op)
-        x = inputs[me].clone()
-        nccl.reduce(channel, x, x, op, size - 1)
-        same(x, expected if me == size - 1 else inputs[me], op)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_moves(channel, dtype):
     size, me, nccl = channel.size, channel.rank, NcclByGloo()
-    for rows in (0, 1, 501):
-        inputs = [values(dtype, rank, size * rows) for rank in range(size)]
+    for turn, rows in enumerate((0, 1, 501), DTYPES.index(dtype)):
+        inputs, root = [values(dtype, rank, size * rows) for rank in range(size)], turn % size
         mine = slice(me * rows, (me + 1) * rows)
-        out = torch.full_like(inputs[me], 1)
-        nccl.alltoall(channel, inputs[me], out)
+        nccl.alltoall(channel, inputs[me], out := torch.full_like(inputs[me], 1))
         same(out, torch.cat([x[mine] for x in inputs]))
-        for root in {0, size - 1}:
-            x = inputs[me].clone()
-            nccl.broadcast(channel, x, root)
-            same(x, inputs[root])
-            nccl.scatter(channel, inputs[me], out := torch.full_like(inputs[me][mine], 1), root)
-            same(out, inputs[root][mine])
+        nccl.broadcast(channel, x := inputs[me].clone(), root)
+        same(x, inputs[root])
+        nccl.scatter(channel, inputs[me], out := torch.full_like(inputs[me][mine], 1), root)
+        same(out, inputs[root][mine])
         for parts in (inputs, [x[: rows * rank] for rank, x in enumerate(inputs)]):
             expected, sizes = torch.cat(parts), exchange_sizes(channel.mpi, parts[me], None)
             nccl.allgather(channel, parts[me], out := torch.full_like(expected, 1), sizes)
             same(out, expected)
-            for root in {0, size - 1}:
-                out = torch.full_like(expected, 1) if me == root else None
-                nccl.gather(channel, parts[me], out, root, sizes)
-                if out is not None:
-                    same(out, expected)
+            nccl.gather(channel, parts[me], out := torch.full_like(expected, 1) if me == root else None, root, sizes)
+            if out is not None:
+                same(out, expected)
 
 
 def test_what_is_gathered():
@@ -135,31 +118,26 @@ def test_what_is_gathered():
 
 
 def test_what_is_missing(monkeypatch):
-    def why():
-        return Nccl().missing("cuda")
-
-    monkeypatch.setattr(distributed, "is_available", lambda: False)
-    assert "without torch.distributed" in why()
-    monkeypatch.setattr(distributed, "is_available", lambda: True)
-    monkeypatch.setattr(distributed, "is_nccl_available", lambda: False)
-    assert "without NCCL" in why()
-    monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "sees no CUDA device" in why()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpus, "table", lambda: None)
-    assert "start(with_cuda=True)" in why()
-    monkeypatch.setattr(gpus, "table", dict)
-    assert why() == ""
+    """What is asked first is missing first; then the next one is."""
+    checks = [
+        (distributed, "is_available", False, True, "without torch.distributed"),
+        (distributed, "is_nccl_available", False, True, "without NCCL"),
+        (torch.cuda, "is_available", False, True, "sees no CUDA device"),
+        (gpus, "table", None, {}, "start(with_cuda=True)"),
+    ]
+    for owner, check, missing, there, words in checks:
+        monkeypatch.setattr(owner, check, lambda missing=missing: missing)
+        assert words in Nccl().missing("cuda")
+        monkeypatch.setattr(owner, check, lambda there=there: there)
+    assert Nccl().missing("cuda") == ""
 
 
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
         ("ABCD", ""),
-        ("ABAC", "ranks 0 and 2 share GPU-A; NCCL needs one GPU a rank, flavours cudaipc and staged do not"),
+        ("ABAC", "ranks 0 and 2 share GPU-A; NCCL needs one GPU a rank"),
         ("ABBB", "ranks 1, 2 and 3 share GPU-B; "),
-        ("ABBA", "ranks 0 and 3 share GPU-A; "),
     ],
 )
 def test_who_shares_a_gpu(monkeypatch, names, reason):
@@ -167,15 +145,11 @@ def test_who_shares_a_gpu(monkeypatch, names, reason):
     elsewhere = {Place(4, 0): "GPU-A"}  # a rank of the world that is not in this communicator
     table = {place: f"GPU-{letter}" for place, letter in zip(places, names, strict=True)} | elsewhere
     monkeypatch.setattr(gpus, "table", lambda: table)
-    told = [Nccl().refuses(comm) for comm in communicators(places)]
-    assert told[0] == told[1]
-    assert told[0].startswith(reason)
-    assert bool(told[0]) == bool(reason)
-
-
-def communicators(places):
     channel = Channel(types.SimpleNamespace(rank=1, size=len(places)), places, DIRECT)
-    return channel, types.SimpleNamespace(direct=channel)
+    for comm in (channel, types.SimpleNamespace(direct=channel)):
+        told = Nccl().refuses(comm)
+        assert told.startswith(reason)
+        assert bool(told) == bool(reason)
 
 
 @pytest.mark.mpi
@@ -256,51 +230,49 @@ import torchmpi_py as mpi
 sys.path.insert(0, sys.argv[1])
 from test_verbs import CASES, DTYPES, reference, same, values
 
-flavour = sys.argv[2]
-mpi.start(with_cuda=flavour == "nccl")
+mpi.start(with_cuda=True)
 size, me, device = mpi.size(), mpi.rank(), mpi.device()
-statuses = {row.status for row in mpi.availability() if (row.flavour, row.device) == (flavour, device.type)}
+statuses = {row.status for row in mpi.availability() if (row.flavour, row.device) == ("nccl", device.type)}
 assert statuses == {"unimplemented", "available"}, statuses
 
 def call(form, verb, *args, **kwargs):
-    got = getattr(mpi, verb + form)(*args, flavour=flavour, **kwargs)
+    got = getattr(mpi, verb + form)(*args, flavour="nccl", **kwargs)
     got = got.wait() if form else got
     return None if got is None else got.cpu()
 
-for dtype, op in CASES:
+for turn, (dtype, op) in enumerate(CASES):
     for rows in (0, 1, 5003):
+        form = ("", "_async")[(turn + rows) % 2]
         inputs = [values(dtype, rank, size * rows, op) for rank in range(size)]
         expected, x, mine = reference(dtype, op, inputs), inputs[me].to(device), slice(me * rows, (me + 1) * rows)
-        for form in ("", "_async"):
-            same(call(form, "allreduce", x, out=torch.empty_like(x), op=op), expected, op)
-            same(call(form, "allreduce", x.clone(), op=op), expected, op)
-            same(call(form, "reduce", x.clone(), size - 1, op=op), expected if me == size - 1 else inputs[me], op)
-            same(call(form, "reduce_scatter", x, op=op), expected[mine], op)
+        same(call(form, "allreduce", x, out=torch.empty_like(x), op=op), expected, op)
+        same(call(form, "allreduce", x.clone(), op=op), expected, op)
+        same(call(form, "reduce", x.clone(), size - 1, op=op), expected if me == size - 1 else inputs[me], op)
+        same(call(form, "reduce_scatter", x, op=op), expected[mine], op)
 
-for dtype in DTYPES:
+for turn, dtype in enumerate(DTYPES):
     for rows in (0, 1, 5003):
+        form = ("", "_async")[(turn + rows) % 2]
         inputs = [values(dtype, rank, size * rows) for rank in range(size)]
         x, mine = inputs[me].to(device), slice(me * rows, (me + 1) * rows)
-        for form in ("", "_async"):
-            same(call(form, "broadcast", x.clone(), size - 1), inputs[-1])
-            same(call(form, "scatter", x, size - 1), inputs[-1][mine])
-            same(call(form, "alltoall", x.clone()), torch.cat([part[mine] for part in inputs]))
-            for parts in (inputs, [part[: rows * rank] for rank, part in enumerate(inputs)]):
-                same(call(form, "allgather", parts[me].to(device)), torch.cat(parts))
-                got = call(form, "gather", parts[me].to(device), size - 1)
-                assert (got is None) == (me != size - 1)
-                if got is not None:
-                    same(got, torch.cat(parts))
+        same(call(form, "broadcast", x.clone(), size - 1), inputs[-1])
+        same(call(form, "scatter", x, size - 1), inputs[-1][mine])
+        same(call(form, "alltoall", x.clone()), torch.cat([part[mine] for part in inputs]))
+        for parts in (inputs, [part[: rows * rank] for rank, part in enumerate(inputs)]):
+            same(call(form, "allgather", parts[me].to(device)), torch.cat(parts))
+            got = call(form, "gather", parts[me].to(device), size - 1)
+            assert (got is None) == (me != size - 1)
+            if got is not None:
+                same(got, torch.cat(parts))
 
-if device.type == "cuda":  # results are ordered on the stream of the call
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for form in ("", "_async"):
-            x = torch.zeros(1 << 20, device=device)
-            torch.cuda._sleep(200_000_000)
-            x += me + 1
-            assert call(form, "allreduce", x).eq(size * (size + 1) / 2).all()
+with torch.cuda.stream(torch.cuda.Stream()):  # results are ordered on the stream of the call
+    for form in ("", "_async"):
+        x = torch.zeros(1 << 20, device=device)
+        torch.cuda._sleep(200_000_000)
+        x += me + 1
+        assert call(form, "allreduce", x).eq(size * (size + 1) / 2).all()
 with mpi.split(me % 2) as comm:
-    assert mpi.allreduce(torch.ones(3, device=device), comm=comm, flavour=flavour).tolist() == [comm.size] * 3
+    assert mpi.allreduce(torch.ones(3, device=device), comm=comm, flavour="nccl").tolist() == [comm.size] * 3
 mpi.stop()
 """
 
@@ -311,9 +283,5 @@ def test_nccl_itself(tmp_path, ranks):
         pytest.skip("this torch has no NCCL")
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"NCCL needs one GPU a rank; there are {torch.cuda.device_count()}, for {ranks} ranks")
-    path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(PROGRAM))
-    torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
-    command = [torchmpirun, "-n", str(ranks), "--timeout", "110", path, os.path.dirname(__file__), "nccl"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=115)
+    done = jobs.torchmpirun("-n", ranks, "--timeout", "110", jobs.write(tmp_path, PROGRAM), Path(__file__).parent)
     assert done.returncode == 0, done.stdout + done.stderr
