@@ -53,96 +53,68 @@ class FakeMpi:
         self.COMM_SELF = types.SimpleNamespace(Allreduce=allreduce, Sendrecv=sendrecv)
 
 
-def test_right_values_are_right_in_all_trials():
-    reports = list(cuda_trial.reports(FakeMpi(), "cpu"))
-    tried = [f"trying {name} of {size} bytes" for size in (64, 1048576) for name in cuda_trial.TRIALS]
-    assert reports == [*tried, "right"]
+@pytest.mark.parametrize(
+    ("mpi", "end"),
+    [
+        (FakeMpi(), "right"),
+        (FakeMpi(off_from=1), "wrong Reduce_local of 64 bytes"),
+        (FakeMpi(off_from=17), "wrong Reduce_local of 1048576 bytes"),
+        (FakeMpi(error=RuntimeError("MPI_ERR:\n bad buffer")), "failed Sendrecv of 64 bytes: MPI_ERR: bad buffer"),
+    ],
+)
+def test_reports_of_a_trial(mpi, end):
+    *tried, last = cuda_trial.reports(mpi, "cpu")
+    expected = [f"trying {name} of {size} bytes" for size in (64, 1048576) for name in cuda_trial.TRIALS]
+    assert last == end
+    assert tried == expected[: len(tried)]
+    assert end != "right" or tried == expected
 
 
-@pytest.mark.parametrize(("off_from", "size"), [(1, 64), (17, 1048576)])
-def test_a_wrong_sum_is_found(off_from, size):
-    *_, last = cuda_trial.reports(FakeMpi(off_from), "cpu")
-    assert last == f"wrong Reduce_local of {size} bytes"
+MARK = cuda_trial.MARK
+TRYING = f"noise {MARK} trying Sendrecv of 64 bytes\n"
 
 
-def test_an_error_of_mpi_is_told_in_one_line():
-    *_, last = cuda_trial.reports(FakeMpi(error=RuntimeError("MPI_ERR_BUFFER:\n invalid buffer")), "cpu")
-    assert last == "failed Sendrecv of 64 bytes: MPI_ERR_BUFFER: invalid buffer"
-
-
-def python(code):
-    return [sys.executable, "-S", "-c", "import os, signal, time\n" + code]
-
-
-TRYING = f"print('noise {cuda_trial.MARK} trying Sendrecv of 64 bytes', flush=True)\n"
-ENDS = {
-    "right": (f"print('{cuda_trial.MARK} right', flush=True); os._exit(3)", True, ""),
-    "wrong": (
-        TRYING + f"print('{cuda_trial.MARK} wrong Sendrecv of 64 bytes')",
-        True,
-        "not CUDA-aware: a trial gave wrong values in Sendrecv of 64 bytes; use another flavour",
-    ),
-    "error": (f"print('{cuda_trial.MARK} failed Sendrecv: no')", True, "a trial failed in Sendrecv: no;"),
-    "crash": (
-        TRYING + "os.kill(os.getpid(), signal.SIGSEGV)",
-        True,
-        "crashed with signal 11 (Segmentation fault) on GPU memory, in Sendrecv of 64 bytes",
-    ),
-    "early crash": (
-        "os.kill(os.getpid(), signal.SIGABRT)",
-        False,
-        "not known whether this MPI is CUDA-aware: a trial crashed with signal 6 (Aborted) before it came to GPU",
-    ),
-    "hang": (TRYING + "time.sleep(600)", True, "did not end within 6 s on GPU memory, in Sendrecv of 64 bytes"),
-    "nonsense": ("print('hello')", False, "ended with exit code 0 before it came to GPU memory: hello"),
-    "traceback": (
-        "raise RuntimeError('CUDA error: busy')",
-        False,
-        "exit code 1 before it came to GPU memory: RuntimeError",
-    ),
-    "silence": ("os._exit(2)", False, "ended with exit code 2 before it came to GPU memory: it said nothing"),
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_how_a_child_ends_is_the_verdict(end):
-    code, is_final, words = ENDS[end]
-    verdict = gpu_probe.run_trial(python(code), 6 if end == "hang" else 60)
+@pytest.mark.parametrize(
+    ("output", "errors", "status", "is_final", "words"),
+    [
+        (f"{MARK} right", "", 3, True, ""),
+        (f"{TRYING}{MARK} wrong Sendrecv", "", 0, True, "not CUDA-aware: a trial gave wrong values in Sendrecv; use"),
+        (f"{MARK} failed Sendrecv: no", "", 0, True, "a trial failed in Sendrecv: no;"),
+        (TRYING, "", -11, True, "crashed with signal 11 (Segmentation fault) on GPU memory, in Sendrecv of 64 bytes"),
+        (TRYING, "", None, True, "did not end within 6 s on GPU memory, in Sendrecv of 64 bytes"),
+        ("", "", -6, False, "not known whether this MPI is CUDA-aware: a trial crashed with signal 6 (Aborted) before"),
+        ("hello", "", 0, False, "ended with exit code 0 before it came to GPU memory: hello"),
+        ("", "Traceback\nRuntimeError: busy", 1, False, "exit code 1 before it came to GPU memory: RuntimeError: busy"),
+        ("", "", 2, False, "ended with exit code 2 before it came to GPU memory: it said nothing"),
+    ],
+)
+def test_how_a_trial_ends_is_the_verdict(output, errors, status, is_final, words):
+    verdict = gpu_probe.judge(output, errors, status, 6)
     assert verdict.is_final == is_final
     assert words in verdict.why_not
     assert bool(words) == bool(verdict.why_not)
 
 
-def test_a_child_that_cannot_be_started():
-    verdict = gpu_probe.run_trial(["/nowhere/python"])
-    assert not verdict.is_final
-    assert "no trial could start: [Errno 2]" in verdict.why_not
+@pytest.mark.parametrize(
+    ("command", "is_final", "words"),
+    [
+        (["sh", "-c", f"echo '{TRYING}'; echo bad >&2; kill -SEGV $$"], True, "signal 11 (Segmentation fault) on GPU"),
+        (["sh", "-c", f"echo '{TRYING}'; exec sleep 600"], True, "did not end within 2 s on GPU memory"),
+        (["/nowhere/python"], False, "no trial could start: [Errno 2]"),
+    ],
+)
+def test_children(command, is_final, words):
+    verdict = gpu_probe.run_trial(command, 2 if "sleep" in command[-1] else 60)
+    assert verdict.is_final == is_final
+    assert words in verdict.why_not
 
 
 def test_a_child_is_no_rank():
-    job = {
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_MCA_ess": "^singleton",
-        "OMPI_MCA_orte_hnp_uri": "a",
-        "OMPI_MCA_num_procs": "2",
-        "PMIX_RANK": "1",
-        "PMI_FD": "9",
-        "PRTE_LAUNCHED": "1",
-        "HYDI_CONTROL_FD": "7",
-        "MPI_LOCALRANKID": "1",
-        "SLURM_PROCID": "1",
-        "TORCHMPI_STARTED_PID": "1",
-    }
-    users = {
-        "OMPI_MCA_pml": "ucx",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "PMIX_MCA_gds": "hash",
-        "MPI4PY_LIBMPI": "libmpi.so",
-        "CUDA_VISIBLE_DEVICES": "1",
-        "TORCHMPIRUN_JOB_DIR": "/tmp/job",
-        "PATH": "/bin",
-    }
-    assert gpu_probe.singleton_environment({**job, **users}) == users
+    job = ["OMPI_COMM_WORLD_RANK", "OMPI_MCA_ess", "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_num_procs", "PMIX_RANK", "PMI_FD"]
+    job += ["PRTE_LAUNCHED", "HYDI_CONTROL_FD", "MPI_LOCALRANKID", "SLURM_PROCID", "TORCHMPI_STARTED_PID"]
+    users = ["OMPI_MCA_pml", "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_MCA_gds", "MPI4PY_LIBMPI", "CUDA_VISIBLE_DEVICES"]
+    users += ["TORCHMPIRUN_JOB_DIR", "PATH"]
+    assert gpu_probe.singleton_environment(dict.fromkeys(job + users, "1")) == dict.fromkeys(users, "1")
 
 
 def test_this_mpi_passes_on_memory_of_the_host():
@@ -187,23 +159,20 @@ def test_a_verdict_comes_back_from_its_file(folder, why):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda content: {**content, "format": 0},
-        lambda content: {**content, "facts": {**content["facts"], "torch": "2.4"}},
-        lambda content: {**content, "why_not": None},
-        lambda content: {"format": content["format"]},
-        lambda content: [1],
+        lambda content: json.dumps(content | {"format": 0}),
+        lambda content: json.dumps(content | {"facts": content["facts"] | {"torch": "2.4"}}),
+        lambda content: json.dumps(content | {"why_not": None}),
+        lambda content: json.dumps({"format": content["format"]}),
+        lambda _: "[1]",
+        lambda _: "",
+        lambda _: "{",
+        lambda _: "[" * 100000,
+        lambda _: b"\xff\xfe".decode(errors="surrogateescape"),
     ],
 )
 def test_a_file_that_does_not_fit_is_ignored(folder, change):
     gpu_probe.write(FACTS, Verdict(""))
-    FACTS.path().write_text(json.dumps(change(json.loads(FACTS.path().read_text()))))
-    assert gpu_probe.read(FACTS) is None
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100000])
-def test_a_broken_file_is_ignored(folder, content):
-    gpu_probe.write(FACTS, Verdict(""))
-    FACTS.path().write_bytes(content)
+    FACTS.path().write_text(change(json.loads(FACTS.path().read_text())), errors="surrogateescape")
     assert gpu_probe.read(FACTS) is None
 
 
@@ -214,7 +183,7 @@ def test_without_a_directory_nothing_is_kept(monkeypatch):
         gpu_probe.write(FACTS, Verdict(""))
 
 
-def test_before_the_probe_gpu_tensors_are_refused(monkeypatch):
+def test_before_the_probe_gpu_tensors_are_refused():
     assert "call mpi.start(with_cuda=True) first" in Mpi().missing("cuda")
     assert Mpi().missing("cpu") == ""
 
@@ -244,24 +213,24 @@ def test_a_job_asks_the_file_before_a_child(mpi, probe, folder):
     folder = mpi.broadcast_object(str(folder))
     os.environ["TORCHMPI_TUNING_DIR"] = folder  # the fixture takes it back
     assert probe(gpu_probe.command("cpu")) == ""
-    assert probe(python("os._exit(1)")) == ""
+    assert probe(["false"]) == ""
     mpi.barrier()
     if mpi.rank() == 0:
         assert json.loads(FACTS.path().read_text())["facts"]["gpu"] == "A GPU"
         FACTS.path().unlink()
     mpi.barrier()
-    assert "exit code 1" in probe(python("os._exit(1)"))
-    assert "known whether" in probe(python("os._exit(1)"))
+    assert "exit code 1" in probe(["false"])
+    assert "known whether" in probe(["false"])
     assert not FACTS.path().exists()  # what came to no trial is tried again
     mpi.barrier()  # the next one writes it
-    assert "crashed with signal 11" in probe(python(TRYING + "os.kill(os.getpid(), signal.SIGSEGV)"))
+    assert "crashed with signal 11" in probe(["sh", "-c", f"echo '{TRYING}'; kill -SEGV $$"])
     assert "delete" in probe(gpu_probe.command("cpu"))
 
 
 @pytest.mark.mpi
 def test_one_rank_without_a_gpu_is_enough_for_a_no(mpi, probe, monkeypatch):
     monkeypatch.setattr(gpu_probe, "_no_gpu", lambda: "no CUDA device" if mpi.rank() == mpi.size() - 1 else "")
-    assert "no CUDA device (on " in probe(python(f"print('{cuda_trial.MARK} right')"))
+    assert "no CUDA device (on " in probe(["echo", f"{MARK} right"])
 
 
 @pytest.mark.mpi
