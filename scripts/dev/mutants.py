@@ -285,6 +285,7 @@ def try_fault(number: int, fault: Fault, recorded: dict[str, Any], folder: Path,
     reaching = {name: part["reached"].get(str(number), []) for name, part in recorded.items()}
     for name in sorted((name for name in reaching if reaching[name]), key=lambda name: recorded[name]["seconds"]):
         chosen = sorted(tests_of(reaching[name]), key=lambda test: not test.startswith(f"tests/{room}/"))
+        chosen = chosen or [f"tests/{room}"]  # it is reached while modules are imported
         arguments = [*chosen, "-x", *(f"--deselect={test}" for test in recorded[name]["failed"])]
         for part in [part for part in parts(is_all, arguments) if part.name == name]:
             code, output = run(part, folder, recorded[name]["seconds"] + MARGIN_SECONDS)
