@@ -2,16 +2,11 @@
 
 import pytest
 import torch
+from served_networks import Two, served, served_value
 
 from torchmpi_py import paramserver as ps
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
-
-
-class Place(torch.nn.Module):
-    def __init__(self, start):
-        super().__init__()
-        self.x = torch.nn.Parameter(torch.tensor([float(start)] * 3, dtype=torch.float64))
 
 
 def model(size, num_steps, period, ahead):
@@ -59,43 +54,34 @@ class Together(ps.DifferenceUpdate):
 def test_it_is_the_model(mpi, ahead):
     """What is learned between sending and integrating is kept."""
     size, me = mpi.size(), mpi.rank()
-    net = Place(10 * me)
+    net = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.constant_(net.weight, 10.0 * me)
     update = Together(mpi, net, init_delay=0, update_frequency=4, prefetch=ahead)
     update.update(0)
     for step in range(1, 14):
         with torch.no_grad():
-            net.x.add_(me + 1)
+            net.weight.add_(me + 1)
         update.update(step)
     x, server = model(size, 13, 4, ahead)
-    torch.testing.assert_close(net.x.detach(), torch.full((3,), x[me], dtype=torch.float64), rtol=1e-12, atol=0)
     mpi.barrier()
-    values = update.served.packs[0].server.receive().wait()
-    torch.testing.assert_close(values, torch.full((3,), server, dtype=torch.float64), rtol=1e-12, atol=0)
+    for values, expected in ((net.weight.detach(), x[me]), (served(update), server)):
+        torch.testing.assert_close(values, torch.full_like(values, expected), rtol=1e-12, atol=0)
     update.free()
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
 def test_groups(mpi, shares_memory):
     """Without waiting for anybody nothing is lost: in the end the server has what all have done, once."""
-    size, me = mpi.size(), mpi.rank()
-    level = mpi.push_communicator(me // 2)
+    level = mpi.push_communicator(mpi.rank() // 2)
     group = mpi.communicator(level)
-    net = Place(0)
+    net = Two()
     hogwild = ps.Hogwild(net, comm=group) if shares_memory else None
-    update = ps.DifferenceUpdate(
-        net,
-        scale=1.0,
-        init_delay=0,
-        update_frequency=3,
-        prefetch=1,
-        dataparallel_communicator=level,
-        shares_memory=shares_memory,
-    )
+    options = {"dataparallel_communicator": level, "shares_memory": shares_memory}
+    update = ps.DifferenceUpdate(net, scale=1.0, init_delay=0, update_frequency=3, prefetch=1, **options)
     update.update(0)
     for step in range(1, 13):
         if group.rank == 0 or not shares_memory:
-            with torch.no_grad():
-                net.x.add_(1)
+            net.move(1)
         update.update(step)
         if not shares_memory and step % 3 == 0:
             with mpi.at(level):
@@ -103,18 +89,10 @@ def test_groups(mpi, shares_memory):
     mpi.barrier()
     if update.is_root:  # what was done since the last exchange
         update.prefetch(update.served)
-        update.served.fetching[0].wait()
+        mpi.wait_all(update.served.fetching)
     mpi.barrier()
-    values = update.served.packs[0].server.receive().wait()
-    assert values.tolist() == [12.0 * ((size + 1) // 2)] * 3
+    assert served_value(update) == 12.0 * ((mpi.size() + 1) // 2)
     mpi.barrier()
     if hogwild is not None:
         hogwild.free()
     update.free()
-
-
-def test_mistakes(mpi):
-    with pytest.raises(TypeError, match="no send_frequency"):
-        ps.DifferenceUpdate(Place(0), send_frequency=1)
-    with pytest.raises(ValueError, match="shares_memory=True"):
-        ps.DifferenceUpdate(Place(0), shares_memory=True)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from served_networks import KINDS, Two, downpour
 
 from torchmpi_py import paramserver as ps
 from torchmpi_py.core import communicators, config
@@ -13,25 +14,7 @@ from torchmpi_py.errors import CollectiveTimeout, ParameterServerError
 from torchmpi_py.paramserver import rules
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
-
-
-class Two(torch.nn.Module):
-    """Parameters of two dtypes, so of two servers."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.zeros(5))
-        self.b = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
-
-    def set_gradient(self, factor):
-        for p in self.parameters():
-            p.grad = factor * torch.arange(1.0, p.numel() + 1, dtype=p.dtype).view_as(p)
-
-    def factor(self):
-        """The factor that gives the parameters, as of ``set_gradient``."""
-        factors = torch.cat([p.detach().flatten() / torch.arange(1.0, p.numel() + 1) for p in self.parameters()])
-        assert (factors == factors[0]).all()
-        return factors[0].item()
+FAILED = r"a send of a, b to .* by rule 'touchy', options \{'fails': True\}, has failed: ArithmeticError: touched"
 
 
 def touchy(shard, payload, memory, *, fails=False):
@@ -40,9 +23,9 @@ def touchy(shard, payload, memory, *, fails=False):
     shard.add_(payload)
 
 
-def downpour(net, **options):
+def touchy_downpour(net, **options):
     ps.register_rule("touchy", touchy, num_slots=1)
-    return ps.DownpourUpdate(net, optimizer="touchy", init_delay=0, **({"update_frequency": 100} | options))
+    return downpour(net, optimizer="touchy", local_update=None, **({"update_frequency": 100} | options))
 
 
 def factor_of(rank, step):
@@ -62,101 +45,55 @@ def train(update, net, me, steps, failing=()):
     return errors
 
 
-FAILED = r"a send of a, b to .* by rule 'touchy', options \{'fails': True\}, has failed: ArithmeticError: touched"
-
-
 def total(ranks, steps, lost=()):
-    return sum(factor_of(rank, step) for rank in range(ranks) for step in steps if (rank, step) not in lost)
+    return sum(factor_of(rank, step) for rank in ranks for step in steps if (rank, step) not in lost)
 
 
-def test_raised_by_the_next_update(mpi):
-    """Once, for both servers, on its rank; all other sends are there."""
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_raised_by_the_next_update(mpi, in_groups):
+    """Once, for both servers, on its rank or all ranks of its group; all other sends are there."""
     size, me = mpi.size(), mpi.rank()
-    last = size - 1
+    roots = range(0, size, 2) if in_groups else range(size)
+    level = mpi.push_communicator(me // 2) if in_groups else None
     net = Two()
-    update = downpour(net)
+    update = touchy_downpour(net, dataparallel_communicator=level, update_frequency=4)
     update.update(0)
-    errors = train(update, net, me, range(1, 3), failing=[1] if me == last else [])
-    assert len(errors) == (me == last)
-    if errors:
-        assert re.match(rf"update\([12]\): {FAILED}", errors[0])
-    assert train(update, net, me, range(3, 6)) == []
+    errors = train(update, net, me, range(1, 5), failing=[2] if me == roots[-1] else [])
+    assert len(errors) == (me >= roots[-1])
+    for error in errors:
+        assert re.match(r"update\(4\): a send of a, b" if in_groups else rf"update\([23]\): {FAILED}", error)
+    assert train(update, net, me, range(5, 9)) == []
     update.take_result()
-    assert net.factor() == total(size, range(1, 6), lost=[(last, 1)])
+    assert net.value() == total(roots, range(1, 9), lost=[(roots[-1], 2)])
     update.free()
 
 
-@pytest.mark.parametrize("call", ["take_result", "state_dict"])
-def test_raised_on_all_ranks(mpi, comm, monkeypatch, call):
-    """By what they do together at the end, on one node and as if on two; the same call goes on after that."""
+@pytest.mark.parametrize("call", ["take_result", "state_dict", "finish", "free"])
+def test_raised_at_the_end(mpi, comm, monkeypatch, call):
+    """On all ranks by what they do together, else on its rank; the same call goes on after that."""
     monkeypatch.setattr(communicators, "communicator", lambda level: comm)
     size, me = mpi.size(), mpi.rank()
-    last = size - 1
+    last, is_for_all = size - 1, call in ("take_result", "state_dict")
     net = Two()
-    update = downpour(net, send_frequency=2)
+    update = touchy_downpour(net, send_frequency=2)
     update.update(0)
     assert train(update, net, me, range(1, 4)) == []
     update.optimizer_options["fails"] = me == last
     update.send_rest(update.served)
-    with pytest.raises(ParameterServerError, match=f"{call}: rank {last}: {FAILED}"):
-        getattr(update, call)()
-    getattr(update, call)()
-    update.take_result()
-    assert net.factor() == total(size, range(1, 4), lost=[(last, 3)])
-    update.free()
-
-
-@pytest.mark.parametrize("call", ["finish", "free"])
-def test_raised_by_what_ends_a_worker(mpi, call):
-    """On its rank, where nobody waits for the others."""
-    size, me = mpi.size(), mpi.rank()
-    last = size - 1
-    net = Two()
-    update = downpour(net, send_frequency=2)
-    update.update(0)
-    assert train(update, net, me, range(1, 4)) == []
-    update.optimizer_options["fails"] = me == last
-    update.send_rest(update.served)
-    if me == last:
-        with pytest.raises(ParameterServerError, match=FAILED):
+    if is_for_all or me == last:
+        with pytest.raises(ParameterServerError, match=f"{call}: rank {last}: {FAILED}" if is_for_all else FAILED):
             getattr(update, call)()
     getattr(update, call)()
-    if call == "finish":
+    if call != "free":
         update.take_result()
-        assert net.factor() == total(size, range(1, 4), lost=[(last, 3)])
+        assert net.value() == total(range(size), range(1, 4), lost=[(last, 3)])
         update.free()
     assert update.served is None
 
 
-def test_raised_in_a_group(mpi):
-    """On all ranks of the last group, in the step in which they share parameters, which the root does not leave out."""
-    size, me = mpi.size(), mpi.rank()
-    last_root = (size - 1) // 2 * 2
-    level = mpi.push_communicator(me // 2)
-    net = Two()
-    update = downpour(net, dataparallel_communicator=level, update_frequency=4)
-    update.update(0)
-    errors = train(update, net, me, range(1, 5), failing=[2] if me == last_root else [])
-    assert len(errors) == (me >= last_root)
-    assert all(
-        error.startswith("update(4): a send of a, b to the parameter server by rule 'touchy'") for error in errors
-    )
-    assert train(update, net, me, range(5, 9)) == []
-    update.take_result()
-    sent = [(root, step) for root in range(0, size, 2) for step in range(1, 9) if (root, step) != (last_root, 2)]
-    assert net.factor() == sum(factor_of(*one) for one in sent)
-    update.free()
-
-
-KINDS = {
-    "easgd": lambda net: ps.EASGDUpdate(net, init_delay=0, update_frequency=1),
-    "difference": lambda net: ps.DifferenceUpdate(net, init_delay=0, update_frequency=1),
-    "ssp": lambda net: ps.StaleSynchronousUpdate(net, init_delay=0, staleness=1),
-}
-
-
-@pytest.mark.parametrize("leave", [False, True])
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("kind", "leave"), [("easgd", False), ("difference", True), ("ssp", False), ("ssp", True), ("easgd", True)]
+)
 def test_every_kind(mpi, monkeypatch, kind, leave):
     """A rule that raises, or ends the program, on the last rank in the first step."""
     if mpi.num_nodes() > 1:
@@ -165,26 +102,25 @@ def test_every_kind(mpi, monkeypatch, kind, leave):
     def fail(shard, payload, **options):
         if not shard.dtype.is_floating_point:  # the clocks
             shard.add_(payload)
-        elif leave:
-            raise SystemExit("broken")
         else:
-            raise ArithmeticError("broken")
+            raise SystemExit("broken") if leave else ArithmeticError("broken")
 
     net = torch.nn.Linear(3, 2)
-    update = KINDS[kind](net)
+    is_last = mpi.rank() == mpi.size() - 1
+    update = KINDS[kind](net, **({} if kind == "ssp" else {"update_frequency": 1}))
     update.update(0)
     errors = []
     for step in range(1, 4):
         with torch.no_grad():
             net.weight += step
         with monkeypatch.context() as patched:
-            for name in ("add", "scaled_add") if step == 1 and mpi.rank() == mpi.size() - 1 else ():
+            for name in ("add", "scaled_add") if step == 1 and is_last else ():
                 patched.setitem(rules._rules, name, rules.Rule(fail))
             try:
                 update.update(step)
             except ParameterServerError as error:
                 errors.append(str(error))
-    assert len(errors) == (mpi.rank() == mpi.size() - 1)
+    assert len(errors) == is_last
     for error in errors:
         assert re.search(r"a send of weight, bias .* by rule '\w*add', .*(SystemExit|ArithmeticError): broken", error)
     update.take_result()
@@ -218,21 +154,3 @@ def test_a_deadline_is_no_failure(mpi, monkeypatch):
         ps.integrate_tensors(served, lambda fetched, x: got.append(fetched.tolist()))
         assert got == [[1001 * n for n in (1.0, 2.0, 3.0, 4.0)], [1001 * n for n in (5.0, 6.0)]]
         served.free()
-
-
-def test_a_gradient_from_before_a_parameter_was_frozen(mpi):
-    """Downpour does not go on adding it."""
-    size = mpi.size()
-    net = Two()
-    update = ps.DownpourUpdate(net, local_update=lambda g: g, init_delay=0, update_frequency=100)
-    update.update(0)
-    net.set_gradient(1.0)
-    update.update(1)
-    net.b.requires_grad_(False)
-    for step in range(2, 5):
-        net.a.grad = torch.arange(1.0, 6)
-        update.update(step)
-    update.take_result()
-    assert net.a.tolist() == [4.0 * size * n for n in range(1, 6)]
-    assert net.b.flatten().tolist() == [1.0 * size * n for n in range(1, 7)]
-    update.free()

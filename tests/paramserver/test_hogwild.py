@@ -79,30 +79,6 @@ def test_one_copy(mpi, comm):
     assert net.frozen.tolist() == [added] * 3
 
 
-def test_training(mpi):
-    """All ranks' optimizers fit the same parameters; no step is due, and no lock is taken."""
-    me = mpi.rank()
-    torch.manual_seed(11)
-    target = torch.nn.Linear(5, 2)
-    torch.manual_seed(me)
-    net = torch.nn.Linear(5, 2)
-    shared = ps.Hogwild(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    x = torch.randn(64, 5)
-
-    def loss():
-        return torch.nn.functional.mse_loss(net(x), target(x).detach())
-
-    mpi.barrier()
-    for _ in range(200):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-    shared.free()
-    mpi.nn.check_with_allreduce(net)
-    assert loss().item() < 0.01
-
-
 def test_the_memory_outlives_its_maker(mpi):
     """Views of the copy stay valid, on every rank, when nothing else is left of it."""
     me = mpi.rank()
@@ -117,6 +93,24 @@ def test_the_memory_outlives_its_maker(mpi):
     assert (view == 5).all()
     for server in more:
         server.free()
+
+
+def step_in_turns(mpi, net, optimizer, by):
+    """Rank after rank adds to the parameters: ``by`` times 1, 2, 3 and so on."""
+    for rank in range(mpi.size()):
+        if rank == mpi.rank():
+            for number, p in enumerate(net.parameters(), 1):
+                p.grad = torch.full_like(p, -by * number)
+            optimizer.step()
+        mpi.barrier()
+
+
+def counted():
+    """Two layers whose parameters hold 1, 2, 3 and 4."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    for number, p in enumerate(net.parameters()):
+        torch.nn.init.constant_(p, number + 1.0)
+    return net
 
 
 def blocks():
@@ -142,12 +136,7 @@ def test_blocks_stay_in_the_shared_memory(mpi, copied):
     output = net(torch.zeros(1, 3))
     assert len(list(net.backward_blocks(torch.ones_like(output)))) == len(net.blocks) == 2
     mpi.barrier()  # backward has read the parameters
-    for rank in range(size):
-        if rank == me:
-            for number, p in enumerate(net.parameters()):
-                p.grad.fill_(-(10.0**rank) * (number + 1))
-            optimizer.step()
-        mpi.barrier()
+    step_in_turns(mpi, net, optimizer, 10.0**me)
     net(torch.zeros(1, 3))
     steps = sum(10.0**rank for rank in range(size))
     expected = [value + steps * (number + 1) for number, value in enumerate(values)]
@@ -186,9 +175,7 @@ def test_a_parameter_that_leaves_the_shared_memory(mpi, change):
     """An error at the next step on its rank, and at the end on all; the others' values have not been lost."""
     size, me = mpi.size(), mpi.rank()
     name, apply = CHANGES[change]
-    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
-    for number, p in enumerate(net.parameters()):
-        torch.nn.init.constant_(p, number + 1.0)
+    net = counted()
     shared = ps.Hogwild(net)
     mpi.barrier()
     if me == size - 1:
@@ -210,10 +197,7 @@ def test_a_parameter_that_leaves_the_shared_memory(mpi, change):
 
 def test_what_is_no_parameter_that_has_left(mpi):
     """Copies, other networks and tensors in the place of parameters train; a second Hogwild takes the network over."""
-    size, me = mpi.size(), mpi.rank()
-    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
-    for number, p in enumerate(net.parameters()):
-        torch.nn.init.constant_(p, number + 1.0)
+    net = counted()
     first = ps.Hogwild(net)
     for other in (copy.deepcopy(net), torch.nn.Linear(3, 2)):
         optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
@@ -224,15 +208,10 @@ def test_what_is_no_parameter_that_has_left(mpi):
     second = ps.Hogwild(net)
     mpi.barrier()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    for rank in range(size):
-        if rank == me:
-            for number, p in enumerate(net.parameters()):
-                p.grad = torch.full_like(p, -float(number + 1))
-            optimizer.step()
-        mpi.barrier()
+    step_in_turns(mpi, net, optimizer, 1.0)
     first.free()
     second.free()
-    assert [p.unique().item() for p in net.parameters()] == [(size + 1) * (number + 1) for number in range(4)]
+    assert [p.unique().item() for p in net.parameters()] == [(mpi.size() + 1) * number for number in range(1, 5)]
 
 
 def test_mistakes(mpi):

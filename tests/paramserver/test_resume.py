@@ -45,14 +45,15 @@ def in_step(kind, mpi):
     return InStep
 
 
+RARELY = {"init_delay": 1, "update_frequency": 4, "send_frequency": 3}
+
+
 def downpour(mpi, net):
-    options = {"init_delay": 1, "update_frequency": 4, "send_frequency": 3}
-    return in_step(ps.DownpourUpdate, mpi)(net, local_update=lambda g: g.mul_(-0.25 / mpi.size()), **options)
+    return in_step(ps.DownpourUpdate, mpi)(net, local_update=lambda g: g.mul_(-0.25 / mpi.size()), **RARELY)
 
 
 def adagrad(mpi, net):
-    options = {"init_delay": 1, "update_frequency": 4, "send_frequency": 3}
-    return in_step(ps.DownpourUpdate, mpi)(net, optimizer="adagrad", optimizer_options={"lr": 0.1}, **options)
+    return in_step(ps.DownpourUpdate, mpi)(net, optimizer="adagrad", optimizer_options={"lr": 0.1}, **RARELY)
 
 
 def easgd(mpi, net):
@@ -90,13 +91,20 @@ def saved_and_loaded(state):
     return torch.load(file, weights_only=True)
 
 
-def tensors(state):
-    """All tensors of a state, in order."""
-    return [x for x in tree_leaves(state) if isinstance(x, torch.Tensor)]
-
-
-@pytest.mark.parametrize("num_steps", [1, 5, 8])
-@pytest.mark.parametrize("make", [downpour, adagrad, easgd, difference, ssp])
+@pytest.mark.parametrize(
+    ("make", "num_steps"),
+    [
+        (easgd, 1),
+        (ssp, 1),
+        (adagrad, 1),
+        (ssp, 5),
+        (downpour, 5),
+        (adagrad, 8),
+        (easgd, 8),
+        (difference, 6),
+        (difference, 8),
+    ],
+)
 def test_two_parts_are_the_whole(mpi, make, num_steps):
     """Before the server is seeded; between exchanges; while one is on its way. A run goes back in the same process."""
     rank = mpi.rank()
@@ -119,7 +127,8 @@ def test_two_parts_are_the_whole(mpi, make, num_steps):
     found = update.state_dict()
     update.free()
     torch.testing.assert_close(net.state_dict(), whole.state_dict(), rtol=0, atol=0)
-    torch.testing.assert_close(tensors(found), tensors(expected), rtol=0, atol=0)
+    found, expected = ([x for x in tree_leaves(y) if isinstance(x, torch.Tensor)] for y in (found, expected))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_what_does_not_fit(mpi):
@@ -142,8 +151,7 @@ def test_what_does_not_fit(mpi):
     update.free()
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
-def test_synchronous_training_goes_back_in_place(mpi, optimizer):
+def test_synchronous_training_goes_back_in_place(mpi):
     """The optimizer's state lies at the server, and is loaded there."""
 
     def steps(net, update, numbers):
@@ -152,21 +160,17 @@ def test_synchronous_training_goes_back_in_place(mpi, optimizer):
                 p.grad = (mpi.rank() + 1) * p.detach() / 8 + step
             update.update()
 
-    net = network(mpi.rank())
-    update = ps.SynchronousUpdate(net, optimizer=optimizer, lr=0.1)
+    net, fresh = network(mpi.rank()), network(100)
+    update, other = (ps.SynchronousUpdate(module, optimizer="adam", lr=0.1) for module in (net, fresh))
     steps(net, update, range(3))
     saved = saved_and_loaded({"network": net.state_dict(), "server": update.served.state_dict()})
     steps(net, update, range(3, 5))
-    fresh = network(100)
-    for each in (net, fresh):
-        each.load_state_dict(saved["network"])
-    other = ps.SynchronousUpdate(fresh, optimizer=optimizer, lr=0.1)
     for each, module in ((update, net), (other, fresh)):
+        module.load_state_dict(saved["network"])
         if mpi.rank() == 0:
             each.served.load_state_dict(saved["server"])
         mpi.barrier()
         steps(module, each, range(3, 7))
-    for p, q in zip(net.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(p, q)
+    torch.testing.assert_close(net.state_dict(), fresh.state_dict(), rtol=0, atol=0)
     update.free()
     other.free()

@@ -1,32 +1,22 @@
 """Parameter servers on any number of ranks, with values that depend on element and rank."""
 
-import gc
-import os
 import re
 import signal
-import subprocess
 import sys
-import threading
+import time
 
 import pytest
 import torch
+from support import jobs
+from support.values import values
 
 from torchmpi_py import paramserver as ps
-from torchmpi_py.errors import NotStarted, ParameterServerError, RanksDisagree
+from torchmpi_py.core import backoff
+from torchmpi_py.errors import CommunicatorError, NotStarted, ParameterServerError, RanksDisagree
+from torchmpi_py.paramserver.shard import shards
 
 pytestmark = pytest.mark.timeout(240)
 in_a_job = pytest.mark.mpi
-
-
-def values(rank, count, dtype=torch.float32):
-    return ((torch.arange(count) * 7 + rank * 3) % 101).to(dtype)
-
-
-def seeded(size, count, dtype=torch.float32):
-    """What a server holds at first: part r of rank r's tensor."""
-    from torchmpi_py.paramserver.shard import shards
-
-    return torch.cat([values(r, count, dtype)[begin:end] for r, (begin, end) in enumerate(shards(count, size))])
 
 
 @in_a_job
@@ -34,10 +24,13 @@ def seeded(size, count, dtype=torch.float32):
     "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 )
 def test_seed_send_and_receive(mpi, comm, dtype):
+    """TorchMPI's checks of its server (reference 9.3): seeding by all, zero, copy, and add by all at once."""
     size, me = mpi.size(), mpi.rank()
-    for count in (0, 1, size - 1, size, size + 1, 1024, 911 * 101):
+    many = 911 * 101 if dtype in (torch.float32, torch.bool) else 1024
+    for count in (0, 1, size - 1, size, size + 1, many):
         server = ps.init(values(me, count, dtype), comm=comm)
-        assert torch.equal(server.receive().wait(), seeded(size, count, dtype))
+        seeded = [values(rank, count, dtype)[begin:end] for rank, (begin, end) in enumerate(shards(count, size))]
+        assert torch.equal(server.receive().wait(), torch.cat(seeded))
         mpi.barrier()
         if me == size - 1:
             server.send(values(5, count, dtype), "copy").wait()
@@ -50,126 +43,107 @@ def test_seed_send_and_receive(mpi, comm, dtype):
             server.send(got, "zero").wait()
         mpi.barrier()
         assert not server.receive().wait().any()
+        mpi.barrier()
+        mpi.wait_all([server.send(values(me, count, dtype, step)) for step in range(3)])
+        mpi.barrier()
+        sent = torch.stack([values(rank, count, dtype, step) for rank in range(size) for step in range(3)])
+        expected = sent.any(0) if dtype == torch.bool else sent.sum(0).to(dtype)
+        assert torch.equal(server.receive().wait(), expected)
         server.free()
 
 
 @in_a_job
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_a_send_comes_after_a_receive_into_its_tensor(mpi, comm, layout):
-    """Also if nobody waits for the receive: what is sent is what was received."""
-    count = 40_000
-    for turn in range(5):
-        server = ps.init(values(0, count).view(200, 200), comm=comm)
+def test_a_rank_that_does_not_wait_has_its_requests_in_order(mpi, comm, layout):
+    """What is received can be sent on, to the same server or another one; one tensor serves for many requests."""
+    for count in (5, 30_000):  # of a shard: within a message, and in pieces
+        shape = (mpi.size(), count)
+        numbers = torch.arange(float(count * mpi.size())).view(shape) % 1009
+        one, two = ps.init(numbers, comm=comm), ps.init(torch.zeros(shape), comm=comm)
         if mpi.rank() == 0:
-            tensor = torch.zeros(200, 200) if layout == "contiguous" else torch.zeros(200, 200).t()
-            server.receive(tensor)
-            server.send(tensor, "add").wait()
-            assert torch.equal(server.receive().wait(), 2 * values(0, count).view(200, 200)), turn
+            x = torch.full(shape, -1.0) if layout == "contiguous" else torch.full(shape[::-1], -1.0).t()
+            a, b = 1, 0
+            for _ in range(3):
+                one.receive(x)
+                two.send(x)
+                two.receive(x)
+                one.send(x, "copy")
+                one.send(x)
+                one.receive(x)
+                two.send(x)
+                a, b = 2 * (a + b), 3 * (a + b)
+            got = [one.receive(), two.receive()]
+            one.send(x, "zero")
+            assert torch.equal(got[0].wait(), a * numbers)
+            assert torch.equal(got[1].wait(), b * numbers)
+            assert not one.receive().wait().any()
         mpi.barrier()
-        server.free()
+        one.free()
+        two.free()
 
 
 @in_a_job
-def test_every_rank_adds_at_once(mpi, comm):
-    """No update is lost, and none counts twice."""
-    size, me, count = mpi.size(), mpi.rank(), 10_007
-    server = ps.init(torch.zeros(count, dtype=torch.float64), comm=comm)
-    mpi.wait_all([server.send(values(me + turn, count, torch.float64)) for turn in range(100)])
-    mpi.barrier()
-    expected = sum(values(rank + turn, count, torch.float64) for rank in range(size) for turn in range(100))
-    assert torch.equal(server.receive().wait(), expected)
-    server.free()
+def test_nobody_sees_a_shard_half_changed(mpi, comm):
+    def in_two_steps(shard, payload):
+        shard[: len(shard) // 2] += 1
+        time.sleep(0.01)
+        shard[len(shard) // 2 :] += 1
 
-
-@in_a_job
-def test_a_rank_sees_its_own_sends_without_waiting(mpi):
-    me = mpi.rank()
-    with mpi.split(me) as alone:
-        server = ps.init(torch.zeros(100), comm=alone)
-        for turn in range(50):
-            server.send(values(turn, 100), "copy")
-            server.send(torch.ones(100))
-            got = server.receive()
-            server.send(torch.ones(100), "zero")
-            assert torch.equal(got.wait(), values(turn, 100) + 1)
-        server.free()
-
-
-@in_a_job
-def test_a_shard_is_never_seen_half_changed(mpi, comm):
-    """Every send adds the same to all elements of a shard, so all are equal whenever someone looks."""
-    count = 200_000
-    server = ps.init(torch.zeros(count, dtype=torch.int64), comm=comm)
-    for turn in range(30):
-        server.send(torch.full((count,), turn + mpi.rank()))
+    ps.register_rule("in two steps", in_two_steps)
+    server = ps.init(torch.zeros(10 * mpi.size()), comm=comm)
+    for _ in range(3):
+        server.send(torch.zeros(10 * mpi.size()), "in two steps")
         got = server.receive().wait()
-        for begin, end in server.bounds:
-            assert (got[begin:end] == got[begin]).all()
+        assert all((got[begin:end] == got[begin]).all() for begin, end in server.bounds)
     server.free()
 
 
 @in_a_job
-def test_layouts_and_shapes(mpi, comm):
+def test_layouts_shapes_and_modes_of_autograd(mpi, comm):
+    """A server made and used in inference mode is as any other; options with a gradient leave no graph."""
     x = torch.arange(12.0).view(3, 4)
-    server = ps.init(x.t(), comm=comm)
-    assert server.shape == (4, 3)
-    assert torch.equal(server.receive().wait(), x.t())
-    got = torch.zeros(3, 4).t()
-    assert torch.equal(server.receive(got).wait(), x.t())
+    with torch.inference_mode():
+        server = ps.init(x.t(), comm=comm)
+        server.send(torch.zeros(4, 3)).wait()
+        assert torch.equal(server.receive(torch.zeros(3, 4).t()).wait(), x.t())
     flat = torch.zeros(12)
     server.receive(flat.view(4, 3)).wait()
     assert torch.equal(flat, x.t().reshape(-1))
+    mpi.barrier()
+    if mpi.rank() == 0:
+        weight = torch.tensor(0.5, requires_grad=True)
+        server.send(torch.zeros(4, 3, requires_grad=True), "elastic", weight=weight).wait()
+    mpi.barrier()
+    got = server.receive().wait()
+    assert torch.equal(got, x.t() / 2)
+    got += 1
+    assert not server.state_dict()["values"].requires_grad
     server.free()
-
-
-@in_a_job
-def test_registered_rules_and_their_errors(mpi):
-    def halve(shard, payload, *, times=1):
-        if payload[0] < 0:
-            raise RuntimeError("negative")
-        shard.div_(2**times)
-
-    ps.register_rule("halve", halve)
-    with mpi.split(mpi.rank()) as alone:
-        server = ps.init(torch.full((5,), 8.0), comm=alone)
-        server.send(torch.zeros(5), "halve", times=2)
-        assert (server.receive().wait() == 2).all()
-        failing = server.send(torch.full((5,), -1.0), "halve")
-        after = server.send(torch.zeros(5), "halve")
-        with pytest.raises(RuntimeError, match="negative"):
-            failing.wait()
-        after.wait()
-        assert (server.receive().wait() == 1).all()
-        server.free()
 
 
 @in_a_job
 def test_mistakes(mpi):
     server = ps.init(torch.zeros(6))
-    with pytest.raises(
-        ValueError, match=r"send: the tensor has shape \(5,\) and torch.float32, but the parameter server"
-    ):
+    with pytest.raises(ValueError, match=r"shape \(5,\) and torch.float32, but the parameter server has \(6,\)"):
         server.send(torch.zeros(5))
     with pytest.raises(ValueError, match=r"torch\.float64, but the parameter server has"):
         server.receive(torch.zeros(6, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"tensor must be a torch\.Tensor"):
         server.send([1.0])
-    for made, given in (((6,), (2, 3)), ((2, 3), (3, 2)), ((2, 3), (6,)), ((), (1,)), ((1,), ()), ((0, 2), (0,))):
-        words = (
-            f"the tensor has shape {given} and torch.float32",
-            f"the parameter server has {made} and torch.float32",
-        )
+    with pytest.raises(ValueError, match="the tensor is on meta"):
+        ps.init(torch.zeros(3, device="meta"))
+    with pytest.raises(ValueError, match="optimizer='rmsprop' is unknown; known optimizers: sgd, adagrad, adam"):
+        ps.init(torch.zeros(3), optimizer="rmsprop")
+    for made, given in (((6,), (2, 3)), ((2, 3), (3, 2)), ((), (1,)), ((1,), ()), ((0, 2), (0,))):
         shaped, x = ps.init(torch.zeros(made)), torch.ones(given)
         for call in (shaped.send, shaped.receive):
-            with pytest.raises(ValueError, match=f"{re.escape(words[0])}.*{re.escape(words[1])}; pass a view of shape"):
+            with pytest.raises(ValueError, match=re.escape(f"shape {given} and") + ".*; pass a view of shape"):
                 call(x)
         assert torch.equal(x, torch.ones(given))
         shaped.send(x.view(made)).wait()
         mpi.barrier()
         assert torch.equal(shaped.receive(torch.zeros(made)).wait(), torch.full(made, float(mpi.size())))
         shaped.free()
-    with pytest.raises(ValueError, match="the tensor is on meta"):
-        ps.init(torch.zeros(3, device="meta"))
     server.free()
     server.free()
     for call in (server.receive, lambda: server.send(torch.zeros(6))):
@@ -179,28 +153,61 @@ def test_mistakes(mpi):
 
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_disagree(mpi):
+    """About shape, type, optimizer or its slots, and the order of a list of tensors: an error on all ranks."""
+    me = mpi.rank()
     with pytest.raises(RanksDisagree, match=r"rank 0: \[3\] torch.float32, rank 1: \[4\] torch.float32"):
-        ps.init(torch.zeros(3 + (mpi.rank() > 0)))
+        ps.init(torch.zeros(3 + (me > 0)))
+    with pytest.raises((TypeError, RanksDisagree), match="must be a torch"):
+        ps.init(torch.zeros(5) if me else [0.0] * 5)
+    if me == 0:
+        ps.register_rule("rank 0's", lambda *_: None, num_slots=1)
+    with pytest.raises((ValueError, RanksDisagree), match=r'unknown|for "rank 0\'s" of 1 slots, rank 1: .* is unknown'):
+        ps.init(torch.zeros(5), optimizer="rank 0's")
+    ps.register_rule("of both", lambda *_: None, num_slots=1 + me % 2)
+    with pytest.raises(RanksDisagree, match=r"'of both' of 1 slots, rank 1: .* of 2 slots"):
+        ps.init(torch.zeros(5), optimizer="of both")
+    with pytest.raises(RanksDisagree, match=r"tensor 0 is \[[24]\] torch.float32 on cpu on rank \d, and \[[24]\]"):
+        ps.init_tensors([torch.zeros(n) for n in ([2, 4] if me == 1 else [4, 2])])
 
 
-@in_a_job
-def test_nothing_is_left_behind(mpi, comm):
-    """500 servers, many at a time: no descriptor, mapping or thread more than before; freeing waits for requests."""
+@pytest.mark.mpi(min_size=2)
+def test_servers_that_are_freed_in_another_order(mpi, comm):
+    """None is freed, and the memory and the service of all go with the communicator, or with the next ``free``."""
+    servers = [ps.init(torch.zeros(mpi.size()), comm=comm) for _ in range(2)]
+    for server in servers if mpi.rank() else servers[::-1]:
+        with pytest.raises(RanksDisagree, match="free different parameter servers"):
+            server.free()
+    for server in servers:
+        server.send(torch.ones(mpi.size())).wait()
+    mpi.barrier()
+    assert all((server.receive().wait() == mpi.size()).all() for server in servers)
+    mpi.barrier()
+    servers[0].free()
+    with pytest.raises(ParameterServerError, match="was freed"):
+        servers[0].receive()
 
-    def held():
-        gc.collect()  # what earlier tests have left
-        with open("/proc/self/maps") as maps:
-            return len(os.listdir("/proc/self/fd")), sum("torchmpi_py" in line for line in maps)
 
-    ps.init(torch.zeros(1), comm=comm).free()
-    before = held()
-    for _ in range(50):
-        servers = [ps.init(torch.zeros(100), comm=comm) for _ in range(10)]
-        for server in servers:
-            server.send(torch.ones(100))
-        ps.free_all()
-    assert held() == before
-    assert "parameter-serv" not in " ".join(thread.name for thread in threading.enumerate())
+@pytest.mark.mpi(min_size=2)
+def test_a_free_that_breaks_off(mpi, comm, monkeypatch):
+    """By a signal's handler, say: the communicator gives memory and service back, and other servers are freed."""
+    lost, other = ps.init(torch.zeros(5), comm=comm), ps.init(torch.zeros(5))
+
+    def interrupted(request, *_):
+        request.Wait()  # all ranks are here, and MPI is done with the memory
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backoff, "complete", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lost.free()
+    with pytest.raises(CommunicatorError, match="an earlier call"):
+        lost.free()
+    comm.free()
+    with pytest.raises(ParameterServerError, match="was freed, or lost"):
+        lost.receive()
+    ps.free_all()
+    with pytest.raises(ParameterServerError, match="was freed"):
+        other.receive()
 
 
 PROGRAM = """
@@ -234,15 +241,13 @@ os._exit(0)
 
 
 @pytest.mark.slow
+@jobs.needs_mpi
 @pytest.mark.skipif(sys.platform != "linux", reason="for Linux")
 @pytest.mark.parametrize("how", ["alone", "with a worker"])
 def test_a_rank_that_dies_under_a_lock_does_not_stop_the_others(tmp_path, how):
     """Nor if a process that it has forked, such as a worker of a data loader, lives on."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
-    launcher = [torchmpirun, "-n", "3", "--elastic", "--timeout", "150"]
-    over = tmp_path / "over"
-    job = subprocess.run([*launcher, tmp_path / "program.py", how, over], capture_output=True, text=True, timeout=200)
+    program, over = jobs.write(tmp_path, PROGRAM), tmp_path / "over"
+    job = jobs.torchmpirun("-n", 3, "--elastic", "--timeout", 150, program, how, over)
     over.touch()
     assert job.stdout.count("went on") == 2, (job.stdout, job.stderr, signal.SIGKILL)
 

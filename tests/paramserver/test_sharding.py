@@ -5,19 +5,21 @@ import math
 import pytest
 import torch
 
+from torchmpi_py.memory.devices import HostCopy
 from torchmpi_py.paramserver import register_rule, rules
 from torchmpi_py.paramserver.shard import shards
 
 
-@pytest.mark.parametrize("size", range(1, 38))
-def test_shards(size):
-    for count in (0, 1, size - 1, size, size + 1, 10, 1000, 911 * 101):
-        bounds = shards(count, size)
-        assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
-        assert bounds[-1][1] == count
-        lengths = [end - begin for begin, end in bounds]
-        assert lengths == sorted(lengths, reverse=True)
-        assert max(lengths) - min(lengths) <= 1
+def test_shards():
+    """Below, at and above one element for each rank: all elements, in order, and the first ranks have one more."""
+    for size in range(1, 38):
+        for count in (0, 1, size - 1, size, size + 1, 10, 1000, 911 * 101):
+            bounds = shards(count, size)
+            assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+            assert bounds[-1][1] == count
+            lengths = [end - begin for begin, end in bounds]
+            assert lengths == sorted(lengths, reverse=True)
+            assert max(lengths) - min(lengths) <= 1
     assert shards(10, 4) == [(0, 3), (3, 6), (6, 8), (8, 10)]
 
 
@@ -48,27 +50,41 @@ def test_values_that_take_the_place_of_others_do_so_whatever_these_are():
         assert torch.equal(shard, given)
 
 
-def test_mistakes_in_rules():
-    with pytest.raises(
-        ValueError, match=r"rule 'none' is unknown; known rules: zero, copy, add, scaled_add, average, elastic"
-    ):
-        rules.checked("none", {}, torch.float32, None)
-    with pytest.raises(TypeError, match=r"rule 'scaled_add' does not take the options \{\}: missing .*'scale'"):
-        rules.checked("scaled_add", {}, torch.float32, None)
-    with pytest.raises(TypeError, match=r"rule 'add' does not take the options \{'scale': 2\}"):
-        rules.checked("add", {"scale": 2}, torch.float32, None)
-    for name, options, dtype, words in (
+@pytest.mark.parametrize(
+    ("name", "options", "dtype", "words"),
+    [
+        ("none", {}, torch.float32, "'none' is unknown; known rules: zero, copy, add, scaled_add, average, elastic"),
+        ("scaled_add", {}, torch.float32, "missing .*'scale'"),
+        ("add", {"scale": 2}, torch.float32, "'add' does not take the options .*scale"),
         ("elastic", {"weight": "a"}, torch.float32, "weight is no number"),
+        ("elastic", {"weight": 0.5}, torch.int32, r"needs floating-point numbers.* torch\.int32"),
+        ("average", {}, torch.bfloat16, "of at least 32 bits"),  # with 8 bits a mean of a thousand values stands still
         ("scaled_add", {"scale": 0.5}, torch.int64, r"scale is a float, and the elements are torch\.int64"),
         ("sgd", {"lr": -0.1}, torch.float32, "lr=-0.1: torch takes no negative number"),
         ("sgd", {"nesterov": True}, torch.float32, "nesterov=True takes a momentum"),
+        ("sgd", {"beta": 3}, torch.float32, "'sgd' does not take the options"),
         ("adam", {"betas": [0.9, 1.5]}, torch.float32, "betas=.*: torch takes two numbers"),
-    ):
-        with pytest.raises(ValueError, match=f"rule '{name}' does not take the options .*: {words}"):
-            rules.checked(name, options, dtype, name)
-    for name in ("zero", "add"):
-        with pytest.raises(ValueError, match="is built in"):
-            register_rule(name, print)
-    for name, fn in (("", print), (3, print), ("mine", 3)):
-        with pytest.raises(TypeError, match="register_rule"):
-            register_rule(name, fn)
+    ],
+)
+def test_mistakes_in_rules(name, options, dtype, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        rules.checked(name, options, dtype, name)
+
+
+@pytest.mark.parametrize(("name", "fn"), [("zero", print), ("", print), (3, print), ("mine", 3)])
+def test_mistakes_in_registering(name, fn):
+    with pytest.raises((TypeError, ValueError), match=r"register_rule: .*(is built in|give a)"):
+        register_rule(name, fn)
+
+
+def test_the_way_of_tensors_on_a_gpu():
+    """On the host, where streams do their work at once; tests/gpu has it on a card."""
+    x, done = torch.arange(5.0), []
+    copy = HostCopy(x)
+    taken = copy.to_host()
+    assert torch.equal(taken, x)
+    assert taken.data_ptr() != x.data_ptr()
+    copy.from_host(taken + 1, lambda: done.append(x.clone()))
+    assert torch.equal(x, torch.arange(5.0) + 1)
+    assert torch.equal(done[0], x)
+    assert copy.empty().shape == x.shape

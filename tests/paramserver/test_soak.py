@@ -13,9 +13,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from support.values import values
 
 from torchmpi_py import paramserver as ps
+from torchmpi_py.paramserver.shard import shards
 
+TASKS = "/proc/self/task"
 NUM_OPERATIONS = int(os.environ.get("TORCHMPI_SOAK_OPERATIONS", "400"))
 PER_ROUND = 100  # of one rank, on servers that are made for it
 SCALES = [-3, -1, 2, 5]
@@ -50,14 +53,8 @@ def operations(seed, rank, num_servers):
         yield Operation(draw.randrange(num_servers), rule, options, number, draw.random() < 0.1)
 
 
-def values(rank, number, count, dtype):
-    return ((torch.arange(count) * 7 + rank * 3 + number * 5) % 11).to(dtype)
-
-
 def seeded(size, count, dtype):
-    from torchmpi_py.paramserver.shard import shards
-
-    parts = [values(rank, 0, count, dtype)[begin:end] for rank, (begin, end) in enumerate(shards(count, size))]
+    parts = [values(rank, count, dtype)[begin:end] for rank, (begin, end) in enumerate(shards(count, size))]
     return torch.cat(parts)
 
 
@@ -67,18 +64,18 @@ def expected(seed, size, made):
     for rank in range(size):
         for op in operations(seed, rank, len(made)):
             if op.rule:
-                held[op.server].add_(values(rank, op.number, *made[op.server]), alpha=op.options.get("scale", 1))
+                held[op.server].add_(values(rank, *made[op.server], op.number), alpha=op.options.get("scale", 1))
     return held
 
 
 def play(comm, seed):
-    """A round: servers are made, all ranks do what they do, and the servers are compared and freed."""
+    """A round: servers are made, all ranks do what they do, and the servers are compared, and freed under a send."""
     made = layouts(seed, comm.size)
-    servers = [ps.init(values(comm.rank, 0, *layout), comm=comm) for layout in made]
+    servers = [ps.init(values(comm.rank, *layout), comm=comm) for layout in made]
     for op in operations(seed, comm.rank, len(made)):
         server = servers[op.server]
         if op.rule:
-            handle = server.send(values(comm.rank, op.number, *made[op.server]), op.rule, **op.options)
+            handle = server.send(values(comm.rank, *made[op.server], op.number), op.rule, **op.options)
         else:
             handle = server.receive()
         if op.is_waited_for:
@@ -88,8 +85,10 @@ def play(comm, seed):
     comm.direct.mpi.Barrier()
     for server, right in zip(servers, expected(seed, comm.size, made), strict=True):
         assert torch.equal(server.receive().wait(), right), (seed, server.shape, server.dtype)
-    for server in servers:
-        server.free()
+    comm.direct.mpi.Barrier()
+    for server, layout in zip(servers, made, strict=True):
+        server.send(values(comm.rank, *layout))
+    ps.free_all()
 
 
 def left_behind():
@@ -100,19 +99,15 @@ def left_behind():
     return len(os.listdir("/proc/self/fd")), mappings, threads
 
 
-def tasks():
-    return set(os.listdir("/proc/self/task"))
-
-
 def test_random_sends_and_receives(comm):
     num_rounds = max(1, NUM_OPERATIONS // (PER_ROUND * comm.size))
     for seed in (-1, -2):  # what is made once is there then
         play(comm, seed)
-    before, tasks_before = left_behind(), tasks()
+    before, tasks = left_behind(), set(os.listdir(TASKS))
     for seed in range(num_rounds):
         play(comm, seed)
     assert left_behind() == before
     until = time.monotonic() + 60
-    while tasks() - tasks_before and time.monotonic() < until:
+    while not tasks >= set(os.listdir(TASKS)):
+        assert time.monotonic() < until
         time.sleep(0.01)  # a thread that was waited for is in /proc for a moment yet
-    assert not tasks() - tasks_before

@@ -62,40 +62,28 @@ def test_a_group_is_the_world_of_its_experiment(mpi, folder):
 
 
 def test_errors_leave_nothing_behind(mpi, folder):
-    """Ranks raise at different calls, with operations under way; the experiments after that are right."""
+    """Ranks raise with a communicator of their own and an operation under way; the experiments after that are right."""
+
+    def train(number):
+        if number % 2:
+            own = mpi.split(0)
+            assert mpi.allreduce_async(torch.ones(100_000), comm=own) is not None
+            raise KeyError("with an operation under way")
+        module = torch.nn.Linear(300, 300)
+        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module)
+        module(torch.full((2, 300), mpi.rank() + 1.0)).sum().backward()
+        optimizer.step()
+        mpinn.check_with_allreduce(module)
+        return number
+
     for k in group_sizes(mpi.size()):
-
-        def train(number):
-            for step in range(mpi.rank() + 1 if number % 2 else 3):
-                mpi.allgather_object(step) if number % 2 == 0 else mpi.split(0)
-            if number % 2:
-                raise KeyError(f"at rank {mpi.rank()}")
-            module = torch.nn.Linear(300, 300)
-            optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module)
-            module(torch.full((2, 300), mpi.rank() + 1.0)).sum().backward()
-            optimizer.step()
-            mpinn.check_with_allreduce(module)
-            return number
-
-        def all_raise_alike(number):
-            if number % 2:
-                handle = mpi.allreduce_async(torch.ones(100_000))
-                assert handle is not None
-                raise KeyError("with an operation under way")
-            return train(number)
-
-        results = sweep(mpi, folder, range(6), all_raise_alike, ranks_per_experiment=k, resume=False)
-        assert [row.state for row in results] == ["finished", "failed"] * 3
-        assert all("with an operation under way" in row.error for row in results[1::2])
-        if k == 1:
-            results = sweep(mpi, folder, range(6), train, ranks_per_experiment=k, resume=False)
-            assert [row.error for row in results] == ["", "KeyError: 'at rank 0'"] * 3
+        results = sweep(mpi, folder, range(6), train, ranks_per_experiment=k, resume=False)
+        assert [row.value for row in results] == [0, None, 2, None, 4, None]
+        assert [row.error for row in results] == ["", "KeyError: 'with an operation under way'"] * 3
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_rank_that_raises_while_the_others_finish_is_named(mpi, folder):
-    if mpi.size() == 1:
-        pytest.skip("needs another rank")
-
     def train(number):
         if number == 1 and mpi.rank() == 1:
             raise OSError("the disk of this host is full")
@@ -106,16 +94,23 @@ def test_a_rank_that_raises_while_the_others_finish_is_named(mpi, folder):
     assert results[1].error == "rank 1: OSError: the disk of this host is full"
 
 
-def test_output_goes_to_a_log_of_each_experiment(mpi, folder):
+def test_output_goes_to_a_log_of_each_experiment(mpi, folder, capfd):
+    """Also that of a logger which the first experiment has set up."""
+    logger = logging.getLogger("a sweep's own")
+
     def train(number):
+        if number == 0:
+            logger.addHandler(logging.StreamHandler(sys.__stderr__))
+        logger.warning("logged by %d", number)
         print("printed by", number)  # noqa: T201
         os.write(2, f"written by {number}\n".encode())
-        return number
 
-    for row in sweep(mpi, folder, range(5), train, ranks_per_experiment=mpi.size()):
+    for row in sweep(mpi, folder, range(3), train, ranks_per_experiment=mpi.size()):
         with open(row.log) as log:
-            text = log.read()
-        assert text.count(f"printed by {row.number}\n") == text.count(f"written by {row.number}\n") == mpi.size()
+            lines = log.read().splitlines()
+        for word in ("logged", "printed", "written"):
+            assert lines.count(f"{word} by {row.number}") == mpi.size()
+    logger.handlers.clear()
 
 
 def test_stopped_early(mpi, folder):
@@ -182,33 +177,28 @@ def test_a_finished_sweep_is_not_run_again_and_a_value_that_cannot_be_kept_is_an
 
 
 def test_wrong_arguments(mpi, folder):
-    with pytest.raises(
-        ValueError, match=f"ranks_per_experiment={mpi.size() + 1} does not divide the {mpi.size()} rank"
-    ):
-        sweep(mpi, folder, [1], abs, ranks_per_experiment=mpi.size() + 1)
-    with pytest.raises(ValueError, match="there are no configurations"):
-        sweep(mpi, folder, [], abs)
-    with pytest.raises(ValueError, match="cannot be listed: TypeError: 'int' object is not iterable"):
-        sweep(mpi, folder, 5, abs)
-
     def listing():
         yield 1
         raise RuntimeError("no more")
 
-    with pytest.raises(ValueError, match="cannot be listed: RuntimeError: no more"):
-        sweep(mpi, folder, listing(), abs)
-    with pytest.raises(ValueError, match="the sweep cannot begin: NotADirectoryError"):
-        sweep(mpi, os.devnull + "/folder", [1], abs)
+    size = mpi.size()
+    for words, configurations, where, options in (
+        (f"={size + 1} does not divide the {size} rank", [1], folder, {"ranks_per_experiment": size + 1}),
+        ("there are no configurations", [], folder, {}),
+        ("cannot be listed: TypeError: 'int' object is not iterable", 5, folder, {}),
+        ("cannot be listed: RuntimeError: no more", listing(), folder, {}),
+        (r"cannot be listed: .*([Pp]ickl|local object)", [{"f": lambda: 1}], folder, {}),
+        ("cannot begin: NotADirectoryError", [1], os.devnull + "/folder", {}),
+        ("cannot begin: FileNotFoundError", [1], folder, {"csv": "no/such/folder/x.csv"}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sweep(mpi, where, configurations, abs, **options)
 
     def nested(_):
         return sweep(mpi, folder, [1], abs)
 
-    results = sweep(mpi, folder, [1], nested, ranks_per_experiment=mpi.size())
-    assert "mpi.experiments was called in an experiment; experiments cannot be nested" in results[0].error
-    with pytest.raises(ValueError, match=r"cannot be listed: .*([Pp]ickl|local object)"):
-        sweep(mpi, folder, [{"f": lambda: 1}], abs)
-    with pytest.raises(ValueError, match="the sweep cannot begin: FileNotFoundError"):
-        sweep(mpi, folder, [1], abs, csv="no/such/folder/x.csv", resume=False)
+    results = sweep(mpi, folder, [1], nested, ranks_per_experiment=size, resume=False)
+    assert "experiments cannot be nested" in results[0].error
 
 
 def test_what_a_train_fn_does_to_its_process_and_configuration_stays_in_the_experiment(mpi, folder):
@@ -234,30 +224,18 @@ def test_what_a_train_fn_does_to_its_process_and_configuration_stays_in_the_expe
         mpi.experiment_folder()
 
 
-def test_logging_that_the_first_experiment_sets_up_goes_to_the_log_of_each(mpi, folder, capfd):
-    logger = logging.getLogger("a sweep's own")
-
-    def train(number):
-        if number == 0:
-            logger.addHandler(logging.StreamHandler(sys.__stderr__))
-        logger.warning("logged by %d", number)
-
-    for row in sweep(mpi, folder, range(3), train, ranks_per_experiment=mpi.size()):
-        with open(row.log) as log:
-            assert f"logged by {row.number}\n" in log.read()
-    logger.handlers.clear()
+def engine_trains(engine, **options):
+    """Return the weight after the engine's training."""
+    data = TensorDataset(torch.ones(8, 2), torch.zeros(8, dtype=torch.long))
+    network, criterion = torch.nn.Linear(2, 2), torch.nn.CrossEntropyLoss()
+    engine.train(network=network, criterion=criterion, iterator=DatasetIterator(data, 4), lr=0.1, **options)
+    return network.weight.detach()
 
 
 def test_a_checkpoint_of_another_experiment_is_refused(mpi, folder):
-    data = TensorDataset(torch.ones(8, 2), torch.zeros(8, dtype=torch.long))
-
-    def train(number, own=True):
-        network = torch.nn.Linear(2, 2)
+    def train(_, own=True):
         place = mpi.experiment_folder() if own else f"{folder}-checkpoints"
-        engine, iterator = AllReduceSGDEngine(), DatasetIterator(data, 4)
-        criterion = torch.nn.CrossEntropyLoss()
-        engine.train(network=network, criterion=criterion, iterator=iterator, lr=0.1, checkpoint=place)
-        return network.weight.detach()
+        return engine_trains(AllReduceSGDEngine(), checkpoint=place)
 
     k = mpi.size()
     results = sweep(mpi, folder, range(3), train, ranks_per_experiment=k)
@@ -267,16 +245,12 @@ def test_a_checkpoint_of_another_experiment_is_refused(mpi, folder):
     assert [bool(row.error) for row in results] == [False, True, True]
 
 
+@pytest.mark.mpi(min_size=2)
 def test_report_belongs_to_all_ranks_of_the_experiment(mpi, folder):
-    if mpi.size() == 1:
-        pytest.skip("needs another rank")
-    data = TensorDataset(torch.ones(8, 2), torch.zeros(8, dtype=torch.long))
-
     def train(_):
-        engine, iterator = AllReduceSGDEngine(), DatasetIterator(data, 4)
+        engine = AllReduceSGDEngine()
         engine.hooks.on_end_epoch = lambda state: mpi.report(1.0)
-        network, criterion = torch.nn.Linear(2, 2), torch.nn.CrossEntropyLoss()
-        engine.train(network=network, criterion=criterion, iterator=iterator, lr=0.1, evaluator=lambda *_: None)
+        engine_trains(engine, evaluator=lambda *_: None)
 
     results = sweep(mpi, folder, [0], train, ranks_per_experiment=mpi.size())
     assert "let the evaluator return the value" in results[0].error
