@@ -1,17 +1,21 @@
-"""Cells on ranks, in an IPython shell of this process."""
+"""Cells on ranks, in an IPython shell of this process.
+
+The tests share a job of two ranks, in this order: those that leave it as it is, one that has to be followed by other
+ranks, those that end ranks. Starting a job is what takes time.
+"""
 
 import os
 import pathlib
 import queue
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 import time
 
 import pytest
+from support import jobs
 
 from torchmpi_py.errors import Unavailable
 from torchmpi_py.notebook import cell_run, rank_job, rank_output
@@ -21,7 +25,7 @@ from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), jobs.needs_mpi]
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
@@ -33,7 +37,10 @@ class Notebook:
         self.shell.history_manager.enabled = False
         self.shell.display_pub = CapturingDisplayPublisher(parent=self.shell)
         self.shell.run_line_magic("load_ext", "torchmpi_py.notebook")
-        self.magics = self.shell.magics_manager.registry["TorchMPIMagics"]
+
+    @property
+    def magics(self):
+        return self.shell.magics_manager.registry["TorchMPIMagics"]
 
     def run(self, source):
         """Run a cell; (output, errors) as text."""
@@ -76,30 +83,24 @@ def _interruptible():
 
 
 @pytest.fixture(scope="module")
-def loaded(num_ranks):
+def loaded():
     notebook = Notebook()
     yield notebook
     notebook.magics.stop()
 
 
-@pytest.fixture(scope="module")
-def num_ranks():
-    return 3
-
-
 @pytest.fixture
-def notebook(loaded, num_ranks):
-    """A notebook with idle ranks, those of the test before if they are as many."""
-    output = loaded.good("pass", f"-n {num_ranks}")
-    assert "Error" not in output
+def notebook(loaded):
+    """A notebook with two idle ranks, those of the test before if they are as many."""
+    assert "Error" not in loaded.good("pass", "-n 2")
     return loaded
 
 
 def wait_for_end(process_ids):
     until = time.monotonic() + 60
-    while alive := [each for each in process_ids if os.path.exists(f"/proc/{each}/exe") and is_running(each)]:
+    while alive := [each for each in process_ids if is_running(each)]:
         assert time.monotonic() < until, alive
-        time.sleep(0.1)
+        time.sleep(0.05)
 
 
 def is_running(process_id):
@@ -109,89 +110,149 @@ def is_running(process_id):
         return False
 
 
-def interrupt_when(*files):
-    """Have Ctrl-C come to this process once these files are there, as from the button of a notebook."""
+def interrupt_when(condition):
+    """Have Ctrl-C come to this process as soon as the condition is true, as from the button of a notebook."""
 
     def run():
-        while not all(file.exists() for file in files):
-            time.sleep(0.05)
+        while not condition():
+            time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=run, daemon=True).start()
 
 
-def test_variables_live_from_cell_to_cell_and_values_are_shown(notebook, num_ranks):
+def both_are_in(folder):
+    """Whether both ranks have written their file; the cell does so with ``touch``."""
+    return lambda: all((folder / rank).exists() for rank in "01")
+
+
+def touch(folder):
+    return f"import os, pathlib, time; pathlib.Path({str(folder)!r}, str(mpi.rank())).touch()"
+
+
+def test_variables_live_from_cell_to_cell_and_values_are_shown(notebook):
     notebook.good("x = torch.arange(3.0) + mpi.rank()\nmpi.allreduce(x)")
-    total = num_ranks * (num_ranks - 1) / 2
-    expected = f"tensor([{total:g}., {total + num_ranks:g}., {total + 2 * num_ranks:g}.])"
-    assert notebook.good("x") == f"[0-{num_ranks - 1}] {expected}\n"
+    assert notebook.good("x") == "[0-1] tensor([1., 3., 5.])\n"
     assert notebook.good("x;") == ""
-    lines = notebook.good("print('rank', mpi.rank())").splitlines()
-    assert lines == ["rank 0", *(f"[{rank}] rank {rank}" for rank in range(1, num_ranks))]
+    assert notebook.good("print('rank', mpi.rank())") == "rank 0\n[1] rank 1\n"
 
 
-def test_what_ipython_has(notebook, num_ranks):
-    everyone = f"[0-{num_ranks - 1}]"
-    assert f"{everyone} Signature: mpi.rank() -> 'int'\n" in notebook.good("mpi.rank?")
-    assert notebook.good("!echo $((1 + 2))").split() == [everyone, "3"]
+def test_what_ipython_has(notebook):
+    assert "[0-1] Signature: mpi.rank() -> 'int'\n" in notebook.good("mpi.rank?")
+    assert notebook.good("!echo $((1 + 2))").split() == ["[0-1]", "3"]
     assert "loop" in notebook.good("%%timeit -n 1 -r 1\npass")
-    assert notebook.good("import asyncio\nawait asyncio.sleep(0)\n_ = 5\n_ + 1") == f"{everyone} 6\n"
+    assert notebook.good("import asyncio\nawait asyncio.sleep(0)\n_ = 5\n_ + 1") == "[0-1] 6\n"
     assert "SyntaxError" in notebook.fails("1 +")
 
 
-def test_errors_on_all_ranks_are_one(notebook, num_ranks):
+def test_errors_on_all_ranks_are_one(notebook):
     output = notebook.fails("def half(x):\n    return x / 0\nhalf(1)")
     assert output.count("ZeroDivisionError: division by zero") == 1
     number = len(notebook.shell.user_ns["In"]) - 1
     assert f"Cell In[{number}], line 3, in half" in output  # the magic's line counts
-    assert f"ranks 0-{num_ranks - 1} of {num_ranks} failed" in output
+    assert "ranks 0-1 of 2 failed" in output
     assert "collectives" not in output
-    assert notebook.good("mpi.allreduce(1)") == f"[0-{num_ranks - 1}] {num_ranks}\n"
+    assert notebook.good("mpi.allreduce(1)") == "[0-1] 2\n"
+
+
+def test_figures_and_values_in_a_better_form_are_rank_0s(notebook):
+    pytest.importorskip("matplotlib")
+    notebook.good("from matplotlib import pyplot\npyplot.plot([mpi.rank(), 1]);")
+    (figure,) = notebook.shell.display_pub.outputs
+    assert figure["data"]["image/png"]
+    notebook.good("class Table:\n    def _repr_html_(self): return f'<b>{mpi.rank()}</b>'\nTable()")
+    (table,) = notebook.shell.display_pub.outputs
+    assert table["data"]["text/html"] == "<b>0</b>"
+
+
+def test_pull(notebook):
+    notebook.good("import numpy\nfound = {'loss': torch.full((2,), 3.0 + mpi.rank())}\ndef f(): pass")
+    notebook.run("taken = %torchmpi pull found")
+    assert notebook.shell.user_ns["taken"]["loss"].tolist() == [3.0, 3.0]
+    assert "name 'nothing' is not defined on rank 0" in notebook.run("%torchmpi pull nothing")[0]
+
+
+def test_output_of_threads_children_and_c(notebook):
+    output, errors = notebook.cell(
+        """
+        import os, sys, threading
+        thread = threading.Thread(target=print, args=("from a thread",))
+        thread.start()
+        thread.join()
+        print("a warning", file=sys.stderr)
+        os.system("echo from a child")
+        if (child := os.fork()) == 0:
+            print("from a fork")
+            os._exit(0)
+        os.waitpid(child, 0)[1]
+        """
+    )
+    assert notebook.result.success
+    assert "[0-1] from a thread\n" in output
+    assert "[0-1] a warning\n" in errors
+    until = time.monotonic() + 60  # what children and C write comes by way of the launcher
+    while any(errors.count(text) < 2 for text in ("child", "fork")) and time.monotonic() < until:
+        errors += notebook.cell("pass")[1]
+    assert errors.count("from a child") == errors.count("from a fork") == 2
+
+
+def test_a_cell_that_heeds_the_interrupt_has_not_failed(notebook, tmp_path):
+    interrupt_when(both_are_in(tmp_path))
+    output = notebook.good(
+        f"""
+        try:
+            {touch(tmp_path)}
+            time.sleep(1000)
+        except KeyboardInterrupt:
+            print("heeded")
+        """
+    )
+    assert "heeded" in output
+
+
+def test_an_interrupt_while_the_cell_is_sent(notebook, tmp_path, monkeypatch):
+    send, first = rank_job.Connection.send, notebook.magics._job._connections[0]
+
+    def late(self, message):
+        """Rank 1 gets the cell when rank 0 has begun it, and the interrupt has come."""
+        while message[0] == "cell" and self is not first and not (tmp_path / "0").exists():
+            time.sleep(0.01)
+        time.sleep(0.4 if message[0] == "cell" and self is not first else 0.0)
+        send(self, message)
+
+    monkeypatch.setattr(rank_job.Connection, "send", late)
+    interrupt_when((tmp_path / "0").exists)
+    assert notebook.fails(f"{touch(tmp_path)}\ntime.sleep(1000)").rstrip().endswith("ranks 0-1 of 2 failed")
+    assert notebook.good("mpi.allreduce(1)") == "[0-1] 2\n"
 
 
 @pytest.mark.slow
-def test_who_waits_for_a_rank_that_failed_is_freed(notebook, num_ranks):
-    output = notebook.fails(
-        """
-        if mpi.rank() == 1:
-            raise ValueError("no data")
-        mpi.allreduce(torch.ones(3))
-        """
-    )
-    others = "rank 0" if num_ranks == 2 else "ranks 0,2"
+def test_who_waits_for_a_rank_that_failed_is_freed(notebook):
+    output = notebook.fails("if mpi.rank() == 1: raise ValueError('no data')\nmpi.allreduce(torch.ones(3))")
     assert "ValueError: no data" in output
-    assert f"rank 1 of {num_ranks} failed\n{others} waited in allreduce (Cell In[" in output
+    assert "rank 1 of 2 failed\nrank 0 waited in allreduce (Cell In[" in output
     assert "different numbers of collectives" in output
     assert "CommunicatorError" in notebook.fails("mpi.allreduce(torch.ones(3))")
-    assert notebook.good("2 + 2") == f"[0-{num_ranks - 1}] 4\n"
+    assert notebook.good("2 + 2") == "[0-1] 4\n"
     notebook.run("%torchmpi restart")
     assert "NameError" in notebook.fails("x")
-    assert notebook.good("mpi.allreduce(1)") == f"[0-{num_ranks - 1}] {num_ranks}\n"
+    assert notebook.good("mpi.allreduce(1)") == "[0-1] 2\n"
 
 
-def test_a_collective_of_some_ranks_alone_is_named_and_can_be_interrupted(notebook, num_ranks, monkeypatch):
-    said = threading.Event()
-    write = cell_run.CellRun._write
+# In a collective an interrupt counts from the moment in which the last rank has called it.
+WATCHED = """
+import threading
+from torchmpi_py.core import journal, status_board
 
-    def note(run, stream, text):
-        write(run, stream, text)
-        if "still in allreduce" in text:
-            said.set()
+def report():
+    while not ({ready} or journal.under_way(status_board.current)):
+        time.sleep(0.01)
+    {touch}
 
-    def interrupt():
-        said.wait(60)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(cell_run.CellRun, "_write", note)
-    (thread := threading.Thread(target=interrupt)).start()
-    output, errors = notebook.cell("if mpi.rank() > 0:\n    mpi.allreduce(torch.ones(3))")
-    thread.join()
-    others = "rank 1" if num_ranks == 2 else "ranks 1-2"
-    assert not notebook.result.success
-    assert "KeyboardInterrupt" in output
-    assert errors.count(f"{others} still in allreduce (Cell In[") == 1
-    assert "rank 0 is not in it" in errors
-    notebook.run("%torchmpi restart")
+import time
+threading.Thread(target=report, daemon=True).start()
+{work}
+"""
 
 
 @pytest.mark.slow
@@ -206,63 +267,136 @@ def test_a_collective_of_some_ranks_alone_is_named_and_can_be_interrupted(notebo
     ],
     ids=["computing", "sleeping", "waiting", "large", "barrier"],
 )
-def test_an_interrupt_reaches_all_ranks(notebook, num_ranks, tmp_path, work, is_in_step):
-    """Also in a collective, which counts from the moment in which the last rank has called it."""
-    interrupt_when(*(tmp_path / str(rank) for rank in range(num_ranks)))
-    output = notebook.fails(
-        f"""
-        import pathlib, threading, time
-        from torchmpi_py.core import journal, status_board
-
-        def report():
-            while not ({is_in_step} or mpi.rank() == 0 or journal.under_way(status_board.current)):
-                time.sleep(0.01)
-            pathlib.Path({str(tmp_path)!r}, str(mpi.rank())).touch()
-
-        threading.Thread(target=report, daemon=True).start()
-        {work}
-        """
-    )
+def test_an_interrupt_reaches_all_ranks(notebook, tmp_path, work, is_in_step):
+    interrupt_when(both_are_in(tmp_path))
+    ready = "True" if is_in_step else "mpi.rank() == 0"
+    output = notebook.fails(WATCHED.format(ready=ready, touch=touch(tmp_path), work=work))
     assert "KeyboardInterrupt" in output
     assert "rank_program.py" not in output
     assert "cannot be interrupted" not in output
-    assert f"ranks 0-{num_ranks - 1} of {num_ranks} failed" in output
+    assert "ranks 0-1 of 2 failed" in output
     assert ("different numbers of collectives" in output) != is_in_step
-    assert notebook.good("mpi.rank()").startswith("0\n[1] 1\n")
+    assert notebook.good("mpi.rank()") == "0\n[1] 1\n"
     if not is_in_step:
         notebook.run("%torchmpi restart")
 
 
-def test_an_interrupt_while_the_cell_is_sent(notebook, num_ranks, tmp_path, monkeypatch):
-    send, first, begun = rank_job.Connection.send, notebook.magics._job._connections[0], tmp_path / "begun"
-
-    def late(self, message):
-        """Ranks get the cell when rank 0 has begun it, and the interrupt has come."""
-        while message[0] == "cell" and self is not first and not begun.exists():
-            time.sleep(0.01)
-        time.sleep(1.0 if message[0] == "cell" and self is not first else 0.0)
-        send(self, message)
-
-    monkeypatch.setattr(rank_job.Connection, "send", late)
-    interrupt_when(begun)
-    output = notebook.fails(f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(1000)")
-    assert output.rstrip().endswith(f"ranks 0-{num_ranks - 1} of {num_ranks} failed")
-    assert notebook.good("mpi.allreduce(1)") == f"[0-{num_ranks - 1}] {num_ranks}\n"
-
-
-def test_a_cell_that_heeds_the_interrupt_has_not_failed(notebook, num_ranks, tmp_path):
-    interrupt_when(*(tmp_path / str(rank) for rank in range(num_ranks)))
-    output = notebook.good(
+@pytest.mark.slow
+def test_ranks_that_heed_an_interrupt_late_are_compared(notebook, tmp_path, monkeypatch):
+    """The cell has ended without them; where they have called other numbers of collectives, nothing may meet them."""
+    monkeypatch.setattr(cell_run, "INTERRUPT_SECONDS", 0.5)
+    interrupt_when(both_are_in(tmp_path))
+    output = notebook.fails(
         f"""
-        import pathlib, time
+        from torchmpi_py.core import journal
+        if mpi.rank() == 0:
+            journal.end(journal.record_plain("alone", mpi.communicator(0)))
+        {touch(tmp_path)}
         try:
-            pathlib.Path({str(tmp_path)!r}, str(mpi.rank())).touch()
             time.sleep(1000)
-        except KeyboardInterrupt:
-            print("heeded")
+        finally:
+            time.sleep(5 - mpi.rank())
         """
     )
-    assert "heeded" in output
+    assert "cannot be interrupted" in output
+    errors, until = "", time.monotonic() + 100
+    while notebook.magics._job.busy and time.monotonic() < until:
+        errors += notebook.run("%torchmpi status")[1]  # of the ranks that have ended meanwhile
+        time.sleep(0.1)
+    assert "rank 1: KeyboardInterrupt" in errors
+    assert "different numbers of collectives" in errors
+    assert "CommunicatorError" in notebook.fails("mpi.allreduce(torch.ones(3))")
+    notebook.run("%torchmpi restart")
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_be_interrupted_is_named(notebook, tmp_path):
+    interrupt_when(both_are_in(tmp_path))
+    work = "if mpi.rank() == 0: mpi.split(0)"
+    output = notebook.fails(WATCHED.format(ready="mpi.rank() == 1", touch=touch(tmp_path), work=work))
+    assert "rank 0 cannot be interrupted: split (Cell In[" in output
+    lines = notebook.run("%torchmpi status")[0].splitlines()
+    assert "in split" in lines[0]
+    assert lines[1].endswith("idle")
+    output = notebook.cell("1")[0]
+    assert "rank 0" in output + str(notebook.result.error_in_exec)
+    assert not notebook.result.success
+    notebook.run("%torchmpi restart")
+    assert notebook.good("mpi.size()") == "[0-1] 2\n"
+
+
+def test_a_collective_of_some_ranks_alone_is_named_and_can_be_interrupted(notebook, monkeypatch):
+    """Other options start other ranks after that, without variables."""
+    monkeypatch.setattr(cell_run, "LOOK_SECONDS", 0.2)
+    said, write = threading.Event(), cell_run.CellRun._write
+
+    def note(run, stream, text):
+        write(run, stream, text)
+        if "still in allreduce" in text:
+            said.set()
+
+    monkeypatch.setattr(cell_run.CellRun, "_write", note)
+    interrupt_when(said.is_set)
+    output, errors = notebook.cell("kept = 1\nif mpi.rank() > 0:\n    mpi.allreduce(torch.ones(3))")
+    assert not notebook.result.success
+    assert "KeyboardInterrupt" in output
+    assert errors.count("rank 1 still in allreduce (Cell In[") == 1
+    assert "rank 0 is not in it" in errors
+    assert notebook.good("mpi.size()", "-n 1").endswith("1\n")
+    assert "NameError" in notebook.fails("kept")
+
+
+def test_loading_the_extension_again_ends_the_ranks(loaded):
+    if loaded.magics._job is None:
+        loaded.good("pass", "-n 1")
+    before = loaded.processes()
+    loaded.run("%reload_ext torchmpi_py.notebook")
+    wait_for_end(before.values())
+    assert loaded.run("%torchmpi status")[0].startswith("no ranks")
+
+
+def test_a_killed_rank_ends_the_job_and_the_next_cell_starts_anew(notebook, monkeypatch, tmp_path):
+    """An error of another rank is shown as well."""
+    on_error, heard = cell_run.CellRun._on_error, tmp_path / "heard"
+
+    def hear(*arguments):
+        on_error(*arguments)
+        heard.touch()
+
+    monkeypatch.setattr(cell_run.CellRun, "_on_error", hear)
+    before = notebook.processes()
+    output = notebook.fails(
+        f"""
+        import os, time
+        kept = 1
+        if mpi.rank() == 0:
+            raise ValueError("of rank 0")
+        while not os.path.exists({str(heard)!r}):
+            time.sleep(0.01)
+        os.kill(os.getpid(), 9)
+        """
+    )
+    assert "ValueError: of rank 0" in output
+    assert f"rank 1 (process {before[1]}) was killed by signal 9" in output
+    wait_for_end(before.values())
+    output = notebook.fails("kept")
+    assert "2 new ranks" in output
+    assert "NameError" in output
+
+
+def test_deaths_between_cells(notebook):
+    """The next cell tells it, and has new ranks; also if an interrupt came in the middle of the last words."""
+    before = notebook.processes()
+    os.kill(before[1], signal.SIGKILL)
+    wait_for_end(before.values())
+    output = notebook.good("mpi.size()", "-n 1")
+    assert f"rank 1 (process {before[1]}) was killed by signal 9" in output
+    assert output.endswith("1\n")
+    job = notebook.magics._job
+    os.kill(notebook.processes()[0], signal.SIGKILL)
+    job.last_words()
+    job.busy |= job.ranks
+    assert "The ranks have ended" in notebook.run("%torchmpi status")[0]
 
 
 class JobWithALateRank:
@@ -291,167 +425,9 @@ def test_a_rank_that_fails_while_it_is_asked_where_it_is_is_shown(capsys):
     assert job.sent == ["where", "refuse"]
 
 
-@pytest.mark.slow
-def test_ranks_that_heed_an_interrupt_late_are_compared(notebook, num_ranks, tmp_path, monkeypatch):
-    """The cell has ended without them; where they have called other numbers of collectives, nothing may meet them."""
-    monkeypatch.setattr(cell_run, "INTERRUPT_SECONDS", 0.5)
-    interrupt_when(*(tmp_path / str(rank) for rank in range(num_ranks)))
-    output = notebook.fails(
-        f"""
-        import pathlib, time
-        from torchmpi_py.core import journal
-        if mpi.rank() == 0:
-            journal.end(journal.record_plain("alone", mpi.communicator(0)))
-        pathlib.Path({str(tmp_path)!r}, str(mpi.rank())).touch()
-        try:
-            time.sleep(1000)
-        finally:
-            time.sleep(5 - mpi.rank())
-        """
-    )
-    assert "cannot be interrupted" in output
-    errors, until = "", time.monotonic() + 100
-    while notebook.magics._job.busy and time.monotonic() < until:
-        errors += notebook.run("%torchmpi status")[1]  # of the ranks that have ended meanwhile
-        time.sleep(0.1)
-    assert f"rank {num_ranks - 1}: KeyboardInterrupt" in errors
-    assert "different numbers of collectives" in errors
-    assert "CommunicatorError" in notebook.fails("mpi.allreduce(torch.ones(3))")
-    notebook.run("%torchmpi restart")
-
-
-@pytest.mark.slow
-def test_a_rank_that_cannot_be_interrupted_is_named(notebook, num_ranks, tmp_path):
-    interrupt_when(tmp_path / "waiting")
-    output = notebook.fails(
-        f"""
-        import pathlib, threading, time
-        from torchmpi_py.core import journal, status_board
-
-        def report():
-            while not journal.under_way(status_board.current):
-                time.sleep(0.01)
-            pathlib.Path({str(tmp_path)!r}, "waiting").touch()
-
-        if mpi.rank() == 0:
-            threading.Thread(target=report, daemon=True).start()
-            mpi.split(0)
-        """
-    )
-    assert "rank 0 cannot be interrupted: split (Cell In[" in output
-    output, _ = notebook.run("%torchmpi status")
-    assert "in split" in output.splitlines()[0]
-    assert output.splitlines()[1].endswith("idle")
-    output = notebook.cell("1")[0]
-    assert "rank 0" in output + str(notebook.result.error_in_exec)
-    assert not notebook.result.success
-    notebook.run("%torchmpi restart")
-    assert notebook.good("mpi.size()") == f"[0-{num_ranks - 1}] {num_ranks}\n"
-
-
-def test_a_killed_rank_ends_the_job_and_the_next_cell_starts_anew(notebook, num_ranks):
-    notebook.good("kept = 1")
-    before = notebook.processes()
-    output = notebook.fails("import os\nif mpi.rank() == 1: os.kill(os.getpid(), 9)\nmpi.barrier()")
-    assert f"rank 1 (process {before[1]}) was killed by signal 9" in output
-    wait_for_end(before.values())
-    output = notebook.fails("kept")
-    assert f"{num_ranks} new ranks" in output
-    assert "NameError" in output
-
-
-def test_a_death_between_cells(notebook, num_ranks):
-    before = notebook.processes()
-    os.kill(before[1], signal.SIGKILL)
-    wait_for_end(before.values())
-    output = notebook.good("mpi.size()")
-    assert f"rank 1 (process {before[1]}) was killed by signal 9" in output
-    assert output.endswith(f"[0-{num_ranks - 1}] {num_ranks}\n")
-
-
-def test_an_error_of_a_rank_is_shown_also_where_another_one_dies(notebook, monkeypatch, tmp_path):
-    on_error, heard = cell_run.CellRun._on_error, tmp_path / "heard"
-
-    def hear(*arguments):
-        on_error(*arguments)
-        heard.touch()
-
-    monkeypatch.setattr(cell_run.CellRun, "_on_error", hear)
-    output = notebook.fails(
-        f"""
-        import os, time
-        if mpi.rank() == 0:
-            raise ValueError("of rank 0")
-        while not os.path.exists({str(heard)!r}):
-            time.sleep(0.01)
-        os.kill(os.getpid(), 9)
-        """
-    )
-    assert "ValueError: of rank 0" in output
-    assert "was killed by signal 9" in output
-
-
-def test_an_interrupt_at_the_end_of_a_job_leaves_no_dead_job(notebook, num_ranks):
-    """Its last words have been taken, and the kernel still counts its ranks as busy."""
-    job, before = notebook.magics._job, notebook.processes()
-    os.kill(before[1], signal.SIGKILL)
-    job.last_words()
-    job.busy |= job.ranks
-    assert "The ranks have ended" in notebook.run("%torchmpi status")[0]
-    assert notebook.good("mpi.size()").endswith(f"[0-{num_ranks - 1}] {num_ranks}\n")
-
-
-def test_other_options_start_other_ranks(notebook, num_ranks):
-    notebook.good("kept = 1")
-    assert notebook.good("mpi.size()", "-n 1").endswith("1\n")
-    assert "NameError" in notebook.fails("kept")
-
-
-def test_figures_and_values_in_a_better_form_are_rank_0s(notebook):
-    pytest.importorskip("matplotlib")
-    notebook.good("from matplotlib import pyplot\npyplot.plot([mpi.rank(), 1]);")
-    (figure,) = notebook.shell.display_pub.outputs
-    assert figure["data"]["image/png"]
-    notebook.good("class Table:\n    def _repr_html_(self): return f'<b>{mpi.rank()}</b>'\nTable()")
-    (table,) = notebook.shell.display_pub.outputs
-    assert table["data"]["text/html"] == "<b>0</b>"
-
-
-def test_pull(notebook):
-    notebook.good("import numpy\nfound = {'loss': torch.full((2,), 3.0 + mpi.rank())}\ndef f(): pass")
-    notebook.run("taken = %torchmpi pull found")
-    assert notebook.shell.user_ns["taken"]["loss"].tolist() == [3.0, 3.0]
-    output, _ = notebook.run("%torchmpi pull nothing")
-    assert "name 'nothing' is not defined on rank 0" in output
-
-
-def test_output_of_threads_children_and_c(notebook, num_ranks):
-    output, errors = notebook.cell(
-        """
-        import os, sys, threading
-        thread = threading.Thread(target=print, args=("from a thread",))
-        thread.start()
-        thread.join()
-        print("a warning", file=sys.stderr)
-        os.system("echo from a child")
-        if (child := os.fork()) == 0:
-            print("from a fork")
-            os._exit(0)
-        os.waitpid(child, 0)[1]
-        """
-    )
-    assert f"[0-{num_ranks - 1}] from a thread\n" in output
-    assert f"[0-{num_ranks - 1}] a warning\n" in errors
-    assert notebook.result.success
-    until = time.monotonic() + 60  # what children and C write comes by way of the launcher
-    while any(errors.count(text) < num_ranks for text in ("child", "fork")) and time.monotonic() < until:
-        errors += notebook.cell("pass")[1]
-    assert errors.count("from a child") == errors.count("from a fork") == num_ranks
-
-
-@pytest.mark.parametrize(
-    ("line", "remedy"),
-    [
+def test_a_mistake_is_an_error_with_a_remedy():
+    notebook = Notebook()
+    for line, remedy in (
         ("%torchmpi", "%torchmpi status"),
         ("%torchmpi pull", "pull NAME"),
         ("%%torchmpi -n none\n1", "-n 4"),
@@ -460,57 +436,46 @@ def test_output_of_threads_children_and_c(notebook, num_ranks):
         ("%%torchmpi -n 2 --elastic\n1", "not for notebooks"),
         ("%%torchmpi -n 2 --hosts a.invalid:2\n1", "a.invalid"),
         ("%%torchmpi -n 2 --env wrong\n1", "write NAME=VALUE"),
-    ],
-)
-def test_a_mistake_is_an_error_with_a_remedy(line, remedy):
-    notebook = Notebook()
-    output, errors = notebook.run(line)
-    assert "UsageError" in errors + output
-    assert remedy in errors + output
-    assert notebook.magics._job is None
+    ):
+        said = "".join(notebook.run(line))
+        assert "UsageError" in said
+        assert remedy in said
+        assert notebook.magics._job is None
 
 
-def test_loading_the_extension_again_ends_the_ranks():
-    notebook = Notebook()
-    notebook.good("pass", "-n 1")
-    before = notebook.processes()
-    notebook.run("%reload_ext torchmpi_py.notebook")
-    wait_for_end(before.values())
-    assert notebook.run("%torchmpi status")[0].startswith("no ranks")
+KERNEL = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell()
+for cell in ("%load_ext torchmpi_py.notebook", "%%torchmpi -n 2\\npass", "%torchmpi status"):
+    shell.run_cell(cell)
+if sys.argv[1:]: shell.run_cell('%%torchmpi\\nwhile True: pass')
+"""
 
 
 @pytest.mark.slow
-def test_the_end_of_the_kernel_ends_the_ranks(tmp_path):
+@pytest.mark.parametrize("words", [[], ["busy"]])
+def test_the_end_of_the_kernel_ends_the_ranks(tmp_path, words):
     """In order, with an idle job; and by signal 9, while a cell runs."""
-    program = tmp_path / "kernel.py"
-    program.write_text(
-        "import sys\nfrom IPython.core.interactiveshell import InteractiveShell\n"
-        "shell = InteractiveShell()\nshell.run_line_magic('load_ext', 'torchmpi_py.notebook')\n"
-        "shell.run_cell('%%torchmpi -n 2\\npass')\n"
-        "shell.run_cell('%torchmpi status')\n"
-        "if sys.argv[1:]: shell.run_cell('%%torchmpi\\nwhile True: pass')\n"
-    )
-    environment = os.environ | {"IPYTHONDIR": str(tmp_path)}
-    for words in ([], ["busy"]):
-        command = [sys.executable, str(program), *words]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as kernel:
-            found = []
-            while len(found) < 2:
-                line = kernel.stdout.readline()
-                assert line, "the kernel has ended"
-                if line.startswith("rank "):
-                    found.append(int(line.split()[3]))
-            if words:
-                time.sleep(1)
-                kernel.kill()
-            kernel.stdout.read()
-            assert kernel.wait(60) == (-signal.SIGKILL if words else 0)
-            wait_for_end(found)
+    command = [sys.executable, jobs.write(tmp_path, KERNEL), *words]
+    with jobs.start(*command, env=os.environ | {"IPYTHONDIR": str(tmp_path)}) as kernel:
+        found = []
+        while len(found) < 2:
+            line = kernel.stdout.readline()
+            assert line, "the kernel has ended"
+            if line.startswith("rank "):
+                found.append(int(line.split()[3]))
+        if words:
+            time.sleep(1)
+            kernel.kill()
+        kernel.stdout.read()
+        assert kernel.wait(60) == (-signal.SIGKILL if words else 0)
+        wait_for_end(found)
 
 
 def test_without_ipython_the_remedy_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "IPython", None)
-    monkeypatch.setitem(sys.modules, "IPython.core.error", None)
+    for module in ("IPython", "IPython.core.error"):
+        monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "torchmpi_py.notebook.magics", raising=False)
     from torchmpi_py import notebook
 
