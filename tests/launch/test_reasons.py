@@ -1,23 +1,16 @@
 """The reason of a failure reaches torchmpirun's stderr: each way to raise, in each state of the rank's stderr."""
 
-import os
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support import jobs
 
-from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import mpirun, wrap
-
-try:
-    mpirun.find("", os.environ)
-    MISSING = ""
-except LaunchError as error:
-    MISSING = str(error)
+from torchmpi_py.launch import wrap
 
 pytestmark = pytest.mark.timeout(240)
+RANK = [sys.executable, wrap.__file__, "--bind", "none"]
 
 # The state of stderr when the rank fails.
 STATES = {
@@ -71,39 +64,32 @@ signal.signal(signal.SIGALRM, raise_disturbed)
 """
 
 
-def outcome_of(cell, folder, command):
-    """How often the reason is shown, and the exit code."""
-    way, state = cell
-    program = folder / f"{way}-{state}.py"
-    program.write_text(f"{PROGRAM}\n{STATES[state]}\n{WAYS[way][0]}\n")
-    job = subprocess.run([*command, program], capture_output=True, text=True, timeout=100, check=False)
-    kind = WAYS[way][1]
-    shown = re.findall(rf"^(?:hook: )?{kind}:? ?boom$" if kind else "^boom$", job.stderr, re.M)
-    return len(shown), job.returncode
-
-
 def outcomes_of(cells, folder, command):
+    """How often the reason is shown, and the exit code, of each way to fail in a state."""
+
+    def outcome_of(cell):
+        (text, kind), state = WAYS[cell[0]], STATES[cell[1]]
+        job = jobs.run(*command, jobs.write(folder, f"{PROGRAM}\n{state}\n{text}\n", f"{'-'.join(cell)}.py"))
+        shown = re.findall(rf"^(?:hook: )?{kind}:? ?boom$" if kind else "^boom$", job.stderr, re.M)
+        return len(shown), job.returncode
+
     with ThreadPoolExecutor(2) as pool:
-        outcomes = pool.map(lambda cell: outcome_of(cell, folder, command), cells)
-        return dict(zip(cells, outcomes, strict=True))
+        return dict(zip(cells, pool.map(outcome_of, cells), strict=True))
 
 
 def test_a_rank_shows_each_reason_in_each_state_of_stderr(tmp_path):
     cells = [(way, state) for way in WAYS for state in STATES]
-    outcomes = outcomes_of(cells, tmp_path, [sys.executable, wrap.__file__, "--bind", "none"])
-    assert outcomes == dict.fromkeys(cells, (1, 1))
+    assert outcomes_of(cells, tmp_path, RANK) == dict.fromkeys(cells, (1, 1))
 
 
 def test_a_rank_shows_that_no_descriptor_is_left(tmp_path):
-    (tmp_path / "a.py").write_text("files = []\nwhile True:\n    files.append(open('/dev/null'))")
-    command = [sys.executable, wrap.__file__, "--bind", "none", tmp_path / "a.py"]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert job.returncode == 1
-    assert job.stderr.count("OSError: [Errno 24]") == 1
+    path = jobs.write(tmp_path, "files = []\nwhile True:\n    files.append(open('/dev/null'))")
+    rank = jobs.run(*RANK, path)
+    assert rank.returncode == 1
+    assert rank.stderr.count("OSError: [Errno 24]") == 1
 
 
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@jobs.needs_mpi
 def test_the_starter_passes_the_reason_on(tmp_path):
     cells = [("handler", "a tee"), ("raise", "both closed"), ("exit", "None")]
-    outcomes = outcomes_of(cells, tmp_path, [sys.executable, "-m", "torchmpi_py.launch", "-n", "1"])
-    assert outcomes == dict.fromkeys(cells, (1, 1))
+    assert outcomes_of(cells, tmp_path, [*jobs.TORCHMPIRUN, "-n", "1"]) == dict.fromkeys(cells, (1, 1))

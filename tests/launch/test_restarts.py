@@ -5,22 +5,14 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
+from support import jobs
 
-from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import deaths, exit_marks, mpirun
-
-try:
-    VENDOR = mpirun.find("", os.environ)[0].name
-    MISSING = ""
-except LaunchError as error:
-    VENDOR, MISSING = "", str(error)
+from torchmpi_py.launch import deaths, exit_marks
 
 pytestmark = pytest.mark.timeout(240)
-needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 # Rank 1 does what argv[1] says in the attempts before number argv[2]; the others wait for it.
 FAIL = """
@@ -34,19 +26,6 @@ if world.rank == 1 and attempt < int(sys.argv[2]):
     time.sleep(1)  # torchmpirun tells who died first once it has seen the ranks
     exec(sys.argv[1])
 world.Barrier()
-"""
-
-# Before and after the end of the program, and beside it, is no death.
-NORMAL = """
-import atexit, os, sys, time
-rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
-if os.fork() == 0:
-    os._exit(7)
-if rank == "0":
-    wait = 'while [ -e "$TORCHMPIRUN_JOB_DIR/running-0" ] && [ $((i+=1)) -lt 600 ]; do sleep 0.1; done'
-    os.execlp("sh", "sh", "-c", f"{wait}; echo another program")
-atexit.register(time.sleep, 0.3)
-sys.exit(0)
 """
 
 SURVIVE = """
@@ -70,61 +49,44 @@ except MPI.Exception:
 """
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "torchmpi_py.launch", *map(str, arguments)]
-
-
-def launch(*arguments):
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=200, check=False)
-
-
-@needs_mpi
+@jobs.needs_mpi
 def test_a_job_is_started_again_and_the_logs_go_on(program, tmp_path, no_leftovers):
     options = ["-n", 3, "--max-restarts", 2, "--log-dir", tmp_path / "l"]
-    job = launch(*options, program(FAIL), "os.kill(os.getpid(), 9)", 1)
+    job = jobs.torchmpirun(*options, program(FAIL), "os.kill(os.getpid(), 9)", 1)
     assert job.returncode == 0
-    said = (
-        r"torchmpirun: attempt 1 of 3 failed \(rank 1 \(process \d+\) (was killed by signal 9|died)\); starting again"
-    )
-    assert len(re.findall(said, job.stderr)) == job.stderr.count("torchmpirun: ") == 1
+    said = r"attempt 1 of 3 failed \(rank 1 \(process \d+\) (was killed by signal 9|died)\); starting again"
+    assert len(re.findall(f"torchmpirun: {said}", job.stderr)) == job.stderr.count("torchmpirun: ") == 1
     assert [job.stdout.count(f"rank 0 in attempt {attempt}\n") for attempt in (0, 1)] == [1, 1]
     for rank in (0, 1, 2):
-        lines = (tmp_path / "l" / f"rank-{rank}.log").read_text()
-        assert [line for line in lines.splitlines() if line.startswith("rank")] == [
-            f"rank {rank} in attempt {attempt}" for attempt in (0, 1)
-        ]
+        lines = (tmp_path / "l" / f"rank-{rank}.log").read_text().splitlines()
+        found = [line for line in lines if line.startswith("rank")]
+        assert found == [f"rank {rank} in attempt {attempt}" for attempt in (0, 1)]
 
 
-@needs_mpi
+@jobs.needs_mpi
 def test_the_last_attempt_gives_the_code(program, no_leftovers):
-    job = launch("-n", 2, "--max-restarts", 1, program(FAIL), "sys.exit(3)", 9)
+    job = jobs.torchmpirun("-n", 2, "--max-restarts", 1, program(FAIL), "sys.exit(3)", 9)
     assert job.returncode == 3
-    assert "attempt 1 of 2 failed (rank 1 failed first, with exit code 3); starting again" in job.stderr
-    assert "attempt 2 of 2 failed (rank 1 failed first, with exit code 3)\n" in job.stderr
-    assert "attempt 3" not in job.stderr
+    assert re.findall(r"attempt (\d) of 2 failed \((.*)\)(.*)", job.stderr) == [
+        ("1", "rank 1 failed first, with exit code 3", "; starting again"),
+        ("2", "rank 1 failed first, with exit code 3", ""),
+    ]
 
 
-@needs_mpi
+@jobs.needs_mpi
 def test_a_job_that_was_ended_is_not_started_again(program, no_leftovers):
-    arguments = command("-n", 2, "--max-restarts", 3, program(FAIL), "time.sleep(100)", 1)
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+    words = ["-n", 2, "--max-restarts", 3, program(FAIL), "time.sleep(100)", 1]
+    with jobs.start(*jobs.TORCHMPIRUN, *words) as job:
         assert job.stdout.readline().endswith("in attempt 0\n")
         job.send_signal(signal.SIGTERM)
         _, said = job.communicate(timeout=200)
     assert (job.returncode, said.count("attempt")) == (143, 0)
 
 
-@needs_mpi
-def test_a_normal_end_is_no_death(program, no_leftovers):
-    job = launch("-n", 3, program(NORMAL))
-    alone = "torchmpirun: ranks 1, 2 each ran the whole program alone: it called neither mpi.start() nor "
-    assert (job.returncode, job.stdout, job.stderr) == (0, "another program\n", f"{alone}init_process_group()\n")
-
-
-@needs_mpi
+@jobs.needs_mpi
 def test_elastic(program, no_leftovers):
-    if VENDOR == "openmpi":
-        job = launch("-n", 3, "--elastic", "--max-restarts", 1, program(SURVIVE))
+    if jobs.VENDOR == "openmpi":
+        job = jobs.torchmpirun("-n", 3, "--elastic", "--max-restarts", 1, program(SURVIVE))
         assert "2 go on" in job.stdout
         death = r"torchmpirun: rank (\d) \(process \d+\) (?:was killed by signal 9|died)(; the others go on)?\n"
         told = re.findall(death, job.stderr)
@@ -133,12 +95,9 @@ def test_elastic(program, no_leftovers):
         assert told[3][0] == "1"
         assert re.search(r"attempt 1 of 2 failed \((rank \d [^;]*(; )?){3}\); starting again", job.stderr)
         return
-    job = launch("-n", 2, "--elastic", program(FAIL), "os.kill(os.getpid(), 9)", 2)
+    job = jobs.torchmpirun("-n", 2, "--elastic", program(FAIL), "os.kill(os.getpid(), 9)", 2)
     assert job.returncode == 0
-    assert (
-        f"{VENDOR} has nothing for --elastic (no ULFM; Open MPI 5 has it): a death will restart the job from its last"
-        in job.stderr
-    )
+    assert f"{jobs.VENDOR} has nothing for --elastic" in job.stderr
     assert "attempt 2 of 4 failed" in job.stderr
 
 
@@ -156,8 +115,7 @@ def test_the_lookout(tmp_path, monkeypatch, pidfd):
             other.kill()
             (tmp_path / "running-0").unlink()
             one.stdin.close()  # so that it ends in order
-            seen = []
-            until = time.monotonic() + 20
+            seen, until = [], time.monotonic() + 20
             while not seen and time.monotonic() < until:
                 seen = lookout.wait(0.05)
             assert [death[:4] for death in seen] == [(1, other.pid, 9, math.inf)]
@@ -194,18 +152,17 @@ def test_deaths_are_told_in_the_order_of_their_beginnings(tmp_path, monkeypatch,
             lookout.close()
 
 
-@pytest.mark.parametrize(
-    ("status", "starter", "code", "text"),
-    [
+def test_how_a_rank_died():
+    """By its status, or by the code of the starter."""
+    ended = "ended in the middle of the program, with exit code"
+    for status, starter, code, text in [
         (9, 1, 137, "was killed by signal 9"),
         (11, 11, 139, "was killed by signal 11"),
-        (5 << 8, 9, 5, "ended in the middle of the program, with exit code 5"),
-        (0, 0, 1, "ended in the middle of the program, with exit code 0"),
+        (5 << 8, 9, 5, f"{ended} 5"),
+        (0, 0, 1, f"{ended} 0"),
         (None, 137, 137, "was killed by signal 9"),
         (None, 0, 1, "died"),
         (None, 9, 9, "died"),
-    ],
-)
-def test_how_a_rank_died(status, starter, code, text):
-    death = deaths.Death(2, 1234, status)
-    assert (death.code(starter), death.explain(starter)) == (code, text)
+    ]:
+        death = deaths.Death(2, 1234, status)
+        assert (death.code(starter), death.explain(starter)) == (code, text)

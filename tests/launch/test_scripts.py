@@ -3,24 +3,22 @@
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import jobs
 
-from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as launcher, mpirun, ready_scripts
+from torchmpi_py.launch import mpirun, ready_scripts
 
-try:
-    FOUND = mpirun.find("", os.environ)
-except LaunchError:
-    FOUND = (None, "")
-VENDOR, PROGRAM = FOUND
+VENDOR, PROGRAM = mpirun.find("", os.environ) if jobs.VENDOR else (None, "")
 FOLDER = Path(__file__).parents[2] / "launch"
 HOST_LINE = {"openmpi": "localhost slots=2\n", "mpich": "localhost:2\n"}
 
+OWN = {"PYTHON": sys.executable, "MPIRUN": PROGRAM, "MPIEXEC": PROGRAM}
+
 pytestmark = pytest.mark.timeout(240)
+needs_mpi = pytest.mark.skipif(jobs.VENDOR not in HOST_LINE, reason="neither Open MPI nor MPICH here")
 
 HELLO = """
 import os, sys
@@ -30,56 +28,45 @@ print(MPI.COMM_WORLD.allreduce(1), sys.argv[1:], os.environ.get("TORCHMPI_PROFIL
 
 
 @pytest.mark.parametrize("several", ["", "_hostfile"])
-@pytest.mark.skipif(VENDOR is None or VENDOR.name not in HOST_LINE, reason="neither Open MPI nor MPICH here")
+@needs_mpi
 def test_script(tmp_path, several):
-    program = tmp_path / "a program.py"
-    program.write_text(HELLO)
-    (tmp_path / "the hosts").write_text(HOST_LINE[VENDOR.name])
-    where = {"HOSTFILE": str(tmp_path / "the hosts")} if several else {"NP": "2"}
-    where |= {"PYTHON": sys.executable, "MPIRUN": PROGRAM, "MPIEXEC": PROGRAM, "LOG_DIR": str(tmp_path / "logs")}
-    where |= {"PROFILE": "traces"}
-    script = FOLDER / f"{VENDOR.name}{several}.sh"
-    job = subprocess.run(
-        [script, program, "a b", "$HOME"],
-        env=launcher.inherited_environment(os.environ) | where,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    program = jobs.write(tmp_path, HELLO, "a program.py")
+    hosts = jobs.write(tmp_path, HOST_LINE[jobs.VENDOR], "the hosts")
+    where = {"HOSTFILE": str(hosts)} if several else {"NP": "2"}
+    where |= {"LOG_DIR": str(tmp_path / "logs"), "PROFILE": "traces"}
+    job = jobs.run(FOLDER / f"{jobs.VENDOR}{several}.sh", program, "a b", "$HOME", env=OWN | where)
     assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
     for rank in range(2):
         log = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
         assert log == f"2 ['a b', '$HOME'] {Path.cwd() / 'traces'}\n"
 
 
-@pytest.mark.skipif(VENDOR is None or VENDOR.name not in HOST_LINE, reason="neither Open MPI nor MPICH here")
+EARLY = """
+import os
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+    raise RuntimeError("early")
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+@needs_mpi
 def test_a_rank_that_fails_before_mpi_starts_ends_the_job_without_torchmpirun(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os\n"
-        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1': raise RuntimeError('early')\n"
-        "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()\n"
-    )
-    environment = launcher.inherited_environment(os.environ) | {"NP": "2", "PYTHON": sys.executable}
-    environment |= {"MPIRUN": PROGRAM, "MPIEXEC": PROGRAM}
-    environment.pop("TORCHMPIRUN_JOB_DIR", None)
-    script = FOLDER / f"{VENDOR.name}.sh"
-    job = subprocess.run([script, program], env=environment, capture_output=True, text=True, timeout=200, check=False)
+    job = jobs.run(FOLDER / f"{jobs.VENDOR}.sh", jobs.write(tmp_path, EARLY), env=OWN | {"NP": "2"})
     assert job.returncode != 0  # not always 1: some Open MPI starters crash over a rank that leaves this early
     assert job.stderr.count("Traceback") == 1
 
 
 @pytest.mark.parametrize("name", ["openmpi.sh", "mpich.sh"])
 def test_thread_settings_do_not_change_the_default_number_of_ranks(name):
-    environment = os.environ | {"OMP_NUM_THREADS": "1000", "OMP_THREAD_LIMIT": "1", "MPIRUN": "echo", "MPIEXEC": "echo"}
-    environment.pop("NP", None)
-    job = subprocess.run([FOLDER / name, "a.py"], env=environment, capture_output=True, text=True, timeout=100)
+    threads = {"OMP_NUM_THREADS": "1000", "OMP_THREAD_LIMIT": "1"}
+    job = jobs.run(FOLDER / name, "a.py", env=threads | {"MPIRUN": "echo", "MPIEXEC": "echo"})
     assert job.stdout.startswith(f"{len(os.sched_getaffinity(0))} ")  # echo takes the -n for itself
 
 
 # Of Slurm: srun starts two ranks, without its own options; scontrol says what it was asked for.
-SRUN = """#!/usr/bin/env bash
+SRUN = """\
+#!/usr/bin/env bash
 while [[ $1 == -* ]]; do echo "option $1"; shift; done
 exec {starter} "$@"
 """
@@ -102,36 +89,23 @@ if sys.argv[1] == "kill":
 
 def printed(name, tmp_path):
     """The template as a user saves it."""
-    command = [sys.executable, "-m", "torchmpi_py.launch", "--template", name]
-    script = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
-    path = tmp_path / f"job.{name}"
-    path.write_text(script)
-    return path
+    return jobs.write(tmp_path, jobs.torchmpirun("--template", name).stdout, f"job.{name}")
 
 
 def start(command, tmp_path, **environment):
     """Run a template where no checkout is the folder: the package is found by its Python alone."""
     own = {"PYTHON": sys.executable, "PYTHONPATH": str(FOLDER.parent), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    return subprocess.run(
-        command,
-        env=launcher.inherited_environment(os.environ) | own | environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return jobs.run(*command, env=own | environment, cwd=tmp_path)
 
 
-@pytest.mark.skipif(VENDOR is None or VENDOR.name not in HOST_LINE, reason="neither Open MPI nor MPICH here")
+@needs_mpi
 @pytest.mark.parametrize(("how", "is_queued_again"), [("agree", True), ("kill", False), ("return", False)])
 def test_slurm_queues_again_only_what_has_saved(tmp_path, how, is_queued_again):
-    (tmp_path / "program.py").write_text(ENDS)
+    jobs.write(tmp_path, ENDS)
     settings = mpirun.settings(VENDOR, busy=True, is_root=os.geteuid() == 0) | mpirun.library_of(VENDOR, PROGRAM)
     starter = [PROGRAM, *mpirun.arguments(VENDOR, num_ranks=2, forward=("MPI4PY_LIBMPI", "PYTHONPATH"))]
-    for name, text in (("srun", SRUN.format(starter=shlex.join(starter))), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    jobs.write(tmp_path, SRUN.format(starter=shlex.join(starter)), "srun").chmod(0o755)
+    jobs.write(tmp_path, SCONTROL, "scontrol").chmod(0o755)
     settings |= {"SLURM_JOB_ID": "77", "SRUN_MPI": "pmi9", "TMPDIR": str(tmp_path)}
     before = set(os.listdir(tmp_path))
     job = start(["bash", printed("slurm", tmp_path), "program.py", how, "a b"], tmp_path, **settings)
@@ -142,13 +116,13 @@ def test_slurm_queues_again_only_what_has_saved(tmp_path, how, is_queued_again):
     assert {name for name in set(os.listdir(tmp_path)) - before if name.startswith("tmp.")} == set()
 
 
-@pytest.mark.skipif(VENDOR is None or VENDOR.name not in HOST_LINE, reason="neither Open MPI nor MPICH here")
+@needs_mpi
 def test_pbs(tmp_path):
-    (tmp_path / "program.py").write_text(HELLO)
-    (tmp_path / "nodes").write_text("localhost\nlocalhost\nlocalhost\n")
+    jobs.write(tmp_path, HELLO)
+    (tmp_path / "nodes").write_text("localhost\n" * 3)
     settings = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_O_WORKDIR": str(tmp_path), "PROGRAM": "program.py a --b"}
-    (tmp_path / "torchmpirun").write_text(f'#!/bin/sh\nexec {sys.executable} -m torchmpi_py.launch "$@"\n')
-    (tmp_path / "torchmpirun").chmod(0o755)
+    launcher = f'#!/bin/sh\nexec {sys.executable} -m torchmpi_py.launch "$@"\n'
+    jobs.write(tmp_path, launcher, "torchmpirun").chmod(0o755)
     job = start(["bash", printed("pbs", tmp_path)], tmp_path, OPTIONS="--log-dir logs", END_AFTER="150", **settings)
     assert (job.returncode, job.stderr) == (0, "")
     for rank in range(3):
@@ -165,7 +139,7 @@ def container(job, role):
     return only
 
 
-@pytest.mark.skipif(VENDOR is None or VENDOR.name not in HOST_LINE, reason="neither Open MPI nor MPICH here")
+@needs_mpi
 def test_kubernetes(tmp_path):
     yaml = pytest.importorskip("yaml", reason="PyYAML reads the MPIJob")
     job = yaml.safe_load(printed("kubernetes", tmp_path).read_text())
@@ -175,7 +149,7 @@ def test_kubernetes(tmp_path):
     assert command[:3] == ["torchmpirun", "--hostfile", "/etc/mpi/hostfile"]
     # As the operator starts it, but for the folder of the hostfile, and with this host in place of the workers.
     (tmp_path / "hostfile").write_text("localhost slots=2\n")
-    (tmp_path / "train.py").write_text(HELLO)
+    jobs.write(tmp_path, HELLO, "train.py")
     own = {variable["name"]: variable["value"] for variable in container(job, "Launcher")["env"]}
     words = [str(tmp_path / "hostfile") if word == "/etc/mpi/hostfile" else word for word in command[1:]]
     done = start([sys.executable, "-m", "torchmpi_py.launch", *words], tmp_path, **own)
@@ -184,10 +158,8 @@ def test_kubernetes(tmp_path):
     worker = container(job, "Worker")
     sshd = shutil.which(worker["command"][0])
     if sshd is not None:  # -t: read the options and the configuration, and end
-        key = tmp_path / "key"
-        subprocess.run(["ssh-keygen", "-q", "-N", "", "-f", key], check=True, timeout=100)
-        words = [sshd, *worker["args"], "-t", "-h", key, "-f", "/dev/null"]
-        assert subprocess.run(words, capture_output=True, timeout=100, check=False).returncode == 0
+        jobs.run("ssh-keygen", "-q", "-N", "", "-f", tmp_path / "key")
+        assert jobs.run(sshd, *worker["args"], "-t", "-h", tmp_path / "key", "-f", "/dev/null").returncode == 0
     assert worker["volumeMounts"][0]["mountPath"] == "/dev/shm"
 
 
@@ -195,7 +167,7 @@ def test_the_image_has_what_the_job_starts(tmp_path):
     script = printed("kubernetes", tmp_path)
     sed = ["sed", "-n", r"s/^#| \{0,1\}//p", script]
     assert f"{' '.join(sed[:2])} '{sed[2]}' job.yaml > Dockerfile" in script.read_text()  # as its first line says
-    dockerfile = subprocess.run(sed, capture_output=True, text=True, check=True, timeout=100).stdout
+    dockerfile = jobs.run(*sed).stdout
     assert dockerfile == (ready_scripts.FOLDER / "Dockerfile").read_text()
     steps = [line for line in dockerfile.replace("\\\n", "").splitlines() if not line.startswith("#")]
     assert steps[0].startswith("FROM python:")
@@ -204,12 +176,11 @@ def test_the_image_has_what_the_job_starts(tmp_path):
     # What the image writes for ssh and sshd is configuration that they accept.
     writes = next(line for line in steps if "StrictModes" in line).removeprefix("RUN ")
     folder = tmp_path / "etc"
-    (folder / "sshd_config.d").mkdir(parents=True)
-    (folder / "ssh_config.d").mkdir()
-    subprocess.run(["sh", "-c", writes.replace("/etc/ssh", str(folder))], check=True, timeout=100)
+    for name in ("sshd_config.d", "ssh_config.d"):
+        (folder / name).mkdir(parents=True)
+    assert jobs.run("sh", "-c", writes.replace("/etc/ssh", str(folder))).returncode == 0
     if shutil.which("ssh"):
-        asked = ["ssh", "-F", folder / "ssh_config.d" / "job.conf", "-G", "somewhere"]
-        shown = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=100).stdout
+        shown = jobs.run("ssh", "-F", folder / "ssh_config.d" / "job.conf", "-G", "somewhere").stdout
         assert "stricthostkeychecking false" in shown
         assert "userknownhostsfile /dev/null" in shown
 
@@ -221,7 +192,7 @@ def test_the_image_has_what_the_job_starts(tmp_path):
 )
 def test_scripts_are_executable_and_parse(script):
     assert os.access(script, os.X_OK)
-    subprocess.run([shutil.which("bash"), "-n", script], check=True, timeout=100)
+    assert jobs.run("bash", "-n", script).returncode == 0
     lines = script.read_text().splitlines()
     assert all(line.startswith("#") for line in lines[:6])
     assert "set -euo pipefail" in lines

@@ -3,35 +3,23 @@
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
+import stand_in
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_leftovers")]
 
-# Runs argv[1] as the starter of a job whose logs are in argv[2].
-LAUNCHER = """
-import os, sys
-from pathlib import Path
-from torchmpi_py.launch import job as jobs, terminal
-
-def make(folder, attempt, begin):
-    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
-    command = [sys.executable, "-c", sys.argv[1], sys.argv[2] + "/rank-0.log"]
-    return jobs.Job(command, environment, folder, begin=begin, timeout_seconds=float(sys.argv[3]))
-
-sys.exit(jobs.run(make, 0, terminal.Tail(Path(sys.argv[2]))))
-"""
-
 NUM_BYTES = 1 << 18  # more than fits into a pipe
-FILL = f"import sys, time; log = open(sys.argv[1], 'ab', 0); log.write(b'x' * {NUM_BYTES}); "
+FILL = f"import sys, time; log = open(sys.argv[2], 'ab', 0); log.write(b'x' * {NUM_BYTES}); "
 
 
 def start(starter, folder, seconds=100, **pipes):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | pipes
-    return subprocess.Popen([sys.executable, "-c", LAUNCHER, starter, str(folder), str(seconds)], **pipes)
+    """Start a job with a time limit that shows a log; the starter writes the log argv[2]."""
+    before = f"options = dict(timeout_seconds={seconds}); tail = terminal.Tail(Path({str(folder)!r}))\n"
+    before += "terminal.ENDED_SECONDS = 0.3"  # of a reader who pauses
+    return stand_in.start(starter, f"{folder}/rank-0.log", before=before, text=False, **pipes)
 
 
 def wait_until_full(pipe):
@@ -47,9 +35,8 @@ def test_a_signal_is_heeded_while_the_reader_pauses(tmp_path):
         wait_until_full(job.stdout)
         job.send_signal(signal.SIGTERM)
         assert job.wait() == 143
-        assert (
-            f"not all of rank 0's output was read; the rest is in {tmp_path}/rank-0.log" in job.stderr.read().decode()
-        )
+        said = job.stderr.read().decode()
+        assert f"not all of rank 0's output was read; the rest is in {tmp_path}/rank-0.log" in said
 
 
 def test_the_time_limit_is_heeded_while_the_readers_of_both_pause(tmp_path):
@@ -61,7 +48,7 @@ def test_the_time_limit_is_heeded_while_the_readers_of_both_pause(tmp_path):
         except BlockingIOError:
             break
     os.set_blocking(writing, True)
-    with start(FILL + "time.sleep(100)", tmp_path, seconds=2, stderr=writing) as job:
+    with start(FILL + "time.sleep(100)", tmp_path, seconds=1, stderr=writing) as job:
         assert job.wait() == 124
     os.close(reading)
     os.close(writing)
@@ -70,7 +57,7 @@ def test_the_time_limit_is_heeded_while_the_readers_of_both_pause(tmp_path):
 def test_a_reader_that_goes_on_gets_all(tmp_path):
     with start(FILL + "log.write(b'end')", tmp_path) as job:
         wait_until_full(job.stdout)
-        time.sleep(1)  # the job has ended
+        time.sleep(0.5)  # the job has ended
         assert job.poll() is None
         assert job.stdout.read() == b"x" * NUM_BYTES + b"end"
         assert (job.wait(), job.stderr.read()) == (0, b"")
@@ -79,11 +66,11 @@ def test_a_reader_that_goes_on_gets_all(tmp_path):
 def test_what_is_shown_is_text(tmp_path):
     """A log is cut while one who has it open goes on writing where it was."""
     program = (
-        "import os, sys, time; log = open(sys.argv[1], 'wb', 0)\n"
+        "import os, sys, time; log = open(sys.argv[2], 'wb', 0)\n"
         f"seen = {str(tmp_path / 'seen')!r}\n"
         "log.write(b'caf\\xc3'); time.sleep(0.3); log.write(b'\\xa9 \\xff\\n')\n"
         "while not os.path.exists(seen): time.sleep(0.01)\n"
-        "os.truncate(sys.argv[1], 0); time.sleep(0.3)\n"
+        "os.truncate(sys.argv[2], 0); time.sleep(0.3)\n"
         "log.write(b'on\\n'); os.write(2, b'notice\\n\\0'); os._exit(3)"
     )
     with start(program, tmp_path) as job:
