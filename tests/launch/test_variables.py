@@ -1,9 +1,9 @@
 """torchrun's variables, from those of every launcher."""
 
-import subprocess
 import sys
 
 import pytest
+from support import jobs
 
 from torchmpi_py.launch import __main__ as launcher, variables
 
@@ -43,36 +43,28 @@ def without_port(values):
     return {name: value for name, value in values.items() if name != "MASTER_PORT"}
 
 
-@pytest.mark.parametrize("launcher", [OPENMPI, MPICH])
-def test_a_plain_mpirun_on_several_hosts(launcher):
-    """Neither says where rank 0 is, nor which host this is: MPI does, in start."""
-    environment = dict(launcher)
-    assert without_port(set_in(environment)) == PLACE
-    variables.complete("10.0.0.1", 1, environment)
-    assert without_port(set_in(environment)) == PLACE | {"MASTER_ADDR": "10.0.0.1", "GROUP_RANK": "1"}
-
-
-@pytest.mark.parametrize("launcher", [OPENMPI, MPICH])
-def test_a_plain_mpirun_on_one_host(launcher):
-    local = {name: "4" for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") if name in launcher}
-    expected = PLACE | {"LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "GROUP_RANK": "0"}
-    assert without_port(set_in(launcher | local)) == expected
-
-
 @pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("nodea,nodeb", "nodea"),
-        ("node[07-12,20]", "node07"),
-        ("n[3,5]-ib,x", "n3-ib"),
-        ("a-b,c", "a-b"),
-    ],
+    ("environment", "local_size"), [(OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE"), (MPICH, "MPI_LOCALNRANKS")]
 )
-def test_srun(nodes, first):
-    assert without_port(set_in(SRUN | {"SLURM_STEP_NODELIST": nodes})) == PLACE | {
-        "MASTER_ADDR": first,
-        "GROUP_RANK": "1",
-    }
+def test_a_plain_mpirun(environment, local_size):
+    """On several hosts it says neither where rank 0 is, nor which host this is: MPI does, in start."""
+    found = dict(environment)
+    assert without_port(set_in(found)) == PLACE
+    variables.complete("10.0.0.1", 1, found)
+    assert without_port(set_in(found)) == PLACE | {"MASTER_ADDR": "10.0.0.1", "GROUP_RANK": "1"}
+    one_host = PLACE | {"LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "GROUP_RANK": "0"}
+    assert without_port(set_in(environment | {local_size: "4"})) == one_host
+
+
+def test_srun():
+    for nodes, first in {
+        "nodea,b": "nodea",
+        "node[07-12,20]": "node07",
+        "n[3,5]-ib,x": "n3-ib",
+        "a-b,c": "a-b",
+    }.items():
+        found = without_port(set_in(SRUN | {"SLURM_STEP_NODELIST": nodes}))
+        assert found == PLACE | {"MASTER_ADDR": first, "GROUP_RANK": "1"}
 
 
 def test_slurms_lists_of_nodes():
@@ -80,30 +72,28 @@ def test_slurms_lists_of_nodes():
     assert variables.nodes("") == variables.nodes("rack[0-1]node[0-3]") == []
 
 
+TASK = {name: value for name, value in SRUN.items() if name != "PMI_RANK"}  # of srun, without an MPI
+
+
 @pytest.mark.parametrize(
     "environment",
     [
-        {name: value for name, value in SRUN.items() if name != "PMI_RANK"},
+        TASK,
         MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"},
         {"PMIX_NAMESPACE": "a", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"},  # a job's script
+        {"HOME": "/", "TORCHELASTIC_RUN_ID": "x", "RANK": "1"},
     ],
-    ids=["tasks of srun without an MPI", "one rank, MPICH", "one rank, Open MPI"],
 )
 def test_programs_that_may_have_nothing_to_do_with_each_other(environment):
-    assert set_in(dict(environment)) == {}
-
-
-def test_the_script_of_a_slurm_job_is_no_rank():
-    assert set_in({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}) == {}
+    found = dict(environment)
+    variables.set_variables(found)
+    assert found == environment
 
 
 def test_mpirun_inside_a_slurm_job(monkeypatch):
     """Slurm's variables are those of a daemon, which srun has started, and do not hold for the rank."""
-    daemon = {name: value for name, value in SRUN.items() if name != "PMI_RANK"} | {
-        "SLURM_PROCID": "0",
-        "SLURM_STEP_NUM_TASKS": "1",
-        "SLURM_STEP_NODELIST": "nodeb",
-    }
+    daemon = TASK | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "nodeb"}
     monkeypatch.setattr(variables.socket, "gethostname", lambda: "nodeb.x")
     assert without_port(set_in(daemon | OPENMPI)) == PLACE | {"MASTER_ADDR": "nodea", "GROUP_RANK": "1"}
 
@@ -122,12 +112,6 @@ def test_all_ranks_have_the_same_port():
     other = set_in(OPENMPI | {"PMIX_NAMESPACE": "prterun-nodea-7827@1"})
     assert len({rank["MASTER_PORT"] for rank in ranks}) == 1
     assert other["MASTER_PORT"] != ranks[0]["MASTER_PORT"]
-
-
-def test_without_a_launcher_nothing_is_set():
-    environment = {"HOME": "/", "TORCHELASTIC_RUN_ID": "x", "RANK": "1"}
-    variables.set_variables(environment)
-    assert environment == {"HOME": "/", "TORCHELASTIC_RUN_ID": "x", "RANK": "1"}
 
 
 def test_what_the_user_sets_stays():
@@ -170,12 +154,9 @@ TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x", "TORCHEL
 
 def shown(parent, child, through=()):
     """What a process shows that another one starts by the command ``through``, with these environments."""
-    path = {"PYTHONPATH": ":".join(sys.path)}
     line = [*through, sys.executable, "-c", SHOW]
-    text = f"import subprocess; subprocess.run({line!r}, env={parent | child | path!r}, check=True)"
-    line = [sys.executable, "-c", text]
-    done = subprocess.run(line, env=parent | path, capture_output=True, text=True, timeout=200, check=True)
-    return done.stdout.split()
+    text = f"import os, subprocess; subprocess.run({line!r}, env=os.environ | {child!r}, check=True)"
+    return jobs.python(text, env=parent).stdout.split()
 
 
 @pytest.mark.parametrize("marked", [True, False])

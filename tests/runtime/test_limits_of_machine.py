@@ -1,10 +1,7 @@
 """What is short, missing, or not as one would have it: open files, threads in MPI, another MPI than the launcher's."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from support import jobs
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as launcher, mpirun
@@ -47,40 +44,25 @@ assert server.receive().wait()[0] == mpi.size()
 """
 
 
-def program(tmp_path, text):
-    path = tmp_path / "program.py"
-    path.write_text(text)
-    return str(path)
-
-
-def launch(*arguments):
-    command = [sys.executable, "-m", "torchmpi_py.launch", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-
-
 def test_too_many_open_files(tmp_path):
-    job = launch("-n", "2", program(tmp_path, FILES))
+    job = jobs.torchmpirun("-n", 2, jobs.write(tmp_path, FILES))
     assert job.returncode == 0, job.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["serialized"])
-def test_an_mpi_for_fewer_threads(tmp_path, level):
-    job = launch("-n", "2", "--env", f"MPI4PY_RC_THREAD_LEVEL={level}", program(tmp_path, THREADS))
+def test_an_mpi_for_fewer_threads(tmp_path):
+    level = "MPI4PY_RC_THREAD_LEVEL=serialized"
+    job = jobs.torchmpirun("-n", 2, "--env", level, jobs.write(tmp_path, THREADS))
     assert job.returncode == 0, job.stderr
     assert "this MPI does not give MPI_THREAD_MULTIPLE" in job.stderr
 
 
-@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE"])
-def test_another_mpi_than_the_launchers(name):
+def test_another_mpi_than_the_launchers():
     code = "import torchmpi_py as mpi; mpi.start()"
-    environment = launcher.inherited_environment(os.environ) | {name: "2", "PYTHONWARNINGS": "ignore"}
-    one = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    one = jobs.python(code, env={"OMPI_COMM_WORLD_SIZE": "2", "PYTHONWARNINGS": "ignore"})
     assert one.returncode == 1
     assert "TorchMPIError: the launcher started 2 ranks, but for MPI each is alone" in one.stderr
-    assert f"unset {name}" in one.stderr
+    assert "unset OMPI_COMM_WORLD_SIZE" in one.stderr
 
 
 def test_shared_memory_for_mpich(tmp_path, capfd):

@@ -31,9 +31,15 @@ def pinned(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID"]
+    ("name", "claimed", "count", "index"),
+    [
+        ("OMPI_COMM_WORLD_LOCAL_RANK", 3, 4, 3),
+        ("MPI_LOCALRANKID", 5, 4, 1),
+        ("PALS_LOCAL_RANKID", 7, 3, 1),
+        ("SLURM_LOCALID", 2, 1, 0),
+        ("SLURM_LOCALID", 0, 4, 0),
+    ],
 )
-@pytest.mark.parametrize(("claimed", "count", "index"), [(0, 4, 0), (3, 4, 3), (5, 4, 1), (2, 1, 0), (7, 3, 1)])
 def test_a_claimed_local_rank_is_pinned_at_once(pinned, monkeypatch, name, claimed, count, index):
     """More ranks than GPUs share them; a rank that is shown one GPU takes it, whichever it is."""
     monkeypatch.setenv(name, str(claimed))
@@ -50,6 +56,8 @@ def test_without_a_claim_mpi_is_asked_first(pinned, rank, index):
     assert device == torch.device("cuda")
     assert pinned == []
     assert placement.corrected_device(device, Local(rank, 8, 1, 8, rank)) == torch.device("cuda", index)
+    assert pinned == [index]
+    assert placement.corrected_device(torch.device("cpu"), Local(1, 2, 1, 2, 1)) == torch.device("cpu")
     assert pinned == [index]
 
 
@@ -71,52 +79,40 @@ class Node:
 
 
 @pytest.mark.parametrize(
-    ("claimed", "indices"),
+    ("claimed", "ranks", "gpus"),
     [
-        ([0, 2, 1], [0, 2, 1]),
-        ([2, 3], [2, 3]),  # two of the four ranks on a host, which pass for a node
-        ([3], [3]),
-        ([0, 0, 0], [0, 1, 2]),
-        ([1, 1], [0, 1]),
-        ([None, None], [0, 1]),
-        ([None, 0], [0, 1]),
+        ([0, 2, 1], [0, 2, 1], [0, 2, 1]),
+        ([2, 3], [0, 1], [2, 3]),  # two of the four ranks on a host, which pass for a node
+        ([3], [0], [3]),
+        ([0, 0, 0], [0, 1, 2], [0, 1, 2]),  # left over
+        ([1, 1], [0, 1], [0, 1]),
+        ([None, None], [0, 1], [0, 1]),
+        ([None, 0], [0, 1], [0, 1]),
+        ([0, 1, None], [0, 1, 2], [0, 1, 2]),
     ],
 )
-def test_every_rank_of_a_node_gets_its_own_gpu(pinned, monkeypatch, claimed, indices):
+def test_every_rank_of_a_node_gets_its_own_place_and_gpu(pinned, monkeypatch, claimed, ranks, gpus):
+    """A claimed local rank is believed only if it can be true."""
     for rank, own in enumerate(claimed):
         monkeypatch.delenv("SLURM_LOCALID", raising=False)
         if own is not None:
             monkeypatch.setenv("SLURM_LOCALID", str(own))
-        device = placement.corrected_device(placement.cuda_device(), placement.locate(Node(rank, claimed)))
-        assert device == torch.device("cuda", indices[rank])
-        assert pinned[-1] == indices[rank]
-
-
-@pytest.mark.parametrize(
-    ("claimed", "expected"),
-    [([0, 2, 1], [0, 2, 1]), ([0, 0, 0], [0, 1, 2]), ([None] * 3, [0, 1, 2]), ([0, 1, None], [0, 1, 2])],
-    ids=["claimed", "left over", "unclaimed", "half claimed"],
-)
-def test_a_claimed_local_rank_is_believed_only_if_it_can_be_true(claimed, expected, monkeypatch):
-    for rank, own in enumerate(claimed):
-        for name in variables._LOCAL_RANK:
-            monkeypatch.delenv(name, raising=False)
-        if own is not None:
-            monkeypatch.setenv("SLURM_LOCALID", str(own))
         local = placement.locate(Node(rank, claimed))
-        assert (local.rank, local.size) == (expected[rank], 3)
+        assert (local.rank, local.size) == (ranks[rank], len(claimed))
         assert local.cores >= 1
-
-
-def test_the_cpu_stays_the_cpu(pinned):
-    assert placement.corrected_device(torch.device("cpu"), Local(1, 2, 1, 2, 1)) == torch.device("cpu")
-    assert pinned == []
+        device = placement.corrected_device(placement.cuda_device(), local)
+        assert device == torch.device("cuda", gpus[rank])
+        assert pinned[-1] == gpus[rank]
 
 
 @pytest.mark.parametrize(
-    ("visible", "words"), [(None, "CUDA_VISIBLE_DEVICES is not set"), ("", "DEVICES=''"), ("9", "DEVICES='9'")]
+    ("visible", "words", "cuda", "built"),
+    [
+        (None, "CUDA_VISIBLE_DEVICES is not set", None, "built without CUDA"),
+        ("", "DEVICES=''", "12.8", "built for CUDA 12.8"),
+        ("9", "DEVICES='9'", "12.8", "built for CUDA 12.8"),
+    ],
 )
-@pytest.mark.parametrize(("cuda", "built"), [(None, "built without CUDA"), ("12.8", "built for CUDA 12.8")])
 def test_no_gpu_is_explained(pinned, monkeypatch, visible, words, cuda, built):
     pinned.count = 0
     monkeypatch.setattr(torch.version, "cuda", cuda)
