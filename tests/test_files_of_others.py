@@ -47,91 +47,47 @@ def _sweep(folder):
     return ledger
 
 
-# --- what is read. Each function reads the file that the first of its values names in an empty folder.
-
-
-def sweep(folder):
-    Ledger(folder, "second", 0).prepare([1, 2], 0, resume=True)
-
-
-def end_of_an_experiment(folder):
-    _sweep(folder / "..").results()
-
-
-def reports_of_an_experiment(folder):
-    _sweep(folder / "..").reports()
-
-
-def tuning(folder):
-    assert measured_cache._find(_FACTS) is None
-
-
-def gpu_verdict(folder):
-    assert gpu_probe.read(_GPU_FACTS) is None
-
-
-def dump_of_a_hang(folder):
-    timeline_calls.load(folder)
-
-
-def board(folder):
-    timeline_calls.read(folder, {})
-
-
-def trace_of_a_rank(folder):
-    trace.load(folder)
-
-
-def report_of_the_bench(folder):
-    results.load(folder / "report.json")
-
-
-def summary_of_a_checkpoint(folder):
-    checkpoint_files.summary_of(folder)
-
-
-def parts_of_a_checkpoint(folder):
-    checkpoint_files.read(folder / "model.pt")
-
-
+# What is read: the file, and what reads it in an empty folder; what is of a sweep reads in a folder inside the sweep's.
 READS = {
-    sweep: "torchmpi-sweep",
-    end_of_an_experiment: "ended-0000",
-    reports_of_an_experiment: "reports-0000",
-    tuning: _FACTS.path().name,
-    gpu_verdict: _GPU_FACTS.path().name,
-    dump_of_a_hang: "flight_recorder_0",
-    board: "node-0.json",
-    trace_of_a_rank: "rank-0.json",
-    report_of_the_bench: "report.json",
-    summary_of_a_checkpoint: "checkpoint.json",
-    parts_of_a_checkpoint: "model.pt",
+    "sweep": ("torchmpi-sweep", lambda folder: Ledger(folder, "second", 0).prepare([1, 2], 0, resume=True)),
+    "end of an experiment": ("ended-0000", lambda folder: _sweep(folder / "..").results()),
+    "reports of an experiment": ("reports-0000", lambda folder: _sweep(folder / "..").reports()),
+    "tuning": (_FACTS.path().name, lambda folder: measured_cache._find(_FACTS)),
+    "verdict on GPUs": (_GPU_FACTS.path().name, lambda folder: gpu_probe.read(_GPU_FACTS)),
+    "dump of a hang": ("flight_recorder_0", timeline_calls.load),
+    "board": ("node-0.json", lambda folder: timeline_calls.read(folder, {})),
+    "trace of a rank": ("rank-0.json", trace.load),
+    "report of the bench": ("report.json", lambda folder: results.load(folder / "report.json")),
+    "summary of a checkpoint": ("checkpoint.json", checkpoint_files.summary_of),
+    "parts of a checkpoint": ("model.pt", lambda folder: checkpoint_files.read(folder / "model.pt")),
 }
 
 
 @pytest.mark.parametrize("make", foreign_files.ALL, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("read", READS, ids=lambda read: read.__name__)
-def test_reads(tmp_path, monkeypatch, caplog, read, make):
+@pytest.mark.parametrize("what", READS)
+def test_reads(tmp_path, monkeypatch, caplog, what, make):
+    name, read = READS[what]
     folder = tmp_path / "folder"
     folder.mkdir()
-    path = folder / READS[read]
-    if read in (end_of_an_experiment, reports_of_an_experiment):
+    path = folder / name
+    if "of an experiment" in what:
         _sweep(folder)
         folder = folder / "inside"  # whose parent is the sweep's
         folder.mkdir()
     make(path)
-    if make is foreign_files.code and read in (sweep, end_of_an_experiment):
+    if make is foreign_files.code and what in ("sweep", "end of an experiment"):
         os.chown(path, foreign_files.STRANGER, -1)  # the user's own pickles may hold any object
     before = seen(path)
     monkeypatch.setenv("TORCHMPI_TUNING_DIR", str(path.parent))
     caplog.set_level(logging.WARNING)
     text = ""
     try:
-        read(folder)
-    except Exception as error:
+        found = read(folder)
+        assert found is None or what not in ("tuning", "verdict on GPUs")
+    except (Exception, SystemExit) as error:
         text = f"{error} {getattr(error, 'filename', '')}"
     text += caplog.text
-    if not (read is reports_of_an_experiment and make in foreign_files.BAD_CONTENT):  # an unfinished line is left out
+    if not (what == "reports of an experiment" and make in foreign_files.BAD_CONTENT):  # it leaves out unfinished lines
         assert path.name in text or str(tmp_path) in text
     assert seen(path) == before
     assert not (path.parent / "ran").exists()
@@ -151,25 +107,9 @@ def test_plain_data_of_a_colleague(tmp_path):
 # --- what is written, created, replaced or removed
 
 
-def log_of_a_rank(folder):
-    wrap.log_to(folder, 0)
-
-
-def log_in_torchmpirun(folder):
-    torchmpirun.check_folder("--log-dir", folder, replaced="rank-0.log")
-
-
 def log_of_an_experiment(folder):
     with experiments._output_to(folder / "0000.log"):
         os.write(1, b"output")
-
-
-def report_to_a_sweep(folder):
-    Ledger(folder, "first", 0).add_report(0, 1, 0.5)
-
-
-def new_sweep(folder):
-    Ledger(folder, "first", 0).prepare([1], 0, resume=False)
 
 
 def claim(folder):
@@ -177,14 +117,6 @@ def claim(folder):
     ledger.configurations = [1]
     (folder / "claims-first").mkdir()
     assert ledger.claim() == 0
-
-
-def copy_of_the_table(folder):
-    experiments._open(types.SimpleNamespace(), [], 0, True, folder / "copy.csv")
-
-
-def part_of_the_table(folder):
-    Results([_ROW]).to_csv(folder / "results.csv")
 
 
 def trace_page(folder):
@@ -195,30 +127,35 @@ def trace_page(folder):
     trace_file.write()
 
 
-def measured(folder):
-    measured_cache.write(_FACTS.path(), _FACTS, {})
+def copy_of_the_table(folder):
+    experiments._open(types.SimpleNamespace(), [], 0, True, folder / "copy.csv")
 
 
+# The file, and what writes it. What is replaced gets a new file: only what belongs to another user is refused.
 WRITES = {
-    log_of_a_rank: "rank-0.log",
-    log_in_torchmpirun: "rank-0.log",
-    log_of_an_experiment: "0000.log",
-    report_to_a_sweep: "reports-0000",
-    new_sweep: "torchmpi-sweep",
-    claim: "0000.log",
-    copy_of_the_table: "copy.csv",
-    part_of_the_table: f"results.csv.{os.getpid()}.part",
-    trace_page: "rank-0.part",
-    measured: _FACTS.path().name,
+    "log of a rank": ("rank-0.log", lambda folder: wrap.log_to(folder, 0)),
+    "log of an experiment": ("0000.log", log_of_an_experiment),
+    "report to a sweep": ("reports-0000", lambda folder: Ledger(folder, "first", 0).add_report(0, 1, 0.5)),
+    "copy of the table": ("copy.csv", copy_of_the_table),
+    "part of the table": (f"results.csv.{os.getpid()}.part", lambda at: Results([_ROW]).to_csv(at / "results.csv")),
+    "page of a trace": ("rank-0.part", trace_page),
 }
-REPLACES = (log_in_torchmpirun, new_sweep, claim, measured)
-"""By a new file: only what belongs to another user is refused."""
+REPLACES = {
+    "log in torchmpirun": (
+        "rank-0.log",
+        lambda folder: torchmpirun.check_folder("--log-dir", folder, replaced="rank-0.log"),
+    ),
+    "new sweep": ("torchmpi-sweep", lambda folder: Ledger(folder, "first", 0).prepare([1], 0, resume=False)),
+    "claim": ("0000.log", claim),
+    "measured": (_FACTS.path().name, lambda folder: measured_cache.write(_FACTS.path(), _FACTS, {})),
+}
 
 
 @pytest.mark.parametrize("make", [*foreign_files.NOT_OURS, *foreign_files.NOT_FILES], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-def test_writes(tmp_path, monkeypatch, caplog, write, make):
-    path = tmp_path / WRITES[write]
+@pytest.mark.parametrize("what", [*WRITES, *REPLACES])
+def test_writes(tmp_path, monkeypatch, caplog, what, make):
+    name, write = (WRITES | REPLACES)[what]
+    path = tmp_path / name
     make(path)
     monkeypatch.setenv("TORCHMPI_TUNING_DIR", str(tmp_path))
     monkeypatch.setattr(experiments.chief, "is_chief", lambda: True)
@@ -229,7 +166,7 @@ def test_writes(tmp_path, monkeypatch, caplog, write, make):
     except (Exception, SystemExit) as error:
         text = f"{error} {getattr(error, 'filename', '')}"
     text += caplog.text
-    if make in foreign_files.NOT_OURS or write not in REPLACES:
+    if make in foreign_files.NOT_OURS or what in WRITES:
         assert path.name in text
         assert seen(path) == before
     if make is foreign_files.link:

@@ -53,17 +53,12 @@ def test_all_names_are_on_the_page(page, names):
     assert [name for name in names.split() if name not in words(page)] == []
 
 
-def test_all_options_of_torchrun_are_on_the_page():
-    long = {name for action in get_args_parser()._actions for name in action.option_strings if name.startswith("--")}
-    wanted = {name for name in long if "_" not in name} - {"--help"}
-    assert len(wanted) > 20
-    assert [name for name in sorted(wanted) if name not in text("from_torchrun.md")] == []
-
-
-def test_options_of_torchrun_are_understood_or_answered(capsys):
+def test_options_of_torchrun_are_on_the_page_and_understood_or_answered(capsys):
     """Those that both have, with hyphens or underscores, are taken; the others say what to write."""
     names = {name for action in get_args_parser()._actions for name in action.option_strings} - {"-h", "--help", "-m"}
+    assert len(names) > 20
     for name in sorted(names):
+        assert not name.startswith("--") or "_" in name or name in text("from_torchrun.md"), name
         for value in (["1"], []):
             try:
                 options.parse([name, *value, "a.py"])
@@ -76,14 +71,6 @@ def test_options_of_torchrun_are_understood_or_answered(capsys):
     assert options.parse(["--max_restarts", "3", "--log_dir", "d", "a.py"]).max_restarts == 3
 
 
-def found(path):
-    """The object of a dotted name, such as optim.compression.FP16."""
-    value = mpi
-    for part in path.split("."):
-        value = getattr(value, part, None) or importlib.import_module(f"{value.__name__}.{part}")
-    return value
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_says_to_write_exists(page):
     """In tables TorchMPI's names have the same prefixes: only what stands to the right counts there."""
@@ -93,21 +80,16 @@ def test_what_a_page_says_to_write_exists(page):
     prefixed = re.findall(r"(?<![\w.])(mpi|mpinn|optim|ps|torch_backend)\.([A-Za-z][\w.]*\w)", code)
     names = {aliases[prefix] + name for prefix, name in prefixed}
     assert len(names) > 3
-    for name in names - {"async", "C"}:
-        found(name)
+    for name in names - {"async", "C"}:  # such as optim.compression.FP16
+        value = mpi
+        for part in name.split("."):
+            value = getattr(value, part, None) or importlib.import_module(f"{value.__name__}.{part}")
 
 
-@pytest.mark.parametrize("name", HOROVOD.split())
-def test_a_name_of_horovod_exists_here_or_on_the_page(name):
-    assert hasattr(mpi, name) or re.search(rf"\b{name}\b", text("from_horovod.md"))
-
-
-@pytest.mark.parametrize(
-    "name", ["allreduce_", "allreduce_async_", "grouped_allreduce_async_", "grouped_reducescatter"]
-)
-def test_what_averages_in_horovod_is_not_answered_by_a_sum(name):
-    with pytest.raises(AttributeError, match=r'op="avg".*without op= it sums'):
-        getattr(mpi, name)
+def test_what_averages_in_horovod_is_not_answered_by_a_sum():
+    for name in ("allreduce_", "allreduce_async_", "grouped_allreduce_async_", "grouped_reducescatter"):
+        with pytest.raises(AttributeError, match='op="avg"'):
+            getattr(mpi, name)
 
 
 def test_an_option_of_torchmpirun_that_a_page_names_exists(capsys):
