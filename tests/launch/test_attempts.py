@@ -225,7 +225,8 @@ def test_what_is_said_of_a_death_is_what_happened_then(options, steps, seconds, 
     assert seen == "".join(lines), job.stderr
 
 
-def test_a_death_is_told_also_where_a_rank_that_noticed_it_ended_the_job_first():
-    job = play(["1 die", "0 fail"], NOT_ELASTIC, 0.3, code=4)
+@pytest.mark.parametrize("before", ["", "del os.pidfd_open"])
+def test_a_death_is_told_also_where_a_rank_that_noticed_it_ended_the_job_first(before):
+    job = play(["1 die", "0 fail"], NOT_ELASTIC, 0.3, code=4, before=before)
     found = r"torchmpirun: rank 1 \(process \d+\) was killed by signal 9\n"
     assert re.fullmatch(found, job.stderr), job.stderr

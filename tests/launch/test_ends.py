@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import termios
-import threading
 import time
 
 import pytest
+import stand_in
 from support import jobs
 
-from torchmpi_py.launch import job as one_job, mpirun, wrap
+from torchmpi_py.launch import signals, wrap
 
 pytestmark = [pytest.mark.timeout(240), jobs.needs_mpi]
 
@@ -39,15 +39,6 @@ if MPI.COMM_WORLD.rank == 0:
     print("more" * 1000, flush=True)
     time.sleep(0.5)
 MPI.COMM_WORLD.Barrier()
-"""
-
-# A starter that ends the job because of a rank on another host; rank 0 has been on this one.
-WITH_ANOTHER_HOST = """
-import os, sys, time
-from torchmpi_py.launch import exit_marks
-with exit_marks.running(os.environ["TORCHMPIRUN_JOB_DIR"], 0):
-    time.sleep(0.5)
-sys.exit(255)
 """
 
 HOOKED = """
@@ -165,40 +156,44 @@ def test_a_program_that_asks_in_vain_does_not_wait_for_ever(program, no_leftover
 
 
 STARTER = """
-import os, signal, sys, time
+import signal, time
 def note(number, _):
-    open(sys.argv[1], "a").write(f"{number} ")
+    print(number, flush=True)
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, note)
-open(sys.argv[1], "a").close()
+print("up", flush=True)
 while True:
     time.sleep(0.1)
 """
+OF_SRUN = """
+from torchmpi_py.launch import mpirun
+jobs.GRACE_SECONDS = 60.0
+options = {"stop_signals": mpirun.vendor_named("srun").stop_signals}
+"""
 
 
-def test_a_starter_gets_the_signals_that_it_wants(tmp_path, no_leftovers, monkeypatch):
-    monkeypatch.setattr(one_job, "GRACE_SECONDS", 60.0)
-    seen, folder = tmp_path / "seen", tmp_path / "job"
-    folder.mkdir()
-    command, environment = [sys.executable, "-c", STARTER, seen], os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
-    job = one_job.Job(command, environment, folder, stop_signals=mpirun.vendor_named("srun").stop_signals)
+def test_a_starter_gets_the_signals_that_it_wants(no_leftovers):
+    """The next one is due when another signal comes."""
+    with stand_in.start(STARTER, before=OF_SRUN) as job:
+        for line in ("up\n", "15\n", "15\n"):
+            assert job.stdout.readline() == line
+            job.send_signal(signal.SIGINT)
+            time.sleep(1.2 * signals.SAME_SECONDS)
+        assert job.wait(100) == 130
 
-    def end_when_it_is_up():
-        """And again when a signal has come, not as one that counts as the same: the next one is due then."""
-        for text in ("", "15 ", "15 15 "):
-            while not (seen.exists() and seen.read_text() == text):
-                time.sleep(0.01)
-            job.signals.ending.append(signal.SIGINT)
 
-    threading.Thread(target=end_when_it_is_up, daemon=True).start()
-    assert job.run() == 130
-    assert seen.read_text() == "15 15 "
+# A starter that ends the job because of a rank on another host; rank 0 has been on this one.
+WITH_ANOTHER_HOST = """
+import sys, time
+from torchmpi_py.launch import exit_marks
+with exit_marks.running(sys.argv[1], 0):
+    time.sleep(0.5)
+sys.exit(255)
+"""
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
-def test_a_job_that_a_rank_of_another_host_may_have_ended(tmp_path, num_hosts):
-    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
-    line = [sys.executable, "-c", WITH_ANOTHER_HOST]
-    job = one_job.Job(line, environment, tmp_path, num_ranks=2, num_hosts=num_hosts)
-    assert job.run() == 255
-    assert ("which rank ended the job is not known" in job.reason) == (num_hosts == 2)
+def test_a_job_that_a_rank_of_another_host_may_have_ended(num_hosts):
+    job = stand_in.run(WITH_ANOTHER_HOST, before=f"options = dict(num_ranks=2, num_hosts={num_hosts})")
+    assert job.returncode == 255
+    assert ("which rank ended the job is not known" in job.stderr) == (num_hosts == 2)

@@ -141,27 +141,6 @@ def test_who_answers_ctrl_c(tmp_path, monkeypatch, knows):
         assert forwarded.is_over() == (not knows)
 
 
-def test_a_rank_that_is_asked_to_end_says_all_before_it_can_be_killed(tmp_path, monkeypatch):
-    steps = []
-
-    def step(name):
-        return lambda *_: steps.append((name, exit_marks.is_left(tmp_path, "failed-0")))
-
-    def be_killed(*_):
-        assert exit_marks.is_left(tmp_path, "failed-0")
-        raise EOFError
-
-    exit_marks.leave(tmp_path, "ending")
-    monkeypatch.setitem(sys.modules, "torchmpi_py.watch.tracing", SimpleNamespace(save=step("saved")))
-    monkeypatch.setattr(wrap, "explain", step("explained"))
-    monkeypatch.setattr(exit_marks, "wait_for_output", step("read"))
-    monkeypatch.setattr(wrap, "_wait_to_be_killed", be_killed)
-    with pytest.raises(EOFError):
-        wrap.fail(KeyboardInterrupt(), 130, str(tmp_path), 0, ())
-    assert steps == [("explained", False), ("saved", False), ("read", False)]
-    assert [failure.code for failure in exit_marks.failures(tmp_path)] == [130]
-
-
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_rank_that_fails_before_mpi_aborts_where_its_mark_is_missing(tmp_path, monkeypatch, is_full):
     started = []

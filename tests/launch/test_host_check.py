@@ -117,15 +117,6 @@ def test_an_mpi_that_needs_shared_memory_has_a_problem_without(monkeypatch):
     assert (found.problems, found.warnings) == (["here (this host): /dev/shm: is missing; buy more"], [])
 
 
-def test_a_host_that_differs_is_not_asked_for_more(monkeypatch):
-    there = HERE | {"torchmpi_py": ""}
-    monkeypatch.setattr(host_check, "ask", lambda _, host: HERE | {"findings": []} if host == "localhost" else there)
-    monkeypatch.setattr(host_check, "is_this_host", lambda host: False)
-    found = host_check.check(Inquiry(("a",), {}))
-    assert (len(found.problems), found.warnings) == (1, [])
-    assert found.problems[0].startswith("a: no torchmpi_py at ")
-
-
 def test_a_host_whose_doctor_does_not_end_has_answered(tmp_path, monkeypatch):
     monkeypatch.setattr(host_check, "_ANSWER_SECONDS", 3)
     agent = tmp_path / "agent"

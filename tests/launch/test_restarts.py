@@ -1,11 +1,9 @@
 """A rank that dies is named; a job that failed is started again, where that is asked for."""
 
-import math
 import os
 import re
 import signal
 import subprocess
-import time
 
 import pytest
 from support import jobs
@@ -99,29 +97,6 @@ def test_elastic(program, no_leftovers):
     assert job.returncode == 0
     assert f"{jobs.VENDOR} has nothing for --elastic" in job.stderr
     assert "attempt 2 of 4 failed" in job.stderr
-
-
-@pytest.mark.parametrize("pidfd", [True, False])
-def test_the_lookout(tmp_path, monkeypatch, pidfd):
-    if not pidfd:
-        monkeypatch.delattr(os, "pidfd_open", raising=False)
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as one, subprocess.Popen(["sleep", "100"]) as other:
-        for rank, process in enumerate((one, other)):
-            exit_marks.record(str(tmp_path), f"running-{rank}", process.pid)
-        (tmp_path / "running-2").write_text("1 another.host 0")
-        lookout = deaths.Lookout(tmp_path, os.getpid())
-        try:
-            assert lookout.wait(0.01) == []
-            other.kill()
-            (tmp_path / "running-0").unlink()
-            one.stdin.close()  # so that it ends in order
-            seen, until = [], time.monotonic() + 20
-            while not seen and time.monotonic() < until:
-                seen = lookout.wait(0.05)
-            assert [death[:4] for death in seen] == [(1, other.pid, 9, math.inf)]
-            assert lookout.wait(0.01) == []
-        finally:
-            lookout.close()
 
 
 @pytest.mark.parametrize("is_ending", [True, False])
