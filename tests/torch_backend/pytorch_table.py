@@ -3,13 +3,16 @@
     tests/torch_backend/pytorch_table.py             runs both on 2 and 3 ranks, prints the table, compares it
     tests/torch_backend/pytorch_table.py --keep      and keeps it, in pytorch_cases.txt
 
-A line of the table is a case: the outcomes of gloo and ours on each number of ranks, the guise under which ours ran
-(see ``pytorch_cases``), and why it is skipped. A case that is kept as one that ours passes has to pass; none may fail.
+A section of the table has the cases with the same outcomes, of gloo and ours on each number of ranks, that ran under
+the same guise (see ``pytorch_cases``), and a paragraph for each reason why ours were skipped. A case that is kept as
+one that ours passes has to pass; none may fail.
 """
 
 import argparse
+import re
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 import pytorch_jobs
@@ -18,14 +21,19 @@ import torch
 KEPT = Path(__file__).with_name("pytorch_cases.txt")
 BACKENDS = ("gloo", "torchmpi")
 RANKS = (2, 3)
-NONE = "-"
 
 
 def kept() -> dict:
     """``{case: {(backend, ranks): status}}``."""
-    lines = [line for line in KEPT.read_text().splitlines() if not line.startswith("#")]
-    columns = [(backend, ranks) for ranks in RANKS for backend in BACKENDS]
-    return {line.split()[0]: dict(zip(columns, line.split()[1 : 1 + len(columns)], strict=True)) for line in lines}
+    found: dict = {}
+    had: dict = {}
+    for line in KEPT.read_text().splitlines():
+        if line.startswith("=="):
+            columns = [(backend, ranks) for ranks in RANKS for backend in BACKENDS]
+            had = dict(zip(columns, line.split()[1:5], strict=True))
+        elif not line.startswith("#"):
+            found |= dict.fromkeys(re.findall(r"\btest_\w+", line), had)
+    return found
 
 
 def regressions(results: dict, ranks: int, backend: str = "torchmpi", chosen: list[str] | None = None) -> list[str]:
@@ -43,28 +51,29 @@ def regressions(results: dict, ranks: int, backend: str = "torchmpi", chosen: li
 
 def table(outcomes: dict) -> list[str]:
     """The lines for ``{(backend, ranks): {case: Result}}``."""
-    cases = sorted(set().union(*outcomes.values()))
     columns = [(backend, ranks) for ranks in sorted({ranks for _, ranks in outcomes}) for backend in BACKENDS]
-    width = max(map(len, cases))
-    heads = [f"{backend}@{ranks}" for backend, ranks in columns]
-    lines = [" ".join(f"{text:{size}}" for text, size in zip(["#", *heads], [width, *[11] * len(heads)], strict=True))]
-    lines[0] += " as       why"
-    for case in cases:
+    sections: dict = {}
+    for case in sorted(set().union(*outcomes.values())):
         found = [outcomes.get(column, {}).get(case) for column in columns]
-        statuses = [result.status if result else NONE for result in found]
-        ours = [result for result, column in zip(found, columns, strict=True) if result and column[0] == "torchmpi"]
-        ran = [result for result in ours if result.status != "skipped"]
-        guise = ran[0].guise if ran else NONE
+        statuses = [result.status if result else "-" for result in found]
+        ours = [result for result, (backend, _) in zip(found, columns, strict=True) if result and backend == "torchmpi"]
+        guise = next((result.guise for result in ours if result.status != "skipped"), "-")
         why = "; ".join(dict.fromkeys(result.reason for result in ours if result.reason))
-        lines.append(f"{case:{width}} {' '.join(f'{status:11}' for status in statuses)} {guise:8} {why}".rstrip())
+        sections.setdefault((*statuses, guise), {}).setdefault(why, []).append(case)
+    lines = [f"# on {', '.join(f'{ranks} ranks {backend}' for backend, ranks in columns)}; the guise"]
+    for section, paragraphs in sections.items():
+        lines.append(f"== {' '.join(section)}")
+        for why, cases in paragraphs.items():
+            text = f"{why or 'on all ranks'}: {' '.join(cases)}"
+            lines += textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False)
     return lines
 
 
-def run_all(folder: Path, ranks_wanted: list[int], backends=BACKENDS) -> dict:
+def run_all(folder: Path, ranks_wanted: list[int]) -> dict:
     """All cases, on both backends."""
     outcomes = {}
     for ranks in ranks_wanted:
-        for backend in backends:
+        for backend in BACKENDS:
             results = pytorch_jobs.run(backend, ranks, folder / f"{backend}-{ranks}")
             print(f"{backend} on {ranks} ranks: {pytorch_jobs.counts(results)}", file=sys.stderr, flush=True)
             outcomes[backend, ranks] = results
