@@ -6,24 +6,16 @@ import operator
 import pytest
 import torch
 import torch.distributed as dist
+from support.values import stacked, total, values as of
 
 from torchmpi_py.torch_backend import ProcessGroup, monitored_barrier
 
 pytestmark = pytest.mark.mpi
 OPS = dist.ReduceOp
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8]
+WAYS = ["blocking", "asynchronous", "mixed"]
 
 
-def of(rank, count, dtype=torch.float32):
-    """Element j on a rank: depends on both, and sums stay exact in 8 bits and bfloat16."""
-    return ((torch.arange(count) * 3 + rank) % 7 - 2).to(dtype)
-
-
-def total(size, count, dtype=torch.float32):
-    return sum(of(rank, count, torch.int64) for rank in range(size)).to(dtype)
-
-
-@pytest.fixture(params=["blocking", "asynchronous", "mixed"])
+@pytest.fixture(params=WAYS)
 def done(request, group):
     """Calls a collective in a way, and waits; "mixed": it blocks on some ranks, and does not on others."""
     if request.param != "mixed" and group.size() not in (2, 3):
@@ -41,6 +33,12 @@ def done(request, group):
     return call
 
 
+def with_ways(name, *choices):
+    """Pair each value of an argument with a way."""
+    pairs = [(WAYS[number % 3], choice) for number, choice in enumerate(choices)]
+    return pytest.mark.parametrize(("done", name), pairs, indirect=["done"], ids=lambda value: str(value))
+
+
 def test_it_is_ours(group):
     with pytest.raises(RuntimeError, match="error_on_collective"):  # what does not reach us is an error
         group._get_backend(torch.device("cpu")).allreduce([torch.ones(1)])
@@ -50,13 +48,11 @@ def test_it_is_ours(group):
     assert group.group_name
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@with_ways("dtype", torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.float64, torch.float32)
 def test_reductions(group, done, dtype):
     rank, size = group.rank(), group.size()
-    expected = {OPS.SUM: total(size, 11, torch.int64)}
-    values = torch.stack([of(other, 11, torch.int64) for other in range(size)])
-    expected |= {OPS.MIN: values.amin(0), OPS.MAX: values.amax(0)}
-    for op, right in expected.items():
+    made = stacked(size, 11, torch.int64)
+    for op, right in {OPS.SUM: made.sum(0), OPS.MIN: made.amin(0), OPS.MAX: made.amax(0)}.items():
         x = of(rank, 11, dtype)
         done(dist.all_reduce, x, op=op)
         assert torch.equal(x, right.to(dtype)), op
@@ -66,40 +62,40 @@ def test_reductions(group, done, dtype):
             assert torch.equal(x, right.to(dtype) if rank == root else of(rank, 11, dtype)), (op, root)
 
 
-def test_average_and_premultiplied_sum(group, done):
-    rank, size = group.rank(), group.size()
-    x = of(rank, 5)
-    done(dist.all_reduce, x, op=OPS.AVG)
-    assert torch.allclose(x, total(size, 5) / size)
-    twice = dist._make_nccl_premul_sum(2.0)
+def test_premultiplied_sum(group, done):
+    rank, size, twice = group.rank(), group.size(), dist._make_nccl_premul_sum(2.0)
     x = of(rank, 5)
     done(dist.all_reduce, x, op=twice)
     assert torch.equal(x, 2 * total(size, 5))
     x = of(rank, 5)
     done(dist.reduce, x, 0, op=twice)
     assert torch.equal(x, 2 * total(size, 5) if rank == 0 else of(rank, 5))
-    out, x = torch.empty(3), of(rank, 3 * size)
+    out, x, right = torch.empty(3), of(rank, 3 * size), 2 * total(size, 3 * size)[3 * rank : 3 * rank + 3]
     done(dist.reduce_scatter_single, out, x, op=twice)
-    assert torch.equal(out, 2 * total(size, 3 * size)[3 * rank : 3 * rank + 3])
+    assert torch.equal(out, right)
     assert torch.equal(x, of(rank, 3 * size))  # an input stays as it is
-    done(dist.reduce_scatter, out, list(x.split(3)), op=twice)
-    assert torch.equal(out, 2 * total(size, 3 * size)[3 * rank : 3 * rank + 3])
+    done(dist.reduce_scatter, out.zero_(), list(x.split(3)), op=twice)
+    assert torch.equal(out, right)
 
 
-def test_averages_of_whole_numbers_are_rounded_towards_zero(group, done):
+def test_averages(group, done):
+    """Those of whole numbers are rounded towards zero, as NCCL does it; Lightning counts samples so."""
     rank, size = group.rank(), group.size()
-    for dtype in (torch.int32, torch.uint16):
-        sign = -1 if dtype.is_signed else 1
-        x = torch.tensor([sign * (1 + 2 * rank), 7], dtype=dtype)
-        done(dist.reduce, x, 0, op=OPS.AVG)
-        mean = [sign * (size * size // size), 7]
-        assert x.tolist() == (mean if rank == 0 else [sign * (1 + 2 * rank), 7])
-        x = torch.tensor([sign * (rank + 1)], dtype=dtype)
+    x = of(rank, 5)
+    done(dist.all_reduce, x, op=OPS.AVG)
+    assert torch.allclose(x, total(size, 5) / size)
+    for dtype, factors in ((torch.int64, [3, -3, 1, 10]), (torch.int32, [-1, 7, -5, 2]), (torch.uint16, [1, 3, 7, 4])):
+        mine = torch.tensor(factors, dtype=dtype) * (rank + 1)
+        means = [int(factor * size * (size + 1) / 2 / size) for factor in factors]
+        x = mine.clone()
         done(dist.all_reduce, x, op=OPS.AVG)
-        assert x.tolist() == [sign * (size * (size + 1) // 2 // size)]
-        x = torch.tensor(sign * (rank + 1), dtype=dtype)  # without dimensions
-        done(dist.all_reduce, x, op=OPS.AVG)
-        assert x.item() == sign * (size * (size + 1) // 2 // size)
+        assert x.tolist() == means
+        done(dist.all_reduce, x := mine[0].clone(), op=OPS.AVG)  # without dimensions
+        assert x.item() == means[0]
+        done(dist.reduce, x := mine.clone(), size - 1, op=OPS.AVG)
+        assert x.tolist() == (means if rank == size - 1 else mine.tolist())
+        done(dist.reduce_scatter_single, x := torch.empty_like(mine), mine.repeat(size), op=OPS.AVG)
+        assert x.tolist() == means
 
 
 def test_other_ops(group, done):
@@ -113,12 +109,10 @@ def test_other_ops(group, done):
         assert torch.equal(x, right), op
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.float16, torch.uint8], ids=str)
+@with_ways("dtype", torch.float32, torch.bool, torch.complex64, torch.float16, torch.uint8, torch.float32)
 def test_moves(group, done, dtype):
     rank, size = group.rank(), group.size()
-    made = [
-        (of(other, 12) > 0).to(dtype) if dtype == torch.bool else of(other, 12).abs().to(dtype) for other in range(size)
-    ]
+    made = list(stacked(size, 12, dtype))
     for root in range(size):
         x = made[rank].clone()
         done(dist.broadcast, x, root)
@@ -136,16 +130,16 @@ def test_moves(group, done, dtype):
 
 def test_gather_into_one_tensor(group, done):
     rank, size = group.rank(), group.size()
-    right = torch.stack([of(other, 6).view(2, 3) for other in range(size)])
+    right = stacked(size, 6).view(size, 2, 3)
     for shape in ((size, 2, 3), (2 * size, 3)):
         out = torch.empty(shape)
         done(dist.all_gather_single, out, of(rank, 6).view(2, 3))
         assert torch.equal(out.view(right.shape), right)
-    for count in (6, 300_000):  # in place, as FSDP2 does: the input is this rank's part of the output
+    for count in (6, 100_000):  # in place, as FSDP2 does: the input is this rank's part of the output
         whole = torch.full((size, count), -9.0)
         whole[rank] = of(rank, count)
         done(dist.all_gather_single, whole, whole[rank])
-        assert torch.equal(whole, torch.stack([of(other, count) for other in range(size)]))
+        assert torch.equal(whole, stacked(size, count))
     columns = torch.empty(6, size).t()  # not contiguous
     done(dist.all_gather_single, columns, of(rank, 6))
     assert torch.equal(columns, right.view(size, 6))
@@ -196,7 +190,7 @@ def test_all_to_all(group, done):
         assert all(map(torch.equal, outs, right))
 
 
-@pytest.mark.parametrize("count", [4, 40_000])  # messages that MPI keeps, and that wait for their receiver
+@with_ways("count", 4, 40_000, 40_000)  # messages that MPI keeps, and that wait for their receiver
 def test_all_to_all_in_one_memory(group, done, count):
     rank, size = group.rank(), group.size()
     right = torch.cat([of(10 * source + rank, count) for source in range(size)])
@@ -211,11 +205,11 @@ def test_all_to_all_in_one_memory(group, done, count):
     assert torch.equal(torch.cat(parts), right)
 
 
-@pytest.mark.parametrize("count", [4, 40_000])  # in one flat tensor, and as messages from and into the list
+@with_ways("count", 4, 40_000, 40_000)  # in one flat tensor, and as messages from and into the list
 def test_gather_and_scatter_in_one_memory(group, done, count):
     """The part of root is its tensor in the list; what is written overlaps what is sent to others; strided ones."""
     rank, size = group.rank(), group.size()
-    made = [of(other, count) for other in range(size)]
+    made = list(stacked(size, count))
     for root in range(size):
         x = made[rank].clone()
         outs = [torch.full((count,), -1.0) for _ in range(size)]
@@ -241,8 +235,7 @@ def test_strided_tensors(group, done):
     base = of(rank, 20).view(4, 5).clone()
     x = base.t()[1:4:2]
     done(dist.all_reduce, x)
-    right = total(size, 20).view(4, 5).t()[1:4:2]
-    assert torch.equal(x, right)
+    assert torch.equal(x, total(size, 20).view(4, 5).t()[1:4:2])
     assert torch.equal(base.t()[0], of(rank, 20).view(4, 5).t()[0])
     y = torch.zeros(3, 2).t()
     done(dist.scatter, y, [of(r, 6).view(2, 3) for r in range(size)] if rank == 0 else None, 0)
@@ -251,15 +244,14 @@ def test_strided_tensors(group, done):
 
 def test_what_is_overwritten_is_known_to_autograd(group):
     rank, size = group.rank(), group.size()
+    ones = [torch.ones(2)] * size
     calls = {
         "all_reduce": lambda x: dist.all_reduce(x),
         "broadcast": lambda x: dist.broadcast(x, 0),
-        "all_gather": lambda x: dist.all_gather(
-            [torch.empty(2)] * rank + [x] + [torch.empty(2)] * (size - 1 - rank), x
-        ),
-        "all_to_all": lambda x: dist.all_to_all([x] * size, [torch.ones(2)] * size),
-        "scatter": lambda x: dist.scatter(x, [torch.ones(2)] * size if rank == 0 else None, 0),
-        "reduce_scatter": lambda x: dist.reduce_scatter(x, [torch.ones(2)] * size),
+        "all_gather": lambda x: dist.all_gather([x if r == rank else torch.empty(2) for r in range(size)], x),
+        "all_to_all": lambda x: dist.all_to_all([x] * size, ones),
+        "scatter": lambda x: dist.scatter(x, ones if rank == 0 else None, 0),
+        "reduce_scatter": lambda x: dist.reduce_scatter(x, ones),
     }
     for name, call in calls.items():
         w, x = torch.ones(2, requires_grad=True), torch.ones(2)
@@ -272,17 +264,21 @@ def test_what_is_overwritten_is_known_to_autograd(group):
 
 def test_sparse_sum(group, done):
     rank, size = group.rank(), group.size()
-    x = torch.sparse_coo_tensor([[rank, size]], [[1.0, 2.0], [rank, 1.0]], (size + 1, 2), check_invariants=True)
-    right = sum(
-        torch.sparse_coo_tensor([[r, size]], [[1.0, 2.0], [r, 1.0]], (size + 1, 2), check_invariants=True).to_dense()
-        for r in range(size)
-    )
+
+    def sparse(indices, elements, *shape):
+        return torch.sparse_coo_tensor(indices, elements, shape, check_invariants=True)
+
+    made = [sparse([[r, size]], [[1.0, 2.0], [r, 1.0]], size + 1, 2) for r in range(size)]
+    x = made[rank].clone()
     done(dist.all_reduce, x)
-    assert torch.equal(x.to_dense(), right)
-    x = torch.sparse_coo_tensor([[rank, rank]], [1.0, 2.0], (size,), check_invariants=True)  # not coalesced
+    assert torch.equal(x.to_dense(), sum(each.to_dense() for each in made))
+    x = sparse([[0, rank]], [1 + 1j, 2.0 + 0j], size)
+    done(dist.all_reduce, x)
+    assert x.to_dense().tolist() == [2 + size * (1 + 1j)] + [2] * (size - 1)
+    x = sparse([[rank, rank]], [1.0, 2.0], size)  # not coalesced
     done(dist.all_reduce, x, op=dist._make_nccl_premul_sum(0.5))
     assert torch.equal(x.to_dense(), torch.full((size,), 1.5))
-    with pytest.raises(ValueError, match=r"premul_sum: torch.int64 .* cannot be multiplied by 0.5"):
+    with pytest.raises(ValueError, match=r"torch.int64 .* cannot be multiplied by 0.5"):
         dist.all_reduce(x.long(), op=dist._make_nccl_premul_sum(0.5))
     with pytest.raises(ValueError, match="only the sum of sparse tensors"):
         dist.all_reduce(x, op=OPS.MAX)
@@ -295,19 +291,18 @@ def test_several_at_once(group):
         for x in tensors:
             dist.all_reduce(x)
     assert all(torch.equal(x, total(size, x.numel(), x.dtype)) for x in tensors)
-    outs = [torch.empty(size * count) for count in (2, 5)]
+    outs = [torch.empty(size, count) for count in (2, 5)]
     with dist._coalescing_manager(async_ops=True) as manager:
         for out in outs:
-            dist.all_gather_single(out, of(rank, out.numel() // size))
+            dist.all_gather_single(out, of(rank, out.shape[1]))
     manager.wait()
-    assert all(torch.equal(out, torch.cat([of(r, out.numel() // size) for r in range(size)])) for out in outs)
+    assert all(torch.equal(out, stacked(size, out.shape[1])) for out in outs)
     halves = [torch.empty(count) for count in (2, 5)]
     with dist._coalescing_manager(device=torch.device("cpu")):  # the old way
-        dist.reduce_scatter_single(halves[0], of(rank, 2 * size), async_op=True)
-        dist.reduce_scatter_single(halves[1], of(rank, 5 * size), async_op=True)
+        for half in halves:
+            dist.reduce_scatter_single(half, of(rank, half.numel() * size), async_op=True)
     for half in halves:
-        n = half.numel()
-        assert torch.equal(half, total(size, n * size)[n * rank : n * rank + n])
+        assert torch.equal(half, total(size, half.numel() * size).chunk(size)[rank])
 
 
 def test_objects(group):
@@ -326,40 +321,6 @@ def test_objects(group):
     assert collected == (list(range(size)) if rank == 0 else None)
 
 
-def test_messages(group):
-    rank, size = group.rank(), group.size()
-    if size == 1:
-        return
-    following, before = (rank + 1) % size, (rank - 1) % size
-    second, first = torch.empty(3), torch.empty(4, dtype=torch.int64)
-    works = [dist.irecv(second, before, tag=2), dist.irecv(first, before, tag=1)]  # not in the order of the sends
-    works += [dist.isend(of(rank, 4, torch.int64), following, tag=1), dist.isend(of(rank, 3), following, tag=2)]
-    for work in works:
-        work.wait()
-    assert torch.equal(second, of(before, 3))
-    assert torch.equal(first, of(before, 4, torch.int64))
-    if rank == 0:
-        got = torch.empty(2)
-        sources = {dist.recv(got, tag=7): got.tolist() for _ in range(size - 1)}
-        assert sources == {r: of(r, 2).tolist() for r in range(1, size)}
-    else:
-        dist.send(of(rank, 2), 0, tag=7)
-    columns = torch.empty(4, 2).t()
-    operations = [dist.P2POp(dist.isend, of(rank, 8).view(2, 4), following), dist.P2POp(dist.irecv, columns, before)]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    assert torch.equal(columns, of(before, 8).view(2, 4))
-    if rank == 1:
-        dist.send(torch.empty(0), 0, tag=3)
-    if rank == 0:
-        assert dist.recv(torch.empty(0), tag=3) == 1
-        future = dist.irecv(got := torch.empty(2), 1, tag=9).get_future()
-        assert torch.equal(future.wait()[0], of(1, 2))
-        assert torch.equal(got, of(1, 2))
-    if rank == 1:
-        dist.send(of(1, 2), 0, tag=9)
-
-
 def test_subgroups(group):
     """Overlapping ones, in any order of ranks, one of the same ranks again, and one within a group."""
     rank, size = group.rank(), group.size()
@@ -367,8 +328,7 @@ def test_subgroups(group):
     groups = [dist.new_group(ranks) for ranks in map(sorted, sets)]
     for ranks, each in zip(map(sorted, sets), groups, strict=True):
         if rank in ranks:
-            x = of(rank, 4)
-            dist.all_reduce(x, group=each)
+            dist.all_reduce(x := of(rank, 4), group=each)
             assert torch.equal(x, sum(of(r, 4) for r in ranks))
             dist.broadcast(x := of(rank, 4), ranks[-1], group=each)
             assert torch.equal(x, of(ranks[-1], 4))
@@ -379,8 +339,7 @@ def test_subgroups(group):
     inner = group.split_group(sets[4])
     assert (inner is None) == (rank not in sets[4])
     if inner is not None:
-        x = of(rank, 4)
-        inner.allreduce([x]).wait()
+        inner.allreduce([x := of(rank, 4)]).wait()
         assert torch.equal(x, sum(of(r, 4) for r in sets[4]))
     for each in [g for g in groups if g is not dist.GroupMember.NON_GROUP_MEMBER][::-1]:
         dist.destroy_process_group(each)
@@ -395,25 +354,29 @@ def test_subgroups(group):
 
 
 def test_monitored_barrier(group):
-    monitored_barrier()
     monitored_barrier(timeout=dt.timedelta(seconds=20), wait_all_ranks=True)
     monitored_barrier(group, 20.0)
 
 
-@pytest.mark.parametrize(
-    ("call", "told"),
-    [
-        (lambda size: dist.all_gather([torch.empty(2)] * (size + 1), torch.ones(2)), "the group has"),
-        (lambda size: dist.all_gather_single(torch.empty(5 * size + 1), torch.ones(5)), "it must have"),
-        (lambda size: dist.reduce_scatter_single(torch.empty(3), torch.ones(2 * size + 7)), "it must have"),
-        (lambda size: dist.reduce_scatter(torch.empty(3), [torch.ones(2)] * size), "has 2 elements"),
-        (lambda size: dist.all_to_all([torch.empty(2)] * size, [torch.ones(3)] * size), "has 2 elements"),
-        (lambda size: dist.all_to_all_single(torch.empty(2 * size), torch.ones(2 * size), [5] * size), "split sizes"),
-        (lambda n: dist.all_to_all_single(torch.empty(n), torch.ones(n, dtype=torch.int32), [1] * n, [1] * n), "int32"),
-        (lambda size: dist.all_reduce(torch.ones(2), op=OPS.BAND), "'band' is not defined for torch.float32"),
-    ],
-)
-def test_what_is_wrong_is_told_on_every_rank(group, call, told):
-    with pytest.raises(ValueError, match=told):
-        call(group.size())
+def test_what_is_wrong_is_told_on_every_rank(group):
+    def ones(count, dtype=torch.float32):
+        return torch.ones(count, dtype=dtype)
+
+    size, gather = group.size(), dist.all_gather_single
+    for told, call, *args in (
+        ("the group has", dist.all_gather, [ones(2)] * (size + 1), ones(2)),
+        ("it must have", gather, ones(5 * size + 1), ones(5)),
+        ("it must have", dist.reduce_scatter_single, ones(3), ones(2 * size + 7)),
+        ("has 2 elements", dist.reduce_scatter, ones(3), [ones(2)] * size),
+        ("has 2 elements", dist.all_to_all, [ones(2)] * size, [ones(3)] * size),
+        ("0 outputs", dist.all_to_all, [], [ones(2)] * size),
+        ("0 inputs", dist.all_to_all, [ones(2)] * size, []),
+        ("split sizes", dist.all_to_all_single, ones(2 * size), ones(2 * size), [5] * size),
+        ("int32", dist.all_to_all_single, ones(size), ones(size, torch.int32), [1] * size, [1] * size),
+        ("'band'.* torch.float32", dist.all_reduce, ones(2), OPS.BAND),
+        (f"dst={size + 5} is not a rank", group.gather, [[ones(2)] * size], [ones(2)], size + 5),
+        (f"src={size + 5} is not a rank", group.scatter, [ones(50_000)], [[ones(50_000)] * size], size + 5),
+    ):
+        with pytest.raises(ValueError, match=told):
+            call(*args)
     dist.barrier()
