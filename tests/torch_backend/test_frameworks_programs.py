@@ -4,18 +4,16 @@ A framework that is not installed is left out; `scripts/test_programs` installs 
 """
 
 import importlib.util
-import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
 import regression
+from support import jobs
 
-FOLDER = pathlib.Path(__file__).with_name("programs")
-BIN = pathlib.Path(sys.executable).parent
-TORCHMPIRUN = BIN / "torchmpirun", "-n", "2"
-TORCHRUN = BIN / "torchrun", "--standalone", "--nproc-per-node", "2"
+HERE = pathlib.Path(__file__).parent
+TORCHMPIRUN = *jobs.TORCHMPIRUN, "-n", 2
+TORCHRUN = pathlib.Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", 2
 SECONDS = 300
 
 
@@ -23,16 +21,13 @@ SECONDS = 300
 def program(framework):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
-    return FOLDER / f"with_{framework}.py"
+    return HERE / "programs" / f"with_{framework}.py"
 
 
 def losses(launcher, program, *arguments):
     """By rank; the world that every rank has been in is of two."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)}
-    command = [*launcher, program, *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=SECONDS - 10, stdin=subprocess.DEVNULL, env=environment
-    )
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    done = jobs.run(*launcher, program, *arguments, seconds=SECONDS - 10, env=environment)
     if "operator torchvision::nms does not exist" in done.stderr:
         pytest.skip("this torchvision was built for another torch")  # PyPI's for CUDA, beside torch for CPUs
     assert done.returncode == 0, done.stdout + done.stderr
@@ -42,9 +37,8 @@ def losses(launcher, program, *arguments):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("framework", ["accelerate", "ignite", "lightning", "timm", "torchtnt"])
+@pytest.mark.parametrize("framework", [pytest.param("accelerate", marks=pytest.mark.slow), "ignite", "timm", "torchtnt"])
 def test_losses_of_one_process(program):
     for numbers in losses(TORCHMPIRUN, program, "torchmpi").values():
         assert numbers == pytest.approx(regression.losses_alone(), rel=1e-12)
@@ -58,3 +52,13 @@ def test_losses_of_one_process(program):
 def test_losses_of_gloo_under_torchrun(program, arguments):
     expected = losses(TORCHRUN, program, "gloo", *arguments)
     assert losses(TORCHMPIRUN, program, "torchmpi", *arguments) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+def test_lightning_torchmetrics_and_compiled_functions():
+    """On 3 ranks each compares with what it computes alone; it does not destroy the group before it ends."""
+    pytest.importorskip("lightning")
+    done = jobs.torchmpirun("-n", 3, HERE / "slow_frameworks.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 3 agrees" for rank in range(3)]

@@ -41,10 +41,11 @@ def test_gradients_of_several_backwards_are_added(mpi, group):
         model.set_requires_gradient_sync(step == 2)
         regression.loss(model, step, mpi.rank(), mpi.size()).backward()
         regression.loss(alone, step).backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    regression.assert_equal(gradients, {name: parameter.grad for name, parameter in alone.named_parameters()})
+    gradients, expected = ({name: p.grad for name, p in each.named_parameters()} for each in (model, alone))
+    regression.assert_equal(gradients, expected)
 
 
+@pytest.mark.mpi(min_size=4)
 def test_replicas_of_shards(mpi, group):
     """HSDP: two groups of two ranks each share the parameters, and add their gradients."""
     if mpi.size() != 4:
@@ -71,8 +72,7 @@ def test_a_checkpoint_is_taken_up_by_fewer_ranks(mpi, group, tmp_path):
     size = max(1, mpi.size() - 1)
     fewer = dist.new_group(range(size), backend="torchmpi")
     if mpi.rank() < size:
-        mesh = dist.device_mesh.DeviceMesh.from_group(fewer, regression.device)
-        model, optimizer = sharded(mesh)
+        model, optimizer = sharded(dist.device_mesh.DeviceMesh.from_group(fewer, regression.device))
         network, state = get_state_dict(model, optimizer)
         saved = {"network": network, "optimizer": state, "step": 0}
         dcp.load(saved, checkpoint_id=folder, process_group=fewer)
