@@ -2,45 +2,37 @@
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
+from support import jobs
 
 from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.launch import __main__ as launcher
 from torchmpi_py.torch_backend import meeting
 
-BIN = os.path.dirname(sys.executable)
 RANKS = 3
 
 
 def run(tmp_path, program, *command, **variables):
     """The output of the program, which finds torch's entry point also where this environment was made without it."""
-    path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(program))
-    installed = tmp_path / "installed" / "entry-0.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: entry\nVersion: 0\n")
+    path = jobs.write(tmp_path, program)
+    jobs.write(tmp_path, "Metadata-Version: 2.1\nName: entry\nVersion: 0\n", "installed/entry-0.dist-info/METADATA")
     entry = "[torch.backends]\ntorchmpi = torchmpi_py.torch_backend.registration:register\n"
-    (installed / "entry_points.txt").write_text(entry)
-    paths = os.pathsep.join([str(installed.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = launcher.inherited_environment(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run(
-        [*command, str(path)], capture_output=True, text=True, timeout=200, env=environment | variables
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    jobs.write(tmp_path, entry, "installed/entry-0.dist-info/entry_points.txt")
+    paths = os.pathsep.join([str(tmp_path / "installed"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    kept = launcher.inherited_environment(os.environ)
+    dropped = [word for name in os.environ if name not in kept for word in ("-u", name)]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | variables
+    return jobs.run("env", *dropped, *(f"{name}={value}" for name, value in environment.items()), *command, path)
 
 
 def test_the_variables_and_every_way_to_meet(tmp_path):
     """torchmpirun started by a torchrun's worker: it has stale variables of its own."""
-    output = run(
-        tmp_path,
-        """
-        import json, os, socket, sys
+    program = """
+        import json, os, sys
         import torch, torch.distributed as dist
 
         assert not {"mpi4py.MPI", "torchmpi_py.runtime.process"} & set(sys.modules)
@@ -63,38 +55,22 @@ def test_the_variables_and_every_way_to_meet(tmp_path):
         os.environ["MASTER_PORT"] = os.environ["OWN_PORT"]
         totals.append(total("torchmpi"))
         print(json.dumps([world, totals]) + "\\n", end="", flush=True)
-        """,
-        os.path.join(BIN, "torchmpirun"),
-        "-n",
-        str(RANKS),
-        "--timeout",
-        "90",
-        RANK="0",
-        WORLD_SIZE="1",
-        MASTER_ADDR="192.0.2.1",
-        MASTER_PORT="29500",
-        TORCHELASTIC_RUN_ID="none",
-        OWN_PORT=str(11_000 + os.getpid() % 18_000),
-    )
-    worlds, totals = zip(*map(json.loads, output.splitlines()), strict=True)
+        """
+    stale = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
+    stale |= {"TORCHELASTIC_RUN_ID": "none", "OWN_PORT": str(11_000 + os.getpid() % 18_000)}
+    done = run(tmp_path, program, *jobs.TORCHMPIRUN, "-n", RANKS, "--timeout", 90, **stale)
+    assert done.returncode == 0, done.stderr
+    worlds, totals = zip(*map(json.loads, done.stdout.splitlines()), strict=True)
     assert totals == ([111] * 6,) * RANKS
     worlds = sorted(worlds, key=lambda world: int(world["RANK"]))
     assert len({world["MASTER_PORT"] for world in worlds}) == 1
     for rank, world in enumerate(worlds):
-        del world["MASTER_PORT"]
-        assert world == {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(RANKS),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(RANKS),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-        }
+        ranks = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": RANKS, "GROUP_RANK": 0}
+        expected = {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        assert world == expected | {"MASTER_PORT": worlds[0]["MASTER_PORT"]}
 
 
 ALONE = """
-    import os, sys, torch, torch.distributed as dist
-
     assert "RANK" not in os.environ
     heavy = ("mpi4py", "torchmpi_py.core", "torchmpi_py.runtime", "torchmpi_py.torch_backend.process_group")
     assert not [name for name in sys.modules if name.startswith(heavy)]
@@ -106,18 +82,23 @@ ALONE = """
     assert dist.distributed_c10d._get_default_group()._get_backend_name() == "gloo"
     dist.destroy_process_group()
     dist.init_process_group("torchmpi")
-    print(dist.get_world_size())
+    dist.all_reduce(x := torch.full((3,), 2.0))
+    print(dist.get_world_size(), x.tolist(), flush=True)
+    dist.destroy_process_group()
+    dist.init_process_group("torchmpi", store=dist.HashStore(), rank=1, world_size=2)  # as torchrun's ranks do
 """
 
 
 @pytest.mark.parametrize("autoload", ["1", "0"])
 def test_one_process_without_a_launcher(tmp_path, autoload):
-    program = textwrap.dedent(ALONE)
+    """It is a world of one; and ranks that MPI does not know, as with torchrun, are told to launch otherwise."""
+    head = "import os, sys, torch, torch.distributed as dist\n"
     if autoload == "0":
-        program = (
-            "import torch, sys\nassert 'torchmpi_py' not in sys.modules\nimport torchmpi_py.torch_backend\n" + program
-        )
-    assert run(tmp_path, program, sys.executable, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload) == "1\n"
+        head += "assert 'torchmpi_py' not in sys.modules\nimport torchmpi_py.torch_backend\n"
+    program = head + textwrap.dedent(ALONE)
+    done = run(tmp_path, program, sys.executable, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+    assert (done.returncode, done.stdout) == (1, "1 [2.0, 2.0, 2.0]\n"), done.stderr
+    assert "rank 1 of [0, 1], but for MPI it is rank 0 of 1. Launch with torchmpirun" in done.stderr
 
 
 def test_a_torch_that_is_too_old_for_groups(monkeypatch):
