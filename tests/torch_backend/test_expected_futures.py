@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchmpi_py.core import journal, status_board
+from torchmpi_py.core import handles, journal, status_board
+from torchmpi_py.torch_backend import work as works
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(240)]
 
@@ -36,35 +37,24 @@ def is_waited_for(number):
 
 
 def test_what_a_callback_holds_is_kept_until_its_work_on_a_gpu_is_done(mpi, group, monkeypatch):
-    from torchmpi_py.torch_backend import work
-
     seen = []
 
     def follow(fails):
-        held, future = torch.ones(3), work.CallFuture([])
+        held, future = torch.ones(3), works.CallFuture([])
         alive, future.gpus = weakref.ref(held), [torch.device("cuda", 0)]
         stream = types.SimpleNamespace(synchronize=lambda: seen.append(alive() is not None))
-        monkeypatch.setattr(work.devices, "of", lambda gpu: types.SimpleNamespace(current=lambda: stream))
-
-        def callback(_):
-            seen.append("callback")
-            return held.sum() if not fails else 1 / 0
-
-        work._follow(callback, future, None)
+        monkeypatch.setattr(works.devices, "of", lambda gpu: types.SimpleNamespace(current=lambda: stream))
+        works._follow(lambda _: held.sum() if not fails else 1 / 0, future, None)
         return future
 
     assert follow(False).wait() == 3
-    assert seen == ["callback", True]
     with pytest.raises(ZeroDivisionError):
         follow(True).wait()
-    assert seen == ["callback", True] * 2
+    assert seen == [True] * 2
 
 
 def test_a_future_of_a_gpu_is_completed_on_the_stream_of_the_call(mpi, group, monkeypatch):
     """On the program's stream later work would wait for the call, though nobody has asked for that."""
-    from torchmpi_py.core import handles
-    from torchmpi_py.torch_backend import work
-
     inside, seen = [False], []
 
     @contextlib.contextmanager
@@ -74,40 +64,26 @@ def test_a_future_of_a_gpu_is_completed_on_the_stream_of_the_call(mpi, group, mo
         inside[0] = False
 
     monkeypatch.setattr(handles.Handle, "on_its_stream", on_its_stream)
-    real = work.CallFuture.set_result
-    monkeypatch.setattr(work.CallFuture, "set_result", lambda *given: (seen.append(inside[0]), real(*given)))
+    real = works.CallFuture.set_result
+    monkeypatch.setattr(works.CallFuture, "set_result", lambda *given: (seen.append(inside[0]), real(*given)))
     future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
     assert future.wait()[0].tolist() == [mpi.size()] * 3
     assert seen == [True]
 
 
-def test_a_work_that_nobody_waits_for_is_not_late(mpi, group):
-    asked = held_up(mpi, group, lambda work, number: is_waited_for(number))
-    assert asked in (False, None)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_future_is_a_wait(mpi, group, rank):
-    """Also one that is dropped: who holds it in C++ cannot be seen. When the call is over it is none."""
+    """Also one that is dropped: who holds it in C++ cannot be seen. When the call is over it is none; nor is a Work."""
 
     def ask(work, number):
+        before = is_waited_for(number)
         work.get_future()
-        return number, is_waited_for(number)
+        return number, before, is_waited_for(number)
 
     asked = held_up(mpi, group, ask, rank)
     if mpi.rank() != rank:
-        number, was_waited_for = asked
-        assert was_waited_for
-        assert not is_waited_for(number)
-
-
-def test_a_future_of_what_is_over_is_none(mpi, group):
-    before = journal.under_way(status_board.current)
-    for _ in range(20):
-        work = dist.all_reduce(torch.ones(3), async_op=True)
-        work.wait()
-        assert work.get_future().wait()[0].tolist() == [mpi.size()] * 3
-    assert journal.under_way(status_board.current) <= before  # futures of former tests may end meanwhile
+        number, before, after = asked
+        assert (before, after, is_waited_for(number)) == (False, True, False)
 
 
 def test_a_group_that_is_given_up_waits_for_nothing(mpi, group):
@@ -124,18 +100,21 @@ def test_a_group_that_is_given_up_waits_for_nothing(mpi, group):
     dist.destroy_process_group(other)
 
 
-def test_what_comes_after_an_operation_that_failed_is_not_under_way(group):
-    """Or it would be reported as late, though the program has caught the error and goes on."""
+def test_what_is_over_or_has_failed_is_not_under_way(mpi, group):
+    """Or it would be reported as late, though the program has its future, or has caught the error, and goes on."""
     before = journal.under_way(status_board.current)
+    for _ in range(20):
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        work.wait()
+        assert work.get_future().wait()[0].tolist() == [mpi.size()] * 3
 
     def fail(_):
         raise ValueError("lost")
 
-    extra = group.extra
-    operations = [extra.operation("memory", 64, torch.device("cpu"), fail), extra.operation("barrier")]
+    operations = [group.extra.operation("memory", 64, torch.device("cpu"), fail), group.extra.operation("barrier")]
     with pytest.raises(ValueError, match="lost"):
         group.carry_out((operations, [], None), types.SimpleNamespace(asyncOp=False))
-    assert journal.under_way(status_board.current) <= before  # operations of former tests may end meanwhile
+    assert journal.under_way(status_board.current) <= before  # what former tests began may end meanwhile
     dist.barrier()
 
 
