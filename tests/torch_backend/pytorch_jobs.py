@@ -5,7 +5,6 @@ A case that a job has begun and of which a rank did not tell the end has *died* 
 second chance: its shutdown over TCP got stuck with gloo too, in one of fifty jobs on a busy machine.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -15,11 +14,12 @@ from pathlib import Path
 
 import pytorch_rpc
 
+TORCHMPIRUN = [sys.executable, "-m", "torchmpi_py.launch"]
 SUITE = Path(__file__).with_name("pytorch_suite.py")
 BAD = ["failed", "died", "timed out"]
 WORST_FIRST = [*BAD, "passed", "skipped"]
 RPC = {case for cases in pytorch_rpc.CASES.values() for case in cases}
-CASE_SECONDS = 60.0
+MODULE = "torchmpi_py.torch_backend"
 JOB_SECONDS = 900
 
 
@@ -35,7 +35,7 @@ class Result:
     detail: str = ""
 
 
-def run(backend: str, ranks: int, folder: Path, cases=None, *, module: str = "", seconds: float = CASE_SECONDS) -> dict:
+def run(backend: str, ranks: int, folder: Path, cases=None, *, module: str = MODULE, seconds: float = 60.0) -> dict:
     """Run cases (default: all) on a number of ranks, in as many jobs as that takes: ``{case: Result}``.
 
     ``module`` registers the backend (default: ours); a case may take so many ``seconds``.
@@ -47,7 +47,8 @@ def run(backend: str, ranks: int, folder: Path, cases=None, *, module: str = "",
         place = folder / f"job-{number}"
         for name in ("barrier", "test_dir"):  # those that PyTorch makes for a case
             (place / name).mkdir(parents=True)
-        code = start(backend, ranks, place, cases, results, module, seconds)
+        plan = {"backend": backend, "module": module, "seconds": seconds, "cases": cases, "done": list(results)}
+        code = start(ranks, place, plan | {"folder": str(place)})
         begun, known = read(place, ranks)
         wanted = known or wanted
         again = {case for case, result in begun.items() if case in RPC and result.status in BAD} - retried
@@ -61,22 +62,13 @@ def run(backend: str, ranks: int, folder: Path, cases=None, *, module: str = "",
     raise AssertionError("no end")
 
 
-def start(backend, ranks, place: Path, cases, results, module, seconds) -> int:
+def start(ranks, place: Path, plan: dict) -> int:
     """One job, for the cases that have no result yet."""
-    (place / "but.txt").write_text("\n".join(results))
-    options = ["--backend", backend, "--folder", place, "--but", place / "but.txt", "--seconds", seconds]
-    if module:
-        options += ["--module", module]
-    if cases is not None:
-        (place / "cases.txt").write_text("\n".join(cases))
-        options += ["--cases", place / "cases.txt"]
-    launcher = [sys.executable, "-m", "torchmpi_py.launch", "-n", ranks, "--bind", "none", "--timeout", JOB_SECONDS]
-    command = [str(word) for word in [*launcher, SUITE, *options]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launcher = [*TORCHMPIRUN, "-n", str(ranks), "--bind", "none", "--timeout", str(JOB_SECONDS)]
     with open(place / "output.txt", "w") as output:
-        return subprocess.run(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=JOB_SECONDS + 60, check=False
-        ).returncode
+        streams = {"stdout": output, "stderr": subprocess.STDOUT, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+        command = [*launcher, str(SUITE), json.dumps(plan)]
+        return subprocess.run(command, timeout=JOB_SECONDS + 60, check=False, **streams).returncode
 
 
 def read(place: Path, ranks: int) -> tuple[dict, list]:
@@ -114,24 +106,3 @@ def counts(results: dict) -> str:
     """``90 passed, 195 skipped``."""
     statuses = [result.status for result in results.values()]
     return ", ".join(f"{statuses.count(status)} {status}" for status in WORST_FIRST if status in statuses)
-
-
-def main() -> None:
-    """Run cases (default: all), print those that did not pass, and keep ``results.json`` in the folder."""
-    parser = argparse.ArgumentParser(description=main.__doc__.splitlines()[0])
-    parser.add_argument("backend", help="gloo, torchmpi, or another that --module registers")
-    parser.add_argument("ranks", type=int)
-    parser.add_argument("folder", type=Path, help="a new one, for all that the ranks note")
-    parser.add_argument("cases", nargs="*")
-    parser.add_argument("--module", default="")
-    chosen = parser.parse_args()
-    results = run(chosen.backend, chosen.ranks, chosen.folder, chosen.cases or None, module=chosen.module)
-    (chosen.folder / "results.json").write_text(json.dumps([vars(result) for result in results.values()], indent=1))
-    for result in results.values():
-        if result.status in BAD:
-            print(f"{result.case}: {result.status} as {result.guise}: {result.reason}")
-    print(counts(results))
-
-
-if __name__ == "__main__":
-    main()

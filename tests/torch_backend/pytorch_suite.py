@@ -1,7 +1,5 @@
 """Runs PyTorch's distributed tests on every rank of this job; ``pytorch_jobs`` starts it.
 
-    torchmpirun -n 3 tests/torch_backend/pytorch_suite.py --backend torchmpi --folder F
-
 Every rank notes in ``F/rank-R.jsonl`` that a case begins and how it ended. After each case the ranks agree whether it
 went well on all of them; if it did not, the job ends, as nobody knows what such a case leaves behind, and whoever
 started it starts another for the cases that are left; so it does where a case needs processes of its own. A case has a
@@ -9,8 +7,6 @@ started it starts another for the cases that are left; so it does where a case n
 after another rank has failed, as it is likely to wait for that one.
 """
 
-import argparse
-import faulthandler
 import importlib
 import itertools
 import json
@@ -34,11 +30,8 @@ class Notes:
 
     def write(self, **what) -> None:
         self.file.write(json.dumps(what) + "\n")
-
-    def tell_failure(self) -> None:
-        """Let the other ranks know that this one has failed."""
-        with open(f"{self.folder}/failed-{self.rank}", "w"):
-            pass
+        if what.get("status") == "failed":
+            open(f"{self.folder}/failed-{self.rank}", "w").close()  # let the other ranks know
 
     def others_failed(self) -> bool:
         return any(name.startswith("failed-") for name in os.listdir(self.folder))
@@ -70,74 +63,44 @@ class Deadline(threading.Thread):
         inside = [place for place in places if place.startswith("distributed_test.py")]
         reason = f"waits in {places[-1]}, {inside[-1] if inside else 'outside the suite'}"
         self.notes.write(event="end", case=self.case, status="timed out", reason=reason, detail="\n".join(places))
-        with open(f"{self.notes.folder}/stacks-{self.notes.rank}.txt", "a") as file:
-            file.write(f"{self.case}\n")
-            faulthandler.dump_traceback(file)
         os._exit(FAILED)
 
 
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", default="torchmpi")
-    parser.add_argument("--module", default="torchmpi_py.torch_backend", help="what registers it (unless it is gloo)")
-    parser.add_argument("--folder", required=True, help="of this job alone")
-    parser.add_argument("--cases", help="a file with the names of the cases to run, one in a line (default: all)")
-    parser.add_argument("--but", help="a file with those not to run")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each case")
-    return parser.parse_args()
-
-
-def lines_of(path: str) -> list[str]:
-    with open(path) as file:
-        return file.read().split()
-
-
 def main() -> None:
-    arguments = parsed()
-    if arguments.backend != "gloo":
-        importlib.import_module(arguments.module)
+    plan = json.loads(sys.argv[1])
+    folder = plan["folder"]
+    if plan["backend"] != "gloo":
+        importlib.import_module(plan["module"])
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
-    os.environ.update(
-        WORLD_SIZE=str(comm.size),
-        TEMP_DIR=arguments.folder,
-        INIT_METHOD=f"file://{arguments.folder}/again",
-        BACKEND=arguments.backend,
-    )
+    os.environ |= {"WORLD_SIZE": str(comm.size), "TEMP_DIR": folder, "INIT_METHOD": f"file://{folder}/again"}
+    os.environ["BACKEND"] = plan["backend"]
     from pytorch_cases import Suite
 
-    suite = Suite(arguments.backend, comm, arguments.folder)
+    suite = Suite(plan["backend"], comm, folder)
     suite.try_group()
-    cases = lines_of(arguments.cases) if arguments.cases else suite.names()
-    but = set(lines_of(arguments.but)) if arguments.but else set()
-    notes = Notes(arguments.folder, comm.rank)
+    cases = plan["cases"] or suite.names()
+    notes = Notes(folder, comm.rank)
     notes.write(event="cases", cases=cases)
-    run_all(suite, [case for case in cases if case not in but], notes, Deadline(notes, arguments.seconds), comm)
+    run_all(suite, [case for case in cases if case not in plan["done"]], notes, Deadline(notes, plan["seconds"]), comm)
 
 
 def run_all(suite, cases: list[str], notes: Notes, deadline: Deadline, comm) -> None:
+    """Those of ``cases`` that one job can run: a case that needs processes of its own is the only one of its job."""
     deadline.start()
-    for case in apart(cases, suite.rpc_classes):
+    shared = list(itertools.takewhile(lambda case: case not in suite.rpc_classes, cases))
+    for case in shared or cases[:1]:
         deadline.begin(case)
         notes.write(event="begin", case=case)
         begun = time.monotonic()
         outcome = suite.run(case)
         seconds = round(time.monotonic() - begun, 3)
         notes.write(event="end", case=case, seconds=seconds, **vars(outcome))
-        if outcome.status == "failed":
-            notes.tell_failure()
         if "failed" in comm.allgather(outcome.status):
             sys.stdout.flush()
             os._exit(FAILED)
     deadline.at = float("inf")
-
-
-def apart(cases: list[str], alone) -> list[str]:
-    """The first cases: a case that needs processes of its own is the only one of its job."""
-    if cases and cases[0] in alone:
-        return cases[:1]
-    return list(itertools.takewhile(lambda case: case not in alone, cases))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 A section of the table has the cases with the same outcomes, of gloo and ours on each number of ranks, that ran under
 the same guise (see ``pytorch_cases``), and a paragraph for each reason why ours were skipped. A case that is kept as
-one that ours passes has to pass; none may fail.
+one that ours passes has to pass; none may fail. Of the cases that are skipped everywhere only the number is kept.
 """
 
 import argparse
@@ -49,8 +49,8 @@ def regressions(results: dict, ranks: int, backend: str = "torchmpi", chosen: li
     return worse
 
 
-def table(outcomes: dict) -> list[str]:
-    """The lines for ``{(backend, ranks): {case: Result}}``."""
+def table(outcomes: dict, *, is_complete: bool) -> list[str]:
+    """The lines for ``{(backend, ranks): {case: Result}}``; with the names of those that are skipped everywhere?"""
     columns = [(backend, ranks) for ranks in sorted({ranks for _, ranks in outcomes}) for backend in BACKENDS]
     sections: dict = {}
     for case in sorted(set().union(*outcomes.values())):
@@ -64,7 +64,9 @@ def table(outcomes: dict) -> list[str]:
     for section, paragraphs in sections.items():
         lines.append(f"== {' '.join(section)}")
         for why, cases in paragraphs.items():
-            text = f"{why or 'on all ranks'}: {' '.join(cases)}"
+            is_skipped = set(section) == {"skipped", "-"} and not is_complete
+            names = str(len(cases)) if is_skipped else " ".join(cases)
+            text = f"{why or 'on all ranks'}: {names}"
             lines += textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False)
     return lines
 
@@ -91,11 +93,10 @@ def main() -> None:
         parser.error(f"what is kept has all of {RANKS} ranks")
     with tempfile.TemporaryDirectory() as temporary:
         outcomes = run_all(chosen.folder or Path(temporary), chosen.ranks)
-    lines = table(outcomes)
-    print("\n".join(lines))
+    print("\n".join(table(outcomes, is_complete=True)))
     if chosen.keep:
-        version = torch.__version__.partition("+")[0]
-        KEPT.write_text("\n".join([f"# torch {version}; made by pytorch_table.py --keep", *lines, ""]))
+        head = f"# torch {torch.__version__.partition('+')[0]}; made by pytorch_table.py --keep"
+        KEPT.write_text("\n".join([head, *table(outcomes, is_complete=False), ""]))
     worse = [line for (backend, ranks), found in outcomes.items() for line in regressions(found, ranks, backend)]
     print("\n".join(worse or ["as kept"]))
     if others := sorted({ranks for _, ranks in outcomes} - set(RANKS)):

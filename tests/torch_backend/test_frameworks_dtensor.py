@@ -63,17 +63,6 @@ def test_partial_results_are_reduced(mpi, mesh, op):
         torch.testing.assert_close(x.full_tensor(), counting(7, 5) * factor, rtol=1e-15, atol=0)
 
 
-def test_functions_of_distributed_tensors(mpi, mesh):
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    whole = counting(7, 5)
-    x, y = (distribute_tensor(whole, mesh, [Shard(dim)]) for dim in (0, 1))
-    for function in (torch.mean, torch.linalg.vector_norm, lambda a: a.softmax(0).t() @ a):
-        for distributed in (x, y):
-            torch.testing.assert_close(function(distributed).full_tensor(), function(whole))
-    torch.testing.assert_close((x @ y.t()).full_tensor(), whole @ whole.t())
-
-
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_parallel_layers_train_as_one_process(mpi, mesh, sequence):
     """Columns of the first layer, rows of the next; with ``sequence`` each rank brings a share of the samples."""

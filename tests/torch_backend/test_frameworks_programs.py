@@ -38,7 +38,9 @@ def losses(launcher, program, *arguments):
 
 
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("framework", [pytest.param("accelerate", marks=pytest.mark.slow), "ignite", "timm", "torchtnt"])
+@pytest.mark.parametrize(
+    "framework", [pytest.param("accelerate", marks=pytest.mark.slow), "ignite", "timm", "torchtnt"]
+)
 def test_losses_of_one_process(program):
     for numbers in losses(TORCHMPIRUN, program, "torchmpi").values():
         assert numbers == pytest.approx(regression.losses_alone(), rel=1e-12)

@@ -65,9 +65,14 @@ def test_a_mean_of_whole_numbers_into_unusual_memory(group):
     with torch.inference_mode():
         x = torch.full((4,), 100, dtype=torch.int8)
     dist.all_reduce(x, op=AVG)
-    with torch.inference_mode():
-        dist.all_reduce(x, op=AVG, async_op=True).wait()
+    with torch.inference_mode():  # also in the thread
+        y, z = torch.ones(4, 3).t(), torch.ones(5, dtype=torch.bfloat16)
+        works = [dist.all_reduce(each, op=AVG, async_op=True) for each in (x, y, z)]
+    for work in works:
+        work.wait()
     assert x.tolist() == [100] * 4
+    assert torch.equal(y, torch.ones(3, 4))
+    assert torch.equal(z, torch.ones(5, dtype=torch.bfloat16))
     columns = torch.arange(6, dtype=torch.int16).view(2, 3).t()
     dist.all_reduce(columns, op=AVG)
     assert columns.tolist() == [[0, 3], [1, 4], [2, 5]]
