@@ -19,7 +19,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from torchmpi_py.errors import LaunchError
+from support.jobs import TORCHMPIRUN, VENDOR
+
 from torchmpi_py.launch import cleanup, mpirun
 
 HERE = Path(__file__).parent
@@ -33,12 +34,6 @@ LEFT_SECONDS = 1.0  # what a job leaves may be under removal
 # torch's folder, and Open MPI's for all jobs of a user that have no starter
 KEPT_BY_OTHERS = ("torchinductor", f"ompi.{socket.gethostname()}.")
 START_SECONDS = 60.0  # a machine under load
-
-try:
-    VENDOR = mpirun.find("", os.environ)[0].name
-    MISSING = ""
-except LaunchError as error:
-    VENDOR, MISSING = "", str(error)
 
 
 @dataclasses.dataclass
@@ -75,24 +70,14 @@ def seeded(name: str) -> random.Random:
 
 
 def count(few: int, many: int) -> int:
-    """Trials: few in the daily tests, many when all are wanted."""
+    """Trials: few in the daily tests, or many."""
     return many if ALL else few
 
 
 def command(ranks: int, program: Path, *arguments: str, starter: str = "torchmpirun") -> list[str]:
     """The command line of a job, by torchmpirun or by the MPI's own starter."""
     if starter == "torchmpirun":
-        return [
-            sys.executable,
-            "-m",
-            "torchmpi_py.launch",
-            "-n",
-            str(ranks),
-            "--bind",
-            "none",
-            str(program),
-            *arguments,
-        ]
+        return [*TORCHMPIRUN, "-n", str(ranks), "--bind", "none", str(program), *arguments]
     own = [mpirun.find("", os.environ)[1], "-n", str(ranks)]
     options = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"] if VENDOR == "openmpi" else []
     return [*own, *options, sys.executable, str(program), *arguments]
@@ -166,14 +151,13 @@ def _left(folder: Path, *, cleans_up: bool) -> list[str]:
     until = time.monotonic() + LEFT_SECONDS * cleans_up
     while True:
         files = [name for name in sorted(held) if os.path.exists(name)]
-        temporary = sorted(name for name in os.listdir(folder / "t") if not name.startswith(KEPT_BY_OTHERS))
-        left = files + [f"TMPDIR/{name}" for name in temporary]
-        if not left or time.monotonic() > until:
+        left = [f"TMPDIR/{name}" for name in sorted(os.listdir(folder / "t")) if not name.startswith(KEPT_BY_OTHERS)]
+        if not files + left or time.monotonic() > until:
             break
         time.sleep(0.05)
     for name in files:
         Path(name).unlink(missing_ok=True)
-    return left if cleans_up else left[len(files) :]
+    return files * cleans_up + left
 
 
 def names_the_dead(text: str, rank: int) -> bool:

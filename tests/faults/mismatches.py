@@ -10,21 +10,14 @@ import random
 import re
 from collections.abc import Sequence
 
-VERBS = [
-    "allreduce",
-    "allreduce",
-    "broadcast",
-    "reduce",
-    "allgather",
-    "gather",
-    "reduce_scatter",
-    "scatter",
-    "alltoall",
-]
+VERBS = ["allreduce", "allreduce", "broadcast", "reduce", "allgather", "gather"]
+VERBS += ["reduce_scatter", "scatter", "alltoall"]
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 DTYPES = ["float32", "float64", "int32", "int64", "float16", "bfloat16", "uint8"]
 OPS = ["sum", "max", "min", "prod"]
+FORMS = ["blocking", "async"]
+COMMS = ["world", "world", "split", "level"]
 COUNTS = [12, 24, 1200, 120_000]
 FLAVOURS = ["", "", "mpi", "mpi", "ring", "shared", "hierarchical", "gloo"]
 CAN = {  # the verbs that are not in all flavours
@@ -119,6 +112,24 @@ class Call:
         op, root = self.op * (self.verb in REDUCING), self.root * (self.verb in ROOTED)
         return self.verb, self.form, self.flavour, self.dtype, self.count, op, root, self.comm
 
+    def others(self, kind: str, ranks: int, flavours: Sequence[str]) -> list:
+        """The other values that the attribute ``kind`` may have; none if nobody would see the difference."""
+        is_gather = self.verb in ("allgather", "gather")  # sizes may differ, from which the flavour follows
+        values = {
+            "verb": [verb for verb in VERBS if _can(self.flavour, verb)],
+            "count": COUNTS * (not is_gather),
+            "dtype": DTYPES,
+            "op": OPS * (self.verb in REDUCING),
+            "root": list(range(ranks)) * (self.verb in ROOTED),
+            "form": FORMS,
+            "comm": COMMS * (self.flavour != "hierarchical"),
+            "flavour": [
+                f for f in flavours if f and _can(f, self.verb) and (f != "hierarchical" or self.comm == "world")
+            ]
+            * (not is_gather),
+        }[kind]
+        return [value for value in dict.fromkeys(values) if value != getattr(self, kind)]
+
 
 def _can(flavour: str, verb: str) -> bool:
     return verb in CAN.get(flavour, VERBS)
@@ -128,39 +139,11 @@ def draw_call(draw: random.Random, number: int, ranks: int, flavours: Sequence[s
     """Any right call."""
     verb = draw.choice(VERBS)
     flavour = draw.choice([flavour for flavour in flavours if _can(flavour, verb)])
-    comm = "world" if flavour == "hierarchical" else draw.choice(["world", "world", "split", "level"])
+    comm = "world" if flavour == "hierarchical" else draw.choice(COMMS)
     dtype = draw.choice([dtype for dtype in DTYPES if flavour != "gloo" or dtype not in ("bfloat16", "float16")])
-    form, count, op = draw.choice(["blocking", "async"]), draw.choice(COUNTS), draw.choice(OPS)
+    form, count, op = draw.choice(FORMS), draw.choice(COUNTS), draw.choice(OPS)
     root, memory = draw.randrange(ranks), draw.choice(["ordinary", "ordinary", "symmetric"])
     return Call(number, verb, form, flavour, dtype, count, op, root, comm, memory)
-
-
-def _another(draw: random.Random, values: list, but: object) -> object:
-    return draw.choice([value for value in dict.fromkeys(values) if value != but])
-
-
-def _changed(draw: random.Random, kind: str, call: Call, ranks: int, flavours: Sequence[str]) -> Call:
-    """The call with one thing changed."""
-    if kind == "verb":
-        return dataclasses.replace(call, verb=_another(draw, [v for v in VERBS if _can(call.flavour, v)], call.verb))
-    if kind == "flavour":
-        able = [f for f in flavours if f and _can(f, call.verb) and (f != "hierarchical" or call.comm == "world")]
-        return dataclasses.replace(call, flavour=_another(draw, able, call.flavour))
-    values = {"count": COUNTS, "dtype": DTYPES, "op": OPS, "root": list(range(ranks)), "form": ["blocking", "async"]}
-    values["comm"] = ["world", "split", "level"]
-    return dataclasses.replace(call, **{kind: _another(draw, values[kind], getattr(call, kind))})
-
-
-def _suits(kind: str, call: Call) -> bool:
-    if kind == "op":
-        return call.verb in REDUCING
-    if kind == "root":
-        return call.verb in ROOTED
-    if kind == "count":
-        return call.verb not in ("allgather", "gather")  # sizes may differ
-    if kind == "flavour" and call.verb in ("allgather", "gather"):
-        return False  # it follows from the sizes, and is not compared
-    return kind != "comm" or call.flavour != "hierarchical"
 
 
 @dataclasses.dataclass
@@ -180,38 +163,31 @@ class Program:
         return {self.rank_of_line[line] for line in lines if line in self.rank_of_line}
 
 
-def draw_program(
-    draw: random.Random, kind: str, before: int = 4, after: int = 4, flavours: Sequence[str] = FLAVOURS
-) -> Program:
-    """Right calls, a mismatch of a ``kind`` on one rank, and right calls again."""
-    ranks = draw.choice([2, 3, 3, 4])
-    calls = [draw_call(draw, number, ranks, flavours) for number in range(before)]
-    while not _suits(kind, call := draw_call(draw, before, ranks, flavours)):
-        pass
-    calls += [call] + [draw_call(draw, number, ranks, flavours) for number in range(before + 1, before + 1 + after)]
+def draw_program(draw: random.Random, kind: str, flavours: Sequence[str] = FLAVOURS) -> Program:
+    """Four right calls, a mismatch of a ``kind`` on one rank, and right calls again."""
+    ranks, at = draw.choice([2, 3, 3, 4]), 4
+    calls = [draw_call(draw, number, ranks, flavours) for number in range(2 * at + 1)]
+    is_whole = kind in ("order", "fewer", "more")
+    while not is_whole and not calls[at].others(kind, ranks, flavours):
+        calls[at] = draw_call(draw, at, ranks, flavours)
+    while kind == "order" and calls[at + 1].effect == calls[at].effect:
+        calls[at + 1] = draw_call(draw, at + 1, ranks, flavours)
     odd, odd_calls = draw.randrange(ranks), list(calls)
     if kind == "order":
-        while calls[before + 1].effect == call.effect:
-            calls[before + 1] = odd_calls[before + 1] = draw_call(draw, before + 1, ranks, flavours)
-        odd_calls[before : before + 2] = [calls[before + 1], call]
+        odd_calls[at : at + 2] = [calls[at + 1], calls[at]]
     elif kind == "fewer":
-        del odd_calls[before]
+        del odd_calls[at]
     elif kind == "more":
-        odd_calls.insert(before, draw_call(draw, 99, ranks, flavours))
+        odd_calls.insert(at, draw_call(draw, 99, ranks, flavours))
     else:
-        odd_calls[before] = _changed(draw, kind, call, ranks, flavours)
-    return _written(kind, ranks, odd, calls, odd_calls, before)
-
-
-def _written(kind: str, ranks: int, odd: int, calls: list[Call], odd_calls: list[Call], at: int) -> Program:
+        another = draw.choice(calls[at].others(kind, ranks, flavours))
+        odd_calls[at] = dataclasses.replace(calls[at], **{kind: another})
     lines, rank_of_line = HEAD.split("\n"), {}
     for rank in range(ranks):
         lines.append(f"def rank_{rank}():")
-        for call in odd_calls if rank == odd else calls:
-            lines.append(f"    {call.line}")
+        for line in [call.line for call in (odd_calls if rank == odd else calls)] + ["mpi.stop()"]:
+            lines.append(f"    {line}")
             rank_of_line[len(lines)] = rank
-        lines += ["    mpi.stop()", ""]
-        rank_of_line[len(lines) - 1] = rank
     description = f"{kind}, {ranks} ranks, rank {odd}: {odd_calls[at].effect} for {calls[at].effect}"
     return Program(kind, ranks, odd, description, "\n".join(lines) + TAIL, rank_of_line)
 

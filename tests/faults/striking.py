@@ -46,14 +46,10 @@ def strike():
     what = fault["what"]
     if what.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, what))
-    elif what == "exception":
-        raise RuntimeError("the fault of this trial")
-    elif what == "MemoryError":
-        raise MemoryError("the fault of this trial")
-    elif what == "sys.exit":
-        sys.exit(3)
-    elif what == "os._exit":
-        os._exit(5)
+    elif what in ("exception", "MemoryError"):
+        raise {"exception": RuntimeError, "MemoryError": MemoryError}[what]("the fault of this trial")
+    else:
+        {"sys.exit": sys.exit, "os._exit": os._exit}[what](3 if what == "sys.exit" else 5)
 
 
 def strike_at(where):

@@ -5,8 +5,9 @@ import re
 
 import harness
 import pytest
+from support.jobs import needs_mpi
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(bool(harness.MISSING), reason=harness.MISSING)]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow, needs_mpi]
 
 DEADLINE_SECONDS = 3 if harness.ALL else 8
 REPORT_SECONDS = 2.0 if harness.ALL else 10.0  # how long after the deadline the report may come; other tests may run
@@ -15,30 +16,25 @@ WHERE = {"blocking": ["between", "in the operation", "before a barrier"], "async
 WAYS = [("mpi", "blocking"), ("shared", "blocking"), ("ring", "async"), ("shared", "async"), ("gloo", "blocking")]
 
 
-def plan_of(index, operations, at):
+def trial(index, operations, at, **keywords):
     draw = harness.seeded(f"stop {index}")
     flavour, form = WAYS[index % len(WAYS)]
     where = draw.choice([where for where in WHERE[form] if flavour == "shared" or "barrier" not in where])
     ranks = draw.choice([2, 3, 4])
-    fault = {"rank": draw.randrange(ranks), "what": "SIGSTOP", "where": where, "at": at, "skip": draw.randrange(2)}
+    victim = draw.randrange(ranks)
+    fault = {"rank": victim, "what": "SIGSTOP", "where": where, "at": at, "skip": draw.randrange(2)}
     plan = {"ranks": ranks, "flavour": flavour, "verb": "allreduce", "form": form, "memory": "ordinary"}
-    num_bytes = draw.choice([4, 1 << 10, 4 << 20])
-    return plan | {"bytes": num_bytes, "pause_seconds": 0.002, "operations": operations, "fault": fault}
-
-
-def trial(index, operations, at, **keywords):
-    plan = plan_of(index, operations, at)
-    line = harness.command(plan["ranks"], harness.WORK, json.dumps(plan))
+    plan |= {"bytes": draw.choice([4, 1 << 10, 4 << 20]), "pause_seconds": 0.002, "operations": operations}
+    line = harness.command(ranks, harness.WORK, json.dumps(plan | {"fault": fault}))
     environment = {"TORCHMPI_DEADLINE_SECONDS": str(DEADLINE_SECONDS)}
-    outcome = harness.run(f"stop {index} {' '.join(map(str, plan.values()))}", line, environment, **keywords)
+    outcome = harness.run(f"stop {index} {' '.join(map(str, plan.values()))} {fault}", line, environment, **keywords)
     outcome.expect("WRONG" not in outcome.output, outcome.output)
-    return plan, outcome
+    return victim, outcome
 
 
 def stays_stopped(index):
     within = DEADLINE_SECONDS + REPORT_SECONDS + END_SECONDS + harness.ENDING_SECONDS
-    plan, outcome = trial(index, 10**6, 30, within_seconds=within)
-    victim = plan["fault"]["rank"]
+    victim, outcome = trial(index, 10**6, 30, within_seconds=within)
     outcome.expect(outcome.code == 1, "the exit code is not 1")
     found = re.search(r"operation is not complete after (\d+) s", outcome.errors)
     outcome.expect(found and int(found[1]) <= DEADLINE_SECONDS + REPORT_SECONDS, "the report is late, or missing")
@@ -54,11 +50,9 @@ def goes_on(index):
     return outcome
 
 
-@pytest.mark.slow
 def test_a_rank_is_stopped(judge):
     judge("SIGSTOP until the deadline", harness.at_once(3, range(harness.count(1, 30)), stays_stopped))
 
 
-@pytest.mark.skipif(not harness.ALL, reason="scripts/test_faults runs it")
 def test_a_rank_is_stopped_for_a_while(judge):
-    judge("SIGSTOP, then SIGCONT", harness.at_once(3, range(20), goes_on))
+    judge("SIGSTOP, then SIGCONT", harness.at_once(3, range(harness.count(1, 20)), goes_on))

@@ -29,17 +29,17 @@ x = torch.full((3,), 1.0 + me)
 dist.all_reduce(x)
 """
 DDP = f"""
+import torch._dynamo
 {GROUP}
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
 HOOK
-def step():
+for number in range(4):
+    if number == 3:
+        FAULT
     model(torch.ones(3, 8)).sum().backward()
-for _ in range(3):
-    step()
-FAULT
-step()
 """
 FSDP = f"""
+import torch._dynamo, torch.distributed.fsdp
 {GROUP}
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -51,38 +51,6 @@ for number in range(4):
     if number == 3:
         FAULT
     model(torch.ones(3, 8)).sum().backward()
-"""
-LIGHTNING = """
-import lightning, logging
-from lightning.pytorch.strategies import DDPStrategy
-from torchmpi_py import torch_backend
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-mpi.start()
-
-class Module(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.network = torch.nn.Linear(8, 4)
-
-    def training_step(self, batch, number):
-        if number == 4:
-            FAULT
-        return self.network(batch[0]).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-class Hook(lightning.Callback):
-    def on_train_start(self, trainer, module):
-        HOOK
-
-quiet = dict(enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, logger=False)
-strategy = DDPStrategy(process_group_backend="torchmpi")
-trainer = lightning.Trainer(
-    accelerator="cpu", devices=mpi.local_size(), strategy=strategy, max_epochs=1, callbacks=[Hook()], **quiet
-)
-rows = torch.utils.data.TensorDataset(torch.ones(60, 8))
-trainer.fit(Module(), torch.utils.data.DataLoader(rows, 2))
 """
 SERVER = """
 from torchmpi_py import paramserver as ps
@@ -113,7 +81,6 @@ UPDATES = {
     "StaleSynchronousUpdate": "ps.StaleSynchronousUpdate(network, staleness=1, init_delay=2)",
     "SynchronousUpdate": "ps.SynchronousUpdate(network, lr=0.1)",
 }
-AVERAGE = "model.register_comm_hook(None, backend.average)"
 
 
 class Wait(NamedTuple):
@@ -127,74 +94,56 @@ class Wait(NamedTuple):
         return HEAD + self.program.replace("FAULT", f"strike({what!r})")
 
 
-def _groups() -> dict[str, Wait]:
-    after = {
-        "a future": ("dist.all_reduce(x, async_op=True).get_future().wait()", "allreduce"),
-        "what is chained to a future": (
-            "dist.all_reduce(x, async_op=True).get_future().then(lambda future: future.value()).wait()",
-            "allreduce",
-        ),
-        "futures in C++": (
-            "torch.futures.wait_all([dist.all_reduce(x, async_op=True).get_future() for _ in range(3)])",
-            "allreduce",
-        ),
-        "a future behind what nobody waits for": (
-            "dist.broadcast(x, 0, async_op=True); dist.all_reduce(x, async_op=True).get_future().wait()",
-            "allreduce .* before it comes broadcast",
-        ),
-        "new_group": ("dist.new_group()", "a new process group"),
-        "monitored_barrier": ("backend.monitored_barrier()", "monitored_barrier"),
-    }
-    waits = {name: Wait(f"{GROUP}\nFAULT\n{call}", words) for name, (call, words) in after.items()}
-    for name, hook in (("", "pass"), (" with the hook", AVERAGE)):
-        waits[f"DDP{name}"] = Wait(DDP.replace("HOOK", hook), "allreduce")
-        lightning_hook = hook.replace("model", "trainer.strategy.model").replace("backend.", "torch_backend.")
-        waits[f"Lightning{name}"] = Wait(LIGHTNING.replace("HOOK", lightning_hook), "allreduce")
-    waits["FSDP2"] = Wait(FSDP, "allgather")
-    begin = GROUP.replace("dist.init_process_group", "mpi.start()\nFAULT\ndist.init_process_group")
-    waits["init_process_group"] = Wait(begin, "init_process_group")
-    return waits
+def _of_group(call: str, words: str) -> Wait:
+    return Wait(f"{GROUP}\nFAULT\n{call}", words)
 
 
-def _updates() -> dict[str, Wait]:
-    waits = {}
-    for name, make in UPDATES.items():
-        waits[f"{name}, to make one"] = Wait(f"{SERVER}\nFAULT\n{make}", "settings of an update")
-        training = TRAINING.replace("MAKE", make)
-        if name != "SynchronousUpdate":
-            seed = training.replace("WHEN", "2").replace("THEN", "")
-            waits[f"{name}, to seed"] = Wait(seed, "paramserver.init_tensors")
-            for call in ("take_result", "state_dict"):
-                program = training.replace("WHEN", "8").replace("THEN", f"update.{call}()")
-                waits[f"{name}.{call}"] = Wait(program, f"{name}.{call}")
-        program = training.replace("WHEN", "8").replace("THEN", "update.free()")
-        waits[f"{name}.free"] = Wait(program, "ParameterServer.free")
-        step = training.replace("WHEN", "5").replace("THEN", "")
-        words = {
-            "SynchronousUpdate": "SynchronousUpdate.update",
-            "StaleSynchronousUpdate": "bounded staleness, for rank 1",
-        }.get(name, "mpi.stop")  # asynchronous ones wait for nobody
-        waits[f"{name}.update"] = Wait(step, words)
-    return waits
+def _of_server(setup: str, call: str, words: str) -> Wait:
+    return Wait(f"{SERVER}\n{setup}\nFAULT\n{call}", words)
 
 
-def _others() -> dict[str, Wait]:
-    calls = {
-        "Hogwild, to make one": ("", "ps.Hogwild(network)", "Hogwild"),
-        "Hogwild.free": ("shared = ps.Hogwild(network)", "shared.free()", "Hogwild.free"),
-        "paramserver.init": ("", "ps.init(torch.ones(9))", "paramserver.init"),
-        "paramserver.init_tensors": ("", "ps.init_tensors([torch.ones(9)])", "paramserver.init_tensors"),
-        "paramserver.free_all": ("ps.init(torch.ones(9))", "ps.free_all()", "ParameterServer.free"),
-        "what is launched, in stop": (
-            "comm = mpi.split(0)",
-            "mpi.allreduce_async(torch.ones(1 << 20), comm=comm, flavour='shared')",
-            "allreduce shared",
-        ),
-    }
-    return {name: Wait(f"{SERVER}\n{setup}\nFAULT\n{call}", words) for name, (setup, call, words) in calls.items()}
+def _of_update(name: str, when: int, then: str, words: str) -> Wait:
+    """In the step ``when``; behind the last one, if it is 8."""
+    return Wait(
+        TRAINING.replace("MAKE", UPDATES[name]).replace("WHEN", str(when)).replace("THEN", f"update.{then}"), words
+    )
 
 
-WAITS = _groups() | _updates() | _others()
+FUTURE = "dist.all_reduce(x, async_op=True).get_future()"
+LAUNCHED = "mpi.allreduce_async(torch.ones(1 << 20), comm=comm, flavour='shared')"
+WAITS = {
+    "a future": _of_group(f"{FUTURE}.wait()", "allreduce"),
+    "what is chained to a future": _of_group(f"{FUTURE}.then(lambda future: future.value()).wait()", "allreduce"),
+    "futures in C++": _of_group(f"torch.futures.wait_all([{FUTURE} for _ in range(3)])", "allreduce"),
+    "a future behind what nobody waits for": _of_group(
+        f"dist.broadcast(x, 0, async_op=True); {FUTURE}.wait()", "allreduce .* before it comes broadcast"
+    ),
+    "new_group": _of_group("dist.new_group()", "a new process group"),
+    "monitored_barrier": _of_group("backend.monitored_barrier()", "monitored_barrier"),
+    "init_process_group": Wait(
+        GROUP.replace("dist.init_process_group", "mpi.start()\nFAULT\ndist.init_process_group"), "init_process_group"
+    ),
+    "DDP": Wait(DDP.replace("HOOK", ""), "allreduce"),
+    "DDP with the hook": Wait(DDP.replace("HOOK", "model.register_comm_hook(None, backend.average)"), "allreduce"),
+    "FSDP2": Wait(FSDP, "allgather"),
+    "to make an update": _of_server("", UPDATES["DownpourUpdate"], "settings of an update"),
+    "to make a synchronous update": _of_server("", UPDATES["SynchronousUpdate"], "settings of an update"),
+    "to seed": _of_update("EASGDUpdate", 2, "free()", "paramserver.init_tensors"),
+    "DownpourUpdate.take_result": _of_update("DownpourUpdate", 8, "take_result()", "DownpourUpdate.take_result"),
+    "EAMSGDUpdate.take_result": _of_update("EAMSGDUpdate", 8, "take_result()", "EAMSGDUpdate.take_result"),
+    "DifferenceUpdate.state_dict": _of_update("DifferenceUpdate", 8, "state_dict()", "DifferenceUpdate.state_dict"),
+    "StaleSynchronousUpdate.free": _of_update("StaleSynchronousUpdate", 8, "free()", "ParameterServer.free"),
+    "SynchronousUpdate.free": _of_update("SynchronousUpdate", 8, "free()", "ParameterServer.free"),
+    "SynchronousUpdate.update": _of_update("SynchronousUpdate", 5, "free()", "SynchronousUpdate.update"),
+    "StaleSynchronousUpdate.update": _of_update("StaleSynchronousUpdate", 5, "free()", "bounded staleness, for rank 1"),
+    "EASGDUpdate.update": _of_update("EASGDUpdate", 5, "count", "mpi.stop"),  # it waits for nobody
+    "Hogwild, to make one": _of_server("", "ps.Hogwild(network)", "Hogwild"),
+    "Hogwild.free": _of_server("shared = ps.Hogwild(network)", "shared.free()", "Hogwild.free"),
+    "paramserver.init": _of_server("", "ps.init(torch.ones(9))", "paramserver.init"),
+    "paramserver.init_tensors": _of_server("", "ps.init_tensors([torch.ones(9)])", "paramserver.init_tensors"),
+    "paramserver.free_all": _of_server("ps.init(torch.ones(9))", "ps.free_all()", "ParameterServer.free"),
+    "what is launched, in stop": _of_server("comm = mpi.split(0)", LAUNCHED, "allreduce shared"),
+}
 WORKING = """
 server = ps.init(torch.zeros(9))
 for _ in range(50 * (me == 1)):
@@ -204,11 +153,9 @@ server.free()
 """
 PATIENT = {
     "free, of ranks that only serve": f"{SERVER}{WORKING}",
-    "take_result, of fast workers": TRAINING.replace("MAKE", UPDATES["EASGDUpdate"])
-    .replace("WHEN", "-1")
-    .replace("range(8)", "range(8 + 42 * (me == 1))")
+    "take_result, of fast workers": _of_update("EASGDUpdate", -1, "take_result()", "")
+    .program.replace("range(8)", "range(8 + 42 * (me == 1))")
     .replace("    optimizer.zero_grad()", "    time.sleep(0.2)\n    optimizer.zero_grad()")
-    .replace("THEN", "update.take_result()")
     .replace("FAULT", "pass"),
 }
 """Programs in which rank 1 works longer than the deadline while the others wait for it, as they may."""

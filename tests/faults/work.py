@@ -40,13 +40,6 @@ def strike_later():
     threading.Thread(target=lambda: (time.sleep(fault["delay_seconds"]), strike()), daemon=True).start()
 
 
-def tensor(mpi, torch, count):
-    """Filled later."""
-    if plan["memory"] == "symmetric":
-        return mpi.symmetric_empty(count)
-    return torch.empty(count)
-
-
 def prepare(mpi):
     """Make the flavours of GPUs serve the host, and the communicator that is wanted."""
     from torchmpi_py.collectives import registry
@@ -63,6 +56,21 @@ def prepare(mpi):
     return None
 
 
+def expected(torch, verb, base, size):
+    """The result in closed form, where each rank has ``base`` and its number; None where there is none."""
+    ranks, part = size * (size - 1) // 2, base.view(size, -1)[me]
+    if verb == "reduce" and me > 0:
+        return None
+    return {
+        "allreduce": lambda: base * size + ranks,
+        "reduce": lambda: base * size + ranks,
+        "broadcast": lambda: base,
+        "allgather": lambda: torch.cat([base + rank for rank in range(size)]),
+        "alltoall": lambda: torch.cat([part + rank for rank in range(size)]),
+        "reduce_scatter": lambda: part * size + ranks,
+    }[verb]()
+
+
 def main():
     strike_at("before start")
     import torch
@@ -74,9 +82,9 @@ def main():
     mpi.start()
     comm, size = prepare(mpi), mpi.size()
     flavour, verb = plan["flavour"] or None, plan["verb"]
-    x = tensor(mpi, torch, max(size, plan["bytes"] // 4))
-    x = x[: x.numel() // size * size]
-    j = torch.arange(x.numel()) % 5
+    count = max(size, plan["bytes"] // 4) // size * size
+    x = mpi.symmetric_empty(count) if plan["memory"] == "symmetric" else torch.empty(count)
+    j = torch.arange(count) % 5
     hold()
     for number in range(plan["operations"]):
         striking.step = number
@@ -90,7 +98,9 @@ def main():
         if plan["form"] == "async":
             strike_at("before waiting")
             result = result.wait()
-        check(torch, verb, result, j, number, size)
+        right = expected(torch, verb, j + number % 3, size)
+        if right is not None and not torch.equal(result, right.float()):
+            print(f"WRONG: {verb} number {number} on rank {me}", flush=True)
         if number == 0:
             hold()
         if plan["pause_seconds"]:
@@ -99,26 +109,6 @@ def main():
         print("all done", flush=True)
     mpi.stop()
     strike_at("after stop")
-
-
-def check(torch, verb, result, j, number, size):
-    """The result against a closed form."""
-    base, ranks = j + number % 3, size * (size - 1) // 2
-    if verb == "allreduce" or (verb == "reduce" and me == 0):
-        expected = base * size + ranks
-    elif verb == "broadcast":
-        expected = base
-    elif verb == "allgather":
-        expected = torch.cat([base + rank for rank in range(size)])
-    elif verb == "alltoall":
-        part = base.view(size, -1)[me]
-        expected = torch.cat([part + rank for rank in range(size)])
-    elif verb == "reduce_scatter":
-        expected = base.view(size, -1)[me] * size + ranks
-    else:
-        return
-    if not torch.equal(result, expected.float()):
-        print(f"WRONG: {verb} number {number} on rank {me}", flush=True)
 
 
 main()

@@ -1,7 +1,7 @@
-"""Ranks die while digits are learned on several hosts; the others go on (torchmpirun --elastic), but for a lost host.
+"""Ranks die while a network is trained on several hosts; the others go on (torchmpirun --elastic), but for a lost host.
 
-What is judged is as on one host (``tests/faults/test_survivors.py``): every sample is in one step that counts, one
-process that takes these steps ends with the same parameters, and the accuracy is that of a run without deaths.
+What is judged is as on one host (``tests/faults/test_survivors.py``): every sample is in one step that counts, and one
+process that takes these steps ends with the same parameters.
 """
 
 import time
@@ -26,11 +26,11 @@ def elastic_job(bed, folder, layout, *deaths, **environment):
     return jobs.Job(bed, WAY, layout, line, options=["--elastic"], environment=environment)
 
 
-def check(ending, folder, ranks):
+def check(ending, folder):
     assert not ending.is_hang, str(ending)
     assert ending.code == 0, str(ending)
     assert not ending.left, str(ending)
-    test_survivors.check(folder, ranks)
+    test_survivors.check(folder)
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -38,7 +38,7 @@ def test_a_rank_dies(bed, victim):
     """Rank 0 beside another, or rank 2 alone on its host."""
     folder = bed.shared / f"elastic-{victim}"
     job = elastic_job(bed, folder, {"nodea": 2, "nodeb": 1}, f"{victim}:update:20")
-    check(job.wait(WITHIN_SECONDS), folder, 3)
+    check(job.wait(WITHIN_SECONDS), folder)
 
 
 def job_whose_host_dies(bed, name, **environment):
