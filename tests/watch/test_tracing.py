@@ -2,16 +2,15 @@
 
 import concurrent.futures
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from support import jobs
 
 from torchmpi_py.core import config
+from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.watch import tracing
 from torchmpi_py.watch.tracing import POSTED, TraceEvent, chrome_events
 
@@ -21,6 +20,7 @@ def operation(begin, end, thread_role=0, launched=0):
 
 
 def test_rows():
+    """Operations that overlap have rows of their own, up to a number."""
     events = [
         operation(5000, 9000),
         operation(1000, 4000),
@@ -32,12 +32,8 @@ def test_rows():
     names = {event["tid"]: event["args"]["name"] for event in made if event["name"] == "thread_name"}
     order = {event["tid"]: event["args"]["sort_index"] for event in made if event["name"] == "thread_sort_index"}
     rows = [[event for event in made if event["ph"] == "X" and event["tid"] == tid] for tid in sorted(names)]
-    assert [names[tid] for tid in sorted(names, key=order.get)] == [
-        "torchmpi operations",
-        "torchmpi operations (background)",
-        "torchmpi operations (posted)",
-        "torchmpi operations (posted)",
-    ]
+    kinds = [names[tid].removeprefix("torchmpi operations") for tid in sorted(names, key=order.get)]
+    assert kinds == ["", " (background)", " (posted)", " (posted)"]
     assert [[(event["ts"], event["dur"]) for event in row] for row in rows] == [
         [(0, 3), (4, 4)],
         [(6, 1)],
@@ -47,92 +43,13 @@ def test_rows():
     assert rows[0][0]["args"] == {"flavour": "mpi", "bytes": 8, "lane": "direct", "comm": "world", "ranks": 2}
     assert rows[1][0]["args"]["queued us"] == 5
     assert {event["pid"] for event in made} == {77}
-
-
-def test_more_posted_operations_than_rows():
     made = chrome_events([operation(0, 100, POSTED, 1) for _ in range(40)], 1, 0)
     assert len({event["tid"] for event in made}) == 16
 
 
 def test_the_directory_is_absolute():
-    assert config.profile_directory({}) is None
-    assert config.profile_directory({"TORCHMPI_PROFILE": ""}) is None
+    assert config.profile_directory({"TORCHMPI_PROFILE": ""}) is config.profile_directory({}) is None
     assert config.profile_directory({"TORCHMPI_PROFILE": "a/b"}) == pathlib.Path.cwd() / "a" / "b"
-
-
-def test_without_a_directory_nothing_is_traced(monkeypatch):
-    assert tracing.current is None
-    tracing.stop()
-    tracing.save()
-
-
-PROGRAM = """
-import sys, threading, torch
-import torchmpi_py as mpi
-
-def stop(in_a_thread):
-    if in_a_thread:
-        thread = threading.Thread(target=mpi.stop)
-        thread.start()
-        thread.join()
-    else:
-        mpi.stop()
-
-own = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-if sys.argv[1] == "around":
-    own.start()
-for turn in range(2):
-    mpi.start()
-    if sys.argv[1] == "inside" and turn == 0:
-        with own:
-            pass
-    mpi.allreduce(torch.ones(2 + turn))
-    stop(in_a_thread=sys.argv[1] == "inside" and turn == 1)
-if sys.argv[1] == "around":
-    own.stop()
-"""
-
-
-def run(folder, *arguments):
-    """A program that starts twice, in a world of one."""
-    environment = os.environ | {"TORCHMPI_PROFILE": str(folder), "KINETO_LOG_LEVEL": "99"}
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], env=environment, capture_output=True, text=True, timeout=200
-    )
-
-
-def operations(path):
-    data = json.loads(path.read_text())
-    ours = [event for event in data["traceEvents"] if event.get("cat") == "torchmpi"]
-    return [(event["name"], event["args"]["bytes"]) for event in ours], data
-
-
-def test_a_second_start_has_a_file_of_its_own(tmp_path):
-    folder = tmp_path / "new" / "folder"
-    job = run(folder, "")
-    assert (job.returncode, job.stderr) == (0, "")
-    assert sorted(path.name for path in folder.iterdir()) == ["rank-0-2.json", "rank-0.json"]
-    for name, num_bytes in (("rank-0.json", 8), ("rank-0-2.json", 12)):
-        found, data = operations(folder / name)
-        assert found == [("allreduce", num_bytes)]
-        assert any(event.get("cat") == "cpu_op" for event in data["traceEvents"])
-        assert (data["torchmpi"]["rank"], data["torchmpi"]["size"]) == (0, 1)
-        assert [reading["offset_ns"] for reading in data["torchmpi"]["clock"]] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("where", "warnings"),
-    [
-        ("around", ["does not run, so traces hold our operations only: the program has started one"]),
-        ("inside", ["the program has started another one", "it ends only in the main thread"]),
-    ],
-)
-def test_a_program_with_a_profiler_of_its_own_keeps_our_operations(tmp_path, where, warnings):
-    job = run(tmp_path, where)
-    assert job.returncode == 0
-    assert [warning in job.stderr for warning in warnings] == [True] * len(warnings)
-    assert operations(tmp_path / "rank-0.json")[0] == [("allreduce", 8)]
-    assert operations(tmp_path / "rank-0-2.json")[0] == [("allreduce", 12)]
 
 
 def test_outside_the_main_thread_no_profiler_is_started(caplog):
@@ -141,12 +58,49 @@ def test_outside_the_main_thread_no_profiler_is_started(caplog):
     assert "mpi.start() was called in another thread" in caplog.text
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").touch()
-    job = run(tmp_path / "file" / "folder", "")
-    assert job.returncode == 1
-    assert "no folder for traces on rank 0" in job.stderr
-    assert "give --profile another one" in job.stderr
+PROGRAM = """
+import sys, threading, torch
+import torchmpi_py as mpi
+
+own = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+for turn, kind in enumerate(["alone", "alone again", "with one inside", "ends in a thread", "inside another one"], 1):
+    if kind == "inside another one":
+        own.start()
+    print(kind, file=sys.stderr, flush=True)
+    mpi.start()
+    if kind == "with one inside":
+        with own:
+            pass
+    mpi.allreduce(torch.ones(turn))
+    if kind == "ends in a thread":
+        thread = threading.Thread(target=mpi.stop)
+        thread.start()
+        thread.join()
+    else:
+        mpi.stop()
+    if kind == "inside another one":
+        own.stop()
+"""
+
+
+def test_each_start_has_a_file_also_beside_a_profiler_of_the_program(tmp_path):
+    """It always has our operations, and those of torch unless the program profiles itself."""
+    folder = tmp_path / "new" / "folder"
+    job = jobs.python(PROGRAM, env={"TORCHMPI_PROFILE": str(folder), "KINETO_LOG_LEVEL": "99"})
+    assert job.returncode == 0, job.stderr
+    names = ["rank-0.json", *(f"rank-0-{number}.json" for number in range(2, 6))]
+    assert {path.name for path in folder.iterdir()} == set(names)
+    for turn, name in enumerate(names, 1):
+        data = json.loads((folder / name).read_text())
+        ours = [event for event in data["traceEvents"] if event.get("cat") == "torchmpi"]
+        assert [(event["name"], event["args"]["bytes"]) for event in ours] == [("allreduce", 4 * turn)]
+        assert any(event.get("cat") == "cpu_op" for event in data["traceEvents"]) == (turn <= 2)
+        assert (data["torchmpi"]["rank"], data["torchmpi"]["size"]) == (0, 1)
+        assert [reading["offset_ns"] for reading in data["torchmpi"]["clock"]] == [0, 0]
+    silent, inside = job.stderr.split("with one inside")
+    assert silent.split() == ["alone", "alone", "again"]
+    for warning in ("has started another one", "ends only in the main thread", "the program has started one"):
+        assert inside.count(warning) == 1, job.stderr
 
 
 @pytest.fixture
@@ -177,29 +131,31 @@ def test_clocks_that_are_apart(mpi, per_node):
 def test_lanes(mpi, trace):
     before = time.time_ns()
     mpi.allreduce(torch.ones(3), flavour="ring")
-    handles = [mpi.allreduce_async(torch.ones(100), flavour=name) for name in ("ring", "mpi")]
-    mpi.wait_all(handles)
+    mpi.wait_all([mpi.allreduce_async(torch.ones(100), flavour=name) for name in ("ring", "mpi")])
     after = time.time_ns()
     tracing.stop()
     data = json.loads(trace.read_text())
-    made = [event for event in data["traceEvents"] if event.get("cat") == "torchmpi"]
-    assert [(event["args"]["lane"], event["args"]["flavour"], event["args"]["bytes"]) for event in made] == [
-        ("direct", "ring", 12),
-        *sorted(
-            [("background", "ring", 400), ("posted", "mpi", 400)],
-            key=lambda lane: lane[0] != made[1]["args"]["lane"],
-        ),
-    ]
+    made = [event["args"] for event in data["traceEvents"] if event.get("cat") == "torchmpi"]
+    first, *others = [(each["lane"], each["flavour"], each["bytes"]) for each in made]
+    assert first == ("direct", "ring", 12)
+    assert sorted(others) == [("background", "ring", 400), ("posted", "mpi", 400)]
     begin, end = ((time - data["baseTimeNanoseconds"]) / 1000 for time in (before, after))
     for event in data["traceEvents"]:
         if event.get("cat") in ("torchmpi", "cpu_op"):
             assert begin - 1000 < event["ts"] < event["ts"] + event["dur"] < end + 1000
 
 
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_do_not_agree_whether_to_trace(mpi, tmp_path, monkeypatch):
-    if mpi.rank() == 1:
-        monkeypatch.setenv("TORCHMPI_PROFILE", str(tmp_path))
-    with pytest.raises(mpi.RanksDisagree, match="TORCHMPI_PROFILE is set on rank 1 and not on rank 0"):
+@pytest.mark.mpi
+def test_traces_that_cannot_be_written(mpi, tmp_path, monkeypatch):
+    """All ranks say so: where the folder cannot be made on one of them, and where one of them alone is to trace."""
+    last = mpi.size() - 1
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHMPI_PROFILE", str(tmp_path / ("file/folder" if mpi.rank() == last else "folder")))
+    with pytest.raises(TorchMPIError, match=f"no folder for traces on rank {last}.*give --profile another one"):
         tracing.start(mpi.communicator())
+    if last > 0:
+        if mpi.rank() < last:
+            monkeypatch.delenv("TORCHMPI_PROFILE")
+        with pytest.raises(mpi.RanksDisagree, match=f"TORCHMPI_PROFILE is set on rank {last} and not on rank 0"):
+            tracing.start(mpi.communicator())
     assert tracing.current is None
