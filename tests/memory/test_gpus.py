@@ -6,38 +6,32 @@ import pytest
 import torch
 
 from torchmpi_py.collectives.flavours import gpu_probe
+from torchmpi_py.collectives.registry import BY_NAME
 from torchmpi_py.core.channels import Place
 from torchmpi_py.errors import RanksDisagree, Unavailable
 from torchmpi_py.memory import cuda_ipc, gpus, symmetric
 from torchmpi_py.memory.gpus import Gpu, GpuOffer, GpuTable
 
-
-def announced(node, local, gpu, reached=()):
-    return GpuOffer(Place(node, local), gpu, frozenset([gpu, *reached]))
+pytestmark = pytest.mark.timeout(240)
 
 
-def test_ranks_that_share_a_gpu_are_together():
-    ranks = [announced(0, local, "A", "B") if local % 2 == 0 else announced(0, local, "B", "A") for local in range(5)]
-    assert gpus.ipc_groups(ranks) == [0, 0, 0, 0, 0]
-    alone = [announced(0, local, "AB"[local % 2]) for local in range(5)]  # each process sees its own GPU only
-    assert gpus.ipc_groups(alone) == [0, 1, 0, 1, 0]
-
-
-def test_reach_has_to_be_mutual():
-    assert gpus.ipc_groups([announced(0, 0, "A", "B"), announced(0, 1, "B")]) == [0, 1]
-    assert gpus.ipc_groups([announced(0, 0, "A", "B"), announced(0, 1, "B", "A")]) == [0, 0]
-
-
-def test_groups_are_of_one_node():
-    assert gpus.ipc_groups(
-        [announced(0, 0, "A"), announced(0, 1, "A"), announced(2, 0, "A"), announced(2, 1, "A")]
-    ) == [0, 0, 2, 2]
-
-
-def test_every_pair_of_a_group_reaches_each_other():
-    """Two boards of two: A-B and C-D have links, and so have B and C, which does not make one group of all."""
-    links = {"A": "B", "B": "AC", "C": "BD", "D": "C"}
-    assert gpus.ipc_groups([announced(0, i, gpu, links[gpu]) for i, gpu in enumerate("ABCD")]) == [0, 0, 2, 2]
+@pytest.mark.parametrize(
+    ("ranks", "groups"),  # a node, the rank's GPU, and the others that it reaches
+    [
+        (["0AB", "0BA", "0AB", "0BA", "0AB"], [0, 0, 0, 0, 0]),
+        (["0A", "0B", "0A", "0B", "0A"], [0, 1, 0, 1, 0]),  # each process sees its own GPU only
+        (["0AB", "0B"], [0, 1]),  # reach has to be mutual
+        (["0AB", "0BA"], [0, 0]),
+        (["0A", "0A", "2A", "2A"], [0, 0, 2, 2]),  # groups are of one node
+        (["0AB", "0BAC", "0CBD", "0DC"], [0, 0, 2, 2]),  # a link of B and C makes not one group of all
+    ],
+)
+def test_ranks_of_a_group_all_reach_each_other(ranks, groups):
+    offers = [
+        GpuOffer(Place(int(node), local), gpu, frozenset([gpu, *reached]))
+        for local, (node, gpu, *reached) in enumerate(ranks)
+    ]
+    assert gpus.ipc_groups(offers) == groups
 
 
 def test_why_no_ipc(monkeypatch):
@@ -74,20 +68,16 @@ def test_a_table_of_one_rank(monkeypatch):
         assert with_ipc or "with_ipc_groups=False" in gpus.why_no_ipc([Place(0, 0)])
 
 
-def test_the_flavour_refuses_ranks_of_several_groups(monkeypatch):
-    from torchmpi_py.collectives.registry import BY_NAME
-
-    class Comm:
-        num_nodes = 1
-        direct = type("Direct", (), {"places": [Place(0, 0), Place(0, 1)]})
-
-    flavour = BY_NAME["cudaipc"]
-    monkeypatch.setattr(gpus, "current", GpuTable({Place(0, 0): Gpu("A", 0), Place(0, 1): Gpu("B", 1)}, ""))
-    assert "cannot all reach" in flavour.refuses(Comm)
-    monkeypatch.setattr(gpus, "current", GpuTable({Place(0, 0): Gpu("A", 0), Place(0, 1): Gpu("B", 0)}, ""))
-    assert flavour.refuses(Comm) == ""
-    Comm.num_nodes = 2
-    assert "spreads over 2 nodes" in flavour.refuses(Comm)
+@pytest.mark.parametrize(
+    ("num_nodes", "groups", "reason"), [(1, (0, 1), "cannot all reach"), (1, (0, 0), ""), (2, (0, 0), "over 2 nodes")]
+)
+def test_the_flavour_refuses_ranks_of_several_groups(monkeypatch, num_nodes, groups, reason):
+    places = [Place(0, 0), Place(0, 1)]
+    table = {place: Gpu(name, group) for place, name, group in zip(places, "AB", groups, strict=True)}
+    monkeypatch.setattr(gpus, "current", GpuTable(table, ""))
+    refusal = BY_NAME["cudaipc"].refuses(SimpleNamespace(num_nodes=num_nodes, direct=SimpleNamespace(places=places)))
+    assert reason in refusal
+    assert bool(refusal) == bool(reason)
 
 
 def test_views_of_a_segment():
@@ -119,32 +109,19 @@ def test_peers_memory_is_unmapped_when_the_session_ends(mpi, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "calls"),
-    [
-        ({}, []),
-        ({"expandable_segments": False, "last_allocator_settings": "max_split_size_mb:100"}, []),
-        (
-            {"expandable_segments": True, "last_allocator_settings": "max_split_size_mb:100,expandable_segments:True"},
-            [
-                "max_split_size_mb:100,expandable_segments:True,expandable_segments:False",
-                "allocated",
-                "max_split_size_mb:100,expandable_segments:True",
-            ],
-        ),
-    ],
+    ("others", "is_on"), [("", False), ("max_split_size_mb:100", False), ("max_split_size_mb:100", True)]
 )
-def test_expandable_segments_are_off_while_shared_memory_is_taken(monkeypatch, settings, calls):
-    done = []
+def test_expandable_segments_are_off_while_shared_memory_is_taken(monkeypatch, others, is_on):
+    done, former = [], f"{others},expandable_segments:True" if is_on else others
+    settings = {"expandable_segments": is_on, "last_allocator_settings": former} if others else {}
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": settings})
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", done.append, raising=False)
     with cuda_ipc.without_expandable_segments():
-        if calls:
-            done.append("allocated")
-    assert done == calls
+        done.append("allocated")
+    assert done == ([f"{former},expandable_segments:False", "allocated", former] if is_on else ["allocated"])
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("step", ["_offer", "_open_all"])
 def test_memory_that_one_rank_cannot_have_or_map(mpi, monkeypatch, step):
     """No rank then has a segment, and all say why."""
@@ -167,7 +144,6 @@ def test_memory_that_one_rank_cannot_have_or_map(mpi, monkeypatch, step):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("fault", ["", "no room", "wrong values"])
 def test_trial(mpi, monkeypatch, fault):
     """In memory of the host. What goes wrong on the last rank switches cudaipc off on all."""
@@ -190,7 +166,6 @@ def test_trial(mpi, monkeypatch, fault):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.timeout(240)
 def test_ranks_that_disagree_about_gpus(mpi, monkeypatch):
     """One computes on the CPU, the others do not: an error on all, before flavours that do not fit are chosen."""
     from mpi4py import MPI
@@ -203,7 +178,6 @@ def test_ranks_that_disagree_about_gpus(mpi, monkeypatch):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(240)
 def test_without_gpus(mpi):
     for row in mpi.availability():
         if row.device == "cuda" and row.status != "unimplemented":

@@ -95,22 +95,17 @@ def happened(device):
     return [note for note in device.notes if not note.startswith("made")]
 
 
-def test_wait_orders_the_callers_stream(device):
-    handle = devices.submit(Step(device), device.device, [])
-    assert handle.wait() == "result"
-    assert happened(device) == [*ORDER, "caller's stream waits for event 1"]
-    assert handle.wait() == "result"  # on whatever stream is current then
-    handle.synchronize()
-    assert happened(device)[-1] == "host waits for event 1"
-
-
-def test_done_asks_the_device(device):
+def test_wait_orders_the_callers_stream_and_done_asks_the_device(device):
     handle = devices.submit(Step(device), device.device, [])
     device.is_over = False
-    handle.wait()
+    assert handle.wait() == "result"
+    assert happened(device) == [*ORDER, "caller's stream waits for event 1"]
     assert not handle.done()
     device.is_over = True
     assert handle.done()
+    assert handle.wait() == "result"  # on whatever stream is current then
+    handle.synchronize()
+    assert happened(device)[-1] == "host waits for event 1"
 
 
 def test_errors_come_out_of_wait(device):

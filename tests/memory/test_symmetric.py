@@ -6,13 +6,12 @@ Element j on rank r holds a whole number that depends on both.
 import contextlib
 import gc
 import os
-import subprocess
-import sys
 import tempfile
-import textwrap
 
 import pytest
 import torch
+from support import jobs
+from support.values import values
 
 from torchmpi_py.core import config, shared_files
 from torchmpi_py.errors import RanksDisagree, Unavailable
@@ -21,10 +20,7 @@ from torchmpi_py.memory import symmetric
 pytestmark = pytest.mark.timeout(240)
 in_a_job = pytest.mark.mpi
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex128, torch.uint64, torch.int8, torch.bool]
-
-
-def values(rank, count):
-    return (torch.arange(count) * 7 + rank * 3).remainder(101).float()
+COUNT = 3001
 
 
 def total(ranks, count):
@@ -96,16 +92,13 @@ def test_memory_that_cannot_be_had(mpi):
     assert mpi.symmetric_empty(2).numel() == 2
 
 
-def test_more_bytes_than_a_file_can_have():
+def test_files_that_cannot_hold_it(tmp_path):
     with contextlib.ExitStack() as stack, pytest.raises(Unavailable, match="A nameless file"):
         shared_files.offer(shared_files.nameless, 1 << 63, stack)
-
-
-def test_a_file_that_is_too_small(tmp_path):
-    path = tmp_path / "small"
-    path.write_bytes(bytes(100))
+    (tmp_path / "small").write_bytes(bytes(100))
+    found = (tmp_path / "small").stat()
     with pytest.raises(Unavailable, match="cannot open"):
-        shared_files.map_file(str(path), 8192, (path.stat().st_dev, path.stat().st_ino))
+        shared_files.map_file(str(tmp_path / "small"), 8192, (found.st_dev, found.st_ino))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -202,14 +195,13 @@ def test_it_lives_as_long_as_a_view(mpi):
 
 
 @in_a_job
-@pytest.mark.parametrize("used", [False, True], ids=["unused", "reduced"])
-def test_200_of_them_come_and_go(mpi, used):
+def test_200_of_them_come_and_go(mpi):
     mpi.allreduce(torch.ones(3), flavour="shared")  # the channel has its own from now on
     gc.collect()
     before, files = segments_mapped(), len(os.listdir("/proc/self/fd"))
-    for _ in range(200):
+    for number in range(200):
         x = mpi.symmetric_empty(5000).fill_(1)
-        if used:
+        if number % 2:
             mpi.allreduce(x, flavour="shared")
     del x
     assert everywhere(mpi, segments_mapped() == before and len(os.listdir("/proc/self/fd")) == files)
@@ -252,9 +244,6 @@ def test_an_address_that_is_used_again(mpi):
 # What flavour shared does with it.
 
 
-COUNT = 3001
-
-
 def reduced_rightly(mpi, x, ranks, comm=None, **kwargs):
     got = mpi.allreduce(x, comm=comm, flavour="shared", **kwargs)
     assert torch.equal(got, total(ranks, x.numel()))
@@ -280,12 +269,11 @@ def test_on_other_communicators_than_it_was_made_for(mpi):
 @pytest.mark.parametrize("offsets", ["equal", "different"])
 def test_offsets(mpi, offsets):
     size, me = mpi.size(), mpi.rank()
-    at = 16 * (me + 1) if offsets == "different" else 16
+    at, root = 16 * (me + 1) if offsets == "different" else 16, size - 1
     for _ in range(3):  # the first time it is prepared, then used again
-        x = mpi.symmetric_empty(COUNT + 16 * (size + 1))[at : at + COUNT].copy_(values(me, COUNT))
-        reduced_rightly(mpi, x, range(size))
-        reduced_rightly(mpi, x.copy_(values(me, COUNT)), range(size))
-        root = size - 1
+        x = mpi.symmetric_empty(COUNT + 16 * (size + 1))[at : at + COUNT]
+        for _ in range(2):
+            reduced_rightly(mpi, x.copy_(values(me, COUNT)), range(size))
         assert torch.equal(mpi.broadcast(x.copy_(values(me, COUNT)), root, flavour="shared"), values(root, COUNT))
         out = mpi.symmetric_empty(COUNT + size)[me : me + COUNT]
         reduced_rightly(mpi, x.copy_(values(me, COUNT)), range(size), out=out)
@@ -360,41 +348,6 @@ def test_ranks_that_call_different_things(mpi, kind):
 # Where the system has less to give.
 
 
-def launch(tmp_path, code, *arguments):
-    path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(code))
-    torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
-    command = [torchmpirun, "-n", "2", "--timeout", "150", path, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_without_nameless_files(tmp_path):
-    """A file with a name takes their place, and the name is gone when all ranks have opened it."""
-    (tmp_path / "shm").mkdir()
-    code = """
-    import os, sys, torch, torchmpi_py as mpi
-    from torchmpi_py.core import shared_files
-    from torchmpi_py.memory import symmetric
-    del os.memfd_create
-    shared_files.SHARED_DIRECTORY = sys.argv[1]
-    mpi.start()
-    x = mpi.symmetric_empty(100_003).fill_(mpi.rank() + 1)
-    mpi.barrier()
-    assert symmetric.why_unavailable() == "" and os.listdir(sys.argv[1]) == []
-    assert sum(sys.argv[1] in line for line in open("/proc/self/maps")) == 2
-    for y in (x, torch.full((100_003,), mpi.rank() + 1.0)):
-        assert (mpi.allreduce(y, flavour="shared") == 3).all()
-    segment, _ = symmetric.find(x)
-    x.fill_(mpi.local_rank())
-    mpi.barrier()
-    assert (segment.view(1 - mpi.local_rank(), x.dtype, 100_003) == 1 - mpi.local_rank()).all()
-    mpi.stop()
-    """
-    launch(tmp_path, code, tmp_path / "shm")
-    assert os.listdir(tmp_path / "shm") == []
-
-
 @pytest.mark.parametrize("sizes", [{"staging_bytes": 4096}, {"chunk_bytes": 1}], ids=str)
 def test_staging_that_is_too_small_to_work_with(sizes):
     """With slots of negative size allreduce would take no chunk at all, and leave its result as it was."""
@@ -402,38 +355,57 @@ def test_staging_that_is_too_small_to_work_with(sizes):
         config.Tuning(**sizes)
 
 
-def test_without_room_for_shared_memory(tmp_path):
+PROGRAM = """
+import errno, os, sys, torch, torchmpi_py as mpi
+from torchmpi_py.core import shared_files
+from torchmpi_py.memory import symmetric
+
+# A file with a name takes the place of one without, and the name is gone when all ranks have opened it.
+del os.memfd_create
+shared_files.SHARED_DIRECTORY = sys.argv[1]
+mpi.start()
+x = mpi.symmetric_empty(100_003).fill_(mpi.rank() + 1)
+mpi.barrier()
+assert symmetric.why_unavailable() == "" and os.listdir(sys.argv[1]) == []
+assert sum(sys.argv[1] in line for line in open("/proc/self/maps")) == 2
+for y in (x, torch.full((100_003,), mpi.rank() + 1.0)):
+    assert (mpi.allreduce(y, flavour="shared") == 3).all()
+segment, _ = symmetric.find(x)
+x.fill_(mpi.local_rank())
+mpi.barrier()
+assert (segment.view(1 - mpi.local_rank(), x.dtype, 100_003) == 1 - mpi.local_rank()).all()
+mpi.stop()
+
+# No room.
+def full(file, begin, num_bytes):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+os.posix_fallocate = full
+mpi.start()
+for row in mpi.availability():
+    if row.flavour == "shared" and row.device == "cpu" and row.status != "unimplemented":
+        assert row.status.startswith("unavailable: no symmetric memory"), row
+        assert "No space left on device" in row.status, row
+for count in (10, 1_000_003):
+    assert (mpi.allreduce(torch.full((count,), mpi.rank() + 1.0)) == 3).all()
+for call in (lambda: mpi.symmetric_empty(10), lambda: mpi.allreduce(torch.ones(2), flavour="shared")):
+    try:
+        call()
+    except mpi.Unavailable as error:
+        assert "--shm-size" in str(error), error
+    else:
+        raise AssertionError(call)
+net = torch.nn.Linear(700, 700)
+net.weight.grad, net.bias.grad = torch.full((700, 700), mpi.rank() + 1.0), None
+mpi.nn.synchronize_gradients(net, average=False)
+assert (net.weight.grad == 3).all() and net.bias.grad is None
+mpi.stop()
+"""
+
+
+@jobs.needs_mpi
+def test_without_nameless_files_and_without_room(tmp_path):
     (tmp_path / "shm").mkdir()
-    code = """
-    import errno, os, sys, torch, torchmpi_py as mpi
-    from torchmpi_py.core import shared_files
-
-    def full(file, begin, num_bytes):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    del os.memfd_create
-    os.posix_fallocate = full
-    shared_files.SHARED_DIRECTORY = sys.argv[1]
-    mpi.start()
-    rows = [row for row in mpi.availability() if row.flavour == "shared" and row.device == "cpu"]
-    for row in rows:
-        assert row.status == "unimplemented" or (
-            row.status.startswith("unavailable: no symmetric memory") and "No space left on device" in row.status
-        ), row
-    for count in (10, 1_000_003):
-        assert (mpi.allreduce(torch.full((count,), mpi.rank() + 1.0)) == 3).all()
-    for call in (lambda: mpi.symmetric_empty(10), lambda: mpi.allreduce(torch.ones(2), flavour="shared")):
-        try:
-            call()
-        except mpi.Unavailable as error:
-            assert "--shm-size" in str(error), error
-        else:
-            raise AssertionError(call)
-    net = torch.nn.Linear(700, 700)
-    net.weight.grad, net.bias.grad = torch.full((700, 700), mpi.rank() + 1.0), None
-    mpi.nn.synchronize_gradients(net, average=False)
-    assert (net.weight.grad == 3).all() and net.bias.grad is None
-    mpi.stop()
-    """
-    launch(tmp_path, code, tmp_path / "shm")
+    job = jobs.torchmpirun("-n", 2, "--timeout", 150, jobs.write(tmp_path, PROGRAM), tmp_path / "shm")
+    assert job.returncode == 0, job.stdout + job.stderr
     assert os.listdir(tmp_path / "shm") == []
