@@ -182,17 +182,6 @@ def test_a_difference_is_found_at_the_end_at_the_latest(monkeypatch, size, order
     assert is_found == (size == 2 or between is meeting)
 
 
-@pytest.mark.parametrize("order", [TSO, WEAK])
-def test_the_first_look_alone_would_miss_it(monkeypatch, order):
-    """A store that is late passes both looks: x86's store buffer does that too. Without it one of the two finds out."""
-    node = recorded(monkeypatch, 2, [["a"], ["b"]], lambda number: [])
-    first_looks = [steps[: [s.looks is not None for s in steps].index(True) + 1] for steps in node.steps]
-    assert all(any(ending) for ending in explore(first_looks).endings)
-    assert (False, False) in explore(first_looks, order).endings
-    if order == TSO:
-        assert (False, False) in explore(node.steps, order).endings  # and so would the second, without a fence between
-
-
 def test_a_slot_of_another_communicator(monkeypatch):
     """Rank 0 is late in a communicator whose slot rank 1 has given to another one meanwhile."""
     for order, (late, early) in itertools.product([PROGRAM, WEAK], [("a", "a"), ("a", "b")]):

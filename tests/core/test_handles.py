@@ -1,3 +1,5 @@
+"""Handles: results, errors, limits and drops, first with steps without MPI, then on ranks."""
+
 import gc
 import logging
 import threading
@@ -12,6 +14,7 @@ from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.handles import RequestHandle, Work, wait_all
 from torchmpi_py.errors import CollectiveTimeout, CommunicatorError
 
+pytestmark = pytest.mark.timeout(240)
 SMALL, LARGE = 16, 200_000  # posted to MPI, and run in the communication thread
 
 
@@ -26,8 +29,14 @@ class Step(Work):
     def run(self, in_background=False):
         return self.action()
 
+    finish = run
+
     def release(self):
         del self.action
+
+
+def fail(text="lost"):
+    raise KeyError(text)
 
 
 @pytest.fixture(params=[False, True], ids=["thread", "inline"])
@@ -37,16 +46,6 @@ def thread(request):
     made.close()
 
 
-def test_a_step_that_fails_after_an_operation_ends_no_thread(thread, caplog):
-    class Failing(Step):
-        def on_done(self):
-            raise KeyError("in a callback")
-
-    assert thread.submit(Failing(lambda: 1)).wait() == 1
-    assert thread.submit(Step(lambda: 2)).wait() == 2
-    assert "what was to follow some work has failed" in caplog.text
-
-
 def test_order_results_and_repeated_waits(thread):
     seen = []
     handles = [thread.submit(Step(lambda i=i: seen.append(i) or i * i)) for i in range(100)]
@@ -54,162 +53,63 @@ def test_order_results_and_repeated_waits(thread):
     assert seen == list(range(100))
     assert handles[7].wait() == handles[7].wait() == 49
     assert all(handle.done() for handle in handles)
+    with pytest.raises(TypeError, match="neither true nor false"):
+        bool(handles[7])
 
 
-def test_an_error_is_raised_by_every_wait(thread):
-    def fail():
-        raise KeyError("lost")
-
+def test_an_error_is_raised_by_every_wait_with_the_same_traceback(thread):
     handle = thread.submit(Step(fail))
-    for _ in range(2):
-        with pytest.raises(KeyError, match="lost"):
+    depths = set()
+    for _ in range(5):
+        with pytest.raises(KeyError, match="lost") as caught:
             handle.wait()
+        depths.add(len(caught.traceback))
+    assert len(depths) == 1
     assert "failed" in repr(handle)
     assert thread.submit(Step(lambda: 3)).wait() == 3
 
 
 def test_wait_all_waits_for_all_and_raises_the_first_error(thread):
     done = []
-
-    def fail(text):
-        raise ValueError(text)
-
-    handles = [thread.submit(Step(lambda t=t: fail(t))) for t in ("first", "second")]
+    handles = [thread.submit(Step(lambda text=text: fail(text))) for text in ("first", "second")]
     handles.append(thread.submit(Step(lambda: done.append(1))))
-    with pytest.raises(ValueError, match="first") as caught:
+    with pytest.raises(KeyError, match="first") as caught:
         wait_all(handles)
     assert done == [1]
     assert caught.value.__notes__ == ["1 more of the operations waited for failed"]
 
 
-def test_an_error_that_nobody_waits_for_is_logged(thread, caplog):
-    def fail():
-        raise KeyError("lost")
+def test_an_error_that_nobody_would_see_is_logged(thread, caplog):
+    class Failing(Step):
+        def on_done(self):
+            raise KeyError("in a callback")
 
     with caplog.at_level(logging.ERROR, "torchmpi_py"):
         thread.submit(Step(fail))
         thread.drain()
         gc.collect()
+        assert thread.submit(Failing(lambda: 1)).wait() == 1
+        assert thread.submit(Step(lambda: 2)).wait() == 2
     assert "some work failed, and nobody waited for it: KeyError('lost')" in caplog.text
+    assert "what was to follow some work has failed" in caplog.text
 
 
-def test_a_handle_is_not_a_truth_value(thread):
-    with pytest.raises(TypeError, match="neither true nor false"):
-        bool(thread.submit(Step(lambda: 1)))
-
-
-def test_timeouts():
-    thread = CommunicationThread(inline=False)
-    late = threading.Event()
-    handle = thread.submit(Step(lambda: late.wait(60) and "late"))
+def test_a_wait_with_a_limit_and_the_life_of_buffers():
+    thread, late = CommunicationThread(inline=False), threading.Event()
+    kept = weakref.ref(x := torch.ones(1))
+    handle = thread.submit(Step(lambda x=x: late.wait(60) and "late"))
+    del x
     assert not handle.done()
     assert "under way" in repr(handle)
     with pytest.raises(CollectiveTimeout, match=r"some work is not complete after 0.01 s"):
         handle.wait(timeout_seconds=0.01)
+    assert kept() is not None
     late.set()
     assert handle.wait(timeout_seconds=30) == "late"
-    thread.close()
-
-
-def test_buffers_live_only_as_long_as_the_operation():
-    thread = CommunicationThread(inline=False)
-    x = torch.ones(1)
-    kept = weakref.ref(x)
-    handle = thread.submit(Step(lambda x=x: None))
-    del x
-    handle.wait()
     gc.collect()
     assert kept() is None
-    assert "some work: complete" in repr(handle)
+    assert "complete" in repr(handle)
     thread.close()
-
-
-@pytest.mark.mpi
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("count", [SMALL, LARGE])
-def test_ten_thousand_outstanding_and_dropped_ones(mpi, count):
-    number = 10_000 if count == SMALL else 300
-    tensors = [torch.full((count,), float(i % 7 + mpi.rank())) for i in range(number)]
-    handles = [mpi.allreduce_async(x) for x in tensors]
-    results = mpi.wait_all(handles)
-    base = mpi.size() * (mpi.size() - 1) / 2
-    for i, x in enumerate(results):
-        assert x is tensors[i]
-        assert x[0] == x[-1] == mpi.size() * (i % 7) + base
-    for _ in range(200):
-        mpi.allreduce_async(torch.ones(count))  # dropped: its buffers must live on
-    gc.collect()
-    assert mpi.allreduce_async(torch.ones(count)).wait()[0] == mpi.size()
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("count", [SMALL, LARGE])
-def test_a_late_rank_is_a_timeout_then_a_result(mpi, count):
-    x = torch.ones(count)
-    others_have_waited = mpi.communicator().direct.mpi.Barrier
-    if mpi.rank() == 0:
-        others_have_waited()
-        handle = mpi.allreduce_async(x)
-    else:
-        handle = mpi.allreduce_async(x)
-        assert not handle.done()
-        with pytest.raises(CollectiveTimeout, match=r"allreduce \((mpi|shared), \d+ bytes\) on rank \d of"):
-            handle.wait(timeout_seconds=0.05)
-        others_have_waited()
-    handle.synchronize()
-    assert handle.done()
-    assert handle.wait() is x
-    assert x[0] == mpi.size()
-
-
-@pytest.mark.mpi
-@pytest.mark.timeout(240)
-def test_blocking_and_asynchronous_operations_mix(mpi):
-    """Blocking calls overtake what runs in the background, in another order on every rank."""
-    for step in range(50):
-        x = [torch.full((count,), 1.0) for count in (SMALL, LARGE, SMALL, LARGE)]
-        handles = [mpi.allreduce_async(t) for t in x]
-        if (mpi.rank() + step) % 2:
-            handles[1].wait()
-        assert mpi.allreduce(torch.ones(3))[0] == mpi.size()
-        if not (mpi.rank() + step) % 2:
-            handles[3].wait()
-        mpi.wait_all(reversed(handles))
-        assert all(t[0] == t[-1] == mpi.size() for t in x)
-
-
-@pytest.mark.mpi
-@pytest.mark.timeout(240)
-def test_a_posted_operation_that_is_complete_is_let_go(mpi):
-    """Also behind a receive that stays under way."""
-    rank, size = mpi.rank(), mpi.size()
-    waiting = mpi.recv_async(torch.zeros(1), (rank - 1) % size)
-    kept = []
-    for _ in range(50):
-        x = torch.ones(SMALL)
-        kept.append(weakref.ref(x))
-        mpi.allreduce_async(x).wait()
-        del x
-    gc.collect()
-    assert [ref for ref in kept if ref() is not None] == []
-    mpi.send(torch.ones(1), (rank + 1) % size)
-    waiting.wait()
-    assert waiting.wait(float("inf")).item() == 1
-
-
-def test_a_traceback_does_not_grow_with_every_wait(thread):
-    def fail():
-        raise KeyError("lost")
-
-    handle = thread.submit(Step(fail))
-
-    def depth():
-        with pytest.raises(KeyError) as caught:
-            handle.wait()
-        return len(caught.traceback)
-
-    assert len({depth() for _ in range(5)}) == 1
 
 
 class Alarm(Exception):
@@ -237,14 +137,9 @@ class Call:
         self.looks = 1
 
 
-class Posted(Step):
-    def finish(self):
-        return self.action()
-
-
 @pytest.mark.parametrize("seconds", [None, 5])
 def test_what_a_handler_raises_in_a_wait_is_no_failure_of_the_operation(seconds):
-    handle = RequestHandle(Posted(lambda: 7), [Call(2)])
+    handle = RequestHandle(Step(lambda: 7), [Call(2)])
     with pytest.raises(Alarm):
         handle.wait(seconds)
     assert handle._work is not None  # and so its buffers, into which MPI still writes
@@ -253,14 +148,14 @@ def test_what_a_handler_raises_in_a_wait_is_no_failure_of_the_operation(seconds)
 
 @pytest.mark.parametrize("looks", [2, 0])
 def test_wait_all_does_not_keep_what_a_handler_raises(looks):
-    handles = [RequestHandle(Posted(lambda: 7), [Call(looks)]), RequestHandle(Posted(lambda: 8), [Call(2)])]
+    second = Call(2)
     with pytest.raises(Alarm):
-        wait_all(handles)
-    assert handles[1]._requests[0].looks == 2
+        wait_all([RequestHandle(Step(lambda: 7), [Call(looks)]), RequestHandle(Step(lambda: 8), [second])])
+    assert second.looks == 2
 
 
 def test_a_receive_is_taken_back_while_a_thread_waits_for_it():
-    handle, errors = RequestHandle(Posted(lambda: 7), [Call(1 << 60, is_interrupted=False)]), []
+    handle, errors = RequestHandle(Step(lambda: 7), [Call(1 << 60, is_interrupted=False)]), []
 
     def wait():
         try:
@@ -286,3 +181,71 @@ def test_a_receive_that_a_handler_interrupted_after_its_end():
     assert receipt.Test()
     receipt.Wait()
     assert got.tolist() == [1, 1, 1]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("count", "number"), [(SMALL, 2000), (LARGE, 60), pytest.param(SMALL, 10_000, marks=pytest.mark.slow)]
+)
+def test_many_outstanding_and_dropped_operations(mpi, count, number):
+    tensors = [torch.full((count,), float(i % 7 + mpi.rank())) for i in range(number)]
+    results = mpi.wait_all([mpi.allreduce_async(x) for x in tensors])
+    base = mpi.size() * (mpi.size() - 1) / 2
+    for i, x in enumerate(results):
+        assert x is tensors[i]
+        assert x[0] == x[-1] == mpi.size() * (i % 7) + base
+    for _ in range(50):
+        mpi.allreduce_async(torch.ones(count))  # dropped: its buffers must live on
+    gc.collect()
+    assert mpi.allreduce_async(torch.ones(count)).wait()[0] == mpi.size()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+def test_a_late_rank_is_a_timeout_then_a_result(mpi, count):
+    x = torch.ones(count)
+    others_have_waited = mpi.communicator().direct.mpi.Barrier
+    if mpi.rank() == 0:
+        others_have_waited()
+        handle = mpi.allreduce_async(x)
+    else:
+        handle = mpi.allreduce_async(x)
+        assert not handle.done()
+        with pytest.raises(CollectiveTimeout, match=r"allreduce \((mpi|shared), \d+ bytes\) on rank \d of"):
+            handle.wait(timeout_seconds=0.05)
+        others_have_waited()
+    handle.synchronize()
+    assert handle.done()
+    assert handle.wait() is x
+    assert x[0] == mpi.size()
+
+
+@pytest.mark.mpi
+def test_blocking_and_asynchronous_operations_mix(mpi):
+    """Blocking calls overtake what runs in the background, in another order on every rank."""
+    for step in range(30):
+        x = [torch.full((count,), 1.0) for count in (SMALL, LARGE, SMALL, LARGE)]
+        handles = [mpi.allreduce_async(t) for t in x]
+        if (mpi.rank() + step) % 2:
+            handles[1].wait()
+        assert mpi.allreduce(torch.ones(3))[0] == mpi.size()
+        if not (mpi.rank() + step) % 2:
+            handles[3].wait()
+        mpi.wait_all(reversed(handles))
+        assert all(t[0] == t[-1] == mpi.size() for t in x)
+
+
+@pytest.mark.mpi
+def test_a_posted_operation_that_is_complete_is_let_go(mpi):
+    """Also behind a receive that stays under way."""
+    rank, size = mpi.rank(), mpi.size()
+    waiting = mpi.recv_async(torch.zeros(1), (rank - 1) % size)
+    kept = []
+    for _ in range(50):
+        kept.append(weakref.ref(x := torch.ones(SMALL)))
+        mpi.allreduce_async(x).wait()
+        del x
+    gc.collect()
+    assert [ref for ref in kept if ref() is not None] == []
+    mpi.send(torch.ones(1), (rank + 1) % size)
+    assert waiting.wait(float("inf")).item() == 1

@@ -8,19 +8,16 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 from lone_ranks import Rank
 
 from torchmpi_py.core import config, status_board
-from torchmpi_py.core.channels import Channel, Place
 from torchmpi_py.core.status_board import CLAIMED_DEATH, CLAIMED_LATE, HAS_LEFT, STOPPING
 from torchmpi_py.watch import job_reports, node_links, node_watch, reports
 from torchmpi_py.watch.node_links import Link, Nodes
 from torchmpi_py.watch.reports import NodeReport
-from torchmpi_py.watch.watchdog import Watchdog
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -363,16 +360,3 @@ def test_without_a_hub_a_rank_reports_for_itself(hub, monkeypatch):
     monkeypatch.setattr(job_reports, "_KILLED_SECONDS", 0.0)
     hub[1].close()
     assert job_reports.claim(Rank(0).board, CLAIMED_LATE, NodeReport("late", "part", True), ends=True) is None
-
-
-def test_one_node_has_no_links():
-    """No thread more, and no socket."""
-    channel = Channel.__new__(Channel)
-    channel.places = (Place(0, 0), Place(0, 1))
-    assert node_links.introduce(channel, "192.0.2.1") == (None, None)
-    before = set(threading.enumerate())
-    watchdog = Watchdog(Rank(0).board, config.Tuning())
-    try:
-        assert len(set(threading.enumerate()) - before) == 1
-    finally:
-        watchdog.stop()
