@@ -1,133 +1,24 @@
 """Cells on ranks, in an IPython shell of this process.
 
 The tests share a job of two ranks, in this order: those that leave it as it is, one that has to be followed by other
-ranks, those that end ranks. Starting a job is what takes time.
+ranks, those that end ranks.
 """
 
 import os
-import pathlib
 import queue
-import re
 import signal
 import sys
-import textwrap
 import threading
 import time
 
 import pytest
+from shells import Notebook, both_are_in, interrupt_when, touch, wait_for_end
 from support import jobs
 
 from torchmpi_py.errors import Unavailable
-from torchmpi_py.notebook import cell_run, rank_job, rank_output
-
-pytest.importorskip("IPython", reason="pip install ipython")
-from IPython.core.displaypub import CapturingDisplayPublisher
-from IPython.core.interactiveshell import InteractiveShell
-from IPython.utils.capture import capture_output
+from torchmpi_py.notebook import cell_run, rank_job
 
 pytestmark = [pytest.mark.timeout(200), jobs.needs_mpi]
-COLOUR = re.compile(r"\x1b\[[\d;]*m")
-
-
-class Notebook:
-    """An IPython shell with the extension, and what its last cell gave."""
-
-    def __init__(self):
-        self.shell = InteractiveShell(colors="nocolor")
-        self.shell.history_manager.enabled = False
-        self.shell.display_pub = CapturingDisplayPublisher(parent=self.shell)
-        self.shell.run_line_magic("load_ext", "torchmpi_py.notebook")
-
-    @property
-    def magics(self):
-        return self.shell.magics_manager.registry["TorchMPIMagics"]
-
-    def run(self, source):
-        """Run a cell; (output, errors) as text."""
-        self.shell.display_pub.outputs.clear()
-        with capture_output(display=False) as captured:
-            self.result = self.shell.run_cell(textwrap.dedent(source), store_history=True)
-        return COLOUR.sub("", captured.stdout), COLOUR.sub("", captured.stderr)
-
-    def cell(self, source, options=""):
-        return self.run(f"%%torchmpi {options}\n{textwrap.dedent(source)}")
-
-    def fails(self, source, options=""):
-        """What is shown of a cell that fails."""
-        output, _ = self.cell(source, options)
-        assert not self.result.success
-        return output
-
-    def good(self, source, options=""):
-        output, errors = self.cell(source, options)
-        assert self.result.success, output + errors
-        return output
-
-    def processes(self):
-        return {rank: process.process_id for rank, process in self.magics._job.processes.items()}
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch):
-    """Equal lines are one, and ranks say where they are, however late they are on this machine."""
-    monkeypatch.setattr(rank_output, "HOLD_SECONDS", 60.0)
-    monkeypatch.setattr(cell_run, "_ANSWER_SECONDS", 60.0)
-
-
-@pytest.fixture(autouse=True)
-def _interruptible():
-    """Ctrl-C reaches this process also where the tests were started in the background of a script, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    notebook = Notebook()
-    yield notebook
-    notebook.magics.stop()
-
-
-@pytest.fixture
-def notebook(loaded):
-    """A notebook with two idle ranks, those of the test before if they are as many."""
-    assert "Error" not in loaded.good("pass", "-n 2")
-    return loaded
-
-
-def wait_for_end(process_ids):
-    until = time.monotonic() + 60
-    while alive := [each for each in process_ids if is_running(each)]:
-        assert time.monotonic() < until, alive
-        time.sleep(0.05)
-
-
-def is_running(process_id):
-    try:
-        return pathlib.Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def interrupt_when(condition):
-    """Have Ctrl-C come to this process as soon as the condition is true, as from the button of a notebook."""
-
-    def run():
-        while not condition():
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=run, daemon=True).start()
-
-
-def both_are_in(folder):
-    """Whether both ranks have written their file; the cell does so with ``touch``."""
-    return lambda: all((folder / rank).exists() for rank in "01")
-
-
-def touch(folder):
-    return f"import os, pathlib, time; pathlib.Path({str(folder)!r}, str(mpi.rank())).touch()"
 
 
 def test_variables_live_from_cell_to_cell_and_values_are_shown(notebook):
@@ -224,105 +115,6 @@ def test_an_interrupt_while_the_cell_is_sent(notebook, tmp_path, monkeypatch):
     interrupt_when((tmp_path / "0").exists)
     assert notebook.fails(f"{touch(tmp_path)}\ntime.sleep(1000)").rstrip().endswith("ranks 0-1 of 2 failed")
     assert notebook.good("mpi.allreduce(1)") == "[0-1] 2\n"
-
-
-@pytest.mark.slow
-def test_who_waits_for_a_rank_that_failed_is_freed(notebook):
-    output = notebook.fails("if mpi.rank() == 1: raise ValueError('no data')\nmpi.allreduce(torch.ones(3))")
-    assert "ValueError: no data" in output
-    assert "rank 1 of 2 failed\nrank 0 waited in allreduce (Cell In[" in output
-    assert "different numbers of collectives" in output
-    assert "CommunicatorError" in notebook.fails("mpi.allreduce(torch.ones(3))")
-    assert notebook.good("2 + 2") == "[0-1] 4\n"
-    notebook.run("%torchmpi restart")
-    assert "NameError" in notebook.fails("x")
-    assert notebook.good("mpi.allreduce(1)") == "[0-1] 2\n"
-
-
-# In a collective an interrupt counts from the moment in which the last rank has called it.
-WATCHED = """
-import threading
-from torchmpi_py.core import journal, status_board
-
-def report():
-    while not ({ready} or journal.under_way(status_board.current)):
-        time.sleep(0.01)
-    {touch}
-
-import time
-threading.Thread(target=report, daemon=True).start()
-{work}
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("work", "is_in_step"),
-    [
-        ("while True: sum(range(1000))", True),
-        ("time.sleep(1000)", True),
-        ("mpi.allreduce(torch.ones(5)) if mpi.rank() else time.sleep(1000)", False),
-        ("mpi.allreduce(torch.ones(1 << 20)) if mpi.rank() else time.sleep(1000)", False),
-        ("mpi.barrier() if mpi.rank() else time.sleep(1000)", False),
-    ],
-    ids=["computing", "sleeping", "waiting", "large", "barrier"],
-)
-def test_an_interrupt_reaches_all_ranks(notebook, tmp_path, work, is_in_step):
-    interrupt_when(both_are_in(tmp_path))
-    ready = "True" if is_in_step else "mpi.rank() == 0"
-    output = notebook.fails(WATCHED.format(ready=ready, touch=touch(tmp_path), work=work))
-    assert "KeyboardInterrupt" in output
-    assert "rank_program.py" not in output
-    assert "cannot be interrupted" not in output
-    assert "ranks 0-1 of 2 failed" in output
-    assert ("different numbers of collectives" in output) != is_in_step
-    assert notebook.good("mpi.rank()") == "0\n[1] 1\n"
-    if not is_in_step:
-        notebook.run("%torchmpi restart")
-
-
-@pytest.mark.slow
-def test_ranks_that_heed_an_interrupt_late_are_compared(notebook, tmp_path, monkeypatch):
-    """The cell has ended without them; where they have called other numbers of collectives, nothing may meet them."""
-    monkeypatch.setattr(cell_run, "INTERRUPT_SECONDS", 0.5)
-    interrupt_when(both_are_in(tmp_path))
-    output = notebook.fails(
-        f"""
-        from torchmpi_py.core import journal
-        if mpi.rank() == 0:
-            journal.end(journal.record_plain("alone", mpi.communicator(0)))
-        {touch(tmp_path)}
-        try:
-            time.sleep(1000)
-        finally:
-            time.sleep(5 - mpi.rank())
-        """
-    )
-    assert "cannot be interrupted" in output
-    errors, until = "", time.monotonic() + 100
-    while notebook.magics._job.busy and time.monotonic() < until:
-        errors += notebook.run("%torchmpi status")[1]  # of the ranks that have ended meanwhile
-        time.sleep(0.1)
-    assert "rank 1: KeyboardInterrupt" in errors
-    assert "different numbers of collectives" in errors
-    assert "CommunicatorError" in notebook.fails("mpi.allreduce(torch.ones(3))")
-    notebook.run("%torchmpi restart")
-
-
-@pytest.mark.slow
-def test_a_rank_that_cannot_be_interrupted_is_named(notebook, tmp_path):
-    interrupt_when(both_are_in(tmp_path))
-    work = "if mpi.rank() == 0: mpi.split(0)"
-    output = notebook.fails(WATCHED.format(ready="mpi.rank() == 1", touch=touch(tmp_path), work=work))
-    assert "rank 0 cannot be interrupted: split (Cell In[" in output
-    lines = notebook.run("%torchmpi status")[0].splitlines()
-    assert "in split" in lines[0]
-    assert lines[1].endswith("idle")
-    output = notebook.cell("1")[0]
-    assert "rank 0" in output + str(notebook.result.error_in_exec)
-    assert not notebook.result.success
-    notebook.run("%torchmpi restart")
-    assert notebook.good("mpi.size()") == "[0-1] 2\n"
 
 
 def test_a_collective_of_some_ranks_alone_is_named_and_can_be_interrupted(notebook, monkeypatch):
@@ -441,36 +233,6 @@ def test_a_mistake_is_an_error_with_a_remedy():
         assert "UsageError" in said
         assert remedy in said
         assert notebook.magics._job is None
-
-
-KERNEL = """
-import sys
-from IPython.core.interactiveshell import InteractiveShell
-shell = InteractiveShell()
-for cell in ("%load_ext torchmpi_py.notebook", "%%torchmpi -n 2\\npass", "%torchmpi status"):
-    shell.run_cell(cell)
-if sys.argv[1:]: shell.run_cell('%%torchmpi\\nwhile True: pass')
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["busy"]])
-def test_the_end_of_the_kernel_ends_the_ranks(tmp_path, words):
-    """In order, with an idle job; and by signal 9, while a cell runs."""
-    command = [sys.executable, jobs.write(tmp_path, KERNEL), *words]
-    with jobs.start(*command, env=os.environ | {"IPYTHONDIR": str(tmp_path)}) as kernel:
-        found = []
-        while len(found) < 2:
-            line = kernel.stdout.readline()
-            assert line, "the kernel has ended"
-            if line.startswith("rank "):
-                found.append(int(line.split()[3]))
-        if words:
-            time.sleep(1)
-            kernel.kill()
-        kernel.stdout.read()
-        assert kernel.wait(60) == (-signal.SIGKILL if words else 0)
-        wait_for_end(found)
 
 
 def test_without_ipython_the_remedy_is_named(monkeypatch):

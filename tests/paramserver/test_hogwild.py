@@ -5,6 +5,8 @@ import gc
 
 import pytest
 import torch
+from support import networks
+from support.values import values
 
 from torchmpi_py import nn, paramserver as ps
 from torchmpi_py.errors import ParameterServerError, RanksDisagree, Unavailable
@@ -81,18 +83,17 @@ def test_one_copy(mpi, comm):
 
 def test_the_memory_outlives_its_maker(mpi):
     """Views of the copy stay valid, on every rank, when nothing else is left of it."""
-    me = mpi.rank()
     net = torch.nn.Linear(200, 100)
-    torch.nn.init.constant_(net.weight, me + 5)
+    torch.nn.init.constant_(net.weight, mpi.rank() + 5)
     shared = ps.Hogwild(net)
     view = net.weight.detach()[3:]
     shared.free()
     del shared, net
     gc.collect()
-    more = [ps.init(torch.ones(50_000)) for _ in range(3)]  # takes the place, if there is one
+    for _ in range(3):
+        ps.init(torch.ones(50_000))  # takes the place, if there is one
     assert (view == 5).all()
-    for server in more:
-        server.free()
+    ps.free_all()
 
 
 def step_in_turns(mpi, net, optimizer, by):
@@ -113,47 +114,32 @@ def counted():
     return net
 
 
-def blocks():
-    """Blocks within a block, and a child that was exchanged since they were cut."""
-    inner = nn.BlockSequential(2, torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    net = nn.BlockSequential(2, torch.nn.Linear(3, 4), inner)
-    net[0] = torch.nn.Linear(3, 4)
-    return net
-
-
 @pytest.mark.parametrize("copied", [False, True])
 def test_blocks_stay_in_the_shared_memory(mpi, copied):
     """They are flat there, also after calls of the network; and flat in each rank's own memory at the end."""
-    size, me = mpi.size(), mpi.rank()
-    net = blocks()
+    inner = nn.BlockSequential(2, torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    net = nn.BlockSequential(2, torch.nn.Linear(3, 4), inner)
+    net[0] = torch.nn.Linear(3, 4)  # since the blocks were cut
     net = copy.deepcopy(net) if copied else net
-    values = [torch.arange(float(p.numel())).view_as(p) + number for number, p in enumerate(net.parameters())]
-    with torch.no_grad():
-        for p, value in zip(net.parameters(), values, strict=True):
-            p.copy_(value if me == 0 else value - 1000)
+    start = values(0, len(networks.flat(net)))
+    networks.fill(net, start - 1000.0 * mpi.rank())
     shared = ps.Hogwild(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     output = net(torch.zeros(1, 3))
     assert len(list(net.backward_blocks(torch.ones_like(output)))) == len(net.blocks) == 2
     mpi.barrier()  # backward has read the parameters
-    step_in_turns(mpi, net, optimizer, 10.0**me)
+    step_in_turns(mpi, net, optimizer, 10.0 ** mpi.rank())
     net(torch.zeros(1, 3))
-    steps = sum(10.0**rank for rank in range(size))
-    expected = [value + steps * (number + 1) for number, value in enumerate(values)]
-    for p, value in zip(net.parameters(), expected, strict=True):
-        assert torch.equal(p, value)
+    numbers = torch.cat([torch.full((p.numel(),), float(number)) for number, p in enumerate(net.parameters(), 1)])
+    expected = start + numbers * sum(10.0**rank for rank in range(mpi.size()))
+    assert torch.equal(networks.flat(net), expected)
     mpi.barrier()
     shared.free()
     mpi.barrier()
-    net.blocks[0].weights.fill_(me)
+    net.blocks[0].weights.fill_(mpi.rank())
     mpi.barrier()
-    assert all((p == me).all() for p in net.blocks[0].parameters)
-    for p, value in list(zip(net.parameters(), expected, strict=True))[len(net.blocks[0].parameters) :]:
-        assert torch.equal(p, value)
-
-
-def give_other_memory(net):
-    net[1].bias.data = net[1].bias.data.clone()
+    expected[: len(net.blocks[0].weights)] = mpi.rank()
+    assert torch.equal(networks.flat(net), expected)
 
 
 def replace(net):
@@ -163,7 +149,6 @@ def replace(net):
 
 CHANGES = {
     "dtype": ("0.weight", lambda net: net.double()),
-    "data": ("1.bias", give_other_memory),
     "replaced": ("1.bias", replace),
     "assigned": ("0.weight", lambda net: net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)),
     "added": ("2.weight", lambda net: net.append(torch.nn.Linear(2, 1))),
@@ -180,19 +165,17 @@ def test_a_parameter_that_leaves_the_shared_memory(mpi, change):
     mpi.barrier()
     if me == size - 1:
         apply(net)
-        before = [p.detach().clone() for p in net.parameters()]
+        before = networks.flat(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         net(torch.ones(1, 3, dtype=net[0].weight.dtype)).sum().backward()
         with pytest.raises(ParameterServerError, match=rf"SGD\.step: parameter {name} does not lie in .*: free\(\) it"):
             optimizer.step()
-        assert all(torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
+        assert torch.equal(networks.flat(net), before)
     with pytest.raises(ParameterServerError, match=rf"Hogwild.free: rank {size - 1}: parameter {name} does not lie"):
         shared.free()
     shared.free()
-    if me < size - 1:
-        assert [p.unique().item() for p in net.parameters()] == [1, 2, 3, 4]
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    optimizer.step()  # nobody looks any more
+    assert me == size - 1 or [p.unique().item() for p in net.parameters()] == [1, 2, 3, 4]
+    torch.optim.SGD(net.parameters(), lr=1.0).step()  # nobody looks any more
 
 
 def test_what_is_no_parameter_that_has_left(mpi):

@@ -9,7 +9,6 @@ import os
 import random
 import threading
 import time
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -28,16 +27,6 @@ DTYPES = [torch.float32, torch.float64, torch.int16, torch.int32, torch.int64, t
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60 + NUM_OPERATIONS // 20)]
 
 
-class Operation(NamedTuple):
-    """What a rank asks of the server number ``server``; nothing is sent by a receive."""
-
-    server: int
-    rule: str  # "" for a receive
-    options: dict
-    number: int
-    is_waited_for: bool
-
-
 def layouts(seed, size):
     """The sizes and dtypes of the servers of a round: below, at and above one element a rank."""
     draw = random.Random(seed)
@@ -46,11 +35,11 @@ def layouts(seed, size):
 
 
 def operations(seed, rank, num_servers):
-    """What a rank does in a round."""
+    """What a rank asks of servers in a round: (server, rule or "" for a receive, options, number, waits for it)."""
     draw = random.Random(f"{seed} {rank}")
     for number in range(PER_ROUND):
         rule, options = draw.choice([("add", {}), ("scaled_add", {"scale": draw.choice(SCALES)}), ("", {})])
-        yield Operation(draw.randrange(num_servers), rule, options, number, draw.random() < 0.1)
+        yield draw.randrange(num_servers), rule, options, number, draw.random() < 0.1
 
 
 def seeded(size, count, dtype):
@@ -62,9 +51,9 @@ def expected(seed, size, made):
     """What the servers hold when all ranks have done what they do, one after another."""
     held = [seeded(size, count, dtype) for count, dtype in made]
     for rank in range(size):
-        for op in operations(seed, rank, len(made)):
-            if op.rule:
-                held[op.server].add_(values(rank, *made[op.server], op.number), alpha=op.options.get("scale", 1))
+        for server, rule, options, number, _ in operations(seed, rank, len(made)):
+            if rule:
+                held[server].add_(values(rank, *made[server], number), alpha=options.get("scale", 1))
     return held
 
 
@@ -72,13 +61,10 @@ def play(comm, seed):
     """A round: servers are made, all ranks do what they do, and the servers are compared, and freed under a send."""
     made = layouts(seed, comm.size)
     servers = [ps.init(values(comm.rank, *layout), comm=comm) for layout in made]
-    for op in operations(seed, comm.rank, len(made)):
-        server = servers[op.server]
-        if op.rule:
-            handle = server.send(values(comm.rank, *made[op.server], op.number), op.rule, **op.options)
-        else:
-            handle = server.receive()
-        if op.is_waited_for:
+    for server, rule, options, number, is_waited_for in operations(seed, comm.rank, len(made)):
+        sent = values(comm.rank, *made[server], number)
+        handle = servers[server].send(sent, rule, **options) if rule else servers[server].receive()
+        if is_waited_for:
             handle.wait()
     for server in servers:
         server.receive().wait()  # what this rank has asked before is done
