@@ -87,4 +87,4 @@ def both_are_in(folder):
 
 
 def touch(folder):
-    return f"import os, pathlib, time; pathlib.Path({str(folder)!r}, str(mpi.rank())).touch()"
+    return f"import pathlib; pathlib.Path({str(folder)!r}, str(mpi.rank())).touch()"

@@ -26,7 +26,7 @@ def test_who_waits_for_a_rank_that_failed_is_freed(notebook):
 
 # In a collective an interrupt counts from the moment in which the last rank has called it.
 WATCHED = """
-import threading
+import threading, time
 from torchmpi_py.core import journal, status_board
 
 def report():
@@ -34,7 +34,6 @@ def report():
         time.sleep(0.01)
     {touch}
 
-import time
 threading.Thread(target=report, daemon=True).start()
 {work}
 """

@@ -91,6 +91,7 @@ def test_a_cell_that_heeds_the_interrupt_has_not_failed(notebook, tmp_path):
     interrupt_when(both_are_in(tmp_path))
     output = notebook.good(
         f"""
+        import time
         try:
             {touch(tmp_path)}
             time.sleep(1000)
@@ -113,7 +114,9 @@ def test_an_interrupt_while_the_cell_is_sent(notebook, tmp_path, monkeypatch):
 
     monkeypatch.setattr(rank_job.Connection, "send", late)
     interrupt_when((tmp_path / "0").exists)
-    assert notebook.fails(f"{touch(tmp_path)}\ntime.sleep(1000)").rstrip().endswith("ranks 0-1 of 2 failed")
+    assert (
+        notebook.fails(f"import time\n{touch(tmp_path)}\ntime.sleep(1000)").rstrip().endswith("ranks 0-1 of 2 failed")
+    )
     assert notebook.good("mpi.allreduce(1)") == "[0-1] 2\n"
 
 
