@@ -8,26 +8,13 @@ ranks, six where trainers, a master and a remote worker are told apart.
 import torch.distributed as dist
 
 TRAINERS_MASTER_WORKER = 6
-CASES = {
-    "DdpComparisonTest": [
-        "test_ddp_comparison",
-        "test_ddp_comparison_uneven_inputs",
-        "test_ddp_dist_autograd_local_vs_remote",
-        "test_ddp_dist_autograd_sparse_grads",
-    ],
-    "DdpUnderDistAutogradTest": [
-        "test_backward_ddp_inside",
-        "test_backward_ddp_outside",
-        "test_backward_ddp_outside_uneven_inputs",
-        "test_backward_no_ddp",
-    ],
-    "RpcTest": [
-        "test_deadlock",
-        "test_init_pg_then_rpc",
-        "test_init_rpc_then_pg",
-        "test_pg_init_no_rpc_init",
-    ],
+_NAMES = {
+    "DdpComparisonTest": "comparison comparison_uneven_inputs dist_autograd_local_vs_remote dist_autograd_sparse_grads",
+    "DdpUnderDistAutogradTest": "ddp_inside ddp_outside ddp_outside_uneven_inputs no_ddp",
+    "RpcTest": "deadlock init_pg_then_rpc init_rpc_then_pg pg_init_no_rpc_init",
 }
+_BEGINS = {"DdpComparisonTest": "test_ddp_", "DdpUnderDistAutogradTest": "test_backward_", "RpcTest": "test_"}
+CASES = {name: [_BEGINS[name] + case for case in cases.split()] for name, cases in _NAMES.items()}
 
 
 def classes(size: int) -> dict:

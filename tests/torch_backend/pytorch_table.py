@@ -63,10 +63,10 @@ def table(outcomes: dict, *, is_complete: bool) -> list[str]:
     lines = [f"# on {', '.join(f'{ranks} ranks {backend}' for backend, ranks in columns)}; the guise"]
     for section, paragraphs in sections.items():
         lines.append(f"== {' '.join(section)}")
-        for why, cases in paragraphs.items():
-            is_skipped = set(section) == {"skipped", "-"} and not is_complete
-            names = str(len(cases)) if is_skipped else " ".join(cases)
-            text = f"{why or 'on all ranks'}: {names}"
+        texts = [f"{why or 'on all ranks'}: {' '.join(cases)}" for why, cases in paragraphs.items()]
+        if set(section) == {"skipped", "-"} and not is_complete:
+            texts = ["; ".join(f"{len(cases)} x {why}" for why, cases in paragraphs.items())]
+        for text in texts:
             lines += textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False)
     return lines
 
