@@ -104,9 +104,8 @@ def _of_server(setup: str, call: str, words: str) -> Wait:
 
 def _of_update(name: str, when: int, then: str, words: str) -> Wait:
     """In the step ``when``; behind the last one, if it is 8."""
-    return Wait(
-        TRAINING.replace("MAKE", UPDATES[name]).replace("WHEN", str(when)).replace("THEN", f"update.{then}"), words
-    )
+    program = TRAINING.replace("MAKE", UPDATES[name]).replace("WHEN", str(when))
+    return Wait(program.replace("THEN", then and f"update.{then}"), words)
 
 
 FUTURE = "dist.all_reduce(x, async_op=True).get_future()"
@@ -128,15 +127,15 @@ WAITS = {
     "FSDP2": Wait(FSDP, "allgather"),
     "to make an update": _of_server("", UPDATES["DownpourUpdate"], "settings of an update"),
     "to make a synchronous update": _of_server("", UPDATES["SynchronousUpdate"], "settings of an update"),
-    "to seed": _of_update("EASGDUpdate", 2, "free()", "paramserver.init_tensors"),
+    "to seed": _of_update("EASGDUpdate", 2, "", "paramserver.init_tensors"),
     "DownpourUpdate.take_result": _of_update("DownpourUpdate", 8, "take_result()", "DownpourUpdate.take_result"),
     "EAMSGDUpdate.take_result": _of_update("EAMSGDUpdate", 8, "take_result()", "EAMSGDUpdate.take_result"),
     "DifferenceUpdate.state_dict": _of_update("DifferenceUpdate", 8, "state_dict()", "DifferenceUpdate.state_dict"),
     "StaleSynchronousUpdate.free": _of_update("StaleSynchronousUpdate", 8, "free()", "ParameterServer.free"),
     "SynchronousUpdate.free": _of_update("SynchronousUpdate", 8, "free()", "ParameterServer.free"),
-    "SynchronousUpdate.update": _of_update("SynchronousUpdate", 5, "free()", "SynchronousUpdate.update"),
-    "StaleSynchronousUpdate.update": _of_update("StaleSynchronousUpdate", 5, "free()", "bounded staleness, for rank 1"),
-    "EASGDUpdate.update": _of_update("EASGDUpdate", 5, "count", "mpi.stop"),  # it waits for nobody
+    "SynchronousUpdate.update": _of_update("SynchronousUpdate", 5, "", "SynchronousUpdate.update"),
+    "StaleSynchronousUpdate.update": _of_update("StaleSynchronousUpdate", 5, "", "bounded staleness, for rank 1"),
+    "EASGDUpdate.update": _of_update("EASGDUpdate", 5, "", "mpi.stop"),  # it waits for nobody
     "Hogwild, to make one": _of_server("", "ps.Hogwild(network)", "Hogwild"),
     "Hogwild.free": _of_server("shared = ps.Hogwild(network)", "shared.free()", "Hogwild.free"),
     "paramserver.init": _of_server("", "ps.init(torch.ones(9))", "paramserver.init"),
