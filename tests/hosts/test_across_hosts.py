@@ -4,13 +4,14 @@ Element j of rank r holds a value that depends on both, so that a swapped or los
 which the selector changes the flavour between nodes.
 """
 
-import math
 import os
 import socket
 from pathlib import Path
 
 import pytest
 import torch
+from support.networks import perceptron
+from support.values import total, values
 
 from torchmpi_py import errors
 from torchmpi_py.collectives import registry, selector
@@ -38,10 +39,8 @@ def host_of(ranks):
 
 def counts(verb, size):
     """Elements of float32, a multiple of the ranks: small, and on both sides of each crossover between nodes."""
-    limits = {int(choice.max_bytes) for choice in crossovers(verb) if math.isfinite(choice.max_bytes)}
-    wanted = [4, 20_004] + [
-        limit + more for limit in limits if limit <= MOST_BYTES for more in (-4 * size, 0, 4 * size)
-    ]
+    limits = {choice.max_bytes for choice in crossovers(verb) if choice.max_bytes <= MOST_BYTES}
+    wanted = [4, 20_004] + [int(limit) + more for limit in limits for more in (-4 * size, 0, 4 * size)]
     return sorted({max(1, num_bytes // 4 // size) * size for num_bytes in wanted})
 
 
@@ -50,19 +49,14 @@ def crossovers(verb):
     return [choice for key in keys for choice in selector.selector._rows[key]]
 
 
-def values(rank, count):
-    """Small whole numbers: every sum is exact."""
-    j = torch.arange(count)
-    return ((j * 7 + j // 11 + rank * 3) % 13 - 6).float()
-
-
 def expected(verb, inputs, me, root):
     """What the rank ``me`` has to get; None where the result is another rank's alone."""
     size, count = len(inputs), inputs[0].numel()
     part = slice(me * count // size, (me + 1) * count // size)
     if verb in ("allreduce", "reduce", "reduce_scatter"):
-        total = torch.stack(inputs).sum(0)
-        return {"allreduce": total, "reduce_scatter": total[part], "reduce": total if me == root else inputs[me]}[verb]
+        reduced = total(size, count)
+        of_root = reduced if me == root else inputs[me]
+        return {"allreduce": reduced, "reduce_scatter": reduced[part], "reduce": of_root}[verb]
     if verb in ("allgather", "gather"):
         return torch.cat(inputs) if verb == "allgather" or me == root else None
     if verb == "alltoall":
@@ -115,25 +109,18 @@ def test_messages_between_hosts(ranks):
             ranks.send(values(me, count), 0)
 
 
-def test_numbers_and_objects(ranks, host_of):
-    me, size = ranks.rank(), ranks.size()
-    assert ranks.allreduce(me + 1) == size * (size + 1) // 2
-    assert ranks.allgather(me * me) == [rank * rank for rank in range(size)]
-    assert ranks.broadcast_object({"host": host_of[me], "rank": me}, size - 1) == {
-        "host": host_of[-1],
-        "rank": size - 1,
-    }
-
-
-def test_places(ranks, host_of):
+def test_places_numbers_and_objects(ranks, host_of):
     """The node of a rank is its host, and no other."""
-    me = ranks.rank()
+    me, size = ranks.rank(), ranks.size()
     mine = [rank for rank, host in enumerate(host_of) if host == host_of[me]]
     assert ranks.num_nodes() == len(set(host_of))
-    assert ranks.local_size() == len(mine)
-    assert ranks.local_rank() == mine.index(me)
+    assert (ranks.local_size(), ranks.local_rank()) == (len(mine), mine.index(me))
     with ranks.at(1):  # the default level: a group for each node
         assert ranks.allgather(me) == mine
+    assert ranks.allreduce(me + 1) == size * (size + 1) // 2
+    assert ranks.allgather(me * me) == [rank * rank for rank in range(size)]
+    given = {"host": host_of[me], "rank": me}
+    assert ranks.broadcast_object(given, size - 1) == {"host": host_of[-1], "rank": size - 1}
 
 
 def test_splits_and_spans(ranks, host_of):
@@ -141,14 +128,13 @@ def test_splits_and_spans(ranks, host_of):
     with ranks.split(me % 2, key=-me) as comm:
         members = list(range(me % 2, size, 2))[::-1]
         assert comm.num_nodes == len({host_of[rank] for rank in members})
-        total = torch.stack([values(rank, 70_001) for rank in members]).sum(0)
-        assert torch.equal(ranks.allreduce(values(me, 70_001), comm=comm), total)
+        expected_sum = sum(values(rank, 70_001) for rank in members)
+        assert torch.equal(ranks.allreduce(values(me, 70_001), comm=comm), expected_sum)
         assert torch.equal(ranks.broadcast(values(me, 9), len(members) - 1, comm=comm), values(members[-1], 9))
     crossing = ranks.push_communicator(me % 2)  # groups that do not follow the hosts
     begin, end = ranks.collective_span() if hasattr(ranks, "collective_span") else (0, 1)
     ranks.set_collective_span(0, crossing)
-    total = torch.stack([values(rank, 300_001) for rank in range(size)]).sum(0)
-    assert torch.equal(ranks.allreduce(values(me, 300_001), flavour="hierarchical"), total)
+    assert torch.equal(ranks.allreduce(values(me, 300_001), flavour="hierarchical"), total(size, 300_001))
     ranks.set_collective_span(begin, end)
 
 
@@ -160,22 +146,18 @@ def test_symmetric_memory_is_a_nodes(ranks, host_of):
         ranks.allreduce(wide, flavour="shared")
     with ranks.at(1):
         near = ranks.symmetric_empty(5000)
-    total = torch.stack([values(rank, 5000) for rank in range(size)]).sum(0)
-    mine = [rank for rank in range(size) if host_of[rank] == host_of[me]]
+    of_host = sum(values(rank, 5000) for rank in range(size) if host_of[rank] == host_of[me])
     for flavour in (None, "mpi", "ring", "hierarchical"):
         for x in (wide, near):
-            x.copy_(values(me, 5000))
-            assert torch.equal(ranks.allreduce(x, flavour=flavour), total)
+            assert torch.equal(ranks.allreduce(x.copy_(values(me, 5000)), flavour=flavour), total(size, 5000))
         with ranks.at(1):
-            near.copy_(values(me, 5000))
-            assert torch.equal(ranks.allreduce(near), torch.stack([values(r, 5000) for r in mine]).sum(0))
+            assert torch.equal(ranks.allreduce(near.copy_(values(me, 5000))), of_host)
     x = near.copy_(values(me, 5000)) if me == 0 else values(me, 5000)  # symmetric on some ranks only
-    assert torch.equal(ranks.allreduce(x), total)
+    assert torch.equal(ranks.allreduce(x), total(size, 5000))
 
 
-def network(seed=3):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(20, 700), torch.nn.Tanh(), torch.nn.Linear(700, 3)).double()
+def network():
+    return perceptron(20, 700, 3, dtype=torch.float64)
 
 
 def samples():
@@ -189,16 +171,10 @@ def trained_alone(size, epochs):
     from torchmpi_py.engine import DatasetIterator
 
     net, data = network(), samples()
-    optimizer, order = (
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        DatasetIterator(data, 10, seed=5, rank=0, size=1).order,
-    )
+    order = DatasetIterator(data, 10, seed=5, rank=0, size=1).order
     for epoch in range(epochs):
-        for begin in range(0, len(data), 10 * size):
-            x, y = data[order(epoch)[begin : begin + 10 * size]]
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(net(x), y).backward()
-            optimizer.step()
+        indices = order(epoch)
+        taught(net, [data[indices[begin : begin + 10 * size]] for begin in range(0, len(data), 10 * size)])
     return net
 
 
@@ -250,8 +226,7 @@ def test_parameter_server(ranks):
     for number in range(3):
         server.send(values(me, 100_003).double() + number, "add").wait()
     ranks.barrier()
-    total = torch.stack([values(rank, 100_003) for rank in range(size)]).sum(0).double() * 3 + 3 * size
-    assert torch.equal(server.receive().wait(), total)
+    assert torch.equal(server.receive().wait(), total(size, 100_003, torch.float64) * 3 + 3 * size)
     ranks.barrier()
     if me == size - 1:
         server.send(values(5, 100_003).double(), "copy").wait()
@@ -275,25 +250,24 @@ def test_torch_distributed(ranks):
         dist.all_reduce(x, group=ends)
         assert torch.equal(x, values(0, 50_000) + values(size - 1, 50_000))
     data = samples()
+    places = [[torch.arange(10) + 10 * (step * size + rank) % 240 for rank in range(size)] for step in range(3)]
+    one = taught(network(), [data[torch.cat(of_step)] for of_step in places])
     for hook in (None, torch_backend.average):
         net = network()
         model = torch.nn.parallel.DistributedDataParallel(net)
         if hook:
             model.register_comm_hook(None, hook)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            x, y = data[torch.arange(10) + 10 * (step * size + me) % 240]
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        one = network()
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        for step in range(3):
-            numbers = [torch.arange(10) + 10 * (step * size + rank) % 240 for rank in range(size)]
-            x, y = data[torch.cat(numbers)]
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(one(x), y).backward()
-            optimizer.step()
+        taught(model, [data[of_step[me]] for of_step in places])
         for mine, alone in zip(net.parameters(), one.parameters(), strict=True):
             torch.testing.assert_close(mine, alone, rtol=0, atol=1e-9)
     dist.destroy_process_group()
+
+
+def taught(model, batches):
+    """The model after a step with each batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
