@@ -233,14 +233,6 @@ def test_one_rank_without_a_gpu_is_enough_for_a_no(mpi, probe, monkeypatch):
     assert "no CUDA device (on " in probe(["echo", f"{MARK} right"])
 
 
-@pytest.mark.mpi
-def test_without_a_gpu_no_child_is_asked(mpi, monkeypatch):
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    monkeypatch.setattr(gpu_probe, "run_trial", None)
-    assert "sees no CUDA device (on " in gpu_probe.probe(mpi.communicator(0))
-
-
 class OnGpu(torch.Tensor):
     """A tensor of the host that says it is on a GPU."""
 
@@ -262,11 +254,6 @@ class Recorded:
         return call
 
 
-@dataclasses.dataclass
-class FakeChannel:
-    mpi: Recorded
-
-
 @pytest.fixture
 def log(monkeypatch):
     """What happens, in order: "settle" for the wait for the GPU."""
@@ -275,12 +262,14 @@ def log(monkeypatch):
     return happened
 
 
+@pytest.fixture
+def channel(mpi, log):
+    return types.SimpleNamespace(mpi=Recorded(mpi.communicator(0).direct.mpi, log))
+
+
 @pytest.mark.mpi
-def test_every_call_of_mpi_on_gpu_tensors_comes_after_a_wait(mpi, log):
-    channel = FakeChannel(Recorded(mpi.communicator(0).direct.mpi, log))
-    size = mpi.size()
-    x = torch.arange(2.0 * size).as_subclass(OnGpu)
-    y = torch.empty(2 * size).as_subclass(OnGpu)
+def test_every_call_of_mpi_on_gpu_tensors_comes_after_a_wait(mpi, channel, log):
+    x, y = (torch.arange(2.0 * mpi.size()).as_subclass(OnGpu) for _ in range(2))
     flavour = Mpi()
     flavour.allreduce(channel, x, y, "sum")
     flavour.broadcast(channel, x, 0)
@@ -294,41 +283,33 @@ def test_every_call_of_mpi_on_gpu_tensors_comes_after_a_wait(mpi, log):
 
 
 @pytest.mark.mpi
-def test_a_conversion_comes_before_the_wait(mpi, log, monkeypatch):
-    before = config.current
-    config.use(dataclasses.replace(before, wire_bytes=16, native_async_bytes=0))
+def test_a_conversion_comes_before_the_wait(mpi, channel, log, monkeypatch):
+    monkeypatch.setattr(config, "current", dataclasses.replace(config.current, wire_bytes=16, native_async_bytes=0))
     row = mpi_buffers.reduction(torch.float16, "sum")
-    entry = dataclasses.replace(
-        row,
-        encode=lambda x: (log.append("encode"), row.encode(x))[1],
-        decode=lambda x: (log.append("decode"), row.decode(x))[1],
-    )
+
+    def noting(name):
+        return lambda x: (log.append(name), getattr(row, name)(x))[1]
+
+    entry = dataclasses.replace(row, encode=noting("encode"), decode=noting("decode"))
     monkeypatch.setattr(mpi_buffers, "reduction", lambda dtype, op: entry)
     x = torch.arange(8).half()
-    try:
-        Mpi().allreduce(FakeChannel(Recorded(mpi.communicator(0).direct.mpi, log)), x.as_subclass(OnGpu), x, "sum")
-    finally:
-        config.use(before)
+    Mpi().allreduce(channel, x.as_subclass(OnGpu), x, "sum")
     assert x.tolist() == [mpi.size() * value for value in range(8)]
     assert log == ["encode", "settle", "Allreduce", "decode"] * 2
 
 
 @pytest.mark.mpi
 def test_posts_of_gpu_tensors_come_after_a_wait_and_collectives_are_not_posted(mpi, log, monkeypatch):
-    for name in ("post_send", "post_recv"):
-        posted = getattr(mpi_steps, name)
+    for name in ("send", "recv"):
+        posted = getattr(mpi_steps, f"post_{name}")
         noting = lambda *arguments, posted=posted, name=name: (log.append(name), posted(*arguments))[1]  # noqa: E731
-        monkeypatch.setitem(mpi_flavour._POSTS, name.removeprefix("post_"), noting)
+        monkeypatch.setitem(mpi_flavour._POSTS, name, noting)
     rank, size = mpi.rank(), mpi.size()
     x, y = torch.full((3,), float(rank)).as_subclass(OnGpu), torch.zeros(3).as_subclass(OnGpu)
-    mpi.wait_all(
-        [
-            mpi.recv_async(y, (rank - 1) % size, flavour="mpi"),
-            mpi.send_async(x, (rank + 1) % size, flavour="mpi"),
-        ]
-    )
+    receiving = mpi.recv_async(y, (rank - 1) % size, flavour="mpi")
+    mpi.wait_all([receiving, mpi.send_async(x, (rank + 1) % size, flavour="mpi")])
     assert y.tolist() == [(rank - 1) % size] * 3
-    assert log == ["settle", "post_recv", "settle", "post_send"]
+    assert log == ["settle", "recv", "settle", "send"]
     monkeypatch.setattr(Flavour, "launch", lambda self, operation: f"{operation.name} in the communication thread")
     assert mpi.allreduce_async(x, flavour="mpi") == "allreduce in the communication thread"
     assert mpi.sendreceive_async(x, rank, rank, flavour="mpi") == "sendreceive in the communication thread"
