@@ -64,45 +64,37 @@ def expected(value, count, dtype=torch.float32):
 @pytest.mark.parametrize("is_async", [False, True])
 def test_calls(mpi, stream, is_async, count):
     """Each on values that come late, read at once on the same stream."""
-    size, me = mpi.size(), mpi.rank()
-    last = size - 1
+    size, me, last = mpi.size(), mpi.rank(), mpi.size() - 1
 
     def done(call, *args, **options):
         work = call(*args, **options, async_op=is_async)
         if is_async:
             work.wait()
 
-    total = size * (size - 1) // 2
-    x = late(me, count)
-    done(dist.all_reduce, x)
-    assert torch.equal(x, expected(0, count) * size + total)
-    x = late(me, count, torch.bfloat16)
-    done(dist.all_reduce, x, dist.ReduceOp.MAX)
-    assert torch.equal(x, expected(last, count, torch.bfloat16))
-    x = late(me, count)
-    done(dist.broadcast, x, last)
-    assert torch.equal(x, expected(last, count))
-    x = late(me, count)
-    done(dist.reduce, x, last)
-    assert me != last or torch.equal(x, expected(0, count) * size + total)
+    def empty(number=1):
+        return torch.empty(number * count, device="cuda")
+
+    total = expected(0, size * count) * size + size * (size - 1) // 2
     whole = torch.cat([expected(rank, count) for rank in range(size)])
-    out = torch.empty(size * count, device="cuda")
-    done(ALL_GATHER, out, late(me, count))
+    done(dist.all_reduce, x := late(me, count))
+    assert torch.equal(x, total[:count])
+    done(dist.all_reduce, x := late(me, count, torch.bfloat16), dist.ReduceOp.MAX)
+    assert torch.equal(x, expected(last, count, torch.bfloat16))
+    done(dist.broadcast, x := late(me, count), last)
+    assert torch.equal(x, expected(last, count))
+    done(dist.reduce, x := late(me, count), last)
+    assert me != last or torch.equal(x, total[:count])
+    done(ALL_GATHER, out := empty(size), late(me, count))
     assert torch.equal(out, whole)
-    parts = [torch.empty(count, device="cuda") for _ in range(size)]
-    done(dist.all_gather, parts, late(me, count))
+    done(dist.all_gather, parts := [empty() for _ in range(size)], late(me, count))
     assert torch.equal(torch.cat(parts), whole)
-    out = torch.empty(count, device="cuda")
-    done(REDUCE_SCATTER, out, late(me, size * count))
-    assert torch.equal(out, (expected(0, size * count) * size + total)[me * count : (me + 1) * count])
-    out = torch.empty(size * count, device="cuda")
-    done(dist.all_to_all_single, out, late(me, count).repeat(size))
+    done(REDUCE_SCATTER, out := empty(), late(me, size * count))
+    assert torch.equal(out, total[me * count : (me + 1) * count])
+    done(dist.all_to_all_single, out := empty(size), late(me, count).repeat(size))
     assert torch.equal(out, whole)
-    out = torch.empty(count, device="cuda")
-    done(dist.scatter, out, [late(rank, count) for rank in range(size)] if me == last else None, src=last)
+    done(dist.scatter, out := empty(), [late(rank, count) for rank in range(size)] if me == last else None, src=last)
     assert torch.equal(out, expected(me, count))
-    parts = [torch.empty(count, device="cuda") for _ in range(size)] if me == last else None
-    done(dist.gather, late(me, count), parts, dst=last)
+    done(dist.gather, late(me, count), parts := [empty() for _ in range(size)] if me == last else None, dst=last)
     assert me != last or torch.equal(torch.cat(parts), whole)
 
 

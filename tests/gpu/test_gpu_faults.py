@@ -1,13 +1,12 @@
 """Ranks that die, sleep or call something else while they work on GPU tensors: jobs of their own."""
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from support import jobs
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU that torch can use", allow_module_level=True)
@@ -56,19 +55,11 @@ mpi.stop()
 
 
 def run(tmp_path, flavour, fault, *options):
-    (tmp_path / "program.py").write_text(WORK)
-    environment = {**os.environ, "TORCHMPI_DEADLINE": "5", "TORCHMPI_DUMP_DIR": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torchmpi_py.launch", "-n", "3", "--timeout", "100", *options]
+    settings = {"TORCHMPI_DEADLINE": "5", "TORCHMPI_DUMP_DIR": str(tmp_path)}
+    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    words = ["-n", "3", "--timeout", "100", *options, jobs.write(tmp_path, WORK), flavour, fault]
     begin = time.monotonic()
-    job = subprocess.run(
-        [*command, tmp_path / "program.py", flavour, fault],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=environment,
-        check=False,
-    )
+    job = jobs.torchmpirun(*words, seconds=150, env=settings)
     job.seconds = time.monotonic() - begin
     return job
 
