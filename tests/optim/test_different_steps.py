@@ -4,8 +4,10 @@ import contextlib
 
 import pytest
 import torch
+from loops import loss_of, train
+from support import networks
 
-from torchmpi_py import errors, optim
+from torchmpi_py import errors, nn as mpinn, optim
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
@@ -14,97 +16,43 @@ OPTIMIZERS = {
     "distributed": lambda m, **o: optim.DistributedOptimizer(torch.optim.SGD(m.parameters(), 0.1), m, **o),
     "sharded": lambda m, **o: optim.ShardedOptimizer(m.parameters(), torch.optim.SGD, lr=0.1, **o),
 }
-every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
 
 
-def network():
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).double()
+def made(kind="distributed", **options):
+    module = networks.perceptron(4, 6, 2)
+    return module, OPTIMIZERS[kind](module, **options)
 
 
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
-
-
-def loss_of(module, rank, step):
-    return module(batch(rank, step)).square().mean()
-
-
-def bad(is_bad):
-    if is_bad:
-        raise ValueError("a bad batch")
-
-
-def raises_before_forward(module, optimizer, rank, step, is_bad):
-    optimizer.zero_grad()
-    bad(is_bad)
-    loss_of(module, rank, step).backward()
-    optimizer.step()
-
-
-def raises_before_step(module, optimizer, rank, step, is_bad):
-    """The weights of the ranks then differ."""
-    optimizer.zero_grad()
-    loss_of(module, rank, step).backward()
-    bad(is_bad)
-    optimizer.step()
-
-
-def raises_before_step_and_zeroes_last(module, optimizer, rank, step, is_bad):
-    loss_of(module, rank, step).backward()
-    try:
-        bad(is_bad)
-        optimizer.step()
-    finally:
-        optimizer.zero_grad()
-
-
-LEAVES_OUT_UPDATE = [raises_before_step, raises_before_step_and_zeroes_last]
-
-
-def run(mpi, module, optimizer, loop, bad_step):
-    """Train, leaving a step out on the last rank; the number of the last step that began, and the error's text."""
-    is_bad = mpi.rank() == mpi.size() - 1
-    both = f"in its step {bad_step + 2}, another in its step {bad_step + 1},"
-    for step in range(bad_step + 2):
-        if is_bad and step == bad_step:
-            with pytest.raises(ValueError, match="bad batch"):
-                loop(module, optimizer, mpi.rank(), step, True)
-        elif step <= bad_step:
-            loop(module, optimizer, mpi.rank(), step, False)
-        else:
-            with pytest.raises(errors.RanksDisagree, match=both) as caught:
-                loop(module, optimizer, mpi.rank(), step, False)
-            return step, str(caught.value)
-    raise AssertionError("no step was refused")
-
-
-@pytest.mark.parametrize("loop", LEAVES_OUT_UPDATE)
-def test_an_update_that_a_rank_leaves_out_is_an_error(mpi, loop):
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("zeroes_last", [False, True])
+def test_an_update_that_a_rank_leaves_out_is_an_error(mpi, zeroes_last):
     """The weights differ from then on. (A sharded update is collective, as is the first one of any optimizer.)"""
-    if mpi.size() == 1:
-        pytest.skip("one rank has nobody to differ from")
-    module = network()
-    optimizer = OPTIMIZERS["distributed"](module)
-    last, message = run(mpi, module, optimizer, loop, BAD)
-    assert last == BAD + 1
-    assert f"this one in its step {BAD + 2 - (mpi.rank() == mpi.size() - 1)}," in message
-    optimizer.remove()
+    module, optimizer = made()
+    leaves_out = mpi.rank() == mpi.size() - 1
 
+    def step(number):
+        if not zeroes_last:
+            optimizer.zero_grad()
+        loss_of(module, number, [mpi.rank()]).backward()
+        if number != BAD or not leaves_out:
+            optimizer.step()
+        if zeroes_last:
+            optimizer.zero_grad()
 
-def accumulate_unevenly(mpi, module, optimizer, step):
-    optimizer.zero_grad()
-    for half in range(2 if mpi.rank() or step != 2 else 1):
-        loss_of(module, mpi.rank(), 2 * step + half).backward()
-    optimizer.step()
+    for number in range(BAD + 1):
+        step(number)
+    own = BAD + 1 if leaves_out else BAD + 2
+    with pytest.raises(errors.RanksDisagree, match=f"step {BAD + 2}, another in its step {BAD + 1},") as caught:
+        step(BAD + 1)
+    assert f"this one in its step {own}," in str(caught.value)
 
 
 def no_data_here_in_some_steps(mpi, module, optimizer, step):
+    """And in another one less than the others have."""
     if mpi.rank() or step % 2:
         optimizer.zero_grad()
-        for half in range(2):
-            loss_of(module, mpi.rank(), 2 * step + half).backward()
+        for half in range(2 if mpi.rank() or step != 3 else 1):
+            loss_of(module, 2 * step + half, [mpi.rank()]).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -112,126 +60,69 @@ def no_data_here_in_some_steps(mpi, module, optimizer, step):
 def episodes_of_different_lengths(mpi, module, optimizer, step):
     optimizer.zero_grad()
     for _ in range(2):
-        sum(loss_of(module, mpi.rank(), each) for each in range(1 + mpi.rank() + step)).backward()
+        sum(loss_of(module, each, [mpi.rank()]) for each in range(1 + mpi.rank() + step)).backward()
     optimizer.step()
 
 
-def rank_0_looks_at_outputs(mpi, module, optimizer, step):
-    optimizer.zero_grad()
-    for half in range(2):
-        loss_of(module, mpi.rank(), 2 * step + half).backward()
-    optimizer.step()
+def rank_0_looks_at_outputs_and_zeroes_once_more(mpi, module, optimizer, step):
+    train(module, optimizer, [step], [mpi.rank()], passes=2)
     if mpi.rank() == 0:
-        loss_of(module, 0, 0)  # in training mode, and with a graph
+        loss_of(module, 0, [0])  # in training mode, and with a graph
         module.eval()
         with torch.no_grad():
-            loss_of(module, 0, 0)
+            loss_of(module, 0, [0])
         module.train()
-
-
-def a_forward_pass_is_tried_again(mpi, module, optimizer, step):
-    optimizer.zero_grad()
-    for half in range(2):
-        try:
-            bad(mpi.rank() == 0 and step == 2)
-            loss = loss_of(module, mpi.rank(), 2 * step + half)
-        except ValueError:
-            loss = loss_of(module, mpi.rank(), 2 * step + half)
-        loss.backward()
-    optimizer.step()
+        optimizer.zero_grad()
 
 
 def all_leave_out_a_batch_that_one_finds_bad(mpi, module, optimizer, step):
     is_bad = step == 2 and mpi.rank() == 0
     if not is_bad:
         optimizer.zero_grad()
-    if mpi.allreduce(int(is_bad), op="max"):
-        return
-    for half in range(2):
-        loss_of(module, mpi.rank(), 2 * step + half).backward()
-    optimizer.step()
-
-
-def rank_0_zeroes_once_more(mpi, module, optimizer, step):
-    for _ in range(1 + (mpi.rank() == 0)):
-        optimizer.zero_grad()
-    for half in range(2):
-        loss_of(module, mpi.rank(), 2 * step + half).backward()
-    optimizer.step()
+    if not mpi.allreduce(int(is_bad), op="max"):
+        train(module, optimizer, [step], [mpi.rank()], passes=2)
 
 
 LEGITIMATE = [
-    accumulate_unevenly,
     no_data_here_in_some_steps,
     episodes_of_different_lengths,
-    rank_0_looks_at_outputs,
-    a_forward_pass_is_tried_again,
+    rank_0_looks_at_outputs_and_zeroes_once_more,
     all_leave_out_a_batch_that_one_finds_bad,
-    rank_0_zeroes_once_more,
 ]
 
 
-@every_optimizer
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("loop", LEGITIMATE)
 def test_programs_that_keep_step_are_not_refused(mpi, kind, loop):
-    module = network()
-    optimizer = OPTIMIZERS[kind](module, backward_passes_per_step=2)
-    for step in range(5):
+    module, optimizer = made(kind, backward_passes_per_step=2)
+    for step in range(4):
         loop(mpi, module, optimizer, step)
-    mpi_equal = mpi.allgather(torch.cat([p.detach().view(-1) for p in module.parameters()])).view(mpi.size(), -1)
-    assert (mpi_equal == mpi_equal[0]).all()
-    optimizer.remove()
+    mpinn.check_with_allreduce(module)
 
 
 def test_all_load_a_state_after_one_has_left_out_a_step(mpi):
-    module = network()
-    optimizer = OPTIMIZERS["distributed"](module)
-    for step in range(4):
-        saved = {name: x.clone() for name, x in module.state_dict().items()}, optimizer.state_dict()
-        is_bad = step == 2 and mpi.rank() == 0
-        with contextlib.suppress(ValueError):
-            raises_before_step(module, optimizer, mpi.rank(), step, is_bad)
-        if mpi.allreduce(int(is_bad), op="max"):
-            module.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-    every = mpi.allgather(torch.cat([p.detach().view(-1) for p in module.parameters()])).view(mpi.size(), -1)
-    assert (every == every[0]).all()
-    optimizer.remove()
-
-
-def test_grad_scaler_skips_steps_on_all_ranks(mpi):
-    module = network()
-    optimizer, scaler = OPTIMIZERS["distributed"](module), torch.amp.GradScaler("cpu", init_scale=4.0)
-    for step in range(4):
+    module, optimizer = made()
+    for step in range(3):
+        saved = networks.flat(module), optimizer.state_dict()
+        loss_of(module, step, [mpi.rank()]).backward()
+        is_bad = step == 1 and mpi.rank() == 0
+        if not is_bad:
+            optimizer.step()
         optimizer.zero_grad()
-        factor = float("inf") if step == 1 and mpi.rank() == 0 else 1.0
-        scaler.scale(loss_of(module, mpi.rank(), step) * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    optimizer.remove()
+        if mpi.allreduce(int(is_bad), op="max"):
+            networks.fill(module, saved[0])
+            optimizer.load_state_dict(saved[1])
+    mpinn.check_with_allreduce(module)
 
 
 def test_in_join_ranks_may_leave_steps_out_and_go_on_together_after_it(mpi):
-    module = network()
-    optimizer = OPTIMIZERS["distributed"](module)
+    module, optimizer = made()
     for epoch in range(3):
         with mpi.join(optimizer):
             for step in range(2 + mpi.rank()):
-                try:
-                    raises_before_forward(module, optimizer, mpi.rank(), step, step == epoch and mpi.rank() == 1)
-                except ValueError:
-                    continue
-        raises_before_forward(module, optimizer, mpi.rank(), epoch, False)
-    optimizer.remove()
-
-
-def test_two_networks_in_turns(mpi):
-    """As a GAN's: each optimizer has counts of its own."""
-    generator, critic = network(), network()
-    ours = [OPTIMIZERS["distributed"](module) for module in (generator, critic)]
-    for step in range(3):
-        for _ in range(2):
-            raises_before_forward(critic, ours[1], mpi.rank(), step, False)
-        raises_before_forward(generator, ours[0], mpi.rank(), step, False)
-    for each in ours:
-        each.remove()
+                with contextlib.suppress(ValueError):
+                    if step == epoch and mpi.rank() == 1:
+                        raise ValueError("a bad batch")
+                    train(module, optimizer, [step], [mpi.rank()])
+        train(module, optimizer, [epoch], [mpi.rank()])
+    mpinn.check_with_allreduce(module)

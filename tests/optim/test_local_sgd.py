@@ -4,219 +4,185 @@ import copy
 
 import pytest
 import torch
-from torch.nn.functional import mse_loss
+from loops import assert_close, loss_of, pair, sides, train
+from support import networks
 
 from torchmpi_py import nn as mpinn, optim
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 
-def network():
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2)).double()
-
-
-def train(module, optimizer, rank, step):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    x, y = (torch.randn(5, n, generator=generator, dtype=torch.float64) for n in (7, 2))
-    optimizer.zero_grad()
-    mse_loss(module(x), y).backward()
-    optimizer.step()
-
-
-def values(module):
-    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-
-
-def put(module, flat):
-    with torch.no_grad():
-        for p, part in zip(module.parameters(), flat.split([p.numel() for p in module.parameters()]), strict=True):
-            p.copy_(part.view_as(p))
-
-
 class Simulated:
     """All ranks in this process: a network and an optimizer of each."""
 
-    def __init__(self, size, make):
-        self.modules = [network() for _ in range(size)]
-        self.optimizers = [make(module.parameters()) for module in self.modules]
+    def __init__(self, mpi, make):
+        self.mpi, self.everyone = mpi, range(mpi.size())
+        self.modules = [pair()[0] for _ in self.everyone]
+        self.optimizers = [make(module) for module in self.modules]
 
     def step(self, number):
         for rank, (module, optimizer) in enumerate(zip(self.modules, self.optimizers, strict=True)):
-            train(module, optimizer, rank, number)
+            train(module, optimizer, [number], [rank])
 
-    def average(self, ranks):
-        mean = sum(values(self.modules[rank]) for rank in ranks) / len(ranks)
-        for rank in ranks:
-            put(self.modules[rank], mean)
+    def average(self, ranks=None):
+        """Replace the parameters of these ranks, by default all, by their mean; return it."""
+        ranks = ranks or self.everyone
+        mean = sum(networks.flat(self.modules[rank]) for rank in ranks) / len(ranks)
+        self.fill(mean, ranks)
         return mean
 
+    def fill(self, values, ranks=None):
+        for rank in ranks or self.everyone:
+            networks.fill(self.modules[rank], values)
 
-def momentum(parameters):
-    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
+    def assert_close(self, module):
+        assert_close(module, self.modules[self.mpi.rank()])
 
 
-def adam(parameters):
-    return torch.optim.Adam(parameters, 0.01)
+def momentum(module):
+    return torch.optim.SGD(module.parameters(), 0.05, momentum=0.9)
 
 
-@pytest.mark.parametrize("make", [momentum, adam])
-@pytest.mark.parametrize("start", [0, 5])
+def adam(module):
+    return torch.optim.Adam(module.parameters(), 0.01)
+
+
+@pytest.mark.parametrize(("make", "start"), [(momentum, 0), (adam, 5)])
 def test_averages_now_and_then(mpi, make, start):
-    module, all_ranks = network(), Simulated(mpi.size(), make)
-    ours = optim.LocalSGD(make(module.parameters()), 3, start=start)
-    for step in range(11):
-        train(module, ours, mpi.rank(), step)
+    module, all_ranks = pair()[0], Simulated(mpi, make)
+    ours = optim.LocalSGD(make(module), 3, start=start)
+    for step in range(10):
+        train(module, ours, [step], [mpi.rank()])
         all_ranks.step(step)
         if step < start or (step + 1) % 3 == 0:
-            all_ranks.average(range(mpi.size()))
+            all_ranks.average()
             mpinn.check_with_allreduce(module)
-        torch.testing.assert_close(values(module), values(all_ranks.modules[mpi.rank()]), rtol=1e-9, atol=1e-9)
+        all_ranks.assert_close(module)
     ours.average()
-    torch.testing.assert_close(values(module), all_ranks.average(range(mpi.size())), rtol=1e-9, atol=1e-9)
+    all_ranks.average()
+    all_ranks.assert_close(module)
 
 
 def test_one_local_step_is_averaging(mpi):
     """Of gradients, with SGD and momentum, whose steps are linear in them."""
-    module, other = network(), network()
-    ours = optim.LocalSGD(momentum(module.parameters()), 1)
-    theirs = optim.DistributedOptimizer(momentum(other.parameters()), other)
-    for step in range(20):
-        train(module, ours, mpi.rank(), step)
-        train(other, theirs, mpi.rank(), step)
-    theirs.remove()
-    torch.testing.assert_close(values(module), values(other), rtol=1e-9, atol=1e-9)
+    module, alone = pair()
+    ours = optim.LocalSGD(momentum(module), 1)
+    for m, o, ranks in sides(mpi, module, ours, alone, momentum(alone)):
+        train(m, o, range(6), ranks)
+    assert_close(module, alone)
 
 
 def test_inside_groups_often_and_between_them_seldom(mpi):
     world = mpi.communicator()
     with mpi.split(mpi.rank() % 2) as inner:
-        module, all_ranks = network(), Simulated(mpi.size(), momentum)
-        ours = optim.LocalSGD(momentum(module.parameters()), {world: 6, inner: 2})
+        module, all_ranks = pair()[0], Simulated(mpi, momentum)
+        ours = optim.LocalSGD(momentum(module), {world: 6, inner: 2})
         for step in range(13):
-            train(module, ours, mpi.rank(), step)
+            train(module, ours, [step], [mpi.rank()])
             all_ranks.step(step)
             if (step + 1) % 6 == 0:
-                all_ranks.average(range(mpi.size()))
+                all_ranks.average()
             elif (step + 1) % 2 == 0:
-                for parity in (0, 1):
-                    if members := range(parity, mpi.size(), 2):
-                        all_ranks.average(members)
-            torch.testing.assert_close(values(module), values(all_ranks.modules[mpi.rank()]), rtol=1e-9, atol=1e-9)
-            is_equal = len({tuple(x) for x in mpi.allgather_object(values(module).tolist())}) == 1
+                for parity in range(min(2, mpi.size())):
+                    all_ranks.average(range(parity, mpi.size(), 2))
+            all_ranks.assert_close(module)
+            is_equal = len({tuple(x) for x in mpi.allgather_object(networks.flat(module).tolist())}) == 1
             assert is_equal == ((step + 1) % 6 == 0 or mpi.size() == 1)
 
 
 @pytest.mark.parametrize(("slow_momentum", "slow_lr", "start"), [(0.5, 1.0, 0), (0.0, 0.7, 0), (0.8, 0.9, 3)])
 def test_slow_momentum_by_its_formula(mpi, slow_momentum, slow_lr, start):
-    """SlowMo, algorithm 1; saved and gone on with in the middle."""
-    module, all_ranks = network(), Simulated(mpi.size(), momentum)
+    """SlowMo, algorithm 1; saved and gone on with in the middle.
+
+    What a step of it divides by is the mean rate that the steps had, which may be zero in the end.
+    """
+    module, all_ranks = pair()[0], Simulated(mpi, momentum)
     options = {"slow_momentum": slow_momentum, "slow_lr": slow_lr, "start": start}
-    ours = optim.LocalSGD(momentum(module.parameters()), 4, **options)
-    before, u = values(module), 0.0
-    for step in range(16):
-        train(module, ours, mpi.rank(), step)
-        all_ranks.step(step)
-        if step < start:
-            before = all_ranks.average(range(mpi.size()))
-        elif (step + 1) % 4 == 0:
-            u = slow_momentum * u + (before - all_ranks.average(range(mpi.size()))) / 0.05
-            before = before - slow_lr * 0.05 * u
-            for each in all_ranks.modules:
-                put(each, before)
-        torch.testing.assert_close(values(module), values(all_ranks.modules[mpi.rank()]), rtol=1e-9, atol=1e-9)
-        if step == 9:
-            state = copy.deepcopy(ours.state_dict())
-            module = copy.deepcopy(module)
-            ours = optim.LocalSGD(momentum(module.parameters()), 4, **options)
-            ours.load_state_dict(state)
-
-
-def test_slow_momentum_with_rates_that_end_at_zero(mpi):
-    """What a step of SlowMo divides by is the rate that the steps had, and not the one that the next will have."""
-    module, all_ranks = network(), Simulated(mpi.size(), momentum)
-    ours = optim.LocalSGD(momentum(module.parameters()), 3, slow_momentum=0.5)
-    before, u, rates = values(module), 0.0, [0.05, 0.02, 0.01, 0.05, 0.001, 0.0, 0.0, 0.0, 0.0, 0.02, 0.0, 0.0]
+    ours = optim.LocalSGD(momentum(module), 3, **options)
+    before, u = networks.flat(module), 0.0
+    rates = [0.05, 0.02, 0.01, 0.05, 0.05, 0.05, 0.05, 0.001, 0.0, 0.0, 0.0, 0.0, 0.0, 0.02, 0.0]
     for step, lr in enumerate(rates):
         for each in (ours, *all_ranks.optimizers):
             each.param_groups[0]["lr"] = lr
-        train(module, ours, mpi.rank(), step)
+        train(module, ours, [step], [mpi.rank()])
         all_ranks.step(step)
-        if (step + 1) % 3 == 0 and (mean_rate := sum(rates[step - 2 : step + 1]) / 3):
-            u = 0.5 * u + (before - all_ranks.average(range(mpi.size()))) / mean_rate
-            before = before - mean_rate * u
-            for each in all_ranks.modules:
-                put(each, before)
-        torch.testing.assert_close(values(module), values(all_ranks.modules[mpi.rank()]), rtol=1e-9, atol=1e-9)
+        if step < start:
+            before = all_ranks.average()
+        elif (step + 1) % 3 == 0 and (rate := sum(rates[step - 2 : step + 1]) / 3):
+            u = slow_momentum * u + (before - all_ranks.average()) / rate
+            before = before - slow_lr * rate * u
+            all_ranks.fill(before)
+        all_ranks.assert_close(module)
+        if step == 7:
+            state, module = copy.deepcopy(ours.state_dict()), copy.deepcopy(module)
+            ours = optim.LocalSGD(momentum(module), 3, **options)
+            ours.load_state_dict(state)
     ours.average()  # without a step in between, nothing moves
-    assert torch.equal(values(module), mpi.broadcast(values(module), 0))
-    torch.testing.assert_close(values(module), before, rtol=1e-9, atol=1e-9)
+    mpinn.check_with_allreduce(module)
+    all_ranks.assert_close(module)
 
 
 def test_slow_momentum_begins_where_the_first_step_does(mpi):
     """Parameters that are made equal after the optimizer was made are equal after each average."""
-    module = network()
+    module, _ = pair()
     with torch.no_grad():
         module[0].weight += mpi.rank()
-    ours = optim.LocalSGD(momentum(module.parameters()), 1, slow_momentum=0.5)
+    ours = optim.LocalSGD(momentum(module), 1, slow_momentum=0.5)
     mpinn.synchronize_parameters(module)
     for step in range(2):
-        train(module, ours, mpi.rank(), step)
-        assert torch.equal(values(module), mpi.broadcast(values(module), 0))
+        train(module, ours, [step], [mpi.rank()])
+        mpinn.check_with_allreduce(module)
 
 
 def test_slow_momentum_and_a_group_that_was_added(mpi):
     """Saved before the first step of its parameters."""
 
     def made(module):
-        return optim.LocalSGD(momentum(module[0].parameters()), 3, slow_momentum=0.5)
+        return optim.LocalSGD(momentum(module[0]), 3, slow_momentum=0.5)
 
-    module = network()
+    module, _ = pair()
     ours = made(module)
-    train(module, ours, mpi.rank(), 0)
+    train(module, ours, [0], [mpi.rank()])
     ours.add_param_group({"params": list(module[2].parameters())})
     state, other = copy.deepcopy(ours.state_dict()), copy.deepcopy(module)
     again = made(other)
     again.add_param_group({"params": list(other[2].parameters())})
     again.load_state_dict(state)
-    for step in range(1, 7):
-        train(module, ours, mpi.rank(), step)
-        train(other, again, mpi.rank(), step)
-        assert torch.equal(values(module), values(other))
+    for m, o in ((module, ours), (other, again)):
+        m.zero_grad()
+        train(m, o, range(1, 7), [mpi.rank()])
+    assert torch.equal(networks.flat(module), networks.flat(other))
 
 
 @pytest.mark.parametrize("unscales", [False, True])
 def test_an_overflow_on_one_rank(mpi, unscales):
     """GradScaler leaves out its update; the other ranks take theirs, and all meet for the average."""
-    module, all_ranks = network(), Simulated(mpi.size(), momentum)
-    ours = optim.LocalSGD(momentum(module.parameters()), 2)
+    module, all_ranks = pair()[0], Simulated(mpi, momentum)
+    ours = optim.LocalSGD(momentum(module), 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(6):
-        overflows = step == 2
-        generator = torch.Generator().manual_seed(100 * step + mpi.rank())
-        x, y = (torch.randn(5, n, generator=generator, dtype=torch.float64) for n in (7, 2))
+    for step in range(5):
         ours.zero_grad()
-        loss = mse_loss(module(x), y)
-        if overflows and mpi.rank() == 0:
+        loss = loss_of(module, step, [mpi.rank()])
+        if step == 2 and mpi.rank() == 0:
             loss = loss + module[0].weight[0, 0] * float("inf")
         scaler.scale(loss).backward()
         if unscales:
             scaler.unscale_(ours)
         scaler.step(ours)
         scaler.update()
-        left_out = values(all_ranks.modules[0]), copy.deepcopy(all_ranks.optimizers[0].state_dict())
+        left_out = networks.flat(all_ranks.modules[0]), copy.deepcopy(all_ranks.optimizers[0].state_dict())
         all_ranks.step(step)
-        if overflows:
-            put(all_ranks.modules[0], left_out[0])
+        if step == 2:
+            all_ranks.fill(left_out[0], [0])
             all_ranks.optimizers[0].load_state_dict(left_out[1])
         if (step + 1) % 2 == 0:
-            all_ranks.average(range(mpi.size()))
-        torch.testing.assert_close(values(module), values(all_ranks.modules[mpi.rank()]), rtol=1e-9, atol=1e-9)
+            all_ranks.average()
+        all_ranks.assert_close(module)
     assert scaler.get_scale() == (512.0 if mpi.rank() == 0 else 1024.0)
 
 
 def test_bad_input(mpi):
-    optimizer = momentum(network().parameters())
+    optimizer = momentum(pair()[0])
     world = mpi.communicator()
     for options, told in (
         ({"period": 0}, "period=0"),
@@ -234,4 +200,4 @@ def test_bad_input(mpi):
         with mpi.split(mpi.rank()) as alone, pytest.raises(ValueError, match="the more ranks, the longer"):
             optim.LocalSGD(optimizer, {world: 2, alone: 4})
     with pytest.raises(ValueError, match="split"):
-        optim.LocalSGD(momentum(mpinn.ColumnParallelLinear(4, 4).parameters()))
+        optim.LocalSGD(momentum(mpinn.ColumnParallelLinear(4, 4)))
