@@ -126,68 +126,61 @@ def guarded(folder, *processes, change=("", "")):
         mark.write_text(mark.read_text().replace(*change))
 
 
-def by_one_that_lives(folder, dead):
-    guarded(folder, dead, os.getpid())
-
-
-def without_marks(folder, dead):
-    guarded(folder)
-
-
-def of_another_container(folder, dead):
-    guarded(folder, dead, change=(exit_marks._numbering(), "boot.4026531836"))
-
-
-def of_another_user(folder, dead):
-    guarded(folder, dead)
-    os.chown(folder, STRANGER, -1)
-
-
-def a_link_to_one(folder, dead):
+def linked(folder, dead):
     guarded(folder.with_name("elsewhere"), dead)
     folder.symlink_to(folder.with_name("elsewhere"))
 
 
-def a_file(folder, dead):
-    folder.write_text("")
+def given_away(folder, dead):
+    guarded(folder, dead)
+    os.chown(folder, STRANGER, -1)
 
 
-def marks_of_another_kind(folder, dead):
-    folder.mkdir()
+def marked_otherwise(folder, dead):
+    guarded(folder)
     (folder / "guard-1").write_text("x")
 
 
-def by_a_dead_one(folder, dead):
+def described(folder, dead):
     guarded(folder, dead)
     (folder / "remains").write_text(ascii((dead, set(), {"/dev/shm/x"}, [15])))
 
 
-def by_one_whose_number_is_taken(folder, dead):
-    guarded(folder, os.getpid(), change=(f" {exit_marks._beginning(os.getpid())}", " 1"))
-
-
-def with_a_process_that_lives_on(folder, dead):
+def still_used(folder, dead):
     guarded(folder, dead)
-    environment = {**os.environ, "TORCHMPIRUN_JOB_DIR": str(folder)}
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], env=environment)
 
 
-LEFT = (by_one_that_lives, without_marks, of_another_container, a_link_to_one, a_file, marks_of_another_kind)
-LEFT += (of_another_user,) if os.geteuid() == 0 else ()
-CLEARED = (by_a_dead_one, by_one_whose_number_is_taken, with_a_process_that_lives_on)
+ME = os.getpid()
+LEFT = {
+    "by one that lives": lambda folder, dead: guarded(folder, dead, ME),
+    "without marks": lambda folder, dead: guarded(folder),
+    "of another container": lambda folder, dead: guarded(folder, dead, change=(exit_marks._numbering(), "boot.40265")),
+    "a link to one": linked,
+    "a file": lambda folder, dead: folder.write_text(""),
+    "marks of another kind": marked_otherwise,
+} | ({"of another user": given_away} if os.geteuid() == 0 else {})
+CLEARED = {
+    "by a dead one": described,
+    "by one whose number is taken": lambda folder, dead: guarded(
+        folder, ME, change=(f" {exit_marks._beginning(ME)}", " 1")
+    ),
+    "with a process that lives on": still_used,
+}
 
 
 def test_which_folders_the_next_torchmpirun_clears_away(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with subprocess.Popen(["true"]) as dead:
         pass
-    made = {make: make(tmp_path / f"torchmpirun-{make.__name__}", dead.pid) for make in (*LEFT, *CLEARED)}
+    made = {name: make(tmp_path / f"torchmpirun-{name}", dead.pid) for name, make in (LEFT | CLEARED).items()}
     guardians = cleanup.clear_abandoned()
     assert cleanup.clear_abandoned() == []  # they are at work
     for guardian in guardians:
         guardian.process.wait(30)
-    assert made[with_a_process_that_lives_on].wait(30) == -signal.SIGKILL
+    assert made["with a process that lives on"].wait(30) == -signal.SIGKILL
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"elsewhere", *(f"torchmpirun-{make.__name__}" for make in LEFT)}
+    assert left == {"elsewhere", *(f"torchmpirun-{name}" for name in LEFT)}
     assert len(guardians) == len(CLEARED)
     assert os.listdir(tmp_path / "elsewhere") == [f"guard-{dead.pid}"]

@@ -1,7 +1,6 @@
 """How ranks, hosts, cores and GPUs are divided between groups of ranks; when a group is started again."""
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -77,14 +76,6 @@ def test_the_options_of_a_group(monkeypatch):
     variable = dict(each.split("=", 1) for each in options.env)[group_jobs.VARIABLE]
     assert group_jobs.group_in({group_jobs.VARIABLE: variable}).index == 1
     assert group_jobs.group_in({}) is None
-
-
-def test_marks_of_a_group(tmp_path):
-    group = group_jobs.GroupOfRanks(1, 2, "token", str(tmp_path))
-    group.record_experiment()
-    group.record_end("rank 0 was killed by signal 9")
-    assert sorted(os.listdir(tmp_path)) == ["experiment-1", "reason-1"]
-    group_jobs.GroupOfRanks(1, 2, "token", "/nowhere").record_experiment()  # on another host there is no such folder
 
 
 @pytest.mark.parametrize(

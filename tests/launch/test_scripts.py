@@ -169,12 +169,9 @@ def test_the_image_has_what_the_job_starts(tmp_path):
     assert f"{' '.join(sed[:2])} '{sed[2]}' job.yaml > Dockerfile" in script.read_text()  # as its first line says
     dockerfile = jobs.run(*sed).stdout
     assert dockerfile == (ready_scripts.FOLDER / "Dockerfile").read_text()
-    steps = [line for line in dockerfile.replace("\\\n", "").splitlines() if not line.startswith("#")]
-    assert steps[0].startswith("FROM python:")
-    assert {line.split()[0] for line in steps[1:]} == {"RUN", "WORKDIR", "COPY"}
-    assert "openssh-server" in steps[1]
     # What the image writes for ssh and sshd is configuration that they accept.
-    writes = next(line for line in steps if "StrictModes" in line).removeprefix("RUN ")
+    lines = dockerfile.replace("\\\n", "").splitlines()
+    writes = next(line for line in lines if "StrictModes" in line and line.startswith("RUN")).removeprefix("RUN ")
     folder = tmp_path / "etc"
     for name in ("sshd_config.d", "ssh_config.d"):
         (folder / name).mkdir(parents=True)
