@@ -227,15 +227,6 @@ def test_the_parents_death_ends_the_wait_for_a_reader(monkeypatch, default_signa
     assert heard == [signals.PARENT_ENDED]
 
 
-def test_an_end_that_the_ranks_wanted_is_no_failure(tmp_path):
-    (tmp_path / "part-ended-1").mkdir()  # as where the mark cannot be written
-    for folder in (tmp_path, "", tmp_path / "none"):
-        assert not exit_marks.leave(folder, "ended-1", "143")
-    assert exit_marks.code_of_end(tmp_path) == 0
-    assert exit_marks.leave(tmp_path, "ended-2", "143")
-    assert exit_marks.code_of_end(tmp_path) == 143
-
-
 def test_a_log_of_an_earlier_job_is_replaced(tmp_path):
     (tmp_path / "rank-0.log").write_text("of an earlier job")
     main.check_folder("--log-dir", tmp_path, replaced="rank-0.log")

@@ -57,12 +57,12 @@ def test_a_plain_mpirun(environment, local_size):
 
 
 def test_srun():
-    for nodes, first in {
-        "nodea,b": "nodea",
-        "node[07-12,20]": "node07",
-        "n[3,5]-ib,x": "n3-ib",
-        "a-b,c": "a-b",
-    }.items():
+    for nodes, first in (
+        ("nodea,b", "nodea"),
+        ("node[07-12,20]", "node07"),
+        ("n[3,5]-ib,x", "n3-ib"),
+        ("a-b,c", "a-b"),
+    ):
         found = without_port(set_in(SRUN | {"SLURM_STEP_NODELIST": nodes}))
         assert found == PLACE | {"MASTER_ADDR": first, "GROUP_RANK": "1"}
 
