@@ -177,12 +177,13 @@ def play(steps, options, seconds, code=0, before=""):
     return stand_in.run(starter, before=f"options = {options}\n{before}")
 
 
-def test_who_is_ended_by_the_launcher_has_not_died():
+@pytest.mark.parametrize("system", ["", "del os.pidfd_open"], ids=["today's", "old"])
+def test_who_is_ended_by_the_launcher_has_not_died(system):
     before = (
         "record = jobs.Job.record_deaths\n"
-        "jobs.Job.record_deaths = lambda job, deaths: record(job, deaths) or setattr(job, 'timeout_seconds', 0.1)"
+        "jobs.Job.record_deaths = lambda job, deaths: record(job, deaths) or setattr(job, 'timeout_seconds', 0.1)\n"
     )
-    job = play(["1 die", "0 stay"], {"timeout_seconds": 40}, 50, before=before)
+    job = play(["1 die", "0 stay"], {"timeout_seconds": 40}, 50, before=before + system)
     assert (job.returncode, job.stderr.count("rank 0"), job.stderr.count("rank 1")) == (124, 0, 1), job.stderr
 
 
@@ -225,8 +226,7 @@ def test_what_is_said_of_a_death_is_what_happened_then(options, steps, seconds, 
     assert seen == "".join(lines), job.stderr
 
 
-@pytest.mark.parametrize("before", ["", "del os.pidfd_open"])
-def test_a_death_is_told_also_where_a_rank_that_noticed_it_ended_the_job_first(before):
-    job = play(["1 die", "0 fail"], NOT_ELASTIC, 0.3, code=4, before=before)
+def test_a_death_is_told_also_where_a_rank_that_noticed_it_ended_the_job_first():
+    job = play(["1 die", "0 fail"], NOT_ELASTIC, 0.3, code=4)
     found = r"torchmpirun: rank 1 \(process \d+\) was killed by signal 9\n"
     assert re.fullmatch(found, job.stderr), job.stderr
