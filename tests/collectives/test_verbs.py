@@ -1,11 +1,11 @@
-"""Every verb x dtype x op x layout x size x form x flavour, on any number of ranks, against closed-form answers.
+"""Every verb in every flavour and form, with every dtype and op, on any number of ranks.
 
 Element j on rank r holds a value that depends on both, so that a swapped chunk shows. Every rank computes what every
-other one holds, so the expected result needs no communication. A family of dtypes is one test, with all ops, for pytest
-takes longer than a call does; a failure names the call: verb, dtype, size, layout, op, flavour and rank. One test, on 2
-ranks, in seconds::
+other one holds, so the expected result needs no communication. Each flavour meets each verb with each dtype, and each
+dtype each op; root, size, layout and ``out`` change from one call to the next. A failure names the call: verb, dtype,
+size, layout, op, flavour and rank. One test, on 2 ranks, in seconds::
 
-    torchmpirun -n 2 -m pytest -q --only-mpi "tests/collectives/test_verbs.py::test_reductions[shared-allreduce-floats]"
+    torchmpirun -n 2 -m pytest -q --only-mpi "tests/collectives/test_verbs.py::test_reductions[shared-allreduce]"
 
 The ways to call a verb come from the registry of flavours: a new flavour is tested without a change here.
 """
@@ -26,12 +26,10 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 COMPLEX = [torch.complex64, torch.complex128, torch.complex32]
-SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
-UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
-FAMILIES = {"floats": FLOATS, "complex": COMPLEX, "signed": SIGNED, "unsigned": UNSIGNED, "bool": [torch.bool]}
-DTYPES = [dtype for family in FAMILIES.values() for dtype in family]
-SIZES = [0, 1, 7, 1000, 20011]  # the last one is beyond what is posted natively, for most dtypes
+INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+DTYPES = [*FLOATS, *COMPLEX, *INTEGERS, torch.bool]
 CASES = [(dtype, op) for dtype in DTYPES for op in ops_of(dtype)]
+SMALL, LARGE = (0, 1, 2, 7), (1000, 20011)  # 20011: beyond what is posted natively, for most dtypes
 FORMS = ["blocking", "asynchronous"]  # in the flavour that the selector takes: for these sizes the first one, mpi
 # Flavours for GPU tensors that can be told their devices are carried out on the host: all but streams, events and IPC
 # handles is the same.
@@ -43,51 +41,44 @@ GPU_FLAVOURS = [
 FORCED = [each.name for each in registry.FLAVOURS[1:] if "cpu" in each.devices or each.name in GPU_FLAVOURS]
 # On tensors from mpi.symmetric_empty: the flavours whose ranks exchange headers work on these in place.
 SYMMETRIC = [f"{name} symmetric" for name in FORCED if registry.BY_NAME[name].exchanges_headers]
-WAYS = [*FORMS, *FORCED, *SYMMETRIC]
+UFUNCS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+UFUNCS |= {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
+UFUNCS |= {"land": np.logical_and, "lor": np.logical_or}
+OF_BOOL = {"sum": np.logical_or, "max": np.logical_or, "bor": np.logical_or, "lor": np.logical_or}
+OF_BOOL |= {"bxor": np.logical_xor} | dict.fromkeys(("prod", "min", "band", "land"), np.logical_and)
 
 
 def name(value):
     return str(value).removeprefix("torch.")
 
 
-def integers(dtype, rank, count, op="sum"):
-    """Whole numbers that depend on the element and the rank; small enough for every sum and product to be exact."""
-    j = torch.arange(count)
-    if op == "prod":
-        return (j + rank) % 2 + 1
-    values = (j * 7 + j // 11 + rank * 3) % 13
-    if dtype in UNSIGNED or op in ("band", "bor", "bxor", "land", "lor"):
-        return values
-    return values - 6
-
-
 def values(dtype, rank, count, op="sum"):
-    """What rank ``rank`` holds."""
-    whole = integers(dtype, rank, count, op)
+    """What a rank holds. Floats are small enough for exact results; integers have all bits, and their sums overflow."""
+    j = torch.arange(count)
+    whole = (j * 7 + j // 11 + rank * 3) % 13 - 6
     if dtype == torch.bool:
         return whole % 3 == 0
+    if op == "prod":
+        whole = (j + rank) % 2 + 1
     if dtype.is_complex:
         return torch.complex(whole.double(), (whole.double() + rank) % 3).to(dtype)
-    return whole.double().to(dtype) if dtype.is_floating_point else whole.to(dtype)
+    if dtype.is_floating_point:
+        return whole.double().to(dtype)
+    if op in ("land", "lor"):
+        return (whole // 5).to(dtype)
+    return (whole if op == "prod" else whole * (torch.iinfo(dtype).max // 7 | 1)).to(dtype)
 
 
 def reference(dtype, op, tensors):
-    """The reduction in a wide type, in rank order, rounded once."""
-    if dtype == torch.bool:
-        stack = np.stack([t.numpy() for t in tensors])
-        kind = {"sum": "or", "max": "or", "bor": "or", "lor": "or", "bxor": "xor"}.get(op, "and")
-        return torch.from_numpy(getattr(np, f"logical_{kind}").reduce(stack))
-    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
-    stack = torch.stack([t.to(wide) for t in tensors])
+    """The reduction in a wide type, in rank order, rounded once; of integers the lowest bits, as in torch."""
+    if dtype == torch.bool or dtype in INTEGERS:
+        stack = np.stack([x.numpy() for x in tensors])
+        ufunc = OF_BOOL[op] if dtype == torch.bool else UFUNCS[op]
+        return torch.from_numpy(ufunc.reduce(stack).astype(stack.dtype))
+    stack = torch.stack([x.to(torch.complex128 if dtype.is_complex else torch.float64) for x in tensors])
     if op == "avg":
         return (stack.sum(0) / len(tensors)).to(dtype)
-    if op in ("land", "lor"):
-        return (stack.bool().all(0) if op == "land" else stack.bool().any(0)).to(dtype)
-    if op in ("band", "bor", "bxor"):
-        ufunc = getattr(np, {"band": "bitwise_and", "bor": "bitwise_or", "bxor": "bitwise_xor"}[op])
-        return torch.from_numpy(ufunc.reduce(stack.numpy())).to(dtype)
-    reduced = {"sum": torch.sum, "prod": torch.prod, "min": torch.amin, "max": torch.amax}[op](stack, 0)
-    return reduced.to(dtype)
+    return {"sum": torch.sum, "prod": torch.prod, "min": torch.amin, "max": torch.amax}[op](stack, 0).to(dtype)
 
 
 @functools.cache
@@ -102,60 +93,42 @@ def same(got, expected, op=None):
     got, expected = got.cpu(), expected.cpu()
     assert got.dtype == expected.dtype
     assert got.shape == expected.shape
-    if op is None:
-        np.testing.assert_array_equal(bits(got), bits(expected))
+    if np.array_equal(bits(got), bits(expected)):
         return
-    if np.array_equal(bits(got), bits(expected)):  # which is much faster than what follows
-        return
-    if got.dtype.is_floating_point or got.dtype.is_complex:
-        wide = torch.complex128 if got.dtype.is_complex else torch.float64
-        tolerance = torch.finfo(got.dtype).eps if op == "avg" else 0
-        torch.testing.assert_close(got.to(wide), expected.to(wide), rtol=tolerance, atol=0)
-    else:
-        np.testing.assert_array_equal(got.numpy(), expected.numpy())
+    assert op is not None, "other bits"
+    assert got.dtype.is_floating_point or got.dtype.is_complex, (got, expected)
+    wide = torch.complex128 if got.dtype.is_complex else torch.float64
+    tolerance = torch.finfo(got.dtype).eps if op == "avg" else 0
+    torch.testing.assert_close(got.to(wide), expected.to(wide), rtol=tolerance, atol=0)
 
 
 def bits(x):
     return x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if x.numel() else np.empty(0)
 
 
-def layout(x):
-    """The name of a tensor's layout, as in ``Way.layouts``."""
-    if not x.dim():
-        return "no dimensions"
-    if x.is_contiguous():
-        return "offset" if x.storage_offset() else "flat"
-    return "transposed" if x.dim() == 2 and x.t().is_contiguous() else "strided"
-
-
 def describe(argument):
     """An argument of a verb, for the message of a failure."""
     if not isinstance(argument, torch.Tensor):
         return repr(argument)
-    return f"{name(argument.dtype)} {tuple(argument.shape)} {layout(argument)}"
+    return f"{name(argument.dtype)} {tuple(argument.shape)} strides {argument.stride()} at {argument.storage_offset()}"
 
 
 class Way:
     """How a verb is called: the flavour forced, if any; blocking or not; on which tensors.
 
     ``text``: the name of a flavour, "symmetric", "asynchronous" or several of these. Forced flavours see flat tensors
-    only, so their layouts are fewer.
+    only, so they get no others.
     """
 
     def __init__(self, mpi, text, device="cpu"):
-        self.mpi = mpi
-        self.text = text
-        self.device = device
+        self.mpi, self.text, self.device = mpi, text, device
+        self.rank, self.size = mpi.rank(), mpi.size()
         words = text.split()
         self.flavour = next((word for word in words if word in registry.BY_NAME), None)
-        self.is_symmetric = "symmetric" in words
         self.is_asynchronous = "asynchronous" in words
         self.last_call = None
-        self.pool = mpi.symmetric_empty(16 << 20, dtype=torch.uint8, device=device) if self.is_symmetric else None
+        self.pool = mpi.symmetric_empty(16 << 20, dtype=torch.uint8, device=device) if "symmetric" in words else None
         self.used = 0
-        self.sizes = [0, 7, 20011] if mpi.size() > 3 or self.flavour else SIZES
-        if self.flavour and mpi.size() > 3:  # many ranks on few cores: each meeting takes long
-            self.sizes = [7, 5003]
         self.wanted_ops = None  # all
 
     @functools.cached_property
@@ -167,15 +140,6 @@ class Way:
     def skip_unless_available(self, verb):
         if self.flavour is not None and self.statuses[verb] != "available":
             pytest.skip(f"{self.flavour}: {self.statuses[verb]}")
-
-    def ops(self, dtype):
-        """Those to try: with a flavour on many ranks every third one, each dtype another third."""
-        ops = ops_of(dtype)
-        if self.wanted_ops is not None:
-            return [op for op in ops if op in self.wanted_ops]
-        if self.mpi.size() <= 3 or not (self.flavour or self.is_asynchronous):
-            return ops
-        return ops[DTYPES.index(dtype) % 3 :: 3]
 
     def __call__(self, verb, *args, **kwargs):
         """Call a verb, blocking or not."""
@@ -195,7 +159,7 @@ class Way:
         except Exception as error:
             verb, args, kwargs = self.last_call or ("no call", (), {})
             given = ", ".join([*map(describe, args), *(f"{key}={describe(each)}" for key, each in kwargs.items())])
-            where = f"rank {self.mpi.rank()} of {self.mpi.size()}"
+            where = f"rank {self.rank} of {self.size}"
             raise AssertionError(f"{verb}({given}), {self.text}, on {where}: {error}") from error
 
     def place(self, x):
@@ -207,20 +171,18 @@ class Way:
         placed = self.pool[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
         return placed.copy_(x)
 
-    def layouts(self, x):
-        """The same values in the layouts that a user may pass: (name, tensor)."""
-        yield "flat", self.place(x)
-        if self.flavour is not None:
-            return
-        if x.numel() > 1:
-            wide = torch.zeros(2 * x.numel(), dtype=x.dtype)
-            wide[::2] = x
-            yield "strided", wide.to(self.device)[::2]
-            yield "offset", torch.cat([x[:1], x]).to(self.device)[1:]
-        if x.numel() % 4 == 0:
-            yield "transposed", x.view(4, -1).clone().t().contiguous().to(self.device).t()
-        if x.numel() == 1:
-            yield "no dimensions", x.clone().reshape(()).to(self.device)
+    def laid_out(self, x, turn):
+        """The same values in one of the layouts that a user may pass."""
+        made = [self.place(x)]
+        if self.flavour is None and x.numel() > 1:
+            strided = torch.zeros(2 * x.numel(), dtype=x.dtype)
+            strided[::2] = x
+            made += [strided.to(self.device)[::2], torch.cat([x[:1], x]).to(self.device)[1:]]
+        if self.flavour is None and x.numel() % 4 == 0:
+            made.append(x.view(4, -1).clone().t().contiguous().to(self.device).t())
+        if self.flavour is None and x.numel() == 1:
+            made.append(x.clone().reshape(()).to(self.device))
+        return made[turn % len(made)]
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +194,7 @@ def gpu_flavours_on_the_host():
         yield patch
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=[*FORMS, *FORCED, *SYMMETRIC])
 def way(request, mpi, gpu_flavours_on_the_host):
     """Each way in turn; hierarchical combines the odd and the even ranks."""
     if request.param != "hierarchical":
@@ -244,90 +206,106 @@ def way(request, mpi, gpu_flavours_on_the_host):
     mpi.set_collective_span(0, 1)
 
 
-def allreduce(mpi, dtype, op, way):
-    for count in way.sizes:
-        inputs, expected = reduction(dtype, op, count, mpi.size())
-        for layout, x in way.layouts(inputs[mpi.rank()]):
-            shape = x.shape
-            before = x.clone()
+def sizes_of(turn):
+    """(turn, root, elements) of two calls: a small and a large one."""
+    return [(turn // 4, SMALL[turn % 4]), (turn // 4 + 1, LARGE[turn % 2])]
+
+
+def allreduce(way, dtype, op, turn):
+    for step, count in sizes_of(turn):
+        inputs, expected = reduction(dtype, op, count, way.size)
+        x = way.laid_out(inputs[way.rank], step)
+        before = x.clone()
+        if (turn + step) % 2 or count == LARGE[1]:
             out = way.place(torch.full_like(x, 1))
             assert way("allreduce", x, out=out, op=op) is out
-            same(out, expected.view(shape), op)
-            np.testing.assert_array_equal(bits(x), bits(before), err_msg=f"{layout}: the input was overwritten")
-            assert way("allreduce", x, op=op) is x
-            same(x, expected.view(shape), op)
-        mpi.check_with_allreduce(x, f"allreduce of {count} {dtype} with {op}")
+            same(out, expected.view(x.shape), op)
+            same(x, before)
+        assert way("allreduce", x, op=op) is x
+        same(x, expected.view(x.shape), op)
+    if op == "avg":
+        way.mpi.check_with_allreduce(x, f"average of {dtype}")
 
 
-def reduce(mpi, dtype, op, way):
-    for count in way.sizes:
-        inputs, expected = reduction(dtype, op, count, mpi.size())
-        for root in range(mpi.size()):
-            for _, x in way.layouts(inputs[mpi.rank()]):
-                before = x.clone()
-                out = torch.full_like(x, 1)
-                way("reduce", x, root, out=out, op=op)
-                same(out, expected.view(x.shape) if mpi.rank() == root else torch.full_like(out, 1), op)
-                assert way("reduce", x, root, op=op) is x
-                same(x, expected.view(x.shape) if mpi.rank() == root else before, op)
+def reduce(way, dtype, op, turn):
+    for step, count in sizes_of(turn):
+        inputs, expected = reduction(dtype, op, count, way.size)
+        root = step % way.size
+        x = way.laid_out(inputs[way.rank], step)
+        before = x.clone()
+        if (turn + step) % 2:
+            out = torch.full_like(x, 1)
+            way("reduce", x, root, out=out, op=op)
+            same(out, expected.view(x.shape) if way.rank == root else torch.full_like(out, 1), op)
+            same(x, before)
+        else:
+            assert way("reduce", x, root, op=op) is x
+            same(x, expected.view(x.shape) if way.rank == root else before, op)
 
 
-def reduce_scatter(mpi, dtype, op, way):
-    size = mpi.size()
-    for rows in (0, 1, 3, 4000):
+def reduce_scatter(way, dtype, op, turn):
+    size, me = way.size, way.rank
+    for step, count in sizes_of(turn):
+        rows = count // 5 if count > 7 else count
         inputs, reduced = reduction(dtype, op, size * rows * 2, size)
-        given = inputs[mpi.rank()].view(size * rows, 2)
-        expected = reduced.view(size * rows, 2)[mpi.rank() * rows : (mpi.rank() + 1) * rows]
+        given = inputs[me].view(size * rows, 2)
+        expected = reduced.view(size * rows, 2)[me * rows : (me + 1) * rows]
         x = way.place(given)
-        same(way("reduce_scatter", x, op=op), expected, op)
-        out = torch.empty(2, rows, dtype=dtype, device=x.device).t()
-        assert way("reduce_scatter", x, op=op, out=out) is out
-        same(out, expected, op)
-        np.testing.assert_array_equal(bits(x), bits(given))
+        out = torch.empty(2, rows, dtype=dtype, device=x.device).t() if (turn + step) % 2 else None
+        got = way("reduce_scatter", x, op=op, out=out)
+        assert out is None or got is out
+        same(got, expected, op)
+        same(x, given)
 
 
-def broadcast(mpi, dtype, way):
-    for count in way.sizes:
-        for root in range(mpi.size()):
-            for _, x in way.layouts(values(dtype, mpi.rank(), count)):
-                assert way("broadcast", x, root) is x
-                same(x, values(dtype, root, count).view(x.shape))
+def broadcast(way, dtype, turn):
+    for step, count in enumerate((*SMALL, *LARGE), turn):
+        root = step % way.size
+        x = way.laid_out(values(dtype, way.rank, count), step)
+        assert way("broadcast", x, root) is x
+        same(x, values(dtype, root, count).view(x.shape))
 
 
-def allgather(mpi, dtype, way):
-    size = mpi.size()
-    for rows in ([2] * size, list(range(size)), [0] * size, [3000 + 7 * r for r in range(size)]):
+def rows_of_ranks(size):
+    return [2] * size, range(size), [0] * size, range(3000, 3000 + 7 * size, 7)
+
+
+def allgather(way, dtype, turn):
+    size, me = way.size, way.rank
+    for step, rows in enumerate(rows_of_ranks(size), turn):
         parts = [values(dtype, rank, rows[rank] * 3).view(rows[rank], 3) for rank in range(size)]
-        expected = torch.cat(parts)
-        x = way.place(parts[mpi.rank()])
-        same(way("allgather", x if way.flavour else x.t().contiguous().t()), expected)
-        out = torch.full_like(expected, 1, device=x.device)
-        assert way("allgather", x, out=out) is out
-        same(out, expected)
-    single = values(dtype, mpi.rank(), 1).reshape(()).to(way.device)
+        expected, x = torch.cat(parts), way.place(parts[me])
+        if step % 2:
+            out = torch.full_like(expected, 1, device=x.device)
+            assert way("allgather", x, out=out) is out
+            same(out, expected)
+        else:
+            same(way("allgather", x if way.flavour else x.t().contiguous().t()), expected)
+    single = values(dtype, me, 1).reshape(()).to(way.device)
     same(way("allgather", single), torch.cat([values(dtype, rank, 1) for rank in range(size)]))
 
 
-def gather(mpi, dtype, way):
-    for rows in ([2] * mpi.size(), [0] * mpi.size(), [3000 + 7 * r for r in range(mpi.size())]):
-        parts = [values(dtype, rank, rows[rank] * 3).view(rows[rank], 3) for rank in range(mpi.size())]
-        for root in range(mpi.size()):
-            got = way("gather", way.place(parts[mpi.rank()]), root)
-            assert (got is None) == (mpi.rank() != root)
-            if got is not None:
-                same(got, torch.cat(parts))
+def gather(way, dtype, turn):
+    size, me = way.size, way.rank
+    for step, rows in enumerate(rows_of_ranks(size), turn):
+        parts = [values(dtype, rank, rows[rank] * 3).view(rows[rank], 3) for rank in range(size)]
+        root = step % size
+        got = way("gather", way.place(parts[me]), root)
+        assert (got is None) == (me != root)
+        if got is not None:
+            same(got, torch.cat(parts))
 
 
-def scatter(mpi, dtype, way):
-    size, me = mpi.size(), mpi.rank()
-    for rows in (0, 1, 3000):
+def scatter(way, dtype, turn):
+    size, me = way.size, way.rank
+    for step, rows in enumerate((0, 1, 3000), turn):
+        root = step % size
         inputs = [values(dtype, rank, size * rows * 2).view(size * rows, 2) for rank in range(size)]
-        for root in range(size):
-            same(way("scatter", way.place(inputs[me]), root), inputs[root][me * rows : (me + 1) * rows])
+        same(way("scatter", way.place(inputs[me]), root), inputs[root][me * rows : (me + 1) * rows])
 
 
-def alltoall(mpi, dtype, way):
-    size, me = mpi.size(), mpi.rank()
+def alltoall(way, dtype, turn):
+    size, me = way.size, way.rank
     for rows in (0, 1, 3000):
         inputs = [values(dtype, rank, size * rows * 2).view(size * rows, 2) for rank in range(size)]
         x = way.place(inputs[me])
@@ -340,77 +318,67 @@ def alltoall(mpi, dtype, way):
         same(x, expected)
 
 
-def sendreceive_around_the_ring(mpi, dtype, way):
-    size, me = mpi.size(), mpi.rank()
-    for count in way.sizes:
-        for _, x in way.layouts(values(dtype, me, count)):
-            assert way("sendreceive", x, (me - 1) % size, (me + 1) % size) is x
-            same(x, values(dtype, (me - 1) % size, count).view(x.shape))
+def sendreceive(way, dtype, turn):
+    for step, count in enumerate((*SMALL, *LARGE), turn):
+        before, after = (way.rank - 1) % way.size, (way.rank + 1) % way.size
+        x = way.laid_out(values(dtype, way.rank, count), step)
+        assert way("sendreceive", x, before, after) is x
+        same(x, values(dtype, before, count).view(x.shape))
 
 
-REDUCTIONS = {"allreduce": allreduce, "reduce": reduce, "reduce_scatter": reduce_scatter}
-MOVES = {
-    "broadcast": broadcast,
-    "allgather": allgather,
-    "gather": gather,
-    "scatter": scatter,
-    "alltoall": alltoall,
-    "sendreceive": sendreceive_around_the_ring,
-}
+REDUCTIONS = [allreduce, reduce, reduce_scatter]
+MOVES = [broadcast, allgather, gather, scatter, alltoall, sendreceive]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("verb", REDUCTIONS)
-def test_reductions(mpi, verb, family, way):
-    way.skip_unless_available(verb)
+@pytest.mark.parametrize("call", REDUCTIONS, ids=lambda call: call.__name__)
+def test_reductions(call, way):
+    way.skip_unless_available(call.__name__)
     with way.naming_the_case():
-        for dtype in FAMILIES[family]:
-            for op in way.ops(dtype):
-                REDUCTIONS[verb](mpi, dtype, op, way)
+        for turn, (dtype, op) in enumerate(CASES):
+            if way.wanted_ops is None or op in way.wanted_ops:
+                call(way, dtype, op, turn)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("verb", MOVES)
-def test_moves(mpi, verb, family, way):
-    way.skip_unless_available(verb)
+@pytest.mark.parametrize("call", MOVES, ids=lambda call: call.__name__)
+def test_moves(call, way):
+    way.skip_unless_available(call.__name__)
     with way.naming_the_case():
-        for dtype in FAMILIES[family]:
-            MOVES[verb](mpi, dtype, way)
+        for turn, dtype in enumerate(DTYPES):
+            call(way, dtype, turn)
 
 
-def test_a_failure_names_its_case(mpi, gpu_flavours_on_the_host):
-    way = Way(mpi, "ring asynchronous")
-    expected = rf"allreduce\(float16 \(2, 3\) transposed, op='max'\), ring asynchronous, on rank {mpi.rank()} of .*: it"
-
-    def fail():
-        with way.naming_the_case():
-            way("allreduce", torch.ones(3, 2, dtype=torch.float16).t(), op="max")
-            raise ValueError("it is wrong")
-
-    with pytest.raises(AssertionError, match=expected):
-        fail()
+def send_and_recv(way, dtype, turn):
+    before, after = (way.rank - 1) % way.size, (way.rank + 1) % way.size
+    for step, count in enumerate((*SMALL, *LARGE), turn):
+        x = way.laid_out(values(dtype, way.rank, count), step)
+        got = torch.zeros_like(x)
+        receiving = way.mpi.recv_async(got, before)  # launched first on all ranks: it must not block the send
+        way.mpi.wait_all([receiving, way.mpi.send_async(x, after)])
+        same(got, values(dtype, before, count).view(x.shape))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_send_and_recv(mpi, dtype):
-    size, me = mpi.size(), mpi.rank()
-    for count in SIZES:
-        for _, x in Way(mpi, "blocking").layouts(values(dtype, me, count)):
-            got = torch.zeros_like(x)
-            receiving = mpi.recv_async(got, (me - 1) % size)  # launched first on all ranks: it must not block the send
-            sending = mpi.send_async(x, (me + 1) % size)
-            mpi.wait_all([receiving, sending])
-            same(got, values(dtype, (me - 1) % size, count).view(x.shape))
-    if me == 0 and size > 1:
-        mpi.send(values(dtype, 0, 50000), 1)
-    if me == 1:
-        got = torch.empty(50000, dtype=dtype)
-        assert mpi.recv(got, 0) is got
-        same(got, values(dtype, 0, 50000))
+def test_send_and_recv(mpi):
+    for turn, dtype in enumerate(DTYPES):
+        send_and_recv(Way(mpi, "blocking"), dtype, turn)
+        if mpi.rank() == 0 and mpi.size() > 1:
+            mpi.send(values(dtype, 0, 50000), 1)
+        if mpi.rank() == 1:
+            got = torch.empty(50000, dtype=dtype)
+            assert mpi.recv(got, 0) is got
+            same(got, values(dtype, 0, 50000))
 
 
-def call(mpi, form, verb, *args, **kwargs):
-    return Way(mpi, form)(verb, *args, **kwargs)
+@pytest.mark.parametrize("form", FORMS)
+def test_long_messages_travel_in_pieces(mpi, monkeypatch, form):
+    """With messages of at most 1000 bytes every verb takes the path of tensors beyond 2^31 bytes."""
+    monkeypatch.setattr(config, "current", config.Tuning(native_async_bytes=8, message_bytes=1000, wire_bytes=600))
+    way = Way(mpi, form)
+    with way.naming_the_case():
+        for turn, dtype in enumerate((torch.float32, torch.bfloat16, torch.uint8, torch.complex128)):
+            for number, reduced in enumerate(REDUCTIONS, turn):
+                reduced(way, dtype, "sum", number)
+            for number, moved in enumerate([*MOVES, send_and_recv], turn):
+                moved(way, dtype, number)
 
 
 @pytest.mark.parametrize("forced", [*FORCED, *SYMMETRIC])
@@ -418,179 +386,14 @@ def test_flavours_in_the_communication_thread(mpi, forced, gpu_flavours_on_the_h
     """Blocking and asynchronous calls take turns, so that the two threads' memory would show if it were one."""
     background, direct = Way(mpi, f"{forced} asynchronous"), Way(mpi, forced)
     background.skip_unless_available("allreduce")
-    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
-    for turn, root in enumerate(range(mpi.size()) if mpi.size() <= 3 else (0, mpi.size() - 1)):
-        for dtype in dtypes if mpi.size() <= 3 else dtypes[turn::2]:
-            inputs = [values(dtype, rank, 600_001) for rank in range(mpi.size())]
-            background.used = 0  # the three must not overlap
-            x, y, z = (background.place(inputs[mpi.rank()]) for _ in range(3))
-            handles = [mpi.allreduce_async(x, flavour=background.flavour)]
-            handles += [mpi.broadcast_async(y, root, flavour=background.flavour)]
-            same(direct("allreduce", z), reference(dtype, "sum", inputs), "sum")
-            mpi.wait_all(handles)
-            same(x, reference(dtype, "sum", inputs), "sum")
-            same(y, inputs[root])
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_objects(mpi, form):
-    for root in range(mpi.size()):
-        thing = {"rank": mpi.rank(), "x": torch.arange(3) + mpi.rank()}
-        got = call(mpi, form, "broadcast_object", thing, root)
-        assert got["rank"] == root
-        assert torch.equal(got["x"], torch.arange(3) + root)
-    assert call(mpi, form, "allgather_object", (mpi.rank(), "é")) == [(r, "é") for r in range(mpi.size())]
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=name)
-def test_random_sums_are_rounded_once(mpi, dtype):
-    """16-bit floats accumulate in float32: the error against float64 stays below one rounding of the dtype."""
-    inputs = [torch.randn(5000, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(mpi.size())]
-    x = mpi.allreduce(inputs[mpi.rank()].clone())
-    exact = torch.stack([t.double() for t in inputs]).sum(0)
-    scale = torch.stack([t.double().abs() for t in inputs]).sum(0)
-    # a rounding of the result, plus those of accumulation; 1e-3 is float8's smallest step near zero
-    bound = (
-        torch.finfo(dtype).eps * exact.abs() + mpi.size() * 2.0**-23 * scale + (1e-2 if dtype.itemsize == 1 else 1e-7)
-    )
-    if dtype == torch.float64:
-        bound = mpi.size() * 2.0**-52 * scale
-    assert ((x.double() - exact).abs() <= bound).all()
-    mpi.check_with_allreduce(x)
-
-
-@pytest.mark.parametrize("dtype", SIGNED + UNSIGNED, ids=name)
-@pytest.mark.parametrize("form", FORMS)
-def test_sums_wrap_around(mpi, form, dtype):
-    """In every order, as in torch: 100 + 100 - 100 is 100 in int8, though 100 + 100 does not fit."""
-    rank, size, count, kind = mpi.rank(), mpi.size(), 1000, np.dtype(name(dtype))
-    j = np.arange(count * size)
-    arrays = [((j + r) % 5).astype(kind) * (np.iinfo(kind).max // 3) + j.astype(kind) for r in range(size)]
-    expected, mine = torch.from_numpy(np.add.reduce(arrays, dtype=kind)), torch.from_numpy(arrays[rank])
-    assert torch.equal(call(mpi, form, "allreduce", mine.clone()), expected)
-    assert torch.equal(call(mpi, form, "reduce_scatter", mine), expected[count * rank : count * (rank + 1)])
-    reduced = call(mpi, form, "reduce", mine.clone(), size - 1)
-    assert torch.equal(reduced, expected if rank == size - 1 else mine)
-
-
-@pytest.mark.parametrize("dtype", [t for t in FLOATS if t != torch.float8_e4m3fn], ids=name)
-def test_special_values(mpi, dtype):
-    """NaN wins in min and max on every rank; infinities and signed zeros keep their order."""
-    inf, nan = float("inf"), float("nan")
-    first = torch.tensor([nan, 1.0, -inf, inf, -0.0, 3.0, -1.0]).to(dtype)
-    other = torch.tensor([2.0, nan, 5.0, -inf, 0.0, -4.0, -2.0]).to(dtype)
-    last = mpi.rank() == mpi.size() - 1
-    for op in ("min", "max"):
-        x = mpi.allreduce((first if last else other).clone(), op=op)
-        both = getattr(torch, f"{op}imum")(first.float(), other.float() if mpi.size() > 1 else first.float())
-        torch.testing.assert_close(x.float(), both, equal_nan=True, rtol=0, atol=0)
-        zero = x[4].item()
-        expected = "-0.0" if op == "min" or mpi.size() == 1 else "0.0"
-        assert str(zero) == expected
-        mpi.check_with_allreduce(x)
-    x = mpi.allreduce((first if last else other).clone())
-    assert x[0].isnan()
-    assert x[1].isnan() or mpi.size() == 1
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_alone_with_one_memory_for_both(mpi, form):
-    """A rank that is alone may give its tensor as ``out`` too, which MPI forbids."""
-    x, expected = torch.arange(1000) + mpi.rank(), torch.arange(1000) + mpi.rank()
-    with mpi.split(mpi.rank()) as alone:
-        for verb in ("scatter", "reduce_scatter", "alltoall", "allreduce", "reduce", "allgather", "gather"):
-            assert call(mpi, form, verb, x, out=x, comm=alone) is x
-            assert torch.equal(x, expected), verb
-
-
-def test_lazy_conjugation_and_negation(mpi):
-    z = torch.complex(torch.arange(4.0), torch.ones(4) + mpi.rank())
-    total = sum(torch.complex(torch.arange(4.0), torch.ones(4) + rank) for rank in range(mpi.size()))
-    torch.testing.assert_close(mpi.allreduce(z.conj().clone().conj(), out=torch.empty(4, dtype=z.dtype)), total)
-    torch.testing.assert_close(mpi.allreduce(z.conj(), out=torch.empty(4, dtype=z.dtype)), total.conj())
-    torch.testing.assert_close(mpi.allreduce(z.conj().imag, out=torch.empty(4)), total.conj().imag)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_no_gradient_goes_through_what_a_verb_has_written(mpi, form):
-    """It would be that of a verb that changes nothing. Values may be averaged for a log all the same."""
-
-    def called(verb, *args, **kwargs):
-        if form == "asynchronous":
-            return getattr(mpi, f"{verb}_async")(*args, **kwargs).wait()
-        return getattr(mpi, verb)(*args, **kwargs)
-
-    weight = torch.ones(4, requires_grad=True)
-    for verb, args in (("allreduce", ()), ("broadcast", (0,)), ("sendreceive", (mpi.rank(), mpi.rank()))):
-        for view in (lambda x: x, lambda x: x[1:3], lambda x: x.reshape(2, 2).t()):
-            x = view(weight * 2)
-            result = called(verb, x, *args)
-            with pytest.raises(RuntimeError, match=rf"that {verb} has overwritten.*nn\.functional\.{verb}"):
-                (result**2).sum().backward()
-            assert weight.grad is None
-    out = weight * 3
-    called("allreduce", torch.ones(4), out=out)
-    with pytest.raises(RuntimeError, match="has overwritten"):
-        out.sum().backward()
-    loss = (weight * 2).sum()
-    loss.backward()
-    assert called("allreduce", loss).item() == 8 * mpi.size()
-    assert weight.grad.tolist() == [2.0] * 4
-    assert called("allreduce", weight).requires_grad  # a leaf: parameters are broadcast and averaged
-    with torch.no_grad():
-        assert called("allreduce", torch.ones(4, requires_grad=True) * 2)[0] == 2 * mpi.size()
-    x = torch.ones(4, requires_grad=True) * 2
-    with pytest.raises(ValueError, match="op 'mean' is unknown"):
-        called("allreduce", x, op="mean")
-    x.sum().backward()  # nothing was written
-    for view in (lambda p: p.view(-1), lambda p: p[0], lambda p: p.chunk(2)[1]):
-        parameter = torch.nn.Parameter(torch.ones(4, 2))
-        called("allreduce", view(parameter))  # of a parameter
-        parameter.sum().backward()
-    with pytest.raises(ValueError, match=r"part of autograd's graph; pass x.detach\(\)"):
-        called("allreduce", (weight * 2).unbind()[0])
-
-
-def test_long_messages_travel_in_pieces(mpi, monkeypatch):
-    """With messages of at most 1000 bytes every verb takes the path of tensors beyond 2^31 bytes."""
-
-    monkeypatch.setattr(config, "current", config.Tuning(native_async_bytes=8, message_bytes=1000, wire_bytes=600))
-    size, me, rows = mpi.size(), mpi.rank(), 701
-    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.complex128):
-        for form in FORMS:
-            inputs = [values(dtype, rank, size * rows) for rank in range(size)]
-            x, total, mine = inputs[me], reference(dtype, "sum", inputs), slice(me * rows, (me + 1) * rows)
-            same(call(mpi, form, "allreduce", x.clone()), total, "sum")
-            same(call(mpi, form, "allreduce", x, out=torch.empty_like(x)), total, "sum")
-            same(call(mpi, form, "reduce", x.clone(), size - 1), total if me == size - 1 else x, "sum")
-            same(call(mpi, form, "reduce_scatter", x), total[mine], "sum")
-            same(call(mpi, form, "broadcast", x.clone(), size - 1), inputs[size - 1])
-            same(call(mpi, form, "alltoall", x.clone()), torch.cat([part[mine] for part in inputs]))
-            same(call(mpi, form, "scatter", x, size - 1), inputs[size - 1][mine])
-            parts = [part[: 300 * (rank + 1)] for rank, part in enumerate(inputs)]
-            same(call(mpi, form, "allgather", parts[me]), torch.cat(parts))
-            got = call(mpi, form, "gather", parts[me], size - 1)
-            if me == size - 1:
-                same(got, torch.cat(parts))
-            same(call(mpi, form, "sendreceive", x.clone(), (me - 1) % size, (me + 1) % size), inputs[me - 1])
-            received = torch.empty_like(x)
-            mpi.wait_all([mpi.recv_async(received, (me - 1) % size), mpi.send_async(x, (me + 1) % size)])
-            same(received, inputs[me - 1])
-
-
-@pytest.mark.parametrize("flavour", ["mpi", "shared", "ring", "gloo"])
-def test_true_is_any_byte_but_zero(request, mpi, flavour):
-    """As in a view of a mask of bytes; torch takes each for True."""
-    if flavour == "shared":
-        request.getfixturevalue("one_node")
-    rank, size = mpi.rank(), mpi.size()
-    make = torch.tensor([1 << rank % 8, 255 if rank % 2 else 1, 0, rank], dtype=torch.uint8).view(torch.bool)
-    expected = {
-        "min": [True, True, False, size == 1 and rank > 0],
-        "bxor": [size % 2 == 1, size % 2 == 1, False, (size - 1) % 2 == 1],
-        "max": [True, True, False, size > 1],
-    }
-    for op, right in expected.items():
-        assert mpi.allreduce(make.clone(), op=op, flavour=flavour).ne(0).tolist() == right, op
-    parts = mpi.reduce_scatter(make.repeat(size), op="land", flavour=flavour)
-    assert parts.tolist() == expected["min"]
+    for root, dtype in ((0, torch.float32), (mpi.size() - 1, torch.bfloat16), (0, torch.int64), (0, torch.bool)):
+        count = 600_001 if dtype == torch.float32 else 20_011
+        inputs, total = reduction(dtype, "sum", count, mpi.size())
+        background.used = 0  # the three must not overlap
+        x, y, z = (background.place(inputs[mpi.rank()]) for _ in range(3))
+        handles = [mpi.allreduce_async(x, flavour=background.flavour)]
+        handles += [mpi.broadcast_async(y, root, flavour=background.flavour)]
+        same(direct("allreduce", z), total, "sum")
+        mpi.wait_all(handles)
+        same(x, total, "sum")
+        same(y, inputs[root])
