@@ -1,11 +1,14 @@
 """A mistake raises the same clear error on every rank, before a byte moves; afterwards everything still works."""
 
+import decimal
 import inspect
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
+from torchmpi_py.core import config
 from torchmpi_py.errors import CommunicatorError, RanksDisagree, Unavailable
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
@@ -20,33 +23,34 @@ def raises_everywhere(mpi, kind, match, call, *args, **kwargs):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("verb", ["broadcast", "reduce", "gather", "scatter", "broadcast_object"])
 @pytest.mark.parametrize("form", ["", "_async"])
-def test_a_root_out_of_range(mpi, verb, form):
-    call = getattr(mpi, verb + form)
-    x = torch.ones(mpi.size())
-    raises_everywhere(mpi, ValueError, rf"{verb}: root={mpi.size()} is not a rank.*0 to", call, x, mpi.size())
-    raises_everywhere(mpi, ValueError, rf"{verb}: root=-1", call, x, -1)
-    raises_everywhere(mpi, TypeError, rf"{verb}: root must be a rank", call, x, 1.0)
+def test_ranks_out_of_range(mpi, form):
+    x, size = torch.ones(mpi.size()), mpi.size()
+    for verb in ("broadcast", "reduce", "gather", "scatter", "broadcast_object"):
+        call = getattr(mpi, verb + form)
+        raises_everywhere(mpi, ValueError, rf"{verb}: root={size} is not a rank.*0 to", call, x, size)
+        raises_everywhere(mpi, ValueError, rf"{verb}: root=-1", call, x, -1)
+        raises_everywhere(mpi, TypeError, rf"{verb}: root must be a rank", call, x, 1.0)
+    raises_everywhere(mpi, TypeError, "the tensor comes first, then root", getattr(mpi, f"broadcast{form}"), 0, x)
+    exchange = getattr(mpi, f"sendreceive{form}")
+    raises_everywhere(mpi, ValueError, f"source={size}", exchange, x, size, 0)
+    raises_everywhere(mpi, ValueError, "destination=-1", exchange, x, 0, -1)
+    raises_everywhere(mpi, ValueError, f"destination={size}", getattr(mpi, f"send{form}"), x, size)
+    raises_everywhere(mpi, ValueError, f"source={size}", getattr(mpi, f"recv{form}"), x, size)
 
 
-def test_an_expanded_tensor(mpi):
-    """Root alone would write into it; all are told."""
-    x = torch.ones(1).expand(4)
-    raises_everywhere(mpi, ValueError, "reduce: cannot write into an expanded", mpi.reduce, x, mpi.size() - 1)
-    raises_everywhere(mpi, ValueError, "reduce: cannot write into an expanded", mpi.reduce, torch.ones(4), out=x)
-    raises_everywhere(mpi, ValueError, "allreduce: cannot write into an expanded", mpi.allreduce_async, x)
-    huge = torch.ones(1).expand(1 << 40)  # nobody looks at each element
-    raises_everywhere(mpi, ValueError, "broadcast: cannot write into an expanded", mpi.broadcast, huge)
+def test_tensors_that_cannot_be_written(mpi):
+    """Root alone would write into some; all are told."""
+    words, x = "cannot write into an expanded", torch.ones(1).expand(4 * mpi.size())
+    for verb in ("allreduce", "allreduce_async", "broadcast", "alltoall"):
+        raises_everywhere(mpi, ValueError, f"{verb.removesuffix('_async')}: {words}", getattr(mpi, verb), x)
+    raises_everywhere(mpi, ValueError, f"reduce: {words}", mpi.reduce, x, mpi.size() - 1)
+    raises_everywhere(mpi, ValueError, f"reduce: {words}", mpi.reduce, x.clone(), out=x)
+    raises_everywhere(mpi, ValueError, words, mpi.broadcast, torch.ones(1).expand(1 << 40))  # nobody looks at each
     overlapping, interleaved = torch.zeros(4).as_strided((3, 2), (1, 1)), torch.zeros(8).as_strided((2, 3), (3, 2))
-    raises_everywhere(
-        mpi, ValueError, "cannot write into an expanded", mpi.allreduce, torch.ones(3, 2), out=overlapping
-    )
+    raises_everywhere(mpi, ValueError, words, mpi.allreduce, torch.ones(3, 2), out=overlapping)
     assert (mpi.allreduce(torch.ones(2, 3), out=interleaved) == mpi.size()).all()
-
-
-def test_a_root_in_the_place_of_the_tensor(mpi):
-    raises_everywhere(mpi, TypeError, "the tensor comes first, then root", mpi.broadcast, 0, torch.ones(3))
+    assert (mpi.allreduce(x, out=torch.empty(x.shape)) == mpi.size()).all()
 
 
 @pytest.mark.parametrize("form", ["", "_async"])
@@ -54,36 +58,21 @@ def test_arguments_of_other_packages(mpi, form):
     x = torch.ones(3)
     for verb in ("allreduce", "broadcast", "broadcast_object"):
         call = getattr(mpi, verb + form)
-        raises_everywhere(
-            mpi, TypeError, f"^{verb}: got an unexpected keyword argument 'name'; arguments are: ", call, x, name="x"
-        )
-        raises_everywhere(
-            mpi, TypeError, f"^{verb}: got an unexpected keyword argument 'typo'; arguments are: ", call, x, typo=1
-        )
+        raises_everywhere(mpi, TypeError, f"^{verb}: .*keyword argument 'typo'; arguments are: ", call, x, typo=1)
         raises_everywhere(mpi, TypeError, f"^{verb}: too many positional arguments; arguments are: ", call, *[x] * 5)
-        raises_everywhere(mpi, TypeError, f"^{verb}: missing a required argument: '(x|obj)'; arguments are: ", call)
+        raises_everywhere(mpi, TypeError, f"^{verb}: missing .*: '(x|obj)'; arguments are: ", call)
     assert x.eq(1).all()
-
-
-def test_sources_and_destinations_out_of_range(mpi):
-    x, size = torch.ones(3), mpi.size()
-    raises_everywhere(mpi, ValueError, f"source={size}", mpi.sendreceive, x, size, 0)
-    raises_everywhere(mpi, ValueError, "destination=-1", mpi.sendreceive, x, 0, -1)
-    raises_everywhere(mpi, ValueError, f"destination={size}", mpi.send, x, size)
-    raises_everywhere(mpi, ValueError, f"source={size}", mpi.recv, x, size)
 
 
 def test_unknown_and_undefined_ops(mpi):
     for verb in ("allreduce", "reduce", "reduce_scatter"):
-        call = getattr(mpi, verb)
-        message = raises_everywhere(mpi, ValueError, "op 'mean' is unknown", call, torch.ones(mpi.size()), op="mean")
+        call, x = getattr(mpi, verb), torch.ones(mpi.size())
+        message = raises_everywhere(mpi, ValueError, "op 'mean' is unknown", call, x, op="mean")
         assert "sum, avg, prod, min, max, band, bor, bxor, land, lor" in message
-        z = torch.ones(mpi.size(), dtype=torch.complex64)
-        raises_everywhere(
-            mpi, ValueError, "'min' is not defined for torch.complex64.*sum, avg, prod", call, z, op="min"
-        )
-        raises_everywhere(mpi, ValueError, "'avg' is not defined for torch.int64", call, z.real.long(), op="avg")
-        raises_everywhere(mpi, ValueError, "'band' is not defined for torch.float32", call, z.real, op="band")
+        words = "'min' is not defined for torch.complex64.*sum, avg, prod"
+        raises_everywhere(mpi, ValueError, words, call, x.to(torch.complex64), op="min")
+        raises_everywhere(mpi, ValueError, "'avg' is not defined for torch.int64", call, x.long(), op="avg")
+        raises_everywhere(mpi, ValueError, "'band' is not defined for torch.float32", call, x, op="band")
     raises_everywhere(mpi, ValueError, "op 'mean' is unknown", mpi.allreduce, 1.0, op="mean")
     raises_everywhere(mpi, ValueError, "'max' is not defined for torch.complex128", mpi.allreduce, 1j, op="max")
     raises_everywhere(mpi, ValueError, "'bor' is not defined for torch.float64", mpi.allreduce, 1.5, op="bor")
@@ -102,18 +91,26 @@ def test_an_out_that_does_not_fit(mpi):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_an_out_that_does_not_fit_on_one_rank_only(mpi):
+def test_what_is_wrong_on_one_rank_only(mpi):
     """What the other ranks cannot see is told to them: nobody is left waiting."""
-    x, size = torch.ones(1, 2), mpi.size()
-    wrong = torch.empty(size + (mpi.rank() == 1), 2)
+    x, wrong = torch.ones(1, 2), torch.empty(mpi.size() + (mpi.rank() == 1), 2)
     raises_everywhere(mpi, ValueError, "another shape.* on rank 1", mpi.allgather, x, out=wrong)
     raises_everywhere(mpi, ValueError, "another shape.* on rank 1", mpi.gather, x, 1, out=wrong)
+    raises_everywhere(mpi, ValueError, "into 64 bits", mpi.allreduce, 2**63 if mpi.rank() == 0 else 1)
+    x = torch.ones(2, 3 if mpi.rank() else 4)
+    message = raises_everywhere(mpi, RanksDisagree, "only dim 0 may differ", mpi.allgather, x)
+    assert "rank 0 brings torch.float32 (2, 4), rank 1 brings torch.float32 (2, 3)" in message
+    y = torch.ones(2, dtype=torch.float64 if mpi.rank() else torch.int64)
+    raises_everywhere(mpi, RanksDisagree, "rank 0 brings torch.int64", mpi.gather, y)
+    handle = mpi.allgather_async(x)
+    for _ in range(2):
+        raises_everywhere(mpi, RanksDisagree, "only dim 0 may differ", handle.wait)
 
 
 @pytest.mark.parametrize("form", ["", "_async"])
 def test_help_shows_the_whole_contract(mpi, form):
     shown = inspect.getdoc(getattr(mpi, f"reduce{form}"))
-    for part in ("with ``op``; ``root`` gets the result", "op: sum, avg", "comm: ", "flavour: ", "Raises TypeError"):
+    for part in ("``root`` gets the result", "op: sum, avg", "comm: ", "flavour: ", "Raises TypeError"):
         assert part in shown
     assert ("Returns a Handle" in shown) == bool(form)
 
@@ -136,65 +133,37 @@ def test_attributes_of_errors(mpi):
         assert (str(again), again.verb, again.comm, again.rank) == (str(caught.value), verb, None, mpi.rank())
     error = CommunicatorError("no call")
     assert (error.verb, error.comm, error.rank) == (None, None, None)
-    got = torch.empty(1)
-    handle = mpi.recv_async(got, 1 - mpi.rank()) if mpi.rank() < 2 else None
-    if handle is not None:
+    pair, got = mpi.split(int(mpi.rank() > 1)), torch.empty(1)
+    if mpi.rank() < 2:
+        handle = mpi.recv_async(got, 1 - mpi.rank(), comm=pair)
         with pytest.raises(mpi.CollectiveTimeout) as caught:
             handle.wait(0.01)
-        assert (caught.value.verb, caught.value.comm, caught.value.rank) == ("recv", comm, mpi.rank())
-    mpi.barrier()
-    if handle is not None:
-        mpi.send(torch.ones(1), 1 - mpi.rank())
+        assert (caught.value.verb, caught.value.comm, caught.value.rank) == ("recv", pair, mpi.rank())
+        mpi.barrier(comm=pair)
+        mpi.send(torch.ones(1), 1 - mpi.rank(), comm=pair)
         assert handle.wait() is got
-
-
-@pytest.mark.mpi(min_size=2)
-def test_gathering_different_things(mpi):
-    x = torch.ones(2, 3 if mpi.rank() else 4)
-    message = raises_everywhere(mpi, RanksDisagree, "only dim 0 may differ", mpi.allgather, x)
-    assert "rank 0 brings torch.float32 (2, 4), rank 1 brings torch.float32 (2, 3)" in message
-    y = torch.ones(2, dtype=torch.float64 if mpi.rank() else torch.int64)
-    raises_everywhere(mpi, RanksDisagree, "rank 0 brings torch.int64", mpi.gather, y)
-    handle = mpi.allgather_async(x)
-    for _ in range(2):
-        raises_everywhere(mpi, RanksDisagree, "only dim 0 may differ", handle.wait)
+    pair.free()
 
 
 def test_things_that_are_no_tensors(mpi):
     for verb in ("broadcast", "allreduce", "allgather", "reduce_scatter", "alltoall"):
         raises_everywhere(mpi, TypeError, f"{verb}: x must be a torch.Tensor, not list", getattr(mpi, verb), [1.0])
     raises_everywhere(mpi, TypeError, "not NoneType", mpi.allreduce, None)
-    sparse = torch.eye(3).to_sparse()
-    raises_everywhere(mpi, TypeError, r"torch.sparse_coo tensor; pass a dense one", mpi.allreduce, sparse)
-
-
-def test_tensors_that_cannot_be_written(mpi):
-    x = torch.ones(1).expand(4)
-    for verb in ("allreduce", "broadcast", "alltoall"):
-        if verb != "alltoall" or 4 % mpi.size() == 0:
-            raises_everywhere(mpi, ValueError, f"{verb}: cannot write into an expanded tensor", getattr(mpi, verb), x)
-    assert mpi.allreduce(x, out=torch.empty(4)).tolist() == [mpi.size()] * 4
+    raises_everywhere(mpi, TypeError, "sparse_coo tensor; pass a dense one", mpi.allreduce, torch.eye(3).to_sparse())
+    raises_everywhere(mpi, TypeError, "not Decimal", mpi.allreduce, decimal.Decimal("1.5"))
+    raises_everywhere(mpi, ValueError, "into 64 bits; pass it as a float", mpi.allreduce, 2**70)
+    assert mpi.allreduce(np.bool_(True)) == mpi.size()
+    assert mpi.allreduce(np.float32(0.5)) == 0.5 * mpi.size()
+    assert torch.equal(mpi.broadcast(torch.ones(2), np.int64(mpi.size() - 1)), torch.ones(2))
+    with torch.device("meta"):
+        assert mpi.allreduce(2) == 2 * mpi.size()
 
 
 @pytest.mark.mpi(min_size=2)
 def test_shapes_that_do_not_split(mpi):
     for verb in ("reduce_scatter", "scatter", "alltoall"):
-        call = getattr(mpi, verb)
-        raises_everywhere(mpi, ValueError, "cannot be split into", call, torch.ones(mpi.size() + 1))
-        raises_everywhere(mpi, ValueError, "cannot be split into", call, torch.ones(()))
-
-
-def test_flavours(mpi):
-    message = raises_everywhere(
-        mpi, ValueError, "flavour 'udp' is unknown", mpi.allreduce, torch.ones(1), flavour="udp"
-    )
-    assert "known flavours: mpi" in message
-    raises_everywhere(mpi, Unavailable, "serves cpu tensors only", mpi.allreduce, torch.ones(1, device="meta"))
-    assert mpi.allreduce(torch.ones(1), flavour="mpi").item() == mpi.size()
-    table = mpi.availability()
-    assert {row.status for row in table if row.device == "cpu" and row.flavour == "mpi"} == {"available"}
-    assert {row.status for row in table if row.flavour == "shared" and row.verb == "send"} == {"unimplemented"}
-    assert "broadcast" in str(table)
+        for x in (torch.ones(mpi.size() + 1), torch.ones(())):
+            raises_everywhere(mpi, ValueError, "cannot be split into", getattr(mpi, verb), x)
 
 
 def test_communicators_that_cannot_be_used(mpi):
@@ -205,19 +174,9 @@ def test_communicators_that_cannot_be_used(mpi):
     raises_everywhere(mpi, CommunicatorError, "was freed.*make a new one", mpi.allreduce, torch.ones(1), comm=comm)
 
 
-def test_numbers_that_do_not_fit(mpi):
-    raises_everywhere(mpi, ValueError, "does not fit into 64 bits; pass it as a float", mpi.allreduce, 2**70)
-
-
-def test_dtypes_that_have_no_arithmetic_still_move(mpi):
-    x = torch.full((4,), mpi.rank(), dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    assert mpi.broadcast(x, mpi.size() - 1).view(torch.uint8).tolist() == [mpi.size() - 1] * 4
-
-
 def test_autograd_notices_what_was_overwritten(mpi):
     """A tensor that backward needs was changed by a verb: autograd refuses instead of giving a wrong gradient."""
-    weight = torch.ones(3, requires_grad=True)
-    x = torch.ones(3)
+    weight, x = torch.ones(3, requires_grad=True), torch.ones(3)
     loss = (weight * x).sum()
     mpi.allreduce(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -263,7 +222,7 @@ def test_a_message_that_does_not_fit_is_an_error_where_it_arrives(mpi, way):
 @pytest.mark.mpi(min_size=2)
 def test_a_message_of_another_dtype_behind_a_large_one_is_no_mismatch(mpi):
     """It arrives while the large one, which the receive has matched, is still on its way."""
-    for step in range(20):
+    for step in range(8):
         if mpi.rank() == 0:
             handles = [mpi.send_async(torch.full((2_000_000,), float(step)), 1), mpi.send_async(torch.tensor(step), 1)]
             mpi.wait_all(handles)
@@ -274,8 +233,6 @@ def test_a_message_of_another_dtype_behind_a_large_one_is_no_mismatch(mpi):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_receive_under_way_catches_no_piece_of_another_verb(mpi, monkeypatch):
-    from torchmpi_py.core import config
-
     monkeypatch.setattr(config, "current", config.Tuning(native_async_bytes=8, message_bytes=100))
     rank, size = mpi.rank(), mpi.size()
     x = torch.full((size * 50,), float(rank))
@@ -311,24 +268,6 @@ def test_an_out_that_shares_memory_with_x(mpi):
         z = torch.ones(size)
         raises_everywhere(mpi, ValueError, "the result has shape", mpi.scatter, z, out=z)
         raises_everywhere(mpi, ValueError, "the result has shape", mpi.reduce_scatter, z, out=z)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_number_that_does_not_fit_on_one_rank_only(mpi):
-    raises_everywhere(mpi, ValueError, "does not fit into 64 bits", mpi.allreduce, 2**63 if mpi.rank() == 0 else 1)
-
-
-def test_things_that_look_like_numbers(mpi):
-    import decimal
-
-    import numpy as np
-
-    assert mpi.allreduce(np.bool_(True)) == mpi.size()
-    assert mpi.allreduce(np.float32(0.5)) == 0.5 * mpi.size()
-    raises_everywhere(mpi, TypeError, "not Decimal", mpi.allreduce, decimal.Decimal("1.5"))
-    assert torch.equal(mpi.broadcast(torch.ones(2), np.int64(mpi.size() - 1)), torch.ones(2))
-    with torch.device("meta"):
-        assert mpi.allreduce(2) == 2 * mpi.size()
 
 
 class Wrapper(torch.Tensor):
@@ -409,14 +348,14 @@ def test_other_types_with_memory(mpi, make):
     mpi.check_with_allreduce(x)
 
 
-UNPACKED = [name for name in ("uint4", "int4", "bits8", "float4_e2m1fn_x2") if hasattr(torch, name)]
+UNPACKED = [name for name in ("uint4", "int4", "bits8", "float4_e2m1fn_x2", "float8_e8m0fnu") if hasattr(torch, name)]
 
 
 @pytest.mark.parametrize("name", UNPACKED)
 def test_dtypes_that_cannot_be_reduced_are_moved(mpi, name):
     x = torch.full((4,), mpi.rank(), dtype=torch.uint8).view(getattr(torch, name))
-    for flavour in ("mpi", "shared"):
-        for call in (mpi.allreduce, mpi.allreduce_async, mpi.reduce):
+    for call in (mpi.allreduce, mpi.allreduce_async, mpi.reduce) if name != "float8_e8m0fnu" else ():
+        for flavour in ("mpi", "shared"):
             raises_everywhere(mpi, ValueError, f"{x.dtype} cannot be reduced; unpack", call, x, flavour=flavour)
     root = mpi.size() - 1
     assert mpi.broadcast(x, root).view(torch.uint8).tolist() == [root] * 4
