@@ -1,5 +1,6 @@
 """numpy arrays, and cupy's by a stand-in for DLPack, in every verb: values, memory, kinds of results, and errors."""
 
+import itertools
 import sys
 import types
 
@@ -11,7 +12,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
 
 DTYPES = ["float64", "float32", "float16", "int8", "int64", "uint8", "uint16", "bool", "complex64", "complex128"]
-SIZES = [0, 1, 1000, 100_003]  # rows of a rank, of 3 elements each
+FORMS = ["blocking", "asynchronous"]
 
 
 class StandIn:
@@ -66,7 +67,6 @@ def total(size, num_rows, dtype="float64"):
 
 
 def finished(mpi, verb, form, *args, **kwargs):
-    """The result of a verb in one of its forms."""
     if form == "blocking":
         return getattr(mpi, verb)(*args, **kwargs)
     return getattr(mpi, f"{verb}_async")(*args, **kwargs).wait()
@@ -99,39 +99,58 @@ VERBS = ["broadcast", "allreduce", "reduce", "allgather", "gather", "reduce_scat
 WITH_OUT = [verb for verb in VERBS if verb != "broadcast"]
 
 
-@pytest.mark.parametrize("form", ["blocking", "asynchronous"])
 @pytest.mark.parametrize("verb", [*VERBS, "sendreceive"])
-def test_every_verb(mpi, verb, form, library):
+def test_every_verb(mpi, verb, library):
+    """Rows of a rank: none, one, and a flavour's for small and for larger tensors; each dtype in each form."""
     to_array, to_numpy, kind = library
-    for num_rows in SIZES:
-        for dtype in DTYPES if num_rows < 10_000 else ["float32"]:
-            own, args, expected, is_in_place = case(mpi, verb, num_rows, dtype)
-            x = to_array(own)
-            result = finished(mpi, verb, form, x, *args)
-            where = f"{verb}, {num_rows} rows, {dtype}, {form}, rank {mpi.rank()}"
-            if expected is None:
-                assert result is None, where
-                continue
-            assert type(result) is kind, where
-            assert (result is x) == is_in_place, where
-            assert to_numpy(result).dtype == dtype, where
-            np.testing.assert_array_equal(to_numpy(result), expected, where)
-            if not is_in_place:
-                np.testing.assert_array_equal(to_numpy(x), own, where)
+    sizes = itertools.cycle((0, 1, 1000))
+    calls = [(form, next(sizes), dtype) for dtype in DTYPES for form in FORMS]
+    for form, num_rows, dtype in [*calls, *((form, 100_003, "float32") for form in FORMS)]:
+        own, args, expected, is_in_place = case(mpi, verb, num_rows, dtype)
+        x = to_array(own)
+        result = finished(mpi, verb, form, x, *args)
+        where = f"{verb}, {num_rows} rows, {dtype}, {form}, rank {mpi.rank()}"
+        if expected is None:
+            assert result is None, where
+            continue
+        assert type(result) is kind, where
+        assert (result is x) == is_in_place, where
+        assert to_numpy(result).dtype == dtype, where
+        np.testing.assert_array_equal(to_numpy(result), expected, where)
+        if not is_in_place:
+            np.testing.assert_array_equal(to_numpy(x), own, where)
 
 
-@pytest.mark.parametrize("form", ["blocking", "asynchronous"])
+def read_only(x):
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
 @pytest.mark.parametrize("verb", WITH_OUT)
-def test_out(mpi, verb, form, library):
-    to_array, to_numpy, _ = library
+def test_out(mpi, verb, library):
+    """Numpy arrays that are read-only are sent, but not written."""
+    to_array, to_numpy, kind = library
     own, args, expected, _ = case(mpi, verb, 1000, "float32")
     shape = own.shape if expected is None else expected.shape
-    x, out = to_array(own), to_array(np.full(shape, 77, "float32"))
-    result = finished(mpi, verb, form, x, *args, out=out)
-    np.testing.assert_array_equal(to_numpy(x), own)
-    is_written = verb not in ("reduce", "gather") or mpi.rank() == mpi.size() - 1
-    np.testing.assert_array_equal(to_numpy(out), expected if is_written else 77)
-    assert result is (None if expected is None else out)
+    for form in FORMS:
+        out = to_array(np.full(shape, 77, "float32"))
+        x = read_only(own) if kind is np.ndarray else to_array(own)
+        result = finished(mpi, verb, form, x, *args, out=out)
+        np.testing.assert_array_equal(to_numpy(x), own)
+        is_written = verb not in ("reduce", "gather") or mpi.rank() == mpi.size() - 1
+        np.testing.assert_array_equal(to_numpy(out), expected if is_written else 77)
+        assert result is (None if expected is None else out)
+        if kind is np.ndarray:
+            with pytest.raises(ValueError, match="out is a read-only numpy array"):
+                finished(mpi, verb, form, own, *args, out=read_only(out))
+
+
+@pytest.mark.parametrize("verb", ["broadcast", "allreduce", "reduce", "alltoall", "sendreceive"])
+def test_a_read_only_array_is_not_written(mpi, verb):
+    own, args, _, _ = case(mpi, verb, 10, "float64")
+    with pytest.raises(ValueError, match=rf"{verb}: x is a read-only numpy array.*x\.copy\(\)"):
+        getattr(mpi, verb)(read_only(own), *args)
 
 
 def test_send_and_recv(mpi, library):
@@ -145,13 +164,8 @@ def test_send_and_recv(mpi, library):
 
 
 def test_arrays_of_any_layout(mpi):
-    for layout in (
-        lambda x: x.T,
-        lambda x: x[::2],
-        lambda x: x[:, 1],
-        lambda x: np.asfortranarray(x),
-        lambda x: x[3:4],
-    ):
+    layouts = [lambda x: x.T, lambda x: x[::2], lambda x: x[:, 1], lambda x: np.asfortranarray(x), lambda x: x[3:4]]
+    for layout in layouts:
         whole = held(mpi.rank(), 1000)
         before, x = whole.copy(), layout(whole)
         assert mpi.allreduce(x) is x
@@ -161,21 +175,17 @@ def test_arrays_of_any_layout(mpi):
             np.testing.assert_array_equal(whole, before)
 
 
-def test_an_array_without_dimensions_is_an_array(mpi):
+def test_kinds_of_arrays(mpi, tmp_path):
+    """Without dimensions, of a file, in symmetric memory, a tensor's partner; numbers of numpy are numbers."""
     x = np.array(2.5)
     assert mpi.allreduce(x) is x
     assert x == 2.5 * mpi.size()
-    assert isinstance(mpi.allreduce(np.float64(2.5)), float)  # a number of numpy's is a number
-
-
-def test_arrays_of_a_file(mpi, tmp_path):
-    x = np.memmap(tmp_path / "x", dtype="float32", mode="w+", shape=(500,))
-    x[:] = mpi.rank() + 1
-    assert mpi.allreduce(x) is x
-    assert (x == sum(range(1, mpi.size() + 1))).all()
-
-
-def test_arrays_meet_tensors(mpi):
+    assert isinstance(mpi.allreduce(np.float64(2.5)), float)
+    of_file = np.memmap(tmp_path / "x", dtype="float32", mode="w+", shape=(3000,))
+    for x in (of_file, mpi.symmetric_empty(3000).numpy()):
+        x[:] = held(mpi.rank(), 1000, "float32").ravel()
+        assert mpi.allreduce(x) is x
+        np.testing.assert_array_equal(x, total(mpi.size(), 1000, "float32").ravel())
     x = np.ones(10) if mpi.rank() % 2 else torch.ones(10, dtype=torch.float64)
     result = mpi.allreduce(x)
     assert result is x
@@ -192,19 +202,11 @@ def test_arguments_by_name_and_the_same_array_twice(mpi):
 
 def test_large_arrays_are_not_copied(mpi):
     """At a size of each flavour; the result is where the array was."""
-    for num_rows in (100, 20_000, 400_000, 2_000_000):
+    for num_rows in (100, 20_000, 400_000):
         x = held(mpi.rank(), num_rows, "float32")
         address = x.__array_interface__["data"][0]
         assert mpi.allreduce(x).__array_interface__["data"][0] == address
-        np.testing.assert_array_equal(x[-5:], total(mpi.size(), num_rows, "float32")[-5:])
-        assert x.sum() == total(mpi.size(), num_rows, "float32").sum()
-
-
-def test_arrays_in_symmetric_memory(mpi):
-    x = mpi.symmetric_empty(3000).numpy()
-    x[:] = held(mpi.rank(), 1000, "float32").ravel()
-    mpi.allreduce(x)
-    np.testing.assert_array_equal(x, total(mpi.size(), 1000, "float32").ravel())
+        np.testing.assert_array_equal(x, total(mpi.size(), num_rows, "float32"))
 
 
 def test_a_handle_of_arrays(mpi):
@@ -238,56 +240,28 @@ def test_objects_stay_objects(mpi):
     assert mpi.broadcast_object(np.float32(3)) == 3
 
 
-def read_only(x):
-    x = x.copy()
-    x.flags.writeable = False
-    return x
-
-
-@pytest.mark.parametrize("verb", ["broadcast", "allreduce", "reduce", "alltoall", "sendreceive"])
-def test_a_read_only_array_is_not_written(mpi, verb):
-    own, args, _, _ = case(mpi, verb, 10, "float64")
-    with pytest.raises(ValueError, match=rf"{verb}: x is a read-only numpy array.*x\.copy\(\)"):
-        getattr(mpi, verb)(read_only(own), *args)
-
-
-@pytest.mark.parametrize("verb", WITH_OUT)
-def test_a_read_only_array_is_sent(mpi, verb):
-    own, args, expected, _ = case(mpi, verb, 10, "float64")
-    out = np.empty(own.shape if expected is None else expected.shape)
-    result = getattr(mpi, verb)(read_only(own), *args, out=out)
-    if expected is not None and (verb != "reduce" or mpi.rank() == mpi.size() - 1):
-        np.testing.assert_array_equal(result, expected)
-    with pytest.raises(ValueError, match="out is a read-only numpy array"):
-        getattr(mpi, verb)(own, *args, out=read_only(out))
-
-
-@pytest.mark.parametrize(
-    ("x", "message"),
-    [
-        (np.array(["a", "b"]), r"<U1.*astype"),
-        (np.array([object(), None]), r"object.*astype"),
+def test_arrays_that_no_tensor_stands_in_for(mpi):
+    for x, remedy in (
+        (np.array(["a", "b"]), "astype"),
+        (np.array([object(), None]), "astype"),
         (np.zeros(4, dtype=[("a", "f4"), ("b", "i4")]), "astype"),
-        (np.zeros(4, dtype="longdouble"), r"128.*astype"),
-        (np.zeros(4, dtype=">f8"), r"newbyteorder"),
-        (np.arange(4.0)[::-1], r"negative.*ascontiguousarray"),
-        (np.ma.masked_array(np.zeros(3), [0, 1, 0]), r"masked.*x\.mask"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else str(value.dtype),
-)
-def test_arrays_that_no_tensor_stands_in_for(mpi, x, message):
-    with pytest.raises(TypeError, match=rf"allreduce: x .*{message}"):
-        mpi.allreduce(x)
+        (np.zeros(4, dtype="longdouble"), "astype"),
+        (np.zeros(4, dtype=">f8"), "newbyteorder"),
+        (np.arange(4.0)[::-1], "ascontiguousarray"),
+        (np.ma.masked_array(np.zeros(3), [0, 1, 0]), r"x\.mask"),
+    ):
+        with pytest.raises(TypeError, match=f"allreduce: x .*{remedy}"):
+            mpi.allreduce(x)
 
 
 def test_x_and_out_of_two_kinds(mpi, cupy):
-    with pytest.raises(TypeError, match=r"x is a numpy.ndarray, so out must be one too, not Tensor"):
-        mpi.allreduce(np.ones(3), out=torch.ones(3))
-    with pytest.raises(TypeError, match=r"not StandIn"):
-        mpi.allreduce(np.ones(3), out=StandIn(torch.ones(3)))
-    with pytest.raises(TypeError, match=r"out must be a torch.Tensor, not ndarray"):
-        mpi.allreduce(torch.ones(3), out=np.ones(3))
+    for x, out, words in (
+        (np.ones(3), torch.ones(3), "out must be one too, not Tensor"),
+        (np.ones(3), StandIn(torch.ones(3)), "not StandIn"),
+        (torch.ones(3), np.ones(3), "must be a torch.Tensor, not ndarray"),
+        ([1.0, 2.0], None, "x must be a torch.Tensor, not list"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            mpi.allreduce(x, out=out)
     with pytest.raises(ValueError, match="out has shape"):
         mpi.allreduce(np.ones(3, "float32"), out=np.ones(4, "float32"))
-    with pytest.raises(TypeError, match=r"x must be a torch.Tensor, not list"):
-        mpi.allreduce([1.0, 2.0])

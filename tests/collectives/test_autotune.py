@@ -4,12 +4,10 @@ import json
 import logging
 import math
 import os
-import subprocess
-import sys
-import textwrap
 import types
 
 import pytest
+from support import jobs
 
 from torchmpi_py.collectives import autotune, measured_cache
 from torchmpi_py.collectives.selector import Choice, Key, selector
@@ -46,49 +44,56 @@ def chosen(points):
     return autotune.choose([(size, {name: [took] * 3 for name, took in times.items()}) for size, times in points])
 
 
-def hopeless(name, points):
-    return autotune.is_hopeless(name, [(size, {key: [took] for key, took in times.items()}) for size, times in points])
-
-
 def test_crossovers_are_between_the_sizes_where_the_winner_changes():
     points = [(4, {"mpi": 1, "ring": 9}), (16, {"mpi": 2, "ring": 4}), (64, {"mpi": 8, "ring": 4})]
     choices = chosen(points)
     assert pairs(choices) == [(32, "mpi"), (math.inf, "ring")]
     assert [choice.why for choice in choices] == ["2.0x ring at 16 B, measured", "2.0x mpi at 64 B, measured"]
+    assert chosen([(4, {"mpi": 1})]) == [Choice(math.inf, "mpi", "the only one in the race")]
 
 
-def test_a_close_call_displaces_nobody():
+def test_who_displaces_nobody():
+    """A flavour that is as fast, one that is faster when the load comes and goes, and one that was dropped."""
     close = [(4, {"mpi": 1, "ring": 2}), (16, {"mpi": 1.04, "ring": 1}), (64, {"mpi": 1, "ring": 1.01})]
     assert pairs(chosen(close)) == [(math.inf, "mpi")]
     clear = [(4, {"mpi": 1, "ring": 2}), (16, {"mpi": 1.06, "ring": 1}), (64, {"mpi": 1, "ring": 1.04})]
     assert pairs(chosen(clear)) == [(8, "mpi"), (math.inf, "ring")]
-
-
-def test_a_load_that_comes_and_goes_displaces_nobody():
     calm, loaded = {"mpi": [1, 1, 1, 1], "ring": [2, 2, 2, 2]}, {"mpi": [1, 1, 9, 9, 9], "ring": [2, 2, 2, 2, 2]}
     assert pairs(autotune.choose([(4, calm), (16, loaded)])) == [(math.inf, "mpi")]
-
-
-def test_a_flavour_that_was_dropped_cannot_win():
-    points = [(1 << 20, {"mpi": 1, "ring": 2}), (4 << 20, {"ring": 3, "shared": 2})]
-    assert pairs(chosen(points)) == [(2 << 20, "mpi"), (math.inf, "shared")]
-    assert chosen(points)[1].why == "1.5x ring at 4 MiB, measured"
-    assert chosen([(4, {"mpi": 1})]) == [Choice(math.inf, "mpi", "the only one in the race")]
+    dropped = [(1 << 20, {"mpi": 1, "ring": 2}), (4 << 20, {"ring": 3, "shared": 2})]
+    assert pairs(chosen(dropped)) == [(2 << 20, "mpi"), (math.inf, "shared")]
+    assert chosen(dropped)[1].why == "1.5x ring at 4 MiB, measured"
 
 
 def test_hopeless_is_twice_running_and_where_it_costs():
+    def hopeless(name, *points):
+        return autotune.is_hopeless(name, [(size, {key: [took] for key, took in row.items()}) for size, row in points])
+
     slow = {"mpi": 1, "ring": 9}
-    assert hopeless("ring", [(256 << 10, slow), (1 << 20, slow)])
-    assert not hopeless("mpi", [(256 << 10, slow), (1 << 20, slow)])
-    assert not hopeless("ring", [(256 << 10, {"mpi": 1, "ring": 7}), (1 << 20, slow)])
-    assert not hopeless("ring", [(4, slow), (16, slow)])
-    assert not hopeless("ring", [(1 << 20, slow)])
+    assert hopeless("ring", (256 << 10, slow), (1 << 20, slow))
+    assert not hopeless("mpi", (256 << 10, slow), (1 << 20, slow))
+    assert not hopeless("ring", (256 << 10, {"mpi": 1, "ring": 7}), (1 << 20, slow))
+    assert not hopeless("ring", (4, slow), (16, slow))
+    assert not hopeless("ring", (1 << 20, slow))
 
 
 def test_sizes_are_multiples_of_the_ranks_where_they_must_be():
     assert autotune.element_counts("allreduce", 3, 256) == [1, 4, 16, 64]
     assert autotune.element_counts("alltoall", 3, 256) == [3, 6, 18, 66]
     assert autotune.element_counts("allgather", 5, 64) == [5, 20]
+
+
+def test_what_was_not_measured_stays():
+    """Beyond the largest size measured the former table holds, from its next change on."""
+    former = [Choice(100, "mpi", ""), Choice(1 << 24, "ring", ""), Choice(math.inf, "shared", "")]
+    measured = [Choice(500, "mpi", "measured"), Choice(math.inf, "ring", "measured")]
+    assert [c[:2] for c in autotune.beyond(measured, 4096, former)] == [
+        (500, "mpi"),
+        (1 << 24, "ring"),
+        (math.inf, "shared"),
+    ]
+    assert autotune.beyond(measured, 1 << 25, former) == measured
+    assert autotune.beyond(measured, 4096, []) == measured
 
 
 # The file
@@ -143,9 +148,8 @@ def test_loading_fills_the_selector_and_says_so(table, kept):
     table["broadcast", "nodes", True] = [(100, "mpi"), (math.inf, "shared")]
     ((level, said),) = load()
     assert level == "INFO"
-    assert said == f"selector: {table.source}"
-    assert said.startswith("selector: measured on ")
-    assert said.endswith(str(path))
+    assert table.source in said
+    assert str(path) in said
     assert table["allreduce"] == ROWS[Key("allreduce")]
     assert pairs(table["broadcast", "nodes", True]) == [(100, "mpi"), (math.inf, "shared")], "the program's own choice"
     assert pairs(table["reduce"]) == [(math.inf, "mpi")]
@@ -207,7 +211,7 @@ def test_a_file_that_is_stale_or_broken_is_ignored_with_one_warning(table, kept,
     path.write_text(SPOILT[how](json.loads(path.read_text())))
     ((level, said),) = load()
     assert level == "WARNING"
-    assert said.startswith(f"selector: {path} is ignored: it ")
+    assert f"{path} is ignored" in said
     assert str(table) == before
 
 
@@ -222,7 +226,6 @@ def test_a_small_run(mpi, table, tmp_path):
     if mpi.size() == 1:
         assert not path.exists()
         return
-    mpi.check_with_allreduce(len(str(mpi.selector)))
     assert len(set(mpi.allgather_object(str(mpi.selector)))) == 1
     scope = "node" if mpi.num_nodes() == 1 else "nodes"
     assert {Key(verb, scope, kind) for verb in ("allreduce", "allgather") for kind in (False, True)} < set(table)
@@ -230,48 +233,31 @@ def test_a_small_run(mpi, table, tmp_path):
     assert "gloo" not in str(table)
     assert path.exists() == (mpi.rank() == 0)
     assert table.source.startswith("measured on ")
-
-
-@pytest.mark.mpi
-def test_a_peer_on_demand_and_a_file_that_cannot_be_written(mpi, table):
-    if mpi.size() == 1:
-        return
-    options = {"verbs": ["allreduce"], "flavours": ["gloo"], "max_bytes": 4, "seconds": 0.1}
+    options = {"verbs": ["allreduce"], "flavours": ["gloo"], "max_bytes": 4, "seconds": 0.1}  # a peer on demand
     with pytest.raises(TorchMPIError, match="cannot be kept"):
         mpi.autotune(**options, path=os.path.join(os.devnull, "rows.json"))
-    assert pairs(table["allreduce", "node" if mpi.num_nodes() == 1 else "nodes"]) == [(math.inf, "gloo")]
+    assert pairs(table["allreduce", scope]) == [(math.inf, "gloo")]
     assert table.source == "measured in this process"
+    with pytest.raises(RanksDisagree, match=r"autotune: rank 0 passes .*max_bytes=4"):
+        mpi.autotune(max_bytes=4 + mpi.rank())
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_wrong_arguments(mpi):
+    for options, said in (
         ({"verbs": ["send"]}, "verbs=.*give some of allreduce"),
         ({"verbs": []}, "verbs="),
         ({"flavours": ["quick"]}, "flavours=.*give some of mpi"),
         ({"max_bytes": 3}, "max_bytes=3"),
         ({"seconds": 0}, "seconds=0"),
         ({"device": "tpu"}, "device='tpu': give one of cpu, cuda"),
-    ],
-)
-def test_wrong_arguments(mpi, options, said):
-    with pytest.raises(ValueError, match=said):
-        mpi.autotune(**options)
+        ({"device": "cuda"}, r"mpi.start\(with_cuda=True\) on every rank"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            mpi.autotune(**options)
 
 
-@pytest.mark.mpi
-def test_gpus_are_not_measured_in_a_session_on_the_cpu(mpi):
-    with pytest.raises(ValueError, match=r"device='cuda': .* call mpi.start\(with_cuda=True\) on every rank"):
-        mpi.autotune(device="cuda")
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_pass_different_arguments(mpi):
-    with pytest.raises(RanksDisagree, match=r"autotune: rank 0 passes .*max_bytes=4"):
-        mpi.autotune(max_bytes=4 + mpi.rank())
-
-
+@jobs.needs_mpi
 def test_a_later_start_uses_the_file_and_says_so(tmp_path):
     program = """
     import logging, sys, torchmpi_py as mpi
@@ -281,30 +267,12 @@ def test_a_later_start_uses_the_file_and_says_so(tmp_path):
         mpi.autotune(verbs=["allreduce"], max_bytes=64, seconds=0.1)
     assert mpi.selector.source.startswith("measured on 2"), mpi.selector.source
     """
-    path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(program))
-    environ = {**os.environ, "TORCHMPI_TUNING_DIR": str(tmp_path / "tuning")}
-    torchmpirun = os.path.join(os.path.dirname(sys.executable), "torchmpirun")
-    said = []
+    path, folder, said = jobs.write(tmp_path, program), tmp_path / "tuning", []
     for arguments in (["measure"], []):
-        command = [torchmpirun, "-n", "2", str(path), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ)
+        done = jobs.torchmpirun("-n", "2", path, *arguments, env={"TORCHMPI_TUNING_DIR": str(folder)})
         assert (done.returncode, done.stderr) == (0, "")
         said.append(done.stdout)
-    (name,) = os.listdir(tmp_path / "tuning")
-    assert f"autotune: wrote {tmp_path / 'tuning' / name}" in said[0]
+    (name,) = os.listdir(folder)
+    assert f"autotune: wrote {folder / name}" in said[0]
     assert "selector: measured on 2" in said[1]
     assert said[1].count(name) == 1
-
-
-def test_what_was_not_measured_stays():
-    """Beyond the largest size measured the former table holds, from its next change on."""
-    former = [Choice(100, "mpi", ""), Choice(1 << 24, "ring", ""), Choice(math.inf, "shared", "")]
-    measured = [Choice(500, "mpi", "measured"), Choice(math.inf, "ring", "measured")]
-    assert [c[:2] for c in autotune.beyond(measured, 4096, former)] == [
-        (500, "mpi"),
-        (1 << 24, "ring"),
-        (math.inf, "shared"),
-    ]
-    assert autotune.beyond(measured, 1 << 25, former) == measured
-    assert autotune.beyond(measured, 4096, []) == measured

@@ -6,104 +6,83 @@ import torch
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 FLAVOURS = [None, "mpi", "shared", "ring", "hierarchical", "gloo"]
-every_flavour = pytest.mark.parametrize("flavour", FLAVOURS)
-COUNTS = {  # elements of each rank; the larger ones are staged in several chunks
-    "small": lambda rank: 3,
-    "equal": lambda rank: 200_000,
-    "unequal": lambda rank: 150_000 * (rank + 1),
-    "none on rank 0": lambda rank: 300_000 * (rank > 0),
-}
-every_count = pytest.mark.parametrize("kind", COUNTS)
+COUNTS = [  # elements of each rank; the larger ones are staged in several chunks
+    lambda rank: 3,
+    lambda rank: 200_000,
+    lambda rank: 150_000 * (rank + 1),
+    lambda rank: 300_000 * (rank > 0),
+]
+every_count = pytest.mark.parametrize("count", COUNTS, ids=["small", "equal", "unequal", "none on rank 0"])
+every_memory = pytest.mark.parametrize("is_symmetric", [False, True])
 
 
-@pytest.fixture
-def options(mpi, request, flavour):
-    """Of a call that takes the flavour, if there is one for this job."""
-    if flavour is None:
-        return {}
-    rows = {(row.verb, row.device, row.flavour): row.status for row in mpi.availability()}
-    verbs = ["allgather"] if request.node.name.startswith("test_allgather") else ["allgather", "gather"]
-    for verb in verbs:
-        if (status := rows[verb, "cpu", flavour]) != "available":
-            pytest.skip(f"{verb} is {status}")
-    return {"flavour": flavour}
+@pytest.fixture(params=FLAVOURS)
+def gathers(mpi, request):
+    """(allgather, gather) in a flavour; the latter does nothing where there is no such flavour for it."""
+    options = {} if request.param is None else {"flavour": request.param}
+    rows = {row.verb: row.status for row in mpi.availability() if (row.device, row.flavour) == ("cpu", request.param)}
+    if rows.get("allgather", "available") != "available":
+        pytest.skip(f"allgather is {rows['allgather']}")
+    can_gather = rows.get("gather", "available") == "available"
+
+    def gather(*args, **kwargs):
+        return mpi.gather(*args, **kwargs, **options) if can_gather else None
+
+    return lambda *args, **kwargs: mpi.allgather(*args, **kwargs, **options), gather, options
 
 
 def values(rank, count):
     return torch.arange(count, dtype=torch.float32) % 1000 + 1000 * rank
 
 
-def expected(mpi, kind):
-    return torch.cat([values(rank, COUNTS[kind](rank)) for rank in range(mpi.size())])
-
-
 def memory(mpi, count, is_symmetric):
-    return mpi.symmetric_empty(count) if is_symmetric else torch.empty(count)
-
-
-def place(mpi, kind, out):
-    """This rank's place in ``out``, with its values in it."""
-    begin = sum(COUNTS[kind](rank) for rank in range(mpi.rank()))
-    x = out[begin : begin + COUNTS[kind](mpi.rank())]
-    return x.copy_(values(mpi.rank(), x.numel()))
+    return (mpi.symmetric_empty(count) if is_symmetric else torch.empty(count)).fill_(-1)
 
 
 @every_count
-@every_flavour
-@pytest.mark.parametrize("is_symmetric", [False, True])
-@pytest.mark.parametrize("who", ["all", "even ranks"])
-def test_allgather_into_the_memory_that_holds_the_input(mpi, options, kind, is_symmetric, who):
-    """The others may bring tensors of their own."""
-    whole = expected(mpi, kind)
-    out = memory(mpi, whole.numel(), is_symmetric)
-    for turn in range(3):
-        out.fill_(-1)
-        x = place(mpi, kind, out)
-        if who != "all" and mpi.rank() % 2:
-            x = x.clone()
+@every_memory
+def test_the_input_lies_in_its_place(mpi, gathers, count, is_symmetric):
+    """On all ranks, then on the even ones: the others may bring tensors of their own."""
+    allgather, gather, options = gathers
+    rank, counts = mpi.rank(), [count(rank) for rank in range(mpi.size())]
+    whole = torch.cat([values(rank, each) for rank, each in enumerate(counts)])
+    out = memory(mpi, len(whole), is_symmetric)
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    for has_place in (True, rank % 2 == 0):
+        for form in (allgather, lambda *args, **named: mpi.allgather_async(*args, **named, **options).wait()):
             out.fill_(-1)
-        form = mpi.allgather if turn else lambda *args, **named: mpi.allgather_async(*args, **named).wait()
-        assert form(x, out=out, **options) is out
-        assert torch.equal(out, whole)
-
-
-@every_count
-@every_flavour
-@pytest.mark.parametrize("is_symmetric", [False, True])
-def test_gather_into_the_memory_that_holds_the_input(mpi, options, kind, is_symmetric):
-    whole = expected(mpi, kind)
-    for root in range(mpi.size()):
-        out = memory(mpi, whole.numel(), is_symmetric).fill_(-1)
-        x = place(mpi, kind, out)
-        mpi.gather(x, root, out=out, **options)
-        if mpi.rank() == root:
+            x = out[own].copy_(whole[own]) if has_place else whole[own].clone()
+            assert form(x, out=out) is out
             assert torch.equal(out, whole)
-        else:
-            assert torch.equal(x, values(mpi.rank(), x.numel()))
+    for root in range(mpi.size()):
+        out.fill_(-1)
+        x = out[own].copy_(whole[own])
+        if gather(x, root, out=out) is not None:
+            assert torch.equal(out, whole)
+        assert torch.equal(x, whole[own])
 
 
-@every_flavour
-@pytest.mark.parametrize("is_symmetric", [False, True])
-def test_an_input_elsewhere_in_the_output(mpi, options, is_symmetric):
+@every_memory
+def test_the_input_lies_elsewhere_in_the_output(mpi, gathers, is_symmetric):
     """It is not this rank's place, so that others' values would be written over it."""
     count = 200_000
     for shift in (1, count // 2):
         out = memory(mpi, mpi.size() * count, is_symmetric)
         begin = max(0, mpi.rank() * count - shift)
         x = out[begin : begin + count].copy_(values(mpi.rank(), count))
-        mpi.allgather(x, out=out, **options)
+        gathers[0](x, out=out)
         assert torch.equal(out, torch.cat([values(rank, count) for rank in range(mpi.size())]))
 
 
 @every_count
-@every_flavour
-def test_a_symmetric_input_and_an_ordinary_output(mpi, options, kind):
-    count = COUNTS[kind](mpi.rank())
-    x = mpi.symmetric_empty(600_000 + 150_000 * mpi.size())[1234 : 1234 + count].copy_(values(mpi.rank(), count))
-    whole = expected(mpi, kind)
+def test_a_symmetric_input_and_an_ordinary_output(mpi, gathers, count):
+    allgather, gather, _ = gathers
+    own = slice(1234, 1234 + count(mpi.rank()))
+    x = mpi.symmetric_empty(600_000 + 150_000 * mpi.size())[own].copy_(values(mpi.rank(), count(mpi.rank())))
+    whole = torch.cat([values(rank, count(rank)) for rank in range(mpi.size())])
     for _ in range(2):
-        assert torch.equal(mpi.allgather(x, **options), whole)
+        assert torch.equal(allgather(x), whole)
     for root in range(mpi.size()):
-        got = mpi.gather(x, root, **options)
+        got = gather(x, root)
         assert got is None or torch.equal(got, whole)
     x.fill_(7)  # a rank may, once the call is over, whatever the others still do

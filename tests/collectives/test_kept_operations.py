@@ -2,11 +2,14 @@
 
 import os
 import signal
+import sys
 import threading
 import weakref
 
 import pytest
 import torch
+from support.values import total, values
+from torch import distributed
 
 from torchmpi_py.collectives import kept_operations
 from torchmpi_py.collectives.flavours.ring import Ring
@@ -15,38 +18,34 @@ from torchmpi_py.memory import symmetric as symmetric_memory
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 TURNS = 3
+MOST_FRAMES, MOST_FILES = 12, 8
 
 
-def values(mpi, count, dtype, turn):
-    """This rank's tensor of a turn, which depends on the position."""
-    return (torch.arange(count) % 7 + mpi.rank() + turn).to(dtype)
-
-
-def total(mpi, count, dtype, turn):
-    """The sum of all ranks' ``values``."""
-    ranks = range(mpi.size())
-    return torch.stack([(torch.arange(count) % 7 + rank + turn).to(dtype) for rank in ranks]).sum(0, dtype=dtype)
+@pytest.fixture
+def torch_group(mpi):
+    """The group of torch.distributed."""
+    distributed.init_process_group("torchmpi")
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000, 50_000, 1_000_000])
 def test_sums_of_other_tensors(mpi, count):
     """The sizes lie on both sides of where another flavour is chosen."""
-    for turn in range(TURNS):
-        for dtype in (torch.float32, torch.int64) if count < 1_000_000 else (torch.float32,):
-            x = values(mpi, count, dtype, turn)
-            assert mpi.allreduce(x) is x
-            assert x.equal(total(mpi, count, dtype, turn))
-            y = values(mpi, count, dtype, turn).view(-1, 1)
-            assert mpi.allreduce(y, op="sum").view(-1).equal(total(mpi, count, dtype, turn))
-
-
-@pytest.mark.parametrize("count", [1, 50_000])
-def test_asynchronous_sums_of_other_tensors(mpi, count):
-    given = [values(mpi, count, torch.float32, turn) for turn in range(5)]
+    rank, size = mpi.rank(), mpi.size()
+    dtypes = (torch.float32, torch.int64) if count < 1_000_000 else (torch.float32,)
+    expected = {(dtype, turn): total(size, count, dtype, turn) for dtype in dtypes for turn in range(TURNS)}
+    for (dtype, turn), right in expected.items():
+        x = values(rank, count, dtype, turn)
+        assert mpi.allreduce(x) is x
+        assert x.equal(right)
+        y = values(rank, count, dtype, turn).view(-1, 1)
+        assert mpi.allreduce(y, op="sum").view(-1).equal(right)
+    given = [values(rank, count, dtype, turn) for dtype, turn in expected]
     handles = [mpi.allreduce_async(x) for x in given]
-    for turn, (x, handle) in enumerate(zip(given, handles, strict=True)):
+    for x, handle, right in zip(given, handles, expected.values(), strict=True):
         assert handle.wait() is x
-        assert x.equal(total(mpi, count, torch.float32, turn))
+        assert x.equal(right)
 
 
 def test_symmetric_tensors_and_ordinary_ones(mpi):
@@ -55,8 +54,30 @@ def test_symmetric_tensors_and_ordinary_ones(mpi):
     symmetric = mpi.symmetric_empty(50_000)
     for turn in range(TURNS):
         for x in (symmetric, torch.empty(50_000)):
-            mpi.allreduce(x.copy_(values(mpi, 50_000, torch.float32, turn)))
-            assert x.equal(total(mpi, 50_000, torch.float32, turn))
+            mpi.allreduce(x.copy_(values(mpi.rank(), 50_000, step=turn)))
+            assert x.equal(total(mpi.size(), 50_000, step=turn))
+
+
+def test_an_allreduce_passes_few_frames(mpi):
+    """``scripts/dev/frames.py`` lists the way of a small blocking call through the package."""
+    x, passed, calls = torch.ones(1), [], []
+
+    def note(frame, event, _):
+        module = frame.f_globals["__name__"]
+        if event == "call" and module.startswith("torchmpi_py."):
+            passed.append((module, frame.f_code.co_name))
+
+    for _ in range(4):  # the first calls look things up; once in hundreds, records of operations under way are kept
+        passed.clear()
+        sys.setprofile(note)
+        try:
+            mpi.allreduce(x)
+        finally:
+            sys.setprofile(None)
+        calls.append(list(passed))
+    shortest = min(calls, key=len)
+    assert len(shortest) <= MOST_FRAMES, shortest
+    assert len({module for module, _ in shortest}) <= MOST_FILES, shortest
 
 
 def test_ops_dtypes_and_communicators_are_apart(mpi):
@@ -103,29 +124,28 @@ def test_autograd_sees_that_a_tensor_was_overwritten(mpi):
 
 
 def test_errors_are_those_of_a_first_call(mpi):
+    comm = mpi.split(0)
     for _ in range(TURNS):
         mpi.allreduce(torch.ones(4))
         mpi.allreduce(torch.ones(4), op="sum")
-    with pytest.raises(ValueError, match=r"allreduce: op 'mean' is unknown"):
-        mpi.allreduce(torch.ones(4), op="mean")
-    with pytest.raises(ValueError, match=r"allreduce: op 'band' is not defined for torch.float32"):
-        mpi.allreduce(torch.ones(4), op="band")
-    with pytest.raises(ValueError, match=r"flavour 'fast' is unknown"):
-        mpi.allreduce(torch.ones(4), flavour="fast")
-    with pytest.raises(TypeError, match=r"a torch.sparse_coo tensor; pass a dense one"):
-        mpi.allreduce(torch.ones(4).to_sparse())
-    with pytest.raises(TypeError, match=r"group.*comm="):
-        mpi.allreduce(torch.ones(4), group=None)
-    comm = mpi.split(0)
-    mpi.allreduce(torch.ones(4), comm=comm)
-    mpi.allreduce(torch.ones(4), comm=comm)
-    comm.free()
-    with pytest.raises(CommunicatorError, match=r"was freed"):
         mpi.allreduce(torch.ones(4), comm=comm)
+    comm.free()
+    for error, words, x, options in (
+        (ValueError, "op 'mean' is unknown", torch.ones(4), {"op": "mean"}),
+        (ValueError, "op 'band' is not defined for torch.float32", torch.ones(4), {"op": "band"}),
+        (ValueError, "flavour 'fast' is unknown", torch.ones(4), {"flavour": "fast"}),
+        (TypeError, "sparse_coo tensor; pass a dense one", torch.ones(4).to_sparse(), {}),
+        (TypeError, "group.*comm=", torch.ones(4), {"group": None}),
+        (CommunicatorError, "was freed", torch.ones(4), {"comm": comm}),
+    ):
+        with pytest.raises(error, match=words):
+            mpi.allreduce(x, **options)
+    with pytest.raises(TypeError, match=r"torch\.func"):
+        torch.func.vmap(mpi.allreduce)(torch.ones(1, 4))
     assert mpi.allreduce(torch.ones(4)).eq(mpi.size()).all()
 
 
-def test_no_tensor_is_kept(mpi):
+def test_nothing_is_kept_alive_and_what_is_kept_does_not_grow(mpi):
     for _ in range(TURNS):
         x, y = torch.ones(4), torch.ones(4)
         mpi.allreduce(x)
@@ -133,11 +153,8 @@ def test_no_tensor_is_kept(mpi):
         ends = [weakref.ref(x), weakref.ref(y)]
         del x, y
         assert [end() for end in ends] == [None, None]
-
-
-def test_what_is_kept_does_not_grow(mpi):
     with mpi.split(0) as comm:
-        for count in range(2 * kept_operations._MOST_KEPT):
+        for count in range(kept_operations._MOST_KEPT + 20):
             mpi.allreduce(torch.ones(count), comm=comm)
         assert 0 < len(comm.kept) <= kept_operations._MOST_KEPT
 
@@ -218,49 +235,36 @@ def test_a_call_from_a_signal_handler_is_refused(mpi):
         comm.free()
 
 
-def test_the_group_of_torch_distributed(mpi):
-    from torch import distributed
-
-    distributed.init_process_group("torchmpi")
-    try:
-        for turn in range(TURNS):
-            for op, combined in ((distributed.ReduceOp.SUM, mpi.size()), (distributed.ReduceOp.AVG, 1)):
-                for dtype in (torch.float32, torch.int64):
-                    x = torch.full((3,), turn + 1, dtype=dtype)
-                    distributed.all_reduce(x, op=op)
-                    assert x.eq(combined * (turn + 1)).all()
-                    work = distributed.all_reduce(y := torch.full((3,), turn + 1, dtype=dtype), op=op, async_op=True)
-                    work.wait()
-                    assert y.equal(x)
-            scaled = torch.ones(3)
-            distributed.all_reduce(scaled, op=distributed._make_nccl_premul_sum(2.0))
-            assert scaled.eq(2 * mpi.size()).all()
-            sparse = torch.ones(3).to_sparse()
-            distributed.all_reduce(sparse)
-            assert sparse.to_dense().eq(mpi.size()).all()
-    finally:
-        distributed.destroy_process_group()
+def test_the_group_of_torch_distributed(mpi, torch_group):
+    for turn in range(TURNS):
+        for op, combined in ((distributed.ReduceOp.SUM, mpi.size()), (distributed.ReduceOp.AVG, 1)):
+            for dtype in (torch.float32, torch.int64):
+                x, y = (torch.full((3,), turn + 1, dtype=dtype) for _ in range(2))
+                distributed.all_reduce(x, op=op)
+                assert x.eq(combined * (turn + 1)).all()
+                distributed.all_reduce(y, op=op, async_op=True).wait()
+                assert y.equal(x)
+        scaled = torch.ones(3)
+        distributed.all_reduce(scaled, op=distributed._make_nccl_premul_sum(2.0))
+        assert scaled.eq(2 * mpi.size()).all()
+        sparse = torch.ones(3).to_sparse()
+        distributed.all_reduce(sparse)
+        assert sparse.to_dense().eq(mpi.size()).all()
 
 
-def test_in_a_forked_child(mpi):
+def test_in_a_forked_child(mpi, torch_group):
     """An operation that was kept by the parent does not let the child call MPI."""
-    from torch import distributed
-
-    distributed.init_process_group("torchmpi")
-    try:
-        for call in (mpi.allreduce, mpi.allreduce_async, mpi.broadcast, distributed.all_reduce):
-            for _ in range(TURNS):
+    for call in (mpi.allreduce, mpi.allreduce_async, mpi.broadcast, distributed.all_reduce):
+        for _ in range(TURNS):
+            call(torch.ones(2))
+        if (child := os.fork()) == 0:
+            try:
                 call(torch.ones(2))
-            if (child := os.fork()) == 0:
-                try:
-                    call(torch.ones(2))
-                except NotStarted:
-                    os._exit(0)
-                finally:
-                    os._exit(1)
-            assert os.waitpid(child, 0)[1] == 0, call
-    finally:
-        distributed.destroy_process_group()
+            except NotStarted:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0, call
 
 
 def test_after_stop(mpi):
@@ -274,11 +278,3 @@ def test_after_stop(mpi):
     finally:
         mpi.start()
     assert mpi.allreduce(torch.ones(2)).eq(mpi.size()).all()
-
-
-def test_a_transform_of_torch_func_finds_no_operation(mpi):
-    for _ in range(2):
-        mpi.allreduce(torch.ones(4))
-    with pytest.raises(TypeError, match=r"torch\.func"):
-        torch.func.vmap(mpi.allreduce)(torch.ones(1, 4))
-    assert mpi.allreduce(torch.ones(4)).tolist() == [mpi.size()] * 4

@@ -5,21 +5,14 @@ import pytest
 
 from torchmpi_py.collectives import numbers
 
-NUMBERS = [True, False, 0, -5, 2**63 - 1, -(2**63), 1.5, -0.0, math.inf, 1 + 2j, -1j]
 
-
-@pytest.mark.parametrize("number", NUMBERS)
-def test_a_record_keeps_value_and_type(number):
-    back = numbers.from_record(numbers.to_record(number))
-    assert type(back) is type(number)
-    assert str(back) == str(number)
-
-
-@pytest.mark.parametrize(("given", "kind"), [(np.float32(1.5), float), (np.int8(3), int), (np.bool_(True), bool)])
-def test_numpy_numbers_are_numbers(given, kind):
-    back = numbers.from_record(numbers.to_record(given))
-    assert type(back) is kind
-    assert back == given
+def test_a_record_keeps_value_and_type():
+    given = [True, False, 0, -5, 2**63 - 1, -(2**63), 1.5, -0.0, math.inf, 1 + 2j, -1j]
+    of_numpy = [(np.float32(1.5), 1.5), (np.int8(3), 3), (np.bool_(True), True)]
+    for number, expected in [*zip(given, given, strict=True), *of_numpy]:
+        back = numbers.from_record(numbers.to_record(number))
+        assert type(back) is type(expected)
+        assert str(back) == str(expected)
 
 
 @pytest.mark.parametrize(
@@ -28,28 +21,26 @@ def test_numpy_numbers_are_numbers(given, kind):
         ("sum", [1, 2.5], 3.5),
         ("sum", [True, True], 2),
         ("sum", [2**62, 2**62], 2**63),
+        ("sum", [1j, 1], 1 + 1j),
         ("avg", [1, 2], 1.5),
         ("prod", [2, 3, 4], 24),
         ("min", [3, 1.5], 1.5),
+        ("min", [1.0, math.nan], math.nan),
+        ("min", [math.nan, 1.0], math.nan),
         ("max", [3, True], 3),
+        ("max", [1.0, math.nan], math.nan),
+        ("max", [math.nan, 1.0], math.nan),
         ("band", [6, 3], 2),
         ("bor", [6, 3], 7),
         ("bxor", [6, 3], 5),
         ("land", [6, 0], 0),
         ("lor", [6, 0], 1),
-        ("sum", [1j, 1], 1 + 1j),
     ],
 )
 def test_reductions_follow_python(op, values, expected):
     result = numbers.reduce_numbers("allreduce", op, values)
-    assert result == expected
+    assert str(result) == str(expected)
     assert type(result) is type(expected)
-
-
-@pytest.mark.parametrize("op", ["min", "max"])
-@pytest.mark.parametrize("values", [[1.0, math.nan], [math.nan, 1.0]])
-def test_nan_wins(op, values):
-    assert math.isnan(numbers.reduce_numbers("allreduce", op, values))
 
 
 @pytest.mark.mpi

@@ -49,81 +49,49 @@ def test_assignment():
     assert table["alltoall"] == [Choice(math.inf, "ring", "assigned")]
     table["gather", "nodes"] = [(100, "gloo"), (math.inf, "mpi")]
     assert table["gather", "nodes"] == [Choice(100, "gloo", "assigned"), Choice(math.inf, "mpi", "assigned")]
-    assert table["gather"] == [Choice(math.inf, "mpi", "nothing else is known to be faster")]
+    assert [choice.flavour for choice in table["gather"]] == ["mpi"]
     table["gather", "node", True] = "shared"
     assert table["gather", "node", True] == [Choice(math.inf, "shared", "assigned")]
     assert table["gather", "node", False] == table["gather", "node"] == table["gather"]
     assert Key("gather", "nodes") in list(table)
-    assert list(table) == sorted(table)
     assert Selector()["alltoall"] != table["alltoall"]
     table.load({Key("scatter"): [Choice(math.inf, "ring", "planted")]}, "a file")
     assert list(table) == [Key("scatter")]
     assert table.source == "a file"
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "all_reduce",
-        (),
-        ("allreduce", "world"),
-        ("allreduce", True),
-        ("allreduce", "node", 1),
-        ("allreduce", "node", True, 2),
-    ],
-    ids=repr,
-)
-def test_bad_keys(key):
+def test_bad_keys():
     table = Selector()
-    with pytest.raises(KeyError, match=r"selector\[.*the key is a verb \(broadcast, .*then a scope \(node or nodes\)"):
-        table[key] = "mpi"
-    with pytest.raises(KeyError, match=r"whether the tensors are symmetric \(True or False\)"):
-        table[key]
+    of_allreduce = [("world",), (True,), ("node", 1), ("node", True, 2)]
+    for key in ("all_reduce", (), *(("allreduce", *rest) for rest in of_allreduce)):
+        with pytest.raises(KeyError, match=r"the key is a verb \(broadcast, .*then a scope \(node or nodes\)"):
+            table[key] = "mpi"
+        with pytest.raises(KeyError, match=r"whether the tensors are symmetric \(True or False\)"):
+            table[key]
 
 
-@pytest.mark.parametrize(
-    "choices",
-    [
-        "udp",
-        [],
-        [(100, "mpi")],
-        [(math.inf, "mpi"), (100, "ring")],
-        [(200, "mpi"), (100, "ring"), (math.inf, "mpi")],
-        [(100, "mpi"), (math.inf, "udp")],
-        [("ring", 100), (math.inf, "mpi")],
-    ],
-    ids=repr,
-)
-def test_bad_choices(choices):
-    table = Selector()
+def test_bad_choices():
+    table, inf = Selector(), math.inf
     before = table["allreduce"]
-    with pytest.raises(ValueError, match=r"neither a flavour nor a list .*math\.inf; flavours: mpi, shared, ring"):
-        table["allreduce"] = choices
-    assert table["allreduce"] == before
-
-
-@pytest.mark.parametrize("choices", [5, [5], [(100, "ring", 3)], None], ids=repr)
-def test_choices_that_are_no_pairs(choices):
-    with pytest.raises(ValueError, match=r"neither a flavour nor a list .*flavours: mpi, shared, ring"):
-        Selector()["allreduce"] = choices
+    wrong = ["udp", [], [(100, "mpi")], [(100, "mpi"), (inf, "udp")], [("ring", 100), (inf, "mpi")]]
+    wrong += [[(inf, "mpi"), (100, "ring")], [(200, "mpi"), (100, "ring"), (inf, "mpi")]]  # not in rising order
+    wrong += [5, [5], [(100, "ring", 3)], None]
+    for choices in wrong:
+        with pytest.raises(ValueError, match=r"neither a flavour nor a list .*math\.inf; flavours: mpi, shared, ring"):
+            table["allreduce"] = choices
+        assert table["allreduce"] == before
 
 
 def test_printing_says_why():
     table = Selector()
     table["alltoall"] = [(1000, "mpi"), (math.inf, "ring")]
-    text = str(table)
-    assert text.startswith("source: built-in defaults\n")
-    assert text.endswith("\nall else: mpi")
-    lines = text.splitlines()
+    lines = str(table).splitlines()
+    assert lines[0] == "source: built-in defaults"
     at = lines.index("alltoall on one node:")
-    assert [line.split() for line in lines[at + 1 : at + 3]] == [
-        ["to", "1000", "B", "mpi", "assigned"],
-        ["larger", "ring", "assigned"],
-    ]
+    assert lines[at + 1].split() == ["to", "1000", "B", "mpi", "assigned"]
+    assert lines[at + 2].split() == ["larger", "ring", "assigned"]
     assert "allreduce on one node, symmetric:" in lines
-    at = lines.index("allreduce on several nodes:")
-    assert "the links between nodes stay busy in both directions" in lines[at + 2]
-    assert str(Key("reduce", "nodes", True)) == "reduce on several nodes, symmetric"
+    assert "links between nodes" in lines[lines.index("allreduce on several nodes:") + 2]
 
 
 def test_every_default_is_sound():
@@ -183,51 +151,47 @@ def test_crossovers(mpi, selector, asked):
     assert [chosen(mpi, size) for size in (0, 1 << 40)] == ["ring", "ring"]
 
 
-@pytest.mark.parametrize(
-    ("cache", "of_allreduce", "limit"), [(None, 1, 4), (8, 1, 4), (32, 1, 4), (64, 2, 8), (480, 15, 16), (1024, 16, 16)]
-)
+@pytest.mark.parametrize(("cache", "of_allreduce", "limit"), [(None, 1, 4), (32, 1, 4), (64, 2, 8), (1024, 16, 16)])
 def test_ordinary_tensors_leave_the_cache_where_it_ends(monkeypatch, cache, of_allreduce, limit):
     monkeypatch.setattr(selector_module.caches, "last_level_cache_bytes", lambda: cache and cache << 20)
     limits = [Selector()[verb][0].max_bytes / 2**20 for verb in ("allreduce", "broadcast", "reduce", "allgather")]
     assert limits == [of_allreduce, limit, limit / 4, 2 * limit]
 
 
-@pytest.mark.parametrize(("num_nodes", "grown"), [(2, 1), (4, 1), (7, 2), (16, 5), (1024, 341)])
-def test_rings_of_many_nodes_begin_at_larger_sizes(monkeypatch, num_nodes, grown):
-    """Default limits alone: those of trees, and what a program has assigned, stay."""
-    monkeypatch.setattr(selector_module, "status", lambda flavour, verb, device, comm: "available")
-    table, comm = Selector(), types.SimpleNamespace(plans={}, num_nodes=num_nodes, size=2 * num_nodes)
-
-    def limits(verb, symmetric=False):
+def limits(table, num_nodes, size, verb, symmetric=False):
+    """Up to which sizes the choices hold, where each flavour is available."""
+    comm = types.SimpleNamespace(plans={}, num_nodes=num_nodes, size=size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selector_module, "status", lambda flavour, verb, device, comm: "available")
         return table.plan(verb, comm, CPU, symmetric=symmetric, name=None).limits
 
-    assert limits("allreduce") == limits("allreduce", True) == [grown * (128 << 10), math.inf]
-    assert limits("allgather") == [grown * (2 << 20), math.inf]
-    assert limits("broadcast") == [128 << 10, math.inf]
+
+@pytest.mark.parametrize(("num_nodes", "grown"), [(2, 1), (4, 1), (7, 2), (1024, 341)])
+def test_rings_of_many_nodes_begin_at_larger_sizes(num_nodes, grown):
+    """Default limits alone: those of trees, and what a program has assigned, stay."""
+    table, where = Selector(), (num_nodes, 2 * num_nodes)
+    for is_symmetric in (False, True):
+        assert limits(table, *where, "allreduce", is_symmetric) == [grown * (128 << 10), math.inf]
+    assert limits(table, *where, "allgather") == [grown * (2 << 20), math.inf]
+    assert limits(table, *where, "broadcast") == [128 << 10, math.inf]
     once = selector_module.on_nodes(table["allreduce", "nodes"][0], num_nodes)
     assert selector_module.on_nodes(once, num_nodes) == once  # a table that autotune has measured keeps it
     table["allreduce", "nodes"] = [(128 << 10, "mpi"), (math.inf, "hierarchical")]
-    assert limits("allreduce") == [128 << 10, math.inf]
+    assert limits(table, *where, "allreduce") == [128 << 10, math.inf]
 
 
-@pytest.mark.parametrize(
-    ("size", "cores", "grown"), [(2, 2, 1), (2, 64, 1), (2, 1, 4), (3, 4, 1), (3, 2, 2.25), (4, 2, 4), (8, 2, 16)]
-)
+@pytest.mark.parametrize(("size", "cores", "grown"), [(2, 2, 1), (2, 1, 4), (3, 4, 1), (3, 2, 2.25), (8, 2, 16)])
 def test_ranks_that_share_cores_meet_at_larger_sizes(monkeypatch, size, cores, grown):
-    monkeypatch.setattr(selector_module, "status", lambda flavour, verb, device, comm: "available")
     monkeypatch.setattr(selector_module.caches, "last_level_cache_bytes", lambda: 32 << 20)
-    table, comm = Selector(), types.SimpleNamespace(plans={}, num_nodes=1, size=size)
+    table = Selector()
     table.use_cores(cores)
-
-    def limits(verb, symmetric=False):
-        return table.plan(verb, comm, CPU, symmetric=symmetric, name=None).limits
-
-    assert limits("allreduce") == [grown * ((256 << 10) if size == 2 else (1 << 20)), math.inf]  # two: in one shot
-    assert limits("reduce_scatter") == [grown * (1 << 20), math.inf]
-    assert limits("allreduce", True) == [grown * (32 << 10), math.inf]
-    assert limits("broadcast") == [4 << 20, math.inf]
+    least = (256 << 10) if size == 2 else (1 << 20)  # two: in one shot
+    assert limits(table, 1, size, "allreduce") == [grown * least, math.inf]
+    assert limits(table, 1, size, "reduce_scatter") == [grown * (1 << 20), math.inf]
+    assert limits(table, 1, size, "allreduce", True) == [grown * (32 << 10), math.inf]
+    assert limits(table, 1, size, "broadcast") == [4 << 20, math.inf]
     table["allreduce", "node"] = [(1 << 20, "mpi"), (math.inf, "shared")]
-    assert limits("allreduce") == [1 << 20, math.inf]
+    assert limits(table, 1, size, "allreduce") == [1 << 20, math.inf]
 
 
 @in_a_job
@@ -286,23 +250,22 @@ def test_a_forced_flavour_stays_forced(mpi, selector, asked, form):
         asked.clear()
         call("allreduce", torch.ones(100_000), flavour=name)
         assert asked == [name]
-    with pytest.raises(Unavailable, match=r"hierarchical: unavailable: all ranks are on one node; set_collective_span"):
-        call("allreduce", torch.ones(3), flavour="hierarchical")
-    with pytest.raises(Unimplemented, match=r"scatter of a tensor on cpu: .*\(hierarchical: unimplemented\)"):
-        call("scatter", torch.ones(mpi.size()), flavour="hierarchical")
-    with pytest.raises(ValueError, match=r"allreduce: flavour 'udp' is unknown; known flavours: " + ", ".join(NAMES)):
-        call("allreduce", torch.ones(3), flavour="udp")
-    with pytest.raises(ValueError, match="flavour 'udp' is unknown"):
-        call("allgather", torch.ones(3), flavour="udp")
-    with pytest.raises(Unimplemented, match="shared: unimplemented"):
-        call("sendreceive", 1, 0, 0, flavour="shared")
-
-
-@in_a_job
-def test_a_device_that_no_flavour_serves(mpi, selector):
-    message = r"allreduce of a tensor on meta: no flavour can do it \(.*mpi: unavailable: serves cpu, cuda tensors only"
-    with pytest.raises(Unavailable, match=message):
-        mpi.allreduce(torch.empty(3, device="meta"))
+    for error, words, verb, args, name in (
+        (Unavailable, "all ranks are on one node; set_collective_span", "allreduce", (torch.ones(3),), "hierarchical"),
+        (Unimplemented, "scatter of a tensor on cpu", "scatter", (torch.ones(mpi.size()),), "hierarchical"),
+        (ValueError, "'udp' is unknown; .*: " + ", ".join(NAMES), "allreduce", (torch.ones(3),), "udp"),
+        (ValueError, "'udp' is unknown", "allgather", (torch.ones(3),), "udp"),
+        (Unimplemented, "shared: unimplemented", "sendreceive", (1, 0, 0), "shared"),
+        (
+            Unavailable,
+            r"on meta: .*mpi: unavailable: serves cpu, cuda",
+            "allreduce",
+            (torch.ones(3, device="meta"),),
+            None,
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            call(verb, *args, flavour=name)
 
 
 # What is available.
@@ -320,7 +283,6 @@ def test_availability(mpi):
     assert status["send", "cpu", "shared"] == "unimplemented"
     assert status["allreduce", "cpu", "hierarchical"].startswith("unavailable: all ranks are on one node")
     lines = str(table).splitlines()
-    assert lines[0].split() == ["verb", "device", "flavour", "status"]
     assert len(lines) == len(table) + 1
     assert any(line.split() == ["broadcast", "cpu", "ring", "available"] for line in lines)
 
