@@ -17,18 +17,13 @@ every_memory = pytest.mark.parametrize("is_symmetric", [False, True])
 
 
 @pytest.fixture(params=FLAVOURS)
-def gathers(mpi, request):
-    """(allgather, gather) in a flavour; the latter does nothing where there is no such flavour for it."""
+def options(mpi, request):
+    """Of a call that takes the flavour, if there is one for this job; with ``gather`` where it has one."""
     options = {} if request.param is None else {"flavour": request.param}
     rows = {row.verb: row.status for row in mpi.availability() if (row.device, row.flavour) == ("cpu", request.param)}
     if rows.get("allgather", "available") != "available":
         pytest.skip(f"allgather is {rows['allgather']}")
-    can_gather = rows.get("gather", "available") == "available"
-
-    def gather(*args, **kwargs):
-        return mpi.gather(*args, **kwargs, **options) if can_gather else None
-
-    return lambda *args, **kwargs: mpi.allgather(*args, **kwargs, **options), gather, options
+    return options, rows.get("gather", "available") == "available"
 
 
 def values(rank, count):
@@ -41,48 +36,47 @@ def memory(mpi, count, is_symmetric):
 
 @every_count
 @every_memory
-def test_the_input_lies_in_its_place(mpi, gathers, count, is_symmetric):
+def test_the_input_lies_in_its_place(mpi, options, count, is_symmetric):
     """On all ranks, then on the even ones: the others may bring tensors of their own."""
-    allgather, gather, options = gathers
+    options, can_gather = options
     rank, counts = mpi.rank(), [count(rank) for rank in range(mpi.size())]
     whole = torch.cat([values(rank, each) for rank, each in enumerate(counts)])
     out = memory(mpi, len(whole), is_symmetric)
     own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
     for has_place in (True, rank % 2 == 0):
-        for form in (allgather, lambda *args, **named: mpi.allgather_async(*args, **named, **options).wait()):
+        for form in (mpi.allgather, lambda *args, **named: mpi.allgather_async(*args, **named).wait()):
             out.fill_(-1)
             x = out[own].copy_(whole[own]) if has_place else whole[own].clone()
-            assert form(x, out=out) is out
+            assert form(x, out=out, **options) is out
             assert torch.equal(out, whole)
-    for root in range(mpi.size()):
+    for root in range(mpi.size()) if can_gather else ():
         out.fill_(-1)
         x = out[own].copy_(whole[own])
-        if gather(x, root, out=out) is not None:
-            assert torch.equal(out, whole)
-        assert torch.equal(x, whole[own])
+        mpi.gather(x, root, out=out, **options)
+        assert torch.equal(*((out, whole) if rank == root else (x, whole[own])))
 
 
 @every_memory
-def test_the_input_lies_elsewhere_in_the_output(mpi, gathers, is_symmetric):
+def test_the_input_lies_elsewhere_in_the_output(mpi, options, is_symmetric):
     """It is not this rank's place, so that others' values would be written over it."""
     count = 200_000
     for shift in (1, count // 2):
         out = memory(mpi, mpi.size() * count, is_symmetric)
         begin = max(0, mpi.rank() * count - shift)
         x = out[begin : begin + count].copy_(values(mpi.rank(), count))
-        gathers[0](x, out=out)
+        mpi.allgather(x, out=out, **options[0])
         assert torch.equal(out, torch.cat([values(rank, count) for rank in range(mpi.size())]))
 
 
 @every_count
-def test_a_symmetric_input_and_an_ordinary_output(mpi, gathers, count):
-    allgather, gather, _ = gathers
+def test_a_symmetric_input_and_an_ordinary_output(mpi, options, count):
+    options, can_gather = options
     own = slice(1234, 1234 + count(mpi.rank()))
     x = mpi.symmetric_empty(600_000 + 150_000 * mpi.size())[own].copy_(values(mpi.rank(), count(mpi.rank())))
     whole = torch.cat([values(rank, count(rank)) for rank in range(mpi.size())])
     for _ in range(2):
-        assert torch.equal(allgather(x), whole)
-    for root in range(mpi.size()):
-        got = gather(x, root)
-        assert got is None or torch.equal(got, whole)
+        assert torch.equal(mpi.allgather(x, **options), whole)
+    for root in range(mpi.size()) if can_gather else ():
+        got = mpi.gather(x, root, **options)
+        assert (got is None) if mpi.rank() != root else torch.equal(got, whole)
     x.fill_(7)  # a rank may, once the call is over, whatever the others still do

@@ -108,29 +108,29 @@ def test_every_default_is_sound():
 @pytest.mark.parametrize(
     ("num_nodes", "usable", "ordinary", "symmetric"),
     [
-        (1, {"nccl", "cudaipc", "staged"}, ["nccl", "nccl"], ["cudaipc", "cudaipc"]),
-        (1, {"cudaipc", "staged", "mpi"}, ["cudaipc", "cudaipc"], ["cudaipc", "cudaipc"]),
-        (1, {"staged"}, ["staged", "staged"], ["staged", "staged"]),
-        (1, {"mpi"}, ["mpi", "mpi"], ["mpi", "mpi"]),
-        (2, {"nccl", "staged", "hierarchical"}, ["nccl", "nccl"], ["nccl", "nccl"]),
-        (2, {"staged", "hierarchical"}, ["staged", "hierarchical"], ["staged", "hierarchical"]),
-        (2, {"staged"}, ["staged", "staged"], ["staged", "staged"]),
+        (1, "nccl cudaipc staged", "nccl nccl", "cudaipc cudaipc"),
+        (1, "cudaipc staged mpi", "cudaipc cudaipc", "cudaipc cudaipc"),
+        (1, "mpi", "mpi mpi", "mpi mpi"),
+        (2, "nccl staged hierarchical", "nccl nccl", "nccl nccl"),
+        (2, "staged hierarchical", "staged hierarchical", "staged hierarchical"),
+        (2, "staged", "staged staged", "staged staged"),
     ],
 )
 def test_choices_on_gpus(monkeypatch, num_nodes, usable, ordinary, symmetric):
     """For 4 bytes and 64 MiB, given what is available."""
-    says = {name: "available" if name in usable else "no" for name in registry.BY_NAME}
+    says = {name: "available" if name in usable.split() else "no" for name in registry.BY_NAME}
     monkeypatch.setattr(selector_module, "status", lambda flavour, verb, device, comm: says[flavour.name])
-    comm = types.SimpleNamespace(plans={}, num_nodes=num_nodes)
-    gpu, table = torch.device("cuda", 0), Selector()
-    for kind, expected in ((False, ordinary), (True, symmetric)):
-        plan = table.plan("allreduce", comm, gpu, symmetric=kind, name=None)
-        assert [plan.flavour_for(size).name for size in (4, 64 << 20)] == expected
+    comm, table = types.SimpleNamespace(plans={}, num_nodes=num_nodes), Selector()
+
+    def names(is_symmetric):
+        plan = table.plan("allreduce", comm, torch.device("cuda", 0), symmetric=is_symmetric, name=None)
+        return " ".join(plan.flavour_for(size).name for size in (4, 64 << 20))
+
+    assert (names(False), names(True)) == (ordinary, symmetric)
     table["allreduce"] = "ring"  # does not serve GPU tensors: their choices stay
-    assert table.plan("allreduce", comm, gpu, symmetric=False, name=None).flavour_for(4).name == ordinary[0]
+    assert names(False) == ordinary
     table["allreduce", "node", False, "cuda"] = table["allreduce", "nodes", False, "cuda"] = [(math.inf, "staged")]
-    best = "staged" if "staged" in usable else ordinary[0]
-    assert table.plan("allreduce", comm, gpu, symmetric=False, name=None).flavour_for(4).name == best
+    assert names(False) == ("staged staged" if "staged" in usable else ordinary)
 
 
 def chosen(mpi, num_bytes, verb="allreduce", comm=None, symmetric=False):
@@ -224,17 +224,26 @@ def test_what_is_not_available_is_passed_over(mpi, selector, asked, monkeypatch)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.usefixtures("one_node")
 def test_a_span_that_makes_a_flavour_available(mpi, selector):
+    def status(comm):
+        rows = {(row.verb, row.device, row.flavour): row.status for row in mpi.availability(comm)}
+        return rows["allreduce", "cpu", "hierarchical"]
+
     selector["allreduce"] = "hierarchical"
     assert chosen(mpi, 1) == "mpi"
     level = mpi.push_communicator(mpi.rank() % 2)
     mpi.set_collective_span(0, level)
     try:
-        assert chosen(mpi, 1) == "hierarchical"
+        assert (chosen(mpi, 1), status(None)) == ("hierarchical", "available")
         with mpi.at(level) as inner:
             assert chosen(mpi, 1, comm=inner) == "mpi"
+            assert status(inner).startswith("unavailable: all ranks are on one node")
     finally:
         mpi.set_collective_span(0, 1)
     assert chosen(mpi, 1) == "mpi"
+    half = mpi.split(mpi.rank() % 2)
+    half.free()
+    with pytest.raises(mpi.CommunicatorError, match="was freed"):
+        mpi.availability(half)
 
 
 @in_a_job
@@ -250,19 +259,14 @@ def test_a_forced_flavour_stays_forced(mpi, selector, asked, form):
         asked.clear()
         call("allreduce", torch.ones(100_000), flavour=name)
         assert asked == [name]
+    x, on_meta = torch.ones(mpi.size()), torch.ones(3, device="meta")
     for error, words, verb, args, name in (
-        (Unavailable, "all ranks are on one node; set_collective_span", "allreduce", (torch.ones(3),), "hierarchical"),
-        (Unimplemented, "scatter of a tensor on cpu", "scatter", (torch.ones(mpi.size()),), "hierarchical"),
-        (ValueError, "'udp' is unknown; .*: " + ", ".join(NAMES), "allreduce", (torch.ones(3),), "udp"),
-        (ValueError, "'udp' is unknown", "allgather", (torch.ones(3),), "udp"),
+        (Unavailable, "all ranks are on one node; set_collective_span", "allreduce", (x,), "hierarchical"),
+        (Unavailable, "on meta: .*mpi: unavailable: serves cpu, cuda", "allreduce", (on_meta,), None),
+        (Unimplemented, "scatter of a tensor on cpu", "scatter", (x,), "hierarchical"),
         (Unimplemented, "shared: unimplemented", "sendreceive", (1, 0, 0), "shared"),
-        (
-            Unavailable,
-            r"on meta: .*mpi: unavailable: serves cpu, cuda",
-            "allreduce",
-            (torch.ones(3, device="meta"),),
-            None,
-        ),
+        (ValueError, "'udp' is unknown; .*: " + ", ".join(NAMES), "allreduce", (x,), "udp"),
+        (ValueError, "'udp' is unknown", "allgather", (x,), "udp"),
     ):
         with pytest.raises(error, match=words):
             call(verb, *args, flavour=name)
@@ -285,19 +289,3 @@ def test_availability(mpi):
     lines = str(table).splitlines()
     assert len(lines) == len(table) + 1
     assert any(line.split() == ["broadcast", "cpu", "ring", "available"] for line in lines)
-
-
-@in_a_job
-@pytest.mark.usefixtures("one_node")
-def test_availability_on_a_communicator_within(mpi):
-    with mpi.split(mpi.rank() % 2) as half:
-        assert mpi.availability(half) == mpi.availability()
-        level = mpi.push_communicator(mpi.rank() % 2)
-        mpi.set_collective_span(0, level)
-        first = slice(len(NAMES))  # the rows of one verb and device
-        rows = {comm: {row.flavour: row.status for row in mpi.availability(comm)[first]} for comm in (None, half)}
-        mpi.set_collective_span(0, 1)
-        assert rows[None]["hierarchical"] == "available" or mpi.size() == 1
-        assert rows[half]["hierarchical"].startswith("unavailable: all ranks are on one node")
-    with pytest.raises(mpi.CommunicatorError, match="was freed"):
-        mpi.availability(half)
