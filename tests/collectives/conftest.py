@@ -1,7 +1,8 @@
-"""What some tests of flavours ask of the machine."""
+"""What tests of flavours ask of the machine, and what they see of the flavours that are chosen."""
 
 import pytest
 
+from torchmpi_py.collectives import registry, selector as selector_module
 from torchmpi_py.collectives.flavours import ring
 
 
@@ -23,3 +24,26 @@ def posted(monkeypatch):
 
     monkeypatch.setattr(ring, "post", noted)
     return lengths
+
+
+@pytest.fixture
+def selector():
+    """The one in use, which gets its rows back."""
+    used = selector_module.selector
+    rows, source = {key: used[key] for key in used}, used.source
+    yield used
+    used.load(rows, source)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The flavours that carry out allreduce from now on, in order."""
+    log = []
+    for flavour in registry.FLAVOURS:
+
+        def allreduce(channel, *args, name=flavour.name, real=flavour.allreduce):
+            log.append(name)
+            return real(channel, *args)
+
+        monkeypatch.setattr(flavour, "allreduce", allreduce)
+    return log

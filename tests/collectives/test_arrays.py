@@ -146,11 +146,11 @@ def test_out(mpi, verb, library):
                 finished(mpi, verb, form, own, *args, out=read_only(out))
 
 
-@pytest.mark.parametrize("verb", ["broadcast", "allreduce", "reduce", "alltoall", "sendreceive"])
-def test_a_read_only_array_is_not_written(mpi, verb):
-    own, args, _, _ = case(mpi, verb, 10, "float64")
-    with pytest.raises(ValueError, match=rf"{verb}: x is a read-only numpy array.*x\.copy\(\)"):
-        getattr(mpi, verb)(read_only(own), *args)
+def test_a_read_only_array_is_not_written(mpi):
+    for verb in ("broadcast", "allreduce", "reduce", "alltoall", "sendreceive"):
+        own, args, _, _ = case(mpi, verb, 10, "float64")
+        with pytest.raises(ValueError, match=rf"{verb}: x is a read-only numpy array.*x\.copy\(\)"):
+            getattr(mpi, verb)(read_only(own), *args)
 
 
 def test_send_and_recv(mpi, library):
@@ -186,18 +186,15 @@ def test_kinds_of_arrays(mpi, tmp_path):
         x[:] = held(mpi.rank(), 1000, "float32").ravel()
         assert mpi.allreduce(x) is x
         np.testing.assert_array_equal(x, total(mpi.size(), 1000, "float32").ravel())
+    x, out = held(mpi.rank(), 10), np.empty((10, 3))
+    assert mpi.allreduce(x=x, out=out) is out
+    assert mpi.allreduce(x, out=x) is x  # the same array twice
+    for got in (x, out):
+        np.testing.assert_array_equal(got, total(mpi.size(), 10))
     x = np.ones(10) if mpi.rank() % 2 else torch.ones(10, dtype=torch.float64)
     result = mpi.allreduce(x)
     assert result is x
     assert (np.asarray(result) == mpi.size()).all()
-
-
-def test_arguments_by_name_and_the_same_array_twice(mpi):
-    x, out = held(mpi.rank(), 10), np.empty((10, 3))
-    assert mpi.allreduce(x=x, out=out) is out
-    np.testing.assert_array_equal(out, total(mpi.size(), 10))
-    assert mpi.allreduce(x, out=x) is x
-    np.testing.assert_array_equal(x, total(mpi.size(), 10))
 
 
 def test_large_arrays_are_not_copied(mpi):
@@ -215,9 +212,7 @@ def test_a_handle_of_arrays(mpi):
     result = handle.wait()
     assert handle.wait() is result
     assert handle.done()
-    assert handle.is_settled()
     assert "allgather" in repr(handle)
-    assert "complete" in repr(handle)
     handle.synchronize()
     with pytest.raises(TypeError, match=r"handle.done\(\)"):
         bool(handle)

@@ -5,13 +5,6 @@ import os
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.mpi(min_size=2),
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        "TORCHMPI_TEST_LARGE" not in os.environ, reason="set TORCHMPI_TEST_LARGE=1; takes 10 GiB a rank"
-    ),
-]
 COUNT = 2**31 + 11
 
 
@@ -21,18 +14,17 @@ def numbers(rank):
     return period.repeat(-(-COUNT // len(period)))[:COUNT].clone()
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.timeout(600)
+@pytest.mark.skipif("TORCHMPI_TEST_LARGE" not in os.environ, reason="set TORCHMPI_TEST_LARGE=1; takes 10 GiB a rank")
 def test_beyond_31_bits(mpi):
-    x = numbers(mpi.rank())
-    expected = numbers(0).mul_(mpi.size()).add_(sum(range(mpi.size())))
-    assert torch.equal(mpi.allreduce(x), expected)
+    rank, size = mpi.rank(), mpi.size()
+    expected = numbers(0).mul_(size).add_(sum(range(size)))
+    assert torch.equal(mpi.allreduce(numbers(rank)), expected)
     del expected
-    x = numbers(mpi.rank())
-    assert torch.equal(mpi.broadcast_async(x, 1).wait(), numbers(1))
-    x = numbers(mpi.rank())
-    mpi.sendreceive(x, (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size())
-    assert torch.equal(x, numbers((mpi.rank() - 1) % mpi.size()))
-    half = x[: COUNT // 2 + mpi.rank()]
-    gathered = mpi.allgather(half)
-    parts = torch.split(gathered, [COUNT // 2 + rank for rank in range(mpi.size())])
-    for rank, part in enumerate(parts):
-        assert torch.equal(part, numbers((rank - 1) % mpi.size())[: len(part)])
+    assert torch.equal(mpi.broadcast_async(numbers(rank), 1).wait(), numbers(1))
+    x = mpi.sendreceive(numbers(rank), (rank - 1) % size, (rank + 1) % size)
+    assert torch.equal(x, numbers((rank - 1) % size))
+    gathered = mpi.allgather(x[: COUNT // 2 + rank])
+    for rank, part in enumerate(torch.split(gathered, [COUNT // 2 + rank for rank in range(size)])):
+        assert torch.equal(part, numbers((rank - 1) % size)[: len(part)])

@@ -276,13 +276,6 @@ def test_the_faster_way_is_taken_until_the_next_trial(monkeypatch):
     assert calls[-1] == "a"
 
 
-def test_the_slowest_rank_counts():
-    runner, calls = Trials(lambda times: [[1.0, 5.0], [3.0, 0.1]]), []
-    for _ in range(2 * trials._TURNS + 1):
-        runner.run("key", 1, [lambda: calls.append(0), lambda: calls.append(1)])
-    assert calls[-1] == 0
-
-
 def test_one_call_that_is_slow_by_chance_does_not_decide(monkeypatch):
     clock, calls, first = [0.0], [], [100.0]
     monkeypatch.setattr(trials.time, "perf_counter", lambda: clock[0])

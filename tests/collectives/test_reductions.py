@@ -34,23 +34,6 @@ def test_every_dtype_and_op(dtype, op):
     how.reduce(empty, empty[0])
 
 
-@pytest.mark.parametrize(("dtype", "op"), CASES, ids=name)
-def test_partials(dtype, op):
-    """What flavours do that combine partial results by themselves; the values given are not overwritten."""
-    given = [values(dtype, source, COUNT, op) for source in range(3)]
-    before = [x.clone() for x in given]
-    how = kernel(dtype, op)
-    partials = [how.partial(x) for x in given]
-    assert all(partial.dtype == how.dtype for partial in partials)
-    assert how.is_plain == all(p.data_ptr() == x.data_ptr() for p, x in zip(partials, given, strict=True))
-    total = how.combine(how.combine(partials[0], partials[1]), partials[2])
-    assert all(equal_bits(x, y) for x, y in zip(given, before, strict=True))
-    got, together = how.result(total, 3, dtype).to(dtype), torch.empty(COUNT, dtype=dtype)
-    same(got, reference(dtype, op, given), op)
-    how.reduce(given, together)
-    assert equal_bits(got, together)
-
-
 @pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=name)
 def test_special_values(dtype, op):

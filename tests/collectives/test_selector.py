@@ -17,29 +17,6 @@ NAMES = [flavour.name for flavour in registry.FLAVOURS]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def selector(mpi):
-    """The one in use, as it was when the test is over."""
-    rows = {key: mpi.selector[key] for key in mpi.selector}
-    source = mpi.selector.source
-    yield mpi.selector
-    mpi.selector.load(rows, source)
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """The flavours that carry out allreduce from now on, in order."""
-    log = []
-    for flavour in registry.FLAVOURS:
-
-        def allreduce(channel, *args, name=flavour.name, real=flavour.allreduce):
-            log.append(name)
-            return real(channel, *args)
-
-        monkeypatch.setattr(flavour, "allreduce", allreduce)
-    return log
-
-
 # The table by itself.
 
 
@@ -149,13 +126,6 @@ def test_crossovers(mpi, selector, asked):
         assert chosen(mpi, count * 4) == name
     selector["allreduce"] = "ring"
     assert [chosen(mpi, size) for size in (0, 1 << 40)] == ["ring", "ring"]
-
-
-@pytest.mark.parametrize(("cache", "of_allreduce", "limit"), [(None, 1, 4), (32, 1, 4), (64, 2, 8), (1024, 16, 16)])
-def test_ordinary_tensors_leave_the_cache_where_it_ends(monkeypatch, cache, of_allreduce, limit):
-    monkeypatch.setattr(selector_module.caches, "last_level_cache_bytes", lambda: cache and cache << 20)
-    limits = [Selector()[verb][0].max_bytes / 2**20 for verb in ("allreduce", "broadcast", "reduce", "allgather")]
-    assert limits == [of_allreduce, limit, limit / 4, 2 * limit]
 
 
 def limits(table, num_nodes, size, verb, symmetric=False):
