@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from torchmpi_py.core import config
 from torchmpi_py.errors import CommunicatorError, RanksDisagree, Unavailable
@@ -126,16 +125,14 @@ def test_attributes_of_errors(mpi):
         assert (str(again), again.verb, again.comm, again.rank) == (str(caught.value), verb, None, mpi.rank())
     error = CommunicatorError("no call")
     assert (error.verb, error.comm, error.rank) == (None, None, None)
-    pair, got = mpi.split(int(mpi.rank() > 1)), torch.empty(1)
-    if mpi.rank() < 2:
-        handle = mpi.recv_async(got, 1 - mpi.rank(), comm=pair)
-        with pytest.raises(mpi.CollectiveTimeout) as caught:
-            handle.wait(0.01)
-        assert (caught.value.verb, caught.value.comm, caught.value.rank) == ("recv", pair, mpi.rank())
-        mpi.barrier(comm=pair)
-        mpi.send(torch.ones(1), 1 - mpi.rank(), comm=pair)
-        assert handle.wait() is got
-    pair.free()
+    before, after = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
+    handle = mpi.recv_async(torch.empty(1), before)
+    with pytest.raises(mpi.CollectiveTimeout) as caught:
+        handle.wait(0.01)
+    assert (caught.value.verb, caught.value.comm, caught.value.rank) == ("recv", comm, mpi.rank())
+    mpi.barrier()
+    mpi.send(torch.ones(1), after)
+    assert handle.wait() == 1
 
 
 def test_things_that_are_no_tensors(mpi):
@@ -176,9 +173,7 @@ UNEQUAL_MESSAGES = [  # what rank 0 sends, what rank 1 expects
     (torch.arange(1, 9), torch.zeros(4, dtype=torch.int64)),
     (torch.arange(1, 4), torch.zeros(6, dtype=torch.int64)),
     (torch.arange(1, 7, dtype=torch.int32), torch.zeros(6)),
-    (torch.arange(1, 7, dtype=torch.int32), torch.zeros(3, dtype=torch.float64)),
     (torch.arange(300_000.0), torch.zeros(6, dtype=torch.bfloat16)),
-    (torch.arange(6.0), torch.zeros(3, dtype=torch.complex64)),
     (torch.arange(6, dtype=torch.uint8), torch.zeros(6, dtype=torch.bool)),
 ]
 
@@ -224,15 +219,13 @@ def test_a_message_of_another_dtype_behind_a_large_one_is_no_mismatch(mpi):
 def test_a_receive_under_way_catches_no_piece_of_another_verb(mpi, monkeypatch):
     monkeypatch.setattr(config, "current", config.Tuning(native_async_bytes=8, message_bytes=100))
     rank, size = mpi.rank(), mpi.size()
-    x = torch.full((size * 50,), float(rank))
-    waiting = mpi.recv_async(torch.zeros(25), (rank - 1) % size)
-    y = mpi.sendreceive(torch.full((25,), 10.0 + rank), (rank - 1) % size, (rank + 1) % size)
-    assert y.tolist() == [10.0 + (rank - 1) % size] * 25
-    expected = torch.arange(float(size)).repeat_interleave(50)
-    assert torch.equal(mpi.alltoall(x), expected)
+    before, after, x = (rank - 1) % size, (rank + 1) % size, torch.full((size * 50,), float(rank))
+    waiting = mpi.recv_async(torch.zeros(25), before)
+    assert mpi.sendreceive(torch.full((25,), 10.0 + rank), before, after).tolist() == [10.0 + before] * 25
+    assert torch.equal(mpi.alltoall(x), torch.arange(float(size)).repeat_interleave(50))
     mpi.gather(x, 0)
-    mpi.send(torch.full((25,), 20.0 + rank), (rank + 1) % size)
-    assert waiting.wait().tolist() == [20.0 + (rank - 1) % size] * 25
+    mpi.send(torch.full((25,), 20.0 + rank), after)
+    assert waiting.wait().tolist() == [20.0 + before] * 25
 
 
 def test_an_out_that_shares_memory_with_x(mpi):
@@ -257,16 +250,9 @@ def test_an_out_that_shares_memory_with_x(mpi):
 class Wrapper(torch.Tensor):
     """A tensor around another one, without memory of its own."""
 
-    @staticmethod
-    def __new__(cls, inner):
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, strides=inner.stride())
-        made.inner = inner
-        return made
-
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        args, kwargs = tree_map_only(cls, lambda x: x.inner, (args, kwargs or {}))
-        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+        return args[0]
 
 
 class Plain(torch.Tensor):
@@ -278,7 +264,9 @@ def nested(**options):
 
 
 WITHOUT_MEMORY = {
-    "a Wrapper without memory of its own .*; pass the plain tensor": lambda: Wrapper(torch.ones(4)),
+    "a Wrapper without memory of its own .*; pass the plain tensor": lambda: torch.Tensor._make_wrapper_subclass(
+        Wrapper, (4,)
+    ),
     "a FakeTensor without memory": lambda: FakeTensorMode().from_tensor(torch.ones(4)),
     r"a MaskedTensor; pass what \.get_data": lambda: torch.masked.masked_tensor(torch.ones(2), torch.ones(2).bool()),
     r"a nested tensor; pass what \.to_padded_tensor": nested,
@@ -292,10 +280,9 @@ WITHOUT_MEMORY = {
 @pytest.mark.parametrize("words", WITHOUT_MEMORY)
 def test_tensors_without_memory(mpi, words):
     make = WITHOUT_MEMORY[words]
-    for verb in ("allreduce", "allgather_async", "broadcast", "sendreceive"):
-        ranks = (mpi.rank(), mpi.rank()) if verb == "sendreceive" else ()
-        name = verb.removesuffix("_async")
-        raises_everywhere(mpi, TypeError, f"{name}: x is {words}", getattr(mpi, verb), make(), *ranks)
+    for verb in ("allreduce", "allgather_async", "broadcast"):
+        raises_everywhere(mpi, TypeError, f"{verb.removesuffix('_async')}: x is {words}", getattr(mpi, verb), make())
+    raises_everywhere(mpi, TypeError, f"sendreceive: x is {words}", mpi.sendreceive, make(), 0, 0)
     raises_everywhere(mpi, TypeError, f"out is {words}", mpi.allreduce, torch.ones(4), out=make())
     raises_everywhere(mpi, TypeError, f"mine is {words}", mpi.check_with_allreduce, make(), "mine")
     module = torch.nn.Module()

@@ -128,40 +128,29 @@ def test_crossovers(mpi, selector, asked):
     assert [chosen(mpi, size) for size in (0, 1 << 40)] == ["ring", "ring"]
 
 
-def limits(table, num_nodes, size, verb, symmetric=False):
-    """Up to which sizes the choices hold, where each flavour is available."""
-    comm = types.SimpleNamespace(plans={}, num_nodes=num_nodes, size=size)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selector_module, "status", lambda flavour, verb, device, comm: "available")
-        return table.plan(verb, comm, CPU, symmetric=symmetric, name=None).limits
-
-
-@pytest.mark.parametrize(("num_nodes", "grown"), [(2, 1), (4, 1), (7, 2), (1024, 341)])
-def test_rings_of_many_nodes_begin_at_larger_sizes(num_nodes, grown):
-    """Default limits alone: those of trees, and what a program has assigned, stay."""
-    table, where = Selector(), (num_nodes, 2 * num_nodes)
-    for is_symmetric in (False, True):
-        assert limits(table, *where, "allreduce", is_symmetric) == [grown * (128 << 10), math.inf]
-    assert limits(table, *where, "allgather") == [grown * (2 << 20), math.inf]
-    assert limits(table, *where, "broadcast") == [128 << 10, math.inf]
-    once = selector_module.on_nodes(table["allreduce", "nodes"][0], num_nodes)
-    assert selector_module.on_nodes(once, num_nodes) == once  # a table that autotune has measured keeps it
-    table["allreduce", "nodes"] = [(128 << 10, "mpi"), (math.inf, "hierarchical")]
-    assert limits(table, *where, "allreduce") == [128 << 10, math.inf]
-
-
-@pytest.mark.parametrize(("size", "cores", "grown"), [(2, 2, 1), (2, 1, 4), (3, 4, 1), (3, 2, 2.25), (8, 2, 16)])
-def test_ranks_that_share_cores_meet_at_larger_sizes(monkeypatch, size, cores, grown):
+def test_defaults_begin_at_larger_sizes_where_a_meeting_takes_longer(monkeypatch):
+    """With many nodes those of rings, with ranks that share cores those of memory; but not what a program assigns."""
+    monkeypatch.setattr(selector_module, "status", lambda flavour, verb, device, comm: "available")
     monkeypatch.setattr(selector_module.caches, "last_level_cache_bytes", lambda: 32 << 20)
-    table = Selector()
-    table.use_cores(cores)
-    least = (256 << 10) if size == 2 else (1 << 20)  # two: in one shot
-    assert limits(table, 1, size, "allreduce") == [grown * least, math.inf]
-    assert limits(table, 1, size, "reduce_scatter") == [grown * (1 << 20), math.inf]
-    assert limits(table, 1, size, "allreduce", True) == [grown * (32 << 10), math.inf]
-    assert limits(table, 1, size, "broadcast") == [4 << 20, math.inf]
-    table["allreduce", "node"] = [(1 << 20, "mpi"), (math.inf, "shared")]
-    assert limits(table, 1, size, "allreduce") == [1 << 20, math.inf]
+
+    def limits(*verbs):
+        """Up to which sizes the first choices hold."""
+        comm = types.SimpleNamespace(plans={}, num_nodes=num_nodes, size=size)
+        return [table.plan(verb, comm, CPU, symmetric=False, name=None).limits[0] for verb in verbs]
+
+    for num_nodes, grown in ((2, 1), (4, 1), (7, 2), (1024, 341)):
+        table, size = Selector(), 2 * num_nodes
+        assert limits("allreduce", "allgather", "broadcast") == [grown * (128 << 10), grown * (2 << 20), 128 << 10]
+        once = selector_module.on_nodes(table["allreduce", "nodes"][0], num_nodes)
+        assert selector_module.on_nodes(once, num_nodes) == once  # a table that autotune has measured keeps it
+        table["allreduce", "nodes"] = [(128 << 10, "mpi"), (math.inf, "hierarchical")]
+        assert limits("allreduce") == [128 << 10]
+    for size, cores, grown in ((2, 2, 1), (2, 1, 4), (3, 4, 1), (3, 2, 2.25), (8, 2, 16)):
+        table, num_nodes, least = Selector(), 1, (256 << 10) if size == 2 else (1 << 20)  # two: in one shot
+        table.use_cores(cores)
+        assert limits("allreduce", "reduce_scatter", "broadcast") == [grown * least, grown * (1 << 20), 4 << 20]
+        table["allreduce", "node"] = [(1 << 20, "mpi"), (math.inf, "shared")]
+        assert limits("allreduce") == [1 << 20]
 
 
 @in_a_job

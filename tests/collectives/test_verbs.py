@@ -45,8 +45,8 @@ WAYS = [*FORMS, *FORCED, *SYMMETRIC]
 UFUNCS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 UFUNCS |= {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 UFUNCS |= {"land": np.logical_and, "lor": np.logical_or}
-OF_BOOL = {"sum": np.logical_or, "max": np.logical_or, "bor": np.logical_or, "lor": np.logical_or}
-OF_BOOL |= {"bxor": np.logical_xor} | dict.fromkeys(("prod", "min", "band", "land"), np.logical_and)
+OF_BOOL = {"bxor": np.logical_xor} | dict.fromkeys(("sum", "max", "bor", "lor"), np.logical_or)
+OF_BOOL |= dict.fromkeys(("prod", "min", "band", "land"), np.logical_and)
 
 
 def name(value):
@@ -107,13 +107,6 @@ def bits(x):
     return x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if x.numel() else np.empty(0)
 
 
-def describe(argument):
-    """An argument of a verb, for the message of a failure."""
-    if not isinstance(argument, torch.Tensor):
-        return repr(argument)
-    return f"{name(argument.dtype)} {tuple(argument.shape)} strides {argument.stride()} at {argument.storage_offset()}"
-
-
 class Way:
     """How a verb is called: the flavour forced, if any; blocking or not; on which tensors.
 
@@ -133,15 +126,10 @@ class Way:
         self.wanted_ops = None  # all
         self.number = None  # of a way that takes a third of all dtypes and ops in each reduction
 
-    @functools.cached_property
-    def statuses(self):
-        """Of the verbs, for the flavour that is forced."""
-        rows = self.mpi.availability()
-        return {row.verb: row.status for row in rows if (row.flavour, row.device) == (self.flavour, self.device)}
-
     def skip_unless_available(self, verb):
-        if self.flavour is not None and self.statuses[verb] != "available":
-            pytest.skip(f"{self.flavour}: {self.statuses[verb]}")
+        for row in self.mpi.availability() if self.flavour else ():
+            if (row.verb, row.flavour, row.device) == (verb, self.flavour, self.device) and row.status != "available":
+                pytest.skip(f"{self.flavour}: {row.status}")
 
     def takes(self, dtype, op, call):
         """Whether this way is to reduce the dtype with the op in this verb."""
@@ -152,7 +140,7 @@ class Way:
 
     def __call__(self, verb, *args, **kwargs):
         """Call a verb, blocking or not."""
-        self.last_call = verb, args, kwargs
+        self.last_call = verb, *args, *kwargs.values()
         if not self.is_asynchronous:
             return getattr(self.mpi, verb)(*args, flavour=self.flavour, **kwargs)
         handle = getattr(self.mpi, f"{verb}_async")(*args, flavour=self.flavour, **kwargs)
@@ -166,10 +154,10 @@ class Way:
         try:
             yield
         except Exception as error:
-            verb, args, kwargs = self.last_call or ("no call", (), {})
-            given = ", ".join([*map(describe, args), *(f"{key}={describe(each)}" for key, each in kwargs.items())])
-            where = f"rank {self.rank} of {self.size}"
-            raise AssertionError(f"{verb}({given}), {self.text}, on {where}: {error}") from error
+            verb, *given = self.last_call or ("no call",)
+            given = [(x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x for x in given]
+            case = f"{verb}{given}, {self.text}, on rank {self.rank} of {self.size}"
+            raise AssertionError(f"{case}: {error}") from error
 
     def place(self, x):
         """A copy of ``x``, in symmetric memory if that is the way."""
