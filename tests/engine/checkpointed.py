@@ -1,8 +1,8 @@
-"""Trains with checkpoints, and is killed in each of its starts but the last, as its second argument says.
+"""Trains with checkpoints, is killed in each of its starts but the last, and compares the end with an undisturbed run.
 
-checkpointed.py FOLDER KILLS: KILLS is a list of {"rank", "step", "point"}, one per start. The process is killed in this
-step, or at this point of the saves that follow it (``dying``); at the point "asked" it gets SIGTERM instead. The last
-start writes FOLDER/result.pt.
+checkpointed.py FOLDER EVERY KILLS: KILLS is a list of {"rank", "step", "point"}, one per start. The process is killed
+in this step, or at this point of the saves that follow it (``dying``); at the point "asked" it gets SIGTERM instead.
+Each rank of the last start prints the steps that it has taken, which start it is, and whether the bits are the same.
 """
 
 import json
@@ -17,16 +17,12 @@ from torch.utils.data import TensorDataset
 import torchmpi_py as mpi
 from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
 
-folder, kills = sys.argv[1], json.loads(sys.argv[2])
+folder, every, kills = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 start = int(os.environ["TORCHMPIRUN_RESTART"])
 kill = kills[start] if start < len(kills) else {"rank": -1}
 
 os.fsync = lambda descriptor: None  # it is slow, and not for those who are only killed
 mpi.start()
-torch.manual_seed(mpi.rank())
-network = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3))
-generator = torch.Generator().manual_seed(7)
-dataset = TensorDataset(torch.randn(61, 6, generator=generator), torch.arange(61) % 3)
 
 
 def on_update(state):
@@ -40,18 +36,27 @@ def on_update(state):
         dying.Points(kill["point"], writes_between=10).__enter__()
 
 
-engine = AllReduceSGDEngine()
-engine.hooks.on_update = on_update
-state = engine.train(
-    network=network,
-    criterion=torch.nn.CrossEntropyLoss(),
-    iterator=DatasetIterator(dataset, 3, seed=2),
-    optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-    maxepoch=3,
-    checkpoint=f"{folder}/checkpoints",
-    every=1 if kills and kills[0]["point"] != "asked" else "epoch",
-)
-mpi.nn.check_with_allreduce(network)
-if mpi.rank() == 0:
-    torch.save({"network": network.state_dict(), "t": state.t, "start": start}, f"{folder}/result.pt")
+def trained(**options):
+    torch.manual_seed(mpi.rank())
+    network = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3))
+    generator = torch.Generator().manual_seed(7)
+    dataset = TensorDataset(torch.randn(61, 6, generator=generator), torch.arange(61) % 3)
+    engine = AllReduceSGDEngine()
+    engine.hooks.on_update = on_update
+    state = engine.train(
+        network=network,
+        criterion=torch.nn.CrossEntropyLoss(),
+        iterator=DatasetIterator(dataset, 3, seed=2),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        maxepoch=3,
+        **options,
+    )
+    mpi.nn.check_with_allreduce(network)
+    return torch.cat([parameter.detach().flatten() for parameter in network.parameters()]), state.t
+
+
+parameters, step = trained(checkpoint=f"{folder}/checkpoints", every=every)
+undisturbed, steps = trained()
+found = {"step": step, "start": start, "is_equal": torch.equal(parameters, undisturbed), "steps": steps}
+sys.stdout.write(json.dumps(found) + "\n")
 mpi.stop()

@@ -3,6 +3,7 @@
 With TORCHMPI_FAULTS=all (scripts/test_faults) at each write too, and when there are fewer checkpoints.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -13,11 +14,10 @@ import signal
 import dying
 import pytest
 import torch
-from checkpoint_folder import listed
+from runs import listed
 
 from torchmpi_py.engine import Checkpoints, checkpoint_files
 
-pytestmark = pytest.mark.timeout(240)
 ALL = os.environ.get("TORCHMPI_FAULTS", "") == "all"
 CASES = {  # saved before; then saved under which name, as which step
     "one is replaced and one removed": ([0, 1, 2], 2, 5),
@@ -32,73 +32,61 @@ def content(step):
     return {"model": {"weight": torch.full((3, 2), float(step)), "step": step}, "name": f"step {step}"}
 
 
-def assert_holds(parts, step):
-    assert torch.equal(parts["model"]["weight"], torch.full((3, 2), float(step)))
-    assert (parts["model"]["step"], parts["name"]) == (step, f"step {step}")
-
-
 def step_saved(directory):
-    """The step of what is resumed from, if it is as it was saved; else None."""
+    """The step of what is resumed from, which is as it was saved; None for nothing."""
     saved = Checkpoints(directory).load()
     if saved is None:
         return None
-    assert_holds(saved.parts, saved.parts["model"]["step"])
-    return saved.parts["model"]["step"]
+    model, name = saved.parts["model"], saved.parts["name"]
+    assert torch.equal(model["weight"], torch.full((3, 2), float(model["step"])))
+    assert name == f"step {model['step']}"
+    return model["step"]
 
 
-def prepare(directory, steps):
-    for step in steps:
-        Checkpoints(directory, keep=3).save(step, content(step))
-
-
-def killed_at(point, work):
-    """Whether a child that does the work up to this point was killed there."""
+def killed_at(point, directory, step, name):
+    """Whether a child that loads and saves up to this point was killed there."""
     child = os.fork()
     if child == 0:
         with dying.Points(point, writes_between=0 if ALL else 30):
-            work()
+            checkpoints = Checkpoints(directory, keep=2)
+            checkpoints.load()
+            checkpoints.save(name, content(step))
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     assert status in (0, signal.SIGKILL), status
     return status == signal.SIGKILL
 
 
-def resume_and_save(directory, step, name):
-    checkpoints = Checkpoints(directory, keep=2)
-    checkpoints.load()
-    checkpoints.save(name, content(step))
-
-
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", list(CASES) if ALL else list(CASES)[:1])
-def test_the_last_complete_one_is_resumed_from(tmp_path, monkeypatch, case):
+def test_the_last_complete_one_is_resumed_from(tmp_path, monkeypatch, case, stride):
     before, name, step = CASES[case]
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and not for those who are only killed
     monkeypatch.setattr(checkpoint_files, "PROBE_SECONDS", -1.0)
     source = tmp_path / "source"
     source.mkdir()
-    prepare(source, before)
-    former = before[-1] if before else None
-    seen, point = [], 0
-    while True:
+    for former in before:
+        Checkpoints(source, keep=3).save(former, content(former))
+    seen = []
+    for point in itertools.count(0, stride):
         directory = tmp_path / f"{point}"
         shutil.copytree(source, directory)
-        if not killed_at(point, lambda directory=directory: resume_and_save(directory, step, name)):
+        if not killed_at(point, directory, step, name):
             break
         seen.append(step_saved(directory))
         Checkpoints(directory, keep=2).save(9, content(9))
         assert step_saved(directory) == 9
-        left = sorted(listed(directory))
+        left = listed(directory)
         assert all(re.fullmatch(r"step-\d{6}", entry) for entry in left), (point, left)
         assert len(left) <= 2, (point, left)
         for entry in left:
             summary = checkpoint_files.summary_of(directory / entry)
             checkpoint_files.check(directory / entry, summary, summary["files"], summary["files"])
         shutil.rmtree(directory)
-        point += 1
     turned = seen.index(step)
-    assert seen == [former] * turned + [step] * (len(seen) - turned), seen
-    assert point > 40
-    assert turned > 20
+    assert seen == [before[-1] if before else None] * turned + [step] * (len(seen) - turned), seen
+    assert len(seen) > 40 // stride
+    assert turned > 20 // stride
 
 
 def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
