@@ -6,7 +6,6 @@ import fcntl
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,16 +14,14 @@ from pathlib import Path
 import foreign_files
 import pytest
 import torch
-from checkpoint_folder import listed
-from torch.utils.data import TensorDataset
+from runs import classes, listed, train
+from support import jobs
 
 from torchmpi_py import errors
-from torchmpi_py.engine import AllReduceSGDEngine, Checkpoints, DatasetIterator, checkpoint, checkpoint_files, resume
+from torchmpi_py.engine import Checkpoints, DatasetIterator, checkpoint, checkpoint_files, folder_lock
 
-pytestmark = pytest.mark.timeout(120)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user")
 PARTIAL = ".step-000007.partial-0f0f"
-
 OTHER_JOB = """
 import sys
 from torchmpi_py.engine import Checkpoints
@@ -35,15 +32,20 @@ sys.stdin.read()
 """
 
 
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
+
+
 @contextlib.contextmanager
 def other_job(mpi, folder):
     """A job of one process that has saved into the folder; its process id, on all ranks. It is killed at the end."""
     job = None
     if mpi.rank() == 0:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI", "PMI"))}
-        line = [sys.executable, "-c", OTHER_JOB, str(folder)]
-        job = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        assert job.stdout.readline() == b"saved\n"
+        job = jobs.start(sys.executable, "-c", OTHER_JOB, folder, stdin=-1, env=environment)
+        assert job.stdout.readline() == "saved\n"
     try:
         yield mpi.broadcast_object(job.pid if job else None)
     finally:
@@ -53,37 +55,33 @@ def other_job(mpi, folder):
         mpi.barrier()
 
 
-def save(folder):
-    Checkpoints(folder).save(2, {"x": 20})
-
-
-def train(folder):
-    resume.completed.clear()
-    engine = AllReduceSGDEngine()
-    engine.hooks.on_start_epoch = lambda state: pytest.fail("the error comes before the first step")
-    data = TensorDataset(torch.randn(12, 3), torch.randn(12, 1))
-    options = {"criterion": torch.nn.MSELoss(), "iterator": DatasetIterator(data, 2), "lr": 0.01, "maxepoch": 1}
-    engine.train(network=torch.nn.Linear(3, 1), checkpoint=folder, **options)
-
-
 @pytest.mark.mpi
 def test_the_second_job_is_refused_on_all_ranks(mpi, folder, monkeypatch):
+    def save():
+        Checkpoints(folder).save(2, {"x": 20})
+
+    def trained():
+        def on_start_epoch(state):
+            pytest.fail("the error comes before the first step")
+
+        train(torch.nn.Linear(6, 3), DatasetIterator(classes(12), 2), checkpoint=folder, on_start_epoch=on_start_epoch)
+
     monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.3)
     with other_job(mpi, folder) as process_id:
         if mpi.rank() == 0:
             (folder / PARTIAL).mkdir()  # as if the other job were saving
-        for use in (save, train):
+        for use in (save, trained):
             with pytest.raises(errors.CheckpointError, match=rf"{folder}.*process {process_id} of .*another folder"):
-                use(folder)
+                use()
         assert Checkpoints(folder).load() == (1, {"x": 10})  # to read needs no lock
         mpi.barrier()
-        assert sorted(listed(folder)) == [PARTIAL, "step-000001"]
+        assert listed(folder) == [PARTIAL, "step-000001"]
     begin = time.monotonic()
     monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 20.0)
-    save(folder)  # the other job was killed
+    save()  # the other job was killed
     assert time.monotonic() - begin < 10.0
     mpi.barrier()
-    assert sorted(listed(folder)) == ["step-000001", "step-000002"]
+    assert listed(folder) == ["step-000001", "step-000002"]
 
 
 def in_child(work, user=0):
@@ -92,6 +90,7 @@ def in_child(work, user=0):
     child = os.fork()
     if child == 0:
         os.close(reader)
+        folder_lock._held.clear()
         try:
             if user:
                 os.setgroups([])
@@ -180,48 +179,35 @@ BEFORE = (
 
 @pytest.mark.parametrize("before", BEFORE, ids=lambda before: before.__name__)
 def test_who_may_save(tmp_path, monkeypatch, caplog, before):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
     folder = tmp_path / "checkpoints"
     kept, may_save = before(folder, monkeypatch)
-    said = in_child(lambda: forgetting(folder).save(9, {"x": 9}))
+    said = in_child(lambda: Checkpoints(folder).save(9, {"x": 9}))
     if isinstance(kept, int):
         os.kill(kept, signal.SIGKILL)
     assert said == str(folder / "step-000009") if may_save else f"process {os.getpid()} of" in said
     assert len(caplog.records) <= (before is a_file_system_without_locks)
 
 
-def test_a_lock_file_that_another_job_has_made_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
+def test_a_lock_file_that_another_job_has_made_anew(tmp_path):
     kept = Checkpoints(tmp_path)
     kept.save(0, {"x": 0})
     (tmp_path / ".lock").unlink()
-    line = [sys.executable, "-c", OTHER_JOB, str(tmp_path)]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
-        assert job.stdout.readline() == b"saved\n"
+    with jobs.start(sys.executable, "-c", OTHER_JOB, tmp_path, stdin=-1) as job:
+        assert job.stdout.readline() == "saved\n"
         with pytest.raises(errors.CheckpointError, match=f"process {job.pid} of"):
             kept.save(5, {"x": 5})
         job.kill()
     kept.save(5, {"x": 5})
     kept.release()
-    assert in_child(lambda: forgetting(tmp_path).save(6, {"x": 6})).endswith("step-000006")
+    assert in_child(lambda: Checkpoints(tmp_path).save(6, {"x": 6})).endswith("step-000006")
 
 
 def test_a_checkpoint_that_a_job_removes_while_another_one_loads(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
     Checkpoints(tmp_path).save(2, {"x": 2})
     listings = [["step-000001"], ["step-000002"]]
     monkeypatch.setattr(checkpoint_files, "complete", lambda directory: listings.pop(0))
     assert Checkpoints(tmp_path).load() == (2, {"x": 2})
     assert not caplog.records
-
-
-def forgetting(folder):
-    """Checkpoints of a process that has not inherited a lock."""
-    from torchmpi_py.engine import folder_lock
-
-    folder_lock._held.clear()
-    return Checkpoints(folder)
 
 
 @needs_root
@@ -239,15 +225,13 @@ def test_something_else_in_place_of_the_lock(tmp_path, caplog, make):
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
 def test_a_folder_with_checkpoints_of_another_user(monkeypatch, mode):
     """They are loaded, and stay; what cannot be removed is named once."""
-    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(mode)
-        Checkpoints(folder).save(1, {"x": 1})
-        Checkpoints(folder).save(2, {"x": 2})
+        for step in (1, 2):
+            Checkpoints(folder).save(step, {"x": step})
         (folder / "step-000002" / "model.pt").write_bytes(b"")
         (folder / PARTIAL).mkdir()
-        before = sorted(listed(folder))
         warnings = []
 
         def work():
@@ -261,5 +245,5 @@ def test_a_folder_with_checkpoints_of_another_user(monkeypatch, mode):
         said = in_child(work, user=foreign_files.STRANGER)
         assert PARTIAL in said, said
         assert "step-000001" in said, said
-        assert {PARTIAL, "step-000001"} <= set(listed(folder)), before
+        assert {PARTIAL, "step-000001"} <= set(listed(folder))
         assert ("step-000002.damaged" in listed(folder)) == (mode == 0o777)
