@@ -8,13 +8,13 @@ import threading
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, get_worker_info
+from runs import numbers_in, train
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from torchmpi_py.engine import AllReduceSGDEngine, loaders
+from torchmpi_py.engine import loaders
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
-    pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more workers than cores
     pytest.mark.filterwarnings("ignore:unclosed database"),
 ]
@@ -98,11 +98,6 @@ class Unreadable(Numbers):
         return super().__getitem__(index)
 
 
-class Functions(Numbers):
-    def __getitem__(self, index):
-        return lambda: super(Functions, self).__getitem__(index)
-
-
 @pytest.fixture
 def warnings(caplog):
     loaders._warn_once.cache_clear()
@@ -113,10 +108,11 @@ def warnings(caplog):
 def used(mpi, loader):
     """The numbers that each rank has used in an epoch; a stand-in is none."""
     numbers = []
-    engine = AllReduceSGDEngine()
-    engine.hooks.on_sample = lambda state: numbers.extend(state.sample[1][: state.num_samples, 0].int().tolist())
-    network = torch.nn.Linear(3, 1)
-    engine.train(network=network, criterion=torch.nn.MSELoss(), iterator=loader, lr=1e-4)
+
+    def on_sample(state):
+        numbers.extend(numbers_in(state.sample, state.num_samples))
+
+    train(torch.nn.Linear(3, 1), loader, lr=1e-4, on_sample=on_sample)
     return mpi.allgather_object(numbers)
 
 
@@ -134,14 +130,10 @@ def test_other_data_behind_a_connection_are_kept(mpi, warnings):
     assert [sorted(part) for part in parts[:-1]] == [list(range(TOTAL))] * (mpi.size() - 1)
     assert sorted(parts[-1]) == list(range(1000, 1000 + TOTAL))
     said_on_rank_0(mpi, warnings(), "have equal attributes but different samples: each rank keeps its own. To choose")
-
-
-def test_data_that_are_equal_but_for_a_sample_in_the_middle_differ(mpi, warnings):
-    database = Database(0)
+    database = Database(0)  # one that differs by a sample in the middle
     place = (TOTAL - 1) * 3 // 7
     database.connection.execute("update numbers set number = ? where place = ?", (100 + mpi.rank(), place))
-    parts = used(mpi, DataLoader(database, 4))
-    assert [len(part) for part in parts] == [TOTAL] * mpi.size()
+    assert [len(part) for part in used(mpi, DataLoader(database, 4))] == [TOTAL] * mpi.size()
 
 
 WORKERS = {"main": {}, "fork": {"num_workers": 2, "multiprocessing_context": "fork"}}
@@ -155,8 +147,14 @@ def seed_by_rank(worker):
     torch.manual_seed(dataset.rank)
 
 
-@pytest.mark.parametrize("where", ["main", "fork"])
-@pytest.mark.parametrize("kind", [Database, WithRank, Augmented, Opened])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        *((kind, "main") for kind in (Database, WithRank, Augmented)),
+        *((kind, "fork") for kind in (WithRank, Opened)),
+        *(pytest.param(kind, "fork", marks=pytest.mark.slow) for kind in (Database, Augmented)),
+    ],
+)
 def test_one_dataset_is_divided(mpi, warnings, kind, where):
     dataset = kind(mpi.rank()) if kind is WithRank else kind(0)
     dataset.rank = mpi.rank()
@@ -166,7 +164,7 @@ def test_one_dataset_is_divided(mpi, warnings, kind, where):
     assert where == "main" or getattr(dataset, "file", None) is None  # nothing was opened before the fork
 
 
-@pytest.mark.parametrize("where", ["main", "fork"])
+@pytest.mark.parametrize("where", ["main", pytest.param("fork", marks=pytest.mark.slow)])
 def test_samples_that_change_leave_it_to_the_attributes(mpi, warnings, where):
     loader = DataLoader(OwnGenerator(mpi.rank()), 4, shuffle=True, **WORKERS[where])
     assert is_divided(used(mpi, loader))
@@ -177,32 +175,15 @@ def test_samples_that_change_leave_it_to_the_attributes(mpi, warnings, where):
     assert mpi.rank() > 0 or "their attributes differ: each rank keeps its own" in warnings()[1]
 
 
-def numbers_of(functions):
-    return torch.utils.data.default_collate([function() for function in functions])
-
-
 def test_samples_that_cannot_be_compared_leave_it_to_the_attributes(mpi, warnings):
     is_last = mpi.rank() == mpi.size() - 1
     assert is_divided(used(mpi, DataLoader(Unreadable(is_last), 4, shuffle=True)))
     said_on_rank_0(mpi, warnings(), f"(rank {mpi.size() - 1}: LookupError: no sample 0); {EQUAL}")
-    assert is_divided(used(mpi, DataLoader(Functions(), 4, collate_fn=numbers_of)))
-    assert len(warnings()) == 2 * (mpi.rank() == 0)
-    assert mpi.rank() > 0 or "cannot be compared by samples (rank 0: " in warnings()[1]
 
 
 def test_another_length_is_another_dataset(mpi, warnings):
     loader = DataLoader(Numbers(total=TOTAL - 4 * (mpi.rank() == 0)), 1000)
     assert [len(part) for part in used(mpi, loader)] == [TOTAL - 4] + [TOTAL] * (mpi.size() - 1)
-    assert not warnings()
-
-
-def test_the_remedies(mpi, warnings):
-    dataset = OwnGenerator(mpi.rank())
-    parts = used(mpi, DataLoader(dataset, 4, sampler=SubsetRandomSampler(range(TOTAL))))
-    assert [sorted(part) for part in parts] == [list(range(TOTAL))] * mpi.size()
-    parts = used(mpi, DataLoader(dataset, 4, sampler=mpi.shard(dataset)))
-    assert {len(part) for part in parts} == {-(-TOTAL // mpi.size())}
-    assert {number for part in parts for number in part} == set(range(TOTAL))
     assert not warnings()
 
 
