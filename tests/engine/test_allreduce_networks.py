@@ -6,7 +6,7 @@ from runs import classes, loss_of, train
 from support import networks
 
 from torchmpi_py import errors
-from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator, SGDEngine
+from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
 
 pytestmark = pytest.mark.mpi
 both_ways = pytest.mark.parametrize("asynchronous", [False, True])
@@ -39,20 +39,6 @@ def test_parameters_and_buffers_of_the_criterion_are_shared_and_trained(mpi, asy
     assert criterion.shift == 1.0
     assert criterion.factor != 1.0
     mpi.nn.check_with_allreduce(criterion)
-
-
-@both_ways
-def test_a_penalty_on_parameters_in_the_loss(mpi, asynchronous):
-    net, seen = network(0), []
-
-    def criterion(output, target):
-        return loss_of(output, target) + 0.1 * net[0].weight.square().sum()
-
-    options = {"criterion": criterion, "lr": 0, "on_backward": lambda state: seen.append(networks.flat_gradients(net))}
-    train(net, data(8 * mpi.size()), engine=AllReduceSGDEngine(asynchronous=asynchronous), **options)
-    alone = DatasetIterator(classes(8 * mpi.size()), 4 * mpi.size(), rank=0, size=1)
-    train(net, alone, engine=SGDEngine(), **options)
-    torch.testing.assert_close(seen[:2], seen[2:], rtol=1e-5, atol=1e-6)
 
 
 @both_ways
@@ -125,11 +111,6 @@ def test_a_plain_tensor_in_the_optimizer_is_refused(mpi):
     optimizer = torch.optim.SGD([*net.parameters(), factor], lr=0.2)
     with pytest.raises(TypeError, match=r"torch\.nn\.Parameter"):
         train(net, data(), criterion=lambda output, target: loss_of(output * factor, target), optimizer=optimizer)
-
-
-def test_debug_allows_batch_statistics_of_each_rank(mpi):
-    net = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
-    assert train(net, data(8 * mpi.size()), engine=AllReduceSGDEngine(debug=True), maxepoch=2).t == 4
 
 
 @pytest.mark.mpi(min_size=2)

@@ -43,12 +43,6 @@ def test_any_number_of_ranks_trains_as_one(mpi, total, asynchronous):
     assert_close(net, trained_alone(total, 4 * mpi.size()))
 
 
-def test_with_momentum_too(mpi):
-    optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-    net = trained(AllReduceSGDEngine(), 50, optimizer=optimizer)
-    assert_close(net, trained_alone(50, 4 * mpi.size(), optimizer=optimizer))
-
-
 def test_it_starts_from_what_rank_0_loads_in_on_start(mpi):
     def load(state, loading_rank=0):
         if mpi.rank() == loading_rank:

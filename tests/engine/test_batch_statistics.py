@@ -9,7 +9,7 @@ from support import networks
 
 from torchmpi_py import errors
 from torchmpi_py.core import config
-from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine
+from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator, SGDEngine
 from torchmpi_py.nn import SyncBatchNorm
 
 pytestmark = pytest.mark.mpi
@@ -87,15 +87,6 @@ def test_before_a_test(mpi):
     assert means == [(mpi.size() - 1) / 2]
     mpi.nn.check_with_allreduce(net)
     assert net[1].num_batches_tracked == 0  # and it is a test
-
-
-def test_all_ranks_evaluate_one_network(mpi):
-    engine, loss, dataset = AllReduceSGDEngine(), Average(), data(9 * mpi.size())
-    net = trained(mpi, engine, network()).eval()
-    engine.hooks.on_forward_criterion = lambda state: loss.add(state.loss, state.num_samples)
-    engine.test(network=net, criterion=loss_of, iterator=DatasetIterator(dataset, 4, shuffle=False))
-    inputs, targets = dataset.tensors
-    assert loss.reduced() == pytest.approx(loss_of(net(inputs), targets).item())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
