@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from runs import Killed, classes, listed, loss_of, train
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from torchmpi_py import errors
 from torchmpi_py.engine import Average, DatasetIterator, SGDEngine, checkpoint, resume
@@ -100,27 +100,25 @@ def weights(result):
     return torch.cat([result[:-2], result[-1:]])
 
 
-PLAIN = ["prefetch", "inline", "DataLoader", "own generator", "sampler"]
-
-
 @pytest.mark.parametrize(
-    ("iterator", "optimizer"), [*zip(PLAIN, [momentum, adam, momentum, adam, momentum], strict=True), (PLAIN[0], adam)]
+    ("iterator", "every", "optimizer"),
+    [
+        *(("prefetch", 1, momentum), ("prefetch", 3, adam), ("inline", "epoch", adam), ("DataLoader", 3, momentum)),
+        *(("own generator", 7, adam), ("sampler", 3, adam), ("sampler", "epoch", momentum)),
+    ],
 )
-def test_two_and_two_epochs_are_four_bit_for_bit(tmp_path, iterator, optimizer):
+def test_it_goes_on_bit_for_bit(tmp_path, iterator, every, optimizer):
+    """After epochs, and in the middle of others."""
     options = {"iterator": iterator, "optimizer": optimizer}
     expected = trained(**options)
+    options["every"] = every
+    for killed_at in (1, 5, 8):
+        assert trained(tmp_path, maxepoch=2, killed_at=killed_at, **options) is None
     trained(tmp_path, maxepoch=2, **options)
+    for killed_at in (15, 21, 22, 28):
+        assert trained(tmp_path, killed_at=killed_at, **options) is None
     assert torch.equal(trained(tmp_path, **options), expected)
     assert torch.equal(weights(trained(tmp_path, **options)), weights(expected))  # nothing is left to do
-    assert listed(tmp_path) == ["step-000014", "step-000021", "step-000028"]
-
-
-@pytest.mark.parametrize(("iterator", "every"), [*zip(PLAIN, [1, 7, 3, 1, 3], strict=True), (PLAIN[0], 3)])
-def test_it_goes_on_in_the_middle_of_an_epoch(tmp_path, iterator, every):
-    expected = trained(iterator=iterator)
-    for killed_at in (1, 5, 7, 8, 15, 22, 28):
-        assert trained(tmp_path, killed_at=killed_at, every=every, iterator=iterator) is None
-    assert torch.equal(trained(tmp_path, every=every, iterator=iterator), expected)
     assert len(listed(tmp_path)) == 3
 
 
@@ -136,35 +134,13 @@ def test_it_goes_on_with_workers_that_persist(tmp_path, iterator, every):
 def test_random_kills(tmp_path):
     expected = trained()
     draw = random.Random(5)
-    for trial in range(4):
+    for trial in range(3):
         folder, reached = tmp_path / f"{trial}", 0
         every = draw.choice([1, 2, 4, 5, "epoch"])
         for _ in range(draw.randrange(1, 4)):
             reached = min(reached + draw.randrange(1, 12), 28)
             assert trained(folder, killed_at=reached, every=every, keep=draw.choice([1, 3])) is None
         assert torch.equal(trained(folder, every=every), expected), (trial, every)
-
-
-def test_the_rest_of_an_epoch_uses_each_sample_once_at_another_batch_size(tmp_path):
-    dataset = TensorDataset(torch.arange(50.0).unsqueeze(1), torch.arange(50))
-    used = []
-
-    def run(batch_size, **options):
-        return train(
-            torch.nn.Linear(1, 1),
-            DatasetIterator(dataset, batch_size),
-            engine=SGDEngine(),
-            criterion=lambda output, target: output.mean(),
-            on_update=lambda state: used.extend(state.sample[1].tolist()),
-            checkpoint=tmp_path,
-            every=1,
-            **options,
-        )
-
-    assert run(8, killed_at=3) is None
-    del used[16:]  # the step that was not saved
-    run(5)
-    assert sorted(used) == list(range(50))
 
 
 @pytest.mark.parametrize(
