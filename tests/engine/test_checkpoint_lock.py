@@ -108,51 +108,38 @@ def in_child(work, user=0):
         return (file.read() or b"").decode()
 
 
-def nothing_before(folder, monkeypatch):
-    """No job before."""
-    return [], True
+def is_refused(folder):
+    """Whether another process may not save, because this one holds the folder; the process is killed then."""
+    said = in_child(lambda: Checkpoints(folder).save(9, {"x": 9}))
+    assert said == f"{folder}/step-000009" or f"process {os.getpid()} of" in said, said
+    return said != f"{folder}/step-000009"
 
 
-def two_objects(folder, monkeypatch):
-    kept = [Checkpoints(folder), Checkpoints(folder)]
+def test_who_may_save(tmp_path, caplog):
+    free, held = tmp_path / "free", tmp_path / "held"
+    kept = [Checkpoints(free)]
+    kept[0].load()
+    for _ in range(2):  # who only loads holds nothing, nor does a job that was killed
+        assert not is_refused(free)
+    kept = [Checkpoints(held), Checkpoints(held)]
     for number, each in enumerate(kept):
         each.save(number, {"x": number})
-    return kept, False
-
-
-def an_object_that_is_gone(folder, monkeypatch):
-    two_objects(folder, monkeypatch)
-    return [], True
-
-
-def only_loaded(folder, monkeypatch):
-    kept = Checkpoints(folder)
-    kept.load()
-    return [kept], True
-
-
-def a_copy_of_the_folder(folder, monkeypatch):
-    kept, _ = two_objects(folder, monkeypatch)
-    shutil.copytree(folder, folder.with_name("copy"))
-    return kept, False
-
-
-def a_lock_file_that_was_removed(folder, monkeypatch):
-    kept, _ = two_objects(folder, monkeypatch)
-    (folder / ".lock").unlink()
+    assert is_refused(held)
+    shutil.copytree(held, tmp_path / "copy")  # it opens the lock file, and closes it
+    assert is_refused(held)
+    (held / ".lock").unlink()
     kept[0].save(3, {"x": 3})
     kept[0].save(4, {"x": 4})
-    return kept, False
+    assert is_refused(held)
+    kept.clear()
+    del each
+    assert not is_refused(held)
+    assert not caplog.records
 
 
-def a_job_that_was_killed(folder, monkeypatch):
-    in_child(lambda: Checkpoints(folder).save(1, {"x": 1}))
-    return [], True
-
-
-def a_child_that_outlives_its_rank(folder, monkeypatch):
+def test_a_child_that_outlives_its_rank_holds_nothing(tmp_path):
     def work():
-        checkpoints = Checkpoints(folder)
+        checkpoints = Checkpoints(tmp_path)
         checkpoints.save(1, {"x": 1})
         left = os.fork()
         if left == 0:
@@ -160,32 +147,21 @@ def a_child_that_outlives_its_rank(folder, monkeypatch):
             os._exit(0)
         return left
 
-    return int(in_child(work)), True
+    left = int(in_child(work))
+    assert not is_refused(tmp_path)
+    os.kill(left, signal.SIGKILL)
 
 
-def a_file_system_without_locks(folder, monkeypatch):
+def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
     def flock(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    return two_objects(folder, monkeypatch)[0], True
-
-
-BEFORE = (
-    *(nothing_before, two_objects, an_object_that_is_gone, only_loaded, a_copy_of_the_folder),
-    *(a_lock_file_that_was_removed, a_job_that_was_killed, a_child_that_outlives_its_rank, a_file_system_without_locks),
-)
-
-
-@pytest.mark.parametrize("before", BEFORE, ids=lambda before: before.__name__)
-def test_who_may_save(tmp_path, monkeypatch, caplog, before):
-    folder = tmp_path / "checkpoints"
-    kept, may_save = before(folder, monkeypatch)
-    said = in_child(lambda: Checkpoints(folder).save(9, {"x": 9}))
-    if isinstance(kept, int):
-        os.kill(kept, signal.SIGKILL)
-    assert said == str(folder / "step-000009") if may_save else f"process {os.getpid()} of" in said
-    assert len(caplog.records) <= (before is a_file_system_without_locks)
+    kept = Checkpoints(tmp_path)
+    for step in (1, 2):
+        kept.save(step, {"x": step})
+    assert not is_refused(tmp_path)
+    assert len(caplog.records) <= 1
 
 
 def test_a_lock_file_that_another_job_has_made_anew(tmp_path):
