@@ -74,17 +74,6 @@ def test_an_iteration_within_another(kind):
     assert everything(again) == rest
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_two_iterations_at_once(kind):
-    iterator = MAKERS[kind]()
-    other = iter(iterator)
-    used = []
-    for batch in iterator.as_outer(iter(iterator)):
-        used += batch.tolist()
-        assert next(other) is not None
-    assert sorted(used) == sorted(everything(MAKERS[kind]()))
-
-
 def test_lasting_workers_are_taken_by_the_second_iteration():
     for iterator in (
         DatasetIterator([source(num_workers=1)], 4),
