@@ -1,6 +1,5 @@
-"""The loop alone: order of the hooks, state, optimizers, modes, samples, errors. No MPI."""
+"""The loop alone: hooks, state, optimizers, modes, samples, and the two halves of the backward pass. No MPI."""
 
-import contextlib
 import dataclasses
 
 import pytest
@@ -14,8 +13,8 @@ from torchmpi_py.engine import Hooks, SGDEngine
 PER_SAMPLE = ["on_sample", "on_forward", "on_forward_criterion", "on_backward_criterion", "on_backward", "on_update"]
 
 
-def linear():
-    return networks.perceptron(3, 2)[0]
+def linear(seed=0):
+    return networks.perceptron(3, 2, seed=seed)[0]
 
 
 def pairs(num_batches=2):
@@ -183,18 +182,122 @@ def test_a_dataloader_is_an_iterator_and_its_sampler_is_told_the_epoch():
     assert Sampler.told == [0, 1]
 
 
-def test_subclasses_bracket_the_run_also_when_it_fails():
-    events = []
+class TwoHeads(torch.nn.Module):
+    """Outputs in a nested structure, one of them without gradient."""
 
-    class Bracketed(SGDEngine):
-        @contextlib.contextmanager
-        def session(self, state):
-            events.append("in")
-            try:
-                yield
-            finally:
-                events.append("out")
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = linear(1), linear(2)
 
-    with pytest.raises(ZeroDivisionError):
-        train(linear(), pairs(), engine=Bracketed(), on_backward_criterion=lambda state: 1 / 0)
-    assert events == ["in", "out"]
+    def forward(self, x):
+        left = self.left(x)
+        return {"scores": (left, self.right(x)), "chosen": left.argmax(1), "unused": [left * 2]}
+
+
+class Mixed(torch.nn.Module):
+    """A criterion that has a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = torch.nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, output, target):
+        left, right = output["scores"]
+        return loss_of(self.mix * left + (1 - self.mix) * right, target)
+
+
+def test_the_criterion_goes_back_before_the_network_does():
+    network, criterion, between = TwoHeads(), Mixed(), []
+
+    def check(state):
+        between.append((network.left.weight.grad, criterion.mix.grad, state.output["scores"][0].grad.clone()))
+
+    (sample,) = pairs(1)
+    trained(network, [sample], criterion=criterion, lr=0, on_backward_criterion=check)
+    ((left, mix, score),) = between
+    both = torch.nn.ModuleList([network, criterion])
+    found = networks.flat_gradients(both).clone()
+    both.zero_grad()
+    output = network(sample[0])
+    output["scores"][0].retain_grad()
+    criterion(output, sample[1]).backward()
+    assert left is mix is None
+    assert torch.equal(score, output["scores"][0].grad)
+    torch.testing.assert_close(found, networks.flat_gradients(both), rtol=1e-6, atol=0)
+    trained(network, pairs(), criterion=criterion, lr=0.5)
+    assert criterion.mix.item() != pytest.approx(0.3)
+
+
+def test_a_penalty_on_parameters_in_the_loss_counts():
+    network, times = linear(), []
+    (sample,) = pairs(1)
+
+    def criterion(output, target):
+        return loss_of(output, target) + network.weight.square().sum()
+
+    hook = network.weight.register_post_accumulate_grad_hook(times.append)
+    trained(network, [sample], criterion=criterion, lr=0)
+    hook.remove()
+    assert len(times) == 1  # complete at once: what is sent away by such a hook is the whole gradient
+    grad = network.weight.grad.clone()
+    network.zero_grad()
+    criterion(network(sample[0]), sample[1]).backward()
+    torch.testing.assert_close(grad, network.weight.grad)
+
+
+class Weighted(list):
+    weight, num_samples = 0.25, 0
+
+
+def test_the_weight_scales_gradients_and_not_the_loss():
+    network, (sample,) = linear(), pairs(1)
+    state = trained(network, Weighted([sample]), lr=0)
+    grad = network.weight.grad.clone()
+    network.zero_grad()
+    loss = loss_of(network(sample[0]), sample[1])
+    loss.backward()
+    assert torch.equal(state.loss, loss)
+    assert state.num_samples == 0
+    assert torch.equal(grad, 0.25 * network.weight.grad)
+
+
+class Remembering(torch.autograd.Function):
+    """A function whose node has attributes with the names of torch's own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.variable, ctx.name = x.detach(), "a function"
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+def test_only_what_is_trained_gets_a_gradient():
+    network, others = linear(), linear(2)
+    (sample,) = pairs(1)
+
+    def criterion(output, target):
+        beside = (others(sample[0]).square().sum() * network.bias.sum()).tanh()
+        return loss_of(Remembering.apply(output), target) + beside
+
+    trained(network, [sample], criterion=criterion, lr=0)
+    found = networks.flat_gradients(network).clone()
+    assert [parameter.grad for parameter in others.parameters()] == [None, None]
+    network.zero_grad()
+    criterion(network(sample[0]), sample[1]).backward()
+    torch.testing.assert_close(found, networks.flat_gradients(network))
+
+
+LOSSES = {
+    "does not require grad": lambda output: output.detach().sum(),
+    "only for scalar outputs": lambda output: output.sum(1),
+    "scalar outputs": lambda output: torch.ones(3, requires_grad=True) * 2,
+}
+
+
+@pytest.mark.parametrize("message", LOSSES)
+def test_what_is_no_loss_is_an_error(message):
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        trained(criterion=lambda output, _: LOSSES[message](output))
