@@ -57,7 +57,7 @@ def killed_at(point, directory, step, name):
     return status == signal.SIGKILL
 
 
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [2, pytest.param(1, marks=pytest.mark.slow)])  # before and after each call
 @pytest.mark.parametrize("case", list(CASES) if ALL else list(CASES)[:1])
 def test_the_last_complete_one_is_resumed_from(tmp_path, monkeypatch, case, stride):
     before, name, step = CASES[case]
