@@ -7,6 +7,7 @@ gives for unit vectors of the results. All is float64 and whole numbers, so that
 import pytest
 import torch
 
+from torchmpi_py import nn as mpinn
 from torchmpi_py.nn import functional as F
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
@@ -40,26 +41,18 @@ def unit(mpi, rank, shape, element):
     return x
 
 
-def counts(mpi, x):
-    return mpi.allgather(x.numel())
-
-
 @every_case
 def test_the_backward_pass_is_the_adjoint_map(mpi, case):
-    def run(x):
-        return CASES[case](mpi, x)
-
-    shape = (mpi.size(), 2)
-    num_inputs = 2 * mpi.size()
-    results = {}  # what this rank's result is for each unit vector
-    for rank in range(mpi.size()):
-        for element in range(num_inputs):
-            results[rank, element] = run(unit(mpi, rank, shape, element)).view(-1)
+    shape, num_inputs = (mpi.size(), 2), 2 * mpi.size()
+    results = [
+        CASES[case](mpi, unit(mpi, rank, shape, element)).view(-1)
+        for rank in range(mpi.size())
+        for element in range(num_inputs)
+    ]
+    everywhere = mpi.allgather_object(torch.stack(results))  # rows: all inputs; columns: a rank's outputs
     x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-    y = run(x)
-    matrix = torch.stack(list(results.values()))  # rows: all inputs; columns: this rank's outputs
-    everywhere = mpi.allgather_object(matrix)
-    for rank, count in enumerate(counts(mpi, y)):
+    y = CASES[case](mpi, x)
+    for rank, count in enumerate(mpi.allgather(y.numel())):
         for element in range(count):
             (dx,) = torch.autograd.grad(y, x, unit(mpi, rank, y.shape, element), retain_graph=True)
             expected = everywhere[rank][mpi.rank() * num_inputs : (mpi.rank() + 1) * num_inputs, element]
@@ -68,34 +61,27 @@ def test_the_backward_pass_is_the_adjoint_map(mpi, case):
 
 @every_case
 def test_gradients_of_gradients(mpi, case):
-    """With L = sum of y^2 / 2 over all ranks, dL/dx = A'A x; of this, once more, in direction v: A'A v."""
+    """With L = sum of y^2 / 2 over all ranks, dL/dx = A'A x; of this, once more, in direction v: A'A v.
 
-    def run(x):
-        return CASES[case](mpi, x)
-
+    Inputs stay as they are, also when the result is written to, and nothing is followed without need.
+    """
     shape = (mpi.size(), 2)
     x = (torch.arange(2.0 * mpi.size(), dtype=torch.float64).view(shape) + mpi.rank()).requires_grad_()
     v = torch.arange(2.0 * mpi.size(), dtype=torch.float64).view(shape) * 3 - 4 * mpi.rank()
-    y = run(x)
+    y = CASES[case](mpi, x)
     (dx,) = torch.autograd.grad(y, x, y, create_graph=True)
     (ddx,) = torch.autograd.grad(dx, x, v)
     w = v.clone().requires_grad_()
-    z = run(w)
+    z = CASES[case](mpi, w)
     (expected,) = torch.autograd.grad(z, w, z.detach())
     torch.testing.assert_close(ddx, expected, rtol=1e-12, atol=1e-12)
-
-
-@every_case
-def test_inputs_stay_and_nothing_is_followed_without_need(mpi, case):
-    x = torch.arange(2.0 * mpi.size()).view(mpi.size(), 2) + mpi.rank()
-    before = x.clone()
-    y = CASES[case](mpi, x)
-    assert not y.requires_grad
-    assert torch.equal(x, before)
-    y.zero_()
-    assert torch.equal(x, before)
+    plain = v.clone()
+    z = CASES[case](mpi, plain)
+    assert not z.requires_grad
+    z.zero_()
+    assert torch.equal(plain, v)
     with torch.no_grad():
-        assert not CASES[case](mpi, x.requires_grad_()).requires_grad
+        assert not CASES[case](mpi, x).requires_grad
 
 
 def test_a_rank_without_gradients_takes_part(mpi):
@@ -115,24 +101,7 @@ def test_a_tensor_without_dimensions_is_a_row(mpi):
     (y * (mpi.rank() + 1)).sum().backward()
     assert x.grad.shape == ()
     assert x.grad.item() == mpi.size() * (mpi.size() + 1) / 2
-
-
-def test_network_split_by_rows_of_the_input(mpi):
-    """Batches from all ranks meet in the middle; loss and gradients are those of one process."""
-    size, rank = mpi.size(), mpi.rank()
-    torch.manual_seed(5)
-    first, second = torch.nn.Linear(6, 4).double(), torch.nn.Linear(4 * size, 3).double()
-    data = torch.randn(size, 5, 6, dtype=torch.float64)
-    # In one process: the hidden units of all parts side by side.
-    expected = second(torch.cat([first(part) for part in data], dim=1).tanh()).square().mean()
-    wanted = torch.autograd.grad(expected, [*first.parameters(), *second.parameters()])
-    # On ranks: each has a part of the data; the whole is gathered, and all compute the same loss.
-    hidden = F.allgather(first(data[rank]).t().contiguous()).t()
-    loss = second(hidden.tanh()).square().mean() / size  # the sum of all ranks' losses is the one of the one process
-    torch.testing.assert_close(loss * size, expected)
-    got = torch.autograd.grad(loss, [*first.parameters(), *second.parameters()])
-    for mine, whole in zip(got, wanted, strict=True):
-        torch.testing.assert_close(mpi.allreduce(mine.clone()), whole, rtol=1e-12, atol=1e-14)
+    assert x.grad.untyped_storage().nbytes() == x.grad.nbytes  # memory of its own
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128], ids=str)
@@ -146,30 +115,27 @@ def test_dtypes_and_strides(mpi, dtype):
 
 def test_beside_asynchronous_gradients(mpi):
     """Gradients of a network are averaged during the backward pass in which its activations travel."""
-    import torchmpi_py.nn as mpinn
-
     torch.manual_seed(2)
     first, second = torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 1).double()
-    handle = mpinn.register_async_backward(torch.nn.Sequential(first, second))
-    for step in range(5):
+    net = torch.nn.Sequential(first, second)
+    handle = mpinn.register_async_backward(net)
+    for step in range(3):
+        net.zero_grad()
         x = torch.full((2, 4), 1.0 + mpi.rank() + step, dtype=torch.float64)
         second(F.allreduce(first(x), "avg")).sum().backward()
         handle.synchronize()
         mean = torch.full((2, 4), 1.0 + step + (mpi.size() - 1) / 2, dtype=torch.float64)
         weight = torch.autograd.grad(second(first(mean)).sum(), first.weight)[0]
         torch.testing.assert_close(first.weight.grad, weight, rtol=1e-12, atol=1e-12)
-        for parameter in (*first.parameters(), *second.parameters()):
-            parameter.grad = None
-    handle.remove()
 
 
 def test_errors_name_the_value_and_the_remedy(mpi):
     x = torch.ones(mpi.size())
-    with pytest.raises(ValueError, match=r"op 'max' has no gradient here; sum and avg have, mpi\.allreduce takes all"):
+    with pytest.raises(ValueError, match=r"op 'max' has no gradient here; .*mpi\.allreduce"):
         F.allreduce(x, "max")
     with pytest.raises(ValueError, match=f"root={mpi.size()} is not a rank"):
         F.broadcast(x, mpi.size())
-    with pytest.raises(TypeError, match=r"allreduce: x must be a torch.Tensor, not int"):
+    with pytest.raises(TypeError, match="not int"):
         F.allreduce(3)
     if mpi.size() > 1:
         with pytest.raises(ValueError, match="cannot be split into"):
@@ -201,32 +167,24 @@ def test_compiled(mpi):
 def test_transforms_are_refused_with_the_remedy(mpi, transform):
     other = torch.ones(2, requires_grad=True)
     for function in (lambda x: F.allreduce(x).sum(), lambda x: (F.allreduce(other) * x).sum()):
-        with pytest.raises(TypeError, match=r"no transform of torch\.func .*; take torch\.autograd\.grad"):
+        with pytest.raises(TypeError, match=r"take torch\.autograd\.grad"):
             transform(function)(torch.ones(2))
 
 
 def test_forward_mode_is_refused(mpi):
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
-        for call in (mpi.allreduce, lambda x: mpi.allreduce(x, out=torch.empty(2)), mpi.allgather_async):
+        out = torch.empty(2)
+        for call in (F.allreduce, mpi.allreduce, lambda x: mpi.allreduce(x, out=out), mpi.allgather_async):
             with pytest.raises(TypeError, match="no forward-mode derivative"):
                 call(dual)
         assert mpi.allreduce(torch.ones(2))[0] == mpi.size()
-        with pytest.raises(TypeError, match="no forward-mode derivative goes through"):
-            F.allreduce(dual)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
 def test_higher_derivatives_want_gradients_on_all_ranks(mpi):
-    if mpi.size() == 1:
-        pytest.skip("a rank that is alone agrees with itself")
     x = torch.ones(3, requires_grad=mpi.rank() == 0)
     y = F.broadcast(x)
     with pytest.raises(mpi.RanksDisagree, match=rf"x requires a gradient on 1 of {mpi.size()} ranks"):
         y.sum().backward(create_graph=True)
-
-
-def test_a_gradient_has_memory_of_its_own(mpi):
-    x = torch.ones(mpi.rank() + 1, requires_grad=True)
-    F.allgather(x).sum().backward()
-    assert x.grad.untyped_storage().nbytes() == x.grad.nbytes

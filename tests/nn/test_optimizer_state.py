@@ -1,5 +1,8 @@
+"""An optimizer's state becomes that of one rank, on all ranks."""
+
 import pytest
 import torch
+from support import networks
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.errors import RanksDisagree
@@ -13,23 +16,19 @@ OPTIMIZERS = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
     "tensor as lr": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.1), foreach=False),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
-    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4),
 }
 
 
 def made(name="Adam", dtype=torch.float32):
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 2), torch.nn.Flatten(), torch.nn.Linear(12, 2)).to(dtype)
+    net = networks.perceptron(6, 4, 2, dtype=dtype)
     return net, OPTIMIZERS[name](list(net.parameters()))
 
 
-def step(net, optimizer, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(4, 2, 3, 3, generator=generator).to(next(net.parameters()).dtype)
-
+def step(net, optimizer, number):
     def closure():
         optimizer.zero_grad()
-        loss = net(x).square().sum()
+        loss = net(networks.batch(4, 6, step=number, dtype=net[0].weight.dtype)).square().sum()
         loss.backward()
         return loss
 
@@ -66,8 +65,9 @@ def test_where_nothing_differs_nothing_but_a_digest_travels(mpi, monkeypatch):
     if mpi.rank() == 0:  # in another order: that is no difference
         optimizer.state = type(optimizer.state)(dict, reversed(list(optimizer.state.items())))
     monkeypatch.setattr(verbs, "broadcast_object", None)
-    monkeypatch.setattr("torchmpi_py.collectives.verbs.broadcast", None)
+    monkeypatch.setattr(verbs, "broadcast", None)
     broadcast_optimizer_state(optimizer)
+    broadcast_optimizer_state(object())  # has no state, and is left alone
 
 
 @pytest.mark.mpi(min_size=2)
@@ -77,7 +77,7 @@ def test_one_bit_is_a_difference(mpi):
     moments = optimizer.state[net[2].weight]["exp_avg"]
     expected = moments.clone()
     if mpi.rank() == mpi.size() - 1:
-        moments[1, 11].neg_()
+        moments[1, 3].neg_()
     broadcast_optimizer_state(optimizer)
     assert torch.equal(optimizer.state[net[2].weight]["exp_avg"], expected)
 
@@ -86,36 +86,33 @@ def test_one_bit_is_a_difference(mpi):
 def test_optimizers_that_do_not_fit_are_refused_on_all_ranks(mpi):
     net, _ = made()
     last = mpi.size() - 1
-    with pytest.raises(RanksDisagree, match=rf"rank 0: SGD of \[4\].*rank {last}: Adam of \[4\]"):
-        broadcast_optimizer_state(OPTIMIZERS["Adam" if mpi.rank() == last else "SGD"](net.parameters()))
-    with pytest.raises(RanksDisagree, match=rf"rank 0: SGD of \[4\].*rank {last}: SGD of \[3\]"):
-        broadcast_optimizer_state(OPTIMIZERS["SGD"](list(net.parameters())[int(mpi.rank() == last) :]))
-    around = mpi.optim.LocalSGD(OPTIMIZERS["Adam" if mpi.rank() == last else "SGD"](net.parameters()), 2)
-    with pytest.raises(RanksDisagree, match=rf"rank 0: LocalSGD\(SGD\) of .*rank {last}: LocalSGD\(Adam\) of"):
-        broadcast_optimizer_state(around)
+    of_kind = OPTIMIZERS["Adam" if mpi.rank() == last else "SGD"](net.parameters())
+    of_some = OPTIMIZERS["SGD"](list(net.parameters())[int(mpi.rank() == last) :])
+    for optimizer, of_rank_0, of_last in (
+        (of_kind, r"SGD of \[4\]", r"Adam of \[4\]"),
+        (of_some, r"SGD of \[4\]", r"SGD of \[3\]"),
+        (mpi.optim.LocalSGD(of_kind, 2), r"LocalSGD\(SGD\) of", r"LocalSGD\(Adam\) of"),
+    ):
+        with pytest.raises(RanksDisagree, match=rf"rank 0: {of_rank_0}.*rank {last}: {of_last}"):
+            broadcast_optimizer_state(optimizer)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_a_state_that_is_changed_when_it_is_loaded_is_an_error(mpi):
     net, optimizer = made("SGD", torch.bfloat16)
     if mpi.rank() == 0:  # as an optimizer of the user's might keep it
-        optimizer.state[net[2].weight]["moment"] = torch.full((2, 12), 1 / 3)
+        optimizer.state[net[2].weight]["moment"] = torch.full((2, 4), 1 / 3)
     others = ", ".join(map(str, range(1, mpi.size())))
-    with pytest.raises(RanksDisagree, match=rf"has not taken the state of rank 0 as it is, on rank {others}:"):
+    with pytest.raises(RanksDisagree, match=rf"on rank {others}:"):
         broadcast_optimizer_state(optimizer)
 
 
-def test_what_has_no_state_is_left_alone(mpi):
-    broadcast_optimizer_state(object())
-
-
 def test_over_a_group(mpi):
-    group = mpi.split(mpi.rank() % 2)
-    net, optimizer = made()
-    if group.rank == 0:
-        step(net, optimizer, mpi.rank())
-    net_of_root, root_optimizer = made()
-    step(net_of_root, root_optimizer, mpi.rank() % 2)
-    broadcast_optimizer_state(optimizer, comm=group)
-    torch.testing.assert_close(optimizer.state_dict(), root_optimizer.state_dict(), rtol=0, atol=0)
-    group.free()
+    with mpi.split(mpi.rank() % 2) as group:
+        net, optimizer = made()
+        if group.rank == 0:
+            step(net, optimizer, mpi.rank())
+        net_of_root, root_optimizer = made()
+        step(net_of_root, root_optimizer, mpi.rank() % 2)
+        broadcast_optimizer_state(optimizer, comm=group)
+        torch.testing.assert_close(optimizer.state_dict(), root_optimizer.state_dict(), rtol=0, atol=0)

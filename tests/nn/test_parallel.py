@@ -14,17 +14,17 @@ from torchmpi_py.core import config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
-every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 IN, OUT, ROWS = 13, 11, 7
+DTYPES = [torch.float32, torch.float64]
+LINEAR = [mpinn.ColumnParallelLinear, mpinn.RowParallelLinear]
 
 
 @pytest.fixture(autouse=True)
 def default_dtype(request):
-    """The dtype of the test's case, which layers are made in."""
-    dtype = request.node.callspec.params.get("dtype") if hasattr(request.node, "callspec") else None
+    """Make layers in the dtype of the test's case, or in float64."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
+    callspec = getattr(request.node, "callspec", None)
+    torch.set_default_dtype(callspec.params.get("dtype", torch.float64) if callspec else torch.float64)
     yield
     torch.set_default_dtype(before)
 
@@ -43,75 +43,48 @@ def share_of(mpi, size):
     return size // mpi.size() + (mpi.rank() < size % mpi.size())
 
 
-def assert_equal(x, y, dtype):
-    torch.testing.assert_close(x, y, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+def assert_equal(x, y):
+    """But for rounding, against the largest element."""
+    tolerance = 1e-5 if x.dtype == torch.float32 else 1e-12
+    scale = max(1.0, y.detach().abs().max().item())
+    torch.testing.assert_close(x / scale, y / scale, rtol=tolerance, atol=tolerance)
 
 
 def whole_gradients(layer):
-    """The gradients of a split layer, in the shape of the plain one's."""
-    return {
-        name: layer._splits[name].whole_of(p.grad) if name in layer._splits else p.grad
-        for name, p in layer.named_parameters()
-    }
+    """Return gradients by name; those of a split layer in the shape of the plain one's."""
+    splits = getattr(layer, "_splits", {})
+    return {name: splits[name].whole_of(p.grad) if name in splits else p.grad for name, p in layer.named_parameters()}
 
 
-def compare(split, plain, x, dtype):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layer", LINEAR)
+@pytest.mark.parametrize(("bias", "shape"), [(True, (ROWS, IN)), (True, (2, 3, IN)), (False, (IN,))])
+def test_a_split_linear_is_the_linear(mpi, layer, bias, shape, dtype):
     """Outputs, gradients, and gradients of gradients."""
+    plain, split = made(torch.nn.Linear, IN, OUT, bias), made(layer, IN, OUT, bias)
+    dim = LINEAR.index(layer)
+    assert split.weight.shape[dim] == share_of(mpi, plain.weight.shape[dim])
     weights = torch.linspace(-1, 2, OUT)
     found = []
-    for layer in (split, plain):
-        x_here = x.detach().clone().requires_grad_()
-        y = layer(x_here)
+    for each in (split, plain):
+        x = inputs(*shape)
+        y = each(x)
         (y * weights).pow(2).sum().backward()
-        (dx,) = torch.autograd.grad((layer(x_here) * weights).pow(3).sum(), x_here, create_graph=True)
-        (ddx,) = torch.autograd.grad(dx.pow(2).sum(), x_here)
-        gradients = whole_gradients(layer) if layer is split else {n: p.grad for n, p in layer.named_parameters()}
-        found.append([y, x_here.grad, ddx, *(gradients[name] for name in sorted(gradients))])
-    for ours, theirs in zip(*found, strict=True):
-        assert_equal(ours / theirs.abs().max(), theirs / theirs.abs().max(), dtype)
+        (dx,) = torch.autograd.grad((each(x) * weights).pow(3).sum(), x, create_graph=True)
+        (ddx,) = torch.autograd.grad(dx.pow(2).sum(), x)
+        found.append({"y": y, "x": x.grad, "ddx": ddx, **whole_gradients(each)})
+    for name, value in found[1].items():
+        assert_equal(found[0][name], value)
 
 
-@every_dtype
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("layer", [mpinn.ColumnParallelLinear, mpinn.RowParallelLinear])
-def test_a_split_linear_is_the_linear(mpi, layer, bias, dtype):
-    plain = made(torch.nn.Linear, IN, OUT, bias)
-    split = made(layer, IN, OUT, bias)
-    dim = 0 if layer is mpinn.ColumnParallelLinear else 1
-    assert split.weight.shape[dim] == share_of(mpi, plain.weight.shape[dim])
-    compare(split, plain, inputs(ROWS, IN), dtype)
-    compare(split, plain, inputs(2, 3, IN), dtype)
-    compare(split, plain, inputs(IN), dtype)
-
-
-@every_dtype
-def test_a_pair_keeps_what_is_between_split(mpi, dtype):
-    plain = [made(torch.nn.Linear, IN, 9), made(torch.nn.Linear, 9, OUT)]
-    split = [
-        made(mpinn.ColumnParallelLinear, IN, 9, gather_output=False),
-        made(mpinn.RowParallelLinear, 9, OUT, input_is_split=True),
-    ]
-    x = inputs(ROWS, IN)
-    between = torch.relu(split[0](x))
-    assert between.shape == (ROWS, share_of(mpi, 9))
-    y = split[1](between)
-    expected = plain[1](torch.relu(plain[0](x)))
-    assert_equal(y, expected, dtype)
-    (ours,) = torch.autograd.grad(y.pow(2).sum(), x)
-    (theirs,) = torch.autograd.grad(expected.pow(2).sum(), x)
-    assert_equal(ours, theirs, dtype)
-
-
-@every_dtype
-def test_embedding(mpi, dtype):
-    plain = made(torch.nn.Embedding, IN, OUT)
-    split = made(mpinn.ParallelEmbedding, IN, OUT)
+def test_embedding(mpi):
+    plain, split = made(torch.nn.Embedding, IN, OUT), made(mpinn.ParallelEmbedding, IN, OUT)
     torch.manual_seed(1)
     x = torch.randint(IN, (4, 5))
     for layer in (plain, split):
         (layer(x) * torch.arange(20.0).view(4, 5, 1)).sum().backward()
-    assert_equal(split(x), plain(x), dtype)
-    assert_equal(whole_gradients(split)["weight"], plain.weight.grad, dtype)
+    assert_equal(split(x), plain(x))
+    assert_equal(whole_gradients(split)["weight"], plain.weight.grad)
     assert torch.equal(split.to_embedding().weight, plain.weight)
     assert torch.equal(mpinn.ParallelEmbedding.from_embedding(plain).weight, split.weight)
     for wrong in (IN, -1):
@@ -119,9 +92,8 @@ def test_embedding(mpi, dtype):
             split(torch.tensor([0, wrong]))
 
 
-@every_dtype
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("classes", [11, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("classes", "reduction"), [(11, "mean"), (11, "sum"), (11, "none"), (3, "mean")])
 def test_cross_entropy(mpi, classes, reduction, dtype):
     whole = (inputs(ROWS, classes).detach() * 200).requires_grad_()  # exp would overflow
     sizes = [classes // mpi.size() + (rank < classes % mpi.size()) for rank in range(mpi.size())]
@@ -130,22 +102,22 @@ def test_cross_entropy(mpi, classes, reduction, dtype):
     target[2] = -100
     ours = mpinn.parallel_cross_entropy(part, target, reduction=reduction)
     theirs = cross_entropy(whole, target, reduction=reduction)
-    assert_equal(ours / 1000, theirs / 1000, dtype)
+    assert_equal(ours, theirs)
     ours.sum().backward()
     theirs.sum().backward()
-    assert_equal(part.grad, torch.split(whole.grad, sizes, 1)[mpi.rank()], dtype)
+    torch.testing.assert_close(part.grad, torch.split(whole.grad, sizes, 1)[mpi.rank()], rtol=1e-5, atol=1e-5)
 
 
 def test_the_loss_of_wrong_targets(mpi):
-    part = torch.zeros(2, 3)
-    with pytest.raises(IndexError, match=f"target {3 * mpi.size()} is not in 0 to"):
-        mpinn.parallel_cross_entropy(part, torch.tensor([0, 3 * mpi.size()]))
-    with pytest.raises(TypeError, match="float32"):
-        mpinn.parallel_cross_entropy(part, torch.zeros(2))
-    with pytest.raises(ValueError, match=r"target \(3,\)"):
-        mpinn.parallel_cross_entropy(part, torch.zeros(3, dtype=torch.long))
-    with pytest.raises(ValueError, match="reduction='max'"):
-        mpinn.parallel_cross_entropy(part, torch.zeros(2, dtype=torch.long), reduction="max")
+    part, target = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+    for wrong, reduction, error, told in (
+        (target + 3 * mpi.size(), "mean", IndexError, f"target {3 * mpi.size()} is not in 0 to"),
+        (target.float(), "mean", TypeError, "float32"),
+        (target[:1], "mean", ValueError, r"target \(1,\)"),
+        (target, "max", ValueError, "reduction='max'"),
+    ):
+        with pytest.raises(error, match=told):
+            mpinn.parallel_cross_entropy(part, wrong, reduction=reduction)
 
 
 def test_a_network_of_all(mpi):
@@ -154,10 +126,10 @@ def test_a_network_of_all(mpi):
     def run(table, first, second, last, loss):
         tokens = torch.arange(12).view(3, 4) % IN
         hidden = table(tokens).flatten(0, 1)
-        hidden = hidden + second(torch.tanh(first(hidden)))
-        value = loss(last(hidden), (tokens.flatten() + 1) % IN)
+        between = torch.tanh(first(hidden))
+        value = loss(last(hidden + second(between)), (tokens.flatten() + 1) % IN)
         value.backward()
-        return value
+        return value, between.shape[1]
 
     plain = [
         made(torch.nn.Embedding, IN, 6),
@@ -171,14 +143,16 @@ def test_a_network_of_all(mpi):
         made(mpinn.RowParallelLinear, 9, 6, input_is_split=True),
         made(mpinn.ColumnParallelLinear, 6, IN, gather_output=False),
     ]
-    assert_equal(run(*split, mpinn.parallel_cross_entropy), run(*plain, cross_entropy), torch.float32)
-    for ours, theirs in zip(split, plain, strict=True):
-        for name, gradient in whole_gradients(ours).items():
-            assert_equal(gradient, theirs.get_parameter(name).grad, torch.float32)
+    (ours, width), (theirs, _) = run(*split, mpinn.parallel_cross_entropy), run(*plain, cross_entropy)
+    assert width == share_of(mpi, 9)  # what is between the two layers stays split
+    assert_equal(ours, theirs)
+    for split_layer, plain_layer in zip(split, plain, strict=True):
+        for name, gradient in whole_gradients(split_layer).items():
+            assert_equal(gradient, plain_layer.get_parameter(name).grad)
 
 
-@pytest.mark.parametrize("layer", [mpinn.ColumnParallelLinear, mpinn.RowParallelLinear])
-def test_checkpoints_are_those_of_the_plain_layer(mpi, layer, tmp_path):
+@pytest.mark.parametrize("layer", LINEAR)
+def test_checkpoints_are_those_of_the_plain_layer(mpi, layer):
     plain, split = made(torch.nn.Linear, IN, OUT), made(layer, IN, OUT)
     state = split.state_dict()
     assert list(state) == ["weight", "bias"]
@@ -187,26 +161,27 @@ def test_checkpoints_are_those_of_the_plain_layer(mpi, layer, tmp_path):
     other = torch.nn.Linear(IN, OUT)
     network = torch.nn.Sequential(torch.nn.ReLU(), split)
     network.load_state_dict({f"1.{name}": value for name, value in other.state_dict().items()})
-    assert torch.equal(split.to_linear().weight, other.weight)
-    assert torch.equal(split.to_linear().bias, other.bias)
-    taken = layer.from_linear(other)
-    assert torch.equal(taken.weight, split.weight)
-    assert torch.equal(taken.bias, split.bias)
+    assigned = made(layer, IN, OUT)
+    assigned.load_state_dict(other.state_dict(), assign=True)
+    copied = copy.deepcopy(network)
+    mpinn.synchronize_parameters(copied)  # a copy is split as well
+    for each in (split, assigned, copied[1], layer.from_linear(other)):
+        assert torch.equal(each.weight, split.weight)
+        assert torch.equal(each.to_linear().weight, other.weight)
+        assert torch.equal(each.to_linear().bias, other.bias)
     if mpi.size() > 1:
         with pytest.raises(RuntimeError, match=r"1\.weight has shape .*, but the whole parameter"):
             network.load_state_dict({f"1.{name}": value[:1] for name, value in other.state_dict().items()})
     with pytest.raises(RuntimeError, match=r"Missing key.*1\.weight"):
         network.load_state_dict({"1.bias": other.bias})
-    copied = copy.deepcopy(network)
-    mpinn.synchronize_parameters(copied)  # a copy is split as well
-    assert torch.equal(copied[1].weight, split.weight)
 
 
-def test_bad_inputs(mpi):
-    split = mpinn.ColumnParallelLinear(IN, OUT)
+def test_bad_inputs_and_other_seeds(mpi):
     with pytest.raises(ValueError, match=rf"shape \(2, {IN + 1}\).*{IN}, in_features"):
-        split(torch.zeros(2, IN + 1))
+        mpinn.ColumnParallelLinear(IN, OUT)(torch.zeros(2, IN + 1))
+    torch.manual_seed(mpi.rank())
     split = mpinn.RowParallelLinear(IN, OUT, input_is_split=True)
+    mpi.check_with_allreduce(split.bias, "bias")  # what is whole is equal on all ranks
     if mpi.size() > 1:
         with pytest.raises(ValueError, match="this rank's part of in_features"):
             split(torch.zeros(2, IN))
@@ -216,21 +191,6 @@ def test_bad_inputs(mpi):
             mpinn.RowParallelLinear.from_linear(differs)
     with pytest.raises(ValueError, match="padding_idx"):
         mpinn.ParallelEmbedding.from_embedding(torch.nn.Embedding(3, 2, padding_idx=0))
-
-
-def test_ranks_with_other_seeds_share_what_is_whole(mpi):
-    torch.manual_seed(mpi.rank())
-    split = mpinn.RowParallelLinear(IN, OUT)
-    mpi.check_with_allreduce(split.bias, "bias")
-
-
-def test_assigned_states_stay_split(mpi):
-    layer = made(mpinn.ColumnParallelLinear, IN, OUT)
-    torch.manual_seed(5)
-    other = torch.nn.Linear(IN, OUT)
-    layer.load_state_dict(other.state_dict(), assign=True)
-    mpinn.synchronize_parameters(layer)
-    assert torch.equal(layer.to_linear().weight, other.weight)
 
 
 class Hybrid(torch.nn.Module):
@@ -250,26 +210,21 @@ class Hybrid(torch.nn.Module):
         return self.head(self.conv(x))
 
 
-def groups_of(mpi, ranks_per_group):
-    return mpi.split(mpi.rank() // ranks_per_group)
-
-
 @pytest.mark.parametrize("reduction", ["synchronous", "asynchronous", "sum"])
 @pytest.mark.parametrize("ranks_per_group", [1, 2, 3])
 def test_a_hybrid_network_trains_as_in_one_process(mpi, ranks_per_group, reduction):
     """Convolutions data-parallel over all ranks, linear layers split over few; every rank has its own batch."""
     if mpi.size() % ranks_per_group:
         pytest.skip(f"{mpi.size()} ranks make no groups of {ranks_per_group}")
-    with groups_of(mpi, ranks_per_group) as comm:
+    with mpi.split(mpi.rank() // ranks_per_group) as comm:
         network, plain = Hybrid(comm), Hybrid()
         torch.manual_seed(11)
-        batches = [torch.randn(3, 1, 5, 5) for _ in range(mpi.size())]
-        targets = [torch.randint(5, (3,)) for _ in range(mpi.size())]
+        batches, targets = torch.randn(mpi.size(), 3, 1, 5, 5), torch.randint(5, (mpi.size(), 3))
         scale = mpi.size() if reduction == "sum" else 1
         optimizer = torch.optim.SGD(network.parameters(), 0.3 / scale, 0.9)
         theirs = torch.optim.SGD(plain.parameters(), 0.3, 0.9)
         registration = mpinn.register_async_backward(network) if reduction == "asynchronous" else None
-        for _ in range(4):
+        for _ in range(3):
             optimizer.zero_grad()
             cross_entropy(network(batches[mpi.rank()]), targets[mpi.rank()]).backward()
             if registration is not None:
@@ -278,11 +233,11 @@ def test_a_hybrid_network_trains_as_in_one_process(mpi, ranks_per_group, reducti
                 mpinn.synchronize_gradients(network, average=reduction != "sum")
             optimizer.step()
             theirs.zero_grad()
-            cross_entropy(plain(torch.cat(batches)), torch.cat(targets)).backward()
+            cross_entropy(plain(batches.flatten(0, 1)), targets.flatten()).backward()
             theirs.step()
         ours = network.state_dict()
         for name, value in plain.state_dict().items():
-            torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)
+            assert_equal(ours[name], value)
         mpinn.check_with_allreduce(network)
         if registration is not None:
             registration.remove()
@@ -290,15 +245,15 @@ def test_a_hybrid_network_trains_as_in_one_process(mpi, ranks_per_group, reducti
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_counts_all_parts(mpi, norm_type):
-    network, plain = made(lambda: Hybrid(mpi.communicator())), Hybrid()
-    x, y = torch.randn(3, 1, 5, 5, generator=torch.Generator().manual_seed(1)), torch.tensor([1, 2, 3])
+    network, plain = Hybrid(mpi.communicator()), Hybrid()
+    x, y = inputs(3, 1, 5, 5).detach(), torch.tensor([1, 2, 3])
     for m in (network, plain):
         cross_entropy(m(x), y).backward()
     mpinn.synchronize_gradients(network)
     norm = mpinn.clip_grad_norm_(network.parameters(), 0.1, norm_type)
-    torch.testing.assert_close(norm.float(), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type))
-    torch.testing.assert_close(network.conv[0].weight.grad, plain.conv[0].weight.grad)
-    torch.testing.assert_close(network.head[2].bias.grad, plain.head[2].bias.grad)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type))
+    assert_equal(network.conv[0].weight.grad, plain.conv[0].weight.grad)
+    assert_equal(network.head[2].bias.grad, plain.head[2].bias.grad)
 
 
 @pytest.mark.parametrize("how", ["synchronous", "optimizer"])
@@ -318,15 +273,13 @@ def test_a_part_that_overflows_skips_the_step_on_all_ranks(mpi, how):
     scaler.update()
     assert scaler.get_scale() == 4.0
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-    if how == "optimizer":
-        optimizer.remove()
 
 
 def test_replicas_of_a_part_are_kept_equal(mpi):
     """``synchronize_parameters`` gives each part to its replicas; ``check_with_allreduce`` compares these, on all."""
     if mpi.size() != 4:
         pytest.skip("4 ranks make two groups of two")
-    with groups_of(mpi, 2) as comm:
+    with mpi.split(mpi.rank() // 2) as comm:
         torch.manual_seed(mpi.rank())
         layer = mpinn.ColumnParallelLinear(IN, OUT, comm=comm)
         with pytest.raises(errors.RanksDisagree, match="weight"):
@@ -344,9 +297,9 @@ def test_replicas_of_a_part_are_kept_equal(mpi):
 @pytest.mark.mpi(min_size=2)
 def test_parts_of_unequal_size_may_fall_into_other_buckets(mpi, monkeypatch):
     """Rank 0 has a row more than the others, which makes its part large enough for a bucket of its own."""
-    monkeypatch.setattr(config, "current", config.Tuning(alone_bytes=150, fuse_bytes=400))
+    monkeypatch.setattr(config, "current", config.Tuning(alone_bytes=300, fuse_bytes=800))
     torch.manual_seed(3)
-    width = 25  # a row of 100 bytes
+    width = 25  # a row of 200 bytes
     net = torch.nn.Sequential(
         mpinn.ColumnParallelLinear(width, mpi.size() + 1),
         torch.nn.Linear(mpi.size() + 1, width),
