@@ -76,6 +76,7 @@ NOT_0 = range(1, 256)
         ),
         pytest.param(INIT, PROGRAM.replace("if rank ==", STARTED), "torchmpirun", TIMED_OUT, marks=slow),
     ],
+    ids=["start", "group", "group after start"],
 )
 def test_a_rank_that_never_starts_is_named(judge, tmp_path, call, program, starter, told):
     seconds = "5" if call == "mpi.start()" else "600"  # for the others the timeout counts
