@@ -10,14 +10,10 @@ import torch
 
 from torchmpi_py import paramserver as ps
 from torchmpi_py.bench import UsageError, WrongValue
-from torchmpi_py.core import communicators
-from torchmpi_py.core.channels import Place
-from torchmpi_py.paramserver import shard
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # programs, not a package
 try:
     parameter_server = importlib.import_module("parameter_server")
-    wire_messages = importlib.import_module("wire_messages")
 finally:
     del sys.path[0]
 RULES = parameter_server.RULES
@@ -33,58 +29,21 @@ def run(*words):
 
 @pytest.mark.mpi
 def test_every_number_of_clients(mpi, capsys, tmp_path):
+    """Queued requests count once each; times are of one of them."""
     file = tmp_path / "ps.json"
-    run("--rules", "add,copy", "--json", str(file))
+    run("--rules", "add,copy", "--queued", "3", "--json", str(file))
     if mpi.rank() == 0:
         assert capsys.readouterr().out.count("\n|") == 2 + 2 * 3 * mpi.size()
         stored = json.loads(file.read_text())
-        whats = [(row["num_bytes"], row["num_clients"], row["what"]) for row in stored["rows"]]
-        assert whats == [
+        assert [(row["num_bytes"], row["num_clients"], row["what"]) for row in stored["rows"]] == [
             (size, clients, what)
             for size in (4, 20 << 10)
             for clients in range(1, mpi.size() + 1)
             for what in ("send add", "send copy", "receive")
         ]
+        queued = {(row["num_queued"], row["wire_median_seconds"] is None) for row in stored["rows"]}
+        assert queued == {(3, mpi.num_nodes() == 1)}
         assert (stored["idle_percent"] is None) == (mpi.size() == 1)
-
-
-@pytest.mark.mpi
-def test_requests_that_are_queued(mpi, tmp_path):
-    """Each counts once; times are of one of them."""
-    file = tmp_path / "ps.json"
-    run("--rules", "add", "--queued", "7", "--json", str(file))
-    if mpi.rank() == 0:
-        rows = json.loads(file.read_text())["rows"]
-        assert {(row["num_queued"], row["wire_median_seconds"] is None) for row in rows} == {(7, mpi.num_nodes() == 1)}
-
-
-@pytest.mark.mpi
-def test_plain_messages_as_if_between_nodes(mpi, monkeypatch):
-    """Even ranks are on one node, odd ones on another; what arrives is what the shards' nodes and clients have sent."""
-    from mpi4py import MPI
-
-    world = communicators.communicator(0).direct
-    monkeypatch.setattr(world, "places", tuple(Place(rank % 2, rank // 2) for rank in range(mpi.size())))
-    bounds = shard.shards(1021, mpi.size())
-    seen = []
-    planned = wire_messages._planned
-
-    def spy(*arguments):
-        seen.extend(planned(*arguments))
-        return list(seen)
-
-    monkeypatch.setattr(wire_messages, "_planned", spy)
-    for has_payload, is_receive in ((True, False), (False, True), (False, False)):
-        seconds = wire_messages.median_seconds(
-            MPI.COMM_WORLD, bounds, mpi.size(), has_payload, is_receive, seconds=0.001
-        )
-        assert (seconds is None) == (mpi.size() == 1)
-        sizes = [4 * sum(end - begin for begin, end in bounds[node::2]) for node in (0, 1)]
-        right = [(client, 1 - client % 2) for client in range(mpi.size()) if mpi.rank() in (client, 1 - client % 2)]
-        if mpi.size() > 1:
-            both = [(c, n, sizes[n] if has_payload else 1, sizes[n] if is_receive else 1) for c, n in right]
-            assert [message for message in seen if mpi.rank() in message[:2]] == both
-        seen.clear()
 
 
 @pytest.mark.slow
@@ -95,34 +54,25 @@ def test_every_rule(mpi):
     run("--rules", ",".join(RULES), "--sizes", "20K")
 
 
-def fails_on_the_last_rank(mpi, monkeypatch, method, wrong):
-    if mpi.rank() == mpi.size() - 1:
-        monkeypatch.setattr(ps.ParameterServer, method, wrong)
-    with pytest.raises(WrongValue, match=r"^parameter server, .* of \d+ bytes by .* clients: rank \d got .* is right$"):
-        run("--rules", "add", "--clients", str(mpi.size()))
-
-
 @pytest.mark.mpi
-def test_a_send_that_counts_twice_is_found_by_all(mpi, monkeypatch):
-    send = ps.ParameterServer.send
+@pytest.mark.parametrize("mistake", ["a send that counts twice", "a wrong element"])
+def test_a_wrong_value_of_the_last_rank_is_found_by_all(mpi, monkeypatch, mistake):
+    send, receive = ps.ParameterServer.send, ps.ParameterServer.receive
 
     def twice(server, tensor, *args, **options):
         send(server, tensor, *args, **options)
         return send(server, tensor, *args, **options)
-
-    fails_on_the_last_rank(mpi, monkeypatch, "send", twice)
-
-
-@pytest.mark.mpi
-def test_a_wrong_element_is_found_by_all(mpi, monkeypatch):
-    receive = ps.ParameterServer.receive
 
     def wrong(server, tensor):
         handle = receive(server, tensor)
         handle.wait()[-1] += 1
         return handle
 
-    fails_on_the_last_rank(mpi, monkeypatch, "receive", wrong)
+    if mpi.rank() == mpi.size() - 1:
+        is_send = mistake.startswith("a send")
+        monkeypatch.setattr(ps.ParameterServer, "send" if is_send else "receive", twice if is_send else wrong)
+    with pytest.raises(WrongValue, match=r"^parameter server, .* of \d+ bytes by .* clients: rank \d got .* is right$"):
+        run("--rules", "add", "--clients", str(mpi.size()))
 
 
 @pytest.mark.mpi

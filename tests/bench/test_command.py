@@ -2,26 +2,19 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support import jobs
 
 from torchmpi_py.bench import results
 
-TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
-pytestmark = [
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(not TORCHMPIRUN.exists(), reason=f"no {TORCHMPIRUN}: install the package"),
-]
+pytestmark = [pytest.mark.timeout(240), jobs.needs_mpi]
 
 
 def bench(*words, code=0):
-    command = [TORCHMPIRUN, "-n", 2, "-m", "torchmpi_py.bench", *words]
-    done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
-    )
+    done = jobs.torchmpirun("-n", 2, "-m", "torchmpi_py.bench", *words, stdin=subprocess.DEVNULL)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, done.stderr
 
@@ -42,6 +35,7 @@ def test_compare(tmp_path):
     assert "cold" in errors  # the bar
 
 
+@pytest.mark.slow
 def test_a_training_step():
     output, errors = bench("step", "--layers", "6,5,3", "--batch", "4", "--steps", "5")
     assert "| engine, asynchronous " in output
@@ -56,16 +50,18 @@ def test_without_a_gpu_all_ranks_end_with_the_reason():
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_all_ranks_with_code_2():
     output, errors = bench("compare", "--verb", "foo", code=2)
     assert output == ""
     assert errors.count("'foo'") == 1
 
 
+@pytest.mark.slow
 def test_the_cost_of_hang_detection(tmp_path):
     program = Path(__file__).parents[2] / "benchmarks" / "watching.py"
-    command = [TORCHMPIRUN, "-n", "2", program, "--blocks", "2", "--json", tmp_path / "r.json"]
-    subprocess.run(command, check=True, timeout=200, stdin=subprocess.DEVNULL)
+    done = jobs.torchmpirun("-n", 2, program, "--blocks", 2, "--json", tmp_path / "r.json", stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
     quartiles = json.loads((tmp_path / "r.json").read_text())["quartiles"]
     assert all(0 < low <= middle <= high for low, middle, high in quartiles.values()), quartiles
     assert len(quartiles) == 2

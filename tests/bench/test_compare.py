@@ -1,11 +1,9 @@
 """Reports of real measurements, in this process and its fellow ranks."""
 
-import dataclasses
-
 import pytest
 import torch
 
-from torchmpi_py.bench import UsageError, WrongValue, candidates, compare, measurement
+from torchmpi_py.bench import UsageError, WrongValue, candidates, compare
 from torchmpi_py.bench.__main__ import parse
 from torchmpi_py.bench.candidates import COPY, GLOO, RAW_MPI, TORCH_TORCHMPI
 from torchmpi_py.bench.cases import VERBS, Task
@@ -29,16 +27,18 @@ def test_every_verb_gives_right_values(mpi, verb):
     assert all(row.num_turns >= 5 for row in report.rows)
 
 
-@pytest.mark.parametrize(("dtype", "op"), [("bfloat16", "avg"), ("int8", "prod"), ("bool", "bxor"), ("float64", "max")])
-def test_every_dtype_gives_right_values(mpi, dtype, op):
-    report = measured("run", "--verb", "reduce_scatter", "--sizes", "200K", "--dtype", dtype, "--op", op)
-    assert (report.dtype, report.op) == (dtype, op)
-
-
-def test_asynchronous_and_symmetric_forms_are_named(mpi):
-    assert measured("run", "--sizes", "4", "--async", "--buffers", "warm").rows[0].what == "selector, async"
-    report = measured("run", "--sizes", "4", "--flavour", "mpi", "--symmetric", "--buffers", "warm")
-    assert report.rows[0].what == "mpi, symmetric"
+@pytest.mark.parametrize(
+    ("dtype", "op", "form", "name"),
+    [
+        ("bfloat16", "avg", "--async", "selector, async"),
+        ("int8", "prod", "--symmetric", "selector, symmetric"),
+        ("bool", "bxor", "--flavour=mpi", "mpi"),
+        ("float64", "max", "--buffers=cold", "selector"),
+    ],
+)
+def test_dtypes_ops_and_forms_give_right_values(mpi, dtype, op, form, name):
+    report = measured("run", "--verb", "reduce_scatter", "--sizes", "200K", "--dtype", dtype, "--op", op, form)
+    assert (report.dtype, report.op, report.rows[0].what) == (dtype, op, name)
 
 
 @pytest.mark.parametrize("verb", ["allreduce", "gather"])
@@ -61,24 +61,10 @@ def test_without_flavours_all_that_are_available_take_part(mpi):
 
     task = Task(VERBS["allreduce"], torch.float32, "sum", mpi.rank(), mpi.size())
     groups = candidates.TorchGroups(no_gloo="", no_torchmpi="", torchmpi=object())
-    names = [candidate.name for candidate in compare.candidates_for_compare(MPI.COMM_WORLD, task, None, groups)]
+    names = {candidate.name for candidate in compare.candidates_for_compare(MPI.COMM_WORLD, task, None, groups)}
     rows = [row for row in mpi.availability() if (row.verb, row.device) == ("allreduce", "cpu")]
     available = [row.flavour for row in rows if row.status == "available"]
-    assert names == [*available, "selector", "symmetric", TORCH_TORCHMPI, RAW_MPI, GLOO, COPY]
-
-
-def test_on_a_gpu_raw_mpi_takes_part_only_if_this_mpi_reads_its_memory(monkeypatch):
-    import torchmpi_py as mpi
-
-    task = Task(VERBS["allreduce"], torch.float32, "sum", 0, 2, torch.device("cuda", 0))
-    for status, takes_part in (("available", True), ("unavailable: not CUDA-aware", False)):
-        rows = [
-            AvailabilityRow("allreduce", "cpu", "mpi", "available"),
-            AvailabilityRow("allreduce", "cuda", "mpi", status),
-        ]
-        monkeypatch.setattr(mpi, "availability", lambda rows=rows: rows)
-        assert compare._has_raw_mpi(task) is takes_part
-        assert compare._has_raw_mpi(dataclasses.replace(task, device=torch.device("cpu")))
+    assert names == {*available, "selector", "symmetric", TORCH_TORCHMPI, RAW_MPI, GLOO, COPY}
 
 
 def test_who_cannot_is_left_out_with_the_reason(mpi, monkeypatch):
@@ -91,7 +77,7 @@ def test_who_cannot_is_left_out_with_the_reason(mpi, monkeypatch):
         measured("compare", "--flavours", "torchmpi")
 
 
-@pytest.mark.parametrize("verb", ["allreduce", "alltoall"])
+@pytest.mark.parametrize("verb", ["allreduce", pytest.param("alltoall", marks=pytest.mark.slow)])
 def test_torch_distributed_takes_part_on_gloo_and_on_torchmpi(mpi, verb):
     if mpi.size() > 3:
         pytest.skip("3 ranks show as much as more")
@@ -99,8 +85,6 @@ def test_torch_distributed_takes_part_on_gloo_and_on_torchmpi(mpi, verb):
     names = [row.what for row in measured(*words).rows]
     forms = [name for what in (TORCH_TORCHMPI, GLOO) for name in (what, f"{what}, async")]
     assert [name for name in names if name.startswith("torch ")] == forms * 2
-    alone = measured("run", "--verb", verb, "--flavour", "torchmpi", "--sizes", "8", "--buffers", "warm")
-    assert [row.what for row in alone.rows] == [TORCH_TORCHMPI]
 
 
 def test_cold_buffers_that_fit_the_cache_are_pointed_out(mpi, monkeypatch):
@@ -115,50 +99,27 @@ def test_who_exceeds_the_patience_is_left_out_of_larger_sizes(mpi):
     report = measured(*words, "--patience", "1e-9")
     assert {row.num_bytes for row in report.rows} == {8}
     assert any(note.startswith("mpi is left out from 400 KiB on: a call would take") for note in report.notes)
-    assert not any("left out from" in note for note in measured(*words, "--patience", "99").notes)
+    report = measured(*words, "--patience", "99")  # small sizes are judged by their latency
+    assert {row.num_bytes for row in report.rows} == {8, 400 << 10}
+    assert not any("left out from" in note for note in report.notes)
 
 
-def test_small_sizes_are_judged_by_their_latency(mpi):
-    words = ["compare", "--sizes", "4,64K", "--flavours", "mpi", "--buffers", "warm"]
-    assert {row.num_bytes for row in measured(*words, "--patience", "1").rows} == {4, 64 << 10}
-
-
-def corrupted(verb, rank, calls=0):
-    """The verb, which from call number ``calls`` on gives a wrong last element on ``rank``."""
-    made = 0
+@pytest.mark.parametrize(("when", "calls"), [("before", 0), ("after", 4)])
+def test_a_wrong_value_ends_the_run_on_every_rank(mpi, monkeypatch, when, calls):
+    last, allreduce, made = mpi.size() - 1, mpi.allreduce, []
 
     def wrong(x, **options):
-        nonlocal made
-        result = verb(x, **options)
-        if made >= calls and mpi_rank() == rank:
+        """A wrong last element on the last rank, from call number ``calls`` on."""
+        made.append(result := allreduce(x, **options))
+        if len(made) > calls and mpi.rank() == last:
             result[-1] += 1
-        made += 1
         return result
 
-    return wrong
-
-
-def mpi_rank():
-    import torchmpi_py
-
-    return torchmpi_py.rank()
-
-
-def test_a_wrong_value_ends_the_run_on_every_rank(mpi, monkeypatch):
-    last = mpi.size() - 1
-    monkeypatch.setattr(mpi, "allreduce", corrupted(mpi.allreduce, last))
-    message = (
-        rf"^mpi: allreduce of 1024 bytes \(float32 sum\), warm buffers, before timing: rank {last} has .* element 255"
-    )
+    monkeypatch.setattr(mpi, "allreduce", wrong)
+    message = rf"^mpi: allreduce of 1024 bytes .*, warm buffers, {when} timing: rank {last} has .* element 255"
     with pytest.raises(WrongValue, match=message):
-        measured("compare", "--sizes", "1K", "--flavours", "mpi")
-    assert measured("run", "--sizes", "1K", "--flavour", "mpi", "--no-verify").rows
-
-
-def test_a_value_that_goes_wrong_later_is_found(mpi, monkeypatch):
-    monkeypatch.setattr(mpi, "allreduce", corrupted(mpi.allreduce, 0, calls=4))
-    with pytest.raises(WrongValue, match="after timing: rank 0 has"):
         measured("run", "--sizes", "1K", "--flavour", "mpi")
+    assert measured("run", "--sizes", "1K", "--flavour", "mpi", "--no-verify").rows
 
 
 def test_flavours_that_cannot_be_had_are_refused_with_the_reason(mpi, monkeypatch):
@@ -190,16 +151,10 @@ def test_timed_sums_stay_finite(mpi, monkeypatch):
 
 
 def test_calls_in_a_row_count_one_by_one(mpi, monkeypatch):
-    made = []
-
-    def interleaved(comm, functions, **_):
-        return {name: [function() or 6.0] for name, function in functions.items()}
-
-    monkeypatch.setattr(measurement, "interleaved", interleaved)
-    monkeypatch.setattr(measurement, "_warm", lambda bind, take: measurement._Timed(int, lambda: made.append(1)))
+    calls, allreduce = [], mpi.allreduce
+    monkeypatch.setattr(mpi, "allreduce", lambda x, **options: calls.append(1) or allreduce(x, **options))
     words = ["run", "--flavour", "mpi", "--sizes", "8", "--buffers", "warm", "--no-verify"]
-    report = measured(*words, "--in-a-row", "3")
-    assert (len(made), [row.median_seconds for row in report.rows]) == (3, [2.0])
-    assert report.facts["calls in a row"] == "3"
+    report = measured(*words, "--in-a-row", "50")
+    assert len(calls) >= 50 * report.rows[0].num_turns > 0
+    assert report.facts["calls in a row"] == "50"
     assert "calls in a row" not in measured(*words).facts
-    assert (len(made), report.rows[0].num_turns) == (4, 1)

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from torchmpi_py.bench import UsageError, WrongValue, step
+from torchmpi_py.bench import WrongValue, step
 from torchmpi_py.bench.__main__ import parse
 from torchmpi_py.bench.step import make_samples
 from torchmpi_py.bench.trainers import (
@@ -22,6 +22,9 @@ from torchmpi_py.bench.trainers import (
 from torchmpi_py.errors import RanksDisagree
 
 pytestmark = pytest.mark.timeout(240)
+REASON = "the first use of DDP and of an optimizer imports for seconds a rank; 3 ranks show as much as more"
+OF_DDP = [DDP, DDP_ALONE, DDP_VIEWS, DDP_TORCHMPI, DDP_HOOK, DDP_TORCHMPI_VIEWS]
+OURS = ["synchronize_gradients", "register_async_backward", "engine", "engine, asynchronous"]
 TINY = ["step", "--layers", "6,5,3", "--batch", "4", "--steps", "7"]
 
 
@@ -30,72 +33,57 @@ def test_every_way_is_timed_and_trains_alike(mpi, capsys, tmp_path):
     from mpi4py import MPI
 
     if mpi.size() > 3:
-        pytest.skip("the first use of DDP and of an optimizer imports for seconds a rank; 3 ranks show as much")
+        pytest.skip(REASON)
     file = tmp_path / "step.json"
     step.main(MPI.COMM_WORLD, parse([*TINY, "--json", str(file)]))
     if mpi.rank() == 0:
         printed = capsys.readouterr().out
         stored = json.loads(file.read_text())
-        assert list(stored["median_seconds"]) == [
-            NONE,
-            DDP,
-            DDP_ALONE,
-            DDP_VIEWS,
-            DDP_TORCHMPI,
-            DDP_HOOK,
-            DDP_TORCHMPI_VIEWS,
-            "synchronize_gradients",
-            "register_async_backward",
-            "engine",
-            "engine, asynchronous",
-        ]
+        assert set(stored["median_seconds"]) == {NONE, *OF_DDP, *OURS}
         assert all(f"| {name} " in printed for name in stored["median_seconds"])
         assert stored["num_steps"] == 9  # whole runs
         assert "x DDP's added" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.parametrize("way", ["sharded", "compressed"])
-def test_other_ways(mpi, tmp_path, way):
+@pytest.mark.parametrize(("way", "name"), [("sharded", "ShardedOptimizer"), ("compressed", "compression=PowerSGD(2)")])
+def test_other_ways(mpi, tmp_path, way, name):
     from mpi4py import MPI
 
     if mpi.size() > 3:
-        pytest.skip("the first use of DDP and of an optimizer imports for seconds a rank; 3 ranks show as much")
+        pytest.skip(REASON)
     file = tmp_path / "step.json"
     step.main(MPI.COMM_WORLD, parse([*TINY, "--ways", way, "--optimizer", "adam", "--json", str(file)]))
     if mpi.rank() == 0:
         stored = json.loads(file.read_text())
         assert list(stored["median_seconds"])[:2] == [NONE, DDP]
-        expected = {"sharded": "ShardedOptimizer", "compressed": "compression=PowerSGD(2)"}
-        assert expected[way] in stored["median_seconds"]
+        assert name in stored["median_seconds"]
         assert stored["parts_seconds"] == {}
 
 
 @pytest.mark.mpi
-def test_a_way_that_does_not_average_is_found(mpi, monkeypatch):
+@pytest.mark.parametrize(
+    ("is_compared", "error", "words"),
+    [(True, WrongValue, "'synchronize_gradients' is not that of 'DDP on gloo'"), (False, RanksDisagree, None)],
+)
+def test_a_way_that_does_not_average_is_found(mpi, monkeypatch, is_compared, error, words):
+    """By its values, or else because the parameters drift apart."""
     from mpi4py import MPI
 
     if mpi.size() not in (2, 3):
         pytest.skip("one rank has nothing to average, and 3 show as much as more")
+    if not is_compared:
+        monkeypatch.setattr(step, "_check_alike", lambda made: None)
     monkeypatch.setattr("torchmpi_py.nn.synchronize_gradients", lambda network: None)
-    with pytest.raises(WrongValue, match="'synchronize_gradients' is not that of 'DDP on gloo'"):
+    with pytest.raises(error, match=words):
         step.main(MPI.COMM_WORLD, parse(TINY))
 
 
 @pytest.mark.mpi
-def test_parameters_that_drift_apart_are_found(mpi, monkeypatch):
-    from mpi4py import MPI
-
-    if mpi.size() not in (2, 3):
-        pytest.skip("one rank agrees with itself, and 3 show as much as more")
-    monkeypatch.setattr(step, "_check_alike", lambda made: None)
-    monkeypatch.setattr("torchmpi_py.nn.synchronize_gradients", lambda network: None)
-    with pytest.raises(RanksDisagree):
-        step.main(MPI.COMM_WORLD, parse(TINY))
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", *(pytest.param(o, marks=pytest.mark.slow) for o in OPTIMIZERS if o != "sgd")]
+)
 def test_a_step_ends_with_done_in_every_way(mpi, optimizer):
     samples = make_samples([6, 5, 3], batch=4, num_steps=3, rank=mpi.rank())
     for trainer in trainers([6, 5, 3], with_ddp=False, ways=WAYS, optimizer=optimizer):
@@ -107,11 +95,6 @@ def test_a_step_ends_with_done_in_every_way(mpi, optimizer):
         assert not (any(same) if trainer.is_exact else all(same)), trainer.name
 
 
-def test_an_unknown_way_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(UsageError, match="'shared': give some of average, sharded, compressed"):
-        parse([*TINY, "--ways", "average,shared"])
-
-
 def test_networks_are_equal_and_data_is_each_ranks_own():
     one, other = make_perceptron([6, 5, 3]), make_perceptron([6, 5, 3])
     assert all(x.equal(y) for x, y in zip(one.parameters(), other.parameters(), strict=True))
@@ -121,16 +104,9 @@ def test_networks_are_equal_and_data_is_each_ranks_own():
     assert not x.equal(of_other)
 
 
-def test_the_device_stands_in_the_title():
-    report = step.StepReport([6, 3], 4, 5, {}, [], {NONE: 0.001}, {}, "cuda")
-    assert step.render(report).startswith("# a training step on cuda: layers 6-3")
-
-
 def test_the_table_without_ddp_has_no_ratio():
-    report = step.StepReport(
-        [6, 3], 4, 5, {}, ["DDP on gloo is left out: no reason"], {NONE: 0.001, "engine": 0.003}, {}
-    )
-    lines = step.render(report).splitlines()
-    assert any(
-        line.split("|")[1:5] == [" engine           ", "    3.00 ", "     2.00 ", "             - "] for line in lines
-    )
+    seconds = {NONE: 0.001, "engine": 0.003}
+    report = step.StepReport([6, 3], 4, 5, {}, ["DDP on gloo is left out: no reason"], seconds, {}, "cuda")
+    title, *lines = step.render(report).splitlines()
+    assert title.startswith("# a training step on cuda: layers 6-3")
+    assert ["engine", "3.00", "2.00", "-"] in [[cell.strip() for cell in line.split("|")[1:5]] for line in lines]

@@ -2,14 +2,12 @@
 
 import html.parser
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from support import jobs
 
 from torchmpi_py.bench import __main__ as bench, timeline, timeline_tables
 from torchmpi_py.bench.timeline_calls import (
@@ -26,18 +24,13 @@ from torchmpi_py.bench.timeline_calls import (
 from torchmpi_py.core.status_board import NUM_RECORDS
 from torchmpi_py.watch import kept_boards
 
-TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
-needs_launcher = pytest.mark.skipif(not TORCHMPIRUN.exists(), reason=f"no {TORCHMPIRUN}: install the package")
-
 PROGRAM = """
 import os, sys, time, torch
 import torchmpi_py as mpi
 mpi.start()
 how = sys.argv[1]
-for turn in range(1500 if how == "long" else 5):
+for turn in range(1500 if how == "die" else 5):
     mpi.allreduce(torch.ones(1000))
-if how == "long":
-    sys.exit()
 mpi.broadcast(torch.ones(7, dtype=torch.float64), flavour="ring")
 mpi.allreduce_async(torch.ones(1 << 18), flavour="ring").wait()
 mpi.barrier()
@@ -107,13 +100,8 @@ def test_the_tables_sum_up():
     assert row == (10.0, ("allreduce", "4 KiB", "2", "10 us", "60 %", "2 us", "2.05 GB/s"))
     ranks = list(timeline_tables._rank_rows(job))
     assert [each[1:4] for each in ranks] == [("0 of 2", "0 us", "12 us"), ("2 of 2", "12 us", "0 us")]
-
-
-@pytest.mark.parametrize(
-    ("us", "text"), [(0.0, "0 us"), (999.6, "1000 us"), (1500, "1.5 ms"), (2.5e8, "250 s"), (5e10, "50000 s")]
-)
-def test_durations_are_short(us, text):
-    assert timeline_tables.duration(us) == text
+    texts = {0.0: "0 us", 999.6: "1000 us", 1500: "1.5 ms", 2.5e8: "250 s", 5e10: "50000 s"}
+    assert {us: timeline_tables.duration(us) for us in texts} == texts
 
 
 def test_clocks_of_other_hosts_are_interpolated():
@@ -168,16 +156,10 @@ class Page(html.parser.HTMLParser):
 
 
 def run(folder, num_ranks, how, *options, timeline="t.html", **variables):
-    (folder / "a.py").write_text(PROGRAM)
-    return subprocess.run(
-        [TORCHMPIRUN, "-n", str(num_ranks), "--timeline", timeline, *options, "a.py", how],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        env=os.environ | {"TORCHMPI_DUMP_DIR": str(folder)} | variables,
-    )
+    jobs.write(folder, PROGRAM, "a.py")
+    keywords = {"cwd": folder, "stdin": subprocess.DEVNULL, "env": {"TORCHMPI_DUMP_DIR": str(folder)} | variables}
+    words = ["--timeline", timeline] if timeline else []
+    return jobs.torchmpirun("-n", num_ranks, *words, *options, "a.py", how, **keywords)
 
 
 EXPECTED = [
@@ -188,16 +170,10 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.slow
-@needs_launcher
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@jobs.needs_mpi
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_page_of_a_job(tmp_path, num_ranks):
-    done = run(
-        tmp_path,
-        num_ranks,
-        "",
-        *("--env", "TOKEN=confided", "--env=KEY=a=confided"),
-    )
+    done = run(tmp_path, num_ranks, "", "--env", "TOKEN=confided", "--env=KEY=a=confided")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", "t.html"]
     page = Page((tmp_path / "t.html").read_text())
@@ -211,73 +187,56 @@ def test_the_page_of_a_job(tmp_path, num_ranks):
         if not page.data["texts"][same[0][0]].startswith("broadcast"):  # whose root may be done before the others come
             assert max(each[5] for each in same) <= min(each[5] + each[6] for each in same) + 0.2
         assert 0 in [each[8] for each in same], "the last rank does not wait"
-    assert f"{num_ranks} on" in page.words
-    assert "exit code 0" in page.words
-    assert "--env TOKEN=... --env=KEY=... a.py" in page.words
+    for words in (f"{num_ranks} on", "exit code 0", "--env TOKEN=... --env=KEY=... a.py"):
+        assert words in page.words
     assert "confided" not in page.text
     assert "Why it ended" not in page.words
 
 
-@needs_launcher
-def test_the_last_operations_alone_are_shown(tmp_path):
-    assert run(tmp_path, 2, "long").returncode == 0
+@jobs.needs_mpi
+def test_the_last_records_of_a_rank_that_is_killed(tmp_path):
+    """The page is bounded, whatever the job."""
+    assert run(tmp_path, 2, "die").returncode in (1, 137), "the watchdog of rank 0 may end the job first, or MPI"
     page = Page((tmp_path / "t.html").read_text())
+    operations = page.operations(1)
+    assert operations[-8:] == EXPECTED
+    assert {*operations[:-8]} == {EXPECTED[0]}
     assert [len(rank["calls"]) for rank in page.data["ranks"]] == [NUM_RECORDS] * 2
     assert all(rank["dropped"] > 1500 - NUM_RECORDS for rank in page.data["ranks"])
-    assert len(page.text) < 40_000 + 2 * NUM_RECORDS * 70, "the page is bounded, whatever the job"
+    assert len(page.text) < 40_000 + 2 * NUM_RECORDS * 70
     assert f"the last {NUM_RECORDS} of " in page.words
+    assert re.search(r"rank 1 \(process \d+\) was killed by signal 9", page.words)
 
 
 @pytest.mark.slow
-@needs_launcher
-def test_the_last_records_of_a_job_that_hangs(tmp_path):
+@jobs.needs_mpi
+def test_the_last_records_of_a_job_that_hangs(tmp_path, capsys):
+    """On the page of --timeline, and on one of the dumps, which such a job leaves anyway."""
     assert run(tmp_path, 3, "hang", TORCHMPI_DEADLINE="10").returncode == 1
-    page = Page((tmp_path / "t.html").read_text())
-    assert re.search(r"rank 1 \(process \d+\) did not call .*; rank . reported it", page.words)
-    for rank in (0, 2):
-        assert page.operations(rank) == [*EXPECTED, ("allreduce", 12, "under way")]
-    assert page.operations(1) == EXPECTED
+    (folder,) = tmp_path.glob("torchmpi_py-hang-*")
+    assert bench.main(["timeline", str(folder)]) == 0
+    assert f"{folder / 'timeline.html'}: open it in a browser" in capsys.readouterr().out
+    pages = [Page(path.read_text()) for path in (tmp_path / "t.html", folder / "timeline.html")]
+    for page in pages:
+        for rank in (0, 2):
+            assert page.operations(rank) == [*EXPECTED, ("allreduce", 12, "under way")]
+        assert page.operations(1) == EXPECTED
+    assert re.search(r"rank 1 \(process \d+\) did not call .*; rank . reported it", pages[0].words)
 
 
-@needs_launcher
+@pytest.mark.slow
+@jobs.needs_mpi
 def test_the_last_records_of_a_job_that_is_ended_from_outside(tmp_path):
-    (tmp_path / "a.py").write_text(PROGRAM)
-    command = [TORCHMPIRUN, "-n", "2", "--timeline", "t.html", "--grace", "0", "a.py", "hang"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as job:
-        assert job.stdout.readline() == b"rank 1 sleeps\n"
+    jobs.write(tmp_path, PROGRAM, "a.py")
+    command = [*jobs.TORCHMPIRUN, "-n", "2", "--timeline", "t.html", "--grace", "0", "a.py", "hang"]
+    with jobs.start(*command, cwd=tmp_path, stderr=subprocess.DEVNULL) as job:
+        assert job.stdout.readline() == "rank 1 sleeps\n"
         job.send_signal(signal.SIGTERM)
         assert job.wait(200) == 143
     page = Page((tmp_path / "t.html").read_text())
     assert "the job was ended by signal 15" in page.words
     assert page.operations(1) == EXPECTED
     assert page.operations(0)[:8] == EXPECTED
-
-
-@needs_launcher
-def test_the_last_record_of_a_rank_that_is_killed(tmp_path):
-    assert run(tmp_path, 2, "die").returncode in (1, 137), "the watchdog of rank 0 may end the job first, or MPI"
-    page = Page((tmp_path / "t.html").read_text())
-    assert page.operations(1) == EXPECTED
-    assert re.search(r"rank 1 \(process \d+\) was killed by signal 9", page.words)
-
-
-@pytest.mark.slow
-@needs_launcher
-def test_dumps_of_a_job_that_hung_have_a_page_too(tmp_path, capsys):
-    """Without --timeline."""
-    (tmp_path / "a.py").write_text(PROGRAM)
-    subprocess.run(
-        [TORCHMPIRUN, "-n", "2", "a.py", "hang"],
-        cwd=tmp_path,
-        env=os.environ | {"TORCHMPI_DUMP_DIR": str(tmp_path), "TORCHMPI_DEADLINE": "10"},
-        stderr=subprocess.DEVNULL,
-        timeout=200,
-    )
-    (folder,) = tmp_path.glob("torchmpi_py-hang-*")
-    assert bench.main(["timeline", str(folder)]) == 0
-    page = Page((folder / "timeline.html").read_text())
-    assert page.operations(0) == [*EXPECTED, ("allreduce", 12, "under way")]
-    assert f"{folder / 'timeline.html'}: open it in a browser" in capsys.readouterr().out
 
 
 def test_a_board_that_another_version_has_left_is_refused(tmp_path, capsys):
@@ -296,42 +255,42 @@ def test_a_folder_without_records_is_refused(tmp_path, capsys):
     assert "no rank has called mpi.start()" in capsys.readouterr().err
 
 
-@needs_launcher
-@pytest.mark.parametrize(
-    ("path", "problem"),
-    [
-        ("folder", r"--timeline folder: that is a folder; name a file in it, as .*/folder/timeline.html"),
-        ("none/t.html", r"--timeline none/t.html: there is no folder .*/none; make it"),
-        ("a.py/t.html", r"--timeline a.py/t.html: there is no folder .*/a.py; make it"),
-        ("/proc/t.html", r"--timeline /proc/t.html: cannot write there: .*; name another file"),
-    ],
-)
-def test_a_page_that_cannot_be_written_is_refused_before_the_job(tmp_path, path, problem):
+@jobs.needs_mpi
+def test_a_page_that_cannot_be_written_is_refused_before_the_job(tmp_path):
     (tmp_path / "folder").mkdir()
-    done = run(tmp_path, 2, "", timeline=path)
-    assert done.returncode == 2
-    assert re.fullmatch(f"torchmpirun: {problem}.*\n", done.stderr)
+    for path, problem in (
+        ("folder", r"that is a folder; name a file in it, as .*/folder/timeline.html"),
+        ("a.py/t.html", r"there is no folder .*/a.py; make it"),
+        ("/proc/t.html", r"cannot write there: .*; name another file"),
+    ):
+        done = run(tmp_path, 2, "", timeline=path)
+        assert done.returncode == 2
+        assert re.fullmatch(f"torchmpirun: --timeline {path}: {problem}.*\n", done.stderr)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.py", "folder"]
 
 
 @pytest.mark.slow
-@needs_launcher
+@jobs.needs_mpi
 @pytest.mark.parametrize(("num_restarts", "whose"), [(0, ""), (1, "the first start"), (2, "restart 1")])
 def test_records_of_an_earlier_start_are_not_taken_for_those_of_the_last(tmp_path, num_restarts, whose):
-    (tmp_path / "b.py").write_text(
-        "import os, sys, time, torch\n"
-        "import torchmpi_py as mpi\n"
-        f"if os.environ['TORCHMPIRUN_RESTART'] == '{num_restarts}' != '0':\n"
-        "    sys.exit(3)\n"
-        "mpi.start()\n"
-        "mpi.allreduce(torch.ones(1 + int(os.environ['TORCHMPIRUN_RESTART'])))\n"
-        "mpi.barrier()\n"
-        "if mpi.rank() == 0:\n"
-        "    sys.exit(4)\n"
-        "time.sleep(100)\n"
+    jobs.write(
+        tmp_path,
+        f"""
+        import os, sys, time, torch
+        import torchmpi_py as mpi
+        restart = os.environ["TORCHMPIRUN_RESTART"]
+        if restart == "{num_restarts}" != "0":
+            sys.exit(3)
+        mpi.start()
+        mpi.allreduce(torch.ones(1 + int(restart)))
+        mpi.barrier()
+        if mpi.rank() == 0:
+            sys.exit(4)
+        time.sleep(100)
+        """,
+        "b.py",
     )
-    command = [TORCHMPIRUN, "-n", "2", "--max-restarts", str(num_restarts), "--timeline", "t.html", "b.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = jobs.torchmpirun("-n", 2, "--max-restarts", num_restarts, "--timeline", "t.html", "b.py", cwd=tmp_path)
     assert done.returncode == (3 if num_restarts else 4), done.stderr
     page = Page((tmp_path / "t.html").read_text())
     assert page.operations(1) == [("allreduce", 4 * max(1, num_restarts), "complete"), ("barrier", 0, "complete")]
@@ -340,11 +299,10 @@ def test_records_of_an_earlier_start_are_not_taken_for_those_of_the_last(tmp_pat
     assert f"with exit code {done.returncode}" in page.words
 
 
-@needs_launcher
+@jobs.needs_mpi
 def test_a_job_without_records_says_that_there_is_no_page(tmp_path):
-    (tmp_path / "b.py").write_text("print('nothing')")
-    command = [TORCHMPIRUN, "-n", "1", "--timeline", "t.html", "b.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    jobs.write(tmp_path, "print('nothing')", "b.py")
+    done = jobs.torchmpirun("-n", 1, "--timeline", "t.html", "b.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "nothing\n")
     assert "no page for --timeline" in done.stderr
     assert "no rank has called mpi.start()" in done.stderr

@@ -3,15 +3,11 @@
 import json
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from support import jobs
 
 from torchmpi_py.bench import __main__ as bench, trace
-
-TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
-needs_launcher = pytest.mark.skipif(not TORCHMPIRUN.exists(), reason=f"no {TORCHMPIRUN}: install the package")
 
 PROGRAM = """
 import sys, time, torch
@@ -29,25 +25,19 @@ if sys.argv[1] == "fail":
 """
 
 
-def job(folder, program, how):
-    program.write_text(PROGRAM)
-    return subprocess.run(
-        [TORCHMPIRUN, "-n", "2", "--profile", folder, program, how],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        stdin=subprocess.DEVNULL,
-    )
+def job(folder, how):
+    program = jobs.write(folder, PROGRAM)
+    return jobs.torchmpirun("-n", 2, "--profile", folder / "p", program, how, stdin=subprocess.DEVNULL)
 
 
 def operations(merged, rank):
     return [event for event in merged["traceEvents"] if event.get("cat") == "torchmpi" and event["pid"] == rank]
 
 
-@needs_launcher
+@jobs.needs_mpi
 @pytest.mark.timeout(240)
 def test_a_job(tmp_path, capsys):
-    done = job(tmp_path / "p", tmp_path / "a.py", "")
+    done = job(tmp_path, "")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert bench.main(["trace", str(tmp_path / "p")]) == 0
     output, errors = capsys.readouterr()
@@ -66,10 +56,11 @@ def test_a_job(tmp_path, capsys):
     assert {event["pid"] for event in merged["traceEvents"] if event.get("cat") == "cpu_op"} == {0, 1}
 
 
-@needs_launcher
+@pytest.mark.slow
+@jobs.needs_mpi
 @pytest.mark.timeout(240)
 def test_a_rank_that_fails_leaves_its_trace(tmp_path, capsys):
-    done = job(tmp_path / "p", tmp_path / "a.py", "fail")
+    done = job(tmp_path, "fail")
     assert (done.returncode, done.stderr.count("RuntimeError: boom")) == (1, 1)
     assert bench.main(["trace", str(tmp_path / "p"), "-o", str(tmp_path / "out.json")]) == 0
     merged = json.loads((tmp_path / "out.json").read_text())
@@ -101,24 +92,17 @@ def events_of(data, name):
     return [event for event in data["traceEvents"] if event["name"] == name]
 
 
-def test_offsets_and_bases(tmp_path):
-    write(tmp_path, 0, [x("a", 9, 9, 2e6, 10.5)], clock=[(0, 0)])
-    write(tmp_path, 1, [x("a", 9, 9, 1e6, 20.5)], clock=[(0, 3_000_000)], base=10**18 + 10**9)
+def test_clocks_are_set_by_that_of_rank_0(tmp_path):
+    """Rank 1's clock begins another second, is 1 ms ahead, and gains 100 us a second."""
+    ticks = [x("tick", 1, 1, 2e6, 5e6), x("tock", 1, 1, 12e6, 20e6)]
+    write(tmp_path, 0, ticks, clock=[(2, 0), (12, 0)])
+    ticks = [x("tick", 1, 1, 1e6, 5e6), x("tock", 1, 1, 11e6, 20e6)]
+    write(tmp_path, 1, ticks, clock=[(1, 1_000_000), (11, 2_000_000)], base=10**18 + 10**9)
     data = merged(tmp_path)
-    one, two = events_of(data, "a")
-    assert data["baseTimeNanoseconds"] == 10**18 + 2 * 10**9 - 3_000_000
-    assert (one["ts"], one["dur"]) == (3000, 10.5)
-    assert (two["ts"], two["dur"]) == (0, 20.5)  # its clock is 3 ms ahead of rank 0's
-
-
-def test_drift(tmp_path):
-    ticks = [x("tick", 1, 1, 0, 5e6), x("tock", 1, 1, 10e6, 20e6)]
-    write(tmp_path, 0, ticks, clock=[(0, 0), (10, 0)])
-    write(tmp_path, 1, ticks, clock=[(0, 1_000_000), (10, 2_000_000)])
-    data = merged(tmp_path)
-    (_, tick), (_, tock) = events_of(data, "tick"), events_of(data, "tock")
-    assert tick["ts"] == 0
-    assert tick["dur"] == pytest.approx(5e6 - 500)  # 1 ms in 10 s is 100 us a second
+    (zero, tick), (_, tock) = events_of(data, "tick"), events_of(data, "tock")
+    assert data["baseTimeNanoseconds"] == 10**18 + 2 * 10**9 - 1_000_000
+    assert (zero["ts"], zero["dur"], tick["ts"]) == (1000, 5e6, 0)
+    assert tick["dur"] == pytest.approx(5e6 - 500)
     assert tock["ts"] == pytest.approx(10e6 - 1000)
     assert tock["dur"] == pytest.approx(20e6 - 2000)  # beyond the second reading
 
