@@ -1,3 +1,5 @@
+"""Digests of what ranks compare: equal content has one, in all processes, and other content another one."""
+
 import dataclasses
 import os
 import pickle
@@ -56,36 +58,24 @@ SAME = {
     "ConcatDataset": lambda: ConcatDataset([TensorDataset(tensors()), Unread(["a", "b"])]),
     "unread": lambda: Unread(["a.jpg", "b.jpg"], Closed()),
 }
+OTHER = [
+    *(4, 3.0, "3", None),
+    *(tensors(), tensors(0), tensors(-1), tensors(total=4999), tensors().double()),
+    *(TensorDataset(tensors(0)), TensorDataset(tensors(), tensors())),
+    Subset(TensorDataset(tensors()), range(8, 901)),
+    Subset(TensorDataset(tensors()), list(range(7, 900, 2))),
+    Subset(TensorDataset(tensors(0)), range(7, 900)),
+    Unread(["a.jpg", "c.jpg"]),
+    Subset(Subset(Unread(["a.jpg", "c.jpg"]), [0, 1]), [1]),
+    Subset(Subset(Unread(["a.jpg", "c.jpg"]), [0, 1]), [0]),
+    Subset(Subset(Unread(["a.jpg", "d.jpg"]), [0, 1]), [0]),
+]
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_equal_content_has_one_digest(name):
-    assert short_digest(SAME[name]()) == short_digest(SAME[name]())
-
-
-def test_different_content_has_different_digests():
-    different = [make() for make in SAME.values()]
-    different += [
-        4,
-        3.0,
-        "3",
-        None,
-        tensors(),
-        tensors(0),
-        tensors(-1),
-        tensors(total=4999),
-        tensors().double(),
-        TensorDataset(tensors(0)),
-        TensorDataset(tensors(), tensors()),
-        Subset(TensorDataset(tensors()), range(8, 901)),
-        Subset(TensorDataset(tensors()), list(range(7, 900, 2))),
-        Subset(TensorDataset(tensors(0)), range(7, 900)),
-        Unread(["a.jpg", "c.jpg"]),
-        Subset(Subset(Unread(["a.jpg", "c.jpg"]), [0, 1]), [1]),
-        Subset(Subset(Unread(["a.jpg", "c.jpg"]), [0, 1]), [0]),
-        Subset(Subset(Unread(["a.jpg", "d.jpg"]), [0, 1]), [0]),
-    ]
-    assert len({short_digest(content) for content in different}) == len(different)
+def test_equal_content_has_one_digest_and_different_content_different_ones():
+    digests = {name: short_digest(make()) for name, make in SAME.items()}
+    assert {name: short_digest(make()) for name, make in SAME.items()} == digests
+    assert len({*digests.values(), *map(short_digest, OTHER)}) == len(SAME) + len(OTHER)
 
 
 def test_what_contains_itself_ends():
@@ -116,17 +106,14 @@ WHOLE = {
 }
 
 
-def test_whole_digests_are_those_of_the_whole_content():
-    assert len({whole_digest(make()) for make in WHOLE.values()}) == len(WHOLE)
+def test_whole_digests_are_those_of_the_whole_content_in_all_processes():
+    here = str([whole_digest(make()).hex() for make in WHOLE.values()])
+    assert len(set(here.split())) == len(WHOLE)
+    program = "import test_digests as t; print([t.whole_digest(make()).hex() for make in t.WHOLE.values()])"
+    there = subprocess.check_output([sys.executable, "-c", program], cwd=os.path.dirname(__file__), text=True)
+    assert there.strip() == here
     texts = ["".join(["a", "b"]) for _ in range(2)]
     assert whole_digest(texts) == whole_digest(texts[:1] * 2)
     for content in (torch.empty(3, device="meta"), lambda: 3):
         with pytest.raises((AttributeError, pickle.PicklingError)):
             whole_digest(content)
-
-
-def test_whole_digests_are_equal_in_all_processes():
-    program = "import test_digests as t; print([t.whole_digest(make()).hex() for make in t.WHOLE.values()])"
-    folder = os.path.dirname(__file__)
-    printed = [subprocess.check_output([sys.executable, "-c", program], cwd=folder, text=True) for _ in range(2)]
-    assert printed[0] == printed[1]
