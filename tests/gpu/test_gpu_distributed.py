@@ -9,7 +9,6 @@ from test_frameworks_ddp import (  # noqa: F401 - collected here again
     test_hooks_of_torch,
     test_join,
     test_power_sgd,
-    test_the_hook_average,
     test_the_hook_compressed,
     test_zero_redundancy_optimizer,
 )
