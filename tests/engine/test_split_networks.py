@@ -43,7 +43,7 @@ def comm(mpi):
         yield comm
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_training_is_that_of_the_unsplit_network(mpi, comm, asynchronous):
     assert_close(trained(comm, asynchronous=asynchronous), trained(None))
 

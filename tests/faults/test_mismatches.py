@@ -11,6 +11,7 @@ DEADLINE_SECONDS = 3 if harness.ALL else 12  # other tests may run
 WITHIN_SECONDS = 20.0 if harness.ALL else 40.0
 
 
+@pytest.mark.slow  # core/test_journal.py and test_records.py have one of each kind
 def test_a_rank_calls_something_else(judge, tmp_path):
     """Random programs."""
 

@@ -111,8 +111,15 @@ WAYS = [in_two_groups, beside_a_blocking_call, in_two_threads, launched_and_call
 WAYS += [staged_and_mapped, scattered, in_callbacks]
 
 
-@pytest.mark.parametrize("is_symmetric", [False, True], ids=["ordinary", "symmetric"])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def cases():
+    """Each way with one kind of memory a day, the kinds in turn."""
+    for number, way in enumerate(WAYS):
+        for is_symmetric in (False, True):
+            name = f"{way.__name__}-{'symmetric' if is_symmetric else 'ordinary'}"
+            yield pytest.param(way, is_symmetric, id=name, marks=[pytest.mark.slow] * (is_symmetric != number % 2))
+
+
+@pytest.mark.parametrize(("way", "is_symmetric"), cases())
 def test_two_at_once(mpi, pair, on_the_host, way, is_symmetric):
     rank, size, wrong = mpi.rank(), mpi.size(), []
     x, y = (mpi.symmetric_empty(COUNT) if is_symmetric else torch.empty(COUNT) for _ in range(2))

@@ -18,7 +18,7 @@ pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip in
 def run(ranks, example, *arguments):
     # Clusters may set an address. Without a RANK the ranks meet over MPI.
     environment = {"MASTER_ADDR": "192.0.2.1", "OMP_NUM_THREADS": "1"}
-    words = [EXAMPLES / f"{example}_digits.py", *arguments]
+    words = [EXAMPLES / example, *arguments]
     launched = [sys.executable, *words] if ranks == 1 else [*jobs.TORCHMPIRUN, "-n", ranks, *words]
     done = jobs.run(*launched, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -34,9 +34,13 @@ def largest_difference(some, others):
 
 @pytest.mark.slow
 def test_ddp_and_lightning_are_bit_equal_on_both_ranks_and_equal_to_gloo_and_to_one_process(tmp_path):
-    ways = {"ours": (2, "ddp"), "gloo": (2, "ddp", "--backend", "gloo"), "alone": (1, "ddp")}
+    ways = {
+        "ours": (2, "ddp_digits.py"),
+        "gloo": (2, "ddp_digits.py", "--backend", "gloo"),
+        "alone": (1, "ddp_digits.py"),
+    }
     if importlib.util.find_spec("lightning"):
-        ways["lightning"] = (2, "lightning")
+        ways["lightning"] = (2, "lightning_digits.py")
     for name, (ranks, *words) in ways.items():
         assert f"{ranks} ranks: test accuracy" in run(ranks, *words, "--epochs", 1, "--save", tmp_path / name)
         assert ranks == 1 or largest_difference(*(tmp_path / name / f"rank-{rank}.pt" for rank in (0, 1))) == 0
@@ -48,9 +52,9 @@ def test_fsdp_goes_on_from_the_checkpoint_of_one_process(tmp_path):
     """An epoch on one process and one more on two ranks: what one process has after both."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    run(1, "fsdp", "--epochs", 1, "--save", tmp_path / "half")
-    run(1, "fsdp", "--epochs", 2, "--save", tmp_path / "alone")
-    output = run(2, "fsdp", "--epochs", 2, "--load", tmp_path / "half", "--save", tmp_path / "ours")
+    run(1, "fsdp_digits.py", "--epochs", 1, "--save", tmp_path / "half")
+    run(1, "fsdp_digits.py", "--epochs", 2, "--save", tmp_path / "alone")
+    output = run(2, "fsdp_digits.py", "--epochs", 2, "--load", tmp_path / "half", "--save", tmp_path / "ours")
     assert "2 ranks, epochs 1 to 2" in output
     for name in ("alone", "ours"):
         dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")

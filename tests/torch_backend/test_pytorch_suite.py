@@ -30,7 +30,8 @@ CHOICE = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_what_passed_passes(ranks, tmp_path):
     choice = [f"test_{name}" for name in CHOICE[ranks].split()]
     results = pytorch_jobs.run("torchmpi", ranks, tmp_path / "suite", choice)
