@@ -42,6 +42,7 @@ def test_a_training_step():
     assert errors == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_all_ranks_end_with_the_reason():
     output, errors = bench("step", "--device", "cuda", code=2)

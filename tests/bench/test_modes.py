@@ -67,6 +67,7 @@ def test_modes_are_run_beside_their_twin_and_written_down(tmp_path):
     assert done.returncode == int("points from the twin" in done.stderr)  # hogwild's, after one epoch, may be far
 
 
+@pytest.mark.slow
 def test_an_unknown_mode_is_named():
     done = run("--modes", "easgd,x")
     assert done.returncode == 2

@@ -193,6 +193,7 @@ def test_the_page_of_a_job(tmp_path, num_ranks):
     assert "Why it ended" not in page.words
 
 
+@pytest.mark.slow
 @jobs.needs_mpi
 def test_the_last_records_of_a_rank_that_is_killed(tmp_path):
     """The page is bounded, whatever the job."""

@@ -117,10 +117,12 @@ def test_a_child_is_no_rank():
     assert gpu_probe.singleton_environment(dict.fromkeys(job + users, "1")) == dict.fromkeys(users, "1")
 
 
+@pytest.mark.slow
 def test_this_mpi_passes_on_memory_of_the_host():
     assert gpu_probe.run_trial(gpu_probe.command("cpu")) == Verdict("")
 
 
+@pytest.mark.slow
 def test_this_mpi_crashes_in_the_child_on_memory_that_the_host_cannot_read():
     """As GPU memory is to an MPI that is not CUDA-aware."""
     code = """

@@ -144,6 +144,7 @@ os._exit(3)
     assert job.stdout.count("told: CommunicatorError: allreduce: an earlier call on ") == 2, job.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_that_calls_one_operation_fewer(tmp_path):
     """None of them sees it as it comes: ranks 2, 0, 1 look at 0, 1, 2. Then their watchdogs do."""
     job = run(tmp_path, "time.sleep([0.3, 0.6, 0][me])\nif me > 0:\n    mpi.allreduce(x)\n", ranks=3)

@@ -53,6 +53,7 @@ def test_nothing_is_wrong_here():
         assert found[f"{flavour}, cpu"]["text"] == "the sum over two ranks is right"
 
 
+@pytest.mark.slow
 def test_the_versions():
     assert "\nMPI " in jobs.run(sys.executable, "-m", "torchmpi_py").stdout
 

@@ -167,6 +167,7 @@ def idx(tensor):
     return bytes([0, 0, 8, tensor.ndim]) + sizes + bytes(tensor.flatten().tolist())
 
 
+@pytest.mark.slow
 def test_mnist_files_are_read_plain_and_gzipped(tmp_path):
     generator = torch.Generator().manual_seed(0)
     for part, total in (("train", 90), ("t10k", 30)):
@@ -178,6 +179,7 @@ def test_mnist_files_are_read_plain_and_gzipped(tmp_path):
     assert result(sequential("--data", tmp_path, "--epochs", 20, "--batch", 10))[1] > 90
 
 
+@pytest.mark.slow
 def test_missing_and_broken_files_are_named(tmp_path):
     assert "train-images-idx3-ubyte.gz" in sequential("--data", tmp_path, fails=True)
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\x09short")

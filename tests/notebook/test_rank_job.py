@@ -15,6 +15,7 @@ pytest.importorskip("IPython", reason="pip install ipython")
 from torchmpi_py.notebook import rank_job, rank_program
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @jobs.needs_mpi
 def test_strangers_do_not_keep_the_ranks_from_starting_and_an_interrupt_of_stop_leaves_none(monkeypatch):

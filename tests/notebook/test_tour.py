@@ -46,6 +46,7 @@ def test_the_tour_shows_what_it_shows_here():
     assert sum(output.output_type == "error" for cell in now for output in cell.outputs) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("default")
 def test_jupyters_interrupt_and_the_end_of_its_kernel(tmp_path):

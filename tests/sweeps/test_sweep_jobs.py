@@ -53,6 +53,7 @@ def check_values(found, size, failed=()):
             assert value == {"total": size * number + sum(range(size)), "drawn": torch.rand(1).item()}
 
 
+@pytest.mark.slow
 def test_a_group_goes_on_while_the_other_is_at_work(tmp_path):
     """One does experiment 0 until all others have ended, of which one raises, one is killed, and one leaves."""
     folder, other = tmp_path / "sweep", tmp_path / "other"
