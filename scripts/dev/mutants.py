@@ -183,10 +183,12 @@ def _overlap(one: Fault, other: Fault) -> bool:
 
 def plant(folder: Path, faults: list[Fault], tests: Path) -> None:
     """Copy the checkout with all faults in it, switched off, and make its environments."""
-    if folder.exists():
-        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for child in folder.iterdir():  # environments can be used again
+        if child.is_dir() and not child.name.startswith(".venv"):
+            shutil.rmtree(child)
     ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests")
-    shutil.copytree(ROOT, folder, ignore=ignored)
+    shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
     shutil.copytree(tests / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     switch = folder / "build" / "switch"
     switch.mkdir(parents=True)
