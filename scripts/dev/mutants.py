@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import functools
 import importlib.machinery
 import importlib.util
 import json
@@ -222,20 +223,25 @@ def _is_future(node: ast.stmt) -> bool:
     return isinstance(node, ast.ImportFrom) and node.module == "__future__"
 
 
-def parts(is_all: bool, chosen: list[str]) -> list[Any]:
-    """The parts of ``scripts/test``, except the checks: planted faults are not meant to look well."""
+@functools.cache
+def scripts_test() -> Any:
+    """The script ``scripts/test``, as a module."""
     loader = importlib.machinery.SourceFileLoader("scripts_test", str(ROOT / "scripts" / "test"))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    return [part for part in module.parts(is_all, chosen) if part.name != "checks"]
+    return module
+
+
+def parts(is_all: bool, chosen: list[str]) -> list[Any]:
+    """The parts of ``scripts/test``, except the checks: planted faults are not meant to look well."""
+    return [part for part in scripts_test().parts(is_all, chosen) if part.name != "checks"]
 
 
 def run(part: Any, folder: Path, seconds: float, log: str = "") -> tuple[int | None, str]:
     """Run a part in a copy; its exit code, None if it took too long, and its output."""
-    environment = os.environ | part.environment | {"OMP_NUM_THREADS": "1", "MUTANTS_LOG": log}
-    environment.setdefault("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")
+    environment = os.environ | scripts_test().ENVIRONMENT | part.environment | {"MUTANTS_LOG": log}
     with (folder / "build" / f"output of {part.name}").open("w+") as output:
         with subprocess.Popen(
             part.command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
