@@ -5,7 +5,6 @@ aborted, and a test that waits longer than its time limit ends the job with ever
 """
 
 import collections
-import contextlib
 import faulthandler
 import gc
 import io
@@ -52,12 +51,6 @@ def _give_temporary_folder() -> None:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
 
 
-def _be_as_nice_as_started() -> None:
-    """Let the niceness of this process count: Linux gives each session a share of its own, whatever its processes'."""
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
-        group.write(str(os.nice(0)))
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     """Rank 0 reports; the others are heard only when they fail."""
@@ -66,7 +59,6 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: runs with --all, or when it is named")
     if config.getoption("--only-mpi"):
         _give_temporary_folder()
-        _be_as_nice_as_started()
         _stderr = os.dup(2)
         faulthandler.register(signal.SIGUSR2, file=_stderr)  # also in children that are forked from now on
     elif config.getoption("--short-programs"):

@@ -241,7 +241,7 @@ def parts(is_all: bool, chosen: list[str]) -> list[Any]:
 
 def run(part: Any, folder: Path, seconds: float, log: str = "") -> tuple[int | None, str]:
     """Run a part in a copy; its exit code, None if it took too long, and its output."""
-    environment = os.environ | scripts_test().ENVIRONMENT | part.environment | {"MUTANTS_LOG": log}
+    environment = os.environ | scripts_test().ENVIRONMENT | {"MUTANTS_LOG": log}
     with (folder / "build" / f"output of {part.name}").open("w+") as output:
         with subprocess.Popen(
             part.command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
