@@ -1,8 +1,11 @@
 """Shares, orders, prefetching. No MPI: rank and size are given."""
 
+import contextlib
+import gc
 import threading
 import time
 import traceback
+import weakref
 
 import pytest
 import torch
@@ -119,6 +122,21 @@ def test_items_are_collated_and_moved():
     torch.testing.assert_close(fast, [tuple(batch) for batch in slow], rtol=0, atol=0)
     (batch,) = DatasetIterator(numbers(2), 2, device="meta")
     assert {x.device.type for x in batch} == {"meta"}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_that_was_handled_keeps_no_iterator(prefetch):
+    """Else its workers would end when the garbage is collected, each seconds late."""
+    iterator = DatasetIterator(Squares(8, fail_at=5), 2, prefetch=prefetch)
+    with contextlib.suppress(LookupError):
+        list(iterator)
+    kept = weakref.ref(iterator)
+    gc.disable()
+    try:
+        del iterator
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def prefetching():

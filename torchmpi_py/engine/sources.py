@@ -44,8 +44,9 @@ def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
                 raise item.error
             yield item
     finally:
+        item = None  # an error and its frames are no circle: workers would end late when it is collected
         ahead.stop()
-        ahead.join(None)
+        ahead.thread.join()
 
 
 class _Raised(NamedTuple):
@@ -59,20 +60,16 @@ class _Ahead:
         self.ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
         arguments = items, self.ready, self._stopped
-        self._thread = threading.Thread(target=_fill, args=arguments, name="torchmpi_py prefetch", daemon=True)
+        self.thread = threading.Thread(target=_fill, args=arguments, name="torchmpi_py prefetch", daemon=True)
         _under_way.add(self)
-        self._thread.start()
+        self.thread.start()
 
     def stop(self) -> None:
         """Let the thread end, at once or when the item under construction is done."""
         self._stopped.set()
         # The thread puts at most one item after the event is set: an emptied queue has room for it.
-        while self._thread.is_alive() and not self.ready.empty():
+        while self.thread.is_alive() and not self.ready.empty():
             self.ready.get_nowait()
-
-    def join(self, seconds: float | None) -> None:
-        """Wait for the end of the thread, at most so long (None: until it ends)."""
-        self._thread.join(seconds)
 
 
 _under_way: weakref.WeakSet[_Ahead] = weakref.WeakSet()
@@ -85,7 +82,7 @@ def _end_all() -> None:
     for ahead in last:
         ahead.stop()  # all, before the wait: the thread of an iterator may wait for that of a source
     for ahead in last:
-        ahead.join(max(0.0, deadline - time.monotonic()))
+        ahead.thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _fill(items: Iterable[Any], ready: queue.Queue[Any], stopped: threading.Event) -> None:
