@@ -286,16 +286,23 @@ def tests_of(reached: list[str]) -> list[str]:
     return sorted(files) + sorted(names)
 
 
-def try_fault(number: int, fault: Fault, recorded: dict[str, Any], folder: Path, is_all: bool) -> str:
+def try_fault(number: int, fault: Fault, recorded: dict[str, Any], folder: Path, options: argparse.Namespace) -> str:
     """Switch a fault on, and return which test finds it; "" for none."""
     (folder / "build" / "switch" / "active").write_text(str(number))
     room = fault.path.split("/")[1]
     reaching = {name: part["reached"].get(str(number), []) for name, part in recorded.items()}
-    for name in sorted((name for name in reaching if reaching[name]), key=lambda name: recorded[name]["seconds"]):
+
+    def order(name: str) -> tuple[int, float]:
+        return -sum(test.startswith(f"tests/{room}/") for test in reaching[name]), recorded[name]["seconds"]
+
+    end = time.monotonic() + options.seconds
+    for name in sorted((name for name in reaching if reaching[name]), key=order):
+        if time.monotonic() > end:
+            return ""
         chosen = sorted(tests_of(reaching[name]), key=lambda test: not test.startswith(f"tests/{room}/"))
         chosen = chosen or [f"tests/{room}"]  # it is reached while modules are imported
         arguments = [*chosen, "-x", *(f"--deselect={test}" for test in recorded[name]["failed"])]
-        for part in [part for part in parts(is_all, arguments) if part.name == name]:
+        for part in [part for part in parts(options.all, arguments) if part.name == name]:
             code, output = run(part, folder, recorded[name]["seconds"] + MARGIN_SECONDS)
             if code not in (0, 5):
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
@@ -312,6 +319,7 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--all", action="store_true", help="all tests, as scripts/test --all")
+    parser.add_argument("--seconds", type=float, default=900.0, help="begin no part after so long with one fault")
     parser.add_argument("--only", default="", help="the numbers of some faults")
     parser.add_argument("--tests", type=Path, default=ROOT, help="a checkout whose tests are taken")
     options = parser.parse_args()
@@ -329,7 +337,7 @@ def main() -> int:
     def trial(number: int) -> str:
         folder = free.pop()
         try:
-            return try_fault(number, faults[number], recorded, folder, options.all)
+            return try_fault(number, faults[number], recorded, folder, options)
         finally:
             free.append(folder)
 
