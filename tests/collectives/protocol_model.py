@@ -10,8 +10,7 @@ PROGRAM   none: sequential consistency
 TSO       a read before an earlier write of another cell: x86's store buffer
 WEAK      any two that share no cell: more than ARM allows, which keeps data and address dependencies
 
-No step passes a fence. A barrier orders the memory: steps before it are done before it, and steps after it after; a
-part of that can be switched off (``barrier_orders``).
+No step passes a fence. A barrier orders the memory: steps before it are done before it, and steps after it after.
 
 ``reduced``: where a step commutes with all that the other processes may do before that step is carried out, it is the
 only one taken from this state (a persistent set of one; the steps of a process come to an end, so none is put off for
@@ -28,7 +27,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 PROGRAM, TSO, WEAK = "program order", "total store order", "weak order"
-BEFORE, AFTER = "before", "after"
 Cell = Hashable
 
 
@@ -65,22 +63,14 @@ class _Compiled(NamedTuple):
 
 
 def explore(
-    processes: Sequence[Sequence[Step]],
-    ordering: str = PROGRAM,
-    *,
-    reduced: bool = False,
-    hunt: bool = False,
-    barrier_orders: Sequence[str] = (BEFORE, AFTER),
+    processes: Sequence[Sequence[Step]], ordering: str = PROGRAM, *, reduced: bool = False, hunt: bool = False
 ) -> Found:
-    """Every state. ``barrier_orders`` counts in weak order only.
-
-    To ``hunt`` is to go depth first: what is wrong is found sooner, by a longer way.
-    """
-    return _Exploration(processes, ordering, reduced, barrier_orders).run(hunt)
+    """Every state. To ``hunt`` is to go depth first: what is wrong is found sooner, by a longer way."""
+    return _Exploration(processes, ordering, reduced).run(hunt)
 
 
 class _Exploration:
-    def __init__(self, processes, ordering, reduced, orders):
+    def __init__(self, processes, ordering, reduced):
         self.processes, self.reduced = processes, reduced
         self.index: dict[Cell, int] = {}
         for steps in processes:
@@ -104,10 +94,13 @@ class _Exploration:
             sum(1 << j for j, step in enumerate(steps) if _is_wait(step)) if ordering == PROGRAM else 0
             for steps in processes
         ]
-        self.bounds = self._bounds(ordering != WEAK or len(orders) == 2)
+        everyone = range(len(processes))  # for processes p, q: the barriers at which q waits for p
+        self.bounds = [
+            [sum(masks[q] for masks in self.barriers.values() if p in masks and q in masks) for q in everyone]
+            for p in everyone
+        ]
         self.steps = [
-            [self._compile(p, j, step, ordering, orders) for j, step in enumerate(steps)]
-            for p, steps in enumerate(processes)
+            [self._compile(p, j, step, ordering) for j, step in enumerate(steps)] for p, steps in enumerate(processes)
         ]
 
     def _users(self, of_step):
@@ -119,11 +112,11 @@ class _Exploration:
                     users.setdefault(cell, [0] * len(self.processes))[p] |= 1 << j
         return users
 
-    def _compile(self, p, j, step, ordering, orders):
+    def _compile(self, p, j, step, ordering):
         earlier = self.processes[p][:j]
         before = (1 << j) - 1
         if ordering != PROGRAM:
-            before = sum(1 << i for i, other in enumerate(earlier) if not _may_pass(step, other, ordering, orders))
+            before = sum(1 << i for i, other in enumerate(earlier) if not _may_pass(step, other, ordering))
         met = [self.writers[cell] for cell in _cells(step) if cell in self.writers]
         met += [self.readers[cell] for cell in _written(step) if cell in self.readers]
         conflicts = [0] * len(self.processes)
@@ -133,17 +126,6 @@ class _Exploration:
         index = self.index
         reads = tuple((index[cell], value) for cell, value in step.reads)
         return _Compiled(reads, tuple((index[cell], value) for cell, value in step.writes), before, tuple(conflicts))
-
-    def _bounds(self, is_ordered):
-        """For processes p, q: the barriers at which q waits for p; empty where steps pass barriers."""
-        everyone = range(len(self.processes))
-        return [
-            [
-                sum(masks[q] for masks in self.barriers.values() if p in masks and q in masks) if is_ordered else 0
-                for q in everyone
-            ]
-            for p in everyone
-        ]
 
     def _awaited(self, step, cells):
         """(cell that a step waits for, what it has to be at least); None where it waits no longer, or for nothing."""
@@ -313,16 +295,13 @@ def _cells(step: Step) -> set[Cell]:
     return _read(step) | _written(step)
 
 
-def _may_pass(later: Step, earlier: Step, ordering: str, orders: Sequence[str]) -> bool:
+def _may_pass(later: Step, earlier: Step, ordering: str) -> bool:
     """Whether a step may be carried out before an earlier one of the same process."""
-    if ordering == PROGRAM or earlier.is_fence or later.is_fence or _cells(later) & _cells(earlier):
+    if ordering == PROGRAM or _cells(later) & _cells(earlier):
         return False
-    if later.barrier is not None:
-        return ordering == WEAK and earlier.barrier is None and BEFORE not in orders
-    if earlier.barrier is not None:
-        return ordering == WEAK and AFTER not in orders
-    is_read, was_write = not _written(later), not _read(earlier)
-    return ordering == WEAK or (is_read and was_write)
+    if any(step.is_fence or step.barrier is not None for step in (later, earlier)):
+        return False
+    return ordering == WEAK or not (_written(later) or _read(earlier))
 
 
 def without_barrier(processes: Sequence[Sequence[Step]], group: Hashable, number: int) -> list[list[Step]]:
@@ -336,11 +315,8 @@ def without(chosen: Sequence[bool], steps: Sequence[Step], number: int) -> list[
     return [Step(f"(no {s.name})", after=s.after) if j in which else s for j, s in enumerate(steps)]
 
 
-def with_plain_barriers(processes: Sequence[Sequence[Step]], *, fences: bool) -> list[list[Step]]:
-    """Barriers made of plain words: each process counts in its own, and waits for those of the others.
-
-    With ``fences`` there is one before and one after.
-    """
+def with_plain_barriers(processes: Sequence[Sequence[Step]]) -> list[list[Step]]:
+    """Barriers made of plain words: each process counts in its own, and waits for those of the others."""
     members = {step.barrier: [] for steps in processes for step in steps if step.barrier is not None}
     for group, ranks in members.items():
         ranks += [p for p, steps in enumerate(processes) if any(step.barrier == group for step in steps)]
@@ -353,11 +329,9 @@ def with_plain_barriers(processes: Sequence[Sequence[Step]], *, fences: bool) ->
                 out.append(step)
                 continue
             counts[group] += 1
-            fence = [Step("fence", is_fence=True)] if fences else []
-            told = Step(f"{step.name}: here", writes=(((group, p), counts[group]),))
-            waits = [
+            out.append(Step(f"{step.name}: here", writes=(((group, p), counts[group]),)))
+            out += [
                 Step(f"{step.name}: wait for {q}", until=((group, q), counts[group])) for q in members[group] if q != p
             ]
-            out += [*fence, told, *waits, *fence]
         made.append(out)
     return made

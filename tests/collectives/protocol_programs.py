@@ -1,6 +1,7 @@
 """What the ranks of the model call: every verb, on symmetric and on ordinary tensors, with its result checked."""
 
 import dataclasses
+import itertools
 
 import torch
 from protocol_model import explore, without_barrier
@@ -76,8 +77,8 @@ def reduce(p, x, root):
     p.fill(x)
     out = x if x.data_ptr() != p.memory.data_ptr() else p.symmetric(1)
     p.flavour.reduce(p.channel, x, out, "sum", root)
-    if p.rank == root:
-        check(out, p.total(x.numel()))
+    if p.rank == root or out is x:
+        check(out, p.total(x.numel()) if p.rank == root else p.values(p.rank, x.numel()))
 
 
 def reduce_scatter(p, x):
@@ -102,12 +103,22 @@ def gather(p, x, root, out=None):
         check(out, torch.cat([p.values(rank, x.numel()) for rank in range(p.size)]))
 
 
+def unequal_gather(p, counts, root=None, is_symmetric=False):
+    memory = p.memory.view(torch.float32) if is_symmetric else torch.empty(counts[p.rank])
+    x = p.fill(memory[: counts[p.rank]])
+    out = torch.empty(sum(counts)) if root in (None, p.rank) else None
+    sizes = Sizes(counts, [4 * count for count in counts], [0] * p.size)
+    if root is None:
+        p.flavour.allgather(p.channel, x, out, sizes)
+    else:
+        p.flavour.gather(p.channel, x, out, root, sizes)
+    if out is not None:
+        check(out, torch.cat([p.values(rank, count) for rank, count in enumerate(counts)]))
+
+
 def small_allgather(p, giver):
     """It begins without a meeting. One rank alone gives something: as much as a slot has room for."""
-    counts = [p.chunk if rank == giver else 0 for rank in range(p.size)]
-    x, out = p.fill(torch.empty(counts[p.rank])), torch.empty(p.chunk)
-    p.flavour.allgather(p.channel, x, out, Sizes(counts, [4 * count for count in counts], [0] * p.size))
-    check(out, p.values(giver, p.chunk))
+    unequal_gather(p, [p.chunk if rank == giver else 0 for rank in range(p.size)])
 
 
 def allgather_in_place(p, out):
@@ -132,6 +143,7 @@ SYMMETRIC = {
     "allreduce": lambda p: allreduce(p, p.symmetric()),
     "allreduce, the tensors elsewhere": lambda p: allreduce(p, p.symmetric(p.rank % 2)),
     "allreduce into symmetric": lambda p: allreduce_into(p, p.ordinary(1), p.symmetric()),
+    "allreduce into symmetric, elsewhere": lambda p: allreduce_into(p, p.symmetric(), p.symmetric(p.rank % 2)),
     "reduce": lambda p: reduce(p, p.symmetric(), 1),
     "reduce_scatter": lambda p: reduce_scatter(p, p.symmetric()),
     "broadcast": lambda p: broadcast(p, p.symmetric(), 1),
@@ -173,6 +185,40 @@ STAGED["allgather, from the last"] = lambda p: small_allgather(p, p.size - 1)
 VERBS = SYMMETRIC | STAGED | SINGLE_COPY
 
 
+def odd_sizes(p, root):
+    """No elements, one, and numbers that neither slices nor chunks divide; unequal parts."""
+    for number, (call, *arguments) in enumerate(odd_calls(p, root), 100):
+        p.number = number
+        call(p, *arguments)
+
+
+def odd_calls(p, root):
+    node, memory = p.channel.keep(NodeGroup, NodeGroup), p.memory.view(torch.float32)
+    node.chunk_bytes = 256
+    for count in (0, 1, 127, 128, 300, 64 * p.size + 1):  # 128: what two ranks reduce at once
+        yield allreduce, torch.empty(count)
+        yield allreduce_into, torch.empty(count), torch.empty(count)
+        yield reduce, torch.empty(count), root
+        yield broadcast, torch.empty(count), root
+    for counts in ([40] * p.size, [rank * 29 % 99 for rank in range(p.size)], [0] * p.size):
+        for which, is_symmetric in itertools.product((None, root), (False, True)):
+            yield unequal_gather, counts, which, is_symmetric
+    for node.chunk_bytes in (16, 400):  # 16: fewer elements than there are ranks, one at a time
+        yield reduce_scatter, torch.empty(7 * p.size)
+        yield alltoall, torch.empty(7 * p.size)
+        yield scatter, torch.empty(7 * p.size), root
+    p.way, node.chunk_bytes = 1, 1
+    for count in (1, 63, 64 * p.size + 1):
+        yield allreduce, p.own[:count]
+        yield allreduce_into, torch.empty(count), memory[:count]
+
+
+ODD_SIZES = {
+    "odd sizes": lambda p: odd_sizes(p, p.size // 2),
+    "odd sizes, the last root": lambda p: odd_sizes(p, p.size - 1),
+}
+
+
 def record_shared(monkeypatch, size, names, *, note_fences=False):
     """What ``size`` ranks note that call ``names[channel]`` in flavour shared: a process for each rank and channel."""
     ranks = Ranks()
@@ -185,7 +231,7 @@ def record_shared(monkeypatch, size, names, *, note_fences=False):
         ranks.add_memory((channel, "own", rank), p.own)
         for p.number, name in enumerate(names[channel]):
             p.way = int(name in SINGLE_COPY)
-            VERBS[name](p)
+            (VERBS | ODD_SIZES)[name](p)
 
     ranks.run(monkeypatch, *(lambda r=r, c=c: program(r, c) for r in range(size) for c in names))
     return ranks.entry

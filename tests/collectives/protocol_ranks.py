@@ -331,34 +331,25 @@ class _Event:
 # From notes to the model.
 
 
-def model(
-    entry: dict[Hashable, Sequence[Noted]], *, overlaid: dict[Hashable, Hashable] | None = None
-) -> list[list[Step]]:
-    """The steps of each process and stream. Memory in ``overlaid`` lies where the other does, as it did not here.
+def model(entry: dict[Hashable, Sequence[Noted]]) -> list[list[Step]]:
+    """The steps of each process and stream.
 
     Bytes that are always read and written together are one cell; what only one process touches is left out.
     """
-    place = overlaid or {}
     cuts: dict[Hashable, set[int]] = {}
     everything = [(key, step) for key, steps in entry.items() for step in steps]
     for _, step in everything:
         for memory, begin, end in (*step.reads, *step.writes):
-            cuts.setdefault(place.get(memory, memory), set()).update((begin, end))
+            cuts.setdefault(memory, set()).update((begin, end))
     pieces = {memory: sorted(points) for memory, points in cuts.items()}
 
-    def cells(spans: Sequence[Span]) -> list[tuple[Hashable, Hashable]]:
-        """(as it is named here, as it lies in the model)."""
-        return [
-            ((memory, at), (place.get(memory, memory), at))
-            for memory, begin, end in spans
-            for at in pieces[place.get(memory, memory)]
-            if begin <= at < end
-        ]
+    def cells(spans: Sequence[Span]) -> list[tuple[Hashable, int]]:
+        return [(memory, at) for memory, begin, end in spans for at in pieces[memory] if begin <= at < end]
 
     users: dict[Hashable, list[tuple[Hashable, int, bool]]] = {}
     for key, step in everything:
         for is_write, spans in ((False, step.reads), (True, step.writes)):
-            for _, cell in cells(spans):
+            for cell in cells(spans):
                 users.setdefault(cell, []).append((key, step.number, is_write))
     of_events = {cell for cell in users if _is_event(cell[0])}
     common = {cell: tuple(used) for cell, used in users.items() if len({key for key, *_ in used}) > 1}
@@ -368,22 +359,12 @@ def model(
     latest: dict[Hashable, int] = {}
     made: dict[Hashable, list[Step]] = {key: [] for key in entry}
     for key, step in sorted(everything, key=lambda pair: pair[1].number):
-        reads = {names[cell]: latest.get(here, 0) for here, cell in cells(step.reads) if cell in names}
-        latest.update({here: step.number for here, _ in cells(step.writes)})
-        writes = {names[cell]: step.number for _, cell in cells(step.writes) if cell in names}
+        reads = tuple({names[cell]: latest.get(cell, 0) for cell in cells(step.reads) if cell in names}.items())
+        latest.update(dict.fromkeys(cells(step.writes), step.number))
+        writes = tuple({names[cell]: step.number for cell in cells(step.writes) if cell in names}.items())
         name = f"{step.name} ({step.number})" + (f" at {step.site}" if step.site else "")
-        made[key].append(
-            Step(
-                name,
-                tuple(reads.items()),
-                tuple(writes.items()),
-                step.barrier,
-                step.is_fence,
-                step.after,
-                awaits=step.awaits,
-                copies=step.copies,
-            )
-        )
+        rest = {"after": step.after, "awaits": step.awaits, "copies": step.copies}
+        made[key].append(Step(name, reads, writes, step.barrier, step.is_fence, **rest))
     return _without_idle(made)
 
 

@@ -9,16 +9,12 @@ import pytest
 import torch
 from support import jobs
 from support.values import total, values
+from test_verbs import same
 
 from torchmpi_py.collectives.flavours import rendezvous, torch_group
 from torchmpi_py.errors import CommunicatorError, Unavailable
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def same(got, expected):
-    assert got.dtype == expected.dtype
-    assert torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
 @pytest.mark.mpi
@@ -77,18 +73,6 @@ def test_a_torch_without_gloo(mpi, monkeypatch):
     monkeypatch.setattr(torch_group.distributed, "is_gloo_available", lambda: False)
     with mpi.split(0) as comm, pytest.raises(Unavailable, match="built without gloo"):
         mpi.allreduce(torch.ones(2), flavour="gloo", comm=comm)
-    monkeypatch.setattr(torch_group.distributed, "is_available", lambda: False)
-    assert "without torch.distributed" in torch_group.Gloo().missing("cpu")
-
-
-@pytest.mark.mpi
-def test_a_failure_on_one_rank_is_an_error_on_all(mpi):
-    def attempt():
-        if mpi.rank() == mpi.size() - 1:
-            raise RuntimeError("no route\nand a stack")
-
-    with pytest.raises(CommunicatorError, match=r"cannot connect \(rank \d+: no route\).*GLOO_SOCKET_IFNAME"):
-        rendezvous.connect_all(mpi.communicator().direct.mpi, "cannot connect", attempt)
 
 
 @pytest.mark.mpi

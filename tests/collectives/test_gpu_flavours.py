@@ -1,15 +1,22 @@
 """What flavours staged and cudaipc do beyond the values of a call, on the host: pieces, kinds of memory, order."""
 
-import collections
-import contextlib
 import itertools
-import random
 
 import pytest
 import torch
+from support.lazy_device import LazyDevice
 from test_verbs import (
     GPU_FLAVOURS as FLAVOURS,
+    REDUCTIONS,
+    Way,
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    gather,
     gpu_flavours_on_the_host,  # noqa: F401 - a fixture
+    reduce,
+    scatter,
 )
 
 from torchmpi_py.collectives.flavours import cudaipc, staged
@@ -24,8 +31,11 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture
 def comm(mpi, gpu_flavours_on_the_host, monkeypatch):  # noqa: F811
-    """A new communicator with little scratch memory and small chunks."""
-    monkeypatch.setattr(config, "current", config.Tuning(gpu_chunk_bytes=1 << 20, gpu_scratch_bytes=1 << 20))
+    """A new communicator with scratch memory of 4 to 16 KiB and chunks of 4 KiB: less than a user may give."""
+    monkeypatch.setattr(cudaipc, "_LEAST_BYTES", 4096)
+    small = config.Tuning(gpu_scratch_bytes=16384)
+    object.__setattr__(small, "gpu_chunk_bytes", 4096)
+    monkeypatch.setattr(config, "current", small)
     with mpi.split(0) as made:
         yield made
 
@@ -37,26 +47,15 @@ def values(rank, count):
 @pytest.mark.mpi
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_several_pieces(request, mpi, comm, flavour):
-    """Each verb, with tensors of 4.6 MiB: pieces of 1 MiB, the last one shorter."""
     if flavour == "cudaipc":
         request.getfixturevalue("one_node")
-    size, me, count = comm.size, comm.rank, 60_060 * 10
-    options = {"comm": comm, "flavour": flavour}
-    inputs = [values(rank, count) for rank in range(size)]
-    total, share = sum(inputs), count // size
-    mine = slice(me * share, (me + 1) * share)
-    split = [x[: share * size] for x in inputs]
-    for root in {0, size - 1}:
-        assert torch.equal(mpi.broadcast(inputs[me].clone(), root, **options), inputs[root])
-        assert torch.equal(mpi.reduce(inputs[me].clone(), root, **options), total if me == root else inputs[me])
-        assert torch.equal(mpi.scatter(split[me].clone(), root, **options), inputs[root][mine])
-        got = mpi.gather(inputs[me][: 1000 + 70_000 * me], root, **options)
-        assert me != root or torch.equal(got, torch.cat([x[: 1000 + 70_000 * r] for r, x in enumerate(inputs)]))
-    assert torch.equal(mpi.allreduce(inputs[me].clone(), **options), total)
-    assert torch.equal(mpi.allreduce(inputs[me], out=torch.empty(count).double(), **options), total)
-    assert torch.equal(mpi.reduce_scatter(split[me].clone(), **options), total[mine])
-    assert torch.equal(mpi.alltoall(split[me].clone(), **options), torch.cat([x[mine] for x in inputs]))
-    assert torch.equal(mpi.allgather(inputs[me][:share], **options), torch.cat([x[:share] for x in inputs]))
+    way = Way(mpi, flavour, comm=comm)
+    with way.naming_the_case():
+        for turn in (0, 1):
+            for reduced in REDUCTIONS:
+                reduced(way, torch.float64, "sum", turn)
+            for moved in (broadcast, allgather, gather, scatter, alltoall):
+                moved(way, torch.float64, turn)
 
 
 @pytest.mark.mpi
@@ -83,7 +82,7 @@ def test_messages(mpi, comm):
 @pytest.mark.usefixtures("one_node")
 def test_kinds_of_memory_that_differ_between_ranks(mpi, comm):
     """Symmetric on some ranks only, in all combinations of input and result; the scratch memory grows on the way."""
-    for count, kinds in itertools.product([10, 50_000, 400_001], itertools.product([True, False], repeat=4)):
+    for count, kinds in itertools.product([10, 1000, 4001], itertools.product([True, False], repeat=4)):
         kind_of_x, kind_of_out = kinds[:2] if comm.rank % 2 else kinds[2:]  # no scratch memory in the first call
         inputs = [values(rank, count) for rank in range(comm.size)]
         pools = [mpi.symmetric_empty(count, dtype=torch.float64, comm=comm) for _ in range(2)]
@@ -100,23 +99,20 @@ def test_kinds_of_memory_that_differ_between_ranks(mpi, comm):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.usefixtures("one_node")
-def test_hierarchical_over_flavours_for_gpus(mpi, gpu_flavours_on_the_host, monkeypatch):  # noqa: F811
-    """The odd and the even ranks are groups, with cudaipc inside and staged between them; chunks of 4 MiB."""
+def test_hierarchical_over_flavours_for_gpus(mpi, comm, monkeypatch):
+    """The odd and the even ranks are groups, with cudaipc inside and staged between them."""
     hierarchical = BY_NAME["hierarchical"]
     monkeypatch.setattr(hierarchical, "members", {"cpu": hierarchical.members["cuda"]})
     span = communicators.stack().span
     mpi.set_collective_span(0, mpi.push_communicator(mpi.rank() % 2))
-    size, me, count = mpi.size(), mpi.rank(), 600_001
-    inputs = [values(rank, count) for rank in range(size)]
-    total = sum(inputs)
-    assert torch.equal(mpi.allreduce(inputs[me].clone(), flavour="hierarchical"), total)
-    assert torch.equal(mpi.allreduce_async(inputs[me].clone(), flavour="hierarchical").wait(), total)
-    parts = torch.cat([x[: 3 + rank] for rank, x in enumerate(inputs)])
-    assert torch.equal(mpi.allgather(inputs[me][: 3 + me], flavour="hierarchical"), parts)
-    for root in range(size):
-        assert torch.equal(mpi.broadcast(inputs[me].clone(), root, flavour="hierarchical"), inputs[root])
-        got = mpi.reduce(inputs[me].clone(), root, flavour="hierarchical")
-        assert torch.equal(got, total if me == root else inputs[me])
+    for text in ("hierarchical", "hierarchical asynchronous"):
+        way = Way(mpi, text)
+        with way.naming_the_case():
+            for turn in range(0, 4 * way.size, 3):
+                allreduce(way, torch.float64, "sum", turn)
+                reduce(way, torch.float64, "sum", turn)
+                broadcast(way, torch.float64, turn)
+                allgather(way, torch.float64, turn)
     mpi.set_collective_span(*span)
 
 
@@ -128,16 +124,15 @@ def test_little_memory(mpi, comm, monkeypatch):
 
     def scarce(channel, num_bytes, device):
         asked.append(num_bytes)
-        if num_bytes > 1 << 20:
+        if num_bytes > 4096:
             raise Unavailable("no room")
         return memory(channel, num_bytes, device)
 
     monkeypatch.setattr(cudaipc.symmetric, "memory", scarce)
-    monkeypatch.setattr(config, "current", config.Tuning(gpu_scratch_bytes=4 << 20))
-    total = sum(values(rank, 400_001) for rank in range(comm.size))
+    total = sum(values(rank, 4001) for rank in range(comm.size))
     for _ in range(2):
-        assert torch.equal(mpi.allreduce(values(comm.rank, 400_001), comm=comm, flavour="cudaipc"), total)
-    assert asked == [4 << 20, 2 << 20, 1 << 20]
+        assert torch.equal(mpi.allreduce(values(comm.rank, 4001), comm=comm, flavour="cudaipc"), total)
+    assert asked == [16384, 8192, 4096]
 
 
 @pytest.mark.mpi
@@ -155,88 +150,17 @@ def test_ranks_that_disagree(mpi, comm):
         mpi.allreduce(torch.ones(7 + (comm.rank > 0)), comm=comm, flavour="cudaipc")
 
 
-class Lazy:
-    """A device that does nothing before it must, and then in an order of its own among its streams."""
-
-    def __init__(self, seed):
-        self.random = random.Random(seed)
-        self.queues = collections.defaultdict(collections.deque)
-        self.now = "caller"
-        self.names = itertools.count()
-
-    def current(self):
-        return LazyStream(self, self.now)
-
-    def stream(self):
-        return LazyStream(self, next(self.names))
-
-    @contextlib.contextmanager
-    def on(self, stream):
-        former, self.now = self.now, stream.name
-        yield
-        self.now = former
-
-    def event(self):
-        return LazyEvent(self)
-
-    def pin(self, x):
-        pass
-
-    unpin = pin
-
-    def do(self, task):
-        self.queues[self.now].append(task)
-
-    def step(self):
-        """One task of a stream that is not waiting."""
-        ready = [queue for queue in self.queues.values() if queue and queue[0](dry=True)]
-        assert ready, "the streams wait for each other"
-        self.random.choice(ready).popleft()(dry=False)
-
-    def synchronize(self):
-        while any(self.queues.values()):
-            self.step()
-
-
-class LazyStream:
-    def __init__(self, device, name):
-        self.device, self.name = device, name
-
-    def wait_event(self, event):
-        number = event.recorded
-        self.device.queues[self.name].append(lambda dry: event.past >= number)
-
-
-class LazyEvent:
-    def __init__(self, device):
-        self.device, self.recorded, self.past = device, 0, 0
-
-    def record(self, stream):
-        self.recorded += 1
-        number = self.recorded
-
-        def mark(dry):
-            self.past = self.past if dry else max(self.past, number)
-            return True
-
-        self.device.queues[stream.name].append(mark)
-
-    def synchronize(self):
-        while self.past < self.recorded:
-            self.device.step()
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_slots_are_not_overwritten_while_they_are_in_use(monkeypatch, seed):
     """Chunks come and go as late, and in as odd an order, as events let them; two operations one after another."""
-    lazy = Lazy(seed)
+    lazy = LazyDevice(seed)
     monkeypatch.setattr(devices, "of", lambda device: lazy)
     monkeypatch.setattr(staged.symmetric, "memory", lambda channel, size, device: torch.zeros(size).byte())
     slots = staged.HostSlots(None, torch.device("cpu"))
     x, out = torch.arange(11.0), torch.zeros(11)
 
     def task(function):
-        return lambda k: lazy.do(lambda dry: dry or function(k) or True)
+        return lambda k: lazy.do(lambda: function(k))
 
     def fetch(k):
         slots.given(k, torch.float32, 1)[0] = x[k]
@@ -247,11 +171,8 @@ def test_slots_are_not_overwritten_while_they_are_in_use(monkeypatch, seed):
     def put(k):
         out[k] = slots.received(k, torch.float32, 1)[0]
 
-    def double():
-        x.copy_(out)
-
     slots.pipeline(11, task(fetch), work, task(put))
-    lazy.do(lambda dry: dry or double() or True)  # on the caller's stream, after the results
+    lazy.do(lambda: x.copy_(out))  # on the caller's stream, after the results
     slots.pipeline(11, task(fetch), work, task(put))
     lazy.synchronize()
     assert torch.equal(out, 4 * torch.arange(11.0))

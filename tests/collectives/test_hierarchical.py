@@ -1,7 +1,4 @@
-"""Flavour hierarchical: on two nodes, as MPICH can present one host; and how much goes between the groups."""
-
-import os
-from pathlib import Path
+"""Flavour hierarchical: values, how much goes between the groups, and errors. tests/hosts has it on several nodes."""
 
 import pytest
 import torch
@@ -11,96 +8,6 @@ from support.values import stacked, total, values
 from torchmpi_py.collectives.flavours import hierarchical, ring
 
 pytestmark = pytest.mark.timeout(240)
-WITH_SUPPORT = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
-
-PROGRAM = """
-import torch, torchmpi_py as mpi
-from support.values import stacked, total, values
-from torchmpi_py.memory import symmetric
-from torchmpi_py.collectives import registry
-
-mpi.start()
-size, me = mpi.size(), mpi.rank()
-assert (size, mpi.num_nodes(), mpi.local_size()) == (4, 2, 2)
-status = {(row.verb, row.flavour): row.status for row in mpi.availability() if row.device == "cpu"}
-assert status["allreduce", "shared"] == "unavailable: the communicator spreads over 2 nodes", status
-assert {status[verb, "hierarchical"] for verb in ("allreduce", "broadcast", "reduce", "allgather")} == {"available"}
-with mpi.at(1) as node:
-    assert all(row.status in ("available", "unimplemented")
-               for row in mpi.availability() if (row.flavour, row.device) == ("shared", "cpu"))
-    neighbours = mpi.allgather(me)
-
-def gather_in_place(parts, dtype):
-    whole = torch.full((sum(map(len, parts)),), 3, dtype=dtype)
-    own = whole.split(list(map(len, parts)))[me].copy_(parts[me])  # the input lies in its place
-    assert torch.equal(mpi.allgather(own, out=whole, flavour="hierarchical"), torch.cat(parts))
-
-def check(place):
-    for dtype, count in ((torch.float32, 0), (torch.float32, 100003), (torch.bfloat16, 7), (torch.bfloat16, 100003),
-                         (torch.int64, 1), (torch.int64, 100003)):
-        inputs, reduced = [values(rank, count, dtype) for rank in range(size)], total(size, count, dtype)
-        x, out = place(inputs[me]), place(torch.ones(count, dtype=dtype))
-        assert torch.equal(mpi.allreduce(x, out=out, flavour="hierarchical"), reduced)
-        assert torch.equal(x, inputs[me])
-        assert torch.equal(mpi.allreduce(x, flavour="hierarchical"), reduced)
-        assert torch.equal(mpi.allreduce_async(place(inputs[me]), flavour="hierarchical").wait(), reduced)
-        assert torch.equal(mpi.allgather(place(inputs[me]), flavour="hierarchical"), torch.cat(inputs))
-        gather_in_place(inputs, dtype)
-        for root in range(size):
-            got = mpi.broadcast(place(inputs[me]), root, flavour="hierarchical")
-            assert torch.equal(got, inputs[root])
-            got = mpi.reduce(place(inputs[me]), root, flavour="hierarchical")
-            assert torch.equal(got, reduced if me == root else inputs[me])
-        parts = [values(rank, (rank * 5) % 7, dtype) for rank in range(size)]
-        assert torch.equal(mpi.allgather(place(parts[me]), flavour="hierarchical"), torch.cat(parts))
-        gather_in_place(parts, dtype)
-
-check(torch.clone)
-turns = [mpi.symmetric_empty(100003, dtype=torch.int64).view(torch.uint8) for _ in range(2)]
-
-def symmetric_copy(x):
-    turns.reverse()
-    return turns[0][: x.nbytes].view(x.dtype).copy_(x)
-
-check(symmetric_copy)
-
-x = mpi.symmetric_empty(5000).fill_(me)
-segment, _ = symmetric.find(x)
-mpi.barrier()
-seen = {segment.view(index, x.dtype, 5000)[77].item() for index in segment.part_of}
-assert seen == set(neighbours) and me in seen, (seen, neighbours)
-mpi.barrier()
-with mpi.at(1):
-    assert (mpi.allreduce(x, flavour="shared") == sum(neighbours)).all()
-
-taken = []
-flavour = registry.BY_NAME["hierarchical"]
-real = flavour.allreduce
-flavour.allreduce = lambda *args: (taken.append("hierarchical"), real(*args))
-for large in (torch.ones(1 << 20), mpi.symmetric_empty(1 << 20).fill_(1)):
-    assert (mpi.allreduce(large) == size).all()
-assert taken == ["hierarchical"] * 2
-mpi.allreduce(torch.ones(3))
-assert len(taken) == 2
-
-net = torch.nn.Linear(600, 700)
-net.weight.grad = torch.full((700, 600), me + 1.0)
-net.bias.grad = torch.full((700,), me + 1.0) if me == 3 else None
-mpi.nn.synchronize_gradients(net, average=False)
-assert (net.weight.grad == 10).all() and (net.bias.grad == 4).all()
-mpi.stop()
-"""
-
-
-@pytest.mark.parametrize("by_block", [0, 1])
-def test_two_nodes(tmp_path, by_block):
-    """Ranks 0 2 | 1 3, then 0 1 | 2 3."""
-    if jobs.VENDOR != "mpich":
-        pytest.skip("only MPICH can present one host as two nodes")
-    cliques = ["--env", "MPIR_CVAR_NUM_CLIQUES=2", "--env", f"MPIR_CVAR_CLIQUES_BY_BLOCK={by_block}"]
-    done = jobs.torchmpirun("-n", "4", "--timeout", "90", *cliques, jobs.write(tmp_path, PROGRAM), env=WITH_SUPPORT)
-    assert done.returncode == 0, done.stdout + done.stderr
-
 
 # In one group alone there is no memory; the ranks of the other one wait for its part.
 ONE_GROUP_FAILS = """

@@ -13,7 +13,6 @@ from torch import distributed
 
 from torchmpi_py.collectives import kept_operations
 from torchmpi_py.errors import CommunicatorError, NotStarted
-from torchmpi_py.memory import symmetric as symmetric_memory
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 TURNS = 3
@@ -44,16 +43,6 @@ def test_sums_of_other_tensors(mpi, count):
     for x, handle, right in zip(given, handles, expected.values(), strict=True):
         assert handle.wait() is x
         assert x.equal(right)
-
-
-def test_symmetric_tensors_and_ordinary_ones(mpi):
-    if reason := symmetric_memory.why_unavailable():
-        pytest.skip(reason)
-    symmetric = mpi.symmetric_empty(50_000)
-    for turn in range(TURNS):
-        for x in (symmetric, torch.empty(50_000)):
-            mpi.allreduce(x.copy_(values(mpi.rank(), 50_000, step=turn)))
-            assert x.equal(total(mpi.size(), 50_000, step=turn))
 
 
 def test_an_allreduce_passes_few_frames(mpi):
@@ -151,17 +140,6 @@ def test_nothing_is_kept_alive_and_what_is_kept_does_not_grow(mpi):
         for count in range(kept_operations._MOST_KEPT + 20):
             mpi.allreduce(torch.ones(count), comm=comm)
         assert 0 < len(comm.kept) <= kept_operations._MOST_KEPT
-
-
-def test_an_assignment_to_the_selector_counts_at_once(mpi, selector, asked):
-    mpi.allreduce(torch.ones(4))
-    mpi.allreduce(torch.ones(4))
-    for flavour in ("ring", "gloo"):
-        selector["allreduce"] = flavour
-        asked.clear()
-        for _ in range(TURNS):
-            assert mpi.allreduce(torch.ones(4)).eq(mpi.size()).all()
-        assert asked == [flavour] * TURNS
 
 
 def test_threads_with_communicators_of_their_own(mpi):

@@ -1,4 +1,4 @@
-"""Flavour nccl: what it hands to NCCL, and when it refuses. Values go through gloo; through NCCL where it can run."""
+"""Flavour nccl: when it refuses, its groups, and NCCL itself where it can run. ``test_verbs.py`` has values by gloo."""
 
 import types
 from pathlib import Path
@@ -6,106 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from support import jobs
-from test_verbs import CASES, DTYPES, name, reference, same, values
-from torch import Tensor, distributed
+from test_verbs import CASES
+from torch import distributed
 
-from torchmpi_py.collectives.flavour import exchange_sizes
 from torchmpi_py.collectives.flavours import torch_group
-from torchmpi_py.collectives.flavours.torch_group import Gloo, GlooGroup, Nccl, NcclGroup
+from torchmpi_py.collectives.flavours.torch_group import Gloo, Nccl, NcclGroup
 from torchmpi_py.collectives.reductions import kernel
 from torchmpi_py.core.channels import DIRECT, Channel, Place
-from torchmpi_py.core.tensors import ops_of
 from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.memory import gpus
 
 pytestmark = pytest.mark.timeout(240)
-
-KNOWN_DTYPES = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64}
-KNOWN_OPS = ("SUM", "PRODUCT", "MIN", "MAX")
-
-
-class StandIn(GlooGroup):
-    """Gloo in the place of NCCL: takes what NCCL takes, and nothing else."""
-
-    def run(self, call, *arguments, **fields):
-        for x in tensors(arguments):
-            assert x.dtype in KNOWN_DTYPES, call
-            assert x.dim() == 1, call
-            assert x.is_contiguous(), call
-            assert x.numel() or call == "alltoall_base", f"{call} of an empty tensor"
-        if "reduceOp" in fields:
-            assert fields["reduceOp"] in [getattr(distributed.ReduceOp, known) for known in KNOWN_OPS]
-        if call == "_reduce_scatter_base":  # not in every gloo
-            out, x = arguments
-            total = x.clone()
-            super().run("allreduce", [total], **fields)
-            out.copy_(total.view(self._mpi.size, -1)[self._mpi.rank])
-        else:
-            super().run(call, *arguments, **fields)
-
-
-class NcclByGloo(Nccl):
-    """All that nccl decides, on CPU tensors."""
-
-    devices = frozenset({"cpu"})
-    group = StandIn
-
-
-def tensors(arguments):
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, list):
-            yield from tensors(argument)
-
-
-@pytest.fixture(scope="module")
-def channel(mpi):
-    with mpi.split(0) as comm:
-        yield comm.direct
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_reductions(channel, dtype):
-    size, me, nccl = channel.size, channel.rank, NcclByGloo()
-    cases = [(op, rows, (turn + rows) % size) for turn, op in enumerate(ops_of(dtype)) for rows in (turn % 2, 501)]
-    for op, rows, root in cases:
-        inputs = [values(dtype, rank, size * rows, op) for rank in range(size)]
-        expected, x, untouched = reference(dtype, op, inputs), inputs[me].clone(), torch.full_like(inputs[me], 1)
-        nccl.allreduce(channel, x, out := untouched.clone(), op)
-        same(out, expected, op)
-        nccl.reduce(channel, x, out := untouched.clone(), op, root)
-        same(out, expected if me == root else untouched, op)
-        nccl.reduce_scatter(channel, x, out := untouched[:rows].clone(), op)
-        same(out, expected[me * rows : (me + 1) * rows], op)
-        same(x, inputs[me])
-        nccl.reduce(channel, x, x, op, root)
-        same(x, expected if me == root else inputs[me], op)
-        nccl.allreduce(channel, x := inputs[me].clone(), x, op)
-        same(x, expected, op)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_moves(channel, dtype):
-    size, me, nccl = channel.size, channel.rank, NcclByGloo()
-    for turn, rows in enumerate((0, 1, 501), DTYPES.index(dtype)):
-        inputs, root = [values(dtype, rank, size * rows) for rank in range(size)], turn % size
-        mine = slice(me * rows, (me + 1) * rows)
-        nccl.alltoall(channel, inputs[me], out := torch.full_like(inputs[me], 1))
-        same(out, torch.cat([x[mine] for x in inputs]))
-        nccl.broadcast(channel, x := inputs[me].clone(), root)
-        same(x, inputs[root])
-        nccl.scatter(channel, inputs[me], out := torch.full_like(inputs[me][mine], 1), root)
-        same(out, inputs[root][mine])
-        for parts in (inputs, [x[: rows * rank] for rank, x in enumerate(inputs)]):
-            expected, sizes = torch.cat(parts), exchange_sizes(channel.mpi, parts[me], None)
-            nccl.allgather(channel, parts[me], out := torch.full_like(expected, 1), sizes)
-            same(out, expected)
-            nccl.gather(channel, parts[me], out := torch.full_like(expected, 1) if me == root else None, root, sizes)
-            if out is not None:
-                same(out, expected)
 
 
 def test_what_is_gathered():
@@ -228,49 +139,30 @@ import sys
 import torch
 import torchmpi_py as mpi
 sys.path.insert(0, sys.argv[1])
-from test_verbs import CASES, DTYPES, reference, same, values
+from test_verbs import CASES, DTYPES, MOVES, REDUCTIONS, Way, sendreceive
 
 mpi.start(with_cuda=True)
 size, me, device = mpi.size(), mpi.rank(), mpi.device()
 statuses = {row.status for row in mpi.availability() if (row.flavour, row.device) == ("nccl", device.type)}
 assert statuses == {"unimplemented", "available"}, statuses
 
-def call(form, verb, *args, **kwargs):
-    got = getattr(mpi, verb + form)(*args, flavour="nccl", **kwargs)
-    got = got.wait() if form else got
-    return None if got is None else got.cpu()
-
-for turn, (dtype, op) in enumerate(CASES):
-    for rows in (0, 1, 5003):
-        form = ("", "_async")[(turn + rows) % 2]
-        inputs = [values(dtype, rank, size * rows, op) for rank in range(size)]
-        expected, x, mine = reference(dtype, op, inputs), inputs[me].to(device), slice(me * rows, (me + 1) * rows)
-        same(call(form, "allreduce", x, out=torch.empty_like(x), op=op), expected, op)
-        same(call(form, "allreduce", x.clone(), op=op), expected, op)
-        same(call(form, "reduce", x.clone(), size - 1, op=op), expected if me == size - 1 else inputs[me], op)
-        same(call(form, "reduce_scatter", x, op=op), expected[mine], op)
-
-for turn, dtype in enumerate(DTYPES):
-    for rows in (0, 1, 5003):
-        form = ("", "_async")[(turn + rows) % 2]
-        inputs = [values(dtype, rank, size * rows) for rank in range(size)]
-        x, mine = inputs[me].to(device), slice(me * rows, (me + 1) * rows)
-        same(call(form, "broadcast", x.clone(), size - 1), inputs[-1])
-        same(call(form, "scatter", x, size - 1), inputs[-1][mine])
-        same(call(form, "alltoall", x.clone()), torch.cat([part[mine] for part in inputs]))
-        for parts in (inputs, [part[: rows * rank] for rank, part in enumerate(inputs)]):
-            same(call(form, "allgather", parts[me].to(device)), torch.cat(parts))
-            got = call(form, "gather", parts[me].to(device), size - 1)
-            assert (got is None) == (me != size - 1)
-            if got is not None:
-                same(got, torch.cat(parts))
+for text in ("nccl", "nccl asynchronous"):
+    way = Way(mpi, text, device="cuda")
+    with way.naming_the_case():
+        for turn, (dtype, op) in enumerate(CASES):
+            for reduced in REDUCTIONS:
+                reduced(way, dtype, op, turn)
+        for turn, dtype in enumerate(DTYPES):
+            for moved in MOVES:
+                if moved is not sendreceive:
+                    moved(way, dtype, turn)
 
 with torch.cuda.stream(torch.cuda.Stream()):  # results are ordered on the stream of the call
-    for form in ("", "_async"):
+    for text in ("nccl", "nccl asynchronous"):
         x = torch.zeros(1 << 20, device=device)
         torch.cuda._sleep(200_000_000)
         x += me + 1
-        assert call(form, "allreduce", x).eq(size * (size + 1) / 2).all()
+        assert Way(mpi, text)("allreduce", x).eq(size * (size + 1) / 2).all()
 with mpi.split(me % 2) as comm:
     assert mpi.allreduce(torch.ones(3, device=device), comm=comm, flavour="nccl").tolist() == [comm.size] * 3
 mpi.stop()

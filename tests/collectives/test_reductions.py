@@ -63,20 +63,6 @@ def test_sums_of_special_values():
         assert [str(value) for value in out.float().tolist()] == ["nan", "inf", "nan", "-inf", "-0.0"]
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=name)
-def test_unsigned_on_both_sides_of_the_sign_bit(dtype):
-    top = torch.iinfo(dtype).max
-    columns = list(itertools.product([0, 1, top // 2, top // 2 + 1, top - 1, top], repeat=3))
-    sources = [torch.tensor(row, dtype=dtype) for row in zip(*columns, strict=True)]
-    exact = {"sum": sum, "prod": math.prod, "min": min, "max": max}
-    exact |= {"band": lambda c: c[0] & c[1] & c[2], "bor": lambda c: c[0] | c[1] | c[2]}
-    exact |= {"bxor": lambda c: c[0] ^ c[1] ^ c[2], "land": all, "lor": any}
-    for op, function in exact.items():
-        out = torch.empty(len(columns), dtype=dtype)
-        kernel(dtype, op).reduce(sources, out)
-        assert out.tolist() == [int(function(column)) % (top + 1) for column in columns], op
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2, torch.complex32], ids=name)
 def test_short_floats_are_rounded_once(dtype):
     """256 + 1 + 1 + ...: rounded at every step it would stay at 256 or 8."""

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from support.values import total, values
+from test_verbs import REDUCTIONS, Way, allgather, alltoall, broadcast, gather, same, scatter
 
 from torchmpi_py.collectives.flavours import ring
 from torchmpi_py.core import config
@@ -28,57 +29,25 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(ring, "CHUNK_BYTES", CHUNK_BYTES)
 
 
-def same(got, expected):
-    assert got.dtype == expected.dtype
-    assert torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
-
-
-def call(mpi, form, verb, *args, **kwargs):
-    result = getattr(mpi, verb + form)(*args, flavour="ring", **kwargs)
-    return result.wait() if form else result
-
-
 @pytest.mark.parametrize(
-    ("dtype", "num_under_way", "form"),
+    ("dtype", "num_under_way", "text"),
     [
-        (torch.float32, 1, ""),
-        (torch.float32, 7, "_async"),
-        (torch.bfloat16, 2, ""),
-        (torch.bfloat16, 7, "_async"),
-        (torch.uint16, 1, "_async"),
-        (torch.complex128, 2, "_async"),
-        (torch.int8, 7, ""),
+        (torch.float32, 1, "ring"),
+        (torch.float32, 7, "ring asynchronous"),
+        (torch.bfloat16, 2, "ring"),
+        (torch.bfloat16, 7, "ring asynchronous"),
+        (torch.uint16, 1, "ring asynchronous"),
+        (torch.complex128, 2, "ring asynchronous"),
+        (torch.int8, 7, "ring"),
     ],
 )
-def test_many_chunks(mpi, small_chunks, monkeypatch, dtype, num_under_way, form):
+def test_many_chunks(mpi, small_chunks, monkeypatch, dtype, num_under_way, text):
     monkeypatch.setattr(ring, "ROUNDS_UNDER_WAY", num_under_way)
-    size, me, rows = mpi.size(), mpi.rank(), 7 * CHUNK + 5
-    count, mine = size * rows, slice(me * rows, (me + 1) * rows)
-    inputs, expected = [values(rank, count, dtype) for rank in range(size)], total(size, count, dtype)
-    x, out = inputs[me].clone(), torch.full((count,), 1).to(dtype)
-    same(call(mpi, form, "allreduce", x, out=out), expected)
-    same(call(mpi, form, "allreduce", x.clone()), expected)
-    same(call(mpi, form, "reduce_scatter", x), expected[mine])
-    same(call(mpi, form, "alltoall", x, out=out), torch.cat([y[mine] for y in inputs]))
-    for root in range(size):
-        same(call(mpi, form, "reduce", x.clone(), root), expected if me == root else x)
-        same(call(mpi, form, "reduce", x, root, out=out.fill_(1)), expected if me == root else torch.ones_like(out))
-        same(call(mpi, form, "broadcast", x.clone(), root), inputs[root])
-        same(call(mpi, form, "scatter", x, root), inputs[root][mine])
-    same(x, inputs[me])
-
-
-@pytest.mark.parametrize("form", ["", "_async"])
-def test_unequal_parts(mpi, small_chunks, form):
-    size, me = mpi.size(), mpi.rank()
-    for rows in ([(rank * 5 % 3) * CHUNK for rank in range(size)], [0] * (size - 1) + [CHUNK]):
-        parts = [values(rank, 3 * rows[rank], torch.int16).view(-1, 3) for rank in range(size)]
-        same(call(mpi, form, "allgather", parts[me]), torch.cat(parts))
-        for root in range(size):
-            got = call(mpi, form, "gather", parts[me], root)
-            assert (got is None) == (me != root)
-            if got is not None:
-                same(got, torch.cat(parts))
+    way = Way(mpi, text)
+    with way.naming_the_case():
+        for turn in range(0, 4 * way.size, 3):
+            for do in (*REDUCTIONS, broadcast, allgather, gather, scatter, alltoall):
+                do(way, dtype, *["sum"] * (do in REDUCTIONS), turn)
 
 
 def check_reductions(mpi, count, root):
@@ -109,19 +78,6 @@ def test_the_same_bits_on_all_ranks_and_in_all_runs(mpi, small_chunks):
         first, second = (mpi.allreduce(x, out=torch.empty_like(x), op="avg", flavour="ring") for _ in range(2))
         mpi.check_with_allreduce(first, f"avg of {dtype}")
         same(first, second)
-
-
-def test_communicators_within(mpi, small_chunks):
-    """Halves of the world at the same time, one of them in reversed order."""
-    me = mpi.rank()
-    members = sorted(range(me % 2, mpi.size(), 2), reverse=me % 2 == 0)
-    with mpi.split(me % 2, key=me if me % 2 else -me) as comm:
-        count = 3 * comm.size * CHUNK + 1
-        expected = torch.stack([values(rank, count) for rank in members]).sum(0)
-        same(mpi.allreduce(values(me, count), comm=comm, flavour="ring"), expected)
-        same(mpi.broadcast(values(me, count), comm.size - 1, comm=comm, flavour="ring"), values(members[-1], count))
-        got = mpi.allgather(values(me, CHUNK + me), comm=comm, flavour="ring")
-        same(got, torch.cat([values(rank, CHUNK + rank) for rank in members]))
 
 
 def test_messages_of_the_user_are_left_alone(mpi, small_chunks):

@@ -16,6 +16,7 @@ from torchmpi_py.collectives.flavours import schedule as plan
 pytestmark = pytest.mark.timeout(240)
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 13]
+ROOTS = [(size, root) for size in SIZES for root in range(size)]
 
 
 def values(rank, count):
@@ -180,54 +181,51 @@ def test_reduce_scatter_and_alltoall(size, length):
 
 
 @pytest.mark.parametrize("verb", [plan.gather, plan.scatter])
-@pytest.mark.parametrize("size", SIZES)
-def test_gather_and_scatter(size, verb):
-    bounds = bounds_of([(7 * rank) % 5 for rank in range(size)])
+@pytest.mark.parametrize(("size", "root"), ROOTS)
+def test_gather_and_scatter(size, root, verb):
+    bounds, network = bounds_of([(7 * rank) % 5 for rank in range(size)]), Network(size)
     whole = np.arange(bounds[-1][1])
-    for root in range(size):
-        network = Network(size)
-        parts = [part(whole, b) * (verb is plan.gather or rank == root) for rank, b in enumerate(bounds)]
-        at_root = whole.copy() if verb is plan.scatter else np.zeros_like(whole)
-        part(at_root, bounds[root])[:] = parts[root]
+    parts = [part(whole, b) * (verb is plan.gather or rank == root) for rank, b in enumerate(bounds)]
+    at_root = whole.copy() if verb is plan.scatter else np.zeros_like(whole)
+    part(at_root, bounds[root])[:] = parts[root]
 
-        def walks_of(rank, network=network, parts=parts, at_root=at_root, root=root):
-            memory = at_root if rank == root else parts[rank]
-            for steps in verb(rank, root, bounds, 2):
-                yield copying(network, rank, steps, memory, memory)
+    def walks_of(rank):
+        memory = at_root if rank == root else parts[rank]
+        for steps in verb(rank, root, bounds, 2):
+            yield copying(network, rank, steps, memory, memory)
 
-        network.run(walks_of, 3)
-        np.testing.assert_array_equal(at_root, whole)
-        for rank in range(size):
-            np.testing.assert_array_equal(parts[rank], part(whole, bounds[rank]))
+    network.run(walks_of, 3)
+    np.testing.assert_array_equal(at_root, whole)
+    for rank in range(size):
+        np.testing.assert_array_equal(parts[rank], part(whole, bounds[rank]))
 
 
 @pytest.mark.parametrize("count", [0, 3, 13, 120])  # 1 chunk: binomial tree; 5: one of both; 40: chain
-@pytest.mark.parametrize("size", SIZES)
-def test_broadcast_and_reduce(size, count):
-    for root in range(size):
-        pieces = [piece for (piece,) in plan.rounds([(0, count)], 3)]
-        trees = [plan.tree(rank, size, root, len(pieces)) for rank in range(size)]
-        downwards, upwards = Network(size), Network(size)
-        copies = [values(root, count) * (rank == root) for rank in range(size)]
-        reduced = np.zeros(count, dtype=np.int64)
+@pytest.mark.parametrize(("size", "root"), ROOTS)
+def test_broadcast_and_reduce(size, root, count):
+    pieces = [piece for (piece,) in plan.rounds([(0, count)], 3)]
+    trees = [plan.tree(rank, size, root, len(pieces)) for rank in range(size)]
+    downwards, upwards = Network(size), Network(size)
+    copies = [values(root, count) * (rank == root) for rank in range(size)]
+    reduced = np.zeros(count, dtype=np.int64)
 
-        def down(rank, network=downwards, pieces=pieces, trees=trees, copies=copies):
-            for piece in pieces:
-                yield copying(network, rank, plan.broadcast(trees[rank], piece), copies[rank], copies[rank])
+    def down(rank):
+        for piece in pieces:
+            yield copying(downwards, rank, plan.broadcast(trees[rank], piece), copies[rank], copies[rank])
 
-        def up(rank, network=upwards, pieces=pieces, trees=trees, reduced=reduced, root=root):
-            for piece in pieces:
-                target = part(reduced, piece) if rank == root else None
-                yield reducing(network, rank, plan.reduce(trees[rank], piece), values(rank, count), target)
+    def up(rank):
+        for piece in pieces:
+            target = part(reduced, piece) if rank == root else None
+            yield reducing(upwards, rank, plan.reduce(trees[rank], piece), values(rank, count), target)
 
-        downwards.run(down, 3)
-        for copy in copies:
-            np.testing.assert_array_equal(copy, values(root, count))
-        assert sum(downwards.num_sent) == (size - 1) * count
-        if size > 1:
-            upwards.run(up, 3)
-            np.testing.assert_array_equal(reduced, total(size, count))
-            assert upwards.num_sent == [0 if rank == root else count for rank in range(size)]
+    downwards.run(down, 3)
+    for copy in copies:
+        np.testing.assert_array_equal(copy, values(root, count))
+    assert sum(downwards.num_sent) == (size - 1) * count
+    if size > 1:
+        upwards.run(up, 3)
+        np.testing.assert_array_equal(reduced, total(size, count))
+        assert upwards.num_sent == [0 if rank == root else count for rank in range(size)]
 
 
 def test_which_tree():

@@ -17,8 +17,10 @@ import inspect
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
 from torchmpi_py.collectives import registry
+from torchmpi_py.collectives.flavours.torch_group import GlooGroup
 from torchmpi_py.core import config
 from torchmpi_py.core.tensors import ops_of
 
@@ -38,7 +40,8 @@ GPU_FLAVOURS = [
     for flavour in registry.FLAVOURS
     if "cpu" not in flavour.devices and "devices" in inspect.signature(type(flavour)).parameters
 ]
-FORCED = [each.name for each in registry.FLAVOURS[1:] if "cpu" in each.devices or each.name in GPU_FLAVOURS]
+# nccl decides what it hands to a library: here to gloo.
+FORCED = [each.name for each in registry.FLAVOURS[1:] if "cpu" in each.devices or each.name in (*GPU_FLAVOURS, "nccl")]
 # On tensors from mpi.symmetric_empty: the flavours whose ranks exchange headers work on these in place.
 SYMMETRIC = [f"{name} symmetric" for name in FORCED if registry.BY_NAME[name].exchanges_headers]
 WAYS = [*FORMS, *FORCED, *SYMMETRIC]
@@ -108,14 +111,14 @@ def bits(x):
 
 
 class Way:
-    """How a verb is called: the flavour forced, if any; blocking or not; on which tensors.
+    """How a verb is called: the flavour forced, if any; blocking or not; on which tensors; on a communicator of all.
 
     ``text``: the name of a flavour, "symmetric", "asynchronous" or several of these. Forced flavours see flat tensors
     only, so they get no others.
     """
 
-    def __init__(self, mpi, text, device="cpu"):
-        self.mpi, self.text, self.device = mpi, text, device
+    def __init__(self, mpi, text, device="cpu", comm=None):
+        self.mpi, self.text, self.device, self.comm = mpi, text, device, comm
         self.rank, self.size = mpi.rank(), mpi.size()
         words = text.split()
         self.flavour = next((word for word in words if word in registry.BY_NAME), None)
@@ -141,9 +144,10 @@ class Way:
     def __call__(self, verb, *args, **kwargs):
         """Call a verb, blocking or not."""
         self.last_call = verb, *args, *kwargs.values()
+        kwargs = {"comm": self.comm, "flavour": self.flavour} | kwargs
         if not self.is_asynchronous:
-            return getattr(self.mpi, verb)(*args, flavour=self.flavour, **kwargs)
-        handle = getattr(self.mpi, f"{verb}_async")(*args, flavour=self.flavour, **kwargs)
+            return getattr(self.mpi, verb)(*args, **kwargs)
+        handle = getattr(self.mpi, f"{verb}_async")(*args, **kwargs)
         result = handle.wait()
         assert handle.wait() is result
         return result
@@ -182,12 +186,44 @@ class Way:
         return made[turn % len(made)]
 
 
+class NcclByGloo(GlooGroup):
+    """Gloo in the place of NCCL: takes what NCCL takes, and nothing else."""
+
+    dtypes = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64})
+    ops = [getattr(distributed.ReduceOp, known) for known in ("SUM", "PRODUCT", "MIN", "MAX")]
+
+    def run(self, call, *arguments, **fields):
+        for x in tensors(arguments):
+            assert x.dtype in self.dtypes, call
+            assert x.dim() == 1, call
+            assert x.is_contiguous(), call
+            assert x.numel() or call == "alltoall_base", f"{call} of an empty tensor"
+        assert fields.get("reduceOp", self.ops[0]) in self.ops
+        if call == "_reduce_scatter_base":  # not in every gloo
+            out, x = arguments
+            total = x.clone()
+            super().run("allreduce", [total], **fields)
+            out.copy_(total.view(self._mpi.size, -1)[self._mpi.rank])
+        else:
+            super().run(call, *arguments, **fields)
+
+
+def tensors(arguments):
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list):
+            yield from tensors(argument)
+
+
 @pytest.fixture(scope="module")
 def gpu_flavours_on_the_host():
     """They serve CPU tensors too."""
     with pytest.MonkeyPatch.context() as patch:
-        for flavour in GPU_FLAVOURS:
+        for flavour in (*GPU_FLAVOURS, "nccl"):
             patch.setattr(registry.BY_NAME[flavour], "devices", frozenset({"cpu", "cuda"}))
+        for name, value in (("group", NcclByGloo), ("missing", lambda device: ""), ("refuses", lambda comm: "")):
+            patch.setattr(registry.BY_NAME["nccl"], name, value)
         yield patch
 
 
@@ -289,11 +325,14 @@ def gather(way, dtype, turn):
     size, me = way.size, way.rank
     for step, rows in enumerate(rows_of_ranks(size), turn):
         parts = [values(dtype, rank, rows[rank] * 3).view(rows[rank], 3) for rank in range(size)]
-        root = step % size
-        got = way("gather", way.place(parts[me]), root)
-        assert (got is None) == (me != root)
-        if got is not None:
-            same(got, torch.cat(parts))
+        root, expected, x = step % size, torch.cat(parts), way.place(parts[me])
+        untouched = torch.full_like(expected, 1)
+        out = untouched.clone().to(x.device) if step % 2 else None
+        got = way("gather", x, root, out=out)
+        assert got is None if me != root else out is None or got is out
+        for result in (got, out):
+            if result is not None:
+                same(result, expected if me == root else untouched)
 
 
 def scatter(way, dtype, turn):
@@ -301,7 +340,11 @@ def scatter(way, dtype, turn):
     for step, rows in enumerate((0, 1, 3000), turn):
         root = step % size
         inputs = [values(dtype, rank, size * rows * 2).view(size * rows, 2) for rank in range(size)]
-        same(way("scatter", way.place(inputs[me]), root), inputs[root][me * rows : (me + 1) * rows])
+        x = way.place(inputs[me])
+        out = torch.full_like(x[:rows], 1) if step % 2 else None
+        got = way("scatter", x, root, out=out)
+        assert out is None or got is out
+        same(got, inputs[root][me * rows : (me + 1) * rows])
 
 
 def alltoall(way, dtype, turn):
@@ -382,7 +425,7 @@ def test_long_messages_travel_in_pieces(mpi, monkeypatch, form):
                 moved(way, dtype, number)
 
 
-@pytest.mark.parametrize("forced", [*FORCED, *SYMMETRIC])
+@pytest.mark.parametrize("forced", [way for way in (*FORCED, *SYMMETRIC) if way != "nccl"])  # which is gloo here
 def test_flavours_in_the_communication_thread(mpi, forced, gpu_flavours_on_the_host):
     """Blocking and asynchronous calls take turns, so that the two threads' memory would show if it were one."""
     background, direct = Way(mpi, f"{forced} asynchronous"), Way(mpi, forced)

@@ -1,14 +1,14 @@
 """Fingerprints on the board: every interleaving of what two and three ranks record, also with stores that are late.
 
+What holds in weak order, where every step may pass every other one, holds on every machine.
+
 The steps are the product's own: its code makes the boards, acquires slots and records operations, one rank after
 another, and its reads and writes of the board's words are recorded. ``journal.end`` decides whether a fingerprint that
 is seen is a difference.
 """
 
-import itertools
-
 import pytest
-from protocol_model import PROGRAM, TSO, WEAK, Step, explore
+from protocol_model import TSO, WEAK, Step, explore
 from protocol_ranks import Ranks
 
 from torchmpi_py.core import journal, sequences, status_board
@@ -158,24 +158,22 @@ def recorded(monkeypatch, size, calls, between):
     return node
 
 
-@pytest.mark.parametrize("order", [PROGRAM, TSO, WEAK])
 @pytest.mark.parametrize("size", SIZES)
-def test_equal_operations_never_differ(monkeypatch, size, order):
+def test_equal_operations_never_differ(monkeypatch, size):
     """Also where ranks run ahead, round the slot."""
     monkeypatch.setattr(sequences, "FINGERPRINTS_PER_SLOT", 2)
     num_calls = 3 if size == 2 else 2
     node = recorded(monkeypatch, size, [["a", "b", "a"][:num_calls]] * size, lambda number: FENCE)
-    found = explore(node.steps, order)
+    found = explore(node.steps, WEAK)
     assert not found.problem
     assert found.endings == {(False,) * size}
 
 
 @pytest.mark.parametrize("between", [meeting, lambda number: FENCE], ids=["meets", "does not wait"])
-@pytest.mark.parametrize("order", [PROGRAM, TSO, WEAK])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_difference_is_found_at_the_end_at_the_latest(monkeypatch, size, order, between):
+def test_a_difference_is_found_at_the_end_at_the_latest(monkeypatch, size, between):
     calls = [["a", "b" if rank == size - 1 else "a"] for rank in range(size)]
-    found = explore(recorded(monkeypatch, size, calls, between).steps, order)
+    found = explore(recorded(monkeypatch, size, calls, between).steps, WEAK)
     assert not found.problem
     is_found = all(any(ending) for ending in found.endings)
     # Of three ranks none looks at both others. Where none waits, those who could see it may have come too early.
@@ -184,7 +182,7 @@ def test_a_difference_is_found_at_the_end_at_the_latest(monkeypatch, size, order
 
 def test_a_slot_of_another_communicator(monkeypatch):
     """Rank 0 is late in a communicator whose slot rank 1 has given to another one meanwhile."""
-    for order, (late, early) in itertools.product([PROGRAM, WEAK], [("a", "a"), ("a", "b")]):
+    for early in ("a", "b"):
         with monkeypatch.context() as patched:
             node = Node(patched, 2)
             former = node.communicator([0, 1])
@@ -195,8 +193,8 @@ def test_a_slot_of_another_communicator(monkeypatch):
             later = node.communicator([1])
             assert later[1].slot.number == slot.number
             node.call(1, later[1], early, *FENCE)
-            node.call(0, former[0], late, *FENCE)
-            assert explore(node.steps, order).endings == {(False, False)}
+            node.call(0, former[0], "a", *FENCE)
+            assert explore(node.steps, WEAK).endings == {(False, False)}
 
 
 def test_a_reader_of_a_fingerprint_finds_its_record(monkeypatch):
@@ -207,6 +205,5 @@ def test_a_reader_of_a_fingerprint_finds_its_record(monkeypatch):
     assert isinstance(record[0], tuple)
     assert not isinstance(fingerprint[0], tuple)
     reader = [Step("see the fingerprint", until=fingerprint), Step("read the record", reads=(record,))]
-    assert not explore([reader, wrote]).problem
     assert not explore([reader, wrote], TSO).problem
     assert "instead of" in explore([reader, wrote], WEAK).problem

@@ -19,6 +19,12 @@ def until(holds):
         time.sleep(0.01)
 def path(name):
     return os.path.join(os.environ["TORCHMPI_DUMP_DIR"], str(name))
+def tell(calls):
+    for call in calls:
+        try:
+            print("got:", call(), flush=True)
+        except Exception as error:
+            print(f"told: {type(error).__name__}: {error}", flush=True)
 """
 FIRST_LINE = HEAD.count("\n") + 1
 
@@ -51,15 +57,11 @@ if me != 1:
     open(path(me), "w")
     time.sleep(100)
 until(lambda: all(map(os.path.exists, (path(0), path(2)))))
-for (_, odd), comm in zip(pairs, comms):
-    try:
-        odd(comm)
-    except mpi.RanksDisagree as error:
-        print("told:", error, flush=True)
+tell(lambda: odd(comm) for (_, odd), comm in zip(pairs, comms))
 os._exit(3)
 """
     job = run(tmp_path, program, ranks=3)
-    told = [line for line in job.stdout.splitlines() if "told:" in line]
+    told = [line for line in job.stdout.splitlines() if "told: RanksDisagree: " in line]
     expected = [
         ("broadcast mpi torch.float32 0, 4000 b", "allreduce mpi torch.float32 sum"),
         ("float32 sum, 28 bytes", "float32 sum, 4000 bytes"),
@@ -88,16 +90,12 @@ if me == 0:
     open(path("called"), "w")
     time.sleep(100)
 until(lambda: os.path.exists(path("called")))
-for (verb, x, more), comm in zip(calls, comms):
-    try:
-        print("mixed:", verb, getattr(mpi, verb)(x, comm=comm, **more), flush=True)
-    except mpi.RanksDisagree as error:
-        print("told:", error, flush=True)
+tell(lambda: getattr(mpi, verb)(x, comm=comm, **more) for (verb, x, more), comm in zip(calls, comms))
 os._exit(3)
 """
     job = run(tmp_path, program, deadline=8, at_deadline="raise")
-    told = [line for line in job.stdout.splitlines() if "told:" in line]
-    assert "mixed:" not in job.stdout, job.stdout
+    told = [line for line in job.stdout.splitlines() if "told: RanksDisagree: " in line]
+    assert "got:" not in job.stdout, job.stdout
     assert len(told) == 21, (told, job.stderr)
     assert all(re.search(r"this rank calls .* at .*rank 0 calls .* asynchronously at ", line) for line in told), told
 
@@ -127,11 +125,7 @@ for flavour, comm in (("mpi", b), ("ring", c)):
         print("interrupted")
     calls.append(lambda: mpi.allreduce_async(x, flavour=flavour, comm=comm))
 thread.keep, thread.enqueue = formers
-for call in calls:
-    try:
-        print("got:", call(), flush=True)
-    except Exception as error:
-        print(f"told: {type(error).__name__}: {error}", flush=True)
+tell(calls)
 print("earlier:", before.wait()[-1].item(), flush=True)
 os._exit(3)
 """
@@ -273,17 +267,13 @@ def test_late_operations_that_raise(tmp_path):
     program = """
 until(lambda: me != 1 or all(map(os.path.exists, (path(0), path(2)))))
 time.sleep(1 if me == 1 else 0)
-for call in (lambda: mpi.allreduce(x), mpi.barrier, lambda: mpi.allreduce_async(torch.ones(1 << 20)).wait()):
-    try:
-        call()
-    except mpi.CollectiveTimeout as error:
-        print("late:", error)
+tell([lambda: mpi.allreduce(x), mpi.barrier, lambda: mpi.allreduce_async(torch.ones(1 << 20)).wait()])
 open(path(me), "w")
 """
     job = run(tmp_path, program, ranks=3, deadline=5, at_deadline="raise")
     assert job.returncode == 0, job.stderr
-    assert job.stdout.count("late:") == 6, job.stdout
-    assert re.search(r"late: .* not complete after 5 s.* rank 1 \(process \d+\): has .*not", job.stdout)
+    assert job.stdout.count("told: CollectiveTimeout: ") == 6, job.stdout
+    assert re.search(r"told: .* not complete after 5 s.* rank 1 \(process \d+\): has .*not", job.stdout)
     assert "report" not in job.stderr
 
 

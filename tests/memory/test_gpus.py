@@ -175,12 +175,3 @@ def test_ranks_that_disagree_about_gpus(mpi, monkeypatch):
     with pytest.raises(RanksDisagree, match="start: with_cuda=False on rank 1, with_cuda=True on the others"):
         gpus.exchange(MPI.COMM_WORLD, Place(0, mpi.rank()), device, with_ipc=True)
     assert gpus.table() is None
-
-
-@pytest.mark.mpi
-def test_without_gpus(mpi):
-    for row in mpi.availability():
-        if row.device == "cuda" and row.status != "unimplemented":
-            assert row.status.startswith("unavailable: "), row
-    with pytest.raises(ValueError, match=r"device='cuda': this session computes on the CPU; call mpi.start\(with_cuda"):
-        mpi.symmetric_empty(3, device="cuda")

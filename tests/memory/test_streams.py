@@ -1,111 +1,54 @@
-"""Asynchronous operations on a device with streams: what waits for what. The device is a stand-in that takes notes."""
-
-import contextlib
+"""Asynchronous operations on a device with streams: what waits for what. The device is a stand-in that is late."""
 
 import pytest
 import torch
+from support.lazy_device import LazyDevice
 
 from torchmpi_py.core import communication_thread
 from torchmpi_py.core.handles import Work
 from torchmpi_py.memory import devices
 
 
-class Notes:
-    """A device, its streams and its events."""
-
-    def __init__(self):
-        self.notes = []
-        self.device = torch.device("cpu")
-        self.now = "caller's stream"
-        self.is_over = True
-
-    def current(self):
-        return Stream(self, self.now)
-
-    def stream(self):
-        return Stream(self, "own stream")
-
-    @contextlib.contextmanager
-    def on(self, stream):
-        former, self.now = self.now, stream.name
-        yield
-        self.now = former
-
-    def event(self):
-        return Event(self, f"event {sum(1 for note in self.notes if note.startswith('made')) + 1}")
-
-
-class Stream:
-    def __init__(self, device, name):
-        self.device, self.name = device, name
-
-    def wait_event(self, event):
-        self.device.notes.append(f"{self.name} waits for {event.name}")
-
-
-class Event:
-    def __init__(self, device, name):
-        device.notes.append(f"made {name}")
-        self.device, self.name = device, name
-
-    def record(self, stream):
-        self.device.notes.append(f"{self.name} in {stream.name}")
-
-    def query(self):
-        return self.device.is_over
-
-    def synchronize(self):
-        self.device.notes.append(f"host waits for {self.name}")
-
-
 class Step(Work):
+    """Queues its own end on the current stream."""
+
     label = "work"
 
     def __init__(self, device, error=None):
         self.device, self.error = device, error
 
     def run(self, in_background=False):
-        self.device.notes.append(f"work in {self.device.now}")
+        self.device.do(lambda: self.device.over.append("work"))
         if self.error:
             raise self.error
-        return "result"
+        return self.device.now
 
 
-@pytest.fixture
-def device(monkeypatch):
-    notes = Notes()
-    monkeypatch.setattr(devices, "of", lambda device: notes)
+@pytest.fixture(params=range(5))
+def device(monkeypatch, request):
+    """``over``: what has been carried out."""
+    lazy = LazyDevice(request.param)
+    lazy.over = []
+    monkeypatch.setattr(devices, "of", lambda device: lazy)
     thread = communication_thread.CommunicationThread(inline=False)
-    former = communication_thread.current_thread
-    communication_thread.current_thread = thread
-    yield notes
+    monkeypatch.setattr(communication_thread, "current_thread", thread)
+    yield lazy
     thread.close()
-    communication_thread.current_thread = former
-
-
-ORDER = [
-    "event 2 in caller's stream",
-    "own stream waits for event 2",
-    "work in own stream",
-    "event 1 in own stream",
-]
-
-
-def happened(device):
-    return [note for note in device.notes if not note.startswith("made")]
 
 
 def test_wait_orders_the_callers_stream_and_done_asks_the_device(device):
+    device.do(lambda: device.over.append("before"))
     handle = devices.submit(Step(device), device.device, [])
-    device.is_over = False
-    assert handle.wait() == "result"
-    assert happened(device) == [*ORDER, "caller's stream waits for event 1"]
+    assert handle.wait() != "caller"
     assert not handle.done()
-    device.is_over = True
-    assert handle.done()
-    assert handle.wait() == "result"  # on whatever stream is current then
+    assert device.over == []
+    device.do(lambda: device.over.append("after"))
     handle.synchronize()
-    assert happened(device)[-1] == "host waits for event 1"
+    assert device.over[:2] == ["before", "work"]
+    assert handle.done()
+    device.synchronize()
+    assert device.over == ["before", "work", "after"]
+    assert handle.wait() != "caller"  # again, on whatever stream is current then
 
 
 def test_errors_come_out_of_wait(device):
@@ -113,14 +56,16 @@ def test_errors_come_out_of_wait(device):
     for wait in (handle.wait, handle.synchronize):
         with pytest.raises(ValueError, match="no"):
             wait()
-    assert happened(device) == ORDER
+    assert not handle.done()
+    device.synchronize()
+    assert device.over == ["work"]
     assert handle.done()
 
 
 def test_on_the_host_there_are_no_streams(device):
     handle = devices.submit(Step(device), None, [])
-    assert handle.wait() == "result"
-    assert device.notes == ["work in caller's stream"]
+    assert handle.wait() == "caller"
+    assert list(device.queues) == ["caller"]
 
 
 def test_the_host_as_a_device():
