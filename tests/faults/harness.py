@@ -78,9 +78,8 @@ def command(ranks: int, program: Path, *arguments: str, starter: str = "torchmpi
     """The command line of a job, by torchmpirun or by the MPI's own starter."""
     if starter == "torchmpirun":
         return [*TORCHMPIRUN, "-n", str(ranks), "--bind", "none", str(program), *arguments]
-    own = [mpirun.find("", os.environ)[1], "-n", str(ranks)]
-    options = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"] if VENDOR == "openmpi" else []
-    return [*own, *options, sys.executable, str(program), *arguments]
+    vendor, own = mpirun.find("", os.environ)
+    return [own, *mpirun.arguments(vendor, num_ranks=ranks), sys.executable, str(program), *arguments]
 
 
 def run(
@@ -101,8 +100,7 @@ def run(
         used = {**os.environ, **(environment or {})}
         used |= {"FAULTS_JOB": where, "TMPDIR": f"{where}/t", "TORCHMPI_DUMP_DIR": f"{where}/d", "OMP_NUM_THREADS": "1"}
         used |= {"OMPI_MCA_mpi_yield_when_idle": "true", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}  # many jobs, few cores
-        for variable in ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT"):
-            used |= {variable: "1", f"{variable}_CONFIRM": "1"}
+        used |= mpirun.vendor_named(VENDOR).root_environment
         with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
             starter = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=used)
         is_hang, seconds = _watch(starter, folder, within_seconds, resume_seconds)

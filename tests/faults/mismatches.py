@@ -110,25 +110,17 @@ class Call:
     def effect(self) -> tuple:
         """What distinguishes a call: two calls with the same effect are the same call."""
         op, root = self.op * (self.verb in REDUCING), self.root * (self.verb in ROOTED)
-        return self.verb, self.form, self.flavour, self.dtype, self.count, op, root, self.comm
-
-    def others(self, kind: str, ranks: int, flavours: Sequence[str]) -> list:
-        """The other values that the attribute ``kind`` may have; none if nobody would see the difference."""
         is_gather = self.verb in ("allgather", "gather")  # sizes may differ, from which the flavour follows
-        values = {
-            "verb": [verb for verb in VERBS if _can(self.flavour, verb)],
-            "count": COUNTS * (not is_gather),
-            "dtype": DTYPES,
-            "op": OPS * (self.verb in REDUCING),
-            "root": list(range(ranks)) * (self.verb in ROOTED),
-            "form": FORMS,
-            "comm": COMMS * (self.flavour != "hierarchical"),
-            "flavour": [
-                f for f in flavours if f and _can(f, self.verb) and (f != "hierarchical" or self.comm == "world")
-            ]
-            * (not is_gather),
-        }[kind]
-        return [value for value in dict.fromkeys(values) if value != getattr(self, kind)]
+        sizes = () if is_gather else (self.flavour, self.count)
+        return self.verb, self.form, *sizes, self.dtype, op, root, self.comm
+
+    def others(self, kind: str, ranks: int, flavours: Sequence[str]) -> list["Call"]:
+        """The calls that differ in the attribute ``kind``; none if nobody would see the difference."""
+        values = {"verb": VERBS, "count": COUNTS, "dtype": DTYPES, "op": OPS, "root": range(ranks), "form": FORMS}
+        values |= {"comm": COMMS, "flavour": filter(None, flavours)}
+        calls = [dataclasses.replace(self, **{kind: value}) for value in dict.fromkeys(values[kind])]
+        calls = [call for call in calls if call.effect != self.effect and _can(call.flavour, call.verb)]
+        return [call for call in calls if call.flavour != "hierarchical" or call.comm == "world"]
 
 
 def _can(flavour: str, verb: str) -> bool:
@@ -180,8 +172,7 @@ def draw_program(draw: random.Random, kind: str, flavours: Sequence[str] = FLAVO
     elif kind == "more":
         odd_calls.insert(at, draw_call(draw, 99, ranks, flavours))
     else:
-        another = draw.choice(calls[at].others(kind, ranks, flavours))
-        odd_calls[at] = dataclasses.replace(calls[at], **{kind: another})
+        odd_calls[at] = draw.choice(calls[at].others(kind, ranks, flavours))
     lines, rank_of_line = HEAD.split("\n"), {}
     for rank in range(ranks):
         lines.append(f"def rank_{rank}():")

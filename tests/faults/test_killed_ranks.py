@@ -9,20 +9,10 @@ from support.jobs import needs_mpi
 pytestmark = [pytest.mark.timeout(3000), needs_mpi]
 
 WAYS = [  # flavour, memory, nodes
-    ("shared", "ordinary", 1),
-    ("mpi", "ordinary", 2),
-    ("mpi", "ordinary", 1),
-    ("ring", "ordinary", 1),
-    ("ring", "symmetric", 2),
-    ("shared", "symmetric", 1),
-    ("hierarchical", "ordinary", 1),
-    ("hierarchical", "symmetric", 1),
-    ("gloo", "ordinary", 1),
-    ("gloo", "ordinary", 2),
-    ("staged", "ordinary", 1),
-    ("cudaipc", "ordinary", 1),
-    ("cudaipc", "symmetric", 1),
-    ("", "symmetric", 1),
+    *(("shared", "ordinary", 1), ("mpi", "ordinary", 2), ("mpi", "ordinary", 1), ("ring", "ordinary", 1)),
+    *(("ring", "symmetric", 2), ("shared", "symmetric", 1), ("", "symmetric", 1), ("staged", "ordinary", 1)),
+    *((name, memory, 1) for name in ("hierarchical", "cudaipc") for memory in ("ordinary", "symmetric")),
+    *(("gloo", "ordinary", nodes) for nodes in (1, 2)),
 ]
 VERBS = ["allreduce", "allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall"]
 LACKING = {"gloo": ["reduce_scatter", "alltoall"], "hierarchical": ["reduce_scatter", "alltoall"]}
@@ -42,16 +32,9 @@ def plans(number):
         is_large = num_bytes > 1 << 20
         is_posted = form == "async" and not is_large and flavour in ("", "mpi")  # MPI carries it out
         where = WHERE + MORE[form] * (not is_posted) + INSIDE.get(flavour, []) * (verb == "allreduce")
-        fault = {
-            "rank": draw.randrange(ranks),
-            "what": "SIGKILL",
-            "where": draw.choice(where),
-            "skip": draw.randrange(2),
-        }
-        fault |= {
-            "at": draw.randrange(1, 5 if is_large else 60),
-            "delay_seconds": draw.uniform(0, 0.05 if is_large else 0.002),
-        }
+        fault = {"rank": draw.randrange(ranks), "what": "SIGKILL", "where": draw.choice(where)}
+        fault |= {"skip": draw.randrange(2), "at": draw.randrange(1, 5 if is_large else 60)}
+        fault |= {"delay_seconds": draw.uniform(0, 0.05 if is_large else 0.002)}
         plan = {"ranks": ranks, "flavour": flavour, "memory": memory, "nodes": nodes, "verb": verb, "form": form}
         plan |= {"bytes": num_bytes, "pause_seconds": draw.choice((0, 0.005, 0.05)), "operations": 10**6}
         yield plan | {"fault": fault}

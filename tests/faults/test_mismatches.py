@@ -68,12 +68,9 @@ for number in range(4):
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "where"),
     [
-        ("count", 2, "world"),
-        ("dtype", 3, "group"),
-        ("launch", 2, "world"),
-        ("verb", 3, "group"),
-        ("barrier", 2, "group"),
-        ("object", 3, "world"),
+        *((kind, 2, "world") for kind in ("count", "launch")),
+        *((kind, 3, "group") for kind in ("dtype", "verb")),
+        *(("barrier", 2, "group"), ("object", 3, "world")),
     ],
 )
 def test_a_caught_mismatch_leads_to_no_wrong_number(tmp_path, kind, num_ranks, where):

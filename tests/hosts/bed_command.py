@@ -38,14 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     try:
         if options.command == "up":
-            Bed.up(
-                options.hosts,
-                name=options.bed,
-                rate=options.rate,
-                delay=options.delay,
-                slurm=options.slurm,
-                shares=options.share,
-            )
+            network = {"rate": options.rate, "delay": options.delay}
+            Bed.up(options.hosts, name=options.bed, slurm=options.slurm, shares=options.share, **network)
             return 0
         return _command(Bed(options.bed), options)
     except BedError as error:

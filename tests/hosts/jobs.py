@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import harness
-from testbed import ROOT, Bed
+from testbed import PATH, ROOT, Bed
 
 START_SECONDS = 180.0  # until all ranks have begun, on a machine under load
 DAEMONS = ("sshd:", "/usr/sbin/sshd", "sleep 3600", "slurmctld", "slurmd", "bash /run/torchmpi-hosts")
@@ -53,26 +53,20 @@ class Way:
             hosts = ",".join(f"{host}:{number}" for host, number in layout.items())
             return [str(self.venv / "bin" / "torchmpirun"), "--hosts", hosts, *options, *program]
         most, kind = max(layout.values()), {"openmpi": "pmix", "mpich": "pmi2"}[self.mpi]
-        assert list(layout.values()) == [most] * (len(layout) - 1) + [layout[list(layout)[-1]]], (
-            "Slurm fills host by host"
-        )
-        size = [
-            f"--nodes={len(layout)}",
-            f"--ntasks={sum(layout.values())}",
-            "--overcommit",
-            f"--nodelist={','.join(layout)}",
-        ]
+        assert set(list(layout.values())[:-1]) <= {most}, "Slurm fills host by host"
+        size = [f"--nodes={len(layout)}", f"--ntasks={sum(layout.values())}", "--overcommit"]
         # Where ranks are placed one by one (arbitrary) MPICH takes each for a node of its own; planes of 2 on two hosts
         # have become 3 ranks and 1.
         blocks = "block" if sum(layout.values()) == most * len(layout) else f"plane={most}"
-        line = ["srun", f"--mpi={kind}", "--quiet", *size, f"--distribution={blocks}"]
+        where = [f"--nodelist={','.join(layout)}", f"--distribution={blocks}"]
+        line = ["srun", f"--mpi={kind}", "--quiet", *size, *where]
         return [*line, str(self.venv / "bin" / "python"), *program]
 
     def environment(self, more: Mapping[str, str] = {}) -> dict[str, str]:
         """Variables of a job, those of this process among them."""
         ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHMPI_TUNING_DIR": os.devnull}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
-        return {**kept, "PATH": f"{self.venv / 'bin'}:{Bed.path_variable()}", **ours, **more}
+        return {**kept, "PATH": f"{self.venv / 'bin'}:{PATH}", **ours, **more}
 
 
 class Job:
@@ -87,7 +81,6 @@ class Job:
         *,
         options: Sequence[str] = (),
         environment: Mapping[str, str] = {},
-        launch_host: str = "",
     ) -> None:
         self.bed, self.way, self.layout, self.program = bed, way, layout, program
         self.folder = Path(tempfile.mkdtemp(prefix="job-", dir=bed.shared))
@@ -97,8 +90,8 @@ class Job:
         passed = [f"--env={name}={used[name]}" for name in (*given, "TORCHMPI_TUNING_DIR")]
         line = way.command(layout, program, [*passed, *options])
         with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as errors:
-            host = launch_host or next(iter(layout))
-            self.starter = bed.start(host, line, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=used)
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": errors}
+            self.starter = bed.start(next(iter(layout)), line, env=used, **pipes)
 
     @property
     def output(self) -> str:
@@ -173,6 +166,14 @@ class Ending:
     def __str__(self) -> str:
         head = f"code {self.code}, {self.seconds:.1f} s{', HANG' * self.is_hang}, left {json.dumps(self.left)}"
         return f"{head}\n--- output\n{self.output[-3000:]}\n--- errors\n{self.errors[-6000:]}"
+
+    def outcome(self, name: str) -> harness.Outcome:
+        """As of a trial on one host, with the problems that no job may have."""
+        left = [f"{host}: {text}" for host, texts in self.left.items() for text in texts]
+        outcome = harness.Outcome(name, self.code, self.seconds, self.output, self.errors, left, self.is_hang)
+        outcome.expect(not self.is_hang, "a hang: it did not end in time")
+        outcome.expect(not left, f"it left {left}")
+        return outcome
 
 
 def run(

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import testbed
+from support.jobs import script, until
 
 import torchmpi_py
 from torchmpi_py.launch import ready_scripts
 
 pytestmark = pytest.mark.timeout(900)
+SECONDS = 360  # of which Slurm takes 120 before it starts a job again
 
 TRAIN = """
 import hashlib, os, time
@@ -48,15 +50,6 @@ print(f"rank {mpi.rank()} of {mpi.num_nodes()} nodes: {hashlib.sha256(bits).hexd
 """
 
 
-def wait_for(what, seconds=360):  # of which Slurm takes 120 before it starts a job again
-    """Until there is something; what it is."""
-    until = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < until
-        time.sleep(0.2)
-    return found
-
-
 def run(bed, *command):
     done = bed.run(bed.hosts[0], list(command), cwd=bed.shared)
     assert done.returncode == 0, done.stderr
@@ -78,20 +71,19 @@ def test_a_job_that_is_asked_to_end_is_queued_again_and_ends_with_the_same_bits(
     submit = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--time=20", "job.sbatch", "train.py"]
     job = run(slurm, *submit)
     output = Path(f"torchmpi-{job}.out")
-    wait_for(lambda: output.exists() and f"step 7 of {job}" in output.read_text())
+    until(lambda: output.exists() and f"step 7 of {job}" in output.read_text(), SECONDS)
     run(slurm, "scancel", "--signal=TERM", job)  # as Slurm does before the time limit: to the ranks, not to the script
     time.sleep(1)
     Path("go").touch()
-    wait_for(lambda: run(slurm, "squeue", "--noheader", "--format=%t", f"--jobs={job}") == "PD")
+    until(lambda: run(slurm, "squeue", "--noheader", "--format=%t", f"--jobs={job}") == "PD", SECONDS)
     assert f"job {job} was asked to end, has saved, and is queued again" in output.read_text()
     assert "rank 0 of" not in output.read_text()
     undisturbed = run(slurm, *submit)
     ends = {}
     for number in (job, undisturbed):
         path = Path(f"torchmpi-{number}.out")
-        text = wait_for(
-            lambda path=path: path.exists() and path.read_text().count(" of 2 nodes: ") == 2 and path.read_text()
-        )
+        until(lambda path=path: path.exists() and path.read_text().count(" of 2 nodes: ") == 2, SECONDS)
+        text = path.read_text()
         ends[number] = sorted(line for line in text.splitlines() if line.startswith("rank"))
         assert text.count(f"step 7 of {number}\n") == 1  # neither repeated nor left out
     assert ends[job] == ends[undisturbed]
@@ -122,9 +114,7 @@ def test_check_through_ssh(bed):
 def test_check_in_an_allocation_asks_through_slurm(slurm):
     words = ["salloc", "--quiet", "--nodes=2", "--ntasks=2", sys.executable, "-m", "torchmpi_py.launch", "--check"]
     bed_environment = slurm.environment() | {"PATH": f"{slurm.shared / 'no-ssh'}:{testbed.PATH}"}
-    (slurm.shared / "no-ssh").mkdir()
-    (slurm.shared / "no-ssh" / "ssh").write_text("#!/bin/sh\nexit 255\n")
-    (slurm.shared / "no-ssh" / "ssh").chmod(0o755)
+    script(slurm.shared / "no-ssh", "#!/bin/sh\nexit 255\n", "ssh")
     done = slurm.run("nodea", words, cwd=testbed.ROOT, env=bed_environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("2 hosts answer, and have the same: ")

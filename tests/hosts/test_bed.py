@@ -83,13 +83,8 @@ def test_hosts_are_apart_and_boot_again(bed):
         assert bed.path(host, "/tmp/mine").read_text().strip() == host
         assert not any("mine" in line for line in bed.processes(host).values())
     first, second = hosts
-    ask = [
-        "ssh",
-        "-o",
-        "ConnectTimeout=10",
-        second,
-        "cat /tmp/mine || echo nothing; cat /proc/sys/kernel/random/boot_id",
-    ]
+    asked = "cat /tmp/mine || echo nothing; cat /proc/sys/kernel/random/boot_id"
+    ask = ["ssh", "-o", "ConnectTimeout=10", second, asked]
     before = bed.run(first, ask).stdout.split()
     assert before[0] == second
     bed.link(second, is_up=False)

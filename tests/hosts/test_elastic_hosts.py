@@ -26,11 +26,10 @@ def elastic_job(bed, folder, layout, *deaths, **environment):
     return jobs.Job(bed, WAY, layout, line, options=["--elastic"], environment=environment)
 
 
-def check(ending, folder):
-    assert not ending.is_hang, str(ending)
-    assert ending.code == 0, str(ending)
-    assert not ending.left, str(ending)
-    test_survivors.check(folder)
+def wait_for_end(job, code):
+    ending = job.wait(WITHIN_SECONDS)
+    assert (ending.is_hang, ending.code, ending.left) == (False, code, {}), str(ending)
+    return ending
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -38,7 +37,8 @@ def test_a_rank_dies(bed, victim):
     """Rank 0 beside another, or rank 2 alone on its host."""
     folder = bed.shared / f"elastic-{victim}"
     job = elastic_job(bed, folder, {"nodea": 2, "nodeb": 1}, f"{victim}:update:20")
-    check(job.wait(WITHIN_SECONDS), folder)
+    wait_for_end(job, 0)
+    test_survivors.check(folder)
 
 
 def job_whose_host_dies(bed, name, **environment):
@@ -51,11 +51,7 @@ def job_whose_host_dies(bed, name, **environment):
         assert time.monotonic() < until
         time.sleep(0.05)
     bed.kill("nodeb")
-    ending = job.wait(WITHIN_SECONDS)
-    assert not ending.is_hang, str(ending)
-    assert ending.code == 1, str(ending)
-    assert not ending.left, str(ending)
-    return ending
+    return wait_for_end(job, 1)
 
 
 def test_a_host_dies(bed):

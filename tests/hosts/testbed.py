@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "sshd": "openssh-server"}
 SLURM_TOOLS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge"}
 START_SECONDS = 100.0
+# Of daemons and commands: this Python's programs come first.
 PATH = f"{Path(sys.prefix, 'bin')}:{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
 
 
@@ -133,11 +134,6 @@ class Bed:
     def start(self, host: str, command: Sequence[str], **options: object) -> subprocess.Popen:
         """Start a command on a host; as subprocess.Popen."""
         return subprocess.Popen(self.command(host, command), **{"env": self.environment(), "text": True, **options})
-
-    @staticmethod
-    def path_variable() -> str:
-        """PATH of daemons and commands: this Python's programs come first."""
-        return PATH
 
     def environment(self) -> dict[str, str]:
         """This process's environment, with this Python's programs first on the PATH."""
@@ -312,12 +308,9 @@ class Bed:
             target = shlex.quote(str(home / "tmp" / path.relative_to("/tmp")))
             lines.append(f"mkdir -p {target}; mount --rbind {shlex.quote(str(path))} {target}")
         controller = "slurmctld -c" if host == self.hosts[0] else ""
-        slurm = (
-            bed_files.SLURM_INIT.format(bed=self.folder, name=host, controller=controller)
-            if self.state["slurm"]
-            else ""
-        )
-        script = bed_files.INIT.format(name=host, home=home, bed=self.folder, shares="\n".join(lines), slurm=slurm)
+        values = {"bed": self.folder, "name": host, "home": home, "controller": controller, "shares": "\n".join(lines)}
+        slurm = bed_files.SLURM_INIT.format(**values) if self.state["slurm"] else ""
+        script = bed_files.INIT.format(**values, slurm=slurm)
         (home / "init.sh").write_text(script)
         apart = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         line = ["ip", "netns", "exec", self._namespace(host), *apart, "bash", str(home / "init.sh")]

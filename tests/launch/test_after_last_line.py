@@ -85,12 +85,7 @@ def mean():
     if mpi.rank() == 0:
         print("sum", total.item(), flush=True)
 """
-KINDS = {
-    "script": ["program/__main__.py"],
-    "module": ["-m", "program"],
-    "folder": ["program"],
-    "zip": ["program.zip"],
-}
+KINDS = {"script": ["program/__main__.py"], "module": ["-m", "program"], "folder": ["program"], "zip": ["program.zip"]}
 
 
 def ended(command, folder):

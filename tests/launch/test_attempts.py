@@ -51,6 +51,8 @@ def test_every_attempt_reads_the_same_file_and_a_pipe_only_once(tmp_path):
         os.lseek(file.fileno(), 6, os.SEEK_SET)
         job = stand_in.run(READ, most=1, stdin=file)
     assert (job.returncode, job.stdout, job.stderr.count("torchmpirun: ")) == (3, "second\nsecond\n", 2)
+    told = re.findall(r"attempt (\d) of 2 failed \((.*)\)(.*)", job.stderr)
+    assert told == [("1", "exit code 3", "; starting again"), ("2", "exit code 3", "")]
     job = stand_in.run(READ, most=1, input="first")
     assert (job.returncode, job.stdout) == (3, "first\n\n")
     assert "standard input is a pipe" in job.stderr
@@ -74,9 +76,8 @@ exit(5)
 def test_a_signal_passed_on_that_ends_the_job_ends_it_for_good(starter, code):
     job = stand_in.run(starter, most=2)
     assert job.returncode == code
-    assert re.findall(r"attempt . of 3 failed \(exit code \d+\)(.*)", job.stderr) == [
-        "; not started again after signal 10, which was passed on"
-    ]
+    told = re.findall(r"attempt . of 3 failed \(exit code \d+\)(.*)", job.stderr)
+    assert told == ["; not started again after signal 10, which was passed on"]
 
 
 def test_a_failure_long_after_a_signal_that_was_passed_on_is_like_any_other():
@@ -99,11 +100,9 @@ def test_a_signal_beside_the_jobs(moment):
 
 
 def test_a_signal_that_was_ignored_before_stays_ignored():
-    def as_nohup_does():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
     starter = "import os, time; os.kill(os.getppid(), 1); time.sleep(0.3); print('on')"
-    job = stand_in.run(starter, most=1, preexec_fn=as_nohup_does)
+    as_nohup_does = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
+    job = stand_in.run(starter, most=1, **as_nohup_does)
     assert (job.returncode, job.stdout, job.stderr) == (0, "on\n", "")
 
 

@@ -20,14 +20,11 @@ def test_parts_are_disjoint_contiguous_equal_and_complete(local_size):
         assert all(len(part) >= binding.threads_per_rank(num_cores, local_size) for part in parts)
 
 
-def test_fewer_cores_than_ranks_bind_nobody():
+def test_few_cores_bind_nobody_cores_need_no_order_and_a_rank_has_to_be_one():
     for num_cores in (1, 2, 3, 36):
         cores = tuple(range(num_cores))
         assert {binding.cores_of_rank(cores, rank, 37) for rank in range(37)} == {cores}
         assert binding.threads_per_rank(num_cores, 37) == 1
-
-
-def test_cores_need_no_order_and_a_rank_has_to_be_one():
     assert [binding.cores_of_rank([7, 1, 5, 3], rank, 2) for rank in range(2)] == [(1, 3), (5, 7)]
     for local_rank in (-1, 2):
         with pytest.raises(ValueError, match=f"local rank {local_rank} is not in 0..1"):
@@ -86,10 +83,9 @@ def machine(tmp_path):
     def write(*gpus):
         for address, model, cores in gpus:
             (tmp_path / "driver" / address).mkdir(parents=True)
-            (tmp_path / "pci" / address).mkdir(parents=True)
-            (tmp_path / "pci" / address / "device").write_text(model + "\n")
+            jobs.write(tmp_path, f"{model}\n", f"pci/{address}/device")
             if cores is not None:
-                (tmp_path / "pci" / address / "local_cpulist").write_text(cores + "\n")
+                jobs.write(tmp_path, f"{cores}\n", f"pci/{address}/local_cpulist")
         (tmp_path / "pci" / "0000:00:1f.0").mkdir(parents=True, exist_ok=True)  # something else
         return lambda **environment: binding.cores_near_gpus(environment, tmp_path / "driver", tmp_path / "pci")
 
@@ -97,12 +93,8 @@ def machine(tmp_path):
 
 
 A, B, C, D = (frozenset(some) for some in ((0, 1, 8, 9), (2, 3), (4, 5), (6, 7)))
-FOUR = [
-    ("0000:c1:00.0", "0x20b0", "6-7"),
-    ("0000:07:00.0", "0x20b0", "0-1,8-9"),
-    ("0000:47:00.0", "0x20b0", "2-3"),
-    ("0000:81:00.0", "0x20b0", "4-5"),
-]
+BUSES = {"c1": "6-7", "07": "0-1,8-9", "47": "2-3", "81": "4-5"}
+FOUR = [(f"0000:{bus}:00.0", "0x20b0", cores) for bus, cores in BUSES.items()]
 
 
 def test_gpus_are_counted_as_cuda_does(machine):
@@ -116,10 +108,9 @@ def test_gpus_are_counted_as_cuda_does(machine):
 
 
 def test_one_gpu_is_clear_and_none_is_none(machine, tmp_path):
-    near = machine()
-    assert near() == []
+    assert machine()() == []
     (tmp_path / "driver").mkdir()
-    assert near() == []
+    assert machine()() == []
     near = machine(FOUR[0])
     assert near() == near(CUDA_VISIBLE_DEVICES="0") == near(CUDA_VISIBLE_DEVICES="0", SLURM_JOB_ID="1") == [D]
 

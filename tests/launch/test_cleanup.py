@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from support import jobs
@@ -15,6 +16,12 @@ from torchmpi_py.launch import cleanup, exit_marks
 pytestmark = pytest.mark.timeout(120)
 STRANGER = 54321
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="starts a process of another user")
+
+
+def sleeping(folder):
+    """A process of the job of this folder, just started."""
+    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], env=environment)
 
 
 @contextlib.contextmanager
@@ -37,8 +44,7 @@ def test_processes(tmp_path, whose):
     program = f"os.setuid({STRANGER})" if whose == "of another user" else ""
     wrapper = ("unshare", "--pid", "--fork", "--kill-child") if whose == "of another container" else ()
     with process_of(tmp_path, program, *wrapper) as (process, _):
-        with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
-            children = {int(number) for number in file.read().split()}
+        children = set(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
         found = cleanup.Remains(tmp_path).processes()
         assert (process.pid in found) == (whose != "of another user")
         assert not children & set(found)
@@ -47,9 +53,8 @@ def test_processes(tmp_path, whose):
 
 def test_a_process_that_has_just_become_another_program_is_the_jobs(tmp_path):
     remains = cleanup.Remains(tmp_path)
-    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
     for _ in range(50):  # of which two in three have no environment yet that others see
-        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(200)"], env=environment) as process:
+        with sleeping(tmp_path) as process:
             try:
                 assert cleanup.lives_with(process.pid, remains.variable)
             finally:
@@ -136,11 +141,6 @@ def given_away(folder, dead):
     os.chown(folder, STRANGER, -1)
 
 
-def marked_otherwise(folder, dead):
-    guarded(folder)
-    (folder / "guard-1").write_text("x")
-
-
 def described(folder, dead):
     guarded(folder, dead)
     (folder / "remains").write_text(ascii((dead, set(), {"/dev/shm/x"}, [15])))
@@ -148,24 +148,22 @@ def described(folder, dead):
 
 def still_used(folder, dead):
     guarded(folder, dead)
-    environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], env=environment)
+    return sleeping(folder)
 
 
 ME = os.getpid()
+BEGINNING = f" {exit_marks._beginning(ME)}"
 LEFT = {
     "by one that lives": lambda folder, dead: guarded(folder, dead, ME),
     "without marks": lambda folder, dead: guarded(folder),
     "of another container": lambda folder, dead: guarded(folder, dead, change=(exit_marks._numbering(), "boot.40265")),
     "a link to one": linked,
     "a file": lambda folder, dead: folder.write_text(""),
-    "marks of another kind": marked_otherwise,
+    "marks of another kind": lambda folder, dead: jobs.write(folder, "x", "guard-1"),
 } | ({"of another user": given_away} if os.geteuid() == 0 else {})
 CLEARED = {
     "by a dead one": described,
-    "by one whose number is taken": lambda folder, dead: guarded(
-        folder, ME, change=(f" {exit_marks._beginning(ME)}", " 1")
-    ),
+    "by one whose number is taken": lambda folder, dead: guarded(folder, ME, change=(BEGINNING, " 1")),
     "with a process that lives on": still_used,
 }
 

@@ -68,7 +68,7 @@ def test_no_file_of_the_current_folder_runs(tmp_path, what):
     jobs.write(tmp_path / "programs", PROGRAM)
     jobs.write(tmp_path / "programs", "VALUE = 5", "beside.py")
     jobs.write(tmp_path / "programs", NOTEBOOK, "notebook.py")
-    jobs.write(tmp_path, AGENT, "agent").chmod(0o755)
+    jobs.script(tmp_path, AGENT, "agent")
     starter = sys.executable if words[0].endswith(".py") else Path(sys.executable).with_name("torchmpirun")
     done = jobs.run(starter, *words, cwd=tmp_path / "hostile", stdin=subprocess.DEVNULL, seconds=300)
     assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text() + done.stdout + done.stderr

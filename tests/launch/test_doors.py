@@ -6,7 +6,6 @@ import os
 import pathlib
 import re
 import subprocess
-import time
 import types
 
 import pytest
@@ -49,11 +48,8 @@ def listeners(process_id):
 def look(job, tmp_path, stage):
     """Wait for a stage of a job of 2 ranks; (listeners of the ranks alone, listeners of the starter)."""
     files = [tmp_path / f"{stage}-{rank}" for rank in range(2)]
-    until = time.monotonic() + 120
-    while not all(file.exists() and file.read_text() for file in files):
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    jobs.until(lambda: job.poll() is not None or all(file.exists() and file.read_text() for file in files), 120)
+    assert job.poll() is None, job.communicate()
     ranks = {int(file.read_text()) for file in files}
     everyone = set(cleanup.processes_with(f"LAUNCH_TEST={tmp_path}")) - {os.getpid()}
     starters = {inode: where for each in everyone - ranks for inode, where in listeners(each).items()}
@@ -147,11 +143,7 @@ def test_a_private_job_has_a_network_of_its_own(program, no_leftovers):
 
 @pytest.mark.parametrize(
     ("words", "environment", "found"),
-    [
-        (["--hosts", "a:2"], {}, "a"),
-        (["--mpi", "srun"], {}, "Slurm"),
-        ([], {"SLURM_JOB_NUM_NODES": "2"}, "Slurm"),
-    ],
+    [(["--hosts", "a:2"], {}, "a"), (["--mpi", "srun"], {}, "Slurm"), ([], {"SLURM_JOB_NUM_NODES": "2"}, "Slurm")],
 )
 def test_a_private_job_has_one_host(words, environment, found):
     with pytest.raises(LaunchError, match=f"found {found}: leave out --private"):

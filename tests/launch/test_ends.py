@@ -11,22 +11,12 @@ import time
 
 import pytest
 import stand_in
+from mpi_ranks import MEET
 from support import jobs
 
 from torchmpi_py.launch import signals, wrap
 
 pytestmark = [pytest.mark.timeout(240), jobs.needs_mpi]
-
-# Rank 1 does what argv[1] says; the others wait for it, and would wait for ever.
-FAIL = """
-import os, sys
-from mpi4py import MPI
-MPI.COMM_WORLD.Barrier()
-if MPI.COMM_WORLD.rank == 1:
-    exec(sys.argv[1])
-    raise RuntimeError("boom")
-MPI.COMM_WORLD.Barrier()
-"""
 
 # Rank 0 says that it is up, and ends when a file appears.
 SLOW = """
@@ -65,11 +55,12 @@ raise RuntimeError("boom")
     ],
 )
 def test_a_rank_that_can_tell_nobody_still_ends_the_job(program, no_leftovers, obstacle):
-    assert jobs.torchmpirun("-n", 2, program(FAIL), obstacle).returncode == 1
+    text = f"if rank == 1: {obstacle}; raise RuntimeError('boom')"
+    assert jobs.torchmpirun("-n", 2, program(MEET), text).returncode == 1
 
 
 def test_a_rank_that_leaves_in_the_middle_is_no_success(program, no_leftovers):
-    job = jobs.torchmpirun("-n", 2, program(FAIL), "os._exit(0)")
+    job = jobs.torchmpirun("-n", 2, program(MEET), "if rank == 1: os._exit(0)")
     assert job.returncode == 1
     assert re.search(r"rank 1 \(process \d+\) ended in the middle of the program, with exit code 0\n$", job.stderr)
 
@@ -142,11 +133,9 @@ def test_a_reader_that_goes_away_does_not_end_a_job_with_logs(program, tmp_path,
 
 
 def test_a_program_that_asks_in_vain_does_not_wait_for_ever(program, no_leftovers):
-    def as_a_shell_does():  # the terminal controls the session that torchmpirun is in
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
     terminal, job_side = os.openpty()
-    in_it = {"stdin": job_side, "start_new_session": True, "preexec_fn": as_a_shell_does}
+    in_it = {"stdin": job_side, "start_new_session": True}
+    in_it["preexec_fn"] = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # as a shell does: it controls the session
     for where in (in_it, {"stdin": subprocess.DEVNULL}):
         job = jobs.torchmpirun("-n", 1, program("input()"), **where)
         assert job.returncode == 1
@@ -192,8 +181,8 @@ sys.exit(255)
 """
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
-def test_a_job_that_a_rank_of_another_host_may_have_ended(num_hosts):
-    job = stand_in.run(WITH_ANOTHER_HOST, before=f"options = dict(num_ranks=2, num_hosts={num_hosts})")
-    assert job.returncode == 255
-    assert ("which rank ended the job is not known" in job.stderr) == (num_hosts == 2)
+def test_a_job_that_a_rank_of_another_host_may_have_ended():
+    for num_hosts in (1, 2):
+        job = stand_in.run(WITH_ANOTHER_HOST, before=f"options = dict(num_ranks=2, num_hosts={num_hosts})")
+        assert job.returncode == 255
+        assert ("which rank ended the job is not known" in job.stderr) == (num_hosts == 2)

@@ -44,15 +44,15 @@ def test_the_time_limit_ends_the_grace(no_leftovers):
 
 
 @contextlib.contextmanager
-def ranks(folder, *marked):
+def ranks(folder, *marked, text=RANK):
     """Processes that run as ranks, with the mark of a job or of another."""
     with contextlib.ExitStack() as stack:
         started = []
         for rank, is_marked in enumerate(marked):
             environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder)}
-            command = [sys.executable, "-c", RANK, str(rank)]
+            command = [sys.executable, "-c", text, str(rank)]
             if not is_marked:  # by a shell variable that comes too late for /proc
-                command[2] = f"import os; os.environ['TORCHMPIRUN_JOB_DIR'] = {str(folder)!r}\n" + RANK
+                command[2] = f"import os; os.environ['TORCHMPIRUN_JOB_DIR'] = {str(folder)!r}\n{text}"
                 del environment["TORCHMPIRUN_JOB_DIR"]
             process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
             stack.callback(process.kill)
@@ -85,11 +85,9 @@ ctypes.memset(begin, 0, end - begin)
 """
 
 
-def test_a_rank_that_sets_its_title_is_the_jobs(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        sys.modules[__name__], "RANK", RANK.replace('    print("up"', f'    exec({SET_TITLE!r})\n    print("up"')
-    )
-    with ranks(tmp_path, True) as (process,):
+def test_a_rank_that_sets_its_title_is_the_jobs(tmp_path):
+    text = RANK.replace('    print("up"', f'    exec({SET_TITLE!r})\n    print("up"')
+    with ranks(tmp_path, True, text=text) as (process,):
         remains = cleanup.Remains(tmp_path)
         assert not cleanup.lives_with(process.pid, remains.variable)
         assert remains.processes() == [process.pid]
@@ -237,11 +235,3 @@ def test_a_log_of_an_earlier_job_is_replaced(tmp_path):
     (tmp_path / "rank-0.log").mkdir()
     with pytest.raises(LaunchError, match=r"cannot write rank-0\.log there"):
         main.check_folder("--log-dir", tmp_path, replaced="rank-0.log")
-
-
-def test_a_grace_is_a_time(capsys):
-    for text in ("-1", "nan", "long"):
-        with pytest.raises(SystemExit):
-            main.parse(["--grace", text, "x.py"])
-        assert "--grace" in capsys.readouterr().err
-    assert main.parse(["--grace", "0", "x.py"]).grace == 0

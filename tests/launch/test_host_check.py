@@ -41,16 +41,10 @@ exec bash -c "$*"
 @pytest.fixture
 def agent(tmp_path):
     """The launch agent, and what it needs."""
-    path = tmp_path / "agent"
-    path.write_text(AGENT)
-    path.chmod(0o755)
-    info = tmp_path / "old" / "torch-1.2.3.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
-    changed = tmp_path / "changed"
-    changed.mkdir()
-    (changed / "__init__.py").write_text((PACKAGE / "__init__.py").read_text())
-    return path
+    old = "Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n"
+    jobs.write(tmp_path, old, "old/torch-1.2.3.dist-info/METADATA")
+    jobs.write(tmp_path, (PACKAGE / "__init__.py").read_text(), "changed/__init__.py")
+    return jobs.script(tmp_path, AGENT, "agent")
 
 
 def torchmpirun(*arguments, **environment):
@@ -114,9 +108,8 @@ def test_an_mpi_that_needs_shared_memory_has_a_problem_without(monkeypatch):
 
 def test_a_host_whose_doctor_does_not_end_has_answered(tmp_path, monkeypatch):
     monkeypatch.setattr(host_check, "_ANSWER_SECONDS", 3)
-    agent = tmp_path / "agent"
-    agent.write_text(f'#!/bin/sh\necho \'{host_facts.MARK} {{"host": "slow"}}\'; exec sleep 60\n')
-    agent.chmod(0o755)
+    text = f'#!/bin/sh\necho \'{host_facts.MARK} {{"host": "slow"}}\'; exec sleep 60\n'
+    agent = jobs.script(tmp_path, text, "agent")
     assert host_check.ask(Inquiry((), os.environ, agent=str(agent)), "slow.invalid") == {"host": "slow"}
 
 
@@ -209,8 +202,7 @@ def test_differences(changes, text):
 
 def test_in_an_allocation_hosts_are_asked_through_srun(tmp_path):
     for name, text in (("srun", ""), ("scontrol", 'echo "$3" | tr + "\\n"')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        jobs.script(tmp_path, f"#!/bin/sh\n{text}\n", name)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a[1]b[2]+c"}
     assert host_check.nodes_of_allocation(environment) == ("a[1]b[2]", "c")
     assert host_check.nodes_of_allocation({"SLURM_JOB_NODELIST": "n[08-10],m"}) == ("n08", "n09", "n10", "m")

@@ -5,55 +5,27 @@ import shutil
 import sys
 
 import pytest
+from mpi_ranks import MEET, START
 from support import jobs
 
 from torchmpi_py.launch import mpirun
 
 pytestmark = [pytest.mark.timeout(240), jobs.needs_mpi]
 
-# A rank writes down what it maps in /dev/shm: other jobs of this machine have files there, too.
-NOTE = """
-with open("/proc/self/maps") as maps, open(os.environ["LAUNCH_TEST"] + f"/held-{os.getpid()}", "w") as held:
-    held.writelines(line for line in maps if " /dev/shm/" in line)
-"""
-
 HELLO = f"""
-import os, sys
-from mpi4py import MPI
-world = MPI.COMM_WORLD
-{NOTE}
+{START}
 total = world.allreduce(world.rank)
 mine = (world.rank, world.size, total, len(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"], sys.argv[1:])
 for line in world.gather(mine) or ():
     print(*line, flush=True)
+window.Free()
 """
 
-# Rank 1 does what argv[1] says while the others wait for it; all hold shared memory.
-FAIL = f"""
-import os, signal, sys, time
-if sys.argv[1] == "early" and os.environ["RANK"] == "1":
-    raise RuntimeError("boom")
-from mpi4py import MPI
-world = MPI.COMM_WORLD
-window = MPI.Win.Allocate_shared(1 << 20, comm=world)
-world.Barrier()
-{NOTE}
-world.Barrier()
-if world.rank == 1:
-    if sys.argv[1] == "raise":
-        raise RuntimeError("boom")
-    if sys.argv[1] == "code":
-        sys.exit(3)
-    if sys.argv[1] == "kill":
-        time.sleep(0.5)  # torchmpirun cannot tell the order of deaths from before its first look
-        os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[1] == "hang":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while True:
-        time.sleep(1)
-world.Barrier()
-time.sleep(100)
-"""
+RAISE = "if rank == 1: raise RuntimeError('boom')"
+EARLY = "import os\nif os.environ['RANK'] == '1': raise RuntimeError('boom')"
+# After a while: torchmpirun cannot tell the order of deaths from before its first look.
+KILL = "if rank == 1: time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)"
+HANG = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)"
 
 
 def test_hello(program, no_leftovers):
@@ -95,24 +67,23 @@ def test_a_rank_that_ends_by_os_exit_at_exit(program, no_leftovers):
     assert (job.returncode, job.stdout) == (0, "done\n"), job.stderr
 
 
-@pytest.mark.parametrize(("how", "code", "num_tracebacks"), [("raise", 1, 1), ("early", 1, 1), ("code", 3, 0)])
-def test_a_failing_rank_ends_the_job_with_its_code(program, no_leftovers, how, code, num_tracebacks):
-    job = jobs.torchmpirun("-n", 3, program(FAIL), how)
+@pytest.mark.parametrize(
+    ("before", "how", "code", "num_tracebacks"),
+    [("", RAISE, 1, 1), (EARLY, "", 1, 1), ("", "if rank == 1: sys.exit(3)", 3, 0), ("", KILL, 137, 0)],
+    ids=["raise", "early", "code", "kill"],
+)
+def test_a_failing_rank_ends_the_job_with_its_code(program, no_leftovers, before, how, code, num_tracebacks):
+    job = jobs.torchmpirun("-n", 3, program(before + MEET), how)
     assert job.returncode == code
-    assert f"torchmpirun: rank 1 failed first, with exit code {code}\n" in job.stderr
+    assert how == KILL or f"torchmpirun: rank 1 failed first, with exit code {code}\n" in job.stderr
     for text in ("Traceback", "[rank 1] Traceback", "\nRuntimeError: boom\n"):
         assert job.stderr.count(text) == num_tracebacks
     assert "wrap.py" not in job.stderr
     assert "runpy" not in job.stderr
 
 
-def test_a_killed_rank_ends_the_job(program, no_leftovers):
-    job = jobs.torchmpirun("-n", 3, program(FAIL), "kill")
-    assert job.returncode == 137
-
-
 def test_time_limit(program, no_leftovers):
-    job = jobs.torchmpirun("-n", 2, "--timeout", 2, program(FAIL), "hang")
+    job = jobs.torchmpirun("-n", 2, "--timeout", 2, program(MEET), HANG)
     assert job.returncode == 124
     assert "torchmpirun: the job passed its limit of 2 s (--timeout)" in job.stderr.splitlines()
 
@@ -138,7 +109,7 @@ def test_a_log_holds_the_traceback_and_a_data_set_in_shared_memory_stays(program
     try:
         with open(data, "wb") as file:
             file.write(b"mine" * 1024)
-        job = jobs.torchmpirun("-n", 2, "--log-dir", tmp_path / "logs", program(text + FAIL), "raise")
+        job = jobs.torchmpirun("-n", 2, "--log-dir", tmp_path / "logs", program(text + MEET), RAISE)
         assert (job.returncode, os.path.getsize(data)) == (1, 4096)
     finally:
         os.remove(data)
@@ -167,8 +138,7 @@ sys.exit(main.main(words))
 
 @pytest.mark.skipif(jobs.VENDOR != "openmpi", reason="is about Open MPI's session folder")
 def test_the_session_folder_that_a_killed_mpirun_has_left_is_in_nobodys_way(program, tmp_path, no_leftovers):
-    starter = jobs.write(tmp_path, AFTER_ANOTHER.format(mpirun=mpirun.find("", os.environ)[1]), "starter")
-    starter.chmod(0o755)
+    starter = jobs.script(tmp_path, AFTER_ANOTHER.format(mpirun=mpirun.find("", os.environ)[1]), "starter")
     job = jobs.run(sys.executable, "-c", WITH_STARTER, starter, "-n", 2, program(HELLO))
     assert (job.returncode, job.stderr) == (0, "")
     assert [line.split()[:3] for line in job.stdout.splitlines()] == [["0", "2", "1"], ["1", "2", "1"]]

@@ -52,43 +52,40 @@ with exit_marks.running(folder, int(rank)):
     exec(text)
 """
 IN_FINALIZE = "stage('MPI_Finalize'); time.sleep(60)"
+IN_STOP = "stage('mpi.stop()'); time.sleep(60)"
 WAITS_FOR_1 = "stage('MPI_Finalize'); wait_for_rank_1(); stage('')"
 WORKS = "stage(''); atexit.register(time.sleep, 8)"
 ENDS = "stage('')"
 FAILS = "exit_marks.record_failure(folder, 1, 4); os._exit(4)"
 STAYS = "time.sleep(60)"
-# What ranks do, what the starter does after them; options; exit code; what is said, in this order.
+ONE_IN_STOP = r"rank 1 \(process \d+\) is in mpi.stop\(\), rank 0 \(process \d+\) is in MPI_Finalize, rank 2"
+STARTER_IS_ENDED = ["starter .* is ended"]
+
+
+def row(texts, code=0, said=(), then="", **options):
+    """What ranks do; exit code; what is said, in this order; what the starter does after them."""
+    return texts, then, options, code, said
+
+
 STOOD_IN = {
-    "full pipe": ([ENDS], "sys.stdout.write('x' * 1000000)", {}, 0, []),
-    "all in MPI_Finalize": ([IN_FINALIZE] * 2, "", {}, 1, [r"rank 1 \(process \d+\) is in MPI_Finalize", "TORCHMPI_"]),
-    "one in stop": (
-        [IN_FINALIZE, "stage('mpi.stop()'); time.sleep(60)", IN_FINALIZE],
-        "",
-        {},
-        1,
-        [r"rank 1 \(process \d+\) is in mpi.stop\(\), rank 0 \(process \d+\) is in MPI_Finalize, rank 2"],
-    ),
-    "stopped": (
-        [ENDS, "stage(''); os.kill(os.getpid(), signal.SIGSTOP)"],
-        "",
-        {},
-        1,
-        ["rank 1 .* stopped by a signal"],
-    ),
-    "shutdown": ([ENDS, f"{ENDS}; after_python('pause')"], "", {}, 1, ["rank 1 .* in the shutdown of Python"]),
-    "time limit": ([IN_FINALIZE], "", {"timeout_seconds": 0.2}, 124, ["--timeout"]),
-    "at work at exit": ([WAITS_FOR_1, WORKS], "", {}, 0, [f"rank 1 .* in the program.*{AT_WORK}"]),
-    "all at work": ([WORKS, WORKS], "", {}, 0, []),
-    "slow shutdown": ([f"{ENDS}; sys.last = Computes()", ENDS], "", {}, 0, []),
-    "reports only": (["stage('MPI_Finalize', ends=False); time.sleep(8)"] * 2, "", {}, 0, [AT_WORK]),
-    "no deadline": (["stage('MPI_Finalize', 0.0); time.sleep(3)"] * 2, "", {}, 0, []),
-    "a child's stage": (["if not os.fork(): stage('MPI_Finalize'); os._exit(0)\ntime.sleep(3)"], "", {}, 0, []),
-    "another program": (["stage('mpi.stop()'); stage(''); os.execvp('sleep', ['sleep', '3'])"], "", {}, 0, []),
-    "ranks elsewhere": (["stage('MPI_Finalize'); time.sleep(8)"], "", {"elsewhere": 1}, 0, [AT_WORK]),
-    "starter": ([ENDS] * 2, STAYS, {}, 0, ["starter .* is ended"]),
-    "starter after a code": ([ENDS, f"{ENDS}; after_python('_exit', 3)"], STAYS, {}, 3, ["starter .* is ended"]),
-    "starter after a failure": ([ENDS, FAILS], STAYS, {}, 4, ["rank 1 failed first, with exit code 4"]),
-    "starter of an elastic job": ([ENDS] * 2, STAYS, {"elastic": True}, 0, ["starter .* is ended"]),
+    "full pipe": row([ENDS], then="sys.stdout.write('x' * 1000000)"),
+    "all in MPI_Finalize": row([IN_FINALIZE] * 2, 1, [r"rank 1 \(process \d+\) is in MPI_Finalize", "TORCHMPI_"]),
+    "one in stop": row([IN_FINALIZE, IN_STOP, IN_FINALIZE], 1, [ONE_IN_STOP]),
+    "stopped": row([ENDS, "stage(''); os.kill(os.getpid(), signal.SIGSTOP)"], 1, ["rank 1 .* stopped by a signal"]),
+    "shutdown": row([ENDS, f"{ENDS}; after_python('pause')"], 1, ["rank 1 .* in the shutdown of Python"]),
+    "time limit": row([IN_FINALIZE], 124, ["--timeout"], timeout_seconds=0.2),
+    "at work at exit": row([WAITS_FOR_1, WORKS], 0, [f"rank 1 .* in the program.*{AT_WORK}"]),
+    "all at work": row([WORKS, WORKS]),
+    "slow shutdown": row([f"{ENDS}; sys.last = Computes()", ENDS]),
+    "reports only": row(["stage('MPI_Finalize', ends=False); time.sleep(8)"] * 2, 0, [AT_WORK]),
+    "no deadline": row(["stage('MPI_Finalize', 0.0); time.sleep(3)"] * 2),
+    "a child's stage": row(["if not os.fork(): stage('MPI_Finalize'); os._exit(0)\ntime.sleep(3)"]),
+    "another program": row(["stage('mpi.stop()'); stage(''); os.execvp('sleep', ['sleep', '3'])"]),
+    "ranks elsewhere": row(["stage('MPI_Finalize'); time.sleep(8)"], 0, [AT_WORK], elsewhere=1),
+    "starter": row([ENDS] * 2, 0, STARTER_IS_ENDED, STAYS),
+    "starter after a code": row([ENDS, f"{ENDS}; after_python('_exit', 3)"], 3, STARTER_IS_ENDED, STAYS),
+    "starter after a failure": row([ENDS, FAILS], 4, ["rank 1 failed first, with exit code 4"], STAYS),
+    "starter of an elastic job": row([ENDS] * 2, 0, STARTER_IS_ENDED, STAYS, elastic=True),
 }
 
 # Real ranks. Rank 1 sleeps behind the last look of its watchdog, or works in a thread; then rank 0 stops the starter.

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support import jobs
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import __main__ as launcher, hosts, mpirun, wrap
@@ -15,8 +16,8 @@ OPENMPI_4 = mpirun.recognise("mpirun (Open MPI) 4.1.6\n")
 HOSTFILE = Path("/h")
 
 
-def settings(vendor, *, busy=False, is_root=False, **more):
-    return mpirun.settings(vendor, busy=busy, is_root=is_root, **more)
+def settings(vendor, **more):
+    return mpirun.settings(vendor, **{"busy": False, "is_root": False} | more)
 
 
 def test_recognise():
@@ -74,13 +75,9 @@ def test_settings():
     assert settings(MPICH, busy=True, is_root=True) == {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
     assert settings(INTEL, busy=True)["I_MPI_THREAD_YIELD"] == "2"
     assert settings(SRUN, hostfile=HOSTFILE) == {"SLURM_HOSTFILE": "/h"}
-
-
-def test_open_mpi_5_keeps_its_files_in_the_jobs_folder():
-    folder = Path("/job")
-    assert settings(OPENMPI, folder=folder) == settings(OPENMPI) | {"PRTE_MCA_prte_local_tmpdir_base": "/job"}
-    for vendor in (OPENMPI_4, MPICH, INTEL, SRUN):
-        assert settings(vendor, folder=folder) == settings(vendor)
+    for vendor in (OPENMPI, OPENMPI_4, MPICH, INTEL, SRUN):
+        own = {"PRTE_MCA_prte_local_tmpdir_base": "/job"} if vendor is OPENMPI else {}
+        assert settings(vendor, folder=Path("/job")) == settings(vendor) | own
 
 
 def test_a_host_that_does_not_answer_is_given_up(tmp_path):
@@ -109,22 +106,16 @@ def test_the_place_of_open_mpis_files_is_the_users_first(monkeypatch, tmp_path, 
     assert not has_folder(("--prtemca", "prte_remote_tmpdir_base", "/r"), {"PRTE_MCA_prte_remote_tmpdir_base": "/r"})
     for name in ("prte_tmpdir_base", "prte_local_tmpdir_base", "orte_tmpdir_base"):
         assert has_folder(("--prtemca", name, "/scratch"))
-        assert has_folder(more={f"PRTE_MCA_{name}": "/scratch"})
-        assert has_folder(more={f"OMPI_MCA_{name}": "/scratch"})
-    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / place).write_text("# prte_tmpdir_base = /a\nprte_local_tmpdir_base_ = /a\n")
+        assert all(has_folder(more={f"{of}_MCA_{name}": "/scratch"}) for of in ("PRTE", "OMPI"))
+    jobs.write(tmp_path, "# prte_tmpdir_base = /a\nprte_local_tmpdir_base_ = /a\n", place)
     assert not has_folder()
-    (tmp_path / place).write_text("plm = ssh\n prte_tmpdir_base = /scratch\n")
+    jobs.write(tmp_path, "plm = ssh\n prte_tmpdir_base = /scratch\n", place)
     assert has_folder()
     assert not has_folder(vendor=MPICH)
 
 
 def fake(folder, name, version):
-    folder.mkdir(exist_ok=True)
-    program = folder / name
-    program.write_text(f"#!/bin/sh\necho '{version}'\n")
-    program.chmod(0o755)
-    return str(program)
+    return str(jobs.script(folder, f"#!/bin/sh\necho '{version}'\n", name))
 
 
 @pytest.fixture
@@ -137,13 +128,19 @@ def nowhere(monkeypatch, tmp_path):
 
 
 def test_beside_python_comes_before_the_path(nowhere):
-    (nowhere / "prefix").mkdir()
     beside = fake(nowhere / "prefix" / "bin", "mpirun", "mpirun (Open MPI) 5.0.11")
     on_path = fake(nowhere / "path", "mpiexec", "HYDRA build details:")
     environment = {"PATH": str(nowhere / "path")}
     assert mpirun.find("", environment) == (OPENMPI, beside)
     assert mpirun.find("mpich", environment) == (MPICH, on_path)
     assert mpirun.find("", environment | {"MPI4PY_MPIABI": "MPICH"}) == (MPICH, on_path)
+
+
+def test_srun_only_inside_an_allocation_and_without_mpirun(nowhere):
+    srun = fake(nowhere, "srun", "slurm 23.02.7")
+    assert mpirun.find("", {"PATH": str(nowhere), "SLURM_JOB_ID": "1"}) == (SRUN, srun)
+    with pytest.raises(LaunchError):
+        mpirun.find("", {"PATH": str(nowhere)})
 
 
 def test_nothing_found_names_the_remedy_and_what_was_passed_over(nowhere):
@@ -162,27 +159,17 @@ def test_nothing_found_names_the_remedy_and_what_was_passed_over(nowhere):
         mpirun.find("intel", environment)
 
 
-def test_srun_only_inside_an_allocation_and_without_mpirun(nowhere):
-    srun = fake(nowhere / "path", "srun", "slurm 23.02.7")
-    environment = {"PATH": str(nowhere / "path")}
-    assert mpirun.find("", environment | {"SLURM_JOB_ID": "1"}) == (SRUN, srun)
-    with pytest.raises(LaunchError):
-        mpirun.find("", environment)
-
-
 def test_mpi4py_is_told_the_library_of_the_mpi_that_starts_it(tmp_path):
-    library = tmp_path / "lib" / "libmpi.so.40"
-    library.parent.mkdir()
-    library.touch()
+    library = jobs.write(tmp_path, "", "lib/libmpi.so.40")
     program = fake(tmp_path / "bin", "mpirun", "")
     assert mpirun.library_of(OPENMPI, program) == {"MPI4PY_LIBMPI": str(library)}
     assert mpirun.library_of(MPICH, program) == {}
 
 
 def test_what_ranks_do_not_inherit():
-    environment = {"PMIX_RANK": "1", "PMIX_MCA_gds": "hash", "OMPI_MCA_osc": "", "PMI_FD": "3", "HOME": "/root"}
     kept = {"PMIX_MCA_gds": "hash", "OMPI_MCA_osc": "", "HOME": "/root"}
-    assert launcher.inherited_environment(environment | {"TORCHMPI_STARTED_PID": "1"}) == kept
+    dropped = {"PMIX_RANK": "1", "PMI_FD": "3", "TORCHMPI_STARTED_PID": "1"}
+    assert launcher.inherited_environment(kept | dropped) == kept
 
 
 def test_env_with_a_name_alone_passes_the_value_on_and_shows_it_nowhere(tmp_path):
@@ -199,8 +186,8 @@ def test_env_with_a_name_alone_passes_the_value_on_and_shows_it_nowhere(tmp_path
 def test_everything_after_the_program_is_the_programs():
     options = launcher.parse(["-n", "3", "train.py", "-n", "5", "--", "--timeout", "x", "-m"])
     assert (options.num_ranks, options.program) == (3, ["train.py", "-n", "5", "--", "--timeout", "x", "-m"])
-    options = launcher.parse(["-m", "package.train", "-m", "--env"])
-    assert (options.as_module, options.program) == (True, ["package.train", "-m", "--env"])
+    options = launcher.parse(["--grace", "0", "-m", "package.train", "-m", "--env"])
+    assert (options.grace, options.as_module, options.program) == (0, True, ["package.train", "-m", "--env"])
     assert launcher.parse(["-n", "3", "--", "train.py", "--", "-n"]).program == ["train.py", "--", "-n"]
     for words in (["-p", "8080"], ["-ma", "x"], ["-hos"], ["--he"], ["-x"], ["-n", "0"], ["--mca"]):
         assert launcher.parse(["-n4", "a.py", *words]).program == ["a.py", *words]
@@ -238,6 +225,7 @@ def test_options_of_mpirun():
         ("--bind-to core a.py", "--bind core"),
         ("-wdir /data a.py", "change to the folder"),
         ("--mca btl tcp,self a.py", "--mpi-args '--mca"),
+        *((f"--grace {text} a.py", "--grace") for text in ("-1", "nan", "long")),
         *((words, "torchmpirun") for words in ("", "--", "--template sge", "-n 0 a.py", "-n x a.py", "--tim")),
     ],
 )

@@ -1,7 +1,6 @@
 """What errors leave out: notices that repeat what was said, frames of the package, the same traceback of more ranks."""
 
 import os
-import time
 
 import pytest
 from hypothesis import given, strategies
@@ -11,6 +10,7 @@ import torchmpi_py
 from torchmpi_py.core import config
 from torchmpi_py.launch import notices
 
+PACKAGE = os.path.dirname(torchmpi_py.__file__)
 RULE = "-" * 74 + "\n"
 ABORT = f"{RULE}MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n\nNOTE: more\n{RULE}"
 EXITED = f"{RULE}prterun has exited due to process rank 1 with PID 0 on node vm calling\n{RULE}"
@@ -62,14 +62,9 @@ def test_a_line_passes_at_once_and_a_rule_after_a_while(monkeypatch):
 def test_a_notice_without_an_end_is_shown_and_a_rule_not_held_while_more_comes():
     begin = f"{RULE}MPI_ABORT was invoked on rank 1\n"
     assert shown([begin, "x" * 5000]) == begin + "x" * 5000
-    found, shown_at_last = notices.NoticeFilter(lambda: True), b""
-    until = time.monotonic() + 5
+    found = notices.NoticeFilter(lambda: True)
     found.feed(RULE.encode())
-    while not shown_at_last and time.monotonic() < until:
-        assert found.feed(b"a line\n") == b""
-        time.sleep(0.05)
-        shown_at_last = found.overdue()
-    assert shown_at_last.startswith(RULE.encode())
+    assert jobs.until(lambda: found.feed(b"a line\n") or found.overdue(), 5).startswith(RULE.encode())
 
 
 def raised(function, *arguments):
@@ -80,13 +75,12 @@ def raised(function, *arguments):
 
 def test_frames_of_the_package_are_left_out_where_it_refuses_what_it_is_given(monkeypatch):
     error = raised(config.from_environment, {"TORCHMPI_FUSE_BYTES": "x"})
-    package = os.path.dirname(torchmpi_py.__file__)
     text = notices.traceback_text(error)
-    assert package not in text
+    assert PACKAGE not in text
     assert f'File "{__file__}"' in text
     assert "ValueError: TORCHMPI_FUSE_BYTES='x'" in text
     monkeypatch.setenv("TORCHMPI_ERRORS", "full")
-    assert package in notices.traceback_text(error)
+    assert PACKAGE in notices.traceback_text(error)
 
 
 def test_frames_are_kept_where_the_package_may_be_wrong():
@@ -94,19 +88,17 @@ def test_frames_are_kept_where_the_package_may_be_wrong():
     assert __file__ in notices.traceback_text(error)
     error = raised(config.profile_directory, 3)
     assert isinstance(error, AttributeError)
-    assert os.path.dirname(torchmpi_py.__file__) in notices.traceback_text(error)
+    assert PACKAGE in notices.traceback_text(error)
 
 
 def test_frames_of_a_cause_are_left_out_by_its_own_kind():
-    try:
-        try:
-            config.from_environment({"TORCHMPI_FUSE_BYTES": "x"})
-        except ValueError as error:
-            raise RuntimeError("mine") from error
-    except RuntimeError as error:
-        text = notices.traceback_text(error)
-    assert os.path.dirname(torchmpi_py.__file__) not in text
-    assert text.count(f'File "{__file__}"') == 2
+    def raise_from():
+        raise RuntimeError("mine") from raised(config.from_environment, {"TORCHMPI_FUSE_BYTES": "x"})
+
+    text = notices.traceback_text(raised(raise_from))
+    assert PACKAGE not in text
+    assert "ValueError: TORCHMPI_FUSE_BYTES" in text
+    assert text.count(f'File "{__file__}"') == 3
 
 
 def test_what_another_rank_says_is_said_once(tmp_path, monkeypatch):

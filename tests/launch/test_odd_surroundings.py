@@ -21,18 +21,13 @@ HAS_NAMESPACES = not subprocess.run([*IN_A_NAMESPACE, "mount -t tmpfs none /mnt"
 
 
 def leave_no_folder():
-    folder = Path("gone").absolute()
-    folder.mkdir()
-    os.chdir(folder)
-    folder.rmdir()
+    os.mkdir("gone")
+    os.chdir("gone")
+    os.rmdir("../gone")
 
 
-def limit_files(most=24):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (24, most))
-
-
-def limit_soft_files():
-    limit_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+def limit_files(most):
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (24, most))
 
 
 # What is odd: variables (None: unset), a function of the child, a file system of its own, options. Where a job runs,
@@ -52,7 +47,7 @@ RUNS = {
     "24 open files, which can be raised, no PATH, a hostfile in Latin-1, Slurm's number is odd": {
         "env": {"PATH": None, "SLURM_NTASKS": "²"},
         "hosts": b"localhost slots=2 # b\xf6se\n",
-        "before": limit_soft_files,
+        "before": limit_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
     },
     "TMPDIR is full, stderr is closed": {
         "mounts": "mount -t tmpfs -o size=4k,nr_inodes=1 none /mnt",
@@ -65,17 +60,14 @@ FAILS = {
     "the working folder is gone": ({"before": leave_no_folder}, "working folder.*cd "),
     "/dev/shm is full": ({"mounts": "mount -t tmpfs -o size=4k none /dev/shm"}, SHARED_MEMORY),
     "/dev/shm is read-only": ({"mounts": "mount -t tmpfs -o ro none /dev/shm"}, SHARED_MEMORY),
-    "24 open files": ({"before": limit_files}, "open files.*24.*ulimit -n"),
+    "24 open files": ({"before": limit_files(24)}, "open files.*24.*ulimit -n"),
     "a host that is no UTF-8": ({"hosts": b"localh\xf6st slots=2\n"}, "hostfile:1.*write"),
     "a hostfile that is a FIFO": ({"hosts": os.mkfifo}, "hostfile.*named pipe"),
     "a hostfile that is a device": ({"options": ["--hostfile", "/dev/zero"]}, "/dev/zero.*device"),
     "a hostfile that is a folder": ({"options": ["--hostfile", "/"]}, "--hostfile /"),
     "a hostfile of a batch system that is a FIFO": ({"hosts": os.mkfifo, "by": "PBS_NODEFILE"}, "unset PBS_NODEFILE"),
     "control characters in a path": ({"options": ["--hostfile", "\x1b[2J\r\x9b"]}, r"--hostfile \\x1b\[2J\\x0d\\x9b:"),
-    "slots without end": (
-        {"hosts": b"localhost slots=99999999999999\n", "number": None},
-        "99999999999999 ranks.*fewer",
-    ),
+    "slots without end": ({"hosts": b"localhost slots=99999999999999\n", "number": None}, "99999999999999 .*fewer"),
     "slots of very many lines": ({"hosts": b"localhost slots=60000\n" * 1000, "number": None}, "60000000 ranks.*fewer"),
     "ranks without end": ({"number": "99999999999999"}, "99999999999999"),
     "a program that is a FIFO": ({"program": os.mkfifo}, "program.py is.*named pipe.*name a"),
@@ -125,13 +117,8 @@ def command_of(odd):
 
 
 def outcome(command, environment, before):
-    with open("output", "wb") as output:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-        process = subprocess.Popen(command, env=environment, **pipes, start_new_session=True, preexec_fn=before)
-    try:
-        code = process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        code = "hangs"
+    """The exit code and what is printed; a hang is an error."""
+    streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True, "timeout": 60}
+    with open("output", "w+b") as output:
+        code = subprocess.run(command, env=environment, stdout=output, preexec_fn=before, **streams).returncode
     return code, Path("output").read_text(errors="replace")

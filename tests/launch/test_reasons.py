@@ -21,7 +21,7 @@ STATES = {
     "descriptor closed": "os.close(2)",
     "both closed": "sys.stderr.close(); os.close(2)",
     "write raises": "sys.stderr = types.SimpleNamespace(write=int, flush=dict)",
-    "a tee": "sys.stderr = Tee(sys.stderr)",
+    "a tee": "sys.stderr = types.SimpleNamespace(write=sys.stderr.write, flush=sys.stderr.flush)",
     "redirected": "where = contextlib.redirect_stderr(io.StringIO()); where.__enter__()",
     "descriptor redirected": "os.dup2(os.open(os.devnull, os.O_WRONLY), 2)",
     "own excepthook": "sys.excepthook = lambda kind, error, _: print('hook:', kind.__name__, error, file=sys.stderr)",
@@ -29,28 +29,16 @@ STATES = {
 
 # Ways to fail, and the class that is shown. In the last one a signal comes during the report, and its handler raises,
 # as torch's handler does for a worker that dies.
+THREAD = "thread = threading.Thread(target=lambda: [][0])\nthread.start()\nthread.join()"
 WAYS = {
     "raise": ("raise LookupError('boom')", "LookupError"),
     "exit": ("sys.exit('boom')", ""),
-    "thread": ("join(lambda: [][0])\nraise LookupError('boom')", "LookupError"),
+    "thread": (f"{THREAD}\nraise LookupError('boom')", "LookupError"),
     "handler": ("raise Disturbing", "Disturbing"),
 }
 
 PROGRAM = """
 import contextlib, io, os, signal, sys, threading, time, types
-
-class Tee:
-    def __init__(self, stream):
-        self.stream = stream
-    def write(self, text):
-        self.stream.write(text)
-    def flush(self):
-        self.stream.flush()
-
-def join(work):
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
 
 def raise_disturbed(*_):
     raise OSError("disturbed")

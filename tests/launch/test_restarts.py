@@ -2,28 +2,24 @@
 
 import os
 import re
-import signal
 import subprocess
 
 import pytest
+from mpi_ranks import MEET
 from support import jobs
 
 from torchmpi_py.launch import deaths, exit_marks
 
 pytestmark = pytest.mark.timeout(240)
 
-# Rank 1 does what argv[1] says in the attempts before number argv[2]; the others wait for it.
-FAIL = """
-import os, signal, sys, time
-from mpi4py import MPI
-world = MPI.COMM_WORLD
+# Rank 1 is killed in the attempts before number argv[2], while the others wait for it.
+DIE = """
 attempt = int(os.environ["TORCHMPIRUN_RESTART"])
-print(f"rank {world.rank} in attempt {attempt}", flush=True)
+print(f"rank {rank} in attempt {attempt}", flush=True)
 world.Barrier()
-if world.rank == 1 and attempt < int(sys.argv[2]):
+if rank == 1 and attempt < int(sys.argv[2]):
     time.sleep(1)  # torchmpirun tells who died first once it has seen the ranks
-    exec(sys.argv[1])
-world.Barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 SURVIVE = """
@@ -50,7 +46,7 @@ except MPI.Exception:
 @jobs.needs_mpi
 def test_a_job_is_started_again_and_the_logs_go_on(program, tmp_path, no_leftovers):
     options = ["-n", 3, "--max-restarts", 2, "--log-dir", tmp_path / "l"]
-    job = jobs.torchmpirun(*options, program(FAIL), "os.kill(os.getpid(), 9)", 1)
+    job = jobs.torchmpirun(*options, program(MEET), DIE, 1)
     assert job.returncode == 0
     said = r"attempt 1 of 3 failed \(rank 1 \(process \d+\) (was killed by signal 9|died)\); starting again"
     assert len(re.findall(f"torchmpirun: {said}", job.stderr)) == job.stderr.count("torchmpirun: ") == 1
@@ -59,26 +55,6 @@ def test_a_job_is_started_again_and_the_logs_go_on(program, tmp_path, no_leftove
         lines = (tmp_path / "l" / f"rank-{rank}.log").read_text().splitlines()
         found = [line for line in lines if line.startswith("rank")]
         assert found == [f"rank {rank} in attempt {attempt}" for attempt in (0, 1)]
-
-
-@jobs.needs_mpi
-def test_the_last_attempt_gives_the_code(program, no_leftovers):
-    job = jobs.torchmpirun("-n", 2, "--max-restarts", 1, program(FAIL), "sys.exit(3)", 9)
-    assert job.returncode == 3
-    assert re.findall(r"attempt (\d) of 2 failed \((.*)\)(.*)", job.stderr) == [
-        ("1", "rank 1 failed first, with exit code 3", "; starting again"),
-        ("2", "rank 1 failed first, with exit code 3", ""),
-    ]
-
-
-@jobs.needs_mpi
-def test_a_job_that_was_ended_is_not_started_again(program, no_leftovers):
-    words = ["-n", 2, "--max-restarts", 3, program(FAIL), "time.sleep(100)", 1]
-    with jobs.start(*jobs.TORCHMPIRUN, *words) as job:
-        assert job.stdout.readline().endswith("in attempt 0\n")
-        job.send_signal(signal.SIGTERM)
-        _, said = job.communicate(timeout=200)
-    assert (job.returncode, said.count("attempt")) == (143, 0)
 
 
 @jobs.needs_mpi
@@ -93,7 +69,7 @@ def test_elastic(program, no_leftovers):
         assert told[3][0] == "1"
         assert re.search(r"attempt 1 of 2 failed \((rank \d [^;]*(; )?){3}\); starting again", job.stderr)
         return
-    job = jobs.torchmpirun("-n", 2, "--elastic", program(FAIL), "os.kill(os.getpid(), 9)", 2)
+    job = jobs.torchmpirun("-n", 2, "--elastic", program(MEET), DIE, 2)
     assert job.returncode == 0
     assert f"{jobs.VENDOR} has nothing for --elastic" in job.stderr
     assert "attempt 2 of 4 failed" in job.stderr
@@ -130,14 +106,10 @@ def test_deaths_are_told_in_the_order_of_their_beginnings(tmp_path, monkeypatch,
 def test_how_a_rank_died():
     """By its status, or by the code of the starter."""
     ended = "ended in the middle of the program, with exit code"
+    killed = "was killed by signal"
     for status, starter, code, text in [
-        (9, 1, 137, "was killed by signal 9"),
-        (11, 11, 139, "was killed by signal 11"),
-        (5 << 8, 9, 5, f"{ended} 5"),
-        (0, 0, 1, f"{ended} 0"),
-        (None, 137, 137, "was killed by signal 9"),
-        (None, 0, 1, "died"),
-        (None, 9, 9, "died"),
+        *((9, 1, 137, f"{killed} 9"), (11, 11, 139, f"{killed} 11"), (None, 137, 137, f"{killed} 9")),
+        *((5 << 8, 9, 5, f"{ended} 5"), (0, 0, 1, f"{ended} 0"), (None, 0, 1, "died"), (None, 9, 9, "died")),
     ]:
         death = deaths.Death(2, 1234, status)
         assert (death.code(starter), death.explain(starter)) == (code, text)

@@ -57,11 +57,14 @@ def test_a_rank_that_fails_before_mpi_starts_ends_the_job_without_torchmpirun(tm
     assert job.stderr.count("Traceback") == 1
 
 
-@pytest.mark.parametrize("name", ["openmpi.sh", "mpich.sh"])
-def test_thread_settings_do_not_change_the_default_number_of_ranks(name):
-    threads = {"OMP_NUM_THREADS": "1000", "OMP_THREAD_LIMIT": "1"}
-    job = jobs.run(FOLDER / name, "a.py", env=threads | {"MPIRUN": "echo", "MPIEXEC": "echo"})
-    assert job.stdout.startswith(f"{len(os.sched_getaffinity(0))} ")  # echo takes the -n for itself
+@pytest.mark.parametrize("vendor", HOST_LINE)
+def test_the_default_number_of_ranks(tmp_path, vendor):
+    """The cores, whatever is set for threads, or the slots."""
+    settings = {"OMP_NUM_THREADS": "1000", "OMP_THREAD_LIMIT": "1", "MPIRUN": "echo", "MPIEXEC": "echo"}
+    settings |= {"HOSTFILE": str(jobs.write(tmp_path, HOST_LINE[vendor] * 3, "hosts"))}
+    for several, number in (("", len(os.sched_getaffinity(0))), ("_hostfile", 6)):
+        job = jobs.run(FOLDER / f"{vendor}{several}.sh", "a.py", env=settings)
+        assert job.stdout.startswith(f"{number} "), job.stderr  # echo takes the -n for itself
 
 
 # Of Slurm: srun starts two ranks, without its own options; scontrol says what it was asked for.
@@ -104,8 +107,8 @@ def test_slurm_queues_again_only_what_has_saved(tmp_path, how, is_queued_again):
     jobs.write(tmp_path, ENDS)
     settings = mpirun.settings(VENDOR, busy=True, is_root=os.geteuid() == 0) | mpirun.library_of(VENDOR, PROGRAM)
     starter = [PROGRAM, *mpirun.arguments(VENDOR, num_ranks=2, forward=("MPI4PY_LIBMPI", "PYTHONPATH"))]
-    jobs.write(tmp_path, SRUN.format(starter=shlex.join(starter)), "srun").chmod(0o755)
-    jobs.write(tmp_path, SCONTROL, "scontrol").chmod(0o755)
+    jobs.script(tmp_path, SRUN.format(starter=shlex.join(starter)), "srun")
+    jobs.script(tmp_path, SCONTROL, "scontrol")
     settings |= {"SLURM_JOB_ID": "77", "SRUN_MPI": "pmi9", "TMPDIR": str(tmp_path)}
     before = set(os.listdir(tmp_path))
     job = start(["bash", printed("slurm", tmp_path), "program.py", how, "a b"], tmp_path, **settings)
@@ -121,8 +124,7 @@ def test_pbs(tmp_path):
     jobs.write(tmp_path, HELLO)
     (tmp_path / "nodes").write_text("localhost\n" * 3)
     settings = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_O_WORKDIR": str(tmp_path), "PROGRAM": "program.py a --b"}
-    launcher = f'#!/bin/sh\nexec {sys.executable} -m torchmpi_py.launch "$@"\n'
-    jobs.write(tmp_path, launcher, "torchmpirun").chmod(0o755)
+    jobs.script(tmp_path, f'#!/bin/sh\nexec {sys.executable} -m torchmpi_py.launch "$@"\n', "torchmpirun")
     job = start(["bash", printed("pbs", tmp_path)], tmp_path, OPTIONS="--log-dir logs", END_AFTER="150", **settings)
     assert (job.returncode, job.stderr) == (0, "")
     for rank in range(3):
@@ -132,30 +134,24 @@ def test_pbs(tmp_path):
     assert "PROGRAM: names no program; write qsub -v PROGRAM=" in job.stderr
 
 
-def container(job, role):
-    """The container of the launcher, or of a worker."""
-    replicas = job["spec"]["mpiReplicaSpecs"][role]
-    (only,) = replicas["template"]["spec"]["containers"]
-    return only
-
-
 @needs_mpi
 def test_kubernetes(tmp_path):
     yaml = pytest.importorskip("yaml", reason="PyYAML reads the MPIJob")
     job = yaml.safe_load(printed("kubernetes", tmp_path).read_text())
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
     assert job["spec"]["mpiImplementation"] == "OpenMPI"  # whose hostfile is `name slots=N`
-    command = container(job, "Launcher")["command"] + container(job, "Launcher")["args"]
+    replicas = (job["spec"]["mpiReplicaSpecs"][role] for role in ("Launcher", "Worker"))
+    (launcher,), (worker,) = (each["template"]["spec"]["containers"] for each in replicas)
+    command = launcher["command"] + launcher["args"]
     assert command[:3] == ["torchmpirun", "--hostfile", "/etc/mpi/hostfile"]
     # As the operator starts it, but for the folder of the hostfile, and with this host in place of the workers.
     (tmp_path / "hostfile").write_text("localhost slots=2\n")
     jobs.write(tmp_path, HELLO, "train.py")
-    own = {variable["name"]: variable["value"] for variable in container(job, "Launcher")["env"]}
+    own = {variable["name"]: variable["value"] for variable in launcher["env"]}
     words = [str(tmp_path / "hostfile") if word == "/etc/mpi/hostfile" else word for word in command[1:]]
     done = start([sys.executable, "-m", "torchmpi_py.launch", *words], tmp_path, **own)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "2 ['--epochs', '5'] None\n" * 2
-    worker = container(job, "Worker")
     sshd = shutil.which(worker["command"][0])
     if sshd is not None:  # -t: read the options and the configuration, and end
         jobs.run("ssh-keygen", "-q", "-N", "", "-f", tmp_path / "key")
@@ -173,23 +169,10 @@ def test_the_image_has_what_the_job_starts(tmp_path):
     lines = dockerfile.replace("\\\n", "").splitlines()
     writes = next(line for line in lines if "StrictModes" in line and line.startswith("RUN")).removeprefix("RUN ")
     folder = tmp_path / "etc"
-    for name in ("sshd_config.d", "ssh_config.d"):
-        (folder / name).mkdir(parents=True)
+    (folder / "sshd_config.d").mkdir(parents=True)
+    (folder / "ssh_config.d").mkdir()
     assert jobs.run("sh", "-c", writes.replace("/etc/ssh", str(folder))).returncode == 0
     if shutil.which("ssh"):
         shown = jobs.run("ssh", "-F", folder / "ssh_config.d" / "job.conf", "-G", "somewhere").stdout
         assert "stricthostkeychecking false" in shown
         assert "userknownhostsfile /dev/null" in shown
-
-
-@pytest.mark.parametrize(
-    "script",
-    sorted([*FOLDER.iterdir(), ready_scripts.FOLDER / "slurm.sbatch", ready_scripts.FOLDER / "pbs.sh"]),
-    ids=lambda path: path.name,
-)
-def test_scripts_are_executable_and_parse(script):
-    assert os.access(script, os.X_OK)
-    assert jobs.run("bash", "-n", script).returncode == 0
-    lines = script.read_text().splitlines()
-    assert all(line.startswith("#") for line in lines[:6])
-    assert "set -euo pipefail" in lines

@@ -1,5 +1,6 @@
 """What torchmpirun shows and says: readers who pause, disks that are full. A program stands in for the MPI."""
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -42,11 +43,9 @@ def test_a_signal_is_heeded_while_the_reader_pauses(tmp_path):
 def test_the_time_limit_is_heeded_while_the_readers_of_both_pause(tmp_path):
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    while True:
-        try:
+    with contextlib.suppress(BlockingIOError):
+        while True:
             os.write(writing, b"x" * 4096)
-        except BlockingIOError:
-            break
     os.set_blocking(writing, True)
     with start(FILL + "time.sleep(100)", tmp_path, seconds=1, stderr=writing) as job:
         assert job.wait() == 124
@@ -63,17 +62,19 @@ def test_a_reader_that_goes_on_gets_all(tmp_path):
         assert (job.wait(), job.stderr.read()) == (0, b"")
 
 
+SHOWS = r"""
+import os, sys, time
+log, folder = open(sys.argv[2], "wb", 0), os.path.dirname(sys.argv[2])
+log.write(b"caf\xc3"); time.sleep(0.3); log.write(b"\xa9 \xff\n")
+while not os.path.exists(f"{folder}/seen"): time.sleep(0.01)
+os.truncate(sys.argv[2], 0); time.sleep(0.3)
+log.write(b"on\n"); os.write(2, b"notice\n\0"); os._exit(3)
+"""
+
+
 def test_what_is_shown_is_text(tmp_path):
     """A log is cut while one who has it open goes on writing where it was."""
-    program = (
-        "import os, sys, time; log = open(sys.argv[2], 'wb', 0)\n"
-        f"seen = {str(tmp_path / 'seen')!r}\n"
-        "log.write(b'caf\\xc3'); time.sleep(0.3); log.write(b'\\xa9 \\xff\\n')\n"
-        "while not os.path.exists(seen): time.sleep(0.01)\n"
-        "os.truncate(sys.argv[2], 0); time.sleep(0.3)\n"
-        "log.write(b'on\\n'); os.write(2, b'notice\\n\\0'); os._exit(3)"
-    )
-    with start(program, tmp_path) as job:
+    with start(SHOWS, tmp_path) as job:
         first = job.stdout.readline()
         (tmp_path / "seen").touch()
         shown, said = job.communicate()

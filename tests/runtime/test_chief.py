@@ -2,8 +2,8 @@
 
 import json
 import sys
-import types
 from dataclasses import asdict
+from unittest import mock
 
 import pytest
 
@@ -21,26 +21,14 @@ def test_rank_0_of_the_first_group_is_the_chief(mpi, monkeypatch):
 
 
 def test_the_chief_alone_writes_summaries(mpi, monkeypatch):
-    class Writer:
-        """In place of TensorBoard's."""
-
-        def __init__(self, log_dir, **options):
-            self.calls = [(log_dir, options)]
-
-        def add_scalar(self, *values):
-            self.calls.append(values)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.calls.append("closed")
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    tensorboard = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     with mpi.summary_writer("runs", flush_secs=5) as writer:
         writer.add_scalar("loss", 0.5, 1)
     if mpi.rank() == 0:
-        assert writer.calls == [("runs", {"flush_secs": 5}), ("loss", 0.5, 1), "closed"]
+        tensorboard.SummaryWriter.assert_called_once_with("runs", flush_secs=5)
+        writer.add_scalar.assert_called_once_with("loss", 0.5, 1)
+        tensorboard.SummaryWriter.return_value.__exit__.assert_called_once()
     else:
-        assert not isinstance(writer, Writer)
+        assert not tensorboard.mock_calls
         assert not hasattr(writer, "__len__")

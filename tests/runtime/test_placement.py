@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support import jobs
 
 from torchmpi_py.launch import transports, variables
 from torchmpi_py.runtime import placement
@@ -33,11 +34,8 @@ def pinned(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "claimed", "count", "index"),
     [
-        ("OMPI_COMM_WORLD_LOCAL_RANK", 3, 4, 3),
-        ("MPI_LOCALRANKID", 5, 4, 1),
-        ("PALS_LOCAL_RANKID", 7, 3, 1),
-        ("SLURM_LOCALID", 2, 1, 0),
-        ("SLURM_LOCALID", 0, 4, 0),
+        *(("OMPI_COMM_WORLD_LOCAL_RANK", 3, 4, 3), ("MPI_LOCALRANKID", 5, 4, 1), ("PALS_LOCAL_RANKID", 7, 3, 1)),
+        *(("SLURM_LOCALID", 2, 1, 0), ("SLURM_LOCALID", 0, 4, 0)),
     ],
 )
 def test_a_claimed_local_rank_is_pinned_at_once(pinned, monkeypatch, name, claimed, count, index):
@@ -61,30 +59,13 @@ def test_without_a_claim_mpi_is_asked_first(pinned, rank, index):
     assert pinned == [index]
 
 
-def test_a_variable_left_over_from_an_outer_job_does_not_last(pinned, monkeypatch):
-    monkeypatch.setenv("SLURM_LOCALID", "0")  # on every rank that a batch script starts
-    device = placement.cuda_device()
-    assert placement.corrected_device(device, Local(3, 4, 1, 4, 3)) == torch.device("cuda", 3)
-    assert pinned == [0, 3]
-
-
-class Node:
-    """A node's communicator whose ranks claimed these local ranks."""
-
-    def __init__(self, rank, claimed):
-        self.rank, self.size, self.claimed = rank, len(claimed), claimed
-
-    def allgather(self, mine):
-        return [(claimed, mine[1]) for claimed in self.claimed]
-
-
 @pytest.mark.parametrize(
     ("claimed", "ranks", "gpus"),
     [
         ([0, 2, 1], [0, 2, 1], [0, 2, 1]),
         ([2, 3], [0, 1], [2, 3]),  # two of the four ranks on a host, which pass for a node
         ([3], [0], [3]),
-        ([0, 0, 0], [0, 1, 2], [0, 1, 2]),  # left over
+        ([0, 0, 0], [0, 1, 2], [0, 1, 2]),  # left over of an outer job, on every rank that its script starts
         ([1, 1], [0, 1], [0, 1]),
         ([None, None], [0, 1], [0, 1]),
         ([None, 0], [0, 1], [0, 1]),
@@ -97,7 +78,9 @@ def test_every_rank_of_a_node_gets_its_own_place_and_gpu(pinned, monkeypatch, cl
         monkeypatch.delenv("SLURM_LOCALID", raising=False)
         if own is not None:
             monkeypatch.setenv("SLURM_LOCALID", str(own))
-        local = placement.locate(Node(rank, claimed))
+        node = mock.Mock(rank=rank, size=len(claimed))  # its communicator
+        node.allgather = lambda mine: [(each, mine[1]) for each in claimed]
+        local = placement.locate(node)
         assert (local.rank, local.size) == (ranks[rank], len(claimed))
         assert local.cores >= 1
         device = placement.corrected_device(placement.cuda_device(), local)
@@ -130,17 +113,12 @@ def test_no_gpu_is_explained(pinned, monkeypatch, visible, words, cuda, built):
 )
 def test_the_components_of_open_mpi_are_the_users_first(monkeypatch, tmp_path, place):
     monkeypatch.setattr(Path, "glob", lambda *_: iter(()))  # Debian's package of Open MPI has a file that names some
-    settings = {
-        "HOME": str(tmp_path / "home"),
-        "OPAL_PREFIX": str(tmp_path / "prefix"),
-        "MPI4PY_LIBMPI": "libmpi.so.40",
-    }
+    settings = {"HOME": f"{tmp_path}/home", "OPAL_PREFIX": f"{tmp_path}/prefix", "MPI4PY_LIBMPI": "libmpi.so.40"}
     settings["OMPI_MCA_mca_base_param_files"] = f"{tmp_path}/nothing,{tmp_path}/given"
     with mock.patch.dict(os.environ, settings):
         os.environ.pop(transports.COMPONENTS, None)
         if place is not None:
-            (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / place).write_text("osc = ^ucx\n  btl = self,tcp\n")
+            jobs.write(tmp_path, "osc = ^ucx\n  btl = self,tcp\n", place)
         placement.prepare_environment()
         assert os.environ.get(transports.COMPONENTS) == ("^ofi" if place is None else None)
         os.environ[transports.COMPONENTS] = "self,sm"
@@ -164,7 +142,6 @@ def test_aborts_of_a_job_of_srun_wait_for_the_report_on_the_dead(starter, monkey
             with mock.patch.dict(os.environ, {users: "30"}):
                 placement.prepare_environment()
                 assert os.environ.get(name) == ("30" if users == name else None)
-        (tmp_path / ".openmpi").mkdir()
-        (tmp_path / ".openmpi" / "mca-params.conf").write_text("mpi_abort_delay = 30\n")
+        jobs.write(tmp_path, "mpi_abort_delay = 30\n", ".openmpi/mca-params.conf")
         placement.prepare_environment()
         assert name not in os.environ

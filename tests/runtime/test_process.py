@@ -1,5 +1,6 @@
 """Start, stop, exit, children: each in a process of its own. And what the ranks of a job learn about themselves."""
 
+import os
 import pathlib
 import re
 import sys
@@ -9,6 +10,7 @@ from support import jobs
 
 from torchmpi_py.core import config
 from torchmpi_py.errors import TorchMPIError
+from torchmpi_py.launch import mpirun
 from torchmpi_py.runtime import exits
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("full_collections")]
@@ -19,9 +21,8 @@ def launch(tmp_path):
     """Run a program on some ranks, which may import its file again; (standard output, standard error)."""
 
     def run(text, size, *options):
-        job = jobs.run(
-            pathlib.Path(sys.executable).with_name("torchmpirun"), "-n", size, *options, jobs.write(tmp_path, text)
-        )
+        starter = pathlib.Path(sys.executable).with_name("torchmpirun")
+        job = jobs.run(starter, "-n", size, *options, jobs.write(tmp_path, text))
         assert job.returncode == 0, job.stderr
         return job.stdout, job.stderr
 
@@ -80,20 +81,22 @@ def code_of_child(action):
         action()
         sys.exit(3)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-def start():
+def refuses(call, words):
     try:
-        mpi.start()
-    except mpi.NotStarted:
-        os._exit(8)
+        call()
+    except mpi.NotStarted as error:
+        os._exit(8 if words in str(error) else 9)
 assert code_of_child(lambda: sys.exit(7)) == 7
+assert code_of_child(lambda: refuses(mpi.rank, "forked from a started rank")) == 8
+assert code_of_child(lambda: refuses(mpi.start, "is a child of a started rank")) == 8
 assert mpi.allreduce(1) == mpi.size()
 mpi.stop()
-assert code_of_child(start) == 8
+assert code_of_child(lambda: refuses(mpi.start, "")) == 8
 """
 
 
 def test_a_start_logs_one_line_and_forked_children_leave_their_parent_alone(launch):
-    """One that exits does not shut the rank down; one that is forked after the stop cannot start."""
+    """One that exits does not shut the rank down; none is a rank, or can start, also if it is forked after the stop."""
     (line,) = launch(CHILDREN, 2)[0].splitlines()
     assert line.startswith("world of 2 (nodes: 1), ")
 
@@ -112,9 +115,8 @@ def test_exit_without_stop_and_with_operations_pending(launch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_children_get_an_error_instead_of_a_rank(launch, method):
-    text = f"""
+def test_spawned_children_get_an_error_instead_of_a_rank(launch):
+    text = """
     import multiprocessing, torchmpi_py as mpi
 
     def child(queue):
@@ -126,7 +128,7 @@ def test_children_get_an_error_instead_of_a_rank(launch, method):
 
     if __name__ == "__main__":
         mpi.start()
-        context = multiprocessing.get_context("{method}")
+        context = multiprocessing.get_context("spawn")
         queue = context.Queue()
         process = context.Process(target=child, args=(queue,))
         process.start()
@@ -138,7 +140,7 @@ def test_children_get_an_error_instead_of_a_rank(launch, method):
         assert mpi.allreduce(1) == mpi.size()
     """
     first, second = launch(text, 2)[0].splitlines()
-    assert ("forked from a started rank" if method == "fork" else "is not started in this process") in first
+    assert "is not started in this process" in first
     assert "is a child of a started rank" in second
 
 
@@ -151,10 +153,9 @@ def test_an_exception_under_plain_mpirun_ends_the_job(tmp_path):
             raise RuntimeError("planted")
         mpi.barrier()
     """
-    options = ["--map-by", ":OVERSUBSCRIBE"] if jobs.VENDOR == "openmpi" else []
-    root = {f"{name}_ALLOW_RUN_AS_ROOT{more}": "1" for name in ("OMPI", "PRTE") for more in ("", "_CONFIRM")}
-    words = [*options, "-n", 2, sys.executable, jobs.write(tmp_path, text)]
-    done = jobs.run(pathlib.Path(sys.executable).with_name("mpiexec"), *words, env=root)
+    vendor, starter = mpirun.find("", os.environ)
+    words = [*mpirun.arguments(vendor, num_ranks=2), sys.executable, jobs.write(tmp_path, text)]
+    done = jobs.run(starter, *words, env=vendor.root_environment)
     assert done.returncode != 0
     assert "RuntimeError: planted" in done.stderr + done.stdout
 

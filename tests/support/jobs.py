@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,22 @@ def write(folder, text, name="program.py"):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(textwrap.dedent(text))
     return path
+
+
+def script(folder, text, name):
+    """Write a program that runs by its name, and return its path."""
+    path = write(folder, text, name)
+    path.chmod(0o755)
+    return path
+
+
+def until(holds, seconds=60):
+    """Wait until ``holds()`` is true of something; return that."""
+    end = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+    return found
 
 
 def run(*command, seconds=SECONDS, **options):

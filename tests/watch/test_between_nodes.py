@@ -12,6 +12,7 @@ import time
 
 import pytest
 from lone_ranks import Rank
+from support.jobs import until
 
 from torchmpi_py.core import config, status_board
 from torchmpi_py.core.status_board import CLAIMED_DEATH, CLAIMED_LATE, HAS_LEFT, STOPPING
@@ -20,15 +21,6 @@ from torchmpi_py.watch.node_links import Link, Nodes
 from torchmpi_py.watch.reports import NodeReport
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def until(holds):
-    """Wait until ``holds()``."""
-    end = time.monotonic() + 60
-    while not (found := holds()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-    return found
 
 
 # Links.
@@ -69,9 +61,7 @@ def proved():
 
 def test_both_ends_of_a_link_prove_themselves(proved):
     link, accepted = proved
-    assert link.is_proved
-    assert accepted.is_proved
-    assert accepted.node == 7
+    assert (link.is_proved, accepted.is_proved, accepted.node) == (True, True, 7)
     accepted.send({"text": "x" * 3_000_000})
     while accepted.has_output or not (found := link.receive()):
         accepted.flush()
@@ -89,10 +79,6 @@ def test_both_ends_of_a_link_prove_themselves(proved):
 def test_a_stranger_is_refused():
     with a_pair(other=b"wrong") as (link, accepted), pytest.raises(OSError, match="token"):
         exchange(link, accepted)
-    with a_pair() as (link, accepted):
-        link.connection.send(struct.pack("!I", 1 << 20))
-        with pytest.raises(OSError, match="1048576 bytes"):
-            exchange(accepted)
     with a_pair() as (link, accepted):  # and little is read before the proof
         link.connection.send(struct.pack("!I", 1000) + b"x" * 500)
         until(lambda: accepted.receive() or len(accepted._in) > 500)
@@ -102,10 +88,10 @@ def test_a_stranger_is_refused():
         assert len(accepted._in) < 4096
 
 
-@pytest.mark.parametrize("text", ["[]", "1", "[" * 1000, '{"signed":"\u00e9"}', '{"signed":"\\ud800"}', "{"])
+@pytest.mark.parametrize("text", ["[]", "1", "[" * 1000, '{"signed":"\u00e9"}', '{"signed":"\\ud800"}', "{", ""])
 def test_what_is_no_proof_is_refused(text):
     with a_pair() as (link, accepted):
-        link.connection.send(struct.pack("!I", len(text.encode())) + text.encode())
+        link.connection.send(struct.pack("!I", len(text.encode()) or 1 << 20) + text.encode())
         with pytest.raises((OSError, ValueError)):
             until(lambda: accepted.receive() and False)
         assert not accepted.is_proved
@@ -231,9 +217,8 @@ def test_calls_that_differ_end_the_job_with_both_sides(watched, monkeypatch):
     second.call("broadcast", site="b.py:4 in g")
     until(lambda: ended)
     (report,) = said
-    assert report.startswith(
-        "torchmpi_py: report of rank 0: RanksDisagree: operation 2 of the communicator of ranks 0-1 "
-    )
+    begin = "torchmpi_py: report of rank 0: RanksDisagree: operation 2 of the communicator of ranks 0-1 "
+    assert report.startswith(begin)
     assert "rank 0 calls allreduce, 8 bytes at a.py:3 in f; rank 1 calls broadcast, 8 bytes at b.py:4 in g" in report
     assert "\nhost nodea (rank 0):\n" in report
     assert "\nhost nodeb (rank 1):\nrank 1 (process " in report
@@ -286,8 +271,7 @@ def test_a_node_that_leaves_in_order_is_not_missed(watched):
     watches[1].stop()
     until(lambda: 1 in watches[0]._left)
     assert not watches[0]._lost(time.monotonic())
-    assert not said
-    assert not ended
+    assert not said + ended
     watches.pop()
 
 
@@ -324,9 +308,8 @@ def test_a_leader_that_is_stopped_is_late_and_one_that_dies_is_dead(hub, monkeyp
         job_reports.withdraw()
         process.kill()
         until(lambda: ended)
-        assert said[1].startswith(
-            "torchmpi_py: report of rank 0: rank 1 on host nodeb died, or left without mpi.stop(). "
-        )
+        died = "torchmpi_py: report of rank 0: rank 1 on host nodeb died, or left without mpi.stop(). "
+        assert said[1].startswith(died)
         assert f"rank 1 (process {process.pid}): last called allreduce, 4 bytes at train.py:7 in step" in said[1]
         assert ended == [1]
     finally:

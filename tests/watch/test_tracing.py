@@ -22,9 +22,7 @@ def operation(begin, end, thread_role=0, launched=0):
 def test_rows():
     """Operations that overlap have rows of their own, up to a number."""
     events = [
-        operation(5000, 9000),
-        operation(1000, 4000),
-        operation(7000, 8000, thread_role=1, launched=2000),
+        *(operation(5000, 9000), operation(1000, 4000), operation(7000, 8000, thread_role=1, launched=2000)),
         *(operation(1000 + i, 6000 + i, POSTED, 1000 + i) for i in range(2)),
         operation(6001, 6002, POSTED, 6001),
     ]
@@ -34,12 +32,8 @@ def test_rows():
     rows = [[event for event in made if event["ph"] == "X" and event["tid"] == tid] for tid in sorted(names)]
     kinds = [names[tid].removeprefix("torchmpi operations") for tid in sorted(names, key=order.get)]
     assert kinds == ["", " (background)", " (posted)", " (posted)"]
-    assert [[(event["ts"], event["dur"]) for event in row] for row in rows] == [
-        [(0, 3), (4, 4)],
-        [(6, 1)],
-        [(0, 5), (5.001, 0.001)],
-        [(0.001, 5)],
-    ]
+    times = [[(event["ts"], event["dur"]) for event in row] for row in rows]
+    assert times == [[(0, 3), (4, 4)], [(6, 1)], [(0, 5), (5.001, 0.001)], [(0.001, 5)]]
     assert rows[0][0]["args"] == {"flavour": "mpi", "bytes": 8, "lane": "direct", "comm": "world", "ranks": 2}
     assert rows[1][0]["args"]["queued us"] == 5
     assert {event["pid"] for event in made} == {77}
