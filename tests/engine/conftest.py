@@ -3,7 +3,14 @@ import os
 
 import pytest
 
-from torchmpi_py.engine import checkpoint_files
+from torchmpi_py.engine import checkpoint, checkpoint_files
+
+
+@pytest.fixture
+def no_waiting(monkeypatch):
+    """For a file system that shows things later, or writes them."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What the tests of the engine share: data, trainings that are killed, and what the ranks have used."""
 
 import os
+import threading
 
 import torch
 from torch.utils.data import TensorDataset
@@ -29,10 +30,20 @@ def numbered(total, width=3):
     return TensorDataset(torch.randn(total, width, generator=generator), torch.arange(float(total)).unsqueeze(1))
 
 
+def sample_of(number):
+    """Return a sample whose target is this number."""
+    return torch.tensor([number % 7, number % 3, 1.0], dtype=torch.float64), torch.tensor([float(number)]).double()
+
+
 def loss_of(output, target):
     """Return the mean square error for numbers, and the cross entropy for classes."""
     is_number = target.is_floating_point()
     return (torch.nn.functional.mse_loss if is_number else torch.nn.functional.cross_entropy)(output, target)
+
+
+def prefetching():
+    """Return the threads that read ahead in this process."""
+    return [thread for thread in threading.enumerate() if thread.name == "torchmpi_py prefetch"]
 
 
 def train(network, iterator, *, engine=None, criterion=loss_of, killed_at=None, **options):
@@ -59,6 +70,14 @@ def train(network, iterator, *, engine=None, criterion=loss_of, killed_at=None, 
         return engine.train(network=network, criterion=criterion, iterator=iterator, **options)
     except Killed:
         return None
+
+
+def trained(iterator, **options):
+    """Return the parameters of a small network after two epochs; None if training was killed."""
+    torch.manual_seed(5)  # the same on all ranks: a sampler may draw from it
+    network = torch.nn.Linear(3, 1).double()
+    state = train(network, iterator, lr=1e-4, **{"maxepoch": 2, **options})
+    return None if state is None else torch.cat([p.detach().flatten() for p in network.parameters()])
 
 
 def numbers_in(sample, num_samples):

@@ -129,7 +129,10 @@ def test_debug_finds_what_a_hook_spoils(mpi, moment):
     assert len(forward_passes) == (moment == "on_update")  # it is found before the next one
 
 
-def test_buffers_without_parameters_are_shared(mpi):
+@both_ways
+def test_buffers_without_parameters_are_shared(mpi, asynchronous):
+    """Also where the network is all frozen."""
+
     class Shift(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -142,14 +145,9 @@ def test_buffers_without_parameters_are_shared(mpi):
     train(network(0), data(), criterion=criterion)
     assert criterion.weight.tolist() == [1.0] * 3
     fixed, scale = Shift(), Scale(1.0 + mpi.rank()).requires_grad_(False)
-    train(torch.nn.Sequential(torch.nn.Linear(6, 3).requires_grad_(False), fixed), data(), criterion=scale, lr=0)
+    frozen = torch.nn.Sequential(torch.nn.Linear(6, 3).requires_grad_(False), fixed)
+    engine = AllReduceSGDEngine(asynchronous=asynchronous, debug=True)
+    train(frozen, data(9), engine=engine, criterion=scale, lr=0)
+    mpi.nn.check_with_allreduce(frozen)
     assert fixed.shift.tolist() == [1.0] * 3
     assert scale.factor == scale.shift == 1.0
-
-
-@both_ways
-def test_a_network_that_is_all_frozen_runs_through(mpi, asynchronous):
-    net = network(mpi.rank()).requires_grad_(False)
-    state = train(net, data(9), engine=AllReduceSGDEngine(asynchronous=asynchronous, debug=True), lr=0)
-    assert state.loss is not None
-    mpi.nn.check_with_allreduce(net)

@@ -84,20 +84,6 @@ def test_it_starts_from_rank_0s_optimizer_state(mpi):
     assert_close(net, run(SGDEngine(), True, DatasetIterator(classes(30), 4 * mpi.size(), rank=0, size=1)))
 
 
-@both_ways
-def test_hooks_see_averaged_gradients(mpi, asynchronous):
-    seen = []
-    sample = (torch.tensor([[float(mpi.rank() + 1)]]), torch.zeros(1))
-    train(
-        torch.nn.Linear(1, 1),
-        [sample, sample],
-        engine=AllReduceSGDEngine(asynchronous=asynchronous),
-        criterion=lambda output, target: output.sum(),
-        on_backward=lambda state: seen.append(state.network.weight.grad.item()),
-    )
-    assert seen == [pytest.approx((mpi.size() + 1) / 2)] * 2
-
-
 def test_the_registration_ends_also_when_a_hook_fails(mpi):
     net, engine = network(), AllReduceSGDEngine(asynchronous=True)
     with pytest.raises(ZeroDivisionError):

@@ -9,16 +9,13 @@ from runs import Killed, classes, listed, loss_of, train
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from torchmpi_py import errors
-from torchmpi_py.engine import Average, DatasetIterator, SGDEngine, checkpoint, resume
+from torchmpi_py.engine import Average, DatasetIterator, SGDEngine, resume
 
-# Of a run that goes on at the very end of an epoch, where no step comes before the schedule's.
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch):
-    """For a file system that shows things later."""
-    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
+pytestmark = [
+    pytest.mark.usefixtures("no_waiting"),
+    # Of a run that goes on at the very end of an epoch, where no step comes before the schedule's.
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+]
 
 
 def samples(total=50):
@@ -101,17 +98,18 @@ def weights(result):
 
 
 @pytest.mark.parametrize(
-    ("iterator", "every", "optimizer"),
+    ("iterator", "every", "optimizer", "keep"),
     [
-        *(("prefetch", 1, momentum), ("prefetch", 3, adam), ("inline", "epoch", adam), ("DataLoader", 3, momentum)),
-        *(("own generator", 7, adam), ("sampler", 3, adam), ("sampler", "epoch", momentum)),
+        *(("prefetch", 1, momentum, 1), ("prefetch", 3, adam, 3), ("inline", "epoch", adam, 2)),
+        *(("DataLoader", 3, momentum, 3), ("own generator", 7, adam, 1)),
+        *(("sampler", 3, adam, 3), ("sampler", "epoch", momentum, 3)),
     ],
 )
-def test_it_goes_on_bit_for_bit(tmp_path, iterator, every, optimizer):
+def test_it_goes_on_bit_for_bit(tmp_path, iterator, every, optimizer, keep):
     """After epochs, and in the middle of others."""
     options = {"iterator": iterator, "optimizer": optimizer}
     expected = trained(**options)
-    options["every"] = every
+    options |= {"every": every, "keep": keep}
     for killed_at in (1, 5, 8):
         assert trained(tmp_path, maxepoch=2, killed_at=killed_at, **options) is None
     trained(tmp_path, maxepoch=2, **options)
@@ -119,7 +117,7 @@ def test_it_goes_on_bit_for_bit(tmp_path, iterator, every, optimizer):
         assert trained(tmp_path, killed_at=killed_at, **options) is None
     assert torch.equal(trained(tmp_path, **options), expected)
     assert torch.equal(weights(trained(tmp_path, **options)), weights(expected))  # nothing is left to do
-    assert len(listed(tmp_path)) == 3
+    assert len(listed(tmp_path)) == keep
 
 
 @pytest.mark.parametrize(("iterator", "every"), [("workers", 3), ("workers", "epoch"), ("workers with a generator", 3)])
@@ -131,6 +129,7 @@ def test_it_goes_on_with_workers_that_persist(tmp_path, iterator, every):
     assert torch.equal(trained(tmp_path, every=every, **options), expected)
 
 
+@pytest.mark.slow
 def test_random_kills(tmp_path):
     expected = trained()
     draw = random.Random(5)
@@ -147,10 +146,9 @@ def test_random_kills(tmp_path):
     ("saved", "now", "message"),
     [
         ("prefetch", "inline", "seed 1, shuffle True; this is another order: .* seed 0"),
-        *(
-            ("own generator", other, "over 50 samples, 7 batches, batch size 8, .*; this is another order")
-            for other in ("fewer samples", "another batch size", "no generator")
-        ),
+        ("own generator", "fewer samples", "over 50 samples, .*; this is another order"),
+        ("own generator", "another batch size", "7 batches, batch size 8, .*; this is another order"),
+        ("own generator", "no generator", "this is another order"),
     ],
 )
 def test_another_order_in_the_middle_of_an_epoch_is_refused(tmp_path, saved, now, message):
@@ -209,22 +207,6 @@ def test_parameters_that_only_the_optimizer_holds(tmp_path):
     assert torch.equal(trained_by(momentum, tmp_path, 2), trained_by(momentum, None, 2))
 
 
-@pytest.mark.parametrize(
-    ("saved", "now"),
-    [
-        (torch.optim.AdamW, torch.optim.Adam),
-        (torch.optim.Adam, torch.optim.AdamW),
-        (torch.optim.Adam, torch.optim.RMSprop),
-        (torch.optim.SGD, torch.optim.Adam),
-    ],
-)
-def test_another_optimizer_is_an_error(tmp_path, saved, now):
-    trained_by(saved, tmp_path, 1)
-    message = rf"trained by the optimizer {saved.__name__}, and this one is {now.__name__}$"
-    with pytest.raises(errors.CheckpointError, match=message):
-        trained_by(now, tmp_path, 2)
-
-
 def test_parameters_of_another_shape_are_an_error(tmp_path):
     """Torch would broadcast the first; the second is of moments."""
     trained_by(momentum, tmp_path / "a", 1)
@@ -249,8 +231,6 @@ def test_a_checkpoint_without_the_class_of_its_optimizer(tmp_path, monkeypatch):
         trained_by(torch.optim.SGD, tmp_path / "plain", 1)
     with pytest.raises(errors.CheckpointError, match="holds no betas, eps of the optimizer Adam"):
         trained_by(torch.optim.Adam, tmp_path / "plain", 2)
-    with pytest.raises(errors.CheckpointError, match=r"only the optimizer holds has shape \(1,\) in .* \(5,\)"):
-        trained_by(momentum, tmp_path, 2, length=5)
     assert trained_by(momentum, tmp_path, 2).item() != 1
 
 

@@ -16,11 +16,7 @@ from runs import listed
 from torchmpi_py import errors
 from torchmpi_py.engine import Checkpoints, checkpoint, checkpoint_files
 
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch):
-    """For a file system that shows things later."""
-    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
+pytestmark = pytest.mark.usefixtures("no_waiting")
 
 
 def test_a_loop_of_ones_own(tmp_path):
@@ -35,6 +31,9 @@ def test_a_loop_of_ones_own(tmp_path):
     assert torch.equal(parts["model"]["w"], torch.full((2,), 12.0))
     assert drawn == [torch.rand(1).item(), np.random.rand(), random.random()]
     assert listed(tmp_path / "a" / "b") == ["step-000005", "step-000012"]
+    (tmp_path / "x").touch()
+    with pytest.raises(errors.CheckpointError, match=r"/x: File exists"):
+        Checkpoints(tmp_path / "x").load()
 
 
 def test_a_step_is_replaced_and_an_earlier_one_refused(tmp_path):
@@ -116,17 +115,6 @@ def test_what_a_later_version_wrote_is_an_error(tmp_path):
         Checkpoints(tmp_path).load()
 
 
-def test_a_folder_that_cannot_be_used(tmp_path, full_disk):
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, {"x": torch.zeros(9)})
-    with full_disk(), pytest.raises(errors.CheckpointError, match=r"step 2 .*rank-0.pt: No space left on device"):
-        checkpoints.save(2, {"x": torch.zeros(9)})
-    assert listed(tmp_path) == ["step-000001"]
-    (tmp_path / "x").touch()
-    with pytest.raises(errors.CheckpointError, match=r"/x: File exists"):
-        Checkpoints(tmp_path / "x").load()
-
-
 def test_only_data_is_saved(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     with pytest.raises(TypeError, match=r"parts\['model'\]\['f'\]\[1\] is a builtins.function"):
@@ -168,25 +156,22 @@ class Tag:
     """What no file of plain data holds."""
 
 
-def test_tensors_are_saved_without_attributes_of_a_program(tmp_path):
+def test_values_come_back_as_plain_ones(tmp_path):
+    """Tensors without attributes of a program, and numbers of NumPy as Python's."""
+    versions = torch.nn.BatchNorm1d(2).state_dict()
+    versions |= {"x": np.float32(0.5), "y": np.complex64(1j), "z": np.complex128(2j)}
+    numbers = {np.int64(3): [np.float64(1.5), np.bool_(True)], "m": versions}
     parameter, tensor = torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.zeros(3, requires_grad=True)
     for each in (parameter, tensor):
         each.tag = Tag()
-    Checkpoints(tmp_path).save(1, {"p": parameter, "views": [tensor, tensor, tensor.detach()]})
+    parts = {"p": parameter, "views": [tensor, tensor, tensor.detach()], "x": numbers}
+    Checkpoints(tmp_path).save(1, parts)
     assert all(isinstance(each.tag, Tag) for each in (parameter, tensor))
     parts = Checkpoints(tmp_path).load().parts
     assert (type(parts["p"]), parts["p"].requires_grad, vars(parts["p"])) == (torch.nn.Parameter, False, {})
     first, second, view = parts["views"]
     assert first is second
     assert (type(first), first.requires_grad, first.data_ptr()) == (torch.Tensor, True, view.data_ptr())
-
-
-def test_numbers_of_numpy_are_taken_as_pythons(tmp_path):
-    versions = torch.nn.BatchNorm1d(2).state_dict()
-    versions["x"] = np.float32(0.5)
-    versions["y"], versions["z"] = np.complex64(1j), np.complex128(2j)
-    Checkpoints(tmp_path).save(1, {"x": {np.int64(3): [np.float64(1.5), np.bool_(True)], "m": versions}})
-    parts = Checkpoints(tmp_path).load().parts
     assert parts["x"][3] == [1.5, True]
     assert [type(number) for number in (*parts["x"], *parts["x"][3])] == [int, str, float, bool]
     assert [parts["x"]["m"][name] for name in "xyz"] == [0.5, 1j, 2j]
@@ -238,10 +223,3 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, c
     assert "step-000001 cannot be removed" in caplog.text
     checkpoints.save(3, {"x": 3})
     assert listed(tmp_path) == ["step-000003"]
-
-
-def test_folders_that_were_made_are_on_the_disk(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(checkpoint_files, "sync", synced.append)
-    Checkpoints(tmp_path / "a" / "b").load()
-    assert synced == [tmp_path / "a", tmp_path]

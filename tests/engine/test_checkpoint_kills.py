@@ -95,7 +95,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
 
     def noted_fsync(descriptor):
         path = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        done.append(("fsync", "folder" if path.is_dir() else path.name))
+        done.append(("fsync", path.name.partition(".partial")[0]))
         fsync(descriptor)
 
     def noted_rename(source, target):
@@ -104,7 +104,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
-    folder = Checkpoints(tmp_path).save(1, content(1))
-    files = ["rank-0.pt", "model.pt", "checkpoint.json", "folder"]
-    assert done == [*(("fsync", name) for name in files), ("rename", "step-000001"), ("fsync", "folder")]
+    folder = Checkpoints(tmp_path / "a" / "b").save(1, content(1))
+    names = ["a", tmp_path.name, "rank-0.pt", "model.pt", "checkpoint.json", ".step-000001"]
+    assert done == [*(("fsync", name) for name in names), ("rename", "step-000001"), ("fsync", "b")]
     assert json.loads((folder / "checkpoint.json").read_text())["size"] == 1

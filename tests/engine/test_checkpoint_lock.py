@@ -20,6 +20,7 @@ from support import jobs
 from torchmpi_py import errors
 from torchmpi_py.engine import Checkpoints, DatasetIterator, checkpoint, checkpoint_files, folder_lock
 
+pytestmark = pytest.mark.usefixtures("no_waiting")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user")
 PARTIAL = ".step-000007.partial-0f0f"
 OTHER_JOB = """
@@ -30,12 +31,6 @@ checkpoints.save(1, {"x": 10})
 print("saved", flush=True)
 sys.stdin.read()
 """
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
 
 
 @contextlib.contextmanager

@@ -66,28 +66,24 @@ def drawn():
     return torch.rand(1).item(), np.random.rand(), random.random()
 
 
-def test_each_rank_gets_what_is_its_own(mpi, folder):
-    checkpoints = Checkpoints(folder)
-    torch.manual_seed(10 + mpi.rank())
-    checkpoints.save(1, {"x": 7}, own={"rank": mpi.rank()})
-    expected = drawn()
-    torch.manual_seed(99)
-    assert checkpoints.load() == (1, {"x": 7, "rank": mpi.rank()})
-    assert drawn() == expected
-    assert len({numbers[0] for numbers in mpi.allgather_object(expected)}) == mpi.size()
-
-
 @pytest.mark.mpi(min_size=2)
-def test_fewer_and_more_ranks(mpi, folder):
+def test_what_is_a_ranks_own_on_as_many_fewer_and_more_ranks(mpi, folder):
     """Ranks that were not there draw random numbers that follow from rank 0's and their own number."""
     world, few = mpi.rank(), (mpi.size() + 1) // 2
 
     def of_few():
         checkpoints = Checkpoints(folder)
         assert checkpoints.load() == (3, {"x": 1, "rank": world})
+        assert drawn() == expected
         checkpoints.save(4, {"x": 2}, own={"rank": world})
 
+    torch.manual_seed(10 + world)
     Checkpoints(folder).save(3, {"x": 1}, own={"rank": world})
+    expected = drawn()
+    torch.manual_seed(99)
+    assert Checkpoints(folder).load() == (3, {"x": 1, "rank": world})
+    assert drawn() == expected
+    assert len({numbers[0] for numbers in mpi.allgather_object(expected)}) == mpi.size()
     on_few(mpi, of_few)
     assert Checkpoints(folder).load() == (4, {"x": 2, "rank": world if world < few else 0})
     numbers = drawn()
@@ -207,8 +203,8 @@ def test_no_space_on_one_rank_is_raised_on_all(mpi, folder, full_disk, which):
     checkpoints.save(2, {"x": torch.zeros(9)})
 
 
-def test_what_one_rank_finds_damaged_all_pass_over(mpi, folder, caplog, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
+@pytest.mark.usefixtures("no_waiting")
+def test_what_one_rank_finds_damaged_all_pass_over(mpi, folder, caplog):
     for step in (1, 2):
         Checkpoints(folder).save(step, {"x": step}, own={"y": random.random()})
     last = mpi.size() - 1

@@ -1,4 +1,6 @@
-"""Ranks that die while the others take the state of the one that has come farthest (torchmpirun --elastic)."""
+"""Ranks that die in an epoch, or while the others take the state of the farthest one (torchmpirun --elastic)."""
+
+import json
 
 import pytest
 from support import jobs
@@ -91,26 +93,89 @@ END_OF_EPOCH = """
                 die()
             if rank == 1:
                 mpi.barrier(comm=others)
-        STEP
+        while schedule.last_epoch < state.epoch:  # a plain call would be made again on rank 0
             schedule.step()
 """
 
 
-def lines(folder, program, ranks, *arguments):
+EPOCH = """
+    import json, os, signal, sys
+
+    import numpy as np
+    import torch
+    from torch.utils.data import IterableDataset, TensorDataset
+
+    import torchmpi_py as mpi
+    from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator, Shards, StreamIterator
+
+    folder, way, moment, number = sys.argv[1:]
+    mpi.start()
+    rank = mpi.rank()
+    file = open(f"{folder}/rank-{rank}", "w")
+
+    def write(kind, epoch=0, at=(0, 0), numbers=()):
+        file.write(json.dumps([kind, epoch, *at, mpi.size(), numbers]) + "\\n")
+        file.flush()
+
+    class Drawn:
+        draw = np.random.default_rng(5)  # unknown to the engine, and another order at each iteration
+
+        def __len__(self):
+            return 84
+
+        def __iter__(self):
+            write("draw")
+            return iter(self.draw.permutation(84).tolist())
+
+    def read(first):
+        return [(torch.ones(1), torch.tensor([float(first + i)])) for i in range(7)]
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([sample for first in range(0, 84, 7) for sample in read(first)])
+
+    def reach(kind, state, numbers=()):
+        write(kind, state.epoch, state.at, numbers)
+        if rank == 1 and kind == moment and state.t == int(number):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_sample(state):
+        state.at = state.position, state.next_position
+        reach("sample", state, state.sample[1][: state.num_samples, 0].int().tolist())
+
+    engine = AllReduceSGDEngine()
+    engine.hooks.on_sample = on_sample
+    for kind in ("backward", "update", "end_epoch"):
+        setattr(engine.hooks, f"on_{kind}", lambda state, kind=kind: reach(kind, state))
+    iterators = {
+        "sampler": lambda: DatasetIterator(
+            TensorDataset(torch.ones(84, 1), torch.arange(84.0).unsqueeze(1)), 2, sampler=Drawn()
+        ),
+        "files": lambda: StreamIterator(Shards(list(range(0, 84, 7)), read), 2),
+        "iterable": lambda: StreamIterator(Stream(), 2),
+    }
+    network = torch.nn.Linear(1, 1)
+    engine.train(network=network, criterion=torch.nn.MSELoss(), iterator=iterators[way](), lr=1e-6, maxepoch=2)
+    mpi.nn.check_with_allreduce(network)
+    mpi.stop()
+"""
+
+
+def said(folder, program, ranks, *arguments):
     options = ["-n", ranks, "--bind", "none", "--timeout", "150", "--elastic"]
-    job = jobs.torchmpirun(*options, jobs.write(folder, program), folder / "checkpoints", *arguments)
+    job = jobs.torchmpirun(*options, jobs.write(folder, program), *arguments)
     assert job.returncode == 0, job.stderr
     return [line for line in job.stdout.splitlines() if line.startswith("size")]
 
 
 @pytest.mark.slow
 def test_the_farthest_rank_dies_after_giving_its_state(tmp_path):
-    assert lines(tmp_path, CATCH_UP, 3) == ["size 2 step 5 weight 1.0"] * 2
+    assert said(tmp_path, CATCH_UP, 3) == ["size 2 step 5 weight 1.0"] * 2
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_engine_stands_where_the_farthest_rank_stood(tmp_path, ranks):
-    found = lines(tmp_path, TRAINING.replace("    HOOKS", AHEAD), ranks, 1)
+    found = said(tmp_path, TRAINING.replace("    HOOKS", AHEAD), ranks, tmp_path / "checkpoints", 1)
     place = 3 * 2 * ranks  # three steps of two samples a rank
     steps = 3 + -(-(48 - place) // 4)  # then the rest, on two ranks
     assert found[:2] == [f"size 2 t 3 position {place} calls 3 (0.0625, 0.0625)"] * 2
@@ -118,13 +183,29 @@ def test_the_engine_stands_where_the_farthest_rank_stood(tmp_path, ranks):
 
 
 @pytest.mark.slow
+def test_a_schedule_of_which_some_ranks_have_made_the_step(tmp_path):
+    found = said(tmp_path, TRAINING.replace("    HOOKS", END_OF_EPOCH), 3, tmp_path / "checkpoints", 2)
+    assert found == ["size 2 calls 2 rate 0.125"] * 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("step", "calls"),
+    ("way", "moment", "number"),
     [
-        ("while schedule.last_epoch < state.epoch:", 2),
-        ("for _ in range(1):", 3),  # it is called again
+        *(("sampler", "sample", 0), ("sampler", "update", 3), ("sampler", "sample", 20), ("sampler", "end_epoch", 14)),
+        *(("files", "sample", 3), ("files", "update", 4), ("iterable", "sample", 0), ("iterable", "backward", 2)),
     ],
 )
-def test_a_schedule_of_which_some_ranks_have_made_the_step(tmp_path, step, calls):
-    program = TRAINING.replace("    HOOKS", END_OF_EPOCH.replace("STEP", step))
-    assert lines(tmp_path, program, 3, 2) == [f"size 2 calls {calls} rate {0.5 ** (calls + 1)}"] * 2
+def test_the_survivors_use_the_rest(tmp_path, way, moment, number):
+    """Of an epoch, every sample once."""
+    said(tmp_path, EPOCH, 3, tmp_path, way, moment, number)
+    files = [list(map(json.loads, path.read_text().splitlines())) for path in sorted(tmp_path.glob("rank-*"))]
+    survivors = files[0], files[2]
+    draws = [[kind for kind, *_ in lines].count("draw") for lines in survivors]
+    assert draws == ([2, 2] if way == "sampler" else [0, 0])  # an order that was drawn is kept
+    steps = {tuple(at) for lines in survivors for kind, *at, _ in lines if kind == "update"}
+    assert {size for *_, size in steps} == ({2} if number == 0 else {2, 3})
+    for epoch in (0, 1):
+        samples = [(at, numbers) for lines in files for kind, *at, numbers in lines if kind == "sample"]
+        used = [number for at, numbers in samples if tuple(at) in steps and at[0] == epoch for number in numbers]
+        assert sorted(used) == list(range(84))

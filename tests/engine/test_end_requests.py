@@ -66,14 +66,19 @@ def test_outside_the_main_thread_nothing_is_touched():
 def test_a_signal_that_nobody_asked_for_has_its_effect_afterwards(monkeypatch, caplog, error):
     """Also after an error, which the program may catch; but what ends the program anyway does so."""
     sent = []
+
+    def kill(*arguments):
+        sent.append((*arguments, signal.getsignal(signal.SIGTERM)))
+
     with contextlib.nullcontext() if error is None else pytest.raises(error), EndRequests():
         ask()
-        monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
+        monkeypatch.setattr(os, "kill", kill)
         if error is not None:
             raise error
     has_effect = error in (None, ValueError)
-    assert sent == ([(os.getpid(), signal.SIGTERM)] if has_effect else [])
+    assert sent == ([(os.getpid(), signal.SIGTERM, signal.SIG_DFL)] if has_effect else [])
     assert [record.exc_info[0] for record in caplog.records] == ([ValueError] if error is ValueError else [])
+    assert error is not ValueError or "SIGTERM came before this error" in caplog.text
 
 
 def test_it_ends_a_program_that_catches_the_error():

@@ -1,4 +1,4 @@
-"""An iteration that begins within another one, on the same iterator; places that are set; threads at the end."""
+"""Iterations within others, on the same iterator; places that are set; programs with threads and workers."""
 
 import copy
 import pickle
@@ -135,8 +135,7 @@ def test_a_hook_that_tests_on_the_training_data(mpi):
     train(torch.nn.Linear(3, 1), iterator, lr=1e-5, maxepoch=3, on_update=test_within, on_end_epoch=check)
 
 
-PROGRAM = """
-import sys
+UNFINISHED = """
 import torch
 from torchmpi_py.engine import DatasetIterator, Shards, Source, StreamIterator
 
@@ -151,18 +150,57 @@ class Images(torch.utils.data.Dataset):
 def read(file):
     yield from (Images()[index] for index in range(1000))
 
-made = {
-    "dataset": lambda: DatasetIterator(Images(), 16),
-    "sources": lambda: DatasetIterator([Source(Images()), Source(Images())], 16),
-    "stream": lambda: StreamIterator(Shards([0], read), 16),
-}
-iterators = [iter(made[name]()) for name in sys.argv[1:]]
+iterators = [
+    iter(DatasetIterator(Images(), 16)),
+    iter(DatasetIterator([Source(Images()), Source(Images())], 16)),
+    iter(StreamIterator(Shards([0], read), 16)),
+]
 for iterator in iterators:
     next(iterator), next(iterator)
 """
 
 
-@pytest.mark.parametrize("kinds", ["dataset sources stream", pytest.param("dataset", marks=pytest.mark.slow)])
-def test_a_program_that_ends_within_an_epoch(kinds):
-    job = jobs.python(PROGRAM, *kinds.split())
+def test_a_program_that_ends_within_an_epoch():
+    job = jobs.python(UNFINISHED)
     assert (job.returncode, job.stderr) == (0, "")
+
+
+WORKERS = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import torchmpi_py as mpi
+from torchmpi_py.engine import AllReduceSGDEngine
+
+
+class Points(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        assert torch.utils.data.get_worker_info() is not None, "not in a worker"
+        return torch.full((2,), float(index)), index % 3
+
+
+if __name__ == "__main__":
+    mpi.start()
+    workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"}
+    loader = DataLoader(Points(), 4, shuffle=True, **workers)  # the engine divides it
+    engine, seen, network = AllReduceSGDEngine(), [], torch.nn.Linear(2, 3)
+    engine.hooks.on_sample = lambda state: seen.extend(state.sample[0][:, 0].tolist())
+    options = {"criterion": torch.nn.CrossEntropyLoss(), "lr": 1e-3, "maxepoch": 2}
+    state = engine.train(network=network, iterator=loader, **options)
+    assert state.t == 6, state.t
+    mpi.nn.check_with_allreduce(network)
+    indices = sorted(mpi.allgather(torch.tensor(seen)).int().tolist())
+    assert indices == sorted(2 * list(range(24))), indices
+    mpi.stop()
+"""
+
+
+@pytest.mark.slow
+@jobs.needs_mpi
+def test_workers_serve_two_ranks(tmp_path):
+    """Those that are forked are in ``test_loader_datasets``."""
+    job = jobs.torchmpirun("-n", 2, "--timeout", 150, jobs.write(tmp_path, WORKERS))
+    assert job.returncode == 0, job.stdout + job.stderr

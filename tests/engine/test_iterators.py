@@ -2,14 +2,14 @@
 
 import contextlib
 import gc
-import threading
 import time
 import traceback
 import weakref
 
 import pytest
 import torch
-from runs import train
+from runs import prefetching, train
+from support import jobs
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from torchmpi_py.engine import DatasetIterator, SGDEngine
@@ -39,16 +39,6 @@ def numbers(total):
 
 def epoch_of(total, batch_size, **options):
     return [batch[0].tolist() for batch in DatasetIterator(numbers(total), batch_size, **options)]
-
-
-def test_global_batches_depend_on_their_size_alone():
-    alone = epoch_of(50, 12, seed=3)
-    assert sorted(i for batch in alone for i in batch) == list(range(50))
-    for size in (2, 3, 4, 6):
-        ranks = [epoch_of(50, 12 // size, seed=3, rank=rank, size=size) for rank in range(size)]
-        together = [[i for rank in ranks for i in rank[b]] for b in range(len(alone))]
-        assert together[:-1] == alone[:-1]
-        assert set(together[-1]) == set(alone[-1])
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -139,10 +129,6 @@ def test_an_error_that_was_handled_keeps_no_iterator(prefetch):
         gc.enable()
 
 
-def prefetching():
-    return [thread for thread in threading.enumerate() if thread.name == "torchmpi_py prefetch"]
-
-
 @pytest.mark.parametrize("prefetch", [1, 5])
 def test_leaving_early_ends_the_thread(prefetch):
     for batch in DatasetIterator(Squares(1000), 1, prefetch=prefetch):
@@ -173,9 +159,7 @@ def test_prefetching_works_ahead_within_its_depth(prefetch, ahead):
     batches = iter(DatasetIterator(dataset, 1, shuffle=False, prefetch=prefetch))
     for used in range(1, 3):
         next(batches)
-        deadline = time.monotonic() + 60
-        while len(dataset.read) < used + ahead and time.monotonic() < deadline:
-            time.sleep(0.01)
+        jobs.until(lambda expected=used + ahead: len(dataset.read) >= expected)
         time.sleep(0.05)
         assert dataset.read == list(range(used + ahead))
     assert [batch[0].item() for batch in batches] == list(range(2, 10))

@@ -228,23 +228,6 @@ def test_the_criterion_goes_back_before_the_network_does():
     assert criterion.mix.item() != pytest.approx(0.3)
 
 
-def test_a_penalty_on_parameters_in_the_loss_counts():
-    network, times = linear(), []
-    (sample,) = pairs(1)
-
-    def criterion(output, target):
-        return loss_of(output, target) + network.weight.square().sum()
-
-    hook = network.weight.register_post_accumulate_grad_hook(times.append)
-    trained(network, [sample], criterion=criterion, lr=0)
-    hook.remove()
-    assert len(times) == 1  # complete at once: what is sent away by such a hook is the whole gradient
-    grad = network.weight.grad.clone()
-    network.zero_grad()
-    criterion(network(sample[0]), sample[1]).backward()
-    torch.testing.assert_close(grad, network.weight.grad)
-
-
 class Weighted(list):
     weight, num_samples = 0.25, 0
 
@@ -275,14 +258,18 @@ class Remembering(torch.autograd.Function):
 
 
 def test_only_what_is_trained_gets_a_gradient():
-    network, others = linear(), linear(2)
+    """Also from a penalty on parameters in the loss; and complete at once, for a hook may send it away."""
+    (network, others), times = (linear(), linear(2)), []
     (sample,) = pairs(1)
 
     def criterion(output, target):
         beside = (others(sample[0]).square().sum() * network.bias.sum()).tanh()
         return loss_of(Remembering.apply(output), target) + beside
 
+    hook = network.bias.register_post_accumulate_grad_hook(times.append)
     trained(network, [sample], criterion=criterion, lr=0)
+    hook.remove()
+    assert len(times) == 1
     found = networks.flat_gradients(network).clone()
     assert [parameter.grad for parameter in others.parameters()] == [None, None]
     network.zero_grad()

@@ -1,12 +1,12 @@
 """Several sources in one order, and samplers in place of an order: every sample once, on any number of ranks."""
 
 import threading
-import time
 from itertools import islice
 
 import pytest
 import torch
-from runs import epoch_of, numbers_in, on_few, together, train
+from runs import epoch_of, numbers_in, on_few, prefetching, sample_of, together, trained
+from support import jobs
 from torch.utils.data import (
     ConcatDataset,
     Dataset,
@@ -43,8 +43,7 @@ class Numbers(Dataset):
             raise IndexError(index)
         if index == self.fail_at:
             raise LookupError(f"no number {index}")
-        number = self.first + index
-        return torch.tensor([number % 7, number % 3, 1.0], dtype=torch.float64), torch.tensor([float(number)]).double()
+        return sample_of(self.first + index)
 
 
 def datasets():
@@ -57,31 +56,17 @@ def sources(num_workers=0):
     return [Source(first, prefetch=3), Source(second, prefetch=0), Source(third, num_workers=num_workers)]
 
 
-def threads_of_readers():
-    return [thread for thread in threading.enumerate() if thread.name == "torchmpi_py prefetch"]
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_every_sample_of_three_sources_once_in_an_epoch(mpi, num_workers):
     """Also after an iteration that was left, which leaves no thread."""
     iterator = DatasetIterator(sources(num_workers), 3, seed=4)
     for _ in iterator:
         break
-    assert threads_of_readers() == []
+    assert prefetching() == []
     epochs = [epoch_of(mpi, iterator) for _ in range(2)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(TOTAL))] * 2
     assert epochs[0] != epochs[1]
     assert len(iterator) == -(-TOTAL // (3 * mpi.size()))
-
-
-def test_batches_are_those_of_the_datasets_behind_each_other(mpi):
-    iterator, joined = DatasetIterator(sources(), 4), DatasetIterator(ConcatDataset(datasets()), 4)
-    torch.testing.assert_close(list(iterator), list(joined), rtol=0, atol=0)
-    state = iterator.state_dict()  # between epochs, it is of the next one
-    assert (state["epoch"], state["position"]) == (1, 0)
-    again = DatasetIterator(sources(), 4)
-    again.load_state_dict(state)
-    torch.testing.assert_close(list(again), list(joined), rtol=0, atol=0)
 
 
 class Gated(Numbers):
@@ -103,10 +88,7 @@ def test_a_slow_source_does_not_hold_up_another(mpi):
     taker = threading.Thread(target=next, args=(batches,))
     taker.start()
     try:
-        deadline = time.monotonic() + 60
-        while not fast.is_read and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert fast.is_read
+        jobs.until(lambda: fast.is_read)
         assert not slow.is_read
     finally:
         slow.gate.set()
@@ -132,14 +114,6 @@ def test_the_rest_of_an_epoch(mpi, steps, num_workers):
     assert sorted(used + epoch_of(mpi, again)) == list(range(TOTAL))
     assert sorted(epoch_of(mpi, again)) == list(range(TOTAL))  # the next epoch is whole
     assert sorted(used + on_few(mpi, lambda: epoch_of(mpi, resumed(5, 0)))) == list(range(TOTAL))
-
-
-def trained(iterator, **options):
-    """Return the parameters; None if training was killed."""
-    torch.manual_seed(5)  # the same on all ranks: a sampler may draw from it
-    net = torch.nn.Linear(3, 1).double()
-    state = train(net, iterator, lr=1e-4, maxepoch=2, **options)
-    return None if state is None else torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -262,7 +236,7 @@ def test_a_source_that_raises_is_named(mpi, options):
         seen.extend(number for batch in iterator for number in numbers_in(batch, iterator.num_samples))
     assert seen == list(range(32))
     assert isinstance(caught.value.__cause__, LookupError)
-    assert threads_of_readers() == []
+    assert prefetching() == []
 
 
 def test_nonsense_is_refused(mpi):

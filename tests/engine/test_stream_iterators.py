@@ -6,7 +6,7 @@ import tarfile
 
 import pytest
 import torch
-from runs import epoch_of, numbers_in, on_few, together, train
+from runs import epoch_of, numbers_in, on_few, sample_of, together, train, trained
 from torch.utils.data import IterableDataset
 
 from torchmpi_py.engine import (
@@ -47,10 +47,6 @@ def pattern(mpi, folder):
     return f"{folder}/data-*.tar"
 
 
-def sample_of(number):
-    return torch.tensor([number % 7, number % 3, 1.0], dtype=torch.float64), torch.tensor([float(number)]).double()
-
-
 def read(path):
     for sample in read_tar(path):
         assert sample["x"] == sample["y"]
@@ -82,9 +78,12 @@ ways_and_workers = pytest.mark.parametrize(
 
 @ways_and_workers
 def test_every_sample_once_in_an_epoch(mpi, pattern, way, num_workers):
-    """And each file is read by one reader alone."""
+    """Each file is read by one reader alone. Ranks take the same steps, with weights of a mean."""
     iterator = StreamIterator(stream(way, pattern), 3, num_workers=num_workers, seed=4)
-    mine = [n for batch in iterator for n in numbers_in(batch, iterator.num_samples)]
+    mine, rows = [], []
+    for batch in iterator:
+        mine += numbers_in(batch, iterator.num_samples)
+        rows.append((iterator.num_samples, iterator.weight, iterator.position, len(batch[0])))
     epochs = [together(mpi, mine), epoch_of(mpi, iterator)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(TOTAL))] * 2
     assert iterator.position == TOTAL
@@ -92,11 +91,6 @@ def test_every_sample_once_in_an_epoch(mpi, pattern, way, num_workers):
     starts = [sum(SIZES[:file]) for file in range(len(SIZES))]
     read = [len(set(mine) & set(range(start, start + size))) for start, size in zip(starts, SIZES, strict=True)]
     assert way != "files" or all(number in (0, size) for number, size in zip(read, SIZES, strict=True))
-
-
-def test_every_rank_takes_the_same_steps_with_weights_of_a_mean(mpi, pattern):
-    iterator = StreamIterator(Shards(pattern, read), 4)
-    rows = [(iterator.num_samples, iterator.weight, iterator.position, len(batch[0])) for batch in iterator]
     position = 0
     for ranks in zip(*mpi.allgather_object(rows), strict=True):
         count = sum(row[0] for row in ranks)
@@ -162,18 +156,6 @@ def test_what_is_left_is_what_was_not_read(num_readers):
         assert sorted(seen + list(remaining)) == [(p, at) for p, size in enumerate(SIZES) for at in range(size)]
 
 
-def network():
-    torch.manual_seed(0)
-    return torch.nn.Linear(3, 1).double()
-
-
-def trained(iterator, net=None, **options):
-    """Return the parameters and the state; None for it if training was killed."""
-    net = net or network()
-    state = train(net, iterator, lr=1e-4, **{"maxepoch": 2, **options})
-    return torch.cat([p.detach().flatten() for p in net.parameters()]), state
-
-
 @pytest.mark.parametrize(
     ("way", "num_workers", "asynchronous"),
     [
@@ -189,14 +171,12 @@ def test_training_is_that_of_one_process_on_the_same_global_batches(mpi, pattern
 
     engine = AllReduceSGDEngine(asynchronous=asynchronous)
     iterator = StreamIterator(stream(way, pattern), 3, num_workers=num_workers)
-    mine, state = trained(iterator, engine=engine, on_sample=on_sample)
-    assert state.t == len(batches)
-    everyone = mpi.allgather_object(batches)
-    merged = [[[x for rank in everyone for x in rank[t][column]] for column in (0, 1)] for t in range(state.t)]
+    mine = trained(iterator, engine=engine, on_sample=on_sample)
+    steps = zip(*mpi.allgather_object(batches), strict=True)  # of all ranks
+    merged = [[[x for batch in step for x in batch[column]] for column in (0, 1)] for step in steps]
     alone = [tuple(torch.tensor(column, dtype=torch.float64) for column in batch) for batch in merged]
     assert sum(len(x) for x, _ in alone) == 2 * TOTAL
-    one, _ = trained(alone, engine=SGDEngine(), maxepoch=1)
-    torch.testing.assert_close(mine, one, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(mine, trained(alone, engine=SGDEngine(), maxepoch=1), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +205,7 @@ def test_a_checkpoint_in_the_middle_of_an_epoch(mpi, pattern, folder, way, num_w
 
 def test_a_checkpoint_of_other_files_is_refused(mpi, pattern, folder):
     options = {"checkpoint": folder / "runs", "every": 1}
-    assert trained(StreamIterator(Shards(pattern, read), 1), killed_at=2, **options)[1] is None
+    assert trained(StreamIterator(Shards(pattern, read), 1), killed_at=2, **options) is None
     fewer = Shards(pattern.replace("*", "[3-6]"), read)
     with pytest.raises(ValueError, match=r"in the middle of an epoch over files .*; this is another order: files"):
         trained(StreamIterator(fewer, 1), **options)
@@ -250,7 +230,7 @@ def test_readers_without_anything_to_read(mpi, pattern, way, caplog):
 
 def test_stand_ins(mpi, pattern):
     """0 times what a batch becomes when it is scaled in every step would not be 0."""
-    net = network()
+    net = torch.nn.Linear(3, 1).double()
     train(
         net,
         StreamIterator(Shards(pattern, read), 2),

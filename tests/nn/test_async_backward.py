@@ -197,8 +197,6 @@ def test_parameters_that_change_after_the_registration_are_told_of(mpi):
 
 
 OVERLAPS = {
-    "the same": (lambda net: net, lambda net: net),
-    "a child": (lambda net: net, lambda net: net[2]),
     "a parent": (lambda net: net[2], lambda net: net),
     "a shared parameter": (lambda net: net[:3], lambda net: net[2:]),
 }
@@ -210,7 +208,7 @@ def test_a_second_registration_of_a_parameter_is_refused(mpi, overlap):
     net, alone = network(600), network(600)  # several buckets
     first, second = (part(net) for part in OVERLAPS[overlap])
     backward = mpinn.register_async_backward(first, average=False)
-    with pytest.raises(ValueError, match=r"gradients of (2\.|0\.)?weight.*already.*remove\(\)"):
+    with pytest.raises(ValueError, match=r"gradients of (2|0)\.weight.*already.*remove\(\)"):
         mpinn.register_async_backward(second, average=False)
     backward.remove()
     backward = mpinn.register_async_backward(second, average=False)

@@ -110,14 +110,11 @@ def test_dtypes_and_layouts(mpi, dtype):
         assert torch.equal(got, torch.as_strided(there, x.shape, x.stride(), x.storage_offset()))
 
 
-def test_complex_activations(mpi):
+def test_complex_activations_and_layers_that_work_in_place_on_what_has_come(mpi):
     x = torch.tensor([1 + 2j], requires_grad=True)
     link, got = in_a_ring(mpi, x * 1)
     (got.abs().sum() ** 2 + link).backward()
     torch.testing.assert_close(x.grad, 2 * x.detach())
-
-
-def test_layers_may_work_in_place_on_what_has_come(mpi):
     x = torch.tensor([-1.0, 2.0], requires_grad=True)
     link, got = in_a_ring(mpi, x * 1)
     (torch.nn.ReLU(inplace=True)(got).sum() + link).backward()

@@ -46,13 +46,34 @@ def assert_alike(mpi, ours, torchs, dtype=torch.float64):
     torch.testing.assert_close(dict(ours.named_buffers()), dict(torchs.named_buffers()), **close)
 
 
-def compare(mpi, ours, torchs, shape, *, uneven=True, dtype=torch.float64, steps=2, layout=torch.contiguous_format):
+CASES = [
+    {"shape": ()},
+    {"shape": (5,), "uneven": False},
+    {"shape": (3, 4)},
+    {"shape": (3, 4), "dtype": torch.float32},
+    {"shape": (3, 4), "dtype": torch.bfloat16},
+    {"shape": (4, 5), "uneven": False, "layout": torch.channels_last},
+    {"shape": (2, 3, 2)},
+    {"shape": (4,), "momentum": None},
+    {"shape": (4,), "momentum": 0.7, "eps": 0.1},
+    {"shape": (4,), "affine": False},
+    {"shape": (4,), "affine": False, "track_running_stats": False},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_as_one_process(mpi, case):
     """Some steps of training and one of evaluation, on this rank's part and on the whole."""
+    given = {"uneven": True, "dtype": torch.float64, "layout": torch.contiguous_format}
+    shape, uneven, dtype, layout = ((given | case)[name] for name in ("shape", *given))
+    options = {name: value for name, value in case.items() if name not in ("shape", *given)}
+    ours, torchs = layers(len(shape) + 2, dtype, **options)
+    steps = 2 if dtype == torch.float64 else 1
     sizes = [(rank * 2 + 1) % 5 if uneven and mpi.size() > 1 else 3 for rank in range(mpi.size())]
     begin = sum(sizes[: mpi.rank()])
     mine = slice(begin, begin + sizes[mpi.rank()])
     for step in range(steps + 1):
-        if step == steps:
+        if step == steps and "track_running_stats" not in options:  # without them each rank has its own batch
             ours.eval(), torchs.eval()
         x = (values((sum(sizes), 3, *shape), step, dtype) * 3).contiguous(memory_format=layout)
         dy = values(x.shape, 100 + step, dtype)
@@ -66,22 +87,6 @@ def compare(mpi, ours, torchs, shape, *, uneven=True, dtype=torch.float64, steps
     mpi.nn.check_with_allreduce(ours)  # the running statistics have the same bits
 
 
-@pytest.mark.parametrize(
-    ("shape", "uneven"), [((), True), ((5,), False), ((3, 4), True), ((3, 4), False), ((2, 3, 2), True)]
-)
-def test_as_one_process(mpi, shape, uneven):
-    compare(mpi, *layers(len(shape) + 2), shape, uneven=uneven)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes(mpi, dtype):
-    compare(mpi, *layers(4, dtype), (3, 4), dtype=dtype, steps=1)
-
-
-def test_channels_last(mpi):
-    compare(mpi, *layers(4), (4, 5), uneven=False, layout=torch.channels_last)
-
-
 def test_16_bit_inputs_with_wider_parameters(mpi):
     ours, other = (layers(3, torch.float32)[0] for _ in range(2))
     x, dy = (values((4, 3, 5), seed, torch.bfloat16) for seed in (mpi.rank(), 9))
@@ -89,23 +94,6 @@ def test_16_bit_inputs_with_wider_parameters(mpi):
     torch.testing.assert_close((y.float(), dx.float()), wide, **CLOSE[torch.bfloat16])
     torch.testing.assert_close(ours.running_var, other.running_var)
     torch.testing.assert_close(ours.weight.grad, other.weight.grad, **CLOSE[torch.bfloat16])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"momentum": None},
-        {"momentum": 0.7, "eps": 0.1},
-        {"affine": False},
-        {"affine": False, "track_running_stats": False},
-    ],
-    ids=str,
-)
-def test_options(mpi, options):
-    ours, torchs = layers(3, **options)
-    if "track_running_stats" in options:  # in evaluation each rank has its own batch
-        torchs.eval = ours.eval = lambda: None
-    compare(mpi, ours, torchs, (4,), steps=2)
 
 
 def test_a_mean_that_is_large_against_the_spread(mpi):

@@ -6,7 +6,15 @@ import torch
 from support import networks
 from torch.nn.functional import mse_loss
 
+from torchmpi_py.optim import compression
+
 ROWS = 4
+COMPRESSIONS = {
+    "BF16": compression.BF16,
+    "FP16": compression.FP16,
+    "TopK": lambda: compression.TopK(0.2),
+    "PowerSGD": lambda: compression.PowerSGD(2),
+}
 
 
 def pair(*sizes, dtype=torch.float64):

@@ -39,12 +39,6 @@ def sharded(module, compression, placement):
     )
 
 
-def registered(module, compression):
-    optimizer, reduction = sgd(module), mpinn.register_async_backward(module, compression=compression)
-    optimizer.register_step_pre_hook(lambda *_: reduction.synchronize())
-    return optimizer
-
-
 def in_ddp(module, made):
     from torchmpi_py import torch_backend
 
@@ -77,7 +71,6 @@ def group(mpi):
 
 WRAPPERS = {
     "ddp": in_ddp,
-    "register": registered,
     "distributed": lambda module, made: optim.DistributedOptimizer(sgd(module), module, compression=made),
     "slices": lambda module, made: sharded(module, made, "size"),
     "owners": lambda module, made: sharded(module, made, "round_robin"),

@@ -1,9 +1,11 @@
 """Compressed gradients: what comes out, what waits for the next step, and how many bytes are sent."""
 
+import collections
 import math
 
 import pytest
 import torch
+from loops import COMPRESSIONS, loss_of, train
 from support import networks
 
 from torchmpi_py import errors, nn as mpinn, optim
@@ -12,13 +14,7 @@ from torchmpi_py.optim import compression
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
-ALL = {
-    "BF16": lambda: compression.BF16(),
-    "FP16": lambda: compression.FP16(),
-    "TopK": lambda: compression.TopK(0.2),
-    "PowerSGD": lambda: compression.PowerSGD(2),
-}
-every_one = pytest.mark.parametrize("name", ALL)
+every_one = pytest.mark.parametrize("name", COMPRESSIONS)
 
 
 def gradient(rank, step=0, shape=(12, 10)):
@@ -28,6 +24,11 @@ def gradient(rank, step=0, shape=(12, 10)):
 def compressor(mpi, compression, *shape, dtype=torch.float32):
     flat = torch.zeros(math.prod(shape), dtype=dtype)
     return compression.compressor(flat, [flat.view(shape)], mpi.communicator())
+
+
+def sharded(module, kind, name, placement):
+    made = COMPRESSIONS[name]()
+    return optim.ShardedOptimizer(module.parameters(), kind, lr=0.01, placement=placement, compression=made)
 
 
 def reduced(compressor, x, op="avg"):
@@ -40,7 +41,7 @@ def reduced(compressor, x, op="avg"):
 @every_one
 def test_all_ranks_have_the_same_bits_also_after_an_overflow(mpi, name):
     """A step that overflows leaves nothing behind."""
-    made = compressor(mpi, ALL[name](), 12, 10)
+    made = compressor(mpi, COMPRESSIONS[name](), 12, 10)
     for step, op in enumerate(["avg", "sum", "avg", "avg", "sum"]):
         x = gradient(mpi.rank(), step)
         if step == 2 and mpi.rank() == 0:
@@ -48,6 +49,30 @@ def test_all_ranks_have_the_same_bits_also_after_an_overflow(mpi, name):
         found = reduced(made, x, op)
         mpi.check_with_allreduce(found)
         assert found.isfinite().all() == (step != 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [("BF16", "size"), ("FP16", "round_robin"), ("TopK", "size"), ("TopK", "round_robin"), ("PowerSGD", "size")],
+)
+def test_a_sharded_optimizer_leaves_out_an_overflow_on_all_ranks(mpi, name, placement):
+    """GradScaler skips the step; the ones after it are as if it had not been."""
+    module = networks.perceptron(12, 20, 7)
+    ours = sharded(module, torch.optim.Adam, name, placement)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        ours.zero_grad()
+        loss = loss_of(module, step, [mpi.rank()])
+        if step == 1 and mpi.rank() == 0:
+            loss = loss + module[0].weight[0, 0] * float("inf")
+        scaler.scale(loss).backward()
+        before = networks.flat(module)
+        scaler.step(ours)
+        scaler.update()
+        assert torch.equal(networks.flat(module), before) == (step == 1)
+        assert networks.flat(module).isfinite().all()
+    assert scaler.get_scale() == 512.0
+    mpinn.check_with_allreduce(module)
 
 
 @pytest.mark.parametrize("name", ["TopK", "PowerSGD"])
@@ -75,7 +100,7 @@ def test_a_parameter_that_nobody_uses_for_a_while_gets_all_of_its_gradient(mpi, 
 @pytest.mark.parametrize(("name", "digits"), [("BF16", 2.0**-8), ("FP16", 2.0**-11)])
 @pytest.mark.parametrize("op", ["avg", "sum"])
 def test_16_bits(mpi, name, digits, op):
-    made = compressor(mpi, ALL[name](), 12, 10)
+    made = compressor(mpi, COMPRESSIONS[name](), 12, 10)
     for step in range(3):
         exact = sum(gradient(rank, step).double() for rank in range(mpi.size()))
         scale = 1 if op == "sum" else mpi.size()
@@ -152,19 +177,19 @@ def test_other_ratios_on_other_ranks(mpi):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """The bytes that reductions and gathers are given."""
-    counted = []
+    """The bytes that reductions and gathers are given, by verb."""
+    counted = collections.Counter()
 
     def count(verb):
         plain = getattr(verbs, verb)
 
         def counting(x, *args, **options):
-            counted.append(getattr(x, "nbytes", 0))
+            counted[verb] += getattr(x, "nbytes", 0)
             return plain(x, *args, **options)
 
         return counting
 
-    for verb in ("allreduce", "allreduce_async", "allgather", "allgather_async"):
+    for verb in ("allreduce", "allreduce_async", "allgather_async", "reduce_async", "reduce_scatter_async"):
         monkeypatch.setattr(verbs, verb, count(verb))
     return counted
 
@@ -177,16 +202,26 @@ def sent(monkeypatch):
         (lambda: compression.TopK(0.01), (4 + 4) * 80),
         (lambda: compression.PowerSGD(2), 4 * 2 * (100 + 80)),
     ],
-    ids=ALL,
+    ids=COMPRESSIONS,
 )
 def test_bytes_on_the_wire(mpi, sent, made, num_bytes):
     one = compressor(mpi, made(), 100, 80)
     for step in range(2):
         reduced(one, gradient(mpi.rank(), step, shape=(100, 80)))
-    assert sum(sent) == 2 * num_bytes
+    assert sent.total() == 2 * num_bytes
     sent.clear()
     reduced(compressor(mpi, compression.FP16(), 8000), torch.zeros(8000))
-    assert sum(sent) == 2 * 8000  # zeros do not go twice, though nothing shows their scale
+    assert sent.total() == 2 * 8000  # zeros do not go twice, though nothing shows their scale
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("name", "placement", "verb"), [("BF16", "size", "reduce_scatter_async"), ("FP16", "round_robin", "reduce_async")]
+)
+def test_bytes_on_the_wire_of_a_sharded_optimizer(mpi, sent, name, placement, verb):
+    module = networks.perceptron(60, 60, 60)  # a number of elements that 1 to 5 divides
+    train(module, sharded(module, torch.optim.SGD, name, placement), range(2), [mpi.rank()])
+    assert sent[verb] == 2 * 2 * sum(p.numel() for p in module.parameters())
 
 
 def test_buckets_of_other_dtypes_go_as_they_are(mpi):
@@ -203,7 +238,14 @@ def test_bad_options(mpi):
             compression.TopK(wrong)
     with pytest.raises(ValueError, match="rank=0"):
         compression.PowerSGD(0)
-    with pytest.raises(TypeError, match="compression='BF16'"):
-        mpinn.register_async_backward(torch.nn.Linear(2, 2), compression="BF16")
+    module = torch.nn.Linear(2, 2)
+    for make in (
+        lambda: mpinn.register_async_backward(module, compression="BF16"),
+        lambda: optim.ShardedOptimizer(module.parameters(), torch.optim.SGD, compression="BF16"),
+    ):
+        with pytest.raises(TypeError, match="compression='BF16'"):
+            make()
+    inner = torch.optim.SGD(module.parameters(), 0.1)
+    assert repr(optim.ShardedOptimizer.from_optimizer(inner, compression=compression.BF16()).compression) == "BF16()"
     with pytest.raises(AttributeError, match="use TopK"):
         _ = optim.compression.RandomK

@@ -235,9 +235,6 @@ def test_bad_input(mpi):
     own = alone if mpi.rank() == last else module
     with pytest.raises(ValueError, match=f"4 on rank {last}"):
         DistributedOptimizer(sgd(own), module)
-    other = torch.nn.Linear(6, 3 + (mpi.rank() == last))
-    with pytest.raises(errors.RanksDisagree, match=rf"rank 0 has .*\(3, 6\).*rank {last} has .*\(4, 6\)"):
-        DistributedOptimizer(sgd(other), other)
     ours = DistributedOptimizer(sgd(module), module)
     with pytest.raises(ValueError, match=r"reduces the gradients of 0\.weight"):
         DistributedOptimizer(sgd(module), module)

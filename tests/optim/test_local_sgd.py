@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from loops import assert_close, loss_of, pair, sides, train
+from loops import assert_close, loss_of, pair, train
 from support import networks
 
 from torchmpi_py import nn as mpinn, optim
@@ -61,15 +61,6 @@ def test_averages_now_and_then(mpi, make, start):
     ours.average()
     all_ranks.average()
     all_ranks.assert_close(module)
-
-
-def test_one_local_step_is_averaging(mpi):
-    """Of gradients, with SGD and momentum, whose steps are linear in them."""
-    module, alone = pair()
-    ours = optim.LocalSGD(momentum(module), 1)
-    for m, o, ranks in sides(mpi, module, ours, alone, momentum(alone)):
-        train(m, o, range(6), ranks)
-    assert_close(module, alone)
 
 
 def test_inside_groups_often_and_between_them_seldom(mpi):

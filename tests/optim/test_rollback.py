@@ -1,13 +1,14 @@
 """An object that goes back to an earlier state, in the middle of what it does, goes on as a new one does from there."""
 
+import functools
 import io
 
 import pytest
 import torch
+from loops import COMPRESSIONS
 from support import networks
 
 from torchmpi_py import errors, nn as mpinn, optim
-from torchmpi_py.optim import compression
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -18,19 +19,14 @@ CLASSES = {
     and issubclass(kind, torch.optim.Optimizer)
     and name not in ("LBFGS", "SparseAdam", "Optimizer")  # the first two have a test of their own
 }
-COMPRESSIONS = {
-    "BF16": compression.BF16,
-    "FP16": compression.FP16,
-    "TopK": lambda: compression.TopK(0.2),
-    "PowerSGD": lambda: compression.PowerSGD(1),
-}
 
 
 class Registered:
     """A registration and an optimizer, as a loop has them that rolls both back."""
 
-    def __init__(self, module, made):
+    def __init__(self, module, what):
         self.optimizer = momentum(module)
+        made = COMPRESSIONS[what]()
         self.reduction = mpinn.register_async_backward(module, frequency=2, compression=made)
         self.state_dict, self.zero_grad = self.optimizer.state_dict, self.optimizer.zero_grad
         self.remove = self.reduction.remove
@@ -54,15 +50,19 @@ def momentum(module):
     return torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
 
 
-def distributed(module, made=None, kind=None):
-    inner = momentum(module) if kind is None else kind(module.parameters())
-    return optim.DistributedOptimizer(inner, module, compression=made, backward_passes_per_step=2)
+def options_of(what):
+    """Those of an optimizer whose class or compression this is."""
+    return {"compression": COMPRESSIONS[what]() if what in COMPRESSIONS else None, "backward_passes_per_step": 2}
 
 
-def sharded(module, made=None, kind=torch.optim.Adam, placement="size"):
-    return optim.ShardedOptimizer(
-        module.parameters(), kind, placement=placement, compression=made, backward_passes_per_step=2
-    )
+def distributed(module, what=None):
+    inner = CLASSES[what](module.parameters()) if what in CLASSES else momentum(module)
+    return optim.DistributedOptimizer(inner, module, **options_of(what))
+
+
+def sharded(module, what=None, placement="size"):
+    kind = CLASSES.get(what, torch.optim.Adam)
+    return optim.ShardedOptimizer(module.parameters(), kind, placement=placement, **options_of(what))
 
 
 KINDS = {
@@ -71,25 +71,14 @@ KINDS = {
     "gossip, random": lambda module: optim.Gossip(momentum(module), "random", asynchronous=True, seed=5),
     "local": lambda module: optim.LocalSGD(momentum(module), 3),
     "local, slow": lambda module: optim.LocalSGD(momentum(module), 3, slow_momentum=0.5, start=2),
-    **{f"slices, {name}": lambda module, make=make: sharded(module, make()) for name, make in COMPRESSIONS.items()},
-    **{
-        f"register, {name}": lambda module, name=name: Registered(module, COMPRESSIONS[name]())
-        for name in ("FP16", "TopK")
-    },
-    **{
-        f"distributed, {name}": lambda module, name=name: distributed(module, COMPRESSIONS[name]())
-        for name in ("BF16", "TopK", "PowerSGD")
-    },
-    **{
-        f"distributed, {name}": lambda module, name=name: distributed(module, kind=CLASSES[name])
-        for name in ("Adam", "ASGD")
-    },
-    **{f"slices, {name}": lambda module, kind=kind: sharded(module, kind=kind) for name, kind in CLASSES.items()},
-    **{
-        f"owners, {name}": lambda module, name=name: sharded(module, kind=CLASSES[name], placement="round_robin")
-        for name in ("Adam", "Adafactor", "Rprop")
-    },
 }
+for name, wrap, whats in (
+    ("slices", sharded, [*COMPRESSIONS, *CLASSES]),
+    ("owners", functools.partial(sharded, placement="round_robin"), ["Adam", "Adafactor", "Rprop"]),
+    ("register", Registered, ["FP16", "TopK"]),
+    ("distributed", distributed, ["BF16", "TopK", "PowerSGD", "Adam", "ASGD"]),
+):
+    KINDS |= {f"{name}, {what}": functools.partial(wrap, what=what) for what in whats}
 
 
 def one_pass(mpi, module, number):
@@ -204,13 +193,12 @@ def test_no_state_in_the_middle_of_a_step(mpi, make):
     optimizer.state_dict()
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", ["FP16", "PowerSGD"])
 def test_a_state_that_some_ranks_alone_load(mpi, name):
     """Scales and matrices of a compression are equal on all ranks; an error says that they are not any more."""
-    if mpi.size() == 1:
-        pytest.skip("one rank agrees with itself")
     module = network()
-    optimizer = distributed(module, COMPRESSIONS[name]())
+    optimizer = distributed(module, name)
     two_passes(mpi, module, optimizer, range(2))
     if mpi.rank() == 0:
         optimizer.load_state_dict(optimizer.state_dict())

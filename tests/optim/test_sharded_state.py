@@ -104,10 +104,9 @@ def test_parameters_that_are_numbers(mpi):
     assert str(optimizer.state_dict()["param_groups"]) == str(plain.state_dict()["param_groups"])
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("placement", ["size", "round_robin"])
 def test_a_state_that_one_rank_alone_has_loaded(mpi, placement):
-    if mpi.size() == 1:
-        pytest.skip("one rank is all ranks")
     module, _ = pair(*SIZES)
     optimizer = optim.ShardedOptimizer(module.parameters(), torch.optim.Adam, lr=0.01, placement=placement)
     state = optimizer.state_dict()
