@@ -169,3 +169,21 @@ def mpi(request):
     yield torchmpi_py
     if not request.session.testsfailed:  # stop() would wait for ranks that wait for this one
         torchmpi_py.stop()
+
+
+@pytest.fixture
+def rank(mpi):
+    """That of this process in ``mpi``."""
+    return mpi.rank()
+
+
+@pytest.fixture
+def me(rank):
+    """The same, where any rank is called ``rank``."""
+    return rank
+
+
+@pytest.fixture
+def size(mpi):
+    """The number of all ranks."""
+    return mpi.size()

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmpi_py import nn as mpinn, optim, paramserver as ps
 from torchmpi_py.optim import compression
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 CPU = torch.device("cpu")
 
 
@@ -53,9 +53,7 @@ def test_verbs(mpi, flavour):
 
 
 @pytest.mark.parametrize(
-    "made",
-    [None, compression.BF16(), compression.FP16(), compression.TopK(0.5), compression.PowerSGD(1)],
-    ids=str,
+    "made", [None, compression.BF16(), compression.FP16(), compression.TopK(0.5), compression.PowerSGD(1)], ids=str
 )
 def test_gradients(mpi, network, made):
     mpinn.synchronize_parameters(network)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from support import jobs
 
 import torchmpi_py as mpi
 from torchmpi_py import errors
@@ -122,16 +123,10 @@ def lines_of(text):
 
 def execute(commands, folder):
     """What the commands of a console block print, errors included. The exit code is that of the last command."""
-    done = subprocess.run(
-        ["bash", "-c", commands],
-        cwd=folder,
-        env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "110"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=180,
-    )
+    environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "110"}
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    options = {"capture_output": False, "cwd": folder, "env": environment}
+    done = jobs.run("bash", "-c", commands, seconds=180, **options, **streams)
     assert done.returncode == 0, f"{commands}\n{done.stdout}"
     return done.stdout.replace(f"{folder}/", "")
 

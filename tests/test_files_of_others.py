@@ -24,10 +24,7 @@ from torchmpi_py.watch import tracing
 
 experiments = importlib.import_module("torchmpi_py.sweeps.experiments")  # the package's name is the function
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user"),
-]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")]
 
 _FACTS = measured_cache.MachineFacts("MPI 1", "host", "2x1", "cpu")
 _GPU_FACTS = gpu_probe.GpuFacts("MPI 1", "library", "", "2.10", "host", "gpu")
@@ -141,10 +138,7 @@ WRITES = {
     "page of a trace": ("rank-0.part", trace_page),
 }
 REPLACES = {
-    "log in torchmpirun": (
-        "rank-0.log",
-        lambda folder: torchmpirun.check_folder("--log-dir", folder, replaced="rank-0.log"),
-    ),
+    "log in torchmpirun": ("rank-0.log", lambda at: torchmpirun.check_folder("--log-dir", at, replaced="rank-0.log")),
     "new sweep": ("torchmpi-sweep", lambda folder: Ledger(folder, "first", 0).prepare([1], 0, resume=False)),
     "claim": ("0000.log", claim),
     "measured": (_FACTS.path().name, lambda folder: measured_cache.write(_FACTS.path(), _FACTS, {})),

@@ -1,12 +1,10 @@
 """The names of the package itself."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import jobs
 
 import torchmpi_py as mpi
 
@@ -22,13 +20,10 @@ def test_names_of_other_packages_are_explained():
                 found = getattr(found, part)
 
 
-def test_all_public_names_are_imported_by_a_star():
-    done = outcome("from torchmpi_py import *; print(allreduce.__name__, LaunchError.__name__, nn.__name__)")
+def test_all_public_names_are_imported_by_a_star_and_a_misspelt_one_is_known():
+    names = "allreduce.__name__, LaunchError.__name__, nn.__name__"
+    done = jobs.python(f"from torchmpi_py import *; import torchmpi_py as m; print({names}); m.alreduce")
     assert done.stdout == "allreduce LaunchError torchmpi_py.nn\n", done.stderr
-
-
-def test_a_misspelt_name():
-    done = subprocess.run([sys.executable, "-c", "import torchmpi_py as m; m.alreduce"], capture_output=True, text=True)
     assert "Did you mean: 'allreduce'?" in done.stderr
 
 
@@ -37,15 +32,8 @@ def test_only_public_names_are_listed():
     assert "__version__" in dir(mpi)
 
 
-def outcome(program, **environment):
-    command = [sys.executable, "-c", program]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=100, env=os.environ | environment
-    )
-
-
 def test_without_torch():
-    done = outcome("import sys; sys.modules['torch'] = None; import torchmpi_py as mpi; mpi.start()")
+    done = jobs.python("import sys; sys.modules['torch'] = None; import torchmpi_py as mpi; mpi.start()")
     assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: torch is not installed: pip install torch")
 
 
@@ -58,15 +46,16 @@ def test_without_an_mpi(tmp_path, variables, remedy):
     (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: pass\n")
     (tmp_path / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library\\nlibmpi.so: none')\n")
     variables = {"PYTHONPATH": f"{tmp_path}:{Path(mpi.__file__).parents[1]}", **variables}
-    done = outcome("import os; os.environ.pop('MPI4PY_MPIABI', 0); import torchmpi_py as mpi; mpi.start()", **variables)
+    program = "import os; os.environ.pop('MPI4PY_MPIABI', 0); import torchmpi_py as mpi; mpi.start()"
+    done = jobs.python(program, env=variables)
     error = done.stderr.splitlines()[-1]
     assert "no MPI library can be loaded (cannot load MPI library; libmpi.so: none); " in error
     assert remedy in error
 
 
 def test_a_program_that_runs_alone_says_how_to_start_more_ranks():
-    done = outcome("import torchmpi_py as mpi; mpi.start()", TORCHMPI_LOG="info")
+    done = jobs.python("import torchmpi_py as mpi; mpi.start()", env={"TORCHMPI_LOG": "info"})
     assert "[rank 0] torchmpi_py INFO: world of 1" in done.stderr
     assert "for several ranks start the program by torchmpirun -n 4 program.py" in done.stderr
-    done = outcome("import torchmpi_py as mpi; mpi.start()", TORCHMPI_LOG="loud")
+    done = jobs.python("import torchmpi_py as mpi; mpi.start()", env={"TORCHMPI_LOG": "loud"})
     assert "ValueError: TORCHMPI_LOG='loud': give one of debug, info, warning, error" in done.stderr

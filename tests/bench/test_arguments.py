@@ -25,13 +25,11 @@ def test_options():
     ("words", "message"),
     [
         ("", r"run \| compare \| step .* tune .* plot"),
-        ("tune --seconds x", "'x' is not"),
         ("run --verb foo", "'foo'.*allreduce.*scatter"),
         ("run --op foo", "'foo'.*sum.*lor"),
         ("run --dtype foo", "'foo'.*float32.*bool"),
         ("run --sizes 4Q", "'4Q'.*64K"),
         ("run --seconds 0", "'0' is not"),
-        ("run --max-memory much", "'much'"),
         ("step --layers 4", "'4'.*two widths"),
         ("step --ways average,shared", "'shared': give some of average, sharded, compressed"),
         ("step --steps -1", "'-1'"),

@@ -10,6 +10,7 @@ import torch
 
 from torchmpi_py import paramserver as ps
 from torchmpi_py.bench import UsageError, WrongValue
+from torchmpi_py.core.mpi_api import MPI
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # programs, not a package
 try:
@@ -17,13 +18,10 @@ try:
 finally:
     del sys.path[0]
 RULES = parameter_server.RULES
-pytestmark = pytest.mark.timeout(240)
 QUICK = ["--sizes", "4,20K", "--seconds", "0.001", "--idle-seconds", "0.05"]
 
 
 def run(*words):
-    from mpi4py import MPI
-
     parameter_server.measure(MPI.COMM_WORLD, parameter_server.parse([*QUICK, *words]))
 
 
@@ -44,14 +42,6 @@ def test_every_number_of_clients(mpi, capsys, tmp_path):
         queued = {(row["num_queued"], row["wire_median_seconds"] is None) for row in stored["rows"]}
         assert queued == {(3, mpi.num_nodes() == 1)}
         assert (stored["idle_percent"] is None) == (mpi.size() == 1)
-
-
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_every_rule(mpi):
-    if mpi.size() != 2:
-        pytest.skip("the first use of an optimizer imports for seconds a rank; two ranks show as much")
-    run("--rules", ",".join(RULES), "--sizes", "20K")
 
 
 @pytest.mark.mpi

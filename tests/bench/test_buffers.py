@@ -3,8 +3,8 @@ import itertools
 import pytest
 import torch
 
-from torchmpi_py.bench import UsageError, buffers
-from torchmpi_py.bench.buffers import format_size, parse_size, parse_sizes
+from torchmpi_py.bench import UsageError, buffers, candidates
+from torchmpi_py.bench.buffers import TaskBuffers, format_size, parse_size, parse_sizes
 from torchmpi_py.bench.cases import VERBS, Task
 
 MIB = 1 << 20
@@ -61,6 +61,17 @@ def test_clearing_starts_with_the_first_slot():
     assert again.x.data_ptr() == first.x.data_ptr()
     assert not again.x.any()
     assert not again.result.any()
+
+
+def test_limits_are_copies_of_every_byte():
+    cpu = torch.device("cpu")
+    (copy,) = candidates.limits(cpu)
+    assert (copy.name, copy.has_values, copy.is_ours) == (candidates.COPY, False, False)
+    for candidate in (copy, candidates.host_copy(cpu, 64), candidates.host_copy(cpu, 4096)):
+        source, destination = torch.arange(1000.0), torch.zeros(1000)
+        slots = iter([TaskBuffers(source, None), TaskBuffers(destination, None)])
+        candidate.bind(lambda slots=slots: next(slots))()
+        assert source.equal(destination)
 
 
 def test_sizes_and_their_lists():

@@ -64,14 +64,8 @@ def task(verb, rank=0, size=3, dtype=torch.float32):
 
 
 def test_bus_factors_of_4_ranks():
-    factors = {
-        "allreduce": 1.5,
-        "reduce_scatter": 0.75,
-        "allgather": 0.75,
-        "alltoall": 0.75,
-        "broadcast": 1,
-        "reduce": 1,
-    }
+    factors = {"allreduce": 1.5, "broadcast": 1, "reduce": 1}
+    factors |= dict.fromkeys(("reduce_scatter", "allgather", "alltoall"), 0.75)
     assert {verb: VERBS[verb].bus_factor(4) for verb in factors} == factors
 
 

@@ -5,12 +5,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from support import jobs
 
 from torchmpi_py.bench import results
 
-pytestmark = [pytest.mark.timeout(240), jobs.needs_mpi]
+pytestmark = jobs.needs_mpi
 
 
 def bench(*words, code=0):
@@ -33,22 +32,6 @@ def test_compare(tmp_path):
     assert output.count("\n|") == 2 + len(report.rows)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert "cold" in errors  # the bar
-
-
-@pytest.mark.slow
-def test_a_training_step():
-    output, errors = bench("step", "--layers", "6,5,3", "--batch", "4", "--steps", "5")
-    assert "| engine, asynchronous " in output
-    assert errors == ""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_all_ranks_end_with_the_reason():
-    output, errors = bench("step", "--device", "cuda", code=2)
-    assert output == ""
-    assert errors.count("sees no CUDA device") == 1
-    assert "Traceback" not in errors
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from torchmpi_py.bench import UsageError, machine
+from torchmpi_py.core.mpi_api import MPI
 
 GPU = torch.device("cuda", 0)
 
@@ -29,8 +30,6 @@ def test_gpus_in_words():
 
 @pytest.mark.mpi
 def test_ranks_on_a_gpu_share_its_memory(mpi, monkeypatch):
-    from mpi4py import MPI
-
     assert not any("GPU" in name for name in machine.facts(MPI.COMM_WORLD))
     monkeypatch.setattr(machine.gpus, "identity", lambda index: "GPU-a")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((mpi.rank() + 1) << 30, 80 << 30))
@@ -40,8 +39,6 @@ def test_ranks_on_a_gpu_share_its_memory(mpi, monkeypatch):
 
 @pytest.mark.mpi
 def test_one_rank_without_a_gpu_ends_all(mpi, monkeypatch):
-    from mpi4py import MPI
-
     def start(with_cuda=False):
         if with_cuda and mpi.rank() == mpi.size() - 1:
             raise ValueError("no GPU here")

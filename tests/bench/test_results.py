@@ -98,13 +98,6 @@ def test_numbers_have_three_digits():
     assert {value: results.number(value) for value in texts} == texts
 
 
-@pytest.mark.parametrize("which", ["on GPUs", "warm"])
-def test_a_picture_is_drawn(tmp_path, which):
-    pytest.importorskip("matplotlib")
-    plot.draw(on_gpus() if which == "on GPUs" else report(kinds=("warm",)), tmp_path / "r.png")
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
-
-
 def drawn(monkeypatch, draw, *arguments):
     """The figure that is drawn."""
     figures = []
@@ -124,6 +117,8 @@ def test_a_picture_hides_no_series_and_is_labelled(monkeypatch, tmp_path):
     assert {text.get_text() for text in figure.legends[0].get_texts()} == {"mpi", "ring", RAW_MPI, COPY}
     for part in ("torchmpi_py 0.3, torch 9.1, Some MPI 7; 2031-05-06", "allreduce (sum) of float32, 4 ranks"):
         assert part in figure.get_suptitle()
+    figure = drawn(monkeypatch, plot.draw, on_gpus(), tmp_path / "r.png")
+    assert DEVICE_COPY in {line.get_label() for line in figure.axes[-1].lines}
 
 
 def curve(path, ranks, seconds):
@@ -145,14 +140,12 @@ def test_curves_of_examples_and_their_scaling_are_drawn(monkeypatch, tmp_path):
     assert len(figure.legends[0].get_texts()) == 4
 
 
-def test_reports_and_curves_are_no_picture_together(tmp_path, capsys):
+def test_what_cannot_be_drawn_is_refused(tmp_path, capsys):
+    """Reports and curves together; a picture of an unknown kind."""
     store(COLLECTIVE, report(), tmp_path / "r.json")
     both = [str(tmp_path / "r.json"), str(curve(tmp_path / "c.json", 1, [1, 2]))]
     assert bench.main(["plot", *both, str(tmp_path / "c.png")]) == 2
     assert "one report of run or compare, or of curves alone" in capsys.readouterr().err
-
-
-def test_a_picture_of_unknown_kind_is_refused(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(UsageError, match=r"r\.foo"):
         plot.draw(report(), tmp_path / "r.foo")

@@ -1,4 +1,4 @@
-"""The page of a timeline: its arithmetic on made-up records, and the pages of real jobs."""
+"""The page of a timeline: its arithmetic on made-up records, and the pages, and traces, of real jobs."""
 
 import html.parser
 import json
@@ -9,18 +9,8 @@ import subprocess
 import pytest
 from support import jobs
 
-from torchmpi_py.bench import __main__ as bench, timeline, timeline_tables
-from torchmpi_py.bench.timeline_calls import (
-    COMPLETE,
-    LAUNCHED,
-    MISSING,
-    UNDER_WAY,
-    UNKNOWN,
-    JobCalls,
-    RankCalls,
-    RecordedCall,
-    meet,
-)
+from torchmpi_py.bench import __main__ as bench, timeline, timeline_calls, timeline_tables
+from torchmpi_py.bench.timeline_calls import COMPLETE, UNKNOWN, JobCalls, RankCalls, RecordedCall, meet
 from torchmpi_py.core.status_board import NUM_RECORDS
 from torchmpi_py.watch import kept_boards
 
@@ -30,7 +20,8 @@ import torchmpi_py as mpi
 mpi.start()
 how = sys.argv[1]
 for turn in range(1500 if how == "die" else 5):
-    mpi.allreduce(torch.ones(1000))
+    time.sleep(0.02 * mpi.rank() * (how == ""))
+    mpi.allreduce(torch.ones(1000), flavour="mpi")
 mpi.broadcast(torch.ones(7, dtype=torch.float64), flavour="ring")
 mpi.allreduce_async(torch.ones(1 << 18), flavour="ring").wait()
 mpi.barrier()
@@ -43,7 +34,9 @@ if how == "hang" and mpi.rank() == 1:
     time.sleep(300)
 if how == "die" and mpi.rank() == 1:
     os.kill(os.getpid(), 9)
-if how in ("hang", "die"):
+if how == "fail" and mpi.rank() == 1:
+    raise RuntimeError("boom")
+if how:
     mpi.allreduce(torch.ones(3))
 """
 
@@ -70,9 +63,9 @@ def test_waits_end_when_the_last_rank_begins():
 
 
 def test_a_rank_that_has_not_come_is_known_from_one_whose_record_is_lost():
-    late = job_of([call(1000, 9000, state=UNDER_WAY)], [])
+    late = job_of([call(1000, 9000, state=timeline_calls.UNDER_WAY)], [])
     meet(late)
-    assert late.ranks[0].calls[0].wait_us == MISSING
+    assert late.ranks[0].calls[0].wait_us == timeline_calls.MISSING
     lost = job_of([call(1000, 9000)], [call(8000, 9000, key=("0.0", 2))])
     meet(lost)
     assert [rank.calls[0].wait_us for rank in lost.ranks] == [UNKNOWN, UNKNOWN]
@@ -82,7 +75,7 @@ def test_a_rank_that_has_not_come_is_known_from_one_whose_record_is_lost():
 
 
 def test_operations_that_are_not_all_ranks_do_not_meet():
-    job = job_of([call(1000, 2000, key=None)], [call(1500, 2500, key=None, state=LAUNCHED)])
+    job = job_of([call(1000, 2000, key=None)], [call(1500, 2500, key=None, state=timeline_calls.LAUNCHED)])
     meet(job)
     assert [rank.calls[0].wait_us for rank in job.ranks] == [UNKNOWN, UNKNOWN]
     assert {each[-1] for rank in timeline.data(job)["ranks"] for each in rank["calls"]} == {-1}
@@ -158,8 +151,7 @@ class Page(html.parser.HTMLParser):
 def run(folder, num_ranks, how, *options, timeline="t.html", **variables):
     jobs.write(folder, PROGRAM, "a.py")
     keywords = {"cwd": folder, "stdin": subprocess.DEVNULL, "env": {"TORCHMPI_DUMP_DIR": str(folder)} | variables}
-    words = ["--timeline", timeline] if timeline else []
-    return jobs.torchmpirun("-n", num_ranks, *words, *options, "a.py", how, **keywords)
+    return jobs.torchmpirun("-n", num_ranks, "--timeline", timeline, *options, "a.py", how, **keywords)
 
 
 EXPECTED = [
@@ -170,12 +162,31 @@ EXPECTED = [
 ]
 
 
+def traced(folder):
+    """The trace of --profile, and the operations of each of two or three ranks in it."""
+    assert bench.main(["trace", str(folder / "p")]) == 0
+    merged = json.loads((folder / "p" / "trace.json").read_text())
+    ours = [event for event in merged["traceEvents"] if event.get("cat") == "torchmpi"]
+    return merged, [[event for event in ours if event["pid"] == rank] for rank in range(3)]
+
+
 @jobs.needs_mpi
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_page_of_a_job(tmp_path, num_ranks):
-    done = run(tmp_path, num_ranks, "", "--env", "TOKEN=confided", "--env=KEY=a=confided")
+def test_the_page_and_the_trace_of_a_job(tmp_path, capsys, num_ranks):
+    done = run(tmp_path, num_ranks, "", "--env", "TOKEN=confided", "--env=KEY=a=confided", "--profile", "p")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", "t.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", "p", "t.html"]
+    merged, ranks = traced(tmp_path)
+    assert capsys.readouterr().err == ""
+    assert {event["pid"] for event in merged["traceEvents"] if event.get("cat") == "cpu_op"} == set(range(num_ranks))
+    for made in ranks[:num_ranks]:
+        assert [(event["name"], event["args"]["flavour"], event["args"]["bytes"]) for event in made[:7]] == [
+            *[("allreduce", "mpi", 4000)] * 5,
+            ("broadcast", "ring", 56),
+            ("allreduce", "ring", 1 << 20),
+        ]
+    for same in zip(*(made[:5] for made in ranks[:num_ranks]), strict=True):  # they meet in it
+        assert max(event["ts"] for event in same) < min(event["ts"] + event["dur"] for event in same)
     page = Page((tmp_path / "t.html").read_text())
     assert re.findall("https?:|//[a-z]", page.text) == []
     assert [rank["ended"] for rank in page.data["ranks"]] == ["with mpi.stop()"] * num_ranks
@@ -187,7 +198,7 @@ def test_the_page_of_a_job(tmp_path, num_ranks):
         if not page.data["texts"][same[0][0]].startswith("broadcast"):  # whose root may be done before the others come
             assert max(each[5] for each in same) <= min(each[5] + each[6] for each in same) + 0.2
         assert 0 in [each[8] for each in same], "the last rank does not wait"
-    for words in (f"{num_ranks} on", "exit code 0", "--env TOKEN=... --env=KEY=... a.py"):
+    for words in (f"{num_ranks} on", "exit code 0", "--env TOKEN=... --env=KEY=... --profile p a.py"):
         assert words in page.words
     assert "confided" not in page.text
     assert "Why it ended" not in page.words
@@ -207,6 +218,16 @@ def test_the_last_records_of_a_rank_that_is_killed(tmp_path):
     assert len(page.text) < 40_000 + 2 * NUM_RECORDS * 70
     assert f"the last {NUM_RECORDS} of " in page.words
     assert re.search(r"rank 1 \(process \d+\) was killed by signal 9", page.words)
+
+
+@pytest.mark.slow
+@jobs.needs_mpi
+def test_a_rank_that_fails_leaves_its_trace(tmp_path):
+    done = run(tmp_path, 2, "fail", "--profile", "p")
+    assert (done.returncode, done.stderr.count("RuntimeError: boom")) == (1, 1)
+    merged, ranks = traced(tmp_path)
+    assert [event["name"] for event in ranks[1]][:7] == [each[0] for each in EXPECTED[:7]]
+    assert len(merged["torchmpi"]["ranks"][-1]["clock"]) == 1
 
 
 @pytest.mark.slow
@@ -240,20 +261,14 @@ def test_the_last_records_of_a_job_that_is_ended_from_outside(tmp_path):
     assert page.operations(0)[:8] == EXPECTED
 
 
-def test_a_board_that_another_version_has_left_is_refused(tmp_path, capsys):
+def test_a_folder_without_records_and_a_board_of_another_version_are_refused(tmp_path, capsys):
     about = {"start_ns": 1, "num_ranks": 1, "host": "h", "versions": "", "clock": [{"at_ns": 0, "offset_ns": 0}]}
+    assert bench.main(["timeline", str(tmp_path)]) == 2
+    assert "has no dumps" in capsys.readouterr().err
     (tmp_path / "node-0.json").write_text(json.dumps(about))
     (tmp_path / "node-0.board").write_bytes(bytes(kept_boards.PART_BYTES))
     assert bench.main(["timeline", str(tmp_path)]) == 2
     assert "a board cannot be read" in capsys.readouterr().err
-
-
-def test_a_folder_without_records_is_refused(tmp_path, capsys):
-    assert bench.main(["timeline", str(tmp_path)]) == 2
-    assert "has no dumps" in capsys.readouterr().err
-    (tmp_path / "about.json").write_text('{"command": "torchmpirun a.py"}')
-    assert bench.main(["timeline", str(tmp_path), "--about", str(tmp_path / "about.json")]) == 2
-    assert "no rank has called mpi.start()" in capsys.readouterr().err
 
 
 @jobs.needs_mpi

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from torchmpi_py.collectives import timing
+from torchmpi_py.core.mpi_api import MPI
 
 
 @pytest.mark.parametrize("num_functions", range(1, 8))
@@ -21,8 +22,6 @@ def test_every_function_follows_every_other_one_equally_often(num_functions):
 
 @pytest.mark.mpi
 def test_all_ranks_get_the_times_of_the_slowest(mpi):
-    from mpi4py import MPI
-
     calls = []
     functions = {"quick": lambda: calls.append("quick"), "slow": lambda: time.sleep(0.02 * (mpi.rank() == 0))}
     times = timing.interleaved(MPI.COMM_WORLD, functions, seconds=0, min_turns=3, max_turns=9)
@@ -35,8 +34,6 @@ def test_all_ranks_get_the_times_of_the_slowest(mpi):
 
 @pytest.mark.mpi
 def test_rank_0_decides_the_number_of_turns(mpi):
-    from mpi4py import MPI
-
     seconds = 1e6 if mpi.rank() == 0 else 0.0
     times = timing.interleaved(MPI.COMM_WORLD, {"f": lambda: None}, seconds=seconds, min_turns=1, max_turns=7)
     assert len(times["f"]) == 7

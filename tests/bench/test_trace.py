@@ -1,71 +1,11 @@
-"""Traces of real jobs, and the arithmetic of merging on made-up ones."""
+"""The arithmetic of merging traces, on made-up ones; test_timeline has those of jobs."""
 
 import json
 import os
-import subprocess
 
 import pytest
-from support import jobs
 
 from torchmpi_py.bench import __main__ as bench, trace
-
-PROGRAM = """
-import sys, time, torch
-import torchmpi_py as mpi
-mpi.start()
-for turn in range(5):
-    time.sleep(0.02 * mpi.rank())
-    mpi.allreduce(torch.ones(1000 + turn), flavour="mpi")
-mpi.broadcast(torch.ones(7, dtype=torch.float64), flavour="ring")
-mpi.allreduce_async(torch.ones(1 << 18), flavour="ring").wait()
-if sys.argv[1] == "fail":
-    if mpi.rank() == 1:
-        raise RuntimeError("boom")
-    mpi.barrier()
-"""
-
-
-def job(folder, how):
-    program = jobs.write(folder, PROGRAM)
-    return jobs.torchmpirun("-n", 2, "--profile", folder / "p", program, how, stdin=subprocess.DEVNULL)
-
-
-def operations(merged, rank):
-    return [event for event in merged["traceEvents"] if event.get("cat") == "torchmpi" and event["pid"] == rank]
-
-
-@jobs.needs_mpi
-@pytest.mark.timeout(240)
-def test_a_job(tmp_path, capsys):
-    done = job(tmp_path, "")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert bench.main(["trace", str(tmp_path / "p")]) == 0
-    output, errors = capsys.readouterr()
-    assert output.count("7 operations") == 2
-    assert errors == ""
-    merged = json.loads((tmp_path / "p" / "trace.json").read_text())
-    mine, other = operations(merged, 0), operations(merged, 1)
-    for made in (mine, other):
-        assert [(event["name"], event["args"]["flavour"], event["args"]["bytes"]) for event in made] == [
-            *(("allreduce", "mpi", 4 * (1000 + turn)) for turn in range(5)),
-            ("broadcast", "ring", 56),
-            ("allreduce", "ring", 1 << 20),
-        ]
-    for one, two in zip(mine[:5], other[:5], strict=True):  # they meet in it
-        assert max(one["ts"], two["ts"]) < min(one["ts"] + one["dur"], two["ts"] + two["dur"])
-    assert {event["pid"] for event in merged["traceEvents"] if event.get("cat") == "cpu_op"} == {0, 1}
-
-
-@pytest.mark.slow
-@jobs.needs_mpi
-@pytest.mark.timeout(240)
-def test_a_rank_that_fails_leaves_its_trace(tmp_path, capsys):
-    done = job(tmp_path, "fail")
-    assert (done.returncode, done.stderr.count("RuntimeError: boom")) == (1, 1)
-    assert bench.main(["trace", str(tmp_path / "p"), "-o", str(tmp_path / "out.json")]) == 0
-    merged = json.loads((tmp_path / "out.json").read_text())
-    assert len(operations(merged, 1)) == 7
-    assert len(merged["torchmpi"]["ranks"][-1]["clock"]) == 1
 
 
 def x(name, pid, tid, ts, dur, **more):

@@ -1,4 +1,4 @@
-"""The floor of the wire: its formulas against the ring's plans, and its place in reports."""
+"""The floor of the wire: its formulas (test_scale has what the ring sends), and its place in reports."""
 
 import itertools
 import json
@@ -8,37 +8,8 @@ import pytest
 from torchmpi_py.bench import UsageError, compare, step, wire
 from torchmpi_py.bench.__main__ import parse
 from torchmpi_py.bench.candidates import COPY, RAW_MPI, WIRE
-from torchmpi_py.bench.cases import VERBS
 from torchmpi_py.bench.step import FLOOR, NONE
-from torchmpi_py.collectives.flavours import schedule
-
-S = 64 * 60  # divides by 2 to 6
-
-
-def bytes_of_plan(verb, size):
-    """Bytes that the busiest rank of a ring sends or receives."""
-    pieces = [(rank * S // size, (rank + 1) * S // size) for rank in range(size)]
-    turn = {
-        "allreduce": lambda rank: schedule.reduce_scatter(rank, pieces) + schedule.allgather(rank, pieces),
-        "reduce_scatter": lambda rank: schedule.reduce_scatter(rank, pieces),
-        "allgather": lambda rank: schedule.allgather(rank, pieces),
-        "alltoall": lambda rank: itertools.chain(*schedule.alltoall(rank, size, S // size, S)),
-        "gather": lambda rank: itertools.chain(*schedule.gather(rank, 0, pieces, S)),
-        "scatter": lambda rank: itertools.chain(*schedule.scatter(rank, 0, pieces, S)),
-        "broadcast": lambda rank: schedule.broadcast(schedule.tree(rank, size, 0, 1 << 20), (0, S)),
-        "reduce": lambda rank: schedule.reduce(schedule.tree(rank, size, 0, 1 << 20), (0, S)),
-    }[verb]
-    counts = []
-    for rank in range(size):
-        steps = list(turn(rank))
-        counts += [sum(s.sent[1] - s.sent[0] for s in steps), sum(s.received[1] - s.received[0] for s in steps)]
-    return max(counts)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_with_one_rank_a_node_the_plans_of_ring_send_the_floor(verb):
-    for size in (2, 3, 4, 5):
-        assert wire.floor_bytes(verb, S, [1] * size) == pytest.approx(bytes_of_plan(verb, size))
+from torchmpi_py.core.mpi_api import MPI
 
 
 @pytest.mark.parametrize(
@@ -91,8 +62,6 @@ def each_rank_is_a_node(mpi, monkeypatch):
 
 @pytest.mark.mpi
 def test_the_floor_is_a_row_and_every_other_row_has_its_ratio(mpi, each_rank_is_a_node, tmp_path):
-    from mpi4py import MPI
-
     words = ["compare", "--flavours", "mpi", "--buffers", "warm", "--seconds", "0.001", "--max-memory", "1M"]
     file = tmp_path / "r.json"
     options = parse([*words, "--verb", "allreduce", "--sizes", "4,64K", "--link", "80kbit", "--json", str(file)])
@@ -112,8 +81,6 @@ def test_the_floor_is_a_row_and_every_other_row_has_its_ratio(mpi, each_rank_is_
 
 @pytest.mark.mpi
 def test_bytes_are_those_of_the_busiest_node_and_direction(mpi, each_rank_is_a_node, monkeypatch):
-    from mpi4py import MPI
-
     comm, counted = MPI.COMM_WORLD, each_rank_is_a_node
 
     def call():
@@ -131,8 +98,6 @@ def test_bytes_are_those_of_the_busiest_node_and_direction(mpi, each_rank_is_a_n
 
 @pytest.mark.mpi
 def test_the_rate_is_measured_and_the_interface_is_the_one_that_carries_messages(mpi, each_rank_is_a_node, monkeypatch):
-    from mpi4py import MPI
-
     times = itertools.count()
 
     def traffic():  # eth7 receives a message between any two looks
@@ -148,8 +113,6 @@ def test_the_rate_is_measured_and_the_interface_is_the_one_that_carries_messages
 
 @pytest.mark.mpi
 def test_on_one_node_there_is_no_link(mpi):
-    from mpi4py import MPI
-
     if mpi.num_nodes() > 1:
         pytest.skip("several nodes")
     with pytest.raises(UsageError, match=rf"all {mpi.size()} ranks are on one node"):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import jobs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHMPIRUN = Path(sys.executable).with_name("torchmpirun")
@@ -18,10 +19,7 @@ if not TORCHMPIRUN.exists():
 
 def run(*command, fails=False, seconds=200, folder=None):
     """What a command prints."""
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=seconds, cwd=folder,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    done = jobs.run(*command, seconds=seconds, cwd=folder, stdin=subprocess.DEVNULL)
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done.stdout + done.stderr
 

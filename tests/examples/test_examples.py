@@ -168,7 +168,8 @@ def idx(tensor):
 
 
 @pytest.mark.slow
-def test_mnist_files_are_read_plain_and_gzipped(tmp_path):
+def test_mnist_files_are_read_plain_and_gzipped_and_missing_and_broken_ones_are_named(tmp_path):
+    assert "train-images-idx3-ubyte.gz" in sequential("--data", tmp_path, fails=True)
     generator = torch.Generator().manual_seed(0)
     for part, total in (("train", 90), ("t10k", 30)):
         labels = torch.randint(10, (total,), generator=generator)
@@ -177,11 +178,6 @@ def test_mnist_files_are_read_plain_and_gzipped(tmp_path):
         (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
         (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels))
     assert result(sequential("--data", tmp_path, "--epochs", 20, "--batch", 10))[1] > 90
-
-
-@pytest.mark.slow
-def test_missing_and_broken_files_are_named(tmp_path):
-    assert "train-images-idx3-ubyte.gz" in sequential("--data", tmp_path, fails=True)
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\x09short")
     assert "is not an idx file" in sequential("--data", tmp_path, fails=True)
 

@@ -43,8 +43,3 @@ def test_the_trainer_of_transformers():
     output = launch(2, "transformers_trainer.py", "--epochs", 12)
     assert "'torchmpi'" in output
     assert accuracy(output, 2) > 70
-
-
-@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
-def test_lightning():
-    assert accuracy(launch(2, "lightning_digits.py", "--epochs", 4), 2) > 70

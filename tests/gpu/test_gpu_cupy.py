@@ -7,14 +7,13 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU that torch can use", allow_module_level=True)
 cupy = pytest.importorskip("cupy")
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("flavour", ["staged", "cudaipc"])
 @pytest.mark.parametrize("count", [7, 1_000_003])
-def test_arrays(mpi, count, flavour):
+def test_arrays(mpi, size, me, count, flavour):
     """On a stream of cupy's own, on which values are still computed at the call, and results are read at once."""
-    size, me = mpi.size(), mpi.rank()
     total = size * (size - 1) // 2
     with cupy.cuda.Device(mpi.device().index), cupy.cuda.Stream(non_blocking=True):
         for turn in range(10):

@@ -11,7 +11,6 @@ from support import jobs
 if not torch.cuda.is_available():
     pytest.skip("no GPU that torch can use", allow_module_level=True)
 
-pytestmark = pytest.mark.timeout(240)
 ROOT = Path(__file__).parents[2]
 WORK = """
 import os, signal, sys, time

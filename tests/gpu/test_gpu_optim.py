@@ -10,7 +10,7 @@ from torchmpi_py.optim import compression
 if not torch.cuda.is_available():
     pytest.skip("no GPU that torch can use", allow_module_level=True)
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 
 COMPRESSIONS = {
     "BF16": compression.BF16,

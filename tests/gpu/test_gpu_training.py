@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 if not torch.cuda.is_available():
     pytest.skip("no GPU that torch can use", allow_module_level=True)
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 
 
 def trained(mpi, network, data, device, **options):

@@ -12,7 +12,7 @@ from torchmpi_py.launch import variables
 if not torch.cuda.is_available():
     pytest.skip("no GPU that torch can use", allow_module_level=True)
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 
 WHOLE_WAYS = ["staged", "cudaipc", "cudaipc symmetric"]  # each dtype with each op
 OTHER_WAYS = ["blocking", "staged asynchronous", "cudaipc asynchronous", "hierarchical", "mpi", "nccl"]

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from support import jobs
 
 pytest.importorskip("IPython", reason="pip install ipython")
 from IPython.core.displaypub import CapturingDisplayPublisher
@@ -57,10 +58,7 @@ class Notebook:
 
 
 def wait_for_end(process_ids):
-    until = time.monotonic() + 60
-    while alive := [each for each in process_ids if is_running(each)]:
-        assert time.monotonic() < until, alive
-        time.sleep(0.05)
+    jobs.until(lambda: not any(map(is_running, process_ids)))
 
 
 def is_running(process_id):

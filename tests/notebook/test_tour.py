@@ -1,12 +1,11 @@
 """The notebook of examples/, executed as Jupyter does, and Jupyter's interrupt."""
 
 import asyncio
-import os
 import pathlib
 import re
-import time
 
 import pytest
+from shells import wait_for_end
 
 nbformat = pytest.importorskip("nbformat", reason="pip install nbclient")
 nbclient = pytest.importorskip("nbclient", reason="pip install nbclient")
@@ -64,10 +63,7 @@ def test_jupyters_interrupt_and_the_end_of_its_kernel(tmp_path):
     assert [output.ename for output in interrupted] == ["RanksFailed"]
     assert "KeyboardInterrupt" in "".join(interrupted[0].traceback)
     assert [output.text for output in after] == ["[0-1] 2\n"]
-    processes, until = [int((tmp_path / rank).read_text()) for rank in "01"], time.monotonic() + 60
-    while any(os.path.exists(f"/proc/{each}") for each in processes):
-        assert time.monotonic() < until, "the ranks have not ended"
-        time.sleep(0.1)
+    wait_for_end([int((tmp_path / rank).read_text()) for rank in "01"])
 
 
 async def execute_and_interrupt(notebook, files):

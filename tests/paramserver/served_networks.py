@@ -1,5 +1,7 @@
 """A network whose parameters are of two dtypes, so of two servers, and models of what updates do to it."""
 
+import io
+
 import torch
 
 from torchmpi_py import paramserver as ps
@@ -41,6 +43,13 @@ def served(update, number=0):
 def served_value(update):
     """Return the number of which the values of the servers are multiples."""
     return common_factor(served(update, number) for number in range(2))
+
+
+def saved_and_loaded(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def fetch_together(mpi, update):

@@ -6,7 +6,7 @@ from served_networks import Two, served, served_value
 
 from torchmpi_py import paramserver as ps
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 
 
 def model(size, num_steps, period, ahead):
@@ -51,9 +51,8 @@ class Together(ps.DifferenceUpdate):
 
 
 @pytest.mark.parametrize("ahead", [0, 2, 4])
-def test_it_is_the_model(mpi, ahead):
+def test_it_is_the_model(mpi, size, me, ahead):
     """What is learned between sending and integrating is kept."""
-    size, me = mpi.size(), mpi.rank()
     net = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
     torch.nn.init.constant_(net.weight, 10.0 * me)
     update = Together(mpi, net, init_delay=0, update_frequency=4, prefetch=ahead)
@@ -66,7 +65,6 @@ def test_it_is_the_model(mpi, ahead):
     mpi.barrier()
     for values, expected in ((net.weight.detach(), x[me]), (served(update), server)):
         torch.testing.assert_close(values, torch.full_like(values, expected), rtol=1e-12, atol=0)
-    update.free()
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
@@ -95,4 +93,3 @@ def test_groups(mpi, shares_memory):
     mpi.barrier()
     if hogwild is not None:
         hogwild.free()
-    update.free()

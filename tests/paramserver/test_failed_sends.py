@@ -13,7 +13,7 @@ from torchmpi_py.core import communicators, config
 from torchmpi_py.errors import CollectiveTimeout, ParameterServerError
 from torchmpi_py.paramserver import rules
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 FAILED = r"a send of a, b to .* by rule 'touchy', options \{'fails': True\}, has failed: ArithmeticError: touched"
 
 
@@ -50,9 +50,8 @@ def total(ranks, steps, lost=()):
 
 
 @pytest.mark.parametrize("in_groups", [False, True])
-def test_raised_by_the_next_update(mpi, in_groups):
+def test_raised_by_the_next_update(mpi, size, me, in_groups):
     """Once, for both servers, on its rank or all ranks of its group; all other sends are there."""
-    size, me = mpi.size(), mpi.rank()
     roots = range(0, size, 2) if in_groups else range(size)
     level = mpi.push_communicator(me // 2) if in_groups else None
     net = Two()
@@ -65,14 +64,12 @@ def test_raised_by_the_next_update(mpi, in_groups):
     assert train(update, net, me, range(5, 9)) == []
     update.take_result()
     assert net.value() == total(roots, range(1, 9), lost=[(roots[-1], 2)])
-    update.free()
 
 
 @pytest.mark.parametrize("call", ["take_result", "state_dict", "finish", "free"])
-def test_raised_at_the_end(mpi, comm, monkeypatch, call):
+def test_raised_at_the_end(size, me, comm, monkeypatch, call):
     """On all ranks by what they do together, else on its rank; the same call goes on after that."""
     monkeypatch.setattr(communicators, "communicator", lambda level: comm)
-    size, me = mpi.size(), mpi.rank()
     last, is_for_all = size - 1, call in ("take_result", "state_dict")
     net = Two()
     update = touchy_downpour(net, send_frequency=2)
@@ -125,7 +122,6 @@ def test_every_kind(mpi, monkeypatch, kind, leave):
         assert re.search(r"a send of weight, bias .* by rule '\w*add', .*(SystemExit|ArithmeticError): broken", error)
     update.take_result()
     mpi.nn.check_with_allreduce(net)
-    update.free()
 
 
 def test_a_deadline_is_no_failure(mpi, monkeypatch):

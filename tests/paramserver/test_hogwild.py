@@ -11,7 +11,7 @@ from support.values import values
 from torchmpi_py import nn, paramserver as ps
 from torchmpi_py.errors import ParameterServerError, RanksDisagree, Unavailable
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +38,12 @@ class Odd(torch.nn.Module):
         self.register_buffer("own", torch.tensor(float(rank)))
 
 
-def test_one_copy(mpi, comm):
+def test_one_copy(mpi, size, me, comm):
     """What one rank writes all have; ties, overlaps and strides stay; buffers are each rank's own."""
     if comm.num_nodes > 1:
         with pytest.raises(Unavailable, match=r"comm=mpi.communicator\(1\).*DifferenceUpdate"):
             ps.Hogwild(Odd(0), comm=comm)
         return
-    size, me = mpi.size(), mpi.rank()
     torch.manual_seed(me)
     net = Odd(me)
     before = [p.detach().clone() for p in net.parameters()]
@@ -93,7 +92,6 @@ def test_the_memory_outlives_its_maker(mpi):
     for _ in range(3):
         ps.init(torch.ones(50_000))  # takes the place, if there is one
     assert (view == 5).all()
-    ps.free_all()
 
 
 def step_in_turns(mpi, net, optimizer, by):
@@ -156,9 +154,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", list(CHANGES))
-def test_a_parameter_that_leaves_the_shared_memory(mpi, change):
+def test_a_parameter_that_leaves_the_shared_memory(mpi, size, me, change):
     """An error at the next step on its rank, and at the end on all; the others' values have not been lost."""
-    size, me = mpi.size(), mpi.rank()
     name, apply = CHANGES[change]
     net = counted()
     shared = ps.Hogwild(net)
@@ -197,9 +194,8 @@ def test_what_is_no_parameter_that_has_left(mpi):
     assert [p.unique().item() for p in net.parameters()] == [(mpi.size() + 1) * number for number in range(1, 5)]
 
 
-def test_mistakes(mpi):
+def test_mistakes(size, me):
     """Errors on every rank, whoever makes the mistake."""
-    me, size = mpi.rank(), mpi.size()
     net = torch.nn.Linear(2, 2, device="meta" if me == size - 1 else "cpu")
     with pytest.raises(ValueError, match=f"rank {size - 1} has parameters on meta"):
         ps.Hogwild(net)

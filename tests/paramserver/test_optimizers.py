@@ -1,13 +1,12 @@
 """Rules that remember: the running mean, and optimizers, which do as those of torch.optim; and how they are saved."""
 
-import io
-
 import pytest
 import torch
+from served_networks import saved_and_loaded
 
 from torchmpi_py import paramserver as ps
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}, torch.float64),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.01, "weight_decay": 0.01}, torch.float32),
@@ -37,17 +36,9 @@ def by_torch(name, start, given):
     return p.detach()
 
 
-def saved_and_loaded(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_server_steps_as_torch_does(mpi, comm, name):
+def test_a_server_steps_as_torch_does(mpi, size, me, comm, name):
     """Ranks take turns. What is saved goes on as if nothing had been, at one rank, and at all."""
-    size, me = mpi.size(), mpi.rank()
     count, half = 2 * size + 1, size + 1
     start, *given = grads(count, 2 * half + 1, OPTIMIZERS[name][2])
 
@@ -85,7 +76,6 @@ def test_saved_from_another_kind(mpi):
             other.load_state_dict(nothing)
     with pytest.raises(ValueError, match=r"made for no optimizer: paramserver.init\(tensor, optimizer='sgd'\)"):
         other.send(torch.zeros(5), "sgd")
-    ps.free_all()
 
 
 def test_the_running_mean(mpi, comm):
@@ -106,36 +96,5 @@ def test_the_running_mean(mpi, comm):
             expected += sum(values) / size
         mpi.barrier()
     torch.testing.assert_close(taken.receive().wait(), expected)
-    ps.free_all()
-
-
-def test_take_in(mpi, comm):
-    """The gradients of all ranks are summed; every rank does the step of its shard; what was summed is zero again."""
-    size, me, count = mpi.size(), mpi.rank(), 2 * mpi.size() - 1
-    start, *given = grads(count, 3 * size + 1)
-    weights, sums = ps.init(start, comm=comm, optimizer="sgd"), ps.init(torch.zeros_like(start), comm=comm)
-    for turn in range(3):
-        sums.send(given[turn * size + me]).wait()
-        mpi.barrier()
-        weights.take_in(sums, "sgd", **options_at("sgd", turn)).wait()
-        mpi.barrier()
-    summed = [sum(given[turn * size : (turn + 1) * size]) for turn in range(3)]
-    torch.testing.assert_close(weights.receive().wait(), by_torch("sgd", start, summed))
-    assert not sums.receive().wait().any()
     with pytest.raises(ValueError, match="take_in: source must be another server"):
-        weights.take_in(weights)
-    ps.free_all()
-
-
-def test_registered_optimizers(mpi, comm):
-    def largest(shard, payload, memory, *, keep=1):
-        torch.maximum(memory.slots[0], payload, out=memory.slots[0])
-        memory.times.add_(1)
-        shard.copy_(memory.slots[0] * keep + memory.times.item())
-
-    ps.register_rule("largest", largest, num_slots=1)
-    server = ps.init(torch.zeros(2 * mpi.size()), comm=comm, optimizer="largest")
-    server.send(torch.arange(2.0 * mpi.size()) * (mpi.rank() + 1), "largest", keep=2).wait()
-    mpi.barrier()
-    assert torch.equal(server.receive().wait(), torch.arange(2.0 * mpi.size()) * mpi.size() * 2 + mpi.size())
-    server.free()
+        taken.take_in(taken)

@@ -1,16 +1,15 @@
 """A run that was saved and goes on is the run that was not interrupted."""
 
-import io
-
 import pytest
 import torch
+from served_networks import saved_and_loaded
 from torch.utils._pytree import tree_leaves
 
 from torchmpi_py import paramserver as ps
 from torchmpi_py.errors import ParameterServerError
 from torchmpi_py.paramserver import tensor_lists
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(autouse=True)
@@ -72,13 +71,6 @@ def train(net, update, steps, rank):
         update.update(step)
 
 
-def saved_and_loaded(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def assert_same(found, expected):
     """Compare states with all that is in them, bit for bit."""
     for x, y in zip(tree_leaves(found), tree_leaves(expected), strict=True):
@@ -134,29 +126,3 @@ def test_what_does_not_fit(mpi):
         update.load_state_dict(broken)
     with pytest.raises(ParameterServerError, match="call load_state_dict before"):
         update.update(1)
-    update.free()
-
-
-def test_synchronous_training_goes_back_in_place(mpi):
-    """The optimizer's state lies at the server, and is loaded there."""
-
-    def steps(net, update, numbers):
-        for step in numbers:
-            for p in net.parameters():
-                p.grad = (mpi.rank() + 1) * p.detach() / 8 + step
-            update.update()
-
-    net, fresh = network(mpi.rank()), network(100)
-    update, other = (ps.SynchronousUpdate(module, optimizer="adam", lr=0.1) for module in (net, fresh))
-    steps(net, update, range(3))
-    saved = saved_and_loaded({"network": net.state_dict(), "server": update.served.state_dict()})
-    steps(net, update, range(3, 5))
-    for each, module in ((update, net), (other, fresh)):
-        module.load_state_dict(saved["network"])
-        if mpi.rank() == 0:
-            each.served.load_state_dict(saved["server"])
-        mpi.barrier()
-        steps(module, each, range(3, 7))
-    torch.testing.assert_close(net.state_dict(), fresh.state_dict(), rtol=0, atol=0)
-    update.free()
-    other.free()

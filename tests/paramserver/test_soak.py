@@ -8,10 +8,10 @@ import gc
 import os
 import random
 import threading
-import time
 
 import pytest
 import torch
+from support import jobs
 from support.values import values
 
 from torchmpi_py import paramserver as ps
@@ -93,7 +93,4 @@ def test_random_sends_and_receives(comm):
     for seed in range(num_rounds):
         play(comm, seed)
     assert left_behind() == before
-    until = time.monotonic() + 60
-    while not tasks >= set(os.listdir(TASKS)):
-        assert time.monotonic() < until
-        time.sleep(0.01)  # a thread that was waited for is in /proc for a moment yet
+    jobs.until(lambda: tasks >= set(os.listdir(TASKS)))  # a thread that was waited for is in /proc for a moment yet

@@ -7,7 +7,7 @@ from served_networks import Two, downpour, served, served_value, wait_for_sends
 from torchmpi_py import paramserver as ps
 from torchmpi_py.errors import ParameterServerError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 
 
 def tensors(rank):
@@ -20,9 +20,8 @@ def tensors(rank):
     ]
 
 
-def test_lists(mpi):
+def test_lists(mpi, size, me):
     """One server a dtype; rank 0's values; fetched into buffers, and from there wherever the function says."""
-    size, me = mpi.size(), mpi.rank()
     mine = tensors(me)
     lists = ps.init_tensors(mine)
     assert len(lists.packs) == 2
@@ -41,7 +40,6 @@ def test_lists(mpi):
     assert all(torch.equal(x, y + added) for x, y in zip(mine, tensors(0), strict=True))
     with pytest.raises(ValueError, match="1 updates for 5 tensors"):
         ps.send_tensors(lists, updates[:1])
-    lists.free()
 
 
 def test_a_failed_send_of_a_list_is_forgotten_by_the_next(mpi):
@@ -79,13 +77,8 @@ def test_what_downpour_sends(mpi, workers):
     level = {"each rank": None, "pairs": mpi.push_communicator(me // 2), "all ranks": 0}[workers]
     roots = {"each rank": range(mpi.size()), "pairs": range(0, mpi.size(), 2), "all ranks": range(1)}[workers]
     net = Two()
-    update = downpour(
-        net,
-        dataparallel_communicator=level,
-        update_frequency=100,
-        send_frequency=4,
-        local_update=lambda g: g.mul_(10),
-    )
+    options = {"update_frequency": 100, "send_frequency": 4, "local_update": lambda g: g.mul_(10)}
+    update = downpour(net, dataparallel_communicator=level, **options)
     assert (update.num_workers, update.is_root) == (len(roots), me in roots)
     for step in range(11):
         net.set_gradient(2.0**step + (me if workers == "each rank" else 0))
@@ -109,20 +102,14 @@ def test_what_downpour_sends(mpi, workers):
 def test_downpour_with_one_worker_is_sgd(mpi, update_frequency, send_frequency):
     """All ranks are one worker. With prefetch=0 it gets back what it has just sent, its last steps included."""
     net = Two(1.0)
-    update = downpour(
-        net,
-        dataparallel_communicator=0,
-        update_frequency=update_frequency,
-        send_frequency=send_frequency,
-        local_update=lambda g: g.mul_(-0.5),
-    )
+    options = {"update_frequency": update_frequency, "send_frequency": send_frequency}
+    update = downpour(net, dataparallel_communicator=0, local_update=lambda g: g.mul_(-0.5), **options)
     update.update(0)
     for step in range(1, 12):
         net.set_gradient(net.value())
         net.move(-0.5 * net.value())
         update.update(step)
         assert net.value() == 0.5**step
-    update.free()
 
 
 def test_prefetching_as_early_as_can_be(mpi):
@@ -140,7 +127,6 @@ def test_prefetching_as_early_as_can_be(mpi):
     assert seen[:4] == [0, 0, 0, 0]  # fetched in step 0, where nothing had been sent
     assert seen[4] == seen[5]
     assert 1 < seen[4] <= 2 < seen[6] <= 4  # fetched in step 2, and in step 4, when others may not yet have sent
-    update.free()
 
 
 def test_downpour_with_an_optimizer_at_the_server(mpi):
@@ -150,9 +136,8 @@ def test_downpour_with_an_optimizer_at_the_server(mpi):
     mpi.nn.synchronize_parameters(net)
     weight, bias = (p.detach().clone() for p in net.parameters())
     weight.requires_grad_()
-    update = ps.DownpourUpdate(
-        net, optimizer="adagrad", optimizer_options={"lr": 0.5}, init_delay=0, update_frequency=100, send_frequency=2
-    )
+    options = {"init_delay": 0, "update_frequency": 100, "send_frequency": 2}
+    update = ps.DownpourUpdate(net, optimizer="adagrad", optimizer_options={"lr": 0.5}, **options)
     adagrad = torch.optim.Adagrad([weight], lr=0.5)
     for step in range(5):
         net.weight.grad = torch.full_like(net.weight, float(step))  # and none for the bias
@@ -167,7 +152,6 @@ def test_downpour_with_an_optimizer_at_the_server(mpi):
     state = update.served.packs[0].server.state_dict()
     assert state["slots"][0][:6].tolist() == [size * (3.0**2 + 7.0**2)] * 6
     assert torch.equal(served(update)[6:], bias)
-    update.free()
 
 
 def test_what_local_update_returns_is_taken(mpi):
@@ -183,7 +167,6 @@ def test_what_local_update_returns_is_taken(mpi):
     update.update(0)
     with pytest.raises(ValueError, match=r"local_update returned shape \(\) for a sum of shape \(3,\)"):
         update.update(1)
-    update.free()
 
 
 def test_gradients_that_downpour_refuses(mpi):
@@ -207,4 +190,3 @@ def test_gradients_that_downpour_refuses(mpi):
     update.take_result()
     assert net.a.tolist() == [-4.0 * mpi.size() * n for n in range(1, 4)]
     assert net.b.flatten().tolist() == [-2.0 * mpi.size() * n for n in range(1, 5)]
-    update.free()

@@ -14,8 +14,7 @@ JOB = Path(__file__).with_name("storm_job.py")
 DEADLINE_SECONDS = 30
 MOST_SECONDS_A_JOB = 120
 SHRINK_SECONDS = 180
-FAULTS = ["one_arena", "no_closing_barrier", "slot_used_twice", "stale_plan"]
-FAULTS += ["one_communicator", "one_bucket", "no_wait", "one_scratch"]
+FAULTS = ["one_arena", "slot_used_twice", "stale_plan", "one_communicator", "one_bucket", "no_wait", "one_scratch"]
 
 
 class Outcome:

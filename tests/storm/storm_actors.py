@@ -88,9 +88,7 @@ class Call:
     def check(self, result):
         """What is wrong."""
         expected, of_x = self.expected()
-        told = ""
-        if expected is not None:
-            told = values.difference(result, expected)
+        told = "" if expected is None else values.difference(result, expected)
         if not told and of_x is not None and (told := values.difference(self.x, of_x)):
             told = f"the input: {told}"
         return told and f"rank {self.group.rank} of {self.group.size}, {self.step}: {told}"
@@ -159,8 +157,8 @@ def calls(actor, groups, mpi, wrong):
     for step in mine:
         groups[step.group].used = 0
     is_dist = actor.kind == "dist"
-    under_way = []
     for batch in _batches(mine):
+        under_way = []
         if is_dist and mpi.communicator(0).rank % 2 and all(step.is_async for step in batch):
             batch.sort(key=lambda step: -step.group)  # within a group the order stays
         for step in batch:
@@ -168,13 +166,9 @@ def calls(actor, groups, mpi, wrong):
             handle, result = call.dist() if is_dist else call.mpi(mpi)
             under_way.append((call, handle, result))
         for call, handle, result in under_way:
-            got = result
-            if handle is not None:
-                waited = handle.wait()
-                got = result if is_dist else waited
-            if told := call.check(got):
+            waited = handle.wait() if handle is not None else None
+            if told := call.check(result if is_dist or handle is None else waited):
                 wrong.append(told)
-        under_way.clear()
 
 
 class Net(nn.Module):

@@ -15,19 +15,9 @@ from torchmpi_py.memory.peer_memory import PeerMemory
 
 LIKELIHOOD, LONGEST_SECONDS = 0.08, 0.003
 _local = threading.local()
-POINTS = [
-    (NodeGroup, "announce"),
-    (NodeGroup, "read_headers"),
-    (NodeGroup, "views"),
-    (NodeGroup, "given"),
-    (NodeGroup, "reduced"),
-    (NodeGroup, "two_slots"),
-    (two_shot, "carry_out"),
-    (two_shot, "publish"),
-    (staging, "allreduce_at_once"),
-    (staging, "pipeline"),
-    (PeerMemory, "read"),
-]
+POINTS = [(NodeGroup, name) for name in ("announce", "read_headers", "views", "given", "reduced", "two_slots")]
+POINTS += [(two_shot, "carry_out"), (two_shot, "publish"), (staging, "allreduce_at_once"), (staging, "pipeline")]
+POINTS += [(PeerMemory, "read")]
 
 
 def _pause(seed):

@@ -75,14 +75,11 @@ def groups(seed, size):
     rng = random.Random(f"{seed} groups {size}")
 
     def some():
-        ranks = rng.sample(range(size), rng.randint(min(2, size), size))
-        return sorted(ranks)
+        return sorted(rng.sample(range(size), rng.randint(min(2, size), size)))
 
     whole = list(range(size))
-    return (
-        [whole, whole, whole, *(some() for _ in range(NUM_MPI_GROUPS - 3))],
-        [whole, whole, *(some() for _ in range(NUM_DIST_GROUPS - 2))],
-    )
+    in_mpi = [whole, whole, whole, *(some() for _ in range(NUM_MPI_GROUPS - 3))]
+    return in_mpi, [whole, whole, *(some() for _ in range(NUM_DIST_GROUPS - 2))]
 
 
 def program(seed, number, size):

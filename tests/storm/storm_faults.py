@@ -4,18 +4,14 @@ Barriers that are missing are left to ``tests/collectives/test_protocol_model.py
 """
 
 import dataclasses
-import threading
 import types
 
 from torchmpi_py.collectives import mpi_buffers
-from torchmpi_py.collectives.flavours import two_shot
 from torchmpi_py.collectives.flavours.node_group import NodeGroup
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.memory import symmetric
 from torchmpi_py.torch_backend.ddp_hook import BucketMemory
 from torchmpi_py.torch_backend.work import PendingWork
-
-_local = threading.local()
 
 
 def _after_init(patch, owner, step):
@@ -40,29 +36,6 @@ def one_arena(patch, mpi):
         node._headers = [segment.part_of[index] * segment.part_bytes for index in node._indices]
 
     _after_init(patch, NodeGroup, move)
-
-
-def no_closing_barrier(patch, mpi):
-    """Work on symmetric tensors ends without a barrier."""
-
-    def wrap(node, channel):
-        meet = node.barrier
-
-        def barrier():
-            if not getattr(_local, "skip", False):
-                meet()
-            _local.skip = False
-
-        node.barrier = barrier
-
-    former = two_shot.carry_out
-
-    def carry_out(*args):
-        former(*args)
-        _local.skip = True
-
-    _after_init(patch, NodeGroup, wrap)
-    patch.setattr(two_shot, "carry_out", carry_out)
 
 
 def slot_used_twice(patch, mpi):
@@ -135,5 +108,5 @@ def one_scratch(patch, mpi):
     patch.setattr(mpi_buffers, "reduction", reduction)
 
 
-_ALL = (one_arena, no_closing_barrier, slot_used_twice, stale_plan, one_communicator, one_bucket, no_wait, one_scratch)
+_ALL = (one_arena, slot_used_twice, stale_plan, one_communicator, one_bucket, no_wait, one_scratch)
 FAULTS = {fault.__name__: fault for fault in _ALL}

@@ -25,15 +25,14 @@ from torchmpi_py.watch import abort
 class Storm:
     """The groups, and what came of the rounds so far. Collective."""
 
-    def __init__(self, seed, delays=True, fault=None):
+    def __init__(self, seed, fault=None):
         self.seed = seed
         self.is_chatty = False
         self.num_operations = self.num_rounds = 0
         self.patch = pytest.MonkeyPatch()
         for name in ("staged", "cudaipc"):  # on the host
             self.patch.setattr(BY_NAME[name], "devices", frozenset({"cpu", "cuda"}))
-        if delays:
-            storm_delays.inject(self.patch, f"{seed} rank {mpi.rank()}")
+        storm_delays.inject(self.patch, f"{seed} rank {mpi.rank()}")
         if random.Random(f"{seed} ways").random() < 0.7:
             storm_delays.alternate(self.patch)
         if fault is not None:
@@ -129,11 +128,10 @@ def main():
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--keep")
     parser.add_argument("--fault", choices=storm_faults.FAULTS)
-    parser.add_argument("--no-delays", action="store_true")
     options = parser.parse_args()
     mpi.start()
     dist.init_process_group("torchmpi")
-    storm = Storm(options.seed, not options.no_delays, options.fault)
+    storm = Storm(options.seed, options.fault)
     storm.is_chatty = mpi.rank() == 0
     begin, found = time.monotonic(), None
     if options.round is None:

@@ -19,8 +19,6 @@ from torchmpi_py.sweeps import ledger as ledgers, progress, successive_halving
 from torchmpi_py.sweeps.ledger import Ledger
 from torchmpi_py.sweeps.outcome import FAILED, FINISHED, STOPPED, Experiment, Results
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def row(number, value, configuration=None, state=FINISHED, error=""):
     return Experiment(number, configuration or {"lr": 0.1 * number}, state, value, error, 1.5, 0.0, number, 0, "log")

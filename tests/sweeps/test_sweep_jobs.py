@@ -3,7 +3,6 @@
 import csv
 import json
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +54,10 @@ def check_values(found, size, failed=()):
 
 @pytest.mark.slow
 def test_a_group_goes_on_while_the_other_is_at_work(tmp_path):
-    """One does experiment 0 until all others have ended, of which one raises, one is killed, and one leaves."""
+    """One does experiment 0 until all others have ended, of which one raises, one is killed, and one leaves.
+
+    A group that is started again goes on in its logs.
+    """
     folder, other = tmp_path / "sweep", tmp_path / "other"
     wait = f"import glob\nwhile len(glob.glob({str(folder / 'ended-*')!r})) < 11: time.sleep(0.01)"
     another_sweep = f"""
@@ -66,7 +68,12 @@ except ValueError as error:
 mpi.experiments([-3, -4], abs, directory={str(other)!r}, progress=False)
 if mpi.is_chief():"""
     plan = {"0": wait, "3": RAISE, "5": KILL, "8": "os._exit(0)"}
-    done = run(folder, plan, "-n", 2, "--groups", 2, program=variant(tmp_path, ("\nif mpi.is_chief():", another_sweep)))
+    begun = ("mpi.start()\n", "mpi.start()\nprint('begun')\n")
+    program = variant(tmp_path, ("\nif mpi.is_chief():", another_sweep), begun)
+    done = run(folder, plan, "-n", 2, "--groups", 2, "--log-dir", tmp_path / "logs", program=program)
+    logs = [(tmp_path / "logs" / f"group-{group}" / "rank-0.log").read_text() for group in range(2)]
+    assert sorted(log.count("begun\n") for log in logs) == [1, 3]
+    assert done.stdout.count("begun\n") == 4
     found = rows(done)
     check_values(found, 1, failed=(3, 5, 8))
     assert found[3][3] == "ValueError: a bad configuration"
@@ -108,20 +115,13 @@ def test_without_groups_a_rank_that_raises_alone_ends_the_job_and_the_sweep_goes
 def test_a_sweep_that_was_killed_goes_on(tmp_path, options):
     folder, plan = tmp_path / "sweep", {str(number): "time.sleep(1000)" for number in range(6, 12)}
     with jobs.start(*jobs.TORCHMPIRUN, *words(folder, plan, *options, seconds=0.3)) as sweep:
-        wait_until(lambda: len(list(folder.glob("ended-*"))) >= 4)
+        jobs.until(lambda: len(list(folder.glob("ended-*"))) >= 4, 100)
         sweep.kill()
-    wait_until(lambda: not is_at_work(folder))
+    jobs.until(lambda: not is_at_work(folder))
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("ended-*")}
     assert 4 <= len(before) < 12
     check_values(rows(run(folder, {}, *options)), 1)
     assert before == {name: (folder / name).stat().st_mtime_ns for name in before}  # none was run again
-
-
-def wait_until(condition, seconds=100):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def is_at_work(folder):
@@ -148,22 +148,11 @@ def test_a_signal_ends_all_groups(tmp_path):
     folder = tmp_path / "sweep"
     options = ("-n", 2, "--groups", 2, "--grace", 0)
     with jobs.start(*jobs.TORCHMPIRUN, *words(folder, {}, *options, seconds=30)) as sweep:
-        wait_until(lambda: len(list(folder.glob("claims-*/*"))) >= 2)
+        jobs.until(lambda: len(list(folder.glob("claims-*/*"))) >= 2)
         sweep.send_signal(signal.SIGTERM)
         sweep.communicate(timeout=60)
     assert sweep.returncode == 128 + signal.SIGTERM
-    wait_until(lambda: not is_at_work(folder))
-
-
-@pytest.mark.slow
-def test_a_group_that_is_started_again_goes_on_in_its_logs(tmp_path):
-    begun = variant(tmp_path, ("mpi.start()\n", "mpi.start()\nprint('begun')\n"))
-    options = ("-n", 1, "--groups", 1, "--log-dir", tmp_path / "l")
-    for num_starts in (2, 1):  # another torchmpirun begins new logs, and finds the sweep complete
-        done = run(tmp_path / "sweep", {"2": KILL}, *options, program=begun)
-        assert done.returncode == 0, done.stderr
-        for text in (done.stdout, (tmp_path / "l" / "group-0" / "rank-0.log").read_text()):
-            assert text.count("begun\n") == num_starts
+    jobs.until(lambda: not is_at_work(folder))
 
 
 def test_a_claim_that_fails_is_outside_of_an_experiment(tmp_path):
@@ -182,7 +171,6 @@ def test_a_claim_that_fails_is_outside_of_an_experiment(tmp_path):
     [
         ("-n 3 --groups 2", "--groups 2 does not divide 3 ranks"),
         ("-n 2 --groups 2 --elastic", "leave out --elastic"),
-        ("-n 4 --groups 2 --hosts a:1,b:1", "4 ranks need as many slots, and the hosts have 2"),
     ],
 )
 def test_options_that_do_not_fit(options, text, tmp_path):

@@ -4,13 +4,12 @@ import _thread
 import contextlib
 import gc
 import os
-import time
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import networks
+from support import jobs, networks
 from torch.nn.parallel import DistributedDataParallel
 
 from torchmpi_py import torch_backend
@@ -18,7 +17,7 @@ from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import adopted, symmetric
 from torchmpi_py.memory.adopted import AdoptedSegment
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 WIDTH = 300  # a layer of 360 kB: moved, while its bias alone is not
 STEPS = 4
 VIEW = {"gradient_as_bucket_view": True}
@@ -35,14 +34,7 @@ def the_group(group_for_frameworks, mpi):
     _of_other_tests.update(live())  # whose modules something else keeps alive
     yield group_for_frameworks
     # The group's thread may hold the last bucket's call for a moment after the program has gone on.
-    until(lambda: gc.collect() >= 0 and not (symmetric.drop_unused() or moved()), "buckets of a module that is gone")
-
-
-def until(holds, problem):
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, problem
-        time.sleep(0.01)
+    jobs.until(lambda: gc.collect() >= 0 and not (symmetric.drop_unused() or moved()))
 
 
 def live():
@@ -171,7 +163,7 @@ def test_a_call_from_a_thread_of_c(mpi, the_group):
     total = sum(1 + rank for rank in range(mpi.size()))
     for x in (floats, integers):
         _thread.start_new_thread(the_group.allreduce, ([x],))
-        until(lambda x=x: x.eq(total).all(), "no sum")
+        jobs.until(lambda x=x: x.eq(total).all())
     dist.barrier()
 
 

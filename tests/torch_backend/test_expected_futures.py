@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchmpi_py.core import handles, journal, status_board
 from torchmpi_py.torch_backend import work as works
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi(min_size=2)
 
 
 def held_up(mpi, group, ask, rank=0):

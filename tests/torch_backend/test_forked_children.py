@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from torchmpi_py import nn as mpinn, paramserver as ps, torch_backend
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 
 
 def neighbours(mpi):

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmpi_py import torch_backend
 from torchmpi_py.optim import compression
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240), pytest.mark.usefixtures("group_for_frameworks")]
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("group_for_frameworks")]
 SMALL, VIEW, STATIC = {"bucket_cap_mb": 1e-3}, {"gradient_as_bucket_view": True}, {"static_graph": True}
 
 

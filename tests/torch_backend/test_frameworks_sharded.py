@@ -5,7 +5,7 @@ import regression
 import torch
 import torch.distributed as dist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 
 
 def sharded(mesh, **how):

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from torchmpi_py import torch_backend
 from torchmpi_py.launch import variables
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(autouse=True)

