@@ -48,6 +48,12 @@ def test_all_else_is_shown_whole(pieces):
     assert shown(pieces) == "".join(pieces)
 
 
+@jobs.needs_mpi
+def test_what_may_begin_a_notice_is_shown_at_the_end(tmp_path):
+    program = jobs.write(tmp_path, "import sys; print('---', end='', file=sys.stderr)")
+    assert jobs.torchmpirun("-n", 1, program).stderr == "---"
+
+
 def test_a_line_passes_at_once_and_a_rule_after_a_while(monkeypatch):
     found = notices.NoticeFilter(lambda: True)
     assert found.feed(b"[##   ] 2/5\r") == b"[##   ] 2/5\r"

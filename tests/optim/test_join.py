@@ -73,6 +73,16 @@ def test_an_optimizer(mpi, counts):
         pass
 
 
+def test_a_communicator_in_another_order(mpi):
+    """In which the rank with the most steps is the last, not the first."""
+    module, counts = network(), COUNTS["falling"]
+    with mpi.split(0, key=-mpi.rank()) as comm:
+        optimizer = optim.DistributedOptimizer(stepped(module), module, comm=comm)
+        with torchmpi_py.join(optimizer):
+            run(mpi, counts, optimizer, module)
+    assert_as_on_one_process(mpi, module, counts)
+
+
 @pytest.mark.parametrize("how", ["registered", "synchronized"])
 @pytest.mark.parametrize(
     ("counts", "average"), [("falling", True), ("rising", False), ("first alone", True), ("none", False)]
