@@ -58,7 +58,6 @@ def test_gradients_may_be_compressed(mpi, comm, asynchronous):
     assert mpi.size() < 3 or any(not torch.equal(found[name], value) for name, value in exact.items())
 
 
-@pytest.mark.slow
 def test_checkpoints_hold_whole_parameters_and_moments(mpi, comm, folder):
     """Saved by the split network, gone on with by the unsplit one, and the other way round."""
     expected = trained(None)
