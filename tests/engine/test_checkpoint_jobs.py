@@ -47,6 +47,7 @@ def assert_as_if_undisturbed(job, folder, ranks):
     return start
 
 
+@pytest.mark.slow
 def test_killed_in_a_save_and_then_asked_to_end_on_one_rank(tmp_path):
     """On SIGTERM all ranks save in the same step and end; it is no failure, and the run goes on from there."""
     kills = [{"rank": 0, "step": 7, "point": 33}, {"rank": 1, "step": 9, "point": "asked"}]

@@ -47,6 +47,7 @@ def test_sequential_learns(alone, one_epoch):
     assert 2.4 > first > 1 > third
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_the_digits():
     output = launch(2, "mnist_allreduce.py", "--progress")
     loss, accuracy = result(output)

@@ -23,6 +23,7 @@ def job(name, folder, text, deadline_seconds):
     return harness.run(name, harness.command(RANKS, program), environment, within_seconds=30.0)
 
 
+@pytest.mark.slow
 def test_a_rank_sleeps(judge, tmp_path):
     """The report at the deadline says what the others wait in, and that rank 1 is not there."""
 
@@ -39,6 +40,7 @@ def test_a_rank_sleeps(judge, tmp_path):
     judge("a rank sleeps", harness.at_once(2, ASLEEP, sleeps))
 
 
+@pytest.mark.slow
 def test_a_rank_comes_to_its_end(judge, tmp_path):
     """The report comes long before a deadline."""
 

@@ -12,7 +12,7 @@ from support.jobs import script, until
 import torchmpi_py
 from torchmpi_py.launch import ready_scripts
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SECONDS = 360  # of which Slurm takes 120 before it starts a job again
 
 TRAIN = """

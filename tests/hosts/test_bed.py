@@ -11,7 +11,11 @@ import pytest
 import testbed
 from testbed import Bed, BedError
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(testbed.why_not()), reason=testbed.why_not())]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(testbed.why_not()), reason=testbed.why_not()),
+]
 NAME = f"tests-own-{os.getpid()}"
 
 

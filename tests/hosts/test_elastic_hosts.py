@@ -12,7 +12,11 @@ import pytest
 import surviving
 import test_survivors
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not harness.ALL, reason="scripts/test_hosts runs it")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not harness.ALL, reason="scripts/test_hosts runs it"),
+]
 
 WAY = jobs.Way("ssh", "openmpi")
 WITHIN_SECONDS = 150

@@ -7,7 +7,7 @@ import jobs
 import pytest
 from testbed import ROOT
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 WAYS = [jobs.Way(launcher, mpi) for mpi in ("openmpi", "mpich") for launcher in ("ssh", "slurm")]
 LAYOUTS = {"1 + 1": (1, 1), "2 + 1": (2, 1), "2 + 2": (2, 2), "3 + 1": (3, 1), "1 + 1 + 1": (1, 1, 1)}

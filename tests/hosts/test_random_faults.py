@@ -10,7 +10,7 @@ import pytest
 from support.jobs import write
 from trial import DEADLINE_SECONDS, OF_HOSTS, WITHIN_SECONDS, Trial
 
-pytestmark = pytest.mark.timeout(3000)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 PARTS = harness.count(1, 10)
 NUMBER = harness.count(6, 100)

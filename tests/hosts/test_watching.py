@@ -14,6 +14,7 @@ from support.jobs import until, write
 from torchmpi_py.launch import mpirun
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # the bed's hosts run on
 ]

@@ -153,7 +153,7 @@ def test_kubernetes(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "2 ['--epochs', '5'] None\n" * 2
     sshd = shutil.which(worker["command"][0])
-    if sshd is not None:  # -t: read the options and the configuration, and end
+    if sshd is not None and os.path.isdir("/run/sshd"):  # -t: read the options and the configuration, and end
         jobs.run("ssh-keygen", "-q", "-N", "", "-f", tmp_path / "key")
         assert jobs.run(sshd, *worker["args"], "-t", "-h", tmp_path / "key", "-f", "/dev/null").returncode == 0
     assert worker["volumeMounts"][0]["mountPath"] == "/dev/shm"

@@ -150,6 +150,7 @@ def test_loading_the_extension_again_ends_the_ranks(loaded):
     assert loaded.run("%torchmpi status")[0].startswith("no ranks")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_the_next_cell_starts_anew(notebook, monkeypatch, tmp_path):
     """An error of another rank is shown as well."""
     on_error, heard = cell_run.CellRun._on_error, tmp_path / "heard"
@@ -179,6 +180,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_cell_starts_anew(notebook, monk
     assert "NameError" in output
 
 
+@pytest.mark.slow
 def test_deaths_between_cells(notebook):
     """The next cell tells it, and has new ranks; also if an interrupt came in the middle of the last words."""
     before = notebook.processes()

@@ -205,7 +205,7 @@ def test_every_variable_in_use_is_known():
 
 
 @pytest.mark.skipif(jobs.VENDOR != "mpich", reason="only MPICH can present one host as two nodes")
-@pytest.mark.parametrize("by_block", [0, 1])
+@pytest.mark.parametrize("by_block", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_nodes_are_counted_whatever_the_placement(launch, by_block):
     """MPICH can present one host as two nodes, with ranks 0 1 | 2 3 or 0 2 | 1 3."""
     text = """
