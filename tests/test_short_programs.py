@@ -1,14 +1,13 @@
 """Collections of garbage in the programs that tests start; see ``short_programs/sitecustomize.py``."""
 
 import gc
-import subprocess
-import sys
+
+from support import jobs
 
 
 def full_collections_of_a_program():
     """How many collections of the second generation come before a full one may."""
-    done = subprocess.run([sys.executable, "-c", "import gc; print(gc.get_threshold()[2])"], capture_output=True)
-    return int(done.stdout)
+    return int(jobs.python("import gc; print(gc.get_threshold()[2])").stdout)
 
 
 def test_they_are_spared_if_pytest_is_asked_to(request):

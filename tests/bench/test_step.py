@@ -76,3 +76,7 @@ def test_the_table_without_ddp_has_no_ratio():
     title, *lines = step.render(report).splitlines()
     assert title.startswith("# a training step on cuda: layers 6-3")
     assert ["engine", "3.00", "2.00", "-"] in [[cell.strip() for cell in line.split("|")[1:5]] for line in lines]
+
+
+def test_the_convolutional_network_takes_images_as_rows():
+    assert trainers_module.make_convolutional([64, 10])(torch.ones(2, 64)).shape == (2, 10)

@@ -26,8 +26,7 @@ ENDS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", [pytest.param(end, marks=[pytest.mark.slow] * (end != "a failure")) for end in ENDS])
 def test_the_end_of_the_job_shows_the_error_before_a_finally(tmp_path, end):
     program = jobs.write(tmp_path, PROGRAM)
     job = jobs.torchmpirun("-n", 2, program, ENDS[end], env={"TORCHMPI_DEADLINE": "2"})
