@@ -104,7 +104,7 @@ def test_a_rank_that_hangs_in_start_or_stop_is_shown(judge, tmp_path, where, wha
 def test_with_report_the_wait_goes_on(judge, tmp_path):
     program = PROGRAM.replace("sleep(300)", "sleep(20)")
     call = "mpi.start(); assert mpi.allreduce(1) == 3; mpi.stop()"
-    settings = {"TORCHMPI_DEADLINE": "5", "TORCHMPI_AT_DEADLINE": "report"}
+    settings = {"TORCHMPI_DEADLINE": "2", "TORCHMPI_AT_DEADLINE": "report"}
     assert "Missing: rank 1" in run(judge, tmp_path, program, "1", call, codes=[0], **settings)
 
 

@@ -36,8 +36,8 @@ def stays_stopped(index):
     within = DEADLINE_SECONDS + REPORT_SECONDS + END_SECONDS + harness.ENDING_SECONDS
     victim, outcome = trial(index, 10**6, 30, within_seconds=within)
     outcome.expect(outcome.code == 1, "the exit code is not 1")
-    found = re.search(r"operation is not complete after (\d+) s", outcome.errors)
-    outcome.expect(found and int(found[1]) <= DEADLINE_SECONDS + REPORT_SECONDS, "the report is late, or missing")
+    found = re.search(r"operation is not complete after ([\d.]+) s", outcome.errors)
+    outcome.expect(found and float(found[1]) <= DEADLINE_SECONDS + REPORT_SECONDS, "the report is late, or missing")
     stopped = re.search(rf"rank {victim} \(process \d+\): its process is stopped", outcome.errors)
     outcome.expect(bool(stopped), f"rank {victim} is not said to be stopped")
     outcome.expect("waits in allreduce" in outcome.errors, "the operation is not named")
