@@ -36,7 +36,7 @@ def test_every_verb_gives_right_values(mpi, verb):
     ],
 )
 def test_dtypes_ops_and_forms_give_right_values(mpi, dtype, op, form, name):
-    report = measured("run", "--verb", "reduce_scatter", "--sizes", "200K", "--dtype", dtype, "--op", op, form)
+    report = measured("run", "--verb", "reduce_scatter", "--sizes", "100K", "--dtype", dtype, "--op", op, form)
     assert (report.dtype, report.op, report.rows[0].what) == (dtype, op, name)
 
 
