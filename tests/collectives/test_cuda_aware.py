@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from torchmpi_py.collectives import mpi_buffers
-from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.flavours import cuda_trial, gpu_probe, mpi as mpi_flavour, mpi_steps
 from torchmpi_py.collectives.flavours.gpu_probe import GpuFacts, Verdict
 from torchmpi_py.collectives.flavours.mpi import Mpi
 from torchmpi_py.core import config
+from torchmpi_py.memory import devices
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -294,7 +294,7 @@ def test_posts_of_gpu_tensors_come_after_a_wait_and_collectives_are_not_posted(m
     mpi.wait_all([receiving, mpi.send_async(x, (rank + 1) % size, flavour="mpi")])
     assert y.tolist() == [(rank - 1) % size] * 3
     assert log == ["settle", "recv", "settle", "send"]
-    monkeypatch.setattr(Flavour, "launch", lambda self, operation: f"{operation.name} in the communication thread")
+    monkeypatch.setattr(devices, "submit", lambda operation, *_: f"{operation.plan.name} in the communication thread")
     assert mpi.allreduce_async(x, flavour="mpi") == "allreduce in the communication thread"
     assert mpi.sendreceive_async(x, rank, rank, flavour="mpi") == "sendreceive in the communication thread"
 

@@ -10,7 +10,7 @@ def test_a_record_keeps_value_and_type():
     given = [True, False, 0, -5, 2**63 - 1, -(2**63), 1.5, -0.0, math.inf, 1 + 2j, -1j]
     of_numpy = [(np.float32(1.5), 1.5), (np.int8(3), 3), (np.bool_(True), True)]
     for number, expected in [*zip(given, given, strict=True), *of_numpy]:
-        back = numbers.from_record(numbers.to_record(number))
+        back = numbers.from_records(numbers.to_record(number))[0]
         assert type(back) is type(expected)
         assert str(back) == str(expected)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from torchmpi_py.collectives import registry, selector as selector_module
-from torchmpi_py.collectives.flavour import VERBS
 from torchmpi_py.collectives.selector import Choice, Key, Selector
+from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.errors import Unavailable, Unimplemented
 
 pytestmark = pytest.mark.timeout(240)
@@ -97,11 +97,11 @@ def test_choices_on_gpus(monkeypatch, num_nodes, usable, ordinary, symmetric):
     """For 4 bytes and 64 MiB, given what is available."""
     says = {name: "available" if name in usable.split() else "no" for name in registry.BY_NAME}
     monkeypatch.setattr(selector_module, "status", lambda flavour, verb, device, comm: says[flavour.name])
-    comm, table = types.SimpleNamespace(plans={}, num_nodes=num_nodes), Selector()
+    comm, table = types.SimpleNamespace(choices={}, num_nodes=num_nodes), Selector()
 
     def names(is_symmetric):
-        plan = table.plan("allreduce", comm, torch.device("cuda", 0), symmetric=is_symmetric, name=None)
-        return " ".join(plan.flavour_for(size).name for size in (4, 64 << 20))
+        choices = table.choices("allreduce", comm, torch.device("cuda", 0), symmetric=is_symmetric, name=None)
+        return " ".join(choices.flavour_for(size).name for size in (4, 64 << 20))
 
     assert (names(False), names(True)) == (ordinary, symmetric)
     table["allreduce"] = "ring"  # does not serve GPU tensors: their choices stay
@@ -138,8 +138,8 @@ def test_defaults_begin_at_larger_sizes_where_a_meeting_takes_longer(monkeypatch
 
     def limits(*verbs):
         """Up to which sizes the first choices hold."""
-        comm = types.SimpleNamespace(plans={}, num_nodes=num_nodes, size=size)
-        return [table.plan(verb, comm, CPU, symmetric=False, name=None).limits[0] for verb in verbs]
+        comm = types.SimpleNamespace(choices={}, num_nodes=num_nodes, size=size)
+        return [table.choices(verb, comm, CPU, symmetric=False, name=None).limits[0] for verb in verbs]
 
     for num_nodes, grown in ((2, 1), (4, 1), (7, 2), (1024, 341)):
         table, size = Selector(), 2 * num_nodes
@@ -241,10 +241,10 @@ def test_a_forced_flavour_stays_forced(mpi, selector, asked, form):
 @pytest.mark.usefixtures("one_node")
 def test_availability(mpi):
     table = mpi.availability()
-    assert len(table) == len(VERBS) * 2 * len(NAMES)
+    assert len(table) == len(COLLECTIVES) * 2 * len(NAMES)
     status = {(row.verb, row.device, row.flavour): row.status for row in table}
-    assert {status[verb, "cpu", "mpi"] for verb in VERBS} == {"available"}
-    assert all("unavailable: it is not known whether the MPI" in status[verb, "cuda", "mpi"] for verb in VERBS)
+    assert {status[verb, "cpu", "mpi"] for verb in COLLECTIVES} == {"available"}
+    assert all("unavailable: it is not known whether the MPI" in status[verb, "cuda", "mpi"] for verb in COLLECTIVES)
     assert all(row.status.startswith("un") for row in table if row.device == "cuda")  # available, implemented
     assert status["allreduce", "cpu", "shared"] == "available"
     assert status["send", "cpu", "shared"] == "unimplemented"

@@ -118,7 +118,6 @@ WAITS = {
         f"dist.broadcast(x, 0, async_op=True); {FUTURE}.wait()", "allreduce .* before it comes broadcast"
     ),
     "new_group": _of_group("dist.new_group()", "a new process group"),
-    "monitored_barrier": _of_group("backend.monitored_barrier()", "monitored_barrier"),
     "init_process_group": Wait(
         GROUP.replace("dist.init_process_group", "mpi.start()\nFAULT\ndist.init_process_group"), "init_process_group"
     ),

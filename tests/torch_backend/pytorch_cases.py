@@ -43,7 +43,7 @@ class Outcome:
 
 
 def really(backend: str) -> None:
-    """Make every group of ``backend``, and let its monitored_barrier stand for the one that takes gloo only."""
+    """Make every group of ``backend``."""
     make = distributed_c10d._new_process_group_helper
 
     def make_really(group_size, group_rank, ranks, name, *arguments, **keywords):
@@ -54,9 +54,6 @@ def really(backend: str) -> None:
         return group, store
 
     distributed_c10d._new_process_group_helper = make_really
-    own = getattr(sys.modules.get("torchmpi_py.torch_backend"), "monitored_barrier", None)
-    if own is not None:
-        dist.monitored_barrier = distributed_c10d.monitored_barrier = own
 
 
 class Suite:

@@ -1,6 +1,5 @@
 """Every collective of torch.distributed on backend "torchmpi", in all forms, against closed-form answers."""
 
-import datetime as dt
 import functools
 import operator
 
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from support.values import stacked, total, values as of
 
-from torchmpi_py.torch_backend import ProcessGroup, monitored_barrier
+from torchmpi_py.torch_backend import ProcessGroup
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("group")]
 OPS = dist.ReduceOp
@@ -306,11 +305,6 @@ def test_subgroups(group, rank, size):
         dist.destroy_process_group(again)
     with pytest.raises(Exception, match="destroyed"):
         again.allreduce([x])
-
-
-def test_monitored_barrier(group):
-    monitored_barrier(timeout=dt.timedelta(seconds=20), wait_all_ranks=True)
-    monitored_barrier(group, 20.0)
 
 
 def test_what_is_wrong_is_told_on_every_rank(group):

@@ -17,13 +17,13 @@ CHOICE = {
     all_to_all_single_unequal_split barrier_timeout_full_group batch_isend_irecv_gloo broadcast_full_group
     DistributedDataParallelCPU_grad_is_view ddp_create_graph ddp_logging_data_cpu destroy_group gather_checks
     get_backend get_future grads_same_across_ranks_with_no_sync irecv isend_autograd_profiler
-    monitored_barrier_gloo_rank_0_timeout reduce_full_group_max reduce_sum_twice scatter_checks scatter_object_list
+    reduce_full_group_max reduce_sum_twice scatter_checks scatter_object_list
     send_recv_any_source_torch_profiler send_recv_with_tag sparse_all_reduce_sum static_graph_api_cpu
     """,
     3: """
     all_gather_group all_reduce_coalesced_group_product all_reduce_group_min all_to_all_single_unequal_split_group
-    barrier_group broadcast_group gather_group monitored_barrier_failure_order monitored_barrier_gloo_subgroup
-    monitored_barrier_wait_all_ranks reduce_group_sum scatter_group send_recv_any_source
+    barrier_group broadcast_group gather_group reduce_group_sum scatter_group
+    send_recv_any_source
     """,
 }
 

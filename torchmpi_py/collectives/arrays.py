@@ -66,25 +66,26 @@ class ArrayCall:
 
     def __init__(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
-        x = args[0] if args else kwargs.get("x")
+        self.x = x = args[0] if args else kwargs.get("x")
         self._library = _library_of(x)
         self._arrays: list[tuple[Tensor, Any]] = []
         if self._library is None:
             return
         out = kwargs.get("out")
-        tensor = self._tensor(verb, "x", x, writes_into_x(verb, out))
+        self.x = self._tensor(verb, "x", x, out)
         if args:
-            self.args = (tensor, *args[1:])
+            self.args = (self.x, *args[1:])
         else:
-            self.kwargs = {**kwargs, "x": tensor}
+            self.kwargs = {**kwargs, "x": self.x}
         if out is not None:
             if _library_of(out) is not self._library:
                 kind = f"{type(x).__module__}.{type(x).__name__}"
                 raise TypeError(f"{verb}: x is a {kind}, so out must be one too, not {type(out).__name__}")
-            self.kwargs = {**self.kwargs, "out": tensor if out is x else self._tensor(verb, "out", out, True)}
+            self.kwargs = {**self.kwargs, "out": self.x if out is x else self._tensor(verb, "out", out)}
 
-    def _tensor(self, verb: str, name: str, array: Any, is_written: bool) -> Tensor:
-        tensor = _on_numpy(verb, name, array, is_written) if self._library is np else from_dlpack(array)
+    def _tensor(self, verb: str, name: str, array: Any, out: Any = None) -> Tensor:
+        """A tensor on the memory of ``array``, which is ``x`` or ``out``."""
+        tensor = from_dlpack(array) if self._library is not np else _on_numpy(verb, name, array, out)
         self._arrays.append((tensor, array))
         return tensor
 
@@ -97,7 +98,10 @@ class ArrayCall:
                 self._library.from_dlpack(self._arrays[0][0])  # cupy's stream is ordered behind the verb all the same
             return result
         new = result.numpy() if self._library is np else self._library.from_dlpack(result)  # orders cupy's stream
-        return next((array for tensor, array in self._arrays if tensor is result), new)
+        for tensor, array in self._arrays:
+            if tensor is result:
+                return array
+        return new
 
     def handle(self, handle: Handle[Any]) -> Handle[Any]:
         """A handle whose ``wait()`` returns ``result`` of what ``handle`` returns."""
@@ -112,7 +116,7 @@ def _library_of(x: object) -> Any:
     return cupy if cupy is not None and isinstance(x, cupy.ndarray) else None
 
 
-def _on_numpy(verb: str, name: str, array: NumpyArray, is_written: bool) -> Tensor:
+def _on_numpy(verb: str, name: str, array: NumpyArray, out: object) -> Tensor:
     """A tensor on the memory of ``array``; on a copy if that is read-only, which ValueError refuses if it is written.
 
     TypeError for dtypes that torch lacks, for byte orders of other machines, negative strides, and masked arrays.
@@ -122,7 +126,7 @@ def _on_numpy(verb: str, name: str, array: NumpyArray, is_written: bool) -> Tens
             f"{verb}: {name} is a masked array; pass {name}.data and {name}.mask, each in a call of its own"
         )
     if not array.flags.writeable:
-        if is_written:
+        if name == "out" or writes_into_x(verb, out):
             raise ValueError(f"{verb}: {name} is a read-only numpy array, which cannot be written; pass {name}.copy()")
         array = array.copy()  # torch would warn
     try:

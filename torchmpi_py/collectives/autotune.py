@@ -27,6 +27,7 @@ from torchmpi_py.collectives import measured_cache, timing, verbs as all_verbs
 from torchmpi_py.collectives.registry import BY_NAME, DEVICES, FLAVOURS, status
 from torchmpi_py.collectives.selector import Choice, Key, selector
 from torchmpi_py.core import agree, journal
+from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.core.communicators import Communicator, stack
 from torchmpi_py.errors import RanksDisagree, TorchMPIError, Unavailable
 from torchmpi_py.memory import gpus
@@ -43,7 +44,7 @@ _DROP_FROM_BYTES = 256 << 10  # before that the slow ones cost little, and one t
 _MIN_TURNS, _MAX_TURNS = 3, 300
 _DTYPE = torch.float32
 
-_VERBS = ("allreduce", "broadcast", "reduce", "reduce_scatter", "allgather", "alltoall")
+_VERBS = tuple(row.name for row in COLLECTIVES.values() if row.is_tuned)
 _MEASURABLE = (*_VERBS, "gather", "scatter")
 _IN_ONE_PIECE = ("allreduce", "broadcast", "reduce")  # the others need a multiple of the ranks
 _INDIFFERENT = ("allgather", "gather")  # symmetric tensors are as fast as others

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from torchmpi_py.collectives import mpi_buffers, verbs
-from torchmpi_py.collectives.numbers import Number, is_number
+from torchmpi_py.collectives.numbers import NUMBERS, Number
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_tensor, flat
 from torchmpi_py.errors import RanksDisagree
@@ -57,7 +57,7 @@ def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> 
 
 def digest_of(x: Tensor | Number, name: str = "x") -> bytes:
     """Digest (16 bytes) of all bits of a tensor, its dtype and shape; for a number its text."""
-    if is_number(x):
+    if isinstance(x, NUMBERS):
         return repr(x).encode()
     x = flat(check_tensor("check_with_allreduce", name, x).cpu())
     digest = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=16)

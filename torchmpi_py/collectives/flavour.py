@@ -13,51 +13,28 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torchmpi_py.collectives import mpi_buffers
-from torchmpi_py.collectives.operation import Operation
-from torchmpi_py.core import handles
+from torchmpi_py.collectives.plan import Carrier
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator
-from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.tensors import copy_if_overlapping
 from torchmpi_py.errors import RanksDisagree
-from torchmpi_py.memory import devices
 
-R = TypeVar("R")
 Requests = list["MPI.Request"]
 Walk = Iterator[Requests]
 """Work in parts: what a walk yields has to be complete before the walk is resumed."""
 
-VERBS = (
-    "broadcast",
-    "reduce",
-    "allreduce",
-    "allgather",
-    "reduce_scatter",
-    "alltoall",
-    "gather",
-    "scatter",
-    "sendreceive",
-    "send",
-    "recv",
-    "broadcast_object",
-    "allgather_object",
-)
 
-
-class Flavour:
+class Flavour(Carrier):
     """Base class. ``x``, ``source`` and ``destination`` are flat tensors; the methods write results into them."""
 
-    name: ClassVar[str]
     devices: ClassVar[frozenset[str]]
-    exchanges_headers: ClassVar[bool] = False
-    """Whether its ranks compare headers (verb, dtype, sizes) before data moves, and all raise where headers differ."""
     num_trial_calls: ClassVar[int] = 0
     """After how many calls alike the flavour has found out what is fastest for them."""
     scatters_in_place: ClassVar[bool] = False
@@ -76,24 +53,7 @@ class Flavour:
 
     def implements(self, verb: str) -> bool:
         """Whether this flavour can do ``verb``."""
-        return getattr(type(self), verb) is not getattr(Flavour, verb)
-
-    def posts(self, operation: Operation[Any]) -> bool:
-        """Whether ``launch`` posts an operation to MPI on the direct channel, and does not queue it."""
-        return False
-
-    def launch(self, operation: Operation[R]) -> handles.Handle[R]:
-        """Start an operation, without a wait: in the communication thread, unless a flavour has a better way."""
-        return devices.submit(operation, operation.device, operation.tensors)
-
-    def again(self, operation: Operation[Any], num_tensors: int) -> Callable[[Tensor], object]:
-        """The method of an operation as a function of its tensor, which is ``num_tensors`` times in the arguments.
-
-        For calls alike, in the thread that makes them.
-        """
-        method, channel = getattr(self, operation.method), operation.comm.direct
-        others = operation.arguments[num_tensors:]
-        return lambda x: method(channel, *(x,) * num_tensors, *others)
+        return getattr(type(self), verb, None) is not getattr(Flavour, verb, None)
 
     def walk(self, verb: str, channel: Channel, *arguments: Any) -> Walk:
         """A verb in parts, between which the caller may do other work. By default all is done at once.
@@ -212,10 +172,8 @@ class Sizes:
         return torch.split(out, self.rows)
 
 
-class Gathering:
+class Gathering(Carrier):
     """Stand-in for a flavour: exchanges sizes, then calls the flavour that ``choose(bytes of the result)`` gives."""
-
-    exchanges_headers = False  # the exchange has the sizes, but not the root
 
     def __init__(self, name: str, choose: Callable[[int], Flavour]) -> None:
         self.name = name
@@ -239,13 +197,6 @@ class Gathering:
             x = copy_if_overlapping(x, result, sizes.split(result)[root])
         self.choose(sum(sizes.num_bytes)).gather(channel, x, result, root, sizes)
         return result
-
-    def posts(self, operation: Operation[Any]) -> bool:
-        return False
-
-    def launch(self, operation: Operation[Any]) -> Handle[Any]:
-        """Queue the operation for the communication thread, for it begins with a blocking exchange."""
-        return devices.submit(operation, operation.device, operation.tensors)
 
 
 def exchange_sizes(comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Sizes:

@@ -12,7 +12,6 @@ import numbers
 import operator
 import struct
 from collections.abc import Callable, Sequence
-from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -21,21 +20,19 @@ from torch import Tensor
 from torchmpi_py.core.tensors import check_op
 
 Number = bool | int | float | complex
+NUMBERS: tuple[type[bool], type[int], type[float], type[complex]] = (numbers.Complex, np.bool_)  # type: ignore[assignment]
+"""The classes of Python's and NumPy's numbers. Slow to check for tensors: rule those out first."""
 
+_KINDS: dict[type, int] = {bool: 0, int: 1, float: 2, complex: 3}
 _DTYPES = (torch.bool, torch.int64, torch.float64, torch.complex128)  # a kind is an index into this
 _FORMATS = ("<qqq", "<qqq", "<qdd", "<qdd")
 RECORD_BYTES = 24
 TOO_LARGE = len(_FORMATS)  # the kind of a number that does not fit
 
 
-def is_number(x: object) -> TypeGuard[Number]:
-    """Whether ``x`` is a Python or NumPy number. Slow for tensors: rule those out first where calls are many."""
-    return isinstance(x, (numbers.Complex, np.bool_))
-
-
 def to_record(x: Number) -> Tensor:
     """A number as a uint8 tensor of shape (1, RECORD_BYTES)."""
-    kind, value = _kind_and_value(x)
+    kind, value = (_KINDS[type(x)], x) if type(x) in _KINDS else _kind_and_value(x)
     words = (value.real, value.imag) if kind == 3 else (value, 0)
     try:
         packed = struct.pack(_FORMATS[kind], kind, *words)
@@ -44,20 +41,21 @@ def to_record(x: Number) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(packed), dtype=np.uint8)).view(1, RECORD_BYTES)
 
 
-def from_record(record: Tensor) -> Number:
-    """The number in a record."""
-    return from_records(record)[0]
-
-
 def from_records(records: Tensor) -> list[Number]:
     """The numbers in a tensor of records, in order."""
-    data = records.numpy().tobytes()
-    return [_unpack(data[begin : begin + RECORD_BYTES]) for begin in range(0, len(data), RECORD_BYTES)]
+    data, values = records.numpy().tobytes(), list[Number]()
+    for begin in range(0, len(data), RECORD_BYTES):
+        kind = struct.unpack_from("<q", data, begin)[0]
+        if kind == TOO_LARGE:
+            raise ValueError("a rank brought a whole number that does not fit into 64 bits; pass it as a float")
+        _, value, imaginary = struct.unpack_from(_FORMATS[kind], data, begin)
+        values.append(bool(value) if kind == 0 else complex(value, imaginary) if kind == 3 else value)
+    return values
 
 
 def reduce_numbers(verb: str, op: str, values: Sequence[Number]) -> Number:
     """Reduce in rank order; an op that the widest kind among the values does not have is a ValueError."""
-    widest = max(_kind_and_value(value)[0] for value in values)
+    widest = max(map(_KINDS.__getitem__, map(type, values)))
     if op != "avg" or widest > 1:  # whole numbers have an average in Python, not in a tensor
         check_op(verb, op, _DTYPES[max(widest, 1)])
     return _REDUCE[op](values)
@@ -96,11 +94,3 @@ def _kind_and_value(x: Number) -> tuple[int, Number]:
     if isinstance(x, numbers.Real):
         return 2, float(x)
     return 3, complex(x)
-
-
-def _unpack(data: bytes) -> Number:
-    kind = struct.unpack_from("<q", data)[0]
-    if kind == TOO_LARGE:
-        raise ValueError("a rank brought a whole number that does not fit into 64 bits; pass it as a float")
-    _, value, imaginary = struct.unpack(_FORMATS[kind], data)
-    return (bool(value), value, value, complex(value, imaginary))[kind]

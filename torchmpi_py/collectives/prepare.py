@@ -1,37 +1,38 @@
-"""The way of a verb's call to an Operation.
+"""From the call of a collective to its operation.
 
-``verbs.py`` has one function per verb, which checks the arguments. The functions here do the rest: they find flat
-memory to read and to write (``resolve_output`` and its neighbours), choose the flavour and build the Operation
-(``tensor_operation`` and its neighbours), and make the blocking and the asynchronous form of the verb
-(``blocking_and_async``).
+``verbs.py`` has one function for each collective, which checks the arguments. The functions here do the rest: they find
+flat memory to read and to write (``resolve_output`` and its neighbours), find or make the plan (``Call``), and make the
+blocking and the asynchronous form of the collective (``blocking_and_async``).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from torchmpi_py.collectives import kept_operations, numbers
+from torchmpi_py.collectives import kept_plans, numbers
 from torchmpi_py.collectives.arrays import ArrayCall
 from torchmpi_py.collectives.flavour import Gathering, Sizes
-from torchmpi_py.collectives.kept_operations import KeptOperation
 from torchmpi_py.collectives.numbers import Number
-from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.collectives.plan import Operation, Plan
 from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core import compiling
+from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.tensors import (
+    OPS,
     Finish,
     check_divisible,
     check_known_op,
     check_out,
+    check_rank,
     check_tensor,
     copy_if_overlapping,
     cut_off,
@@ -67,18 +68,14 @@ where no flavour can carry the call out; CollectiveTimeout at the deadline, with
 CommunicatorError if MPI fails; RanksDisagree, on the receiver, if the message has another dtype or size. A call without
 its counterpart waits until the deadline."""
 
-_TENSORS_BEFORE_OTHERS = {"broadcast": 1, "allreduce": 2, "reduce": 2, "reduce_scatter": 2, "scatter": 2, "alltoall": 2}
-"""For each verb that all ranks call alike, how many of the flavour's arguments are tensors; those come first."""
-
 
 def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, R], Callable[P, Handle[R]]]:
-    """(blocking, asynchronous) form of the verb that ``prepare`` prepares.
+    """(blocking, asynchronous) form of the collective that ``prepare`` prepares.
 
-    An ``x`` may be an array, an ``obj`` is sent as it is. Tensors take the short way: every call of a verb passes here.
+    An ``x`` may be an array, an ``obj`` is sent as it is. Tensors take the short way: every call passes here.
     """
     name = prepare.__name__.lstrip("_")
-    blocking = _form(prepare, name, operator.methodcaller("run"), ArrayCall.result, KeptOperation.to_run)
-    asynchronous = _form(prepare, name, operator.methodcaller("launch"), ArrayCall.handle, KeptOperation.to_launch)
+    blocking, asynchronous = _form(prepare, name, is_async=False), _form(prepare, name, is_async=True)
     result = str(inspect.signature(prepare).return_annotation).removeprefix("Operation[").removesuffix("]")
     compiling.leave_alone(blocking, asynchronous)
     _present(blocking, prepare, name, result, _OF_BLOCKING)
@@ -86,44 +83,44 @@ def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, 
     return blocking, asynchronous
 
 
-def _form(
-    prepare: Callable[P, Operation[R]],
-    name: str,
-    end: Callable[[Operation[R]], Any],
-    for_arrays: Callable[[ArrayCall, Any], Any],
-    again: Callable[[KeptOperation, Tensor], Operation[Any]],
-) -> Callable[P, Any]:
-    """A form of verb ``name``: ``end`` runs or launches the operation; ``for_arrays`` makes the result for arrays.
-
-    ``again`` makes the operation of another call alike.
-    """
-    takes_tensors, keeps = "x" in inspect.signature(prepare).parameters, name in kept_operations.VERBS
+def _form(prepare: Callable[P, Operation[R]], name: str, *, is_async: bool) -> Callable[P, Any]:
+    """A form of the collective ``name``. All in one function, because every call pays for every function."""
+    row, takes_tensors = COLLECTIVES[name], "x" in inspect.signature(prepare).parameters
 
     @functools.wraps(prepare)
     def form(*args: P.args, **kwargs: P.kwargs) -> Any:
+        arrays = key = operation = None
         try:
-            if takes_tensors:
-                x: Any = args[0] if args else kwargs.get("x")
-                if not isinstance(x, Tensor):
-                    call = ArrayCall(name, args, kwargs)
-                    return for_arrays(call, end(prepare(*call.args, **call.kwargs)))
-                if keeps and args and (key := kept_operations.key_of(name, args, kwargs)) is not None:
-                    comm = resolve(kwargs.get("comm") if kwargs else None)  # type: ignore[arg-type]
-                    if (kept := comm.kept.pop(key, None)) is None:
-                        operation = prepare(*args, **kwargs)
-                        kept_operations.keep(comm, key, operation)
-                        return end(operation)
-                    result = end(again(kept, x))
-                    kept_operations.put_back(comm, key, kept)
-                    return result
-                if x.requires_grad or "out" in kwargs:
-                    operation = prepare(*args, **kwargs)
+            x: Any = args[0] if args else kwargs.get("x")
+            if takes_tensors and not isinstance(x, (Tensor, float, int)):
+                arrays = ArrayCall(name, args, kwargs)
+                x, args, kwargs = arrays.x, arrays.args, arrays.kwargs  # type: ignore[assignment]
+            if row.keeps_plans and args and type(x) is Tensor:
+                key = kept_plans.key_of(name, args, kwargs)
+            if key is None:
+                operation = prepare(*args, **kwargs)
+                if takes_tensors and isinstance(x, Tensor):
                     cut_off(name, x, kwargs.get("out"))
-                    return end(operation)
-            return end(prepare(*args, **kwargs))
+            else:
+                comm, out = resolve(kwargs.get("comm")), kwargs.get("out")  # type: ignore[arg-type]
+                target: Any = x if out is None else out
+                plan: Any = comm.plans.get(key)
+                if plan is None:
+                    operation = prepare(*args, **kwargs)
+                    kept_plans.keep(comm, key, operation, (x, target))
+                else:
+                    increment_version(target)  # autograd does not see what MPI writes
+                    tensors = (x, target)[-row.num_tensors :]
+            if is_async:
+                result: Any = (operation or Operation(plan, tensors, target)).launch()
+            elif operation is None:
+                result = plan.run(tensors, target)
+            else:
+                result = operation.plan.run(operation.arguments, operation.target, operation.conclude)
         except TypeError:
             _check_arguments(prepare, name, args, kwargs)
             raise
+        return result if arrays is None else arrays.handle(result) if is_async else arrays.result(result)
 
     return form
 
@@ -157,121 +154,112 @@ def _present(form: Any, prepare: Callable[..., Any], name: str, result: str, pro
     form.__signature__ = inspect.signature(prepare).replace(return_annotation=result)
 
 
-def tensor_operation(
-    verb: str,
-    comm: Communicator,
-    flavour: str | None,
-    x: Tensor,
-    arguments: tuple[Any, ...],
-    target: Tensor,
-    copy_out: Finish | None,
-) -> Operation[Any]:
-    """The operation whose result is ``target``, after ``copy_out``.
+class Call:
+    """A call of a collective on a communicator, perhaps with a flavour that the program forces."""
 
-    Size, device and kind of memory are those of ``x``, the tensor that the user gave, which is alike on all ranks.
-    """
-    conclude = None if copy_out is None else functools.partial(_result, target, copy_out)
-    num_bytes = x.nbytes
-    found = symmetric.find(x)
-    is_symmetric = found is not None and found[0].is_declared
-    served = selector.flavour_for(verb, comm, x.device, num_bytes, symmetric=is_symmetric, name=flavour)
-    device = _gpu(verb, x) if x.is_cuda else None
-    num_tensors = _TENSORS_BEFORE_OTHERS.get(verb)
-    fingerprint = None if num_tensors is None else (verb, served.name, num_bytes, x.dtype, arguments[num_tensors:])
-    return Operation(
-        verb, verb, served, comm, arguments, conclude, num_bytes, target, device=device, fingerprint=fingerprint
-    )
+    def __init__(self, name: str, comm: Communicator | None, flavour: str | None) -> None:
+        self.name, self.comm, self.flavour = name, resolve(comm), flavour
 
+    def rank(self, what: str, value: int) -> int:
+        """An argument as a rank of the communicator."""
+        return check_rank(self.name, what, value, self.comm.size)
 
-def gather_operation(
-    verb: str,
-    comm: Communicator,
-    flavour: str | None,
-    x: Tensor,
-    out: object,
-    arguments: tuple[Any, ...],
-    conclude: Callable[[Any], Any],
-) -> Operation[Any]:
-    """The (all)gather of tensors, whose flavour is chosen after the ranks exchange their sizes.
+    def of_tensors(
+        self, x: Tensor, tensors: tuple[Tensor, ...], others: tuple[Any, ...], target: Tensor, copy_out: Finish | None
+    ) -> Operation[Any]:
+        """The operation whose result is ``target``, after ``copy_out``.
 
-    Whether ``x`` is symmetric does not count: a tensor of no rows, which one rank may bring, has no address.
-    """
-    plan = selector.plan(verb, comm, x.device, symmetric=False, name=flavour)  # as it is at launch, on all ranks
-    served: Any = Gathering(flavour or "selector", plan.flavour_for)
-    device = _gpu(verb, x) if x.is_cuda else None
-    fingerprint = (verb, "tensors", "any-size", *arguments[2:])
-    return Operation(
-        verb, verb, served, comm, arguments, conclude, x.nbytes, out, device=device, fingerprint=fingerprint
-    )
+        Size, device and kind of memory are those of ``x``, the tensor that the user gave, which is equal on all ranks.
+        """
+        device = _gpu(self.name, x) if x.is_cuda else None
+        found = symmetric.find(x)
+        plan = self._plan(x, others, device, symmetric=found is not None and found[0].is_declared)
+        conclude = None if copy_out is None else functools.partial(_result, target, copy_out)
+        return Operation(plan, tensors, target, conclude)
 
+    def _plan(
+        self, x: Tensor, others: tuple[Any, ...], device: torch.device | None, *, symmetric: bool, kind: Any = None
+    ) -> Plan:
+        """The plan for tensors like ``x``; ``kind``: what the ranks compare in place of size and dtype."""
+        name, comm, num_bytes = self.name, self.comm, x.nbytes
+        key = (name, self.flavour, selector.generation, x.dtype, num_bytes, device, others, symmetric, kind)
+        if (plan := comm.plans.get(key)) is None:
+            served = selector.flavour_for(name, comm, x.device, num_bytes, symmetric=symmetric, name=self.flavour)
+            compared = (num_bytes, x.dtype, others) if kind is None else (kind, *others)
+            plan = Plan(
+                name=name, flavour=served, comm=comm, others=others, num_bytes=num_bytes, dtype=x.dtype, device=device,
+                fingerprint=(name, served.name, *compared) if COLLECTIVES[name].is_compared else None,
+            )  # fmt: skip
+            kept_plans.add(comm, key, plan)
+        return plan
 
-def number_operation(verb: str, comm: Communicator, flavour: str | None, x: Number, *others: int) -> Operation[Any]:
-    """The operation on the record of a number; ``others`` are the verb's other arguments. The result is a number."""
-    record = numbers.to_record(x)
-    result = torch.empty_like(record) if verb == "sendreceive" else record
-    arguments = (record, *others) if result is record else (record, result, *others)
-    served = selector.flavour_for(verb, comm, _CPU, numbers.RECORD_BYTES, symmetric=False, name=flavour)
-    fingerprint = (verb, served.name, "number", *others) if verb in _TENSORS_BEFORE_OTHERS else None
+    def of_rows(
+        self, x: Tensor, buffer: Tensor | None, others: tuple[Any, ...], conclude: Callable[[Any], Any], out: Any
+    ) -> Operation[Any]:
+        """The (all)gather of tensors, whose flavour is chosen after the ranks exchange their sizes.
 
-    def conclude(_: object) -> Number:
-        return numbers.from_record(result)
+        Whether ``x`` is symmetric does not count: a tensor of no rows, which one rank may bring, has no address.
+        """
+        name = self.name
+        choices = selector.choices(name, self.comm, x.device, symmetric=False, name=self.flavour)  # equal on all ranks
+        plan = Plan(
+            name=name, flavour=Gathering(self.flavour or "selector", choices.flavour_for), comm=self.comm,
+            others=others, num_bytes=x.nbytes, dtype=x.dtype, device=_gpu(name, x) if x.is_cuda else None,
+            fingerprint=(name, "tensors", "any-size", *others),
+        )  # fmt: skip
+        return Operation(plan, (x, buffer), out, conclude)
 
-    return Operation(verb, verb, served, comm, arguments, conclude, numbers.RECORD_BYTES, fingerprint=fingerprint)
+    def of_number(self, x: Number, *others: int) -> Operation[Any]:
+        """The operation on the record of a number; ``others`` are the other arguments. The result is a number."""
+        record = numbers.to_record(x)
+        result = torch.empty_like(record) if self.name == "sendreceive" else record
+        plan = self._plan(record, others, None, symmetric=False, kind="number")
+        arguments = (record,) if result is record else (record, result)
+        return Operation(plan, arguments, None, lambda _: numbers.from_records(result)[0])
 
+    def of_numbers(
+        self, x: Number, out: object, others: tuple[Any, ...], conclude: Callable[[Tensor], Any]
+    ) -> Operation[Any]:
+        """The allgather of records, all of one size, of which ``conclude`` makes the result.
 
-def gathered_numbers(
-    verb: str,
-    comm: Communicator,
-    flavour: str | None,
-    x: Number,
-    conclude: Callable[[list[Number]], Any],
-    others: tuple[Any, ...] = (),
-) -> Operation[Any]:
-    """The allgather of records, all of one size, whose numbers ``conclude`` turns into the result.
+        ``others`` are the other arguments of the call, which are equal on all ranks.
+        """
+        if out is not None:
+            raise TypeError(f"{self.name}: a number is returned, not written; omit out=, or pass x as a tensor")
+        record, comm = numbers.to_record(x), self.comm
+        records = record.new_empty((comm.size, numbers.RECORD_BYTES))
+        key = (self.name, self.flavour, selector.generation, "numbers", others)
+        if (plan := comm.plans.get(key)) is None:
+            served = selector.flavour_for(
+                "allgather", comm, record.device, records.nbytes, symmetric=False, name=self.flavour
+            )
+            plan = Plan(
+                name=self.name, method="allgather", flavour=served, comm=comm,
+                others=(Sizes.equal(record, comm.size),), num_bytes=numbers.RECORD_BYTES, dtype=record.dtype,
+                fingerprint=(self.name, served.name, "number", *others),
+            )  # fmt: skip
+            kept_plans.add(comm, key, plan)
+        return Operation(plan, (record, records), None, lambda _: conclude(records))
 
-    ``others`` are the verb's other arguments, which are the same on all ranks.
-    """
-    record = numbers.to_record(x)
-    records = record.new_empty((comm.size, numbers.RECORD_BYTES))
-    sizes = Sizes.equal(record, comm.size)
-    served = selector.flavour_for("allgather", comm, _CPU, records.nbytes, symmetric=False, name=flavour)
-    return Operation(
-        verb,
-        "allgather",
-        served,
-        comm,
-        (record, records, sizes),
-        lambda _: conclude(numbers.from_records(records)),
-        numbers.RECORD_BYTES,
-        fingerprint=(verb, served.name, "number", *others),
-    )
+    def reduced(self, x: Number, out: object, op: str, root: int | None = None) -> Operation[Any]:
+        """(all)reduce of numbers: an allgather of records, reduced on each rank. With a root, the others keep ``x``."""
+        if op not in OPS:
+            check_known_op(self.name, op)
 
+        def conclude(records: Tensor) -> Number:
+            result = numbers.reduce_numbers(self.name, op, numbers.from_records(records))
+            return result if root in (None, self.comm.rank) else x
 
-def reduced_number(
-    verb: str, x: Number, out: object, op: str, comm: Communicator, flavour: str | None, root: int | None
-) -> Operation[Any]:
-    """(all)reduce of numbers: an allgather of records, reduced on each rank. With a root, the others keep ``x``."""
-    no_out(verb, out)
-    check_known_op(verb, op)
+        return self.of_numbers(x, out, (op,) if root is None else (op, root), conclude)
 
-    def conclude(values: list[Number]) -> Number:
-        result = numbers.reduce_numbers(verb, op, values)
-        return result if root in (None, comm.rank) else x
-
-    return gathered_numbers(verb, comm, flavour, x, conclude, (op,) if root is None else (op, root))
-
-
-def object_operation(verb: str, comm: Communicator, flavour: str | None, arguments: tuple[Any, ...]) -> Operation[Any]:
-    """The operation on Python objects, which travel by pickle."""
-    served = selector.flavour_for(verb, comm, _CPU, 0, symmetric=False, name=flavour)
-    fingerprint = (verb, served.name, "object", *arguments[1:])
-    return Operation(verb, verb, served, comm, arguments, lambda got: got, 0, fingerprint=fingerprint)
-
-
-def no_out(verb: str, out: object) -> None:
-    """Raise a TypeError if ``out`` is given with a number."""
-    if out is not None:
-        raise TypeError(f"{verb}: a number is returned, not written; leave out= away, or pass x as a tensor")
+    def of_object(self, obj: object, *others: Any) -> Operation[Any]:
+        """The operation on a Python object, which travels by pickle."""
+        name = self.name
+        served = selector.flavour_for(name, self.comm, _CPU, 0, symmetric=False, name=self.flavour)
+        plan = Plan(
+            name=name, flavour=served, comm=self.comm, others=others, fingerprint=(name, served.name, "object", *others)
+        )
+        return Operation(plan, (obj,), None, lambda got: got)
 
 
 def resolve_output(

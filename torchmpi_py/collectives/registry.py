@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from torchmpi_py.collectives.flavour import VERBS, Flavour
+from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.flavours.cudaipc import CudaIpc
 from torchmpi_py.collectives.flavours.hierarchical import Hierarchical, Members
 from torchmpi_py.collectives.flavours.mpi import Mpi
@@ -15,6 +15,7 @@ from torchmpi_py.collectives.flavours.ring import Ring
 from torchmpi_py.collectives.flavours.shared import Shared
 from torchmpi_py.collectives.flavours.staged import Staged
 from torchmpi_py.collectives.flavours.torch_group import Gloo, Nccl
+from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.core.communicators import Communicator, resolve
 
 FLAVOURS: tuple[Flavour, ...] = (  # the first is taken where the selector knows nothing better
@@ -63,7 +64,7 @@ def availability(comm: Communicator | None = None) -> Table:
     resolved = resolve(comm)
     return Table(
         AvailabilityRow(verb, device, flavour.name, status(flavour, verb, device, resolved))
-        for verb in VERBS
+        for verb in COLLECTIVES
         for device in DEVICES
         for flavour in FLAVOURS
     )

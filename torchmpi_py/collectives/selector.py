@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from torchmpi_py.collectives.flavour import VERBS, Flavour
+from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.registry import BY_NAME, DEVICES, FLAVOURS, status
+from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.errors import Unavailable, Unimplemented
 from torchmpi_py.memory import caches
@@ -46,7 +47,7 @@ class Key(NamedTuple):
         return f"{self.verb} on {where}{', symmetric' * self.symmetric}{', cuda' * (self.device == 'cuda')}"
 
 
-class Plan(NamedTuple):
+class Choices(NamedTuple):
     """The choices that one communicator has: flavours, each up to a limit in bytes."""
 
     limits: list[float]
@@ -130,18 +131,20 @@ class Selector:
 
         A name is an order: no other flavour takes its place.
         """
-        plan = comm.plans.get((self.generation, verb, device, symmetric, name))
-        limits, flavours = plan or self.plan(verb, comm, device, symmetric=symmetric, name=name)
+        known = comm.choices.get((self.generation, verb, device, symmetric, name))
+        limits, flavours = known or self.choices(verb, comm, device, symmetric=symmetric, name=name)
         chosen: Flavour = flavours[bisect.bisect_left(limits, num_bytes)]
         return chosen
 
-    def plan(self, verb: str, comm: Communicator, device: torch.device, *, symmetric: bool, name: str | None) -> Plan:
+    def choices(
+        self, verb: str, comm: Communicator, device: torch.device, *, symmetric: bool, name: str | None
+    ) -> Choices:
         """The choices of ``flavour_for``, for calls whose size is not known yet."""
         key = (self.generation, verb, device, symmetric, name)
-        plan = comm.plans.get(key)
-        if plan is None:
-            plan = comm.plans[key] = self._plan(verb, comm, device, symmetric, name)
-        return plan
+        choices: Choices | None = comm.choices.get(key)
+        if choices is None:
+            choices = comm.choices[key] = self._choices_on(verb, comm, device, symmetric, name)
+        return choices
 
     def fitted(self, choice: Choice, comm: Communicator) -> Choice:
         """A choice as it is for a communicator of so many ranks, nodes, and ranks to a core."""
@@ -154,7 +157,9 @@ class Selector:
             return choice._replace(max_bytes=choice.max_bytes * crowding**2, why=why)
         return on_nodes(choice, comm.num_nodes)
 
-    def _plan(self, verb: str, comm: Communicator, device: torch.device, symmetric: bool, name: str | None) -> Plan:
+    def _choices_on(
+        self, verb: str, comm: Communicator, device: torch.device, symmetric: bool, name: str | None
+    ) -> Choices:
         if name is not None and name not in BY_NAME:
             raise ValueError(f"{verb}: flavour {name!r} is unknown; known flavours: {', '.join(BY_NAME)}")
         others = [Choice(math.inf, flavour.name, "") for flavour in FLAVOURS]
@@ -172,7 +177,7 @@ class Selector:
             raise kind(f"{verb} of a tensor on {device}: no flavour can do it ({reasons})")._of_call(verb, comm)
         limits = [self.fitted(choice, comm).max_bytes for choice in usable]
         num_used = limits.index(math.inf) + 1  # the choices after the first one without limit are never reached
-        return Plan(limits[:num_used], [BY_NAME[choice.flavour] for choice in usable[:num_used]])
+        return Choices(limits[:num_used], [BY_NAME[choice.flavour] for choice in usable[:num_used]])
 
 
 def _checked_key(key: str | tuple[object, ...]) -> Key:
@@ -180,13 +185,13 @@ def _checked_key(key: str | tuple[object, ...]) -> Key:
     wanted = Key(*parts) if 1 <= len(parts) <= 4 else None  # type: ignore[arg-type]
     if (
         wanted is None
-        or wanted.verb not in VERBS
+        or wanted.verb not in COLLECTIVES
         or wanted.scope not in SCOPES
         or not isinstance(wanted.symmetric, bool)
         or wanted.device not in DEVICES
     ):
         raise KeyError(
-            f"selector[{key!r}]: the key is a verb ({', '.join(VERBS)}), then a scope ({' or '.join(SCOPES)}), "
+            f"selector[{key!r}]: the key is a verb ({', '.join(COLLECTIVES)}), then a scope ({' or '.join(SCOPES)}), "
             "then whether the tensors are symmetric (True or False), then the type of their device (cpu or cuda)"
         )
     return wanted

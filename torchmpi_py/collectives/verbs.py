@@ -38,26 +38,13 @@ from torch import Tensor
 
 from torchmpi_py.collectives import numbers
 from torchmpi_py.collectives.arrays import NumpyArray
-from torchmpi_py.collectives.operation import Operation
-from torchmpi_py.collectives.prepare import (
-    blocking_and_async,
-    gather_operation,
-    gathered,
-    gathered_numbers,
-    no_out,
-    number_operation,
-    object_operation,
-    reduced_number,
-    resolve_output,
-    slice_out,
-    tensor_operation,
-)
-from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.collectives.plan import Operation
+from torchmpi_py.collectives.prepare import Call, blocking_and_async, gathered, resolve_output, slice_out
+from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.tensors import (
     check_divisible,
     check_op,
     check_out,
-    check_rank,
     check_tensor,
     check_writable,
     flat,
@@ -72,13 +59,13 @@ T = TypeVar("T", bound=Tensor | NumpyArray | numbers.Number)
 
 def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
     """Overwrite ``x`` on every rank by the ``x`` of ``root``. Returns ``x`` (or root's number)."""
-    comm = resolve(comm)
-    root = check_rank("broadcast", "root", root, comm.size)
-    if not isinstance(x, Tensor) and numbers.is_number(x):
-        return number_operation("broadcast", comm, flavour, x, root)
+    call = Call("broadcast", comm, flavour)
+    root = call.rank("root", root)
+    if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
+        return call.of_number(x, root)
     tensor = check_tensor("broadcast", "x", x)
     buffer, copy_out = output_buffer("broadcast", tensor, holds_input=True)
-    return tensor_operation("broadcast", comm, flavour, tensor, (buffer, root), tensor, copy_out)
+    return call.of_tensors(tensor, (buffer,), (root,), tensor, copy_out)
 
 
 def _allreduce(
@@ -93,13 +80,13 @@ def _allreduce(
 
     Returns ``out``, or ``x``; for a number, the number.
     """
-    comm = resolve(comm)
-    if not isinstance(x, Tensor) and numbers.is_number(x):
-        return reduced_number("allreduce", x, out, op, comm, flavour, None)
+    call = Call("allreduce", comm, flavour)
+    if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
+        return call.reduced(x, out, op)
     tensor = check_tensor("allreduce", "x", x)
     check_op("allreduce", op, tensor.dtype)
     source, buffer, target, copy_out = resolve_output("allreduce", tensor, out)
-    return tensor_operation("allreduce", comm, flavour, target, (source, buffer, op), target, copy_out)
+    return call.of_tensors(target, (source, buffer), (op,), target, copy_out)
 
 
 def _reduce(
@@ -115,13 +102,13 @@ def _reduce(
 
     On the other ranks nothing is written, and the result is ``out``, or ``x``, as it was.
     """
-    comm = resolve(comm)
-    root = check_rank("reduce", "root", root, comm.size)
-    if not isinstance(x, Tensor) and numbers.is_number(x):
-        return reduced_number("reduce", x, out, op, comm, flavour, root)
+    call = Call("reduce", comm, flavour)
+    root = call.rank("root", root)
+    if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
+        return call.reduced(x, out, op, root)
     tensor = check_tensor("reduce", "x", x)
     check_op("reduce", op, tensor.dtype)
-    if comm.rank == root:
+    if call.comm.rank == root:
         source, buffer, target, copy_out = resolve_output("reduce", tensor, out)
     else:
         target = tensor if out is None else check_out("reduce", out, tensor, tensor.shape)
@@ -129,7 +116,7 @@ def _reduce(
             check_writable("reduce", target)  # as root does, where all pass such a tensor
         source = buffer = flat(tensor)
         copy_out = None
-    return tensor_operation("reduce", comm, flavour, tensor, (source, buffer, op, root), target, copy_out)
+    return call.of_tensors(tensor, (source, buffer), (op, root), target, copy_out)
 
 
 def _allgather(
@@ -140,12 +127,11 @@ def _allgather(
     Returns ``out``, which must have the shape of the result, or a new tensor. A tensor without dimensions counts as one
     row; a number gives the list of all numbers. RanksDisagree if dtypes or other dimensions differ.
     """
-    comm = resolve(comm)
-    if not isinstance(x, Tensor) and numbers.is_number(x):
-        no_out("allgather", out)
-        return gathered_numbers("allgather", comm, flavour, x, lambda values: values)
+    call = Call("allgather", comm, flavour)
+    if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
+        return call.of_numbers(x, out, (), numbers.from_records)
     source, buffer, conclude = gathered("allgather", x, out)
-    return gather_operation("allgather", comm, flavour, source, out, (source, buffer), conclude)
+    return call.of_rows(source, buffer, (), conclude, out)
 
 
 def _gather(
@@ -162,16 +148,14 @@ def _gather(
     numbers. The other ranks get None, and their ``out`` is not written. RanksDisagree if dtypes or other dimensions
     differ.
     """
-    comm = resolve(comm)
-    root = check_rank("gather", "root", root, comm.size)
-    if not isinstance(x, Tensor) and numbers.is_number(x):
-        no_out("gather", out)
-        return gathered_numbers(
-            "gather", comm, flavour, x, lambda values: values if comm.rank == root else None, (root,)
-        )
-    out = out if comm.rank == root else None
+    call = Call("gather", comm, flavour)
+    root = call.rank("root", root)
+    is_root = call.comm.rank == root
+    if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
+        return call.of_numbers(x, out, (root,), lambda records: numbers.from_records(records) if is_root else None)
+    out = out if is_root else None
     source, buffer, conclude = gathered("gather", x, out)
-    return gather_operation("gather", comm, flavour, source, out, (source, buffer, root), conclude)
+    return call.of_rows(source, buffer, (root,), conclude, out)
 
 
 def _reduce_scatter(
@@ -186,11 +170,11 @@ def _reduce_scatter(
 
     Returns ``out``, of shape (x.shape[0] / size, ...), or a new tensor.
     """
-    comm = resolve(comm)
+    call = Call("reduce_scatter", comm, flavour)
     tensor = check_tensor("reduce_scatter", "x", x)
     check_op("reduce_scatter", op, tensor.dtype)
-    source, buffer, target, copy_out = slice_out("reduce_scatter", tensor, out, comm.size)
-    return tensor_operation("reduce_scatter", comm, flavour, tensor, (source, buffer, op), target, copy_out)
+    source, buffer, target, copy_out = slice_out("reduce_scatter", tensor, out, call.comm.size)
+    return call.of_tensors(tensor, (source, buffer), (op,), target, copy_out)
 
 
 def _scatter(
@@ -206,11 +190,11 @@ def _scatter(
     The other ranks pass an ``x`` of the same shape and dtype, whose values do not matter. Returns ``out``, of shape
     (x.shape[0] / size, ...), or a new tensor.
     """
-    comm = resolve(comm)
-    root = check_rank("scatter", "root", root, comm.size)
+    call = Call("scatter", comm, flavour)
+    root = call.rank("root", root)
     tensor = check_tensor("scatter", "x", x)
-    source, buffer, target, copy_out = slice_out("scatter", tensor, out, comm.size)
-    return tensor_operation("scatter", comm, flavour, tensor, (source, buffer, root), target, copy_out)
+    source, buffer, target, copy_out = slice_out("scatter", tensor, out, call.comm.size)
+    return call.of_tensors(tensor, (source, buffer), (root,), target, copy_out)
 
 
 def _alltoall(
@@ -220,13 +204,13 @@ def _alltoall(
 
     Returns ``out``, of the shape of ``x``, or ``x`` itself, which is overwritten then.
     """
-    comm = resolve(comm)
+    call = Call("alltoall", comm, flavour)
     tensor = check_tensor("alltoall", "x", x)
-    check_divisible("alltoall", tensor, comm.size)
+    check_divisible("alltoall", tensor, call.comm.size)
     source, buffer, target, copy_out = resolve_output("alltoall", tensor, out)
     if source.data_ptr() == buffer.data_ptr():
         source = source.clone()
-    return tensor_operation("alltoall", comm, flavour, tensor, (source, buffer), target, copy_out)
+    return call.of_tensors(tensor, (source, buffer), (), target, copy_out)
 
 
 def _sendreceive(
@@ -236,15 +220,14 @@ def _sendreceive(
 
     Every rank that another rank names makes the call too; a ring shift is ``sendreceive(x, rank-1, rank+1)``.
     """
-    comm = resolve(comm)
-    source = check_rank("sendreceive", "source", source, comm.size)
-    destination = check_rank("sendreceive", "destination", destination, comm.size)
-    if not isinstance(x, Tensor) and numbers.is_number(x):
-        return number_operation("sendreceive", comm, flavour, x, source, destination)
+    call = Call("sendreceive", comm, flavour)
+    source, destination = call.rank("source", source), call.rank("destination", destination)
+    if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
+        return call.of_number(x, source, destination)
     tensor = check_tensor("sendreceive", "x", x)
     sent = flat_copy(tensor)
     buffer, copy_out = output_buffer("sendreceive", tensor, holds_input=False)
-    return tensor_operation("sendreceive", comm, flavour, sent, (sent, buffer, source, destination), tensor, copy_out)
+    return call.of_tensors(sent, (sent, buffer), (source, destination), tensor, copy_out)
 
 
 def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
@@ -253,24 +236,24 @@ def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: 
     Messages between two ranks arrive in the order of the calls, and must have the same dtype and size on both sides
     (RanksDisagree, on the receiver). A large blocking send waits for its receiver.
     """
-    comm = resolve(comm)
-    destination = check_rank("send", "destination", destination, comm.size)
-    if not isinstance(x, Tensor) and numbers.is_number(x):
-        return number_operation("send", comm, flavour, x, destination)
+    call = Call("send", comm, flavour)
+    destination = call.rank("destination", destination)
+    if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
+        return call.of_number(x, destination)
     tensor = check_tensor("send", "x", x)
     buffer = flat(tensor)
-    return tensor_operation("send", comm, flavour, buffer, (buffer, destination), tensor, None)
+    return call.of_tensors(buffer, (buffer,), (destination,), tensor, None)
 
 
 def _recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
     """Overwrite ``x`` by what ``source`` sends with ``send``: a tensor of the same dtype and shape, or a number."""
-    comm = resolve(comm)
-    source = check_rank("recv", "source", source, comm.size)
-    if not isinstance(x, Tensor) and numbers.is_number(x):
-        return number_operation("recv", comm, flavour, x, source)
+    call = Call("recv", comm, flavour)
+    source = call.rank("source", source)
+    if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
+        return call.of_number(x, source)
     tensor = check_tensor("recv", "x", x)
     buffer, copy_out = output_buffer("recv", tensor, holds_input=False)
-    return tensor_operation("recv", comm, flavour, buffer, (buffer, source), tensor, copy_out)
+    return call.of_tensors(buffer, (buffer,), (source,), tensor, copy_out)
 
 
 broadcast, broadcast_async = blocking_and_async(_broadcast)
@@ -290,16 +273,15 @@ def _broadcast_object(
     obj: object, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None
 ) -> Operation[Any]:
     """Return root's object; the other ranks pass anything. Objects travel by pickle."""
-    comm = resolve(comm)
-    root = check_rank("broadcast_object", "root", root, comm.size)
-    return object_operation("broadcast_object", comm, flavour, (obj, root))
+    call = Call("broadcast_object", comm, flavour)
+    return call.of_object(obj, call.rank("root", root))
 
 
 def _allgather_object(
     obj: object, *, comm: Communicator | None = None, flavour: str | None = None
 ) -> Operation[list[Any]]:
     """Return the list of all ranks' objects, in rank order. Objects travel by pickle."""
-    return object_operation("allgather_object", resolve(comm), flavour, (obj,))
+    return Call("allgather_object", comm, flavour).of_object(obj)
 
 
 broadcast_object, broadcast_object_async = blocking_and_async(_broadcast_object)

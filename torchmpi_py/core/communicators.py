@@ -58,8 +58,8 @@ class Communicator:
         self.companions: dict[str, Communicator] = {}  # what stands ``beside`` it, by key
         self.is_free = False
         self.is_stuck = False  # in an operation that was given up: MPI still uses it, so it cannot be freed
-        self.plans: dict[Any, Any] = {}  # the selector's, for this communicator
-        self.kept: dict[Any, Any] = {}  # operations for further calls alike (``kept_operations.py``)
+        self.choices: dict[Any, Any] = {}  # the selector's, for this communicator
+        self.plans: dict[Any, Any] = {}  # of calls (``collectives/kept_plans.py``)
 
     @property
     def is_broken(self) -> bool:
@@ -88,7 +88,7 @@ class Communicator:
         """Free all resources. Collective, unless the communicator ``is_lost``: one of its ranks has died."""
         if not self.is_free:
             self.is_free = True
-            self.kept.clear()
+            self.plans.clear()
             is_lost = is_lost or self.is_broken or self.is_stuck or self.direct.is_in_use  # a thread needs the memory
             for other in [*self.parts, self.outer]:
                 if other is not None:
@@ -260,8 +260,8 @@ def set_collective_span(begin: int, end: int) -> None:
     communication_thread.current().drain()  # operations launched before combine the former levels
     used.span = (begin, end)
     for level in used.levels:
+        level.choices.clear()
         level.plans.clear()
-        level.kept.clear()
 
 
 def communicator(level: int | None = None) -> Communicator:

@@ -85,7 +85,7 @@ class Method(Protocol):
 
 
 class Recorded(Protocol):
-    """What the journal and the reports read of an operation: a verb's ``Operation``, or ``Plain``."""
+    """What the journal and the reports read of an operation: a collective's ``Plan``, or ``Plain``."""
 
     @property
     def name(self) -> str:
@@ -101,19 +101,16 @@ class Recorded(Protocol):
     def num_bytes(self) -> int: ...
 
     @property
-    def arguments(self) -> Sequence[Any]: ...
+    def dtype(self) -> object:
+        """Of the tensor; None for an object."""
+
+    @property
+    def others(self) -> Sequence[Any]:
+        """Of a message: its source or destination."""
 
     @property
     def fingerprint(self) -> tuple[Any, ...] | None:
         """What has to be equal on all ranks; None for an operation without counterparts to compare with."""
-
-
-class Traced(Recorded, Protocol):
-    """What a trace reads of an operation."""
-
-    @property
-    def launched(self) -> int:
-        """The time of the launch, in ns of ``time.time_ns``; 0 for a blocking call."""
 
 
 class Plain:
@@ -121,7 +118,7 @@ class Plain:
 
     exchanges_headers = False
     num_bytes = 0
-    arguments = ()
+    dtype, others = None, ()
 
     def __init__(self, name: str, comm: RecordedGroup, fingerprint: tuple[str] | None) -> None:
         self.name, self.comm, self.fingerprint, self.flavour = name, comm, fingerprint, self
@@ -357,9 +354,9 @@ def _without_counterparts(operation: Recorded) -> tuple[Any, ...]:
     """In place of a fingerprint, the text's parts; of a message also its source or destination."""
     if isinstance(operation, Plain):
         return (operation.name,)
-    parts = operation.name, operation.flavour.name, 0, getattr(operation.arguments[0], "dtype", "object")
+    parts = operation.name, operation.flavour.name, 0, operation.dtype or "object"
     way = {"send": "to", "recv": "from"}.get(operation.name)
-    return parts if way is None else (*parts, way, operation.arguments[-1])
+    return parts if way is None else (*parts, way, operation.others[-1])
 
 
 def _text(used: Board, parts: tuple[Any, ...]) -> tuple[int, int]:

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
+from torchmpi_py.core.collective import COLLECTIVES, Writes
+
 Finish = Callable[[], None]
 
 NO_TRANSFORM = (
@@ -29,8 +31,6 @@ _COMPLEX_OPS = ("sum", "avg", "prod")
 _INTEGER_OPS = ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
 WHOLE_NUMBERS = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 _STRIDED = torch.strided
-_WRITE_INTO_X = frozenset({"broadcast", "sendreceive", "recv"})
-_WRITE_INTO_X_WITHOUT_OUT = frozenset({"allreduce", "reduce", "alltoall"})
 
 
 def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ def is_flat(x: Tensor) -> bool:
 
 def flat(x: Tensor) -> Tensor:
     """``x`` without its history, in flat memory: the same memory if ``x`` is flat, else a copy."""
-    x = x.detach()
+    x = x.detach() if x.requires_grad else x
     return x if is_flat(x) else x.resolve_conj().resolve_neg().contiguous()
 
 
@@ -247,7 +247,8 @@ class _Overwritten(torch.autograd.Function):
 
 def writes_into_x(verb: str, out: object) -> bool:
     """Whether a verb that is given this ``out`` writes its result into ``x``, on some rank."""
-    return verb in _WRITE_INTO_X or (out is None and verb in _WRITE_INTO_X_WITHOUT_OUT)
+    writes = COLLECTIVES[verb].writes
+    return writes is Writes.X or (out is None and writes is Writes.OUT_OR_X)
 
 
 def cut_off(verb: str, x: Tensor, out: object) -> None:

@@ -14,16 +14,14 @@ from torchmpi_py.torch_backend.registration import NAME
 if TYPE_CHECKING:
     from torchmpi_py.torch_backend.compression_hook import compressed
     from torchmpi_py.torch_backend.ddp_hook import average
-    from torchmpi_py.torch_backend.monitoring import monitored_barrier
     from torchmpi_py.torch_backend.process_group import ProcessGroup
 
-__all__ = ["NAME", "ProcessGroup", "average", "compressed", "monitored_barrier"]
+__all__ = ["NAME", "ProcessGroup", "average", "compressed"]
 
 _HOMES = {
     "ProcessGroup": "process_group",
     "average": "ddp_hook",
     "compressed": "compression_hook",
-    "monitored_barrier": "monitoring",
 }
 
 registration.register()

@@ -15,8 +15,8 @@ from torch import Tensor
 from torchmpi_py.core.tensors import WHOLE_NUMBERS, check_tensor, check_writable
 from torchmpi_py.torch_backend.call_queue import Call
 from torchmpi_py.torch_backend.extra_operations import ExtraOperations, copy_all
+from torchmpi_py.torch_backend.group_calls import one_after_another
 from torchmpi_py.torch_backend.list_checks import Tensors
-from torchmpi_py.torch_backend.plans import one_after_another
 
 Copies = list[tuple[Tensor, Tensor]]
 

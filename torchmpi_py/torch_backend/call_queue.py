@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.collectives.plan import Operation
 from torchmpi_py.core import communication_thread, config, journal
 from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.communicators import Communicator
@@ -37,7 +37,7 @@ def record(operations: Sequence[Operation[Any]], thread_role: int, is_launch: bo
     """Record the operations of a call in the journal, all before the first one runs. RanksDisagree as in the verbs."""
     try:
         for operation in operations:
-            operation.entry = journal.record(operation, thread_role, IS_LAUNCH * is_launch, frame)
+            operation.entry = journal.record(operation.plan, thread_role, IS_LAUNCH * is_launch, frame)
     except BaseException as error:
         _fail_rest(operations, error)
         raise
@@ -171,7 +171,7 @@ class CallQueue:
                 if self._thread is None:
                     self._thread = communication_thread.current().beside(self._name)
             queued = QueuedCall(self, call, seconds)
-            device = operations[0].device if operations else None
+            device = operations[0].plan.device if operations else None
             tensors = itertools.chain(results, *(operation.tensors for operation in operations))
             queued.handle = devices.submit(queued, device, tensors, self._thread)
         except BaseException:  # it may not be queued, or not known to the program

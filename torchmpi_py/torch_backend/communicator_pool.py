@@ -28,24 +28,19 @@ _NUM_USES = 64
 
 
 class Tags(NamedTuple):
-    """The tags of a group: ``number``, from ``first``. The program's tags count from 0; the last one is the group's."""
+    """The tags of a group: ``number``, from ``first``; the program's tags count from 0."""
 
     first: int
     number: int
 
     def of(self, verb: str, tag: int) -> int:
         """The first tag in MPI for a tag of the program, for ``mpi_steps``; ValueError for one beyond the group's."""
-        number, largest = operator.index(tag), self.number - 2
+        number, largest = operator.index(tag), self.number - 1
         if not 0 <= number <= largest:
             raise ValueError(
                 f"{verb}: tag={tag}: give one from 0 to {largest}, the largest that a group has on this MPI"
             )
         return (self.first + number) * TAGS_PER_KIND
-
-    @property
-    def own(self) -> int:
-        """A tag that the program cannot use."""
-        return (self.first + self.number - 1) * TAGS_PER_KIND
 
 
 class Membership(NamedTuple):

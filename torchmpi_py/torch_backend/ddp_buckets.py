@@ -9,31 +9,21 @@ All ranks of a group call DDP's allreduces alike. So for buckets the selector is
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.collectives.flavours.shared import Shared
+from torchmpi_py.collectives.plan import Operation
 from torchmpi_py.collectives.prepare import builder
 from torchmpi_py.collectives.registry import BY_NAME
 from torchmpi_py.collectives.selector import selector
-from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.torch_backend.call_queue import Call
 from torchmpi_py.torch_backend.torch_internals import BucketCall
 
 _allreduce, _SHARED = builder(verbs.allreduce), BY_NAME["shared"]
-
-
-class SharedBuckets(Shared):
-    """Flavour ``shared``, for buckets."""
-
-    def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        self.allreduce_adopting(channel, destination, op)
-
-
-_SHARED_BUCKETS = SharedBuckets()
 
 
 def is_bucket(x: Tensor) -> bool:
@@ -48,8 +38,8 @@ def allreduce(comm: Communicator, x: Tensor, op: str, how: BucketCall) -> Call:
     operation = _allreduce(x, op=op, comm=comm, flavour=chosen.name)
     # A bucket moves at its first allreduce or never: a program may have taken addresses of gradients since then.
     storage: Any = x.untyped_storage()
-    if operation.flavour is not _SHARED:
+    if operation.plan.flavour is not _SHARED:
         storage.stays_where_it_is = True
     elif how is BucketCall.IN_BACKWARD and not hasattr(storage, "stays_where_it_is"):
-        operation.flavour = _SHARED_BUCKETS
+        operation = Operation(dataclasses.replace(operation.plan, method="allreduce_adopting"), (x,), x)
     return [operation], [x], None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchmpi_py.collectives.flavour import Gathering
 from torchmpi_py.collectives.flavours import mpi_steps
-from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.collectives.plan import Carrier, Operation, Plan
 from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core import backoff
 from torchmpi_py.core.channels import Channel
@@ -33,32 +33,28 @@ from torchmpi_py.memory import symmetric
 _BY_MESSAGE_BYTES = 64 << 10  # of all ranks: from there on a flat tensor of all parts costs more than messages
 
 
-class ExtraOperations:
+class ExtraOperations(Carrier):
     """The extra operations of one process group."""
 
     name = "mpi"
-    exchanges_headers = False
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
-    def operation(self, method: str, *arguments: Any) -> Operation[Any]:
+    def operation(self, method: str, *arguments: Any, compared: tuple[Any, ...] = ("any size",)) -> Operation[Any]:
         """The operation ``method``. A tensor is an argument of its own, not an item of a list."""
         resolve(self.comm)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         device = next((x.device for x in tensors if x.is_cuda), None)
-        num_bytes = sum(x.nbytes for x in tensors if not x.is_sparse)
-        flavour: Any = self
-        fingerprint = (method, self.name, "any size")
-        return Operation(
-            method, method, flavour, self.comm, arguments, None, num_bytes, device=device, fingerprint=fingerprint
-        )
+        plan = Plan(
+            name=method, flavour=self, comm=self.comm, num_bytes=sum(x.nbytes for x in tensors if not x.is_sparse),
+            device=device, fingerprint=(method, self.name, *compared),
+        )  # fmt: skip
+        return Operation(plan, arguments)
 
     def alltoall_operation(self, outputs: list[Tensor], inputs: list[Tensor]) -> Operation[Any]:
         """``outputs[r]`` becomes rank r's ``inputs[this rank]``; the numbers of elements match in each pair."""
-        operation = self.operation("alltoall", *outputs, *inputs)
-        operation.fingerprint = ("alltoall", self.name, "any size", inputs[0].dtype)
-        return operation
+        return self.operation("alltoall", *outputs, *inputs, compared=("any size", inputs[0].dtype))
 
     def takes(self, verb: str, x: Tensor) -> bool:
         """Whether a gather or scatter, of ``x`` on each rank, is one for messages: else the verb's flavour has it."""
@@ -76,9 +72,9 @@ class ExtraOperations:
         return self._with_root("scatter", output, inputs, root)
 
     def _with_root(self, method: str, x: Tensor, parts: Sequence[Tensor], root: int) -> Operation[Any]:
-        operation = self.operation(method, root, x, *parts)
-        operation.num_bytes = self.comm.size * x.nbytes
-        operation.fingerprint = (method, self.name, operation.num_bytes, x.dtype, root)
+        num_bytes = self.comm.size * x.nbytes
+        operation = self.operation(method, root, x, *parts, compared=(num_bytes, x.dtype, root))
+        operation.plan.num_bytes = num_bytes
         return operation
 
     def barrier(self, channel: Channel) -> None:
@@ -137,8 +133,8 @@ class ExtraOperations:
 
     def sparse(self, channel: Channel, x: Tensor, keep: Callable[[Tensor], object]) -> None:
         """Call ``keep`` with the coalesced sum of all sparse tensors ``x``."""
-        plan = selector.plan("allgather", self.comm, x.device, symmetric=False, name=None)
-        gathering = Gathering("selector", plan.flavour_for)
+        choices = selector.choices("allgather", self.comm, x.device, symmetric=False, name=None)
+        gathering = Gathering("selector", choices.flavour_for)
         _check_alike(x, gathering.allgather(channel, _header(x), None).tolist())
         mine = x.detach().coalesce()
         indices = gathering.allgather(channel, flat(mine.indices().t()), None)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from torchmpi_py.collectives.flavours import mpi_steps
-from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.collectives.plan import Operation, Plan
 from torchmpi_py.collectives.registry import BY_NAME
 from torchmpi_py.core import communication_thread, config, journal
 from torchmpi_py.core.channels import DIRECT
@@ -70,7 +70,7 @@ class Mailbox:
         check_rank("send", "dst", destination, resolve(self._comm).size)
         place = self._tags.of("send", tag)
         buffer = flat(check_tensor("send", "tensor", x)).cpu()
-        operation = self._operation("send", (buffer, destination), x, None)
+        operation = self._operation("send", destination, buffer, x, None)
         handle = _posted(operation, frame, lambda: mpi_steps.post_send(self._mpi, buffer, destination, place))
         communication_thread.current().keep(handle)
         return Message(handle, x, seconds, [])
@@ -89,7 +89,7 @@ class Mailbox:
             copy = HostCopy(x.detach())
             buffer = copy.empty()
             copy_out = functools.partial(copy.from_host, buffer, None)
-        operation = self._operation(_FROM_ANY if source is None else "recv", (buffer, where), x, copy_out)
+        operation = self._operation(_FROM_ANY if source is None else "recv", where, buffer, x, copy_out)
         receipts: list[Any] = []
 
         def post() -> list[Any]:
@@ -109,14 +109,16 @@ class Mailbox:
             handle.cancel()
 
     def _operation(
-        self, name: str, arguments: tuple[Any, ...], x: Tensor, copy_out: Callable[[], object] | None
+        self, name: str, other: int, buffer: Tensor, x: Tensor, copy_out: Callable[[], object] | None
     ) -> Operation[Any]:
-        conclude = None if copy_out is None else lambda _: copy_out()
-        return Operation(name, name, BY_NAME["mpi"], self._comm, arguments, conclude, x.nbytes, x)
+        plan = Plan(
+            name=name, flavour=BY_NAME["mpi"], comm=self._comm, others=(other,), num_bytes=x.nbytes, dtype=buffer.dtype
+        )
+        return Operation(plan, (buffer,), x, None if copy_out is None else lambda _: copy_out())
 
 
 def _posted(operation: Operation[Any], frame: FrameType, post: Callable[[], list[Any]]) -> RequestHandle[Any]:
-    operation.entry = journal.record(operation, DIRECT, IS_LAUNCH, frame)
+    operation.entry = journal.record(operation.plan, DIRECT, IS_LAUNCH, frame)
     try:
         return RequestHandle(operation, post())
     except BaseException:

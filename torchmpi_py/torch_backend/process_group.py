@@ -1,7 +1,7 @@
 """The process group: torch.distributed's calls, in terms of the package's verbs.
 
 torch.distributed hands over lists of tensors, some of them in several forms of the same collective. Here they become
-operations on flat tensors (``plans.py``), which a queue carries out in the order of the calls (``call_queue.py``).
+operations on flat tensors (``group_calls.py``). A queue carries them out in the order of the calls (``call_queue.py``).
 Point-to-point messages do not queue (``p2p.py``). The import prepares torch for groups of this class.
 """
 
@@ -24,9 +24,8 @@ from torchmpi_py.torch_backend import (
     call_queue,
     communicator_pool,
     ddp_buckets,
-    monitoring,
+    group_calls,
     p2p,
-    plans,
     torch_internals,
 )
 from torchmpi_py.torch_backend.call_queue import Call, CallQueue, QueuedCall
@@ -56,7 +55,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self.extra = ExtraOperations(comm)
         self.queue = CallQueue(comm, f"group-{name}")
         self.mailbox = p2p.Mailbox(membership)
-        self.monitor = monitoring.Monitor(membership)
         self.buckets = BucketMemory()
         self.set_timeout(timeout)
         self._is_open = True
@@ -73,77 +71,77 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self.seconds = deadline if seconds == torch_internals.DEFAULT_SECONDS else seconds
 
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        op, factor = plans.op_of(opts)
-        given = plans.as_list(tensors)
+        op, factor = group_calls.op_of(opts)
+        given = group_calls.as_list(tensors)
         if factor is None and len(given) == 1:
             how = torch_internals.bucket_call()
             if how is not None and ddp_buckets.is_bucket(given[0]):
                 return self.carry_out(ddp_buckets.allreduce(self.comm, given[0], op, how), opts)
-            if (call := plans.allreduce_again(self.comm, given, op)) is not None:
+            if (call := group_calls.allreduce_again(self.comm, given, op)) is not None:
                 return self.carry_out(call, opts)
-        return self._reduce(op, given, given, lambda op, x, _: plans.allreduce(self.extra, x, op, factor), opts)
+        return self._reduce(op, given, given, lambda op, x, _: group_calls.allreduce(self.extra, x, op, factor), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
-        op, factor = plans.op_of(opts)
+        op, factor = group_calls.op_of(opts)
         given = list(tensors)
 
         def make(op: str, tensors: list[Tensor], _: list[Tensor]) -> Call:
-            return plans.allreduce_together(self.comm, tensors, op, factor)
+            return group_calls.allreduce_together(self.comm, tensors, op, factor)
 
         return self._reduce(op, given, given, make, opts, of_lists=True)
 
     def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        root = plans.root_of(opts)
-        call = plans.broadcast(self.comm, plans.as_list(tensors), root)
+        root = group_calls.root_of(opts)
+        call = group_calls.broadcast(self.comm, group_calls.as_list(tensors), root)
         return self.carry_out(call, opts, is_written=self.comm.rank != root)
 
     def reduce(self, tensors: Tensors | Tensor, opts: Any, op: Any = None, timeout: Any = None) -> Any:
-        name, factor = plans.op_of(op if isinstance(opts, int) else opts)
-        given, root = plans.as_list(tensors), plans.root_of(opts)
+        name, factor = group_calls.op_of(op if isinstance(opts, int) else opts)
+        given, root = group_calls.as_list(tensors), group_calls.root_of(opts)
 
         def make(op: str, tensors: list[Tensor], _: list[Tensor]) -> Call:
-            return plans.reduce(self.comm, tensors, root, op, factor)
+            return group_calls.reduce(self.comm, tensors, root, op, factor)
 
         return self._reduce(name, given, given, make, opts, is_root=self.comm.rank == root)
 
     def allgather(self, outputs: Sequence[Any], inputs: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.carry_out(plans.allgather(self.comm, outputs, inputs), opts)
+        return self.carry_out(group_calls.allgather(self.comm, outputs, inputs), opts)
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> Any:
         by_tensor = [list(of_tensor) for of_tensor in zip(*output_lists, strict=True)]  # torch gives a list a rank
-        return self.carry_out(plans.allgather(self.comm, by_tensor, input_list), opts)
+        return self.carry_out(group_calls.allgather(self.comm, by_tensor, input_list), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        return self.carry_out(plans.allgather_single(self.comm, outputs, inputs), opts)
+        return self.carry_out(group_calls.allgather_single(self.comm, outputs, inputs), opts)
 
     def gather(self, outputs: Sequence[Any], inputs: Tensors | Tensor, opts: Any, timeout: Any = None) -> Any:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.carry_out(plans.gather(self.extra, outputs, inputs[0], plans.root_of(opts)), opts)
+        return self.carry_out(group_calls.gather(self.extra, outputs, inputs[0], group_calls.root_of(opts)), opts)
 
     def scatter(self, outputs: Tensors | Tensor, inputs: Sequence[Any], opts: Any, timeout: Any = None) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.carry_out(plans.scatter(self.extra, outputs[0], inputs, plans.root_of(opts)), opts)
+        return self.carry_out(group_calls.scatter(self.extra, outputs[0], inputs, group_calls.root_of(opts)), opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        op, factor = plans.op_of(opts)
-        make = functools.partial(plans.reduce_scatter, self.comm, factor)
+        op, factor = group_calls.op_of(opts)
+        make = functools.partial(group_calls.reduce_scatter, self.comm, factor)
         return self._reduce(op, outputs, inputs, make, opts, of_lists=True)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        op, factor = plans.op_of(opts)
-        make = functools.partial(plans.reduce_scatter_single, self.comm, factor)
+        op, factor = group_calls.op_of(opts)
+        make = functools.partial(group_calls.reduce_scatter_single, self.comm, factor)
         return self._reduce(op, outputs, inputs, make, opts)
 
     def all_to_all_single(
@@ -154,11 +152,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Any:
-        call = plans.alltoall_single(self.extra, output, input, list(output_splits), list(input_splits))
+        call = group_calls.alltoall_single(self.extra, output, input, list(output_splits), list(input_splits))
         return self.carry_out(call, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        return self.carry_out(plans.alltoall(self.extra, outputs, inputs), opts)
+        return self.carry_out(group_calls.alltoall(self.extra, outputs, inputs), opts)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         return self.carry_out(([self.extra.operation("barrier")], [], None), opts)
@@ -181,11 +179,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         return self.recv(tensors, None, tag)
-
-    def monitored_barrier(self, timeout: dt.timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that can name the ranks that do not come; see ``torch_backend.monitored_barrier``."""
-        self._check_open()
-        self.monitor.wait(self.seconds if timeout is None else timeout.total_seconds(), wait_all_ranks)
 
     def split_group(
         self, new_ranks: Sequence[int], timeout: dt.timedelta | None = None, opts: Any = None,
@@ -244,7 +237,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         operations, results, _ = call
         for x in results if is_written else ():
             if x.requires_grad:
-                plans.warn_in_backward(operations[0].name, x)
+                group_calls.warn_in_backward(operations[0].plan.name, x)
         call_queue.record(operations, BACKGROUND if is_nested else DIRECT, is_launch, torch_internals.program())
         if is_nested:
             self.queue.run_in_callback(call)

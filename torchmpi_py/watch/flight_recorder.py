@@ -23,6 +23,7 @@ from typing import Any
 
 from torchmpi_py import trusted_files
 from torchmpi_py.core import config
+from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.core.sequences import ranks_from_text
 from torchmpi_py.core.status_board import (
     GENERATION_SHIFT,
@@ -37,16 +38,11 @@ from torchmpi_py.core.status_board import (
 PREFIX = "flight_recorder_"
 VERSION = "2.10"
 _MOST_BYTES = 1 << 28
-_NAMES = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "alltoall": "all_to_all",
-    "broadcast_object": "broadcast",
-    "allgather_object": "all_gather",
+_NAMES = {row.name: row.torch_name for row in COLLECTIVES.values() if row.torch_name} | {
+    "barrier": "barrier",
     "mpi.stop()": "barrier",
 }
 _BACKEND = "gloo:"
-_KNOWN = {"broadcast", "reduce", "reduce_scatter", "gather", "scatter", "barrier", *_NAMES}
 
 
 def dump(board: Board) -> str:
@@ -111,7 +107,7 @@ def _entry(board: ReadableBoard, index: int, record: Record, groups: dict[str, d
     name, desc, ranks = _group(board, index, record)
     groups.setdefault(name, {"name": name, "desc": desc, "ranks": str(ranks)})
     verb = record.text.split(" ", 1)[0]
-    is_known = record.sequence_number > 0 and verb in _KNOWN and bool(ranks)
+    is_known = record.sequence_number > 0 and verb in _NAMES and bool(ranks)
     num_bytes = 0 if "any-size" in record.text else record.num_bytes
     given = {"allgather": num_bytes * len(ranks), "reduce_scatter": num_bytes // max(1, len(ranks))}
     found = re.search(r"torch\.(\w+)", record.text)
@@ -125,7 +121,7 @@ def _entry(board: ReadableBoard, index: int, record: Record, groups: dict[str, d
         "collective_seq_id": record.sequence_number,
         "p2p_seq_id": 0 if record.sequence_number else record.number,
         "op_id": record.number,
-        "profiling_name": f"{_BACKEND}{_NAMES.get(verb, verb)}" if is_known else f"mpi:{verb}",
+        "profiling_name": f"{_BACKEND}{_NAMES[verb]}" if is_known else f"mpi:{verb}",
         "time_created_ns": record.launched,
         "time_discovered_started_ns": record.begun or None,
         "time_discovered_completed_ns": abs(record.ended) or None,

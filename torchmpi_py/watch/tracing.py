@@ -44,7 +44,7 @@ import torch
 from torchmpi_py import trusted_files
 from torchmpi_py.core import agree, config
 from torchmpi_py.core.communicators import Communicator
-from torchmpi_py.core.journal import Traced
+from torchmpi_py.core.journal import Recorded
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import RanksDisagree, TorchMPIError
 
@@ -166,19 +166,22 @@ class Trace:
         nodes = [place.node for place in self.world.background.places]
         self.readings.append(read_clock(self.world.background.mpi, nodes))
 
-    def begin(self, operation: Traced) -> int:
+    def begin(self, operation: Recorded) -> int:
         """The begin of an operation: the time, for ``end``."""
         if self._nvtx is not None:
             self._nvtx.range_push(f"{operation.name} {operation.flavour.name} {operation.num_bytes} bytes")
         return time.time_ns()
 
-    def end(self, operation: Traced, thread_role: int, begin: int) -> None:
-        """Record an operation that began at ``begin``, and is over, with a result or an error."""
+    def end(self, operation: Recorded, thread_role: int, begin: int, launched: int) -> None:
+        """Record an operation that began at ``begin``, and is over, with a result or an error.
+
+        ``launched``: the time of its launch; 0 for a blocking call.
+        """
         end = time.time_ns()
         if self._nvtx is not None and thread_role != POSTED:
             self._nvtx.range_pop()
         what, comm = (operation.name, operation.flavour.name, operation.num_bytes), operation.comm
-        event = TraceEvent(*what, comm.key, comm.size, thread_role, operation.launched, begin, end)
+        event = TraceEvent(*what, comm.key, comm.size, thread_role, launched, begin, end)
         self.events.append(event)
 
     def write(self) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from torchmpi_py.collectives.flavour import Flavour, Requests, Sizes, Walk, wait
 from torchmpi_py.collectives.flavours.schedule import chunks, kept_from, pipeline
-from torchmpi_py.collectives.operation import of_a_part
+from torchmpi_py.collectives.plan import of_a_part
 from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.core import communicators, config
 from torchmpi_py.core.channels import Channel

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from torchmpi_py.collectives import mpi_buffers
-from torchmpi_py.collectives.flavour import Flavour
+from torchmpi_py.collectives.flavour import Flavour, Sizes
 from torchmpi_py.collectives.flavours import gpu_probe, mpi_steps
 from torchmpi_py.collectives.flavours.mpi_steps import Steps
-from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.collectives.plan import Operation, Plan, Post
 from torchmpi_py.core import communication_thread, config, handles
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.mpi_api import MPI
@@ -41,23 +41,6 @@ def _in_steps(steps: Callable[..., Steps]) -> Callable[..., None]:
     return carry_out
 
 
-_allreduce_in_steps = _in_steps(mpi_steps.allreduce)
-
-
-def _only_step(source: Tensor, destination: Tensor, op: str) -> tuple[Any, ...] | None:
-    """The arguments of the only MPI call of an allreduce on the host; None where there are several, or conversions.
-
-    By hand, for a generator takes 1 us longer.
-    """
-    how, num_bytes = mpi_buffers.reduction(source.dtype, op), source.nbytes
-    is_only = how.decode is None and not how.divide and not source.is_cuda
-    if not is_only or num_bytes > config.current.message_bytes:
-        return None
-    address, memory, given = destination.data_ptr(), MPI.memory.fromaddress, source.data_ptr()
-    sent: mpi_buffers.Buffer = MPI.IN_PLACE if given == address else [memory(given, num_bytes), how.mpi_type]
-    return sent, [memory(address, num_bytes), how.mpi_type], how.mpi_op
-
-
 class Mpi(Flavour):
     """Stock MPI."""
 
@@ -67,40 +50,29 @@ class Mpi(Flavour):
     def missing(self, device: str) -> str:
         return gpu_probe.why_not() if device == "cuda" else ""
 
-    def posts(self, operation: Operation[Any]) -> bool:
-        if operation.method in _POSTS:
-            return True
-        is_small = operation.num_bytes <= config.current.native_async_bytes
-        return is_small and operation.method in _STEPS and not operation.arguments[0].is_cuda
-
-    def launch(self, operation: Operation[R]) -> handles.Handle[R]:
+    def bind(self, plan: Plan) -> tuple[Callable[..., Any], Post | None]:
         """Post small collectives and all send and recv to MPI; leave the rest to the communication thread.
 
         Point-to-point messages must not queue: a receive launched before its counterpart's send would block the thread.
         """
-        comm, thread = operation.comm.direct.mpi, communication_thread.current()
-        x = operation.arguments[0]
-        if operation.method in _POSTS:
-            if x.is_cuda:
-                mpi_buffers.synchronize_stream(x)
-            return thread.keep(handles.RequestHandle(operation, _POSTS[operation.method](comm, *operation.arguments)))
-        if not self.posts(operation):
-            return super().launch(operation)
-        if operation.method == "allreduce" and (only_step := _only_step(*operation.arguments)) is not None:
-            return thread.keep(handles.RequestHandle(operation, [comm.Iallreduce(*only_step)]))
-        steps = _STEPS[operation.method](comm, *operation.arguments)
-        first = next(steps, None)  # None: there are no elements
-        requests = [] if first is None else [getattr(comm, _POSTED_AS[first[0]])(*first[1])]
-        return thread.keep(handles.RequestHandle(operation, requests, functools.partial(_run_out, operation, steps)))
-
-    def again(self, operation: Operation[Any], num_tensors: int) -> Callable[[Tensor], object]:
-        if operation.method != "allreduce" or _only_step(*operation.arguments) is None:
-            return super().again(operation, num_tensors)
-        how = mpi_buffers.reduction(operation.arguments[0].dtype, operation.arguments[2])
-        # All that the calls have in common is looked up here.
-        allreduce, in_place, memory = operation.comm.direct.mpi.Allreduce, MPI.IN_PLACE, MPI.memory.fromaddress
-        mpi_type, mpi_op, num_bytes = how.mpi_type, how.mpi_op, operation.num_bytes
-        return lambda x: allreduce(in_place, [memory(x.data_ptr(), num_bytes), mpi_type], mpi_op)
+        work, post = super().bind(plan)
+        comm = plan.comm.direct.mpi
+        if plan.name in _POSTS:
+            return work, functools.partial(_post_message, comm)
+        if plan.device is not None:
+            return work, post
+        is_small = plan.num_bytes <= config.current.native_async_bytes
+        if (only_call := _only_call(plan)) is not None:
+            name, arguments_of = only_call
+            call = getattr(comm, name)
+            work = lambda *tensors: call(*arguments_of(*tensors))  # noqa: E731
+            if is_small:
+                post = functools.partial(_post_call, getattr(comm, _POSTED_AS[name]), arguments_of)
+        elif plan.method == "allgather":
+            work = _allgather_at_once(comm, plan.others[0]) or work
+        elif is_small and plan.method in _STEPS:
+            post = functools.partial(_post_step, comm)
+        return work, post
 
     broadcast = _in_steps(mpi_steps.broadcast)
     reduce = _in_steps(mpi_steps.reduce)
@@ -110,12 +82,7 @@ class Mpi(Flavour):
     send = _in_steps(mpi_steps.send)
     allgather = _in_steps(mpi_steps.allgather)
     gather = _in_steps(mpi_steps.gather)
-
-    def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        if (only_step := _only_step(source, destination, op)) is None:
-            _allreduce_in_steps(self, channel, source, destination, op)
-        else:
-            channel.mpi.Allreduce(*only_step)
+    allreduce = _in_steps(mpi_steps.allreduce)
 
     def recv(self, channel: Channel, x: Tensor, source: int) -> None:
         if x.is_cuda:
@@ -138,10 +105,77 @@ class Mpi(Flavour):
         return list(pkl5.Intracomm(channel.mpi).allgather(obj))
 
 
+def _only_call(plan: Plan) -> tuple[str, Callable[..., tuple[Any, ...]]] | None:
+    """The name of the only MPI call of a plan, and its arguments as a function of the plan's tensors.
+
+    None where there may be several calls, or conversions; then a generator makes the steps, which takes longer.
+    """
+    if plan.num_bytes > config.current.message_bytes:
+        return None
+    memory, num_bytes, in_place = MPI.memory.fromaddress, plan.num_bytes, MPI.IN_PLACE
+    if plan.method == "broadcast":
+        (root,) = plan.others
+        return "Bcast", lambda x: ([memory(x.data_ptr(), num_bytes), MPI.BYTE], root)
+    if plan.method != "allreduce":
+        return None
+    assert plan.dtype is not None, plan
+    how = mpi_buffers.reduction(plan.dtype, *plan.others)
+    if how.decode is not None or how.divide:
+        return None
+    mpi_type, mpi_op = how.mpi_type, how.mpi_op
+
+    def arguments_of(source: Tensor, destination: Tensor) -> tuple[Any, ...]:
+        address, given = destination.data_ptr(), source.data_ptr()
+        sent: mpi_buffers.Buffer = in_place if given == address else [memory(given, num_bytes), mpi_type]
+        return sent, [memory(address, num_bytes), mpi_type], mpi_op
+
+    return "Allreduce", arguments_of
+
+
+def _allgather_at_once(comm: MPI.Comm, sizes: Sizes) -> Callable[[Tensor, Tensor], None] | None:
+    """The allgather in one call without a generator; None where that is not possible."""
+    memory, own_bytes, all_bytes = MPI.memory.fromaddress, sizes.num_bytes[comm.rank], sum(sizes.num_bytes)
+    if not sizes.are_equal or all_bytes > config.current.message_bytes:
+        return None
+
+    def work(x: Tensor, out: Tensor) -> None:
+        address, given = out.data_ptr(), x.data_ptr()
+        if address - own_bytes < given < address + all_bytes:  # which MPI forbids
+            x = x.clone()
+            given = x.data_ptr()
+        comm.Allgather([memory(given, own_bytes), MPI.BYTE], [memory(address, all_bytes), MPI.BYTE])
+
+    return work
+
+
+def _keep(operation: Operation[R], requests: Sequence[handles.MpiRequest], *steps: Any) -> handles.Handle[R]:
+    return communication_thread.current().keep(handles.RequestHandle(operation, requests, *steps))
+
+
+def _post_message(comm: MPI.Comm, operation: Operation[R]) -> handles.Handle[R]:
+    x = operation.arguments[0]
+    if x.is_cuda:
+        mpi_buffers.synchronize_stream(x)
+    return _keep(operation, _POSTS[operation.plan.name](comm, x, *operation.plan.others))
+
+
+def _post_call(
+    call: Callable[..., MPI.Request], arguments_of: Callable[..., tuple[Any, ...]], operation: Operation[R]
+) -> handles.Handle[R]:
+    return _keep(operation, [call(*arguments_of(*operation.arguments))])
+
+
+def _post_step(comm: MPI.Comm, operation: Operation[R]) -> handles.Handle[R]:
+    steps = _STEPS[operation.plan.method](comm, *operation.arguments, *operation.plan.others)
+    first = next(steps, None)  # None: there are no elements
+    requests = [] if first is None else [getattr(comm, _POSTED_AS[first[0]])(*first[1])]
+    return _keep(operation, requests, functools.partial(_run_out, operation, steps))
+
+
 def _run_out(operation: Operation[Any], remaining: Steps) -> None:
     """The conversions of an operation whose only step was posted, once that step is complete."""
     for step in remaining:
-        raise AssertionError(f"{operation}: posted as one message, but step {step[0]} follows")
+        raise AssertionError(f"{operation.plan}: posted as one message, but step {step[0]} follows")
 
 
 _STEPS: dict[str, Callable[..., Steps]] = {  # the collectives that take one step when they are small

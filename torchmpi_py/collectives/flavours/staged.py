@@ -13,15 +13,16 @@ flavour of the host reduces such memory in place, a chunk is copied twice in all
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchmpi_py.collectives.flavour import Flavour, Sizes
 from torchmpi_py.collectives.flavours.schedule import chunks
-from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.collectives.plan import Operation, Plan, Post
 from torchmpi_py.core import config
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.handles import Handle
@@ -29,8 +30,6 @@ from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import devices, symmetric
 
 NUM_SLOTS = 3
-
-R = TypeVar("R")
 
 
 class Staged(Flavour):
@@ -53,28 +52,12 @@ class Staged(Flavour):
             return ""
         return f"torch {torch.__version__} sees no CUDA device"
 
-    def launch(self, operation: Operation[R]) -> Handle[R]:
-        """Post messages between two ranks, and leave the rest to the communication thread.
-
-        A send first waits, on the host, for the values to be there.
-        """
-        if operation.method not in ("send", "recv"):
-            return super().launch(operation)
-        x, peer = operation.arguments
-        host, device = _on_host(x), devices.of(x.device)
-        launched = device.event()
-        launched.record(device.current())
-        if operation.method == "send":
-            host.copy_(x)
-
-        def conclude(_: object) -> Any:
-            if operation.method == "recv":
-                device.current().wait_event(launched)  # it may be the stream of another thread
-                x.copy_(host)
-            return operation.target if operation.conclude is None else operation.conclude(None)
-
-        posted = dataclasses.replace(operation, flavour=self.point, arguments=(host, peer), conclude=conclude)
-        return self.point.launch(posted)
+    def bind(self, plan: Plan) -> tuple[Callable[..., Any], Post | None]:
+        """Post messages between two ranks, and leave the rest to the communication thread."""
+        work, post = super().bind(plan)
+        if plan.name in ("send", "recv"):
+            post = functools.partial(_post_on_host, self.point.bind(plan)[1])  # type: ignore[arg-type]
+        return work, post
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         self._in_place("allreduce", channel, source, destination, op)
@@ -301,6 +284,24 @@ def _slots(channel: Channel, x: Tensor) -> HostSlots:
 def _step(slots: HostSlots, x: Tensor, num_rows: int = 1) -> int:
     """Columns of a chunk."""
     return max(1, slots.chunk_bytes // (num_rows * x.itemsize))
+
+
+def _post_on_host(post: Post, operation: Operation[Any]) -> Handle[Any]:
+    """Post a message from, or to, a copy on the host. A send first waits, on the host, for the values to be there."""
+    (x,), is_send = operation.arguments, operation.plan.name == "send"
+    host, device = _on_host(x), devices.of(x.device)
+    launched = device.event()
+    launched.record(device.current())
+    if is_send:
+        host.copy_(x)
+
+    def conclude(_: object) -> Any:
+        if not is_send:
+            device.current().wait_event(launched)  # it may be the stream of another thread
+            x.copy_(host)
+        return operation.target if operation.conclude is None else operation.conclude(None)
+
+    return post(dataclasses.replace(operation, arguments=(host,), conclude=conclude))
 
 
 def _on_host(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Plans: torch.distributed's arguments become calls, whose operations have flat tensors.
+"""Calls of a process group: torch.distributed's arguments become operations on flat tensors.
 
 torch.distributed gives some arguments as objects, and some as plain values. Its lists hold one tensor for each rank,
 where the package's verbs have one flat tensor: lists are copied into a flat tensor before a call, or out of one after.
@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from torchmpi_py.collectives import kept_operations, verbs
+from torchmpi_py.collectives import kept_plans, verbs
 from torchmpi_py.collectives.flavour import Sizes
-from torchmpi_py.collectives.operation import Operation
+from torchmpi_py.collectives.plan import Operation, Plan
 from torchmpi_py.collectives.prepare import builder
 from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core.communicators import Communicator, resolve
@@ -116,19 +117,20 @@ def warn_in_backward(verb: str, x: Tensor) -> None:
 
 
 def allreduce_again(comm: Communicator, tensors: list[Tensor], op: str) -> Call | None:
-    """The allreduce of the only tensor, by the operation of the last call alike; None if the tensor is not plain."""
+    """The allreduce of the only tensor, by the plan that the communicator keeps; None if the tensor is not plain."""
     (x,) = tensors
     if op == "avg" and x.dtype in WHOLE_NUMBERS:
         return None
     options = {"op": op}
-    if (key := kept_operations.key_of("allreduce", (x,), options)) is None:
+    if (key := kept_plans.key_of("allreduce", (x,), options)) is None:
         return None
-    kept = resolve(comm).kept.get(key)
-    if kept is not None:
-        operation = kept.to_launch(x)
-    else:
+    plan = resolve(comm).plans.get(key)
+    if plan is None:
         operation = _allreduce(x, op=op, comm=comm)
-        kept_operations.keep(comm, key, operation)
+        kept_plans.keep(comm, key, operation, (x, x))
+    else:
+        increment_version(x)
+        operation = Operation(plan, (x, x), x)
     return [operation], tensors, None
 
 
@@ -350,8 +352,10 @@ def _gathering(
     num_bytes = sum(sizes.num_bytes)
     resolve(comm)
     served = selector.flavour_for(verb, comm, x.device, num_bytes, symmetric=False, name=None)
-    arguments = (x, whole, sizes) if root is None else (x, whole, root, sizes)
+    with_root = () if root is None else (root,)
     compared = num_bytes if len(set(counts)) == 1 else zlib.crc32(repr(counts).encode())  # parts of one sum may differ
-    fingerprint = (verb, served.name, compared, x.dtype, *(() if root is None else (root,)))
-    on = x.device if x.is_cuda else None
-    return Operation(verb, verb, served, comm, arguments, None, num_bytes, whole, device=on, fingerprint=fingerprint)
+    plan = Plan(
+        name=verb, flavour=served, comm=comm, others=(*with_root, sizes), num_bytes=num_bytes, dtype=x.dtype,
+        device=x.device if x.is_cuda else None, fingerprint=(verb, served.name, compared, x.dtype, *with_root),
+    )  # fmt: skip
+    return Operation(plan, (x, whole), whole)

@@ -1,4 +1,4 @@
-"""Calls alike share an operation: right values, the errors of a first call, nothing kept alive, no stale choice."""
+"""Calls with the same arguments share a plan: right values, a first call's errors, nothing kept alive or stale."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import torch
 from support.values import total, values
 from torch import distributed
 
-from torchmpi_py.collectives import kept_operations
+from torchmpi_py.collectives import kept_plans
 from torchmpi_py.errors import CommunicatorError, NotStarted
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
@@ -137,9 +137,9 @@ def test_nothing_is_kept_alive_and_what_is_kept_does_not_grow(mpi):
         del x, y
         assert [end() for end in ends] == [None, None]
     with mpi.split(0) as comm:
-        for count in range(kept_operations._MOST_KEPT + 20):
+        for count in range(kept_plans._MOST_KEPT + 20):
             mpi.allreduce(torch.ones(count), comm=comm)
-        assert 0 < len(comm.kept) <= kept_operations._MOST_KEPT
+        assert 0 < len(comm.plans) <= kept_plans._MOST_KEPT
 
 
 def test_threads_with_communicators_of_their_own(mpi):
@@ -159,7 +159,7 @@ def test_threads_with_communicators_of_their_own(mpi):
 
 
 def test_a_call_from_a_signal_handler_is_refused(mpi):
-    """The handler runs within a call that uses the operation which is kept for the handler's."""
+    """The handler runs within a call of the plan that its own call would use."""
     errors, comm = [], mpi.split(0)
 
     def handler(*_):
@@ -171,14 +171,14 @@ def test_a_call_from_a_signal_handler_is_refused(mpi):
     former = signal.signal(signal.SIGUSR1, handler)
     try:
         mpi.allreduce(torch.ones(2), comm=comm)
-        (kept,) = comm.kept.values()
-        again = kept.operation.again
+        kept = next(iter(comm.plans.values()))
+        work = kept.work
 
-        def interrupted(x):
+        def interrupted(*tensors):
             signal.raise_signal(signal.SIGUSR1)
-            return again(x)
+            return work(*tensors)
 
-        kept.operation.again = interrupted
+        kept.work = interrupted
         x = torch.ones(2)
         assert mpi.allreduce(x, comm=comm) is x
         assert x.eq(mpi.size()).all()

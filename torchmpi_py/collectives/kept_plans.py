@@ -1,0 +1,78 @@
+"""The plans that a communicator keeps for the calls of a training loop, which come again and again.
+
+A plan is kept where the tensors of the call, ``x`` and ``out``, are themselves what the flavour reads and writes: flat
+CPU tensors without history. Calls that differ in what a plan depends on, and calls that must raise an error, find no
+plan, and are prepared in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torchmpi_py.collectives.plan import Operation, Plan
+from torchmpi_py.collectives.selector import selector
+from torchmpi_py.core import config
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.memory import symmetric
+
+_BY_NAME = frozenset({"op", "comm", "flavour", "out", "root"})  # the arguments of calls whose plans are kept
+_MOST_KEPT = 256  # by a communicator
+_STRIDED = torch.strided
+
+
+def key_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
+    """What the plan of a call depends on, beside the communicator; None for a call that is always prepared."""
+    x, out = args[0], kwargs.get("out") if kwargs else None
+    for each in (x,) if out is None else (x, out):
+        if (
+            type(each) is not Tensor
+            or not each.is_cpu
+            or each.layout is not _STRIDED
+            or each.is_nested
+            or not each.is_contiguous()
+            or each.requires_grad
+            or each.is_neg()
+            or each.is_inference()
+        ):
+            return None
+    if (
+        forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+        or config.can_raise  # then a blocking call is launched
+    ):
+        return None
+    found = symmetric.find(out if out is not None and name == "allreduce" else x)  # as ``Call.of_tensors`` is given
+    is_symmetric = found is not None and found[0].is_declared
+    if not kwargs and len(args) == 1:
+        return name, x.dtype, x.nbytes, is_symmetric, selector.generation
+    root = args[1] if len(args) == 2 else kwargs.get("root", 0)
+    # True and 1.0 equal 1, but are errors.
+    if len(args) > 2 or type(root) is not int or not _BY_NAME.issuperset(kwargs):
+        return None
+    if out is not None:
+        begin, start = x.data_ptr(), out.data_ptr()
+        if x is not out and begin < start + out.nbytes and start < begin + x.nbytes:
+            return None
+        kwargs = {**kwargs, "out": (out.shape, out.dtype)}
+    return name, x.dtype, x.shape, is_symmetric, selector.generation, root, *kwargs.items()
+
+
+def keep(comm: Communicator, key: Hashable, operation: Operation[Any], tensors: tuple[Tensor, Tensor]) -> None:
+    """Keep the plan of a call if its ``tensors``, ``x`` and ``out`` or ``x``, are what the flavour reads and writes."""
+    x, target = tensors
+    reads, *writes = operation.arguments
+    is_direct = reads is x and operation.target is target and all(each is target for each in writes)
+    if is_direct and operation.conclude is None and not x.is_complex():  # which may be conjugate
+        add(comm, key, operation.plan)
+
+
+def add(comm: Communicator, key: Hashable, plan: Plan) -> None:
+    """Keep a plan."""
+    if len(comm.plans) >= _MOST_KEPT:
+        comm.plans.clear()
+    comm.plans[key] = plan

@@ -1,0 +1,317 @@
+"""Plans: how calls with the same arguments are carried out; and operations, which are single calls of a plan.
+
+What a call has to find out depends on the collective, the communicator, the selector's table, and of a tensor on its
+dtype, size and kind of memory. A plan holds what was found: the flavour, the arguments that are equal on all ranks, the
+fingerprint that the ranks compare, and the flavour's function for these. A communicator keeps the plans of flat CPU
+tensors (``kept_plans.py``), so that a training loop finds everything out once.
+
+Alternative: look all of it up in each call, with a cache per lookup. Not taken: the lookups together take longer than a
+small message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.core import config, journal, sequences, ulfm
+from torchmpi_py.core.channels import BACKGROUND, DIRECT, MISUSED, NOBODY, Channel
+from torchmpi_py.core.collective import MESSAGES
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.handles import Handle, Work
+from torchmpi_py.core.journal import Entry
+from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.core.status_board import IS_ASYNCHRONOUS, IS_LAUNCH
+from torchmpi_py.errors import CommunicatorError, FlavourError, RankDied, RanksDisagree, TorchMPIError, Unavailable
+from torchmpi_py.memory import devices
+from torchmpi_py.watch import reports, tracing
+from torchmpi_py.watch.tracing import POSTED
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Post = Callable[["Operation[Any]"], Handle[Any]]
+_RAISED_BY_ALL = (RanksDisagree, Unavailable, FlavourError, ValueError, TypeError)  # by flavours, with equal arguments
+_DEATH_SECONDS = 0.3
+_abandoned: list[object] = []  # launches that broke off: MPI may still write into what they hold
+
+
+def of_a_part(method: Callable[P, R]) -> Callable[P, R]:
+    """Mark what a flavour's method raises as errors of a part of the ranks: the others may wait for these."""
+
+    @functools.wraps(method)
+    def marked(*arguments: P.args, **named: P.kwargs) -> R:
+        try:
+            return method(*arguments, **named)
+        except Exception as error:
+            error.is_of_a_part = True  # type: ignore[attr-defined]
+            raise
+
+    return marked
+
+
+class Carrier:
+    """A flavour, or what stands in for one: it has a method for each operation that it carries out."""
+
+    name: str
+    exchanges_headers = False
+    """Whether its ranks compare headers (name, dtype, sizes) before data moves, and all raise where headers differ."""
+
+    def bind(self, plan: Plan) -> tuple[Callable[..., Any], Post | None]:
+        """(work, post) of a plan.
+
+        ``work`` carries the plan out on the direct channel, for the arguments of a call. ``post`` starts an operation
+        on the direct channel, and returns without a wait; None: the communication thread carries operations out.
+        """
+        method, channel, others = getattr(self, plan.method), plan.comm.direct, plan.others
+        return lambda *arguments: method(channel, *arguments, *others), None
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class Plan:
+    """``flavour.<method>(channel, *arguments, *others)`` for the ``arguments`` of each call: tensors, or an object."""
+
+    name: str
+    flavour: Carrier
+    comm: Communicator
+    others: tuple[Any, ...] = ()  # equal on all ranks that make the call
+    num_bytes: int = 0
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None  # of the tensors, if the device has streams
+    fingerprint: tuple[Any, ...] | None = None  # equal on all ranks, the name first; None where not all make the call
+    method: str = ""  # default: the name
+    # What the flavour gives (``Carrier.bind``), from the first call on:
+    work: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
+    post: Post | None = dataclasses.field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.method = self.method or self.name
+
+    def run(  # noqa: C901
+        self,
+        arguments: tuple[Any, ...],
+        target: Any = None,
+        conclude: Callable[[Any], Any] | None = None,
+        *,
+        operation: Operation[Any] | None = None,
+        in_background: bool = False,
+    ) -> Any:
+        """Carry out a call on the channel for this thread. Return ``target``, or what ``conclude`` makes of the result.
+
+        ``operation``: the call, if it was recorded before. CommunicatorError, in this call and all that follow on the
+        channel, if another thread is in a collective there.
+        """
+        # All in one function, because every call pays for every function.
+        channel = self.comm.background if in_background else self.comm.direct
+        entry = None if operation is None else operation.entry
+        trace, begin, is_done = tracing.current, 0, False
+        # One collective at a time on a channel: the ranks could not know the order of two.
+        is_collective, me = self.name not in MESSAGES, get_ident()
+        if is_collective:
+            if channel.user != NOBODY:
+                raise self._refused(channel, me, entry)
+            channel.user = me  # nothing comes between this and the look: no call, no signal
+        try:
+            if operation is None and config.can_raise:  # a call that blocks inside MPI could not be given up
+                return Operation(self, arguments, target, conclude).launch(IS_LAUNCH).wait()
+            if entry is None:
+                entry = journal.record(self, channel.thread_role)
+            else:
+                self._check_earlier(entry)
+                journal.begin(entry)
+            try:
+                if trace is not None:
+                    begin = trace.begin(self)
+                if in_background:
+                    returned = getattr(self.flavour, self.method)(channel, *arguments, *self.others)
+                else:
+                    returned = (self.work or self.bind())(*arguments)
+                is_done = True
+                (journal.end if operation is None else journal.end_launched)(entry)
+                return target if conclude is None else conclude(returned)
+            except BaseException as error:
+                raise self._ended_by(error, entry, is_done)  # noqa: B904 - it carries its cause
+            finally:
+                if trace is not None:
+                    trace.end(self, channel.thread_role, begin, 0 if operation is None else operation.launched)
+        except TorchMPIError as error:
+            error._of_call(self.name, self.comm)
+            raise
+        finally:
+            if is_collective and channel.user == me:
+                channel.user = NOBODY
+
+    def bind(self) -> Callable[..., Any]:
+        """Ask the flavour for ``work``, which is returned, and ``post``."""
+        self.work, self.post = self.flavour.bind(self)
+        return self.work
+
+    def _ended_by(self, error: BaseException, entry: Entry, is_done: bool) -> BaseException:
+        """The error to raise for one in ``run``; ``is_done``: the flavour had returned, as on the other ranks."""
+        if not is_done and not self.is_of_all(error):
+            journal.break_off(entry)
+        if isinstance(error, (RuntimeError, CommunicatorError, RanksDisagree)):
+            return self.explain(error, entry)
+        journal.fail(entry)
+        return error
+
+    def is_of_all(self, error: BaseException) -> bool:
+        """Whether all ranks raise it, so that later operations still meet each other. Pickle's errors are of one."""
+        is_own = isinstance(error, _RAISED_BY_ALL) and not self.name.endswith("_object")
+        return is_own and not getattr(error, "is_of_a_part", False)
+
+    def _check_earlier(self, entry: Entry) -> None:
+        """CommunicatorError if one that was launched earlier broke off: this one would meet it on other ranks."""
+        if entry[5] is not None and entry[4] > entry[5].broken_from and not ulfm.has_lost_ranks():  # MPI says it then
+            journal.fail(entry)
+            raise sequences.refused(self.name, self.comm)
+
+    def _refused(self, channel: Channel, me: int, entry: Entry | None) -> CommunicatorError:
+        """The error where another thread is in a collective of the channel, or a signal's handler calls one."""
+        if entry is not None:
+            journal.fail(entry)
+        if channel.user == me:
+            why = "this thread is in a collective of the same communicator already"
+        else:
+            channel.user = MISUSED
+            why = (
+                "two threads of this rank are, or were, in collectives of the same communicator at the same time; "
+                "the other ranks cannot know the order of the two. Give each thread a communicator of its own, from "
+                "mpi.split"
+            )
+        return CommunicatorError(f"{self}: {why}")._of_call(self.name, self.comm)
+
+    def explain(self, error: Exception, entry: Entry | None) -> Exception:
+        """The error to raise where ``error`` has ended a call; the journal's entry becomes a failed one.
+
+        Its message says what is wrong with other ranks where this rank sees that, else what ``error`` says. An error of
+        MPI becomes a CommunicatorError with the operation's name.
+        """
+        explained = self._explained(error, entry)
+        return explained._of_call(self.name, self.comm) if isinstance(explained, TorchMPIError) else explained
+
+    def _explained(self, error: Exception, entry: Entry | None) -> Exception:
+        """``error`` itself, or an error with what other ranks do, of which ``error`` is the cause."""
+        sides, differ = "", False
+        if entry is not None:
+            journal.fail(entry)
+            sides, differ = reports.sides(entry)
+        if isinstance(error, RanksDisagree):
+            if sides and " at " not in str(error):  # the message does not have the places of the calls yet
+                error.args = (f"{error} ({sides})",)
+            return error
+        if isinstance(error, RankDied):
+            return error
+        if ulfm.is_death(error):
+            return ulfm.died(str(self), self.comm.direct.mpi, error)
+        is_mpis = isinstance(error, MPI.Exception)
+        if is_mpis and entry is not None:
+            journal.break_off(entry)
+        if differ:
+            explained: Exception = RanksDisagree(f"{self}: the ranks call different operations: {sides}")
+        elif died := reports.deaths(_DEATH_SECONDS):
+            explained = CommunicatorError(f"{self}: {died}")
+        elif is_mpis:
+            asked = f"Did every rank call it with the same sizes? {sides}".rstrip()
+            explained = CommunicatorError(f"{self}: MPI failed: {error}. {asked}")
+        else:
+            return error
+        explained.__cause__ = error
+        return explained
+
+    def __str__(self) -> str:
+        where = f"on rank {self.comm.rank} of {self.comm.size} of {self.comm.key!r}"
+        return f"{self.name} ({self.flavour.name}, {self.num_bytes} bytes) {where}"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Operation(Work[R]):
+    """One call of a plan: its own arguments, its result, and what is known of it while it is under way.
+
+    Without ``conclude`` the result is ``target``, as the flavour left it.
+    """
+
+    plan: Plan
+    arguments: tuple[Any, ...]
+    target: R | None = None
+    conclude: Callable[[Any], R] | None = None
+    entry: Entry | None = None
+    launched: int = 0  # time of the launch, in ns of ``time.time_ns``; 0 if blocking, or not traced
+
+    def run(self, in_background: bool = False) -> R:
+        """Carry out the operation, which was recorded before, and return its result."""
+        returned: R = self.plan.run(
+            self.arguments, self.target, self.conclude, operation=self, in_background=in_background
+        )
+        return returned
+
+    def launch(self, form: int = IS_LAUNCH | IS_ASYNCHRONOUS) -> Handle[R]:
+        """Start the operation, and return a handle to wait for the result. ``form``: as for ``journal.record``.
+
+        The sequence in the journal belongs to the channel that carries out the operation: on each communicator of MPI
+        the calls have one order, which the ranks compare.
+        """
+        if tracing.current is not None:
+            self.launched = time.time_ns()
+        plan = self.plan
+        try:
+            if plan.work is None:
+                plan.bind()
+            self.entry = journal.record(plan, BACKGROUND if plan.post is None else DIRECT, form)
+            if plan.post is not None:
+                return plan.post(self)
+            return devices.submit(self, plan.device, self.tensors)
+        except BaseException as error:
+            if self.entry is not None:
+                if not plan.is_of_all(error):  # from a signal's handler, say: is it posted?
+                    journal.break_off(self.entry)
+                    _abandoned.append((self, error.__traceback__))
+                journal.fail(self.entry)
+            if isinstance(error, TorchMPIError):
+                error._of_call(plan.name, plan.comm)
+            raise
+
+    def finish(self) -> R:
+        """The result of an operation that was posted to MPI, once the transfer is complete."""
+        trace = tracing.current
+        if trace is not None and self.launched:
+            trace.end(self.plan, POSTED, self.launched, self.launched)
+        if self.entry is not None:
+            try:
+                journal.end_launched(self.entry)
+            except RanksDisagree as error:
+                error._of_call(self.plan.name, self.plan.comm)
+                raise
+        return self.target if self.conclude is None else self.conclude(None)  # type: ignore[return-value]
+
+    def explain(self, error: Exception) -> Exception:
+        return self.plan.explain(error, self.entry)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors that the operation reads and writes."""
+        return (x for x in (*self.arguments, self.target) if isinstance(x, Tensor))
+
+    @property
+    def label(self) -> Plan:
+        return self.plan
+
+    def release(self) -> None:
+        self.arguments, self.target, self.conclude = (), None, None
+
+    def late_ranks(self) -> str:
+        """A sentence with the ranks of this node that have not come to the operation, or that do something else."""
+        if self.entry is None:
+            return ""
+        if self.plan.name not in MESSAGES:
+            return reports.late(self.entry)
+        channel = self.plan.comm.direct
+        here = channel.places[channel.rank].node
+        peers = [channel.places[peer] for peer in self.plan.others]
+        return reports.late(self.entry, tuple(place.local for place in peers if place.node == here))
