@@ -16,6 +16,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from threading import get_ident
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -101,11 +102,12 @@ class Plan:
         *,
         operation: Operation[Any] | None = None,
         in_background: bool = False,
+        frame: FrameType | None = None,
     ) -> Any:
         """Carry out a call on the channel for this thread. Return ``target``, or what ``conclude`` makes of the result.
 
-        ``operation``: the call, if it was recorded before. CommunicatorError, in this call and all that follow on the
-        channel, if another thread is in a collective there.
+        ``operation``: the call, if it was recorded before. ``frame``: as for ``journal.record``. CommunicatorError, in
+        this call and all that follow on the channel, if another thread is in a collective there.
         """
         # All in one function, because every call pays for every function.
         channel = self.comm.background if in_background else self.comm.direct
@@ -121,7 +123,7 @@ class Plan:
             if operation is None and config.can_raise:  # a call that blocks inside MPI could not be given up
                 return Operation(self, arguments, target, conclude).launch(IS_LAUNCH).wait()
             if entry is None:
-                entry = journal.record(self, channel.thread_role)
+                entry = journal.record(self, channel.thread_role, 0, frame)
             else:
                 self._check_earlier(entry)
                 journal.begin(entry)

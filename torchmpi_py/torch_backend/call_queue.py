@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torchmpi_py.collectives.plan import Operation
 from torchmpi_py.core import communication_thread, config, journal
+from torchmpi_py.core.channels import DIRECT
 from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, Work
@@ -144,14 +145,20 @@ class CallQueue:
         self._expected: weakref.WeakSet[Handle[Any]] = weakref.WeakSet()  # of calls that have futures
         self._runner = 0  # the thread that carries out queued calls, while it does
 
-    def run_here(self, call: Call) -> bool:
-        """Carry a call out in this thread; False, and nothing has happened, if others come before it."""
+    def run_here(self, call: Call, frame: FrameType) -> bool:
+        """Record a call, made at ``frame``, and carry it out; False, and nothing has happened, if others come first."""
         if self._num_queued or config.can_raise or not self._channel.acquire(blocking=False):
             return False
         try:
             if self._num_queued:  # queued by another thread since the look: that call comes first
                 return False
-            _carry_out(call)
+            operations, _, last_step = call
+            if len(operations) == 1 and last_step is None:
+                (operation,) = operations
+                operation.plan.run(operation.arguments, operation.target, operation.conclude, frame=frame)
+            else:
+                record(operations, DIRECT, False, frame)
+                _carry_out(call)
             return True
         finally:
             self._channel.release()

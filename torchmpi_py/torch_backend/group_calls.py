@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from torchmpi_py.collectives import kept_plans, verbs
+from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.flavour import Sizes
 from torchmpi_py.collectives.plan import Operation, Plan
 from torchmpi_py.collectives.prepare import builder
 from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import (
-    WHOLE_NUMBERS,
     check_divisible,
     check_parts,
     check_rank,
@@ -35,14 +33,6 @@ from torchmpi_py.core.tensors import (
 from torchmpi_py.torch_backend.call_queue import Call
 from torchmpi_py.torch_backend.extra_operations import ExtraOperations, apart
 from torchmpi_py.torch_backend.list_checks import Tensors, check_equal, check_list, check_whole, rows
-from torchmpi_py.torch_backend.torch_internals import REDUCTIONS
-
-_OPS = {
-    "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
-    "BXOR": "bxor", "PREMUL_SUM": "sum",
-}  # fmt: skip
-_BY_NUMBER = {REDUCTIONS.__members__[name].value: op for name, op in _OPS.items()}  # to compare the kinds takes longer
-_PREMUL_SUM = REDUCTIONS.PREMUL_SUM.value
 
 _broadcast = builder(verbs.broadcast)
 _allreduce = builder(verbs.allreduce)
@@ -50,28 +40,6 @@ _reduce = builder(verbs.reduce)
 _reduce_scatter = builder(verbs.reduce_scatter)
 _alltoall = builder(verbs.alltoall)
 _scatter = builder(verbs.scatter)
-
-
-def op_of(opts: Any) -> tuple[str, Any]:
-    """The package's name of a reduction, and the factor of every tensor before it (None: no factor)."""
-    given = getattr(opts, "reduceOp", opts)
-    if given is None:
-        return "sum", None
-    number = getattr(given, "op", given).value
-    name = _BY_NUMBER.get(number)
-    if name is None:
-        raise ValueError(f"backend torchmpi does not know {given!r}; it knows {', '.join(_OPS)}")
-    return name, given.__getstate__()[1] if number == _PREMUL_SUM else None
-
-
-def root_of(opts: Any) -> int:
-    """The root, which torch.distributed gives in options or as a plain number."""
-    return opts if isinstance(opts, int) else int(opts.rootRank)
-
-
-def as_list(tensors: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    """The list of tensors, where torch.distributed gives a list or one tensor."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def _into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]:
@@ -114,24 +82,6 @@ def warn_in_backward(verb: str, x: Tensor) -> None:
         )
 
     x.register_hook(warn)  # type: ignore[no-untyped-call]
-
-
-def allreduce_again(comm: Communicator, tensors: list[Tensor], op: str) -> Call | None:
-    """The allreduce of the only tensor, by the plan that the communicator keeps; None if the tensor is not plain."""
-    (x,) = tensors
-    if op == "avg" and x.dtype in WHOLE_NUMBERS:
-        return None
-    options = {"op": op}
-    if (key := kept_plans.key_of("allreduce", (x,), options)) is None:
-        return None
-    plan = resolve(comm).plans.get(key)
-    if plan is None:
-        operation = _allreduce(x, op=op, comm=comm)
-        kept_plans.keep(comm, key, operation, (x, x))
-    else:
-        increment_version(x)
-        operation = Operation(plan, (x, x), x)
-    return [operation], tensors, None
 
 
 def allreduce(extra: ExtraOperations, tensors: list[Tensor], op: str, factor: Any) -> Call:

@@ -14,9 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.autograd.graph import increment_version
 
-from torchmpi_py.core import communication_thread, compiling, config
+from torchmpi_py.collectives import kept_plans
+from torchmpi_py.collectives.plan import Operation
+from torchmpi_py.core import communication_thread, communicators, compiling, config
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
+from torchmpi_py.core.tensors import WHOLE_NUMBERS
 from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.memory import symmetric
 from torchmpi_py.torch_backend import (
@@ -33,10 +37,17 @@ from torchmpi_py.torch_backend.ddp_hook import BucketMemory
 from torchmpi_py.torch_backend.extra_operations import ExtraOperations
 from torchmpi_py.torch_backend.p2p import Message
 from torchmpi_py.torch_backend.registration import NAME
-from torchmpi_py.torch_backend.work import OVER, CallWork, Done, PendingWork, Several, is_in_callback
+from torchmpi_py.torch_backend.torch_internals import REDUCTIONS
+from torchmpi_py.torch_backend.work import OVER, CallWork, Done, PendingWork, Several, callback_state
 
 Tensors = Sequence[Tensor]
 
+_OPS = {
+    "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
+    "BXOR": "bxor", "PREMUL_SUM": "sum",
+}  # fmt: skip
+_BY_NUMBER = {REDUCTIONS.__members__[name].value: op for name, op in _OPS.items()}  # to compare the kinds takes longer
+_PREMUL_SUM = REDUCTIONS.PREMUL_SUM.value
 _Base: Any = distributed.ProcessGroup  # whose methods have several signatures each; this class takes all of them
 
 
@@ -71,18 +82,26 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self.seconds = deadline if seconds == torch_internals.DEFAULT_SECONDS else seconds
 
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        op, factor = group_calls.op_of(opts)
-        given = group_calls.as_list(tensors)
+        op, factor = op_of(opts)
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if factor is None and len(given) == 1:
-            how = torch_internals.bucket_call()
-            if how is not None and ddp_buckets.is_bucket(given[0]):
-                return self.carry_out(ddp_buckets.allreduce(self.comm, given[0], op, how), opts)
-            if (call := group_calls.allreduce_again(self.comm, given, op)) is not None:
-                return self.carry_out(call, opts)
+            x, how = given[0], torch_internals.bucket_call()
+            if how is not None and ddp_buckets.is_bucket(x):
+                return self.carry_out(ddp_buckets.allreduce(self.comm, x, op, how), opts)
+            if op != "avg" or x.dtype not in WHOLE_NUMBERS:
+                key = kept_plans.key_of("allreduce", (x,), {"op": op})
+                plan = self.comm.plans.get(key)
+                if plan is not None:
+                    increment_version(x)
+                    return self.carry_out(([Operation(plan, (x, x), x)], given, None), opts)
+                if key is not None:
+                    call = group_calls.allreduce(self.extra, given, op, None)
+                    kept_plans.keep(self.comm, key, call[0][0], (x, x))
+                    return self.carry_out(call, opts)
         return self._reduce(op, given, given, lambda op, x, _: group_calls.allreduce(self.extra, x, op, factor), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
-        op, factor = group_calls.op_of(opts)
+        op, factor = op_of(opts)
         given = list(tensors)
 
         def make(op: str, tensors: list[Tensor], _: list[Tensor]) -> Call:
@@ -91,13 +110,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._reduce(op, given, given, make, opts, of_lists=True)
 
     def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        root = group_calls.root_of(opts)
-        call = group_calls.broadcast(self.comm, group_calls.as_list(tensors), root)
+        root = root_of(opts)
+        call = group_calls.broadcast(self.comm, as_list(tensors), root)
         return self.carry_out(call, opts, is_written=self.comm.rank != root)
 
     def reduce(self, tensors: Tensors | Tensor, opts: Any, op: Any = None, timeout: Any = None) -> Any:
-        name, factor = group_calls.op_of(op if isinstance(opts, int) else opts)
-        given, root = group_calls.as_list(tensors), group_calls.root_of(opts)
+        name, factor = op_of(op if isinstance(opts, int) else opts)
+        given, root = as_list(tensors), root_of(opts)
 
         def make(op: str, tensors: list[Tensor], _: list[Tensor]) -> Call:
             return group_calls.reduce(self.comm, tensors, root, op, factor)
@@ -122,17 +141,17 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def gather(self, outputs: Sequence[Any], inputs: Tensors | Tensor, opts: Any, timeout: Any = None) -> Any:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.carry_out(group_calls.gather(self.extra, outputs, inputs[0], group_calls.root_of(opts)), opts)
+        return self.carry_out(group_calls.gather(self.extra, outputs, inputs[0], root_of(opts)), opts)
 
     def scatter(self, outputs: Tensors | Tensor, inputs: Sequence[Any], opts: Any, timeout: Any = None) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self.carry_out(group_calls.scatter(self.extra, outputs[0], inputs, group_calls.root_of(opts)), opts)
+        return self.carry_out(group_calls.scatter(self.extra, outputs[0], inputs, root_of(opts)), opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        op, factor = group_calls.op_of(opts)
+        op, factor = op_of(opts)
         make = functools.partial(group_calls.reduce_scatter, self.comm, factor)
         return self._reduce(op, outputs, inputs, make, opts, of_lists=True)
 
@@ -140,7 +159,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        op, factor = group_calls.op_of(opts)
+        op, factor = op_of(opts)
         make = functools.partial(group_calls.reduce_scatter_single, self.comm, factor)
         return self._reduce(op, outputs, inputs, make, opts)
 
@@ -228,22 +247,24 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         ``opts``, where torch gives any: a timeout, and whether the program waits in this call. ``is_written``: whether
         the results are written on this rank.
         """
-        self._check_open()
+        if not self._is_open or communicators.current_stack is None:
+            self._check_open()
         timeout = getattr(opts, "timeout", None)
         given = -1.0 if timeout is None else timeout.total_seconds()
         seconds = given if given > 0 else self.seconds
-        is_nested = is_in_callback()
+        is_nested = callback_state.is_in_callback
         is_launch = not is_nested and (getattr(opts, "asyncOp", True) or seconds is not None)
         operations, results, _ = call
         for x in results if is_written else ():
             if x.requires_grad:
                 group_calls.warn_in_backward(operations[0].plan.name, x)
-        call_queue.record(operations, BACKGROUND if is_nested else DIRECT, is_launch, torch_internals.program())
+        program = torch_internals.program()
+        if not is_launch and not is_nested and self.queue.run_here(call, program):
+            return OVER
+        call_queue.record(operations, BACKGROUND if is_nested else DIRECT, is_launch, program)
         if is_nested:
             self.queue.run_in_callback(call)
             return Done(results)
-        if not is_launch and self.queue.run_here(call):
-            return OVER
         return self._posted(self.queue.submit(call, seconds))
 
     def _posted(self, work: PendingWork) -> PendingWork:
@@ -261,6 +282,29 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def _check_open(self) -> None:
         if not self._is_open:
             raise CommunicatorError(f"process group {self.group_name!r} was destroyed; make a new one")
+        communicators.resolve(self.comm)
+
+
+def op_of(opts: Any) -> tuple[str, Any]:
+    """The package's name of a reduction, and the factor of every tensor before it (None: no factor)."""
+    given = getattr(opts, "reduceOp", opts)
+    if given is None:
+        return "sum", None
+    number = getattr(given, "op", given).value
+    name = _BY_NUMBER.get(number)
+    if name is None:
+        raise ValueError(f"backend torchmpi does not know {given!r}; it knows {', '.join(_OPS)}")
+    return name, given.__getstate__()[1] if number == _PREMUL_SUM else None
+
+
+def root_of(opts: Any) -> int:
+    """The root, which torch.distributed gives in options or as a plain number."""
+    return opts if isinstance(opts, int) else int(opts.rootRank)
+
+
+def as_list(tensors: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    """The list of tensors, where torch.distributed gives a list or one tensor."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 # A compiled function may call collectives from C++, which come back to Python here: the compiler would follow them.

@@ -30,17 +30,12 @@ from torchmpi_py.torch_backend.torch_internals import raise_on_wait
 
 
 class _InCallback(threading.local):
-    """What this thread does."""
+    """Whether this thread runs a callback of a future."""
 
     is_in_callback = False
 
 
-_state = _InCallback()
-
-
-def is_in_callback() -> bool:
-    """Whether this thread runs a callback of a future."""
-    return _state.is_in_callback
+callback_state = _InCallback()
 
 
 @contextlib.contextmanager
@@ -50,12 +45,12 @@ def _callback(gpus: Sequence[torch.device]) -> Iterator[None]:
     A callback runs on a stream of torch's own, and may use memory that was taken on another stream, as what DDP's
     PowerSGD hook has copied. Given back earlier, that memory could be the other stream's next tensor at once.
     """
-    former = _state.is_in_callback
-    _state.is_in_callback = True
+    former = callback_state.is_in_callback
+    callback_state.is_in_callback = True
     try:
         yield
     finally:
-        _state.is_in_callback = former
+        callback_state.is_in_callback = former
         for gpu in gpus:
             devices.of(gpu).current().synchronize()
 
