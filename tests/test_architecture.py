@@ -39,13 +39,15 @@ def modules():
 
 @functools.cache
 def imports(path):
-    """(line, module) of every import, typing imports included."""
+    """(line, module) of every import, typing imports and those by importlib included."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            found += [(node.lineno, name.value) for name in node.args if isinstance(name, ast.Constant)]
     return found
 
 

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchmpi_py.torch_backend import registration
-from torchmpi_py.torch_backend.registration import NAME
+from torchmpi_py.torch_backend.backend_name import NAME
 
 if TYPE_CHECKING:
     from torchmpi_py.torch_backend.compression_hook import compressed

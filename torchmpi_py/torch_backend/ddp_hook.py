@@ -89,10 +89,6 @@ class BucketMemory:
         for parameter in parameters:
             self._of[parameter] = kept
 
-    def all(self) -> list[Kept]:
-        """All that is kept, each once."""
-        return list({id(kept): kept for kept in self._of.values()}.values())
-
     def clear(self) -> None:
         """Give all of it back."""
         self._of.clear()

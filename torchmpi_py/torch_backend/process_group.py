@@ -32,11 +32,11 @@ from torchmpi_py.torch_backend import (
     p2p,
     torch_internals,
 )
+from torchmpi_py.torch_backend.backend_name import NAME
 from torchmpi_py.torch_backend.call_queue import Call, CallQueue, QueuedCall
 from torchmpi_py.torch_backend.ddp_hook import BucketMemory
 from torchmpi_py.torch_backend.extra_operations import ExtraOperations
 from torchmpi_py.torch_backend.p2p import Message
-from torchmpi_py.torch_backend.registration import NAME
 from torchmpi_py.torch_backend.torch_internals import REDUCTIONS
 from torchmpi_py.torch_backend.work import OVER, CallWork, Done, PendingWork, Several, callback_state
 

@@ -19,8 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 from torchmpi_py.launch import variables
-
-NAME = "torchmpi"
+from torchmpi_py.torch_backend.backend_name import NAME
 
 
 def register() -> None:

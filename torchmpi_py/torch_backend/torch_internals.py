@@ -38,7 +38,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 
 from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.launch import variables
-from torchmpi_py.torch_backend.registration import NAME
+from torchmpi_py.torch_backend.backend_name import NAME
 
 logger = logging.getLogger("torchmpi_py")
 
