@@ -15,7 +15,7 @@ from torchmpi_py.collectives import kept_plans
 from torchmpi_py.errors import CommunicatorError, NotStarted
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
-TURNS = 3
+TURNS, X, Y = 3, torch.ones(1), torch.ones(1)
 
 
 @pytest.fixture
@@ -45,22 +45,34 @@ def test_sums_of_other_tensors(mpi, count):
         assert x.equal(right)
 
 
-def test_an_allreduce_passes_few_frames(mpi):
-    """``scripts/dev/frames.py`` lists the way of a small blocking call through the package."""
-    x, calls = torch.ones(1), []
+@pytest.mark.parametrize(("given", "out", "most"), [(X, None, 9), (X, Y, 9), (X.numpy(), None, 14), (1, None, 16)])
+def test_an_allreduce_passes_few_frames(mpi, given, out, most):
+    calls = []
 
     def note(frame, event, _):
         if event == "call" and frame.f_globals["__name__"].startswith("torchmpi_py."):
-            calls[-1].append((frame.f_globals["__name__"], frame.f_code.co_name))
+            calls[-1].append(frame.f_code)
 
     for _ in range(4):  # the first calls look things up; once in hundreds, records of operations under way are kept
         calls.append([])
         sys.setprofile(note)
-        mpi.allreduce(x)
+        mpi.allreduce(given, out=out)
         sys.setprofile(None)
-    shortest = min(calls, key=len)
-    assert len(shortest) <= 12, shortest
-    assert len({module for module, _ in shortest}) <= 8, shortest
+    assert len(min(calls, key=len)) <= most
+
+
+def test_results_in_other_memory(mpi):
+    """Calls with out= share a plan only where shapes and memory allow it; a tensor may have other memory by then."""
+    x, out, right = values(mpi.rank(), 6), torch.empty(6), total(mpi.size(), 6)
+    for _ in range(TURNS):
+        assert mpi.allreduce(x, out=out) is out
+        assert (out - x).equal(right - values(mpi.rank(), 6))
+        out.set_(torch.empty(6))
+        assert mpi.allreduce((whole := x.repeat(2))[:6], out=whole[3:9]).equal(right)
+        with pytest.raises(ValueError, match="shape"):
+            mpi.allreduce(x, out=out.view(2, 3))
+        assert mpi.allreduce(whole.set_(x.clone())).equal(right)
+        assert mpi.allreduce(whole.resize_(3).fill_(1)).eq(mpi.size()).all()
 
 
 def test_ops_dtypes_and_communicators_are_apart(mpi):
@@ -221,7 +233,6 @@ def test_in_a_forked_child(mpi, torch_group):
 
 def test_after_stop(mpi):
     """An operation that was kept before does not hide that the package is stopped."""
-    mpi.allreduce(torch.ones(2))
     mpi.allreduce(torch.ones(2))
     mpi.stop()
     try:

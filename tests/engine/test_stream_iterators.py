@@ -9,14 +9,7 @@ import torch
 from runs import epoch_of, numbers_in, on_few, sample_of, together, train, trained
 from torch.utils.data import IterableDataset
 
-from torchmpi_py.engine import (
-    AllReduceSGDEngine,
-    DatasetIterator,
-    SGDEngine,
-    Shards,
-    StreamIterator,
-    read_tar,
-)
+from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator, SGDEngine, Shards, StreamIterator, read_tar
 from torchmpi_py.engine.streams import Reached, Rest, dealt, left
 
 pytestmark = [
