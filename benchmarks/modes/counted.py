@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
+from torchmpi_py.collectives.flavour import Sizes
 from torchmpi_py.core.communicators import Communicator
-from torchmpi_py.core.journal import Traced
+from torchmpi_py.core.journal import Recorded
 from torchmpi_py.paramserver.server import ParameterServer
 from torchmpi_py.watch import tracing
 
@@ -55,14 +54,14 @@ class Counter:
         self.num_ranks = world.size
         self.sent: list[float] = []  # several threads append
 
-    def begin(self, operation: Traced) -> int:
+    def begin(self, operation: Recorded) -> int:
         """An operation begins."""
         return 0
 
-    def end(self, operation: Traced, thread_role: int, begin: int) -> None:
+    def end(self, operation: Recorded, thread_role: int, begin: int, launched: int) -> None:
         """An operation is over. A gather of torch.distributed states the bytes of all ranks, so its input counts."""
-        given = operation.arguments[0] if "gather" in operation.name else None
-        num_bytes = given.nbytes if isinstance(given, torch.Tensor) else operation.num_bytes
+        sizes = operation.others[-1] if operation.others else None
+        num_bytes = sizes.num_bytes[operation.comm.rank] if isinstance(sizes, Sizes) else operation.num_bytes
         self.sent.append(num_bytes * SENT_BY_EACH[operation.name](operation.comm.size))
 
     def read_clock(self) -> None:

@@ -142,9 +142,8 @@ def test_errors_are_those_of_a_first_call(mpi):
 
 def test_nothing_is_kept_alive_and_what_is_kept_does_not_grow(mpi):
     for _ in range(TURNS):
-        x, y = torch.ones(4), torch.ones(4)
-        mpi.allreduce(x)
-        mpi.allreduce_async(y).wait()
+        x = mpi.allreduce(torch.ones(4))
+        y = mpi.allreduce_async(torch.ones(4)).wait()
         ends = [weakref.ref(x), weakref.ref(y)]
         del x, y
         assert [end() for end in ends] == [None, None]

@@ -13,7 +13,7 @@ from striking import before, fault, hold, me, meet, plan, strike, strike_at
 
 def patch_in():
     """The points of injection inside the package."""
-    from torchmpi_py.collectives import operation
+    from torchmpi_py.collectives import plan as plans
     from torchmpi_py.collectives.flavours import node_group, two_shot
     from torchmpi_py.collectives.reductions import Kernel
     from torchmpi_py.core import handles
@@ -22,7 +22,7 @@ def patch_in():
     before(two_shot, "carry_out", "two shots")
     before(Kernel, "reduce", "kernel", after=True)
     before(handles.ThreadHandle, "_run", "communication thread")
-    before(operation.Operation, "run", "in the operation")
+    before(plans.Plan, "run", "in the operation")
     before(exits, "wait_for_all", "stop")
     before(exits, "wait_for_all", "stop after meeting", after=True)
     real = node_group.NodeGroup.__init__

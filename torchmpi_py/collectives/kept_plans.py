@@ -7,12 +7,13 @@ plan, and are prepared in full.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from torchmpi_py.collectives.plan import Operation, Plan
 from torchmpi_py.collectives.selector import selector
@@ -21,8 +22,7 @@ from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.memory import symmetric
 
 _BY_NAME = frozenset({"op", "comm", "flavour", "out", "root"})  # the arguments of calls whose plans are kept
-_MOST_KEPT = 256  # by a communicator
-_STRIDED = torch.strided
+_MOST_KEPT = 512  # by a communicator
 
 
 def key_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
@@ -32,7 +32,7 @@ def key_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
         if (
             type(each) is not Tensor
             or not each.is_cpu
-            or each.layout is not _STRIDED
+            or each.layout is not strided
             or each.is_nested
             or not each.is_contiguous()
             or each.requires_grad
@@ -46,7 +46,7 @@ def key_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
         or config.can_raise  # then a blocking call is launched
     ):
         return None
-    found = symmetric.find(out if out is not None and name == "allreduce" else x)  # as ``Call.of_tensors`` is given
+    found = symmetric.find(x if out is None else out)
     is_symmetric = found is not None and found[0].is_declared
     if not kwargs and len(args) == 1:
         return name, x.dtype, x.nbytes, is_symmetric, selector.generation
@@ -58,21 +58,34 @@ def key_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
         begin, start = x.data_ptr(), out.data_ptr()
         if x is not out and begin < start + out.nbytes and start < begin + x.nbytes:
             return None
-        kwargs = {**kwargs, "out": (out.shape, out.dtype)}
-    return name, x.dtype, x.shape, is_symmetric, selector.generation, root, *kwargs.items()
+        kwargs = {**kwargs, "out": (x.shape, out.shape, out.dtype)}
+    return name, x.dtype, x.nbytes, is_symmetric, selector.generation, len(args), root, *kwargs.items()
 
 
 def keep(comm: Communicator, key: Hashable, operation: Operation[Any], tensors: tuple[Tensor, Tensor]) -> None:
     """Keep the plan of a call if its ``tensors``, ``x`` and ``out`` or ``x``, are what the flavour reads and writes."""
     x, target = tensors
     reads, *writes = operation.arguments
-    is_direct = reads is x and operation.target is target and all(each is target for each in writes)
+    is_direct = reads.data_ptr() == x.data_ptr() and all(each is target for each in (*writes, operation.target))
     if is_direct and operation.conclude is None and not x.is_complex():  # which may be conjugate
         add(comm, key, operation.plan)
 
 
 def add(comm: Communicator, key: Hashable, plan: Plan) -> None:
-    """Keep a plan."""
+    """Keep a plan, in place of the oldest one where there are many."""
     if len(comm.plans) >= _MOST_KEPT:
-        comm.plans.clear()
+        comm.plans.pop(next(iter(comm.plans)), None)
     comm.plans[key] = plan
+
+
+def operation(prepare: Callable[..., Operation[Any]], x: Tensor, comm: Communicator, op: str) -> Operation[Any]:
+    """The operation of an allreduce in place, by the kept plan; ``prepare`` makes it where there is none."""
+    key = key_of("allreduce", (x,), {"op": op})
+    plan = None if key is None else comm.plans.get(key)
+    if plan is not None:
+        increment_version(x)  # autograd does not see what MPI writes
+        return Operation(plan, (x, x), x)
+    made = prepare(x, op=op, comm=comm)
+    if key is not None:
+        keep(comm, key, made, (x, x))
+    return made

@@ -151,8 +151,9 @@ class Plan:
 
     def bind(self) -> Callable[..., Any]:
         """Ask the flavour for ``work``, which is returned, and ``post``."""
-        self.work, self.post = self.flavour.bind(self)
-        return self.work
+        work, self.post = self.flavour.bind(self)
+        self.work = work  # last: another thread takes it for the sign that both are there
+        return work
 
     def _ended_by(self, error: BaseException, entry: Entry, is_done: bool) -> BaseException:
         """The error to raise for one in ``run``; ``is_done``: the flavour had returned, as on the other ranks."""

@@ -23,7 +23,7 @@ from torchmpi_py.collectives.numbers import Number
 from torchmpi_py.collectives.plan import Operation, Plan
 from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core import compiling
-from torchmpi_py.core.collective import COLLECTIVES
+from torchmpi_py.core.collective import COLLECTIVES, Writes
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.tensors import (
@@ -110,7 +110,8 @@ def _form(prepare: Callable[P, Operation[R]], name: str, *, is_async: bool) -> C
                     kept_plans.keep(comm, key, operation, (x, target))
                 else:
                     increment_version(target)  # autograd does not see what MPI writes
-                    tensors = (x, target)[-row.num_tensors :]
+                    # The program may give x other memory while the call is under way.
+                    tensors = (x,) if row.writes is Writes.X else (x if out is None else x.detach(), target)
             if is_async:
                 result: Any = (operation or Operation(plan, tensors, target)).launch()
             elif operation is None:

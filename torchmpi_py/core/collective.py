@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 
 class Writes(enum.Enum):
-    """Where a collective writes its result."""
+    """Whether a collective writes its result into ``x``, on some rank."""
 
     X = enum.auto()
-    OUT_OR_X = enum.auto()
-    OUT_OR_NEW = enum.auto()
-    NOTHING = enum.auto()
+    X_WITHOUT_OUT = enum.auto()
+    OTHER_MEMORY = enum.auto()
 
 
 class Collective(NamedTuple):
@@ -25,37 +24,34 @@ class Collective(NamedTuple):
 
     name: str
     writes: Writes
-    num_tensors: int
-    """How many tensors come first among the arguments of a flavour's method."""
     is_compared: bool = True
     """Whether every rank of the communicator makes the same call. False for messages."""
-    waits_for_all: bool = False
+    needs_all: bool = False
     """Whether no rank can complete the call before every rank has made it."""
     keeps_plans: bool = False
     """Whether calls with flat tensors find their plan without any check: on every rank the flavour reads ``x`` and
-    writes ``out``, or ``x``."""
+    writes ``out``, or ``x``, and what it writes is the tensor that ``Call.of_tensors`` gets first."""
     is_tuned: bool = False
     """Whether ``autotune`` measures it by default."""
     torch_name: str | None = None
     """Its name in PyTorch's flight recorder; None where PyTorch has no such collective."""
 
 
+_X, _X_WITHOUT_OUT, _OTHER_MEMORY = Writes
 _ROWS = (
-    Collective("broadcast", Writes.X, 1, keeps_plans=True, is_tuned=True, torch_name="broadcast"),
-    Collective("reduce", Writes.OUT_OR_X, 2, is_tuned=True, torch_name="reduce"),
-    Collective(
-        "allreduce", Writes.OUT_OR_X, 2, waits_for_all=True, keeps_plans=True, is_tuned=True, torch_name="all_reduce"
-    ),
-    Collective("allgather", Writes.OUT_OR_NEW, 2, waits_for_all=True, is_tuned=True, torch_name="all_gather"),
-    Collective("reduce_scatter", Writes.OUT_OR_NEW, 2, waits_for_all=True, is_tuned=True, torch_name="reduce_scatter"),
-    Collective("alltoall", Writes.OUT_OR_X, 2, waits_for_all=True, is_tuned=True, torch_name="all_to_all"),
-    Collective("gather", Writes.OUT_OR_NEW, 2, torch_name="gather"),
-    Collective("scatter", Writes.OUT_OR_NEW, 2, torch_name="scatter"),
-    Collective("sendreceive", Writes.X, 2, is_compared=False),
-    Collective("send", Writes.NOTHING, 1, is_compared=False),
-    Collective("recv", Writes.X, 1, is_compared=False),
-    Collective("broadcast_object", Writes.NOTHING, 0, torch_name="broadcast"),
-    Collective("allgather_object", Writes.NOTHING, 0, waits_for_all=True, torch_name="all_gather"),
+    Collective("broadcast", _X, keeps_plans=True, is_tuned=True, torch_name="broadcast"),
+    Collective("reduce", _X_WITHOUT_OUT, is_tuned=True, torch_name="reduce"),
+    Collective("allreduce", _X_WITHOUT_OUT, needs_all=True, keeps_plans=True, is_tuned=True, torch_name="all_reduce"),
+    Collective("allgather", _OTHER_MEMORY, needs_all=True, is_tuned=True, torch_name="all_gather"),
+    Collective("reduce_scatter", _OTHER_MEMORY, needs_all=True, is_tuned=True, torch_name="reduce_scatter"),
+    Collective("alltoall", _X_WITHOUT_OUT, needs_all=True, is_tuned=True, torch_name="all_to_all"),
+    Collective("gather", _OTHER_MEMORY, torch_name="gather"),
+    Collective("scatter", _OTHER_MEMORY, torch_name="scatter"),
+    Collective("sendreceive", _X, is_compared=False),
+    Collective("send", _OTHER_MEMORY, is_compared=False),
+    Collective("recv", _X, is_compared=False),
+    Collective("broadcast_object", _OTHER_MEMORY, torch_name="broadcast"),
+    Collective("allgather_object", _OTHER_MEMORY, needs_all=True, torch_name="all_gather"),
 )
 COLLECTIVES = {row.name: row for row in _ROWS}
 MESSAGES = frozenset(row.name for row in _ROWS if not row.is_compared)

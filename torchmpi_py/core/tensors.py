@@ -161,7 +161,7 @@ def is_flat(x: Tensor) -> bool:
 
 def flat(x: Tensor) -> Tensor:
     """``x`` without its history, in flat memory: the same memory if ``x`` is flat, else a copy."""
-    x = x.detach() if x.requires_grad else x
+    x = x.detach()
     return x if is_flat(x) else x.resolve_conj().resolve_neg().contiguous()
 
 
@@ -248,7 +248,7 @@ class _Overwritten(torch.autograd.Function):
 def writes_into_x(verb: str, out: object) -> bool:
     """Whether a verb that is given this ``out`` writes its result into ``x``, on some rank."""
     writes = COLLECTIVES[verb].writes
-    return writes is Writes.X or (out is None and writes is Writes.OUT_OR_X)
+    return writes is Writes.X or (out is None and writes is Writes.X_WITHOUT_OUT)
 
 
 def cut_off(verb: str, x: Tensor, out: object) -> None:

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.autograd.graph import increment_version
 
-from torchmpi_py.collectives import kept_plans
-from torchmpi_py.collectives.plan import Operation
+from torchmpi_py.collectives import kept_plans, verbs
+from torchmpi_py.collectives.prepare import builder
 from torchmpi_py.core import communication_thread, communicators, compiling, config
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.core.tensors import WHOLE_NUMBERS
@@ -48,6 +47,7 @@ _OPS = {
 }  # fmt: skip
 _BY_NUMBER = {REDUCTIONS.__members__[name].value: op for name, op in _OPS.items()}  # to compare the kinds takes longer
 _PREMUL_SUM = REDUCTIONS.PREMUL_SUM.value
+_allreduce = builder(verbs.allreduce)
 _Base: Any = distributed.ProcessGroup  # whose methods have several signatures each; this class takes all of them
 
 
@@ -88,16 +88,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             x, how = given[0], torch_internals.bucket_call()
             if how is not None and ddp_buckets.is_bucket(x):
                 return self.carry_out(ddp_buckets.allreduce(self.comm, x, op, how), opts)
-            if op != "avg" or x.dtype not in WHOLE_NUMBERS:
-                key = kept_plans.key_of("allreduce", (x,), {"op": op})
-                plan = self.comm.plans.get(key)
-                if plan is not None:
-                    increment_version(x)
-                    return self.carry_out(([Operation(plan, (x, x), x)], given, None), opts)
-                if key is not None:
-                    call = group_calls.allreduce(self.extra, given, op, None)
-                    kept_plans.keep(self.comm, key, call[0][0], (x, x))
-                    return self.carry_out(call, opts)
+            if not x.is_sparse and (op != "avg" or x.dtype not in WHOLE_NUMBERS):
+                operation = kept_plans.operation(_allreduce, x, self.comm, op)
+                return self.carry_out(([operation], given, None), opts)
         return self._reduce(op, given, given, lambda op, x, _: group_calls.allreduce(self.extra, x, op, factor), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:

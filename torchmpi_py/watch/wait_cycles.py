@@ -29,7 +29,7 @@ from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.core.status_board import CHECKSUM_BITS, WAITS_ALONE, WAITS_IN, WORLD_RANK, Board, Group, Record
 
 _SURE_SECONDS = 1.0
-_NEED_ALL = frozenset({"barrier", *(row.name for row in COLLECTIVES.values() if row.waits_for_all)})
+_NEED_ALL = frozenset({"barrier", *(row.name for row in COLLECTIVES.values() if row.needs_all)})
 _OTHER_SIDE = {"send": "recv", "recv": "send"}
 Circle = frozenset[tuple[int, int]]
 """The ranks of a circle: local rank, and the number of the record in which it waits."""
