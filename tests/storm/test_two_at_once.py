@@ -118,7 +118,7 @@ def test_two_at_once(mpi, pair, on_the_host, way, is_symmetric):
 
 
 class Slow:
-    """A communicator of MPI whose allreduce takes its time."""
+    Iallreduce = None  # of a communicator of MPI whose blocking allreduce takes its time
 
     def __init__(self, former):
         self.former, self.inside, self.go_on = former, threading.Event(), threading.Event()
