@@ -46,26 +46,26 @@ def key_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
         or config.can_raise  # then a blocking call is launched
     ):
         return None
+    if out is not None:
+        is_apart = x is out or abs(x.data_ptr() - out.data_ptr()) >= x.nbytes
+        if out.dtype is not x.dtype or out.shape != x.shape or not is_apart:
+            return None
+        kwargs = dict(kwargs)
+        del kwargs["out"]
     found = symmetric.find(x if out is None else out)
     is_symmetric = found is not None and found[0].is_declared
     if not kwargs and len(args) == 1:
-        return name, x.dtype, x.nbytes, is_symmetric, selector.generation
+        return name, x.dtype, x.nbytes, is_symmetric, selector.generation, out is None
     root = args[1] if len(args) == 2 else kwargs.get("root", 0)
     # True and 1.0 equal 1, but are errors.
     if len(args) > 2 or type(root) is not int or not _BY_NAME.issuperset(kwargs):
         return None
-    if out is not None:
-        begin, start = x.data_ptr(), out.data_ptr()
-        if x is not out and begin < start + out.nbytes and start < begin + x.nbytes:
-            return None
-        kwargs = {**kwargs, "out": (x.shape, out.shape, out.dtype)}
-    return name, x.dtype, x.nbytes, is_symmetric, selector.generation, len(args), root, *kwargs.items()
+    return name, x.dtype, x.nbytes, is_symmetric, selector.generation, out is None, len(args), root, *kwargs.items()
 
 
 def keep(comm: Communicator, key: Hashable, operation: Operation[Any], tensors: tuple[Tensor, Tensor]) -> None:
     """Keep the plan of a call if its ``tensors``, ``x`` and ``out`` or ``x``, are what the flavour reads and writes."""
-    x, target = tensors
-    reads, *writes = operation.arguments
+    (x, target), (reads, *writes) = tensors, operation.arguments
     is_direct = reads.data_ptr() == x.data_ptr() and all(each is target for each in (*writes, operation.target))
     if is_direct and operation.conclude is None and not x.is_complex():  # which may be conjugate
         add(comm, key, operation.plan)

@@ -86,6 +86,7 @@ def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, 
 def _form(prepare: Callable[P, Operation[R]], name: str, *, is_async: bool) -> Callable[P, Any]:
     """A form of the collective ``name``. All in one function, because every call pays for every function."""
     row, takes_tensors = COLLECTIVES[name], "x" in inspect.signature(prepare).parameters
+    keeps_plans, has_one_tensor = row.keeps_plans, row.writes is Writes.X
 
     @functools.wraps(prepare)
     def form(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -95,7 +96,7 @@ def _form(prepare: Callable[P, Operation[R]], name: str, *, is_async: bool) -> C
             if takes_tensors and not isinstance(x, (Tensor, float, int)):
                 arrays = ArrayCall(name, args, kwargs)
                 x, args, kwargs = arrays.x, arrays.args, arrays.kwargs  # type: ignore[assignment]
-            if row.keeps_plans and args and type(x) is Tensor:
+            if keeps_plans and args and type(x) is Tensor:
                 key = kept_plans.key_of(name, args, kwargs)
             if key is None:
                 operation = prepare(*args, **kwargs)
@@ -111,7 +112,7 @@ def _form(prepare: Callable[P, Operation[R]], name: str, *, is_async: bool) -> C
                 else:
                     increment_version(target)  # autograd does not see what MPI writes
                     # The program may give x other memory while the call is under way.
-                    tensors = (x,) if row.writes is Writes.X else (x if out is None else x.detach(), target)
+                    tensors = (x,) if has_one_tensor else (x if out is None else x.detach(), target)
             if is_async:
                 result: Any = (operation or Operation(plan, tensors, target)).launch()
             elif operation is None:
