@@ -26,7 +26,7 @@ _MOST_KEPT = 512  # by a communicator
 
 
 def key_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-    """What the plan of a call depends on, beside the communicator; None for a call that is always prepared."""
+    """What the plan of a call depends on, besides the communicator; None for a call that is always prepared."""
     x, out = args[0], kwargs.get("out") if kwargs else None
     for each in (x,) if out is None else (x, out):
         if (
@@ -78,8 +78,8 @@ def add(comm: Communicator, key: Hashable, plan: Plan) -> None:
     comm.plans[key] = plan
 
 
-def operation(prepare: Callable[..., Operation[Any]], x: Tensor, comm: Communicator, op: str) -> Operation[Any]:
-    """The operation of an allreduce in place, by the kept plan; ``prepare`` makes it where there is none."""
+def allreduce(prepare: Callable[..., Operation[Any]], x: Tensor, comm: Communicator, op: str) -> Operation[Any]:
+    """The operation of an allreduce in place: a call of the kept plan, else what ``prepare`` makes."""
     key = key_of("allreduce", (x,), {"op": op})
     plan = None if key is None else comm.plans.get(key)
     if plan is not None:

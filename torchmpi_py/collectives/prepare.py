@@ -222,7 +222,7 @@ class Call:
     def of_numbers(
         self, x: Number, out: object, others: tuple[Any, ...], conclude: Callable[[Tensor], Any]
     ) -> Operation[Any]:
-        """The allgather of records, all of one size, of which ``conclude`` makes the result.
+        """The allgather of records, all of one size, and ``conclude`` makes the result from all records.
 
         ``others`` are the other arguments of the call, which are equal on all ranks.
         """
@@ -245,7 +245,7 @@ class Call:
 
     def reduced(self, x: Number, out: object, op: str, root: int | None = None) -> Operation[Any]:
         """(all)reduce of numbers: an allgather of records, reduced on each rank. With a root, the others keep ``x``."""
-        if op not in OPS:
+        if op not in OPS:  # a call less where all is well
             check_known_op(self.name, op)
 
         def conclude(records: Tensor) -> Number:

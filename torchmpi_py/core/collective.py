@@ -20,7 +20,7 @@ class Writes(enum.Enum):
 
 
 class Collective(NamedTuple):
-    """What the package has to know of a collective, or of a message between ranks, beside its arguments."""
+    """What the package has to know of a collective, or of a message between ranks, besides its arguments."""
 
     name: str
     writes: Writes
@@ -30,7 +30,8 @@ class Collective(NamedTuple):
     """Whether no rank can complete the call before every rank has made it."""
     keeps_plans: bool = False
     """Whether calls with flat tensors find their plan without any check: on every rank the flavour reads ``x`` and
-    writes ``out``, or ``x``, and what it writes is the tensor that ``Call.of_tensors`` gets first."""
+    writes ``out``, or ``x``, and what it writes is the tensor that ``Call.of_tensors`` gets first. The flavour gets one
+    tensor where the collective writes X, else two."""
     is_tuned: bool = False
     """Whether ``autotune`` measures it by default."""
     torch_name: str | None = None

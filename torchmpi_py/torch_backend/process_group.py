@@ -89,7 +89,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             if how is not None and ddp_buckets.is_bucket(x):
                 return self.carry_out(ddp_buckets.allreduce(self.comm, x, op, how), opts)
             if not x.is_sparse and (op != "avg" or x.dtype not in WHOLE_NUMBERS):
-                operation = kept_plans.operation(_allreduce, x, self.comm, op)
+                operation = kept_plans.allreduce(_allreduce, x, self.comm, op)
                 return self.carry_out(([operation], given, None), opts)
         return self._reduce(op, given, given, lambda op, x, _: group_calls.allreduce(self.extra, x, op, factor), opts)
 
@@ -240,7 +240,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         ``opts``, where torch gives any: a timeout, and whether the program waits in this call. ``is_written``: whether
         the results are written on this rank.
         """
-        if not self._is_open or communicators.current_stack is None:
+        if not self._is_open or communicators.current_stack is None:  # every call pays for a function
             self._check_open()
         timeout = getattr(opts, "timeout", None)
         given = -1.0 if timeout is None else timeout.total_seconds()

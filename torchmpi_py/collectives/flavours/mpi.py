@@ -140,7 +140,7 @@ def _allgather_at_once(comm: MPI.Comm, sizes: Sizes) -> Callable[[Tensor, Tensor
 
     def work(x: Tensor, out: Tensor) -> None:
         address, given = out.data_ptr(), x.data_ptr()
-        if address - own_bytes < given < address + all_bytes:  # which MPI forbids
+        if address - own_bytes < given < address + all_bytes:  # as in copy_if_overlapping, without a call
             given = (x := x.clone()).data_ptr()
         comm.Allgather([memory(given, own_bytes), MPI.BYTE], [memory(address, all_bytes), MPI.BYTE])
 
