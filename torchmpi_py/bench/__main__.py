@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchmpi_py.bench import command_line, compare, plot, step, timeline, trace, tune
+from torchmpi_py.bench import command_line, compare, mpis, plot, step, timeline, trace, tune
 
 
 class Command(NamedTuple):
@@ -25,7 +25,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "run": Command("one verb and flavour over sizes", compare.add_run_options, compare.main),
     "compare": Command(
-        "all flavours, raw mpi4py, gloo and a plain copy, in one run", compare.add_compare_options, compare.main
+        "all flavours, raw mpi4py, gloo and a plain copy, in one run; or on several MPIs",
+        mpis.add_options,
+        compare.main,
     ),
     "step": Command("one training step, with gradients averaged in several ways", step.add_options, step.main),
     "tune": Command(
@@ -55,7 +57,7 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Carry out one command; return the exit code, the same on every rank."""
     words = sys.argv[1:] if argv is None else argv
-    return command_line.exit_code(lambda: _carry_out(parse(words)))
+    return command_line.exit_code(lambda: _carry_out(words))
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -70,9 +72,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _carry_out(options: argparse.Namespace) -> None:
+def _carry_out(words: list[str]) -> None:
+    options = parse(words)
     command = COMMANDS[options.command]
-    if command.needs_job:
+    if options.command == "compare" and mpis.is_wanted(options):
+        mpis.main(options, words)
+    elif command.needs_job:
         command_line.in_job(command.main, options)
     else:
         command.main(options)

@@ -75,7 +75,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--in-a-row", type=command_line.count, default=1, metavar="N", help=in_a_row)
     memory = "of buffers a rank; default: what fits, to 1G (cuda: 8G)"
     add("--max-memory", type=command_line.with_message(parse_size), metavar="BYTES", help=memory)
-    patience = "leave out, from there on, who would take longer for a call at the next size; default: nobody"
+    patience = "skip a candidate from the first size at which one call would take longer; default: never"
     add("--patience", type=command_line.positive, default=math.inf, metavar="SECONDS", help=patience)
     command_line.add_link(parser)
     add("--no-verify", dest="verify", action="store_false", help="do not check the values of the results")

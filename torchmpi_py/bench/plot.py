@@ -96,12 +96,11 @@ def draw(report: Report, path: Path) -> None:
 
     kinds = list(dict.fromkeys(row.buffers for row in report.rows))
     figure = Figure(figsize=(13, 4.6 * len(kinds)), layout="constrained")
-    op = f" ({report.op})" if report.op else ""
     machine = report.facts.get("processor" if report.device == "cpu" else "GPUs", "")
     found = [(name, report.facts[name]) for name in _VERSIONS if name in report.facts]
     versions = ", ".join(version if name == "MPI" else f"{name} {version}" for name, version in found)
     about = "; ".join(filter(None, (versions, report.facts.get("date"))))
-    figure.suptitle(f"{report.verb}{op} of {report.dtype}, {report.num_ranks} ranks, {machine}\n{about}", fontsize=11)
+    figure.suptitle(f"{report.title}, {report.num_ranks} ranks, {machine}\n{about}", fontsize=11)
     axes = figure.subplots(len(kinds), 2, squeeze=False)
     for (latency, bandwidth), kind in zip(axes, kinds, strict=True):
         rows = [row for row in report.rows if row.buffers == kind]

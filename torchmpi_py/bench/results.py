@@ -32,6 +32,7 @@ _REFERENCES = {
     DEVICE_COPY: "x device copy",
     HOST_COPY: "x host copy",
 }
+PEERS = RAW_MPI, GLOO, f"{GLOO}, async"
 _OF_WIRE = {"time/floor": "time_to_floor", "bytes/floor": "bytes_to_floor"}
 
 
@@ -71,11 +72,22 @@ class Report:
         """Bus bandwidth: comparable across verbs and numbers of ranks (``cases``)."""
         return row.bytes_per_second * VERBS[self.verb].bus_factor(self.num_ranks)
 
+    @property
+    def title(self) -> str:
+        """The task in a few words."""
+        op = f" ({self.op})" if self.op else ""
+        where = "" if self.device == "cpu" else f" on {self.device}"
+        return f"{self.verb}{op} of {self.dtype}{where}"
+
+    def seconds(self, num_bytes: int, buffers: str, what: str) -> float | None:
+        """Median time of the candidate ``what``; None where it was not measured."""
+        key = (num_bytes, buffers, what)
+        return next((row.median_seconds for row in self.rows if (row.num_bytes, row.buffers, row.what) == key), None)
+
     def times_faster(self, row: ResultRow, than: str) -> float | None:
         """Time of the candidate ``than`` at the same size and buffers / time of ``row``; None without such a row."""
-        key = (row.num_bytes, row.buffers, than)
-        seconds = (other.median_seconds for other in self.rows if (other.num_bytes, other.buffers, other.what) == key)
-        return next((other / row.median_seconds for other in seconds), None)
+        seconds = self.seconds(row.num_bytes, row.buffers, than)
+        return None if seconds is None else seconds / row.median_seconds
 
 
 def make_row(num_bytes: int, what: str, buffers: str, seconds: Sequence[float]) -> ResultRow:
@@ -93,12 +105,17 @@ def check_outputs(comm: MPI.Comm, *paths: Path | None, problem: str = "") -> Non
 
     Raises UsageError, on every rank, with the path, or with rank 0's ``problem`` if there is one.
     """
-    for path in filter(None, paths):
-        if not os.access(path.parent, os.W_OK):
-            problem = problem or f"cannot write {path}: {path.parent} is no folder that may be written to"
-    problem = comm.bcast(problem)
+    problem = comm.bcast(problem or unwritable(*paths))
     if problem:
         raise UsageError(problem)
+
+
+def unwritable(*paths: Path | None) -> str:
+    """Why this process cannot write to one of ``paths``, or ""."""
+    for path in filter(None, paths):
+        if not os.access(path.parent, os.W_OK):
+            return f"cannot write {path}: {path.parent} is no folder that may be written to"
+    return ""
 
 
 def publish(rank: int, text: str, format_name: str, report: Any, path: Path | None) -> None:
@@ -146,7 +163,7 @@ def summary(report: Report) -> str:
 
 def _winner(report: Report, rows: Sequence[ResultRow]) -> str:
     """The first of the rows of a size, and where that is a peer the first of ours."""
-    ours = next((row for row in rows if row.what not in (RAW_MPI, GLOO, f"{GLOO}, async")), rows[0])
+    ours = next((row for row in rows if row.what not in PEERS), rows[0])
     shown = [rows[0]] if ours is rows[0] else [rows[0], ours]
     return f"{format_size(rows[0].num_bytes)} " + ", of ours ".join(_in_short(report, row) for row in shown)
 
@@ -159,9 +176,7 @@ def _in_short(report: Report, row: ResultRow) -> str:
 
 def render(report: Report) -> str:
     """The facts, the table, the notes and the summary."""
-    op = f" ({report.op})" if report.op else ""
-    where = "" if report.device == "cpu" else f" on {report.device}"
-    text = document(f"{report.verb}{op} of {report.dtype}{where}", report.facts, report.notes, *_cells(report))
+    text = document(report.title, report.facts, report.notes, *_cells(report))
     return "\n\n".join(filter(None, (text, summary(report))))
 
 
