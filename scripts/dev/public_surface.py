@@ -17,7 +17,7 @@ import sys
 import torchmpi_py
 
 MODULES = ["", ".nn", ".engine", ".paramserver", ".torch_backend", ".errors"]
-BENCH = ["run", "compare", "step", "ps", "modes", "tune", "watch", "plot", "trace", "hang"]
+BENCH = ["run", "compare", "step", "plot", "timeline"]
 
 
 def main():

@@ -13,7 +13,7 @@ def test_options():
     assert options.flavours == ["mpi", "ring"]
     assert (options.verb, options.op, options.buffers, options.verify) == ("allreduce", "sum", "both", True)
     assert parse(["step", "--layers", "8,4,2"]).layers == [8, 4, 2]
-    for command in ("run", "compare", "step", "tune"):
+    for command in ("run", "compare", "step"):
         assert parse([command]).device == "cpu"
         assert parse([command, "--device", "cuda"]).device == "cuda"
     for device, largest in (("cpu", 64 << 20), ("cuda", 1 << 30)):
@@ -24,7 +24,7 @@ def test_options():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", r"run \| compare \| step .* tune .* plot"),
+        ("", r"run \| compare \| step .* plot"),
         ("run --verb foo", "'foo'.*allreduce.*scatter"),
         ("run --op foo", "'foo'.*sum.*lor"),
         ("run --dtype foo", "'foo'.*float32.*bool"),

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchmpi_py.bench import command_line, compare, mpis, plot, step, timeline, trace, tune
+from torchmpi_py.bench import command_line, compare, mpis, plot, step, timeline, trace
 
 
 class Command(NamedTuple):
@@ -30,9 +30,6 @@ COMMANDS = {
         compare.main,
     ),
     "step": Command("one training step, with gradients averaged in several ways", step.add_options, step.main),
-    "tune": Command(
-        "measure which flavours are the fastest here, for later start()s to use", tune.add_options, tune.main
-    ),
     "plot": Command(
         "draw a report that was stored with --json, or curves of examples; needs no launcher",
         plot.add_options,
