@@ -13,7 +13,7 @@ import types
 import foreign_files
 import pytest
 
-from torchmpi_py.bench import UsageError, results, timeline_calls, trace
+from torchmpi_py.bench import UsageError, results, timeline_calls
 from torchmpi_py.collectives import measured_cache
 from torchmpi_py.collectives.flavours import gpu_probe
 from torchmpi_py.engine import checkpoint_files
@@ -53,7 +53,6 @@ READS = {
     "verdict on GPUs": (_GPU_FACTS.path().name, lambda folder: gpu_probe.read(_GPU_FACTS)),
     "dump of a hang": ("flight_recorder_0", timeline_calls.load),
     "board": ("node-0.json", lambda folder: timeline_calls.read(folder, {})),
-    "trace of a rank": ("rank-0.json", trace.load),
     "report of the bench": ("report.json", lambda folder: results.load(folder / "report.json")),
     "summary of a checkpoint": ("checkpoint.json", checkpoint_files.summary_of),
     "parts of a checkpoint": ("model.pt", lambda folder: checkpoint_files.read(folder / "model.pt")),

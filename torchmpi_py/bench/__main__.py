@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchmpi_py.bench import command_line, compare, mpis, plot, step, timeline, trace
+from torchmpi_py.bench import command_line, compare, mpis, plot, step, timeline
 
 
 class Command(NamedTuple):
@@ -34,12 +34,6 @@ COMMANDS = {
         "draw a report that was stored with --json, or curves of examples; needs no launcher",
         plot.add_options,
         plot.main,
-        needs_job=False,
-    ),
-    "trace": Command(
-        "merge the traces of torchmpirun --profile DIR; needs no launcher",
-        trace.add_options,
-        trace.main,
         needs_job=False,
     ),
     "timeline": Command(

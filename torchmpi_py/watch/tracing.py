@@ -13,10 +13,9 @@ background   asynchronous operations in the communication thread; "queued us" is
 posted       asynchronous operations that MPI carries out itself, from the launch until they were found complete; as
              they overlap, they take as many rows as they need
 
-A file also says how far this rank's clock was from rank 0's, at the begin and, unless the rank failed, at the end;
-``python -m torchmpi_py.bench trace DIR`` puts the ranks on one axis by these readings. A rank asks rank 0 for its time
-over MPI, some dozens of times, and keeps the answer with the shortest round trip (Cristian's algorithm). Rank 0 read
-its clock somewhere between question and answer, so that ::
+A file also says how far this rank's clock was from rank 0's, at the begin and, unless the rank failed, at the end. A
+rank asks rank 0 for its time over MPI, some dozens of times, and keeps the answer with the shortest round trip
+(Cristian's algorithm). Rank 0 read its clock somewhere between question and answer, so that ::
 
     offset = (asked + answered) / 2 - time of rank 0         this rank's clock less that of rank 0
 
