@@ -1,5 +1,7 @@
 import dataclasses
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 
@@ -130,9 +132,9 @@ def curve(path, ranks, seconds):
 def test_curves_of_examples_and_their_scaling_are_drawn(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     paths = [curve(tmp_path / f"on{ranks}.json", ranks, [4 / ranks, 8 / ranks + 1]) for ranks in (1, 4)]
-    assert bench.main(["plot", *map(str, paths), str(tmp_path / "c.png")]) == 0
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
-    figure = drawn(monkeypatch, plot.draw_curves, [plot.load_curve(path) for path in paths], tmp_path / "c.png")
+    program = Path(__file__).parents[2] / "benchmarks" / "curves.py"
+    monkeypatch.setattr("sys.argv", [str(program), *map(str, paths), str(tmp_path / "c.png")])
+    figure = drawn(monkeypatch, runpy.run_path, str(program))
     accuracy, scaling = figure.axes
     assert [list(line.get_ydata()) for line in accuracy.lines] == [[50, 75]] * 2
     assert [list(line.get_ydata()) for line in scaling.lines] == [[9, 3], [9, 2.25]]
@@ -141,11 +143,9 @@ def test_curves_of_examples_and_their_scaling_are_drawn(monkeypatch, tmp_path):
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path, capsys):
-    """Reports and curves together; a picture of an unknown kind."""
-    store(COLLECTIVE, report(), tmp_path / "r.json")
-    both = [str(tmp_path / "r.json"), str(curve(tmp_path / "c.json", 1, [1, 2]))]
-    assert bench.main(["plot", *both, str(tmp_path / "c.png")]) == 2
-    assert "one report of run or compare, or of curves alone" in capsys.readouterr().err
+    """What is no report; a picture of an unknown kind."""
+    assert bench.main(["plot", str(curve(tmp_path / "c.json", 1, [1, 2])), str(tmp_path / "c.png")]) == 2
+    assert "c.json is not a report of run or compare --json" in capsys.readouterr().err
     pytest.importorskip("matplotlib")
     with pytest.raises(UsageError, match=r"r\.foo"):
         plot.draw(report(), tmp_path / "r.foo")

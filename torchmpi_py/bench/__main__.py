@@ -31,7 +31,7 @@ COMMANDS = {
     ),
     "step": Command("one training step, with gradients averaged in several ways", step.add_options, step.main),
     "plot": Command(
-        "draw a report that was stored with --json, or curves of examples; needs no launcher",
+        "draw a report that was stored with --json; needs no launcher",
         plot.add_options,
         plot.main,
         needs_job=False,
