@@ -55,8 +55,9 @@ def test_all_take_part_at_every_size(mpi, verb):
 
 def test_without_flavours_all_that_are_available_take_part(mpi):
     task = Task(VERBS["allreduce"], torch.float32, "sum", mpi.rank(), mpi.size())
-    groups = candidates.TorchGroups(no_gloo="", no_torchmpi="", torchmpi=object())
-    names = {candidate.name for candidate in compare.candidates_for_compare(MPI.COMM_WORLD, task, None, groups)}
+    groups = candidates.TorchGroups(torchmpi=object())
+    found = compare.ours(task, None, groups, [False]) + compare.peers(MPI.COMM_WORLD, task, groups, [False])
+    names = {candidate.name for candidate in found}
     rows = [row for row in mpi.availability() if (row.verb, row.device) == ("allreduce", "cpu")]
     available = [row.flavour for row in rows if row.status == "available"]
     assert names == {*available, "selector", "symmetric", TORCH_TORCHMPI, RAW_MPI, GLOO, COPY}
@@ -68,7 +69,7 @@ def test_who_cannot_is_left_out_with_the_reason(mpi, monkeypatch):
     assert [row.what for row in report.rows] == ["mpi", COPY]
     assert any(f"{GLOO} is left out: " in note for note in report.notes)
     assert any(f"{RAW_MPI} is left out: " in note for note in report.notes)
-    with pytest.raises(UsageError, match="no group on 'torchmpi' here: TypeError"):
+    with pytest.raises(UsageError, match="no group on 'torchmpi': TypeError"):
         measured("compare", "--flavours", "torchmpi")
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import torchmpi_py as mpi
@@ -61,7 +62,7 @@ class Candidate:
         return self.name not in LIMITS
 
 
-def ours(task: Task, name: str, *, is_symmetric: bool = False, asynchronous: bool = False) -> Candidate:
+def flavour(task: Task, name: str, *, is_symmetric: bool = False, asynchronous: bool = False) -> Candidate:
     """A verb of this package; ``name`` is a flavour, "selector" or "symmetric"."""
     options: dict[str, Any] = {} if name in (SELECTOR, SYMMETRIC) else {"flavour": name}
     if task.verb.reduces:
@@ -138,9 +139,9 @@ def _divided(call: Call, result: Any, size: int) -> None:
 class TorchGroups(NamedTuple):
     """The process group on "torchmpi", if there is one, and why there is no group, the same on every rank, or ""."""
 
-    no_gloo: str
-    no_torchmpi: str
-    torchmpi: Any
+    no_gloo: str = ""
+    no_torchmpi: str = ""
+    torchmpi: Any = None
 
 
 @contextlib.contextmanager
@@ -157,7 +158,6 @@ def process_groups(comm: MPI.Comm, *, with_torchmpi: bool) -> Iterator[TorchGrou
             group, no_torchmpi = _attempt(comm, _on_torchmpi)
         yield TorchGroups(no_gloo, no_torchmpi, None if no_torchmpi else group)
     finally:
-        dist = _distributed()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -174,42 +174,33 @@ def _attempt(comm: MPI.Comm, make: Callable[[], Any]) -> tuple[Any, str]:
 
 def _join(comm: MPI.Comm) -> None:
     store = rendezvous.open_store(mpi.communicator().direct, "bench")
-    _distributed().init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT)
 
 
 def _on_torchmpi() -> Any:
     import torchmpi_py.torch_backend  # noqa: F401 - registers the backend
 
-    return _distributed().new_group(backend=TORCHMPI)
+    return dist.new_group(backend=TORCHMPI)
 
 
-def _distributed() -> Any:
-    import torch.distributed  # here, for a torch may be built without it
+def torch_distributed(
+    task: Task, name: str, group: Any, *, is_symmetric: bool = False, asynchronous: bool = False
+) -> Candidate:
+    """The collective of torch.distributed on ``group``; None: on the default group.
 
-    return torch.distributed
+    ``name``: GLOO or TORCH_TORCHMPI. What gloo cannot do raises when it is bound or called.
+    """
 
-
-def gloo(task: Task, *, asynchronous: bool = False) -> Candidate:
-    """torch.distributed on the default process group. What gloo cannot do raises when it is bound or called."""
-    return _of_torch(task, GLOO, None, asynchronous=asynchronous)
-
-
-def torchmpi(task: Task, group: Any, *, asynchronous: bool = False) -> Candidate:
-    """torch.distributed on ``group``, whose backend is "torchmpi"."""
-    return _of_torch(task, TORCH_TORCHMPI, group, asynchronous=asynchronous)
-
-
-def _of_torch(task: Task, name: str, group: Any, *, asynchronous: bool) -> Candidate:
     def bind(next_buffers: NextBuffers) -> Call:
         buffers = next_buffers()
-        call = functools.partial(_torch_call(task, buffers.x, buffers.out), group=group)  # None: the default group
+        call = functools.partial(_torch_call(task, buffers.x, buffers.out), group=group)
         return _and_wait(functools.partial(call, async_op=True)) if asynchronous else call
 
-    return Candidate(f"{name}, async" if asynchronous else name, bind, is_ours=name == TORCH_TORCHMPI)
+    label = f"{name}, async" if asynchronous else name
+    return Candidate(label, bind, is_ours=name == TORCH_TORCHMPI, is_symmetric=is_symmetric)
 
 
 def _torch_call(task: Task, x: Any, out: Any) -> Callable[..., Any]:
-    dist = _distributed()
     is_root = task.rank == ROOT
     op = getattr(dist.ReduceOp, task.op.upper(), None)
     if task.verb.reduces and op is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +24,11 @@ from torchmpi_py.bench.candidates import (
     TORCHMPI,
     Candidate,
     TorchGroups,
-    gloo,
+    flavour,
     limits,
-    ours,
     process_groups,
     raw_mpi,
-    torchmpi,
+    torch_distributed,
 )
 from torchmpi_py.bench.cases import VERBS, Task
 from torchmpi_py.bench.measurement import Measurement, make_pools
@@ -48,7 +46,8 @@ _AVAILABLE = "available"
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``run``."""
-    parser.add_argument("--flavour", default=SELECTOR, help="default: the one that a call without flavour= takes")
+    default = "default: the one that a call without flavour= takes"
+    parser.add_argument("--flavour", dest="flavours", nargs=1, default=[SELECTOR], metavar="FLAVOUR", help=default)
     parser.add_argument("--symmetric", action="store_true", help="on tensors from mpi.symmetric_empty")
     _add_options(parser)
 
@@ -56,6 +55,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def add_compare_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``compare``."""
     parser.add_argument("--flavours", type=command_line.names, metavar="a,b", help="of ours, only these; default: all")
+    parser.set_defaults(symmetric=False)
     _add_options(parser)
 
 
@@ -107,20 +107,19 @@ def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
     """The report of what ``options`` ask for, on ``mpi.device()``. Collective and raises as ``main``."""
     task = _task(comm, options)
     link = None if options.link is None else wire.open_link(comm, options.link)
-    flavours = [options.flavour] if options.command == "run" else options.flavours
-    with_torchmpi = flavours is None or TORCHMPI in flavours
+    with_peers = options.command == "compare"
+    with_torchmpi = options.flavours is None or TORCHMPI in options.flavours
+    forms = (False, True) if with_peers and options.asynchronous else (options.asynchronous,)
+    notes = []
     with contextlib.ExitStack() as stack:
-        groups = TorchGroups("", "", None)
-        if options.command == "compare" or with_torchmpi:
+        groups = TorchGroups()
+        if with_peers or with_torchmpi:
             groups = stack.enter_context(process_groups(comm, with_torchmpi=with_torchmpi))
-        if options.command == "run":
-            candidate = candidate_for_run(
-                task, options.flavour, groups, symmetric=options.symmetric, asynchronous=options.asynchronous
-            )
-            return _measured(comm, options, task, [candidate], [], link)
-        candidates = candidates_for_compare(comm, task, flavours, groups, asynchronous=options.asynchronous)
-        reasons = {GLOO: groups.no_gloo, TORCH_TORCHMPI: groups.no_torchmpi if with_torchmpi else ""}
-        notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
+        candidates = ours(task, options.flavours, groups, forms, is_symmetric=options.symmetric)
+        if with_peers:
+            candidates += peers(comm, task, groups, forms)
+            reasons = {GLOO: groups.no_gloo, TORCH_TORCHMPI: groups.no_torchmpi if with_torchmpi else ""}
+            notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
         return _measured(comm, options, task, candidates, notes, link)
 
 
@@ -134,63 +133,46 @@ def _task(comm: MPI.Comm, options: argparse.Namespace) -> Task:
     return Task(verb, options.dtype, options.op, comm.rank, comm.size, mpi.device())
 
 
-def candidate_for_run(
-    task: Task, flavour: str, groups: TorchGroups, *, symmetric: bool, asynchronous: bool
-) -> Candidate:
-    """One flavour alone. UsageError if it is unknown or unavailable; ``groups`` are for "torchmpi"."""
-    _check(task, [flavour], groups)
-    if flavour == TORCHMPI:
-        return dataclasses.replace(torchmpi(task, groups.torchmpi, asynchronous=asynchronous), is_symmetric=symmetric)
-    return ours(task, flavour, is_symmetric=symmetric, asynchronous=asynchronous)
-
-
-def candidates_for_compare(
-    comm: MPI.Comm, task: Task, flavours: Sequence[str] | None, groups: TorchGroups, *, asynchronous: bool = False
+def ours(
+    task: Task, names: Sequence[str] | None, groups: TorchGroups, forms: Sequence[bool], *, is_symmetric: bool = False
 ) -> list[Candidate]:
-    """Ours, all that are available or ``flavours``; then the peers and the limits. UsageError as ``candidate_for_run``.
+    """This package's candidates: ``names``, or all that are available. UsageError for one that is not.
 
-    ``asynchronous``: also the asynchronous form of each candidate that has one.
+    ``forms``: blocking (False), asynchronous (True). ``groups`` are for "torchmpi".
     """
-    if flavours is not None:
-        _check(task, flavours, groups)
-    names = _available(task, groups) if flavours is None else list(dict.fromkeys(flavours))
-    forms = (False, True) if asynchronous else (False,)
-    of_ours = [
-        torchmpi(task, groups.torchmpi, asynchronous=form) if name == TORCHMPI else ours(task, name, asynchronous=form)
-        for name in names
-        for form in forms
-    ]
-    of_gloo = [] if groups.no_gloo else [gloo(task, asynchronous=form) for form in forms]
-    return [*of_ours, *([raw_mpi(comm, task)] if _has_raw_mpi(task) else []), *of_gloo, *limits(task.device)]
-
-
-def _has_raw_mpi(task: Task) -> bool:
-    """On a GPU: whether this MPI reads GPU memory. One that does not would crash rather than refuse."""
-    return task.device.type == "cpu" or _statuses(task).get("mpi") == _AVAILABLE
-
-
-def _available(task: Task, groups: TorchGroups) -> list[str]:
-    flavours = [name for name, status in _statuses(task).items() if status == _AVAILABLE]
-    return [*flavours, *(name for name in OTHER_NAMES if name != TORCHMPI or groups.torchmpi is not None)]
-
-
-def _check(task: Task, names: Sequence[str], groups: TorchGroups) -> None:
-    statuses = _statuses(task)
+    statuses = _statuses(task, groups)
+    if names is None:
+        names = [name for name, status in statuses.items() if status == _AVAILABLE]
     for name in names:
-        if name == TORCHMPI and groups.no_torchmpi:
-            raise UsageError(f"torch.distributed has no group on {name!r} here: {groups.no_torchmpi}")
-        if name in OTHER_NAMES:
-            continue
         if name not in statuses:
-            raise UsageError(f"flavour {name!r} is unknown; known flavours: {', '.join([*statuses, *OTHER_NAMES])}")
+            raise UsageError(f"flavour {name!r} is unknown; known flavours: {', '.join(statuses)}")
         if statuses[name] != _AVAILABLE:
             raise UsageError(f"flavour {name!r} cannot do {task.verb.name} here: {statuses[name]}")
+    return [
+        torch_distributed(task, TORCH_TORCHMPI, groups.torchmpi, asynchronous=form, is_symmetric=is_symmetric)
+        if name == TORCHMPI
+        else flavour(task, name, asynchronous=form, is_symmetric=is_symmetric)
+        for name in dict.fromkeys(names)
+        for form in forms
+    ]
 
 
-def _statuses(task: Task) -> dict[str, str]:
-    """Each flavour's status for the verb on tensors of the task's device."""
+def peers(comm: MPI.Comm, task: Task, groups: TorchGroups, forms: Sequence[bool]) -> list[Candidate]:
+    """Raw MPI and gloo, where they can serve, and the limits."""
+    # On a GPU an MPI that does not read GPU memory would crash rather than refuse.
+    has_raw_mpi = task.device.type == "cpu" or _statuses(task, groups).get("mpi") == _AVAILABLE
+    of_gloo = [] if groups.no_gloo else [torch_distributed(task, GLOO, None, asynchronous=form) for form in forms]
+    return [*([raw_mpi(comm, task)] if has_raw_mpi else []), *of_gloo, *limits(task.device)]
+
+
+def _statuses(task: Task, groups: TorchGroups) -> dict[str, str]:
+    """The status of each name that ``--flavours`` takes, for the verb on tensors of the task's device."""
     wanted = task.verb.name, task.device.type
-    return {row.flavour: row.status for row in mpi.availability() if (row.verb, row.device) == wanted}
+    statuses = {row.flavour: row.status for row in mpi.availability() if (row.verb, row.device) == wanted}
+    statuses |= dict.fromkeys(OTHER_NAMES, _AVAILABLE)
+    if groups.no_torchmpi:
+        statuses[TORCHMPI] = f"torch.distributed has no group on {TORCHMPI!r}: {groups.no_torchmpi}"
+    return statuses
 
 
 def sizes_of(options: argparse.Namespace) -> list[int]:
