@@ -10,11 +10,11 @@ import contextlib
 import datetime as dt
 import os
 import re
-import subprocess
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import torch
+from torch.utils import collect_env
 
 import torchmpi_py as mpi
 from torchmpi_py.bench import UsageError
@@ -25,7 +25,6 @@ from torchmpi_py.memory import caches, gpus
 _MEMORY = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _PROCESSORS = Path("/proc/cpuinfo")
-_DRIVER = Path("/proc/driver/nvidia/version")
 _CPU = torch.device("cpu")
 _ASSUMED_CACHE_BYTES = 32 << 20
 _ASSUMED_FREE_BYTES = 1 << 30
@@ -125,7 +124,8 @@ def facts(comm: MPI.Comm, device: torch.device = _CPU) -> dict[str, str]:
 
 def _gpu_facts(comm: MPI.Comm, device: torch.device) -> dict[str, str]:
     gathered = comm.allgather((gpus.identity(device.index), torch.cuda.get_device_name(device)))
-    return describe_gpus(gathered) | {"GPU driver": _driver(), "CUDA": str(torch.version.cuda)}
+    driver = collect_env.get_nvidia_driver_version(collect_env.run) or "unknown"  # type: ignore[no-untyped-call]
+    return describe_gpus(gathered) | {"GPU driver": driver, "CUDA": str(torch.version.cuda)}
 
 
 def describe_gpus(gathered: Sequence[tuple[Hashable, str]]) -> dict[str, str]:
@@ -148,22 +148,3 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-def _driver() -> str:
-    """The version of the GPU's driver in the kernel."""
-    try:
-        line = _DRIVER.read_text().splitlines()[0]
-        return next(word for word in line.split() if word[0].isdigit() and "." in word)
-    except (OSError, IndexError, StopIteration):
-        return _driver_of_tool()
-
-
-def _driver_of_tool() -> str:
-    """The driver's version from nvidia-smi, where the kernel does not show it."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip().partition("\n")[0] or "unknown"
