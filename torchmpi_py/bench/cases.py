@@ -43,44 +43,36 @@ _ANDS = ("land", "band", "prod", "min")  # on bool
 class Verb:
     """One verb. ``x`` and ``out`` say what each holds: "whole", a "slice" of it (a rank's part), or (out) "" for none.
 
-    ``bus_factor``: bus bandwidth / algorithm bandwidth for n ranks.
+    ``trips``: how often each rank sends all slices except one; 0 where the whole goes from rank to rank.
     """
 
     name: str
     x: str
     out: str
     reduces: bool
-    bus_factor: Callable[[int], float]
+    trips: int
 
     @property
     def splits(self) -> bool:
         """Whether the elements must divide by the number of ranks."""
         return self.out != ""
 
-
-def _once(num_ranks: int) -> float:
-    return 1.0
-
-
-def _to_others(num_ranks: int) -> float:
-    return (num_ranks - 1) / num_ranks
-
-
-def _twice_to_others(num_ranks: int) -> float:
-    return 2 * _to_others(num_ranks)
+    def bus_factor(self, num_ranks: int) -> float:
+        """Bus bandwidth / algorithm bandwidth."""
+        return self.trips * (num_ranks - 1) / num_ranks if self.trips else 1.0
 
 
 VERBS = {
     verb.name: verb
     for verb in (
-        Verb("allreduce", "whole", "", True, _twice_to_others),
-        Verb("broadcast", "whole", "", False, _once),
-        Verb("reduce", "whole", "", True, _once),
-        Verb("allgather", "slice", "whole", False, _to_others),
-        Verb("reduce_scatter", "whole", "slice", True, _to_others),
-        Verb("alltoall", "whole", "whole", False, _to_others),
-        Verb("gather", "slice", "whole", False, _to_others),
-        Verb("scatter", "whole", "slice", False, _to_others),
+        Verb("allreduce", "whole", "", True, 2),
+        Verb("broadcast", "whole", "", False, 0),
+        Verb("reduce", "whole", "", True, 0),
+        Verb("allgather", "slice", "whole", False, 1),
+        Verb("reduce_scatter", "whole", "slice", True, 1),
+        Verb("alltoall", "whole", "whole", False, 1),
+        Verb("gather", "slice", "whole", False, 1),
+        Verb("scatter", "whole", "slice", False, 1),
     )
 }
 

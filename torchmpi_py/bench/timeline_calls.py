@@ -137,17 +137,7 @@ def _call(entry: Mapping[str, Any], now: int) -> RecordedCall:
     state = FAILED if entry["has_failed"] else COMPLETE if end else {"started": UNDER_WAY}.get(entry["state"], LAUNCHED)
     number, (name, comm) = entry["collective_seq_id"], entry["process_group"]
     key = (name, number) if number else None
-    return RecordedCall(
-        text,
-        entry["site"],
-        comm,
-        int(num_bytes),
-        launched,
-        begin,
-        max(begin, end or now),
-        state,
-        key,
-    )
+    return RecordedCall(text, entry["site"], comm, int(num_bytes), launched, begin, max(begin, end or now), state, key)
 
 
 def meet(job: JobCalls) -> None:

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,19 +73,33 @@ def trainers(
     """
     optimizer_class, options = OPTIMIZERS[optimizer]
     plain = functools.partial(optimizer_class, **options)
-    makers: list[tuple[str, MakeTrain, bool]] = [(NONE, lambda network: _loop(network, network, plain), True)]
-    if with_ddp:
-        makers.append((DDP, functools.partial(_ddp, plain=plain), True))
-    if "average" in ways:
-        makers += [(name, make, name != DDP_ALONE) for name, make in _averaging(plain, with_ddp, torchmpi)]
-    if "sharded" in ways:
-        makers += [(name, make, True) for name, make in _sharded(optimizer_class, options, with_ddp, torchmpi)]
-    if "compressed" in ways:
-        makers += [(name, make, False) for name, make in _compressed(plain, with_ddp)]
-    networks = [NETWORKS[network](layers).to(device) for _ in makers]
-    return [
-        Trainer(name, made, make(made), is_exact) for (name, make, is_exact), made in zip(makers, networks, strict=True)
+    kinds = [
+        _Kind(NONE, lambda network: _loop(network, network, plain)),
+        _Kind(DDP, functools.partial(_ddp, plain=plain), needs=DDP),
     ]
+    if "average" in ways:
+        kinds += _averaging(plain, torchmpi)
+    if "sharded" in ways:
+        kinds += _sharded(optimizer_class, options, torchmpi)
+    if "compressed" in ways:
+        kinds += _compressed(plain)
+    missing = {DDP} if not with_ddp else set()
+    missing |= {DDP_TORCHMPI} if torchmpi is None else set()
+    made = []
+    for kind in kinds:
+        if kind.needs not in missing:
+            trained = NETWORKS[network](layers).to(device)
+            made.append(Trainer(kind.name, trained, kind.make(trained), kind.is_exact))
+    return made
+
+
+class _Kind(NamedTuple):
+    """How to make a trainer. ``needs``: the process group that it needs, by the name of DDP on it, or ""."""
+
+    name: str
+    make: MakeTrain
+    needs: str = ""
+    is_exact: bool = True
 
 
 def make_perceptron(layers: Sequence[int]) -> torch.nn.Sequential:
@@ -115,41 +129,33 @@ LAYERS = {"perceptron": [784, 4096, 4096, 10], "convolutional": [64, 10]}
 """What ``layers`` is unless given."""
 
 
-def _averaging(plain: MakeOptimizer, with_ddp: bool, torchmpi: Any) -> list[tuple[str, MakeTrain]]:
-    """Ways to average the gradients; and DDP_ALONE, which does all that DDP does but for that."""
-    made: list[tuple[str, MakeTrain]] = []
-    if with_ddp:
-        made = [
-            (DDP_ALONE, functools.partial(_ddp, plain=plain, hook=(None, lambda _, bucket: _done(bucket.buffer())))),
-            (DDP_VIEWS, functools.partial(_ddp, plain=plain, gradient_as_bucket_view=True)),
-        ]
-    if torchmpi is not None:
-        from torchmpi_py.torch_backend import average  # here, for a torch may be built without torch.distributed
+def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[_Kind]:
+    """Ways to average the gradients; and DDP_ALONE, which does all that DDP does except that."""
+    from torchmpi_py.torch_backend import average  # here, for only this command needs it
 
-        on_torchmpi = functools.partial(_ddp, plain=plain, group=torchmpi)
-        made += [
-            (DDP_TORCHMPI, on_torchmpi),
-            (DDP_HOOK, functools.partial(on_torchmpi, hook=(torchmpi, average))),
-            (DDP_TORCHMPI_VIEWS, functools.partial(on_torchmpi, gradient_as_bucket_view=True)),
-        ]
+    on_gloo = functools.partial(_ddp, plain=plain)
+    on_torchmpi = functools.partial(_ddp, plain=plain, group=torchmpi)
+    alone = functools.partial(on_gloo, hook=(None, lambda _, bucket: _done(bucket.buffer())))
     return [
-        *made,
-        (
+        _Kind(DDP_ALONE, alone, DDP, is_exact=False),
+        _Kind(DDP_VIEWS, functools.partial(on_gloo, gradient_as_bucket_view=True), DDP),
+        _Kind(DDP_TORCHMPI, on_torchmpi, DDP_TORCHMPI),
+        _Kind(DDP_HOOK, functools.partial(on_torchmpi, hook=(torchmpi, average)), DDP_TORCHMPI),
+        _Kind(DDP_TORCHMPI_VIEWS, functools.partial(on_torchmpi, gradient_as_bucket_view=True), DDP_TORCHMPI),
+        _Kind(
             "synchronize_gradients",
             lambda network: _loop(network, network, plain, lambda: mpinn.synchronize_gradients(network)),
         ),
-        (
+        _Kind(
             "register_async_backward",
             lambda network: _loop(network, network, plain, mpinn.register_async_backward(network).synchronize),
         ),
-        ("engine", lambda network: _engine(network, plain)),
-        ("engine, asynchronous", lambda network: _engine(network, plain, asynchronous=True)),
+        _Kind("engine", lambda network: _engine(network, plain)),
+        _Kind("engine, asynchronous", lambda network: _engine(network, plain, asynchronous=True)),
     ]
 
 
-def _sharded(
-    optimizer_class: Any, options: dict[str, Any], with_ddp: bool, torchmpi: Any
-) -> list[tuple[str, MakeTrain]]:
+def _sharded(optimizer_class: Any, options: dict[str, Any], torchmpi: Any) -> list[_Kind]:
     """ShardedOptimizer, beside plain averaging by DistributedOptimizer, and torch's ways to divide the state."""
     plain = functools.partial(optimizer_class, **options)
 
@@ -163,27 +169,20 @@ def _sharded(
     def sharded(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         return optim.ShardedOptimizer(parameters, optimizer_class, **options)
 
-    made: list[tuple[str, MakeTrain]] = []
-    if with_ddp:
-        made = [
-            (f"{DDP}, ZeroRedundancyOptimizer", functools.partial(_ddp, plain=zero)),
-            (FSDP, functools.partial(_fsdp, plain=plain, group=None)),
-        ]
-    if torchmpi is not None:
-        on_torchmpi = functools.partial(zero, group=torchmpi)
-        made += [
-            (f"{DDP_TORCHMPI}, ZeroRedundancyOptimizer", functools.partial(_ddp, plain=on_torchmpi, group=torchmpi)),
-            (FSDP_TORCHMPI, functools.partial(_fsdp, plain=plain, group=torchmpi)),
-        ]
+    kinds = []
+    for ddp, fsdp, group in ((DDP, FSDP, None), (DDP_TORCHMPI, FSDP_TORCHMPI, torchmpi)):
+        of_ddp = functools.partial(_ddp, plain=functools.partial(zero, group=group), group=group)
+        kinds.append(_Kind(f"{ddp}, ZeroRedundancyOptimizer", of_ddp, ddp))
+        kinds.append(_Kind(fsdp, functools.partial(_fsdp, plain=plain, group=group), ddp))
     return [
-        *made,
-        ("DistributedOptimizer", lambda network: _distributed(network, plain)),
-        ("ShardedOptimizer", lambda network: _loop(network, network, sharded)),
-        ("engine, sharded", lambda network: _engine(network, plain, sharded=True)),
+        *kinds,
+        _Kind("DistributedOptimizer", lambda network: _distributed(network, plain)),
+        _Kind("ShardedOptimizer", lambda network: _loop(network, network, sharded)),
+        _Kind("engine, sharded", lambda network: _engine(network, plain, sharded=True)),
     ]
 
 
-def _compressed(plain: MakeOptimizer, with_ddp: bool) -> list[tuple[str, MakeTrain]]:
+def _compressed(plain: MakeOptimizer) -> list[_Kind]:
     """DistributedOptimizer with each compression, beside DDP with torch's hook.
 
     Not torch's powerSGD_hook: with several buckets gloo matches its callbacks in another order, and aborts.
@@ -197,12 +196,12 @@ def _compressed(plain: MakeOptimizer, with_ddp: bool) -> list[tuple[str, MakeTra
         "TopK(0.01)": optim.compression.TopK(0.01),
         "PowerSGD(2)": optim.compression.PowerSGD(2),
     }
-    made: list[tuple[str, MakeTrain]] = []
-    if with_ddp:
-        made = [(f"{DDP}, fp16_compress_hook", functools.partial(_ddp, plain=plain, hook=(None, fp16_compress_hook)))]
+    hooked = functools.partial(_ddp, plain=plain, hook=(None, fp16_compress_hook))
+    kinds = [_Kind(f"{DDP}, fp16_compress_hook", hooked, DDP, is_exact=False)]
     for name, compression in compressions.items():
-        made.append((f"compression={name}", functools.partial(_distributed, plain=plain, compression=compression)))
-    return made
+        make = functools.partial(_distributed, plain=plain, compression=compression)
+        kinds.append(_Kind(f"compression={name}", make, is_exact=False))
+    return kinds
 
 
 def _loop(
