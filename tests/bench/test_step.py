@@ -72,7 +72,7 @@ def test_networks_are_equal_and_data_is_each_ranks_own():
 
 def test_the_table_without_ddp_has_no_ratio():
     seconds = {NONE: 0.001, "engine": 0.003}
-    report = step.StepReport([6, 3], 4, 5, {}, ["DDP on gloo is left out: no reason"], seconds, {}, "cuda")
+    report = step.StepReport([6, 3], 4, 5, {}, ["DDP on gloo is left out: no reason"], seconds, "cuda")
     title, *lines = step.render(report).splitlines()
     assert title.startswith("# a training step on cuda: layers 6-3")
     assert ["engine", "3.00", "2.00", "-"] in [[cell.strip() for cell in line.split("|")[1:5]] for line in lines]

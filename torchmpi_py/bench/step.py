@@ -5,8 +5,6 @@ that takes some steps of an ongoing training and calls ``done`` after each one. 
 step, from taking the sample to the new parameters, also where the loop is the engine's. The trainers take turns in
 short runs of several steps. The first step of each run is not counted: it follows another trainer's, and the engine's
 includes the begin of ``train``. On a GPU ``done`` waits for the GPU after every step of every trainer.
-
-A second table shows the parts of the time that ``synchronize_gradients`` takes.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import argparse
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,17 +40,13 @@ from torchmpi_py.bench.trainers import (
     Trainer,
     trainers,
 )
-from torchmpi_py.collectives.timing import interleaved, order, until_done
-from torchmpi_py.core import text_tables
+from torchmpi_py.collectives.timing import order
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.memory import devices
 
-CALL = "synchronize_gradients, the call"
-REDUCTION = "the same with gradients in their buckets: the reduction alone"
 FLOOR = "max(compute, wire)"
-COPY = "a copy of as many bytes, all ranks at once"
 STEPS_PER_RUN = 3
-_FORMAT = "torchmpi_py.bench step 1"
+_FORMAT = "torchmpi_py.bench step 2"
 _CPU = torch.device("cpu")
 
 
@@ -90,7 +84,7 @@ def _layers(text: str) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """Settings, and median seconds: of a step, by trainer, and of the parts of ``synchronize_gradients``."""
+    """Settings, and the median seconds of a step, by trainer."""
 
     layers: list[int]
     batch: int
@@ -98,7 +92,6 @@ class StepReport:
     facts: dict[str, str]
     notes: list[str]
     median_seconds: dict[str, float]
-    parts_seconds: dict[str, float]
     device: str = "cpu"
     optimizer: str = "sgd"
     network: str = "perceptron"
@@ -141,16 +134,12 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
         seconds = _measured(comm, made, samples, options)
     num_steps = len(seconds[NONE])
     medians = {name: quantile(times, 0.5) for name, times in seconds.items()}
-    parts = {}
-    if "average" in options.ways:
-        network = NETWORKS[options.network](layers)
-        parts = measure_parts(comm, network, samples[0], min(options.steps, 15))
     facts = machine.facts(comm, device) | wire.facts(link)
     on_wire = (
         None if link is None else link.floor_seconds("allreduce", sum(p.nbytes for p in made[0].network.parameters()))
     )
     how = device.type, options.optimizer, options.network, on_wire
-    report = StepReport(layers, options.batch, num_steps, facts, notes, medians, parts, *how)
+    report = StepReport(layers, options.batch, num_steps, facts, notes, medians, *how)
     results.publish(comm.rank, render(report), _FORMAT, report, options.json)
 
 
@@ -169,9 +158,7 @@ def render(report: StepReport) -> str:
         header.append("time/floor")
         rows = [[*row, results.number(report.median_seconds[row[0]] / floor)] for row in rows]
         rows.append([FLOOR, results.number(floor * 1e3), "-", "-", "1.00"])
-    parts = [[name, results.number(seconds * 1e3)] for name, seconds in report.parts_seconds.items()]
-    whole = results.document(title, report.facts, report.notes, header, rows)
-    return f"{whole}\n\n{text_tables.table(['part', 'ms'], parts)}" if parts else whole
+    return results.document(title, report.facts, report.notes, header, rows)
 
 
 def _row(report: StepReport, name: str) -> list[str]:
@@ -252,31 +239,3 @@ def make_samples(
         )
         for _ in range(num_steps)
     ]
-
-
-def measure_parts(comm: MPI.Comm, network: torch.nn.Module, sample: Sample, num_turns: int) -> dict[str, float]:
-    """Median seconds of each part of ``synchronize_gradients``, on the sample's device. Collective over ``comm``."""
-    device = sample[0].device
-    network, criterion = network.to(device), torch.nn.CrossEntropyLoss()
-    count = sum(p.numel() for p in network.parameters())
-    source, destination = (torch.ones(count, device=device) for _ in range(2))
-
-    def synchronize() -> None:
-        mpinn.synchronize_gradients(network)
-
-    def backward() -> None:
-        network.zero_grad()
-        criterion(network(sample[0]), sample[1]).backward()
-
-    calls: dict[str, Callable[[], object]] = {
-        CALL: synchronize,
-        REDUCTION: synchronize,
-        COPY: lambda: destination.copy_(source),
-    }
-    before: dict[str, Callable[[], object]] = {CALL: backward, REDUCTION: synchronize}
-    calls, before = (
-        {name: until_done(call, device) for name, call in functions.items()} for functions in (calls, before)
-    )
-    synchronize()  # untimed: makes the buckets
-    times = interleaved(comm, calls, seconds=1.0, min_turns=num_turns, max_turns=num_turns, before=before)
-    return {name: quantile(seconds, 0.5) for name, seconds in times.items()}
